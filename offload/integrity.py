@@ -16,7 +16,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -118,9 +118,8 @@ def measure(
     known = [_FileState(file, is_hashed=index in hashed) for index, file in enumerate(files)]
     free = [allocate(_BUFFER_BYTES) for _ in range(num_threads + _NUM_AHEAD)]
     pending = deque[_Job]()
-    with closing(
-        DiskReader([file.path for file in files], stamps=[file.stamp for file in files])
-    ) as reader:
+    paths = [file.path for file in files]
+    with closing(DiskReader(paths, stamps=[file.stamp for file in files])) as reader:
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-measure")
         try:
             for batch in _in_turns(files, num_threads):
@@ -155,14 +154,11 @@ def _begin(
     buffer: np.ndarray,
 ) -> _Job:
     at = batch.lo % BLOCK_BYTES
-    layout = SlabLayout(
-        (SlabRead(batch.shard, batch.lo, batch.hi, at),), {}, _BUFFER_BYTES, is_direct=True
-    )
+    piece = SlabRead(batch.shard, batch.lo, batch.hi, at)
     file.turns[batch.turn] = Event()
-    reads = reader.read(layout, buffer)
-    return _Job(
-        batch, buffer, pool.submit(_work, batch, file, reads, buffer[at : at + batch.hi - batch.lo])
-    )
+    reads = reader.read(SlabLayout((piece,), {}, _BUFFER_BYTES, is_direct=True), buffer)
+    stored = buffer[at : at + batch.hi - batch.lo]
+    return _Job(batch, buffer, pool.submit(_work, batch, file, reads, stored))
 
 
 def _collect(job: _Job, known: Sequence[_FileState], on_bytes: Callable[[int], None]) -> np.ndarray:
@@ -215,11 +211,9 @@ def _top(span: Span, lo: int, stored: np.ndarray) -> int:
 
 def _in_turns(files: Sequence[WholeFile], num_files: int) -> Iterator[_Batch]:
     """Yield batches of a few files in turns, so that as many files are hashed at once."""
+    batches = [_batches(shard, file) for shard, file in enumerate(files)]
     for first in range(0, len(files), num_files):
-        several = [
-            _batches(shard, files[shard])
-            for shard in range(first, min(first + num_files, len(files)))
-        ]
+        several = batches[first : first + num_files]
         yield from (batch for row in zip_longest(*several) for batch in row if batch is not None)
 
 
@@ -256,11 +250,8 @@ class Report(NamedTuple):
         """Return the figures for `--json`."""
         told = self._asdict() | {"path": str(self.path), "manifest": str(self.manifest)}
         told["damage"] = [one._asdict() for one in self.damage]
-        return {
-            "is_sound": not self.damage,
-            **told,
-            "bytes_per_s": self.num_bytes / max(self.elapsed_s, 1e-9),
-        }
+        speed = self.num_bytes / max(self.elapsed_s, 1e-9)
+        return {"is_sound": not self.damage, **told, "bytes_per_s": speed}
 
 
 class _ReadFile(NamedTuple):
@@ -307,16 +298,26 @@ def verify(
         UserError: the manifest is unusable, or files change meanwhile.
     """
     started_s = time.monotonic()
-    is_needed = manifest is not None and not may_write
+    if manifest is not None and not may_write and not os.path.lexists(manifest):
+        remedy = "check the path, or give `write` as well to have it written there"
+        raise UserError(f"no manifest at {manifest}: {remedy}")
     manifest = manifest or default_manifest(whole.path)
-    known = _comparable(_known(manifest, is_needed=is_needed), whole)
+    # a file whose header was not read then had other parts
+    read = {file.path.name for file in whole.files if not file.unread}
+    noted = read_manifest(manifest).items()
+    known = {name: own for name, own in noted if own.header or name not in read}
     # small files first, before hours of reading
     small = _small(whole)
     seen = _read_all(whole, known, progress)
     damage = [*whole.damage, *(one for own in seen for one in _judge(own, manifest))]
     named = {(one.file, one.tensor) for one in damage}
     fresh = {own.file.path for own in seen if own.known is None} if whole.is_packed else set[Path]()
-    damage += [one for one in _undecoded(fresh) if (one.file, one.tensor) not in named]
+    if fresh:
+        # imports torch, which nothing else here needs
+        from offload.packing.format import undecoded
+
+        found_odd = (one for path in sorted(fresh) for one in undecoded(path))
+        damage += [one for one in found_odd if (one.file, one.tensor) not in named]
     found = {own.file.path.name: own.sums for own in seen}
     notes = [*_notes(whole, seen), *small, *_differing_files(known, found, manifest)]
     is_written = may_write and not damage and found != known
@@ -324,43 +325,20 @@ def verify(
         notes.append(why)
         is_written = False
     damaged = {one.file for one in damage}
-    counts = _counts([own for own in seen if own.file.path.name not in damaged], fresh)
-    size = (len(whole.files), whole.num_bytes)
-    elapsed_s = time.monotonic() - started_s
-    return Report(whole.path, *size, elapsed_s, damage, notes, manifest, *counts, is_written)
-
-
-def _counts(sound: Sequence[_ReadFile], decoded: Set[Path]) -> tuple[int, int, int]:
-    """Count the files as before, as the hub has them, and decoded."""
-    as_before = sum(own.is_as_before for own in sound)
-    return (
-        as_before,
-        sum(own.wanted is not None for own in sound),
-        sum(own.file.path in decoded for own in sound),
+    sound = [own for own in seen if own.file.path.name not in damaged]
+    return Report(
+        path=whole.path,
+        num_files=len(whole.files),
+        num_bytes=whole.num_bytes,
+        elapsed_s=time.monotonic() - started_s,
+        damage=damage,
+        notes=notes,
+        manifest=manifest,
+        num_as_before=sum(own.is_as_before for own in sound),
+        num_as_hub=sum(own.wanted is not None for own in sound),
+        num_decoded=sum(own.file.path in fresh for own in sound),
+        is_written=is_written,
     )
-
-
-def _known(manifest: Path, *, is_needed: bool) -> dict[str, FileSums]:
-    if is_needed and not os.path.lexists(manifest):
-        raise UserError(
-            f"no manifest at {manifest}: check the path, or give `write` as well to have it written there"
-        )
-    return read_manifest(manifest)
-
-
-def _comparable(known: Mapping[str, FileSums], whole: ModelSpans) -> dict[str, FileSums]:
-    """Leave out checksums of files whose header was not read then: they had other parts."""
-    read = {file.path.name for file in whole.files if not file.unread}
-    return {name: own for name, own in known.items() if own.header or name not in read}
-
-
-def _undecoded(packed: Set[Path]) -> list[Damage]:
-    if not packed:
-        return []
-    # imports torch, which nothing else here needs
-    from offload.packing.format import undecoded
-
-    return [one for path in sorted(packed) for one in undecoded(path)]
 
 
 def _read_all(
@@ -368,16 +346,10 @@ def _read_all(
 ) -> list[_ReadFile]:
     """Read all files; compute the sha256 of those for which no manifest has it yet."""
     before = [known.get(file.path.name) for file in whole.files]
-    wanted = [
-        one if is_sha256(one) else None for one in (hub_sum(file.path) for file in whole.files)
-    ]
+    hub = (hub_sum(file.path) for file in whole.files)
+    wanted = [one if is_sha256(one) else None for one in hub]
     noted = [None if own is None else own.sha256 for own in before]
     hashed = {index for index, one in enumerate(wanted) if one not in (None, noted[index])}
-    measured = _measured(whole, hashed, progress)
-    return [_ReadFile(*one) for one in zip(whole.files, measured, before, wanted, strict=True)]
-
-
-def _measured(whole: ModelSpans, hashed: set[int], progress: Progress) -> list[FileReading]:
     done_bytes = 0
     total_bytes = whole.num_bytes
 
@@ -392,10 +364,9 @@ def _measured(whole: ModelSpans, hashed: set[int], progress: Progress) -> list[F
         raise UserError(f"{error}") from None
     for file in whole.files:
         if stamp_of(file.path) != file.stamp:
-            raise UserError(
-                f"{file.path.name} was changed while it was read: ask again when no program writes to it"
-            )
-    return measured
+            what = f"{file.path.name} was changed while it was read"
+            raise UserError(f"{what}: ask again when no program writes to it")
+    return [_ReadFile(*one) for one in zip(whole.files, measured, before, wanted, strict=True)]
 
 
 def _judge(seen: _ReadFile, manifest: Path) -> list[Damage]:
@@ -411,49 +382,41 @@ def _judge(seen: _ReadFile, manifest: Path) -> list[Damage]:
     is_as_hub = found.sha256 is not None and found.sha256 == seen.wanted
     if seen.known is not None and not is_as_hub:
         odd = {one.tensor for one in damage}
-        damage += [
-            one
-            for one in differences(name, seen.sums, seen.known, manifest)
-            if one.tensor not in odd
-        ]
+        changed = differences(name, seen.sums, seen.known, manifest)
+        damage += [one for one in changed if one.tensor not in odd]
     if found.sha256 is not None and not is_as_hub:
         damage.append(Damage(name, "", _OTHER_SUM))
     return damage
 
 
 def _notes(whole: ModelSpans, seen: Sequence[_ReadFile]) -> list[str]:
-    tops = [
-        TensorMaximum(span.name, own.file.path.name, span.is_matrix, span.form, bits)
-        for own in seen
-        for span, bits in zip(own.file.spans, own.measured.tops, strict=True)
-        if span.name is not None
-        and span.form is not None
-        and span.hi > span.lo
-        and is_finite(bits, span.form)
-        and not own.measured.failure
-    ]
+    tops = list[TensorMaximum]()
+    for own in seen:
+        name = own.file.path.name
+        for span, bits in zip(own.file.spans, own.measured.tops, strict=True):
+            if span.name is None or span.form is None or own.measured.failure:
+                continue
+            if span.hi > span.lo and is_finite(bits, span.form):
+                tops.append(TensorMaximum(span.name, name, span.is_matrix, span.form, bits))
     lines = remarks(tops, has_zeros=has_zeros(whole.folder))
-    lines += [
-        f"{one.path.name}: its numbers were not looked at: {one.unread}"
-        for one in whole.files
-        if one.unread
-    ]
-    kinds = (f"{format_bytes(num_bytes)} of {kind}" for kind, num_bytes in whole.left_out.items())
-    return [
-        *lines,
-        *([f"read too, although no text needs it: {', '.join(kinds)}"] if whole.left_out else []),
-    ]
+    for file in whole.files:
+        if file.unread:
+            lines.append(f"{file.path.name}: its numbers were not looked at: {file.unread}")
+    if whole.left_out:
+        kinds = [f"{format_bytes(size)} of {kind}" for kind, size in whole.left_out.items()]
+        lines.append(f"read too, although no text needs it: {', '.join(kinds)}")
+    return lines
 
 
 def _small(whole: ModelSpans) -> list[str]:
     """Return what the hub's checksums say of configs, tokenizers and other small files."""
     changed, unread = changed_small_files(whole.folder, {file.path.name for file in whole.files})
-    lines = [f"not as the hub has it: {', '.join(changed)}"] if changed else []
-    return (
-        [*lines, f"cannot be read and held against the hub's sum: {', '.join(unread)}"]
-        if unread
-        else lines
-    )
+    lines = list[str]()
+    if changed:
+        lines.append(f"not as the hub has it: {', '.join(changed)}")
+    if unread:
+        lines.append(f"cannot be read and held against the hub's sum: {', '.join(unread)}")
+    return lines
 
 
 def _differing_files(
@@ -461,14 +424,12 @@ def _differing_files(
 ) -> list[str]:
     gone = sorted(known.keys() - found.keys())
     new = sorted(found.keys() - known.keys())
-    lines = (
-        [f"{manifest.name} has files that the model has not: {', '.join(gone[:3])}"] if gone else []
-    )
-    return (
-        [*lines, f"{manifest.name} lacks files of the model: {', '.join(new[:3])}"]
-        if known and new
-        else lines
-    )
+    lines = list[str]()
+    if gone:
+        lines.append(f"{manifest.name} has files that the model has not: {', '.join(gone[:3])}")
+    if known and new:
+        lines.append(f"{manifest.name} lacks files of the model: {', '.join(new[:3])}")
+    return lines
 
 
 def _unwritable(manifest: Path, found: Mapping[str, FileSums]) -> str:
@@ -477,10 +438,7 @@ def _unwritable(manifest: Path, found: Mapping[str, FileSums]) -> str:
         manifest.parent.mkdir(parents=True, exist_ok=True)
         write_manifest(manifest, found)
     except OSError as error:
-        left = (
-            "it stays as it was"
-            if os.path.exists(manifest)
-            else "nothing to compare with the next time"
-        )
+        is_there = os.path.exists(manifest)
+        left = "it stays as it was" if is_there else "nothing to compare with the next time"
         return f"cannot write {manifest} ({error.strerror}): {left}; `manifest` and `write` name another place"
     return ""
