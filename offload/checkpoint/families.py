@@ -136,22 +136,22 @@ def text_part(
     is_named = any(map(_INNER.match, tensors))
     is_mistral = is_around and _MISTRAL in tensors
     for name, entry in tensors.items():
-        own = _text_model_name(name, is_named=is_named) if is_around else name
-        if is_mistral:
-            own = _text_model_name(_of_mistral(name), is_named=False)
+        renamed = name
+        for pattern, other in _MISTRAL_NAMES if is_mistral else ():
+            renamed = pattern.sub(other, renamed)
+        named = is_named and not is_mistral
+        own = _text_model_name(renamed, is_named=named) if is_around else name
         if own is None or _is_for_multi_token_prediction(own, num_layers):
-            left_out[_kind(name) if own is None else _EXTRA] += entry.hi - entry.lo
+            kinds = (kind for kind, pattern in _KINDS.items() if pattern.search(name))
+            left_out[next(kinds, _OTHER) if own is None else _EXTRA] += entry.num_bytes
         elif own in kept:
-            raise UserError(
-                f"{where}: {own} of the language model is stored twice: save it with "
-                f"save_pretrained"
-            )
+            what = f"{where}: {own} of the language model is stored twice"
+            raise UserError(f"{what}: save it with save_pretrained")
         else:
             kept[own] = entry
     if is_around and tensors and not any(map(_LAYER.search, kept)):
-        raise UserError(
-            f"{where}: no tensors of a language model, {_words(left_out)} alone: {_USE}"
-        )
+        found = " and ".join(left_out) or "nothing"
+        raise UserError(f"{where}: no tensors of a language model, {found} alone: {_USE}")
     return TextPart(kept, dict(left_out))
 
 
@@ -179,16 +179,8 @@ def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         raise UserError(f"{where}: {rule} (model type {kind}; {reason(error)}): {_USE}") from None
     usual = {key: getattr(known, key, None) for key in _SIZES if key not in inner}
-    return {
-        **config,
-        "text_config": {**inner, **{key: size for key, size in usual.items() if size is not None}},
-    }
-
-
-def _of_mistral(name: str) -> str:
-    for pattern, other in _MISTRAL_NAMES:
-        name = pattern.sub(other, name)
-    return name
+    given = {key: size for key, size in usual.items() if size is not None}
+    return {**config, "text_config": {**inner, **given}}
 
 
 def _text_model_name(name: str, *, is_named: bool) -> str | None:
@@ -207,14 +199,6 @@ def _is_for_multi_token_prediction(name: str, num_layers: Any) -> bool:
     found = _LAYER.search(name)
     is_beyond = found is not None and type(num_layers) is int and 0 < num_layers <= int(found[1])
     return bool(_MULTI_TOKEN.search(name)) or is_beyond
-
-
-def _kind(name: str) -> str:
-    return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), _OTHER)
-
-
-def _words(left_out: Mapping[str, int]) -> str:
-    return " and ".join(left_out) or "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +288,8 @@ def with_shared_layers(
 
 def has_encoder(config: dict[str, Any]) -> bool:
     """Return whether a config is that of a T5 whose encoder reads the prompt."""
-    return (
-        config.get("model_type") in ENCODER_DECODERS
-        and config.get("is_encoder_decoder") is not False
-    )
+    is_one = config.get("model_type") in ENCODER_DECODERS
+    return is_one and config.get("is_encoder_decoder") is not False
 
 
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
