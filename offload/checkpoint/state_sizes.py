@@ -87,17 +87,16 @@ def recurrent_layers(
                 convolutions[int(match[1])].append(entry.shape)
     layers = sorted({*convolutions, *decays})
     found = {layer: _layer(config, convolutions[layer], decays.get(layer)) for layer in layers}
-    if config.get("model_type") == "minimax":
-        matches = ((_GATE.match(name), entry) for name, entry in tensors.items())
-        gates = {int(match[1]): entry.shape[0] for match, entry in matches if match is not None}
-        found |= {at: _lightning(config, width) for at, width in gates.items() if at < num_layers}
+    # linear attention, whose heads are as wide together as its gate
+    for name, entry in tensors.items() if config.get("model_type") == "minimax" else ():
+        match = _GATE.match(name)
+        if match is not None and int(match[1]) < num_layers:
+            width = entry.shape[0]
+            num_heads = _size(config, "num_attention_heads")
+            state = width * (_size(config, "head_dim") or width // max(1, num_heads))
+            row_floats = 8 * width + _CHUNK_ROWS * width
+            found[int(match[1])] = RecurrentLayer(1, 0, state, 2 * width, 0, row_floats)
     return found
-
-
-def _lightning(config: Mapping[str, Any], width: int) -> RecurrentLayer:
-    """Return a layer of linear attention whose heads are so wide together."""
-    head_dim = _size(config, "head_dim") or width // max(1, _size(config, "num_attention_heads"))
-    return RecurrentLayer(1, 0, width * head_dim, 2 * width, 0, 8 * width + _CHUNK_ROWS * width)
 
 
 def _layer(
