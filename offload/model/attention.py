@@ -95,10 +95,8 @@ def folded_attention(
         return _path_attention(query, key, value, attention_mask, scaling, more), None
     wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
     if wanted:
-        raise UserError(
-            f"token trees do not support attention with {' and '.join(wanted)}: choose another "
-            f"model"
-        )
+        what = f"token trees do not support attention with {' and '.join(wanted)}"
+        raise UserError(f"{what}: choose another model")
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]
     # head g * group + i becomes the rows i * T + t
@@ -133,18 +131,12 @@ def _path_attention(
     more: dict[str, Any],
 ) -> Tensor:
     if more.get("position_bias") is not None:
-        raise UserError(
-            "attention in path order does not support position_bias: choose another model"
-        )
-    terms = ScoreTerms(
-        query.shape[3] ** -0.5 if scaling is None else scaling,
-        more.get("softcap"),
-        more.get("s_aux"),
-    )
-    states = (
-        states[0] if states.stride(3) == 1 else states[0].contiguous()
-        for states in (query, key, value)
-    )
+        what = "attention in path order does not support position_bias"
+        raise UserError(f"{what}: choose another model")
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    terms = ScoreTerms(scale, more.get("softcap"), more.get("s_aux"))
+    given = (query, key, value)
+    states = (one[0] if one.stride(3) == 1 else one[0].contiguous() for one in given)
     # it pads its products itself
     with torch._C.DisableTorchFunction():
         return rows.attend(*states, rows, terms)[None].contiguous()
