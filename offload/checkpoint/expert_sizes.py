@@ -51,7 +51,6 @@ class ExpertShape(NamedTuple):
 
     @property
     def num_records(self) -> int:
-        """Return the number of experts of all layers."""
         return self.num_layers * self.num_experts
 
 

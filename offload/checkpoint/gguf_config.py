@@ -151,7 +151,7 @@ def require_same(
     for key in _COMPARED:
         own = stated.get(key)
         other = known.get(key)
-        if own is None or type(other) not in (int, float):
+        if own is None or other is None or type(other) not in (int, float):
             continue
         if not math.isclose(own, other, rel_tol=1e-6):
             raise UserError(f"{where}: {key} is {own} there and {other} in {source}: {_REMEDY}")

@@ -182,7 +182,6 @@ def _entries(
 
 
 def _entry(header: _HeaderReader, name: str, alignment: int) -> tuple[str, tuple[int, ...], int]:
-    """Read type, shape and offset of one tensor."""
     where = f"{header.path.name}: {name:.80}"
     num_dims = header.number("<I")
     if not 0 < num_dims <= _MAX_DIMS:

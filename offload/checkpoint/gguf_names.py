@@ -249,7 +249,6 @@ class _Reader:
             raise UserError(f"{what}: take the model in safetensors")
 
     def _experts(self, name: str, layer: int, stack: TensorEntry) -> Named:
-        """Yield the matrix of each expert."""
         if len(stack.shape) != 3 or not stack.shape[0] or stack.num_bytes % stack.shape[0]:
             raise damaged(f"{self._where}: {name} has shape {list(stack.shape)}")
         if stack.dtype in BLOCKS or layer in self._kinds:

@@ -116,7 +116,6 @@ class ModelIdentity(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Return one name for all parts."""
         return _digest(json.dumps(self.parts, sort_keys=True).encode())
 
 

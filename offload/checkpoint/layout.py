@@ -250,7 +250,6 @@ def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLay
 
 
 def _split(stack: Stack) -> list[Stack]:
-    """Return shape and parts of each expert."""
     (num_experts, *rest), parts = stack
     # With one expert, the only part may already be without the expert dimension.
     if len(parts) == 1 and len(parts[0].entry.shape) > len(rest):

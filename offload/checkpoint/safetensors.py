@@ -140,7 +140,6 @@ class Checkpoint:
 
     @property
     def small_files(self) -> Path:
-        """Return the folder of small files."""
         return self.beside or self.directory
 
     @property

@@ -22,7 +22,7 @@ from offload.checkpoint.expert_sizes import (
     expert_shape,
 )
 from offload.checkpoint.families import REFUSED, decoder_config, has_encoder
-from offload.checkpoint.held import FEW_ROWS, held_sizes
+from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
 from offload.checkpoint.safetensors import (
     Checkpoint,
@@ -187,7 +187,12 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     held = checkpoint.held
     if held is None:
         return replace(shape, experts=expert_shape(checkpoint, config, num_layers, computed))
-    own = held_sizes(checkpoint.tensors, layers, held, computed)
+    return _held_shape(shape, held, held_sizes(checkpoint.tensors, layers, held, computed))
+
+
+def _held_shape(shape: ModelShape, held: Held, own: HeldSizes) -> ModelShape:
+    """Return the sizes of a draft of this shape that is quantised in memory."""
+    num_layers = len(shape.layer_bytes)
     return replace(
         shape,
         layer_bytes=own.layer_bytes[:num_layers],

@@ -106,7 +106,6 @@ class ModelSpans(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Return the folder that holds the files."""
         return self.path if os.path.isdir(self.path) else self.path.parent
 
     @property

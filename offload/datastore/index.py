@@ -119,7 +119,6 @@ class ReversedText:
 
     @property
     def tokens_B(self) -> NDArray[np.unsignedinteger]:
-        """Return the text so far."""
         return self._buffer[self.room :]
 
 
@@ -163,7 +162,6 @@ class Matches(NamedTuple):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Return the number of places in all chunks."""
         return sum(one.hi - one.lo for one in self.ranges)
 
 

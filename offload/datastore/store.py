@@ -63,7 +63,6 @@ class Store:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of all chunks."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property

@@ -92,7 +92,6 @@ class _SlotLayer(DynamicLayer):
         self.is_initialized = True
 
     def _view(self, name: str, states: Tensor) -> Tensor:
-        """Return this text's part of a buffer."""
         if name not in self.held:
             stride = self._buffers.stride
             first = self._text * stride

@@ -308,7 +308,6 @@ def attention_windows(config: Any, num_layers: int) -> list[Window]:
 
 
 def _num_keys(config: Any, name: str) -> int | None:
-    """Return the keys of a window or a chunk."""
     size = getattr(config, name, None) or None
     if size is not None and (type(size) is not int or not 0 < size < _MAX_WINDOW):
         raise UserError(
@@ -388,7 +387,6 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 def _num_zeros(sizes: Any) -> int:
-    """Return how many numbers `torch.zeros` is asked for."""
     sizes = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
     return math.prod(size for size in sizes if type(size) is int)
 

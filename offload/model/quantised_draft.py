@@ -142,7 +142,6 @@ class HeldWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all matrices and the scratch."""
         return sum(one.num_bytes for one in self._matrices) + self._scratch_B.nbytes
 
     def take(self, linear: nn.Linear) -> None:

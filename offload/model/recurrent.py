@@ -164,7 +164,6 @@ def _forward_by(clone: Callable[..., Any], recurrence: Recurrence | None) -> Cal
 
 
 def _parts_of(cache: Cache, num_rows: int) -> Sequence[CacheRows]:
-    """Return the rows of each text."""
     if isinstance(cache, JointCache):
         return cache.parts
     if not isinstance(cache, RecurrentCache):

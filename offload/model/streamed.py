@@ -297,7 +297,6 @@ class StreamedModel(BoundModel):
 
     @property
     def has_states(self) -> bool:
-        """Return whether layers keep a state beside keys and values."""
         return has_states(self._layers)
 
     @property
@@ -308,7 +307,6 @@ class StreamedModel(BoundModel):
 
     @property
     def has_index(self) -> bool:
-        """Return whether layers choose what rows attend to."""
         return any(self._chooses)
 
     @property

@@ -109,7 +109,6 @@ class Target:
 
     @property
     def start(self) -> tuple[int, ...]:
-        """Return the ids that stand between a prompt and the new text."""
         return self._model.start
 
     @property

@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(folder / MANIFEST)
     files = manifest.get("files")
     is_sound = isinstance(files, dict) and all(map(is_plain_name, files))
-    for own in files.values() if is_sound else ():
+    for own in files.values() if isinstance(files, dict) else ():
         numbers = (own.get("num_bytes"), own.get("written_ns")) if isinstance(own, dict) else ()
         is_sound = is_sound and [*map(type, numbers)] == [int, int]
     if not is_sound or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):

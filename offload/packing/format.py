@@ -13,6 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,8 +213,11 @@ def _endless(packed: PackedFile) -> list[Damage]:
 def _plain_takes(packed: PackedFile, name: str, fd: int) -> Iterator[Callable[[], np.ndarray]]:
     """Yield what reads each part of a tensor that is stored as it was."""
     entry = packed.plain[name]
-    for part in parts(entry.lo, entry.hi):
-        yield lambda part=part: np.frombuffer(read_part(fd, *part), np.uint8)
+
+    def take(lo: int, hi: int) -> np.ndarray:
+        return np.frombuffer(read_part(fd, lo, hi), np.uint8)
+
+    yield from (partial(take, *part) for part in parts(entry.lo, entry.hi))
 
 
 def _coded_takes(packed: PackedFile, name: str, fd: int) -> Iterator[Callable[[], np.ndarray]]:
@@ -241,7 +245,7 @@ def _coded_takes(packed: PackedFile, name: str, fd: int) -> Iterator[Callable[[]
         own_mantissas = (mantissas.lo + at, min(mantissas.lo + after, mantissas.hi))
         lo, hi = (exponents.lo + one // BLOCK * RUN * width for one in (at, after))
         places = (own_mantissas, (lo, min(hi, exponents.hi)))
-        yield lambda places=places, lists=lists: _decoded(fd, kind, places, lists)
+        yield partial(_decoded, fd, kind, places, lists)
 
 
 def _decoded(

@@ -278,7 +278,6 @@ def _cut(entries: Mapping[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]]
 
 
 def _expected_bytes(portion: Portion) -> int:
-    """Return the bytes that a packed file is expected to take."""
     windows = portion.windows
     return sum(
         coded_bytes(entry, windows[name]) if name in windows else entry.num_bytes
