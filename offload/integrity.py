@@ -59,15 +59,6 @@ _OTHER_SUM = "its bytes are not those of the hub (sha256)"
 Progress = Callable[[int, int], None]
 
 
-class FileReading(NamedTuple):
-    """The result of reading a file, as far as the disk gave it."""
-
-    sums: list[str]  # for each span, the CRC-32 of its parts
-    tops: list[int]  # for each span, the largest bits of its numbers
-    sha256: str | None  # where it was wanted
-    failure: str  # why the file could not be read, else empty
-
-
 class _Batch(NamedTuple):
     """Consecutive parts that are read at once."""
 
@@ -84,26 +75,27 @@ class _Batch(NamedTuple):
         return self.parts[-1][2]
 
 
-class _FileState:
-    """The results for a file so far."""
+class FileReading:
+    """What is found in a file so far, as far as the disk gave it.
+
+    Attributes:
+        sums: for each span, the CRC-32 of its parts.
+        tops: for each span, the largest bits of its numbers.
+        failure: why the file could not be read, else empty.
+        turns: events of the batches whose bytes the sha256 has.
+    """
 
     def __init__(self, file: WholeFile, *, is_hashed: bool) -> None:
         self.spans = file.spans
         self.failure = ""
-        self.sums: list[list[str]] = [[] for _ in file.spans]
+        self.sums = [""] * len(file.spans)
         self.tops = [0] * len(file.spans)
-        self.sha256 = hashlib.sha256() if is_hashed else None
+        self.hashed = hashlib.sha256() if is_hashed else None
         self.turns: dict[int, Event] = {}
 
-    def add(self, batch: _Batch, found: list[tuple[int, int]]) -> None:
-        """Record checksums and maxima of a batch's parts."""
-        for (span, *_), (crc, bits) in zip(batch.parts, found, strict=True):
-            self.sums[span].append(f"{crc:08x}")
-            self.tops[span] = max(self.tops[span], bits)
-
-    def measured(self) -> FileReading:
-        sha256 = None if self.sha256 is None else self.sha256.hexdigest()
-        return FileReading(["".join(own) for own in self.sums], self.tops, sha256, self.failure)
+    @property
+    def sha256(self) -> str | None:
+        return None if self.hashed is None else self.hashed.hexdigest()
 
 
 def measure(
@@ -115,7 +107,7 @@ def measure(
     measured. Raises `ReadError` where a file is not the one whose header was read.
     """
     num_threads = min(_MAX_THREADS, num_cores())
-    known = [_FileState(file, is_hashed=index in hashed) for index, file in enumerate(files)]
+    known = [FileReading(file, is_hashed=index in hashed) for index, file in enumerate(files)]
     free = [allocate(_BUFFER_BYTES) for _ in range(num_threads + _NUM_AHEAD)]
     pending = deque[_Job]()
     paths = [file.path for file in files]
@@ -135,7 +127,7 @@ def measure(
             for turn in chain.from_iterable(file.turns.values() for file in known):
                 turn.set()
             pool.shutdown(cancel_futures=True)
-    return [file.measured() for file in known]
+    return known
 
 
 class _Job(NamedTuple):
@@ -148,7 +140,7 @@ class _Job(NamedTuple):
 
 def _begin(
     batch: _Batch,
-    file: _FileState,
+    file: FileReading,
     reader: DiskReader,
     pool: ThreadPoolExecutor,
     buffer: np.ndarray,
@@ -161,11 +153,15 @@ def _begin(
     return _Job(batch, buffer, pool.submit(_work, batch, file, reads, stored))
 
 
-def _collect(job: _Job, known: Sequence[_FileState], on_bytes: Callable[[int], None]) -> np.ndarray:
+def _collect(
+    job: _Job, known: Sequence[FileReading], on_bytes: Callable[[int], None]
+) -> np.ndarray:
     """Wait for a batch, record its results, and return its buffer."""
     file = known[job.batch.shard]
     try:
-        file.add(job.batch, job.found.result())
+        for (span, *_), (crc, bits) in zip(job.batch.parts, job.found.result(), strict=True):
+            file.sums[span] += f"{crc:08x}"
+            file.tops[span] = max(file.tops[span], bits)
     except ReadError as error:
         file.failure = file.failure or str(error)
     file.turns.pop(job.batch.turn - 1, None)
@@ -174,7 +170,7 @@ def _collect(job: _Job, known: Sequence[_FileState], on_bytes: Callable[[int], N
 
 
 def _work(
-    batch: _Batch, file: _FileState, reads: list[Future[None]], stored: np.ndarray
+    batch: _Batch, file: FileReading, reads: list[Future[None]], stored: np.ndarray
 ) -> list[tuple[int, int]]:
     try:
         finish(reads)
@@ -183,11 +179,11 @@ def _work(
             for span, lo, hi in batch.parts
         ]
         tops = [_top(*part) for part in parts]
-        if file.sha256 is not None:
+        if file.hashed is not None:
             before = file.turns.get(batch.turn - 1)
             if before is not None:
                 before.wait()
-            file.sha256.update(stored.data)
+            file.hashed.update(stored.data)
             file.turns[batch.turn].set()
         # last, because it overwrites the bytes
         sums = [crc32_of_scratch(part) for *_, part in parts]

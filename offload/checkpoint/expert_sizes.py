@@ -8,13 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload.checkpoint.families import ON_DEMAND
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound, slice_of
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import MIXTURE, TensorEntry
-from offload.encoding.base import ENCODINGS, Encoding
+from offload.encoding.base import ENCODINGS, Encoding, Settings
 from offload.errors import UserError
 
 # Not `shared_experts.`, which every row meets.
@@ -55,7 +55,7 @@ class ExpertShape(NamedTuple):
 
 
 def expert_shape(
-    checkpoint: Checkpoint, config: Mapping[str, Any], num_layers: int, computed: Encoding
+    checkpoint: Checkpoint, config: Settings, num_layers: int, computed: Encoding
 ) -> ExpertShape | None:
     """Return the experts of a model that computes in `computed`.
 
@@ -104,7 +104,7 @@ def expert_shape(
     )
 
 
-def count_of(config: Mapping[str, Any], keys: Sequence[str]) -> int:
+def count_of(config: Settings, keys: Sequence[str]) -> int:
     """Return the first of these keys that a config has as a whole number above 0; 0 for none."""
     given = (config.get(key) for key in keys)
     return next((value for value in given if type(value) is int and value > 0), 0)

@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload.checkpoint.tensors import Coded, TensorEntry, check_counts, check_types
-from offload.encoding.base import ENCODINGS, Tensors, WordsAlone
+from offload.checkpoint.tensors import Coded, Entries, TensorEntry, check_counts, check_types
+from offload.encoding.base import ENCODINGS, Settings, Tensors, WordsAlone
 from offload.errors import UserError, reason
 
 if TYPE_CHECKING:
@@ -116,14 +116,12 @@ class TextPart(NamedTuple):
     left_out: dict[str, int]
 
 
-def is_wrapper(config: Mapping[str, Any]) -> bool:
+def is_wrapper(config: Settings) -> bool:
     """Return whether a config is of a model around a language model."""
     return isinstance(config.get("text_config"), dict) or config.get("model_type") in _SIZES_OUTSIDE
 
 
-def text_part(
-    where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
-) -> TextPart:
+def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
     """Separate a language model from what is around it.
 
     Raises `UserError` where there is none, or a tensor is stored twice.
@@ -237,9 +235,7 @@ class Turned(WordsAlone):
         out.copy_(number.transpose(-1, -2))
 
 
-def with_turned_stacks(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
-) -> dict[str, TensorEntry]:
+def with_turned_stacks(config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
     """Return the tensors, of which stacks of plain numbers have the model's shapes."""
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
@@ -264,9 +260,7 @@ def _turned(name: str, entry: TensorEntry, wanted: Mapping[str, tuple[int, int]]
     return entry._replace(shape=shape, coded=Coded(Turned(entry.dtype)))
 
 
-def with_shared_layers(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
-) -> dict[str, TensorEntry]:
+def with_shared_layers(config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
     """Return the tensors, and those that layers share under the names of each of them."""
     num_blocks = config.get("num_mem_blocks", 1)
     if config.get("model_type") not in SHARED_LAYERS or type(num_blocks) is not int:

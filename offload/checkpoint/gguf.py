@@ -10,7 +10,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from offload.checkpoint.safetensors import (
     stamp_of,
     tokenizer_folder,
 )
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import Entries, TensorEntry
+from offload.encoding.base import Settings
 from offload.errors import UserError, installing
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -193,12 +194,7 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
     return factors
 
 
-def _require_biases(
-    where: str,
-    config: Mapping[str, Any],
-    own: Mapping[str, Any],
-    tensors: Mapping[str, TensorEntry],
-) -> None:
+def _require_biases(where: str, config: Settings, own: Settings, tensors: Entries) -> None:
     """Raise `UserError` for biases in the file that the model of this config would not add.
 
     A model takes no notice of tensors that it lacks. `own` is the config of its text.

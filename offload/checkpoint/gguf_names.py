@@ -7,15 +7,15 @@ file has one known meaning, or the file is refused.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload.checkpoint.layout import slice_of
 from offload.checkpoint.safetensors import damaged
-from offload.checkpoint.tensors import ROWS, Coded, TensorEntry
+from offload.checkpoint.tensors import ROWS, Coded, Entries, TensorEntry
+from offload.encoding.base import Settings
 from offload.encoding.gguf import BLOCKS, GgufBlocks, Tiles
 from offload.errors import UserError
 
-Entries = Mapping[str, TensorEntry]
 Named = Iterator[tuple[str, TensorEntry]]
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(weight|bias|scale))?")
 _EXTRA = re.compile(r"blk\.(\d+)\.nextn\.")
@@ -175,7 +175,7 @@ ARCHITECTURES = {
 
 
 def tensors_of(
-    where: str, kind: str, stored: Entries, stated: Mapping[str, Any], config: Mapping[str, Any]
+    where: str, kind: str, stored: Entries, stated: Settings, config: Settings
 ) -> dict[str, TensorEntry]:
     """Return the tensors by Hugging Face's names.
 
@@ -196,12 +196,7 @@ class _Reader:
     """What is the same for all tensors of a file."""
 
     def __init__(
-        self,
-        where: str,
-        kind: str,
-        stored: Mapping[str, TensorEntry],
-        stated: Mapping[str, Any],
-        config: Mapping[str, Any],
+        self, where: str, kind: str, stored: Entries, stated: Settings, config: Settings
     ) -> None:
         self._where = where
         self._kind = kind

@@ -9,10 +9,10 @@ rules, so what is planned is what memory holds.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from offload.checkpoint.tensors import MIXTURE, TensorEntry
+from offload.checkpoint.tensors import MIXTURE, Entries, TensorEntry
 from offload.encoding.base import Encoding
 
 # As good as 32 by tokens per sweep, with half as many scales; offsets beat symmetric codes
@@ -72,10 +72,7 @@ def is_held(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def held_sizes(
-    tensors: Mapping[str, TensorEntry],
-    layers: Iterable[Iterable[TensorEntry]],
-    held: Held,
-    computed: Encoding,
+    tensors: Entries, layers: Iterable[Iterable[TensorEntry]], held: Held, computed: Encoding
 ) -> HeldSizes:
     """Return the memory of a draft with these layers."""
     names = {entry: name for name, entry in tensors.items()}

@@ -18,7 +18,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from offload.encoding import bitsandbytes, exponents, floats, integers
-from offload.encoding.base import AGAIN, ENCODINGS, STORED, Coding, Format, RecognisedWeight
+from offload.encoding.base import (
+    AGAIN,
+    ENCODINGS,
+    STORED,
+    Coding,
+    Format,
+    RecognisedWeight,
+    Settings,
+)
 from offload.errors import UserError, ensure, require
 
 # behind the name of a weight that is stored in several tensors, and before the number of one
@@ -69,12 +77,11 @@ class Coded(NamedTuple):
         return sum(entry.num_bytes for _, entry in self.companions)
 
 
+Entries = Mapping[str, TensorEntry]
 _SUFFIXES = sorted({suffix for one in FORMATS for suffix in one.suffixes}, key=len, reverse=True)
 
 
-def with_codings(
-    where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
-) -> dict[str, TensorEntry]:
+def with_codings(where: str, config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
     """Return the tensors by the names of models; a coded weight becomes one entry.
 
     Raises:
@@ -98,9 +105,7 @@ def with_codings(
     return known
 
 
-def _weights_of(
-    where: str, stem: str, own: Mapping[str, TensorEntry], settings: Mapping[str, Any]
-) -> dict[str, TensorEntry]:
+def _weights_of(where: str, stem: str, own: Entries, settings: Settings) -> dict[str, TensorEntry]:
     """Return one coded weight, or the tensors as they are."""
     if own.keys() == {".weight"} and own[".weight"].dtype in ENCODINGS:
         return {f"{stem}.weight": own[".weight"]}
@@ -117,7 +122,7 @@ def _weights_of(
     return {f"{stem}{suffix}": entry for suffix, entry in own.items()}
 
 
-def _entry(found: RecognisedWeight, own: Mapping[str, TensorEntry]) -> TensorEntry:
+def _entry(found: RecognisedWeight, own: Entries) -> TensorEntry:
     for suffix in (*found.words, *found.companions):
         dtype = own[suffix].dtype
         rule = f"{suffix} must be of a type that is known"
@@ -144,7 +149,7 @@ _MODELOPT = ("NVFP4", "FP8", "MIXED_PRECISION")
 _MLX = ("group_size", "bits")
 
 
-def check_method(name: str, config: Mapping[str, Any]) -> None:
+def check_method(name: str, config: Settings) -> None:
     """Check that a config names no quantisation, or one that is read.
 
     Args:
@@ -173,7 +178,7 @@ def check_method(name: str, config: Mapping[str, Any]) -> None:
         raise UserError(f"{name}: {problem}: {_INSTEAD}")
 
 
-def _method(settings: Mapping[str, Any]) -> str | None:
+def _method(settings: Settings) -> str | None:
     """Return the name of the method, one for all its synonyms; None if it is not read."""
     method = settings.get("quant_method")
     if method is None:  # early bitsandbytes and compressed-tensors name none
@@ -185,7 +190,7 @@ def _method(settings: Mapping[str, Any]) -> str | None:
     return {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}.get(method, method)
 
 
-def _awq(settings: Mapping[str, Any]) -> str | None:
+def _awq(settings: Settings) -> str | None:
     version = str(settings.get("version", "gemm")).lower()
     backend = settings.get("backend", "autoawq")
     if backend != "autoawq":
@@ -195,7 +200,7 @@ def _awq(settings: Mapping[str, Any]) -> str | None:
     return _bits("awq", settings.get("bits", settings.get("w_bit", 4)))
 
 
-def _gptq(settings: Mapping[str, Any]) -> str | None:
+def _gptq(settings: Settings) -> str | None:
     form = settings.get("checkpoint_format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
         return f"GPTQ's checkpoint_format {form!r:.40} is not read, gptq and gptq_v2 are"
@@ -204,7 +209,7 @@ def _gptq(settings: Mapping[str, Any]) -> str | None:
     return _bits("gptq", settings.get("bits", 4))
 
 
-def _auto_round(settings: Mapping[str, Any]) -> str | None:
+def _auto_round(settings: Settings) -> str | None:
     form = str(settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq")
     if "gptq" not in form and "awq" not in form and "llm_compressor" not in form:
         read = "auto_round:auto_gptq and auto_round:auto_awq are"
@@ -212,7 +217,7 @@ def _auto_round(settings: Mapping[str, Any]) -> str | None:
     return _bits("awq" if "awq" in form else "gptq", settings.get("bits", 4))
 
 
-def _compressed(settings: Mapping[str, Any]) -> str | None:
+def _compressed(settings: Settings) -> str | None:
     # weights are stored rotated, and activations would have to be
     if settings.get("transform_config"):
         return "compressed-tensors with a transform_config (rotations) is not read"
@@ -222,7 +227,7 @@ def _compressed(settings: Mapping[str, Any]) -> str | None:
     return f"compressed-tensors' format {form!r:.40} is not read, {', '.join(_COMPRESSED[:5])} are"
 
 
-def _modelopt(settings: Mapping[str, Any]) -> str | None:
+def _modelopt(settings: Settings) -> str | None:
     kind = settings.get("quant_algo", "NVFP4")
     if kind in _MODELOPT:
         return None
@@ -247,7 +252,7 @@ _FLOATS = ("Infinity", "-Infinity", "NaN")
 _LAYER_KINDS = ("layers_block_type", "hybrid_override_pattern")
 
 
-def check_counts(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
+def check_counts(where: str, config: Settings, file: str = "config.json") -> None:
     """Raise `UserError` for a count, in any part of a config, that no model has."""
     for part in objects(config):
         for key, value in part.items():
@@ -285,7 +290,7 @@ def _most(key: str) -> int | None:
     return _MOST_LAYERS if _LAYERS.search(key) else None
 
 
-def check_types(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
+def check_types(where: str, config: Settings, file: str = "config.json") -> None:
     """Raise `UserError` where a part of a config has a model type that is not text."""
     rule = f"{where}: model_type in {file} must be text"
     for kind in (part.get("model_type") for part in objects(config)):

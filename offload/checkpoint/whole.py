@@ -45,7 +45,7 @@ from offload.checkpoint.safetensors import (
     read_header,
     unreadable,
 )
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import Entries, TensorEntry
 from offload.errors import UnreadError, UserError, ensure, reason
 
 SUFFIX = ".sums.json"  # follows the name of a GGUF file; in a folder the manifest is `SUMS`
@@ -205,9 +205,7 @@ def _without_name(error: UserError, path: Path) -> str:
     return str(error).removeprefix(f"{path.name}: ").removeprefix(f"{path.name} ")
 
 
-def _spans(
-    entries: Mapping[str, TensorEntry], stamp: Stamp, words: Collection[int]
-) -> tuple[Span, ...]:
+def _spans(entries: Entries, stamp: Stamp, words: Collection[int]) -> tuple[Span, ...]:
     ordered = sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi))
     starts = [*(entry.lo for _, entry in ordered), stamp.num_bytes]
     spans = [Span(None, 0, starts[0], starts[0])]

@@ -148,26 +148,30 @@ ENCODINGS = {name: STORED[name] for name, *_ in _PLAIN}
 PLAIN_OF = {one.dtype: one for one in ENCODINGS.values()}
 
 
+def must(holds: bool, rule: str, found: object, remedy: str = AGAIN) -> None:
+    """Raise `ValueError` (rule, value, remedy) where a rule does not hold."""
+    if not holds:
+        raise ValueError(f"{rule}, {found}: {remedy}")
+
+
 def float_type(stored: Headers, suffix: str) -> str:
     """Return the header's type of scales. Raises `ValueError` unless it is floating-point."""
     dtype = stored[suffix].dtype
-    if dtype not in ENCODINGS:
-        raise ValueError(f"{suffix} must be of type {', '.join(ENCODINGS)}, is {dtype}: {AGAIN}")
+    must(dtype in ENCODINGS, f"{suffix} must be of type {', '.join(ENCODINGS)}", f"is {dtype}")
     return dtype
 
 
 def require(stored: Headers, suffixes: Sequence[str], beside: str) -> None:
     """Raise `ValueError` where a tensor is missing."""
     for suffix in suffixes:
-        if suffix not in stored:
-            raise ValueError(f"{beside} needs a {suffix} beside it, there is none: {AGAIN}")
+        must(suffix in stored, f"{beside} needs a {suffix} beside it", "there is none")
 
 
 def matrix_shape(stored: Headers, suffix: str) -> tuple[int, int]:
     """Return the shape of a matrix. Raises `ValueError` unless it has two dimensions."""
     shape = stored[suffix].shape
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"{suffix} must have two dimensions, has shape {list(shape)}: {AGAIN}")
+    is_matrix = len(shape) == 2 and 0 not in shape
+    must(is_matrix, f"{suffix} must have two dimensions", f"has shape {list(shape)}")
     return shape[0], shape[1]
 
 
@@ -191,16 +195,14 @@ def require_integers(stored: Headers, suffixes: Sequence[str]) -> None:
     """
     for suffix in suffixes:
         known = ("I32", "I64") if suffix.endswith("g_idx") else ("I32",)
-        if suffix in stored and stored[suffix].dtype not in known:
-            raise ValueError(
-                f"{suffix} must be of type {' or '.join(known)}, is {stored[suffix].dtype}: {AGAIN}"
-            )
+        dtype = stored[suffix].dtype if suffix in stored else "I32"
+        must(dtype in known, f"{suffix} must be of type {' or '.join(known)}", f"is {dtype}")
 
 
 def require_shape(suffix: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
     """Raise `ValueError` where a tensor has another shape than the words require."""
-    if tuple(shape) != tuple(wanted):
-        raise ValueError(f"{suffix} must have shape {list(wanted)}, has {list(shape)}: {AGAIN}")
+    is_wanted = tuple(shape) == tuple(wanted)
+    must(is_wanted, f"{suffix} must have shape {list(wanted)}", f"has {list(shape)}")
 
 
 def group_size(num_columns: int, num_groups: int, said: object) -> int:
@@ -212,11 +214,10 @@ def group_size(num_columns: int, num_groups: int, said: object) -> int:
         return 0
     if type(said) is int and said > 0 and math.ceil(num_columns / said) == num_groups:
         return said
-    if num_groups > 0 and num_columns % num_groups == 0:
-        return num_columns // num_groups
-    raise ValueError(
-        f"group_size must divide {num_columns} columns into {num_groups} groups, is {said!r:.20}: mend config.json"
-    )
+    rule = f"group_size must divide {num_columns} columns into {num_groups} groups"
+    fits = num_groups > 0 and num_columns % num_groups == 0
+    must(fits, rule, f"is {said!r:.20}", "mend config.json")
+    return num_columns // num_groups
 
 
 def config_weights(settings: Settings) -> Iterator[Mapping[str, Any]]:
@@ -233,15 +234,11 @@ def config_weights(settings: Settings) -> Iterator[Mapping[str, Any]]:
 
 def checked_scale(suffix: str, scale: "Tensor", shape: Sequence[int]) -> "Tensor":
     """Return scales in that shape, contiguous. Raises `ValueError` where one is not finite."""
-    if scale.numel() != math.prod(shape):
-        raise ValueError(
-            f"{suffix} must have {math.prod(shape)} numbers, has {scale.numel()}: {AGAIN}"
-        )
+    count = scale.numel()
+    wanted = math.prod(shape)
+    must(count == wanted, f"{suffix} must have {wanted} numbers", f"has {count}")
     num_wrong = int((~scale.float().isfinite()).sum())
-    if num_wrong:
-        raise ValueError(
-            f"{suffix} must be finite, {num_wrong} of {scale.numel()} are not: {AGAIN}"
-        )
+    must(not num_wrong, f"{suffix} must be finite", f"{num_wrong} of {count} are not")
     return scale.reshape(tuple(shape)).contiguous()
 
 
@@ -249,12 +246,13 @@ def checked_order(suffix: str, order: "Tensor", num_columns: int, num_groups: in
     """Return the index (int32) of each column's scale. Raises `ValueError` for a bad index."""
     import torch
 
-    if order.numel() != num_columns:
-        raise ValueError(f"{suffix} must have {num_columns} numbers, has {order.numel()}: {AGAIN}")
-    if num_columns and not 0 <= int(order.min()) <= int(order.max()) < num_groups:
+    count = order.numel()
+    must(count == num_columns, f"{suffix} must have {num_columns} numbers", f"has {count}")
+    if num_columns:
         least = int(order.min())
         most = int(order.max())
-        raise ValueError(f"{suffix} must lie in 0..{num_groups - 1}, has {least}..{most}: {AGAIN}")
+        is_inside = least >= 0 and most < num_groups
+        must(is_inside, f"{suffix} must lie in 0..{num_groups - 1}", f"has {least}..{most}")
     return order.reshape(num_columns).to(torch.int32)
 
 

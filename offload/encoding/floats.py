@@ -25,6 +25,7 @@ from offload.encoding.base import (
     Tensors,
     checked_scale,
     config_weights,
+    must,
     require,
     require_shape,
 )
@@ -91,16 +92,13 @@ class Float8:
         weight = stored_B.view(getattr(torch, _TYPES[self.kind])).view(out.shape)
         scale = companions["scale"]
         block = self._block(out.shape)
-        for one, own, place in zip(
-            *(t.reshape(-1, *t.shape[-2:]) for t in (weight, scale, out)), strict=True
-        ):
+        stacks = (one.reshape(-1, *one.shape[-2:]) for one in (weight, scale, out))
+        for one, own, place in zip(*stacks, strict=True):
             expansion.float8(one, own, block, place)
 
     def _grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (
-            *shape[:-2],
-            *(-(-size // part) for size, part in zip(shape[-2:], self._block(shape), strict=True)),
-        )
+        parts = zip(shape[-2:], self._block(shape), strict=True)
+        return (*shape[:-2], *(-(-size // part) for size, part in parts))
 
     def _block(self, shape: Sequence[int]) -> tuple[int, int]:
         rows, columns = self.block
@@ -116,20 +114,15 @@ def _recognise_float8(stored: Headers, settings: Settings) -> RecognisedWeight |
         wanted = " or ".join(_FP8_SCALES[:2])
         raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: {AGAIN}")
     scale = stored[suffix]
-    if scale.dtype not in _SCALE_TYPES:
-        raise ValueError(
-            f"{suffix} must be of type {', '.join(_SCALE_TYPES)}, is {scale.dtype}: take another checkpoint"
-        )
-    if len(weight.shape) < 2:
-        raise ValueError(
-            f".weight must be a matrix or a stack of them, has shape {list(weight.shape)}: pack it again"
-        )
+    shape = list(weight.shape)
+    rule = f"{suffix} must be of type {', '.join(_SCALE_TYPES)}"
+    must(scale.dtype in _SCALE_TYPES, rule, f"is {scale.dtype}", "take another checkpoint")
+    rule = ".weight must be a matrix or a stack of them"
+    must(len(shape) > 1, rule, f"has shape {shape}", "pack it again")
     coding = Float8(weight.dtype, _block(weight.shape, scale.shape, settings))
-    if 4 * math.prod(scale.shape) != coding.companion_bytes(weight.shape):
-        raise ValueError(
-            f"{suffix} must have the scales of {coding.name} for weights of {list(weight.shape)}, has shape "
-            f"{list(scale.shape)}: {AGAIN}"
-        )
+    fits = 4 * math.prod(scale.shape) == coding.companion_bytes(shape)
+    rule = f"{suffix} must have the scales of {coding.name} for weights of {shape}"
+    must(fits, rule, f"has shape {list(scale.shape)}")
     return RecognisedWeight(coding, weight.shape, (".weight",), (suffix,))
 
 
@@ -139,17 +132,12 @@ def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Settings)
         return 0, 0
     if tuple(scale_shape) in ((*shape[:-1], 1), tuple(shape[:-1])):
         return 1, 0
-    said = (
-        one["block_structure"] for one in config_weights(settings) if one.get("block_structure")
-    )
-    block = settings.get("weight_block_size") or next(said, _USUAL_BLOCK)
-    if not isinstance(block, list | tuple) or [type(n) is int and n > 0 for n in block] != [
-        True,
-        True,
-    ]:
-        raise ValueError(
-            f"weight_block_size must be two numbers above 0, got {block!r:.80}: mend config.json"
-        )
+    said = (one.get("block_structure") for one in config_weights(settings))
+    block = settings.get("weight_block_size") or next(filter(None, said), _USUAL_BLOCK)
+    sizes = block if isinstance(block, list | tuple) else ()
+    is_block = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
+    rule = "weight_block_size must be two numbers above 0"
+    must(is_block, rule, f"got {block!r:.80}", "mend config.json")
     rows, columns = (n if n < _LARGE else 0 for n in block)
     return rows, columns
 
@@ -193,8 +181,7 @@ class Mxfp4(_FourBits):
         scale = companions["_scales"]
         require_shape("_scales", scale.shape, (*shape[:-1], shape[-1] // _MXFP4_GROUP))
         num_wrong = int((scale == _MXFP4_NAN).sum())
-        if num_wrong:
-            raise ValueError(f"_scales must be numbers, {num_wrong} are none: {AGAIN}")
+        must(not num_wrong, "_scales must be numbers", f"{num_wrong} are none")
         levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
         return {"scale": scale.flatten(0, -2).contiguous(), "levels": levels}
 
@@ -207,15 +194,10 @@ def _recognise_mxfp4(stored: Headers, _: Settings) -> RecognisedWeight | None:
     if words is None or words.dtype != "U8":
         return None
     require(stored, ("_scales",), "_blocks")
-    if (
-        len(words.shape) < 3
-        or words.shape[-1] != _MXFP4_GROUP // 2
-        or stored["_scales"].dtype != "U8"
-    ):
-        raise ValueError(
-            f"_blocks must be stacks of rows of {_MXFP4_GROUP // 2} bytes, with _scales of type U8, has shape "
-            f"{list(words.shape)}: {AGAIN}"
-        )
+    is_stack = len(words.shape) > 2 and words.shape[-1] == _MXFP4_GROUP // 2
+    rule = f"_blocks must be stacks of rows of {_MXFP4_GROUP // 2} bytes, with _scales of type U8"
+    is_known = is_stack and stored["_scales"].dtype == "U8"
+    must(is_known, rule, f"has shape {list(words.shape)}")
     require_shape("_scales", stored["_scales"].shape, words.shape[:-1])
     shape = (*words.shape[:-2], words.shape[-2] * _MXFP4_GROUP)
     return RecognisedWeight(Mxfp4(), shape, ("_blocks",), ("_scales",))
@@ -247,42 +229,32 @@ class Nvfp4(_FourBits):
         import torch
 
         suffix = _NVFP4_WORDS[".weight_packed" if self.is_divided else ".weight"]
-        scale = checked_scale(
-            ".weight_scale", companions[".weight_scale"], (shape[0], shape[1] // _NVFP4_GROUP)
-        )
+        grid = (shape[0], shape[1] // _NVFP4_GROUP)
+        scale = checked_scale(".weight_scale", companions[".weight_scale"], grid)
         whole = checked_scale(suffix, companions[suffix].float(), (1,))
         levels = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
         levels = levels / whole if self.is_divided else levels * whole
         used = scale.view(torch.uint8)
-        if not bool(levels[used.unique().int()].isfinite().all()):
-            raise ValueError(f"{suffix} must leave scales finite, is {float(whole):g}: {AGAIN}")
+        are_finite = bool(levels[used.unique().int()].isfinite().all())
+        must(are_finite, f"{suffix} must leave scales finite", f"is {float(whole):g}")
         return {"scale": used, "levels": levels}
 
 
 def _recognise_nvfp4(stored: Headers, _: Settings) -> RecognisedWeight | None:
-    suffix = next(
-        (suffix for suffix in _NVFP4_WORDS if suffix in stored and stored[suffix].dtype == "U8"),
-        None,
-    )
+    kinds = {suffix: stored[suffix].dtype for suffix in _NVFP4_WORDS if suffix in stored}
+    suffix = next((suffix for suffix, kind in kinds.items() if kind == "U8"), None)
     scale = stored.get(".weight_scale")
     if suffix is None or scale is None or scale.dtype != "F8_E4M3":
         return None
     words = stored[suffix]
     require(stored, (_NVFP4_WORDS[suffix],), suffix)
-    if len(words.shape) != 2 or words.shape[1] % (_NVFP4_GROUP // 2):
-        raise ValueError(
-            f"{suffix} must have rows of {_NVFP4_GROUP // 2} bytes, has {list(words.shape)}: pack it again"
-        )
-    require_shape(
-        ".weight_scale", scale.shape, (words.shape[0], words.shape[1] * 2 // _NVFP4_GROUP)
-    )
+    has_rows = len(words.shape) == 2 and words.shape[1] % (_NVFP4_GROUP // 2) == 0
+    rule = f"{suffix} must have rows of {_NVFP4_GROUP // 2} bytes"
+    must(has_rows, rule, f"has {list(words.shape)}", "pack it again")
+    shape = (words.shape[0], words.shape[1] * 2)
+    require_shape(".weight_scale", scale.shape, (shape[0], shape[1] // _NVFP4_GROUP))
     coding = Nvfp4(is_divided=suffix == ".weight_packed")
-    return RecognisedWeight(
-        coding,
-        (words.shape[0], words.shape[1] * 2),
-        (suffix,),
-        (".weight_scale", _NVFP4_WORDS[suffix]),
-    )
+    return RecognisedWeight(coding, shape, (suffix,), (".weight_scale", _NVFP4_WORDS[suffix]))
 
 
 NVFP4 = Format(

@@ -24,6 +24,7 @@ from offload.kernels.expansion import Expansion
 from offload.model.expanded import CodedWeight, CompanionScratch, ExpandedWeights
 from offload.model.experts import (
     Bring,
+    Fetch,
     bring_to,
     find_experts,
     let_experts_choose_rows,
@@ -183,9 +184,7 @@ class BoundModel:
         attention = getattr(self._layers[layer], "self_attn", None)
         return bool(getattr(attention, "is_kv_shared_layer", False))
 
-    def read_rest(
-        self, fetch: Callable[[SlabLayout], np.ndarray], target: "BoundModel | None" = None
-    ) -> int:
+    def read_rest(self, fetch: Fetch, target: "BoundModel | None" = None) -> int:
         """Read and bind all but layers, and what stays of coded ones; return the bytes read.
 
         What lies around the layers of a self draft is its `target`'s. Raises `UserError` where
@@ -213,7 +212,7 @@ class BoundModel:
             0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
         )
 
-    def bring_samples(self, fetch: Callable[[SlabLayout], np.ndarray]) -> None:
+    def bring_samples(self, fetch: Fetch) -> None:
         """Let a few experts stand for all that come on demand, to try and to time by."""
         if self.experts:
             self.bring_experts(sample_of(self.experts[0].records, fetch, self.place))
@@ -241,9 +240,7 @@ class BoundModel:
         coded = [one.part.entry.coded for words in groups for one in words]
         return [one.coding for one in coded if one is not None]
 
-    def coded_words(
-        self, layer: int, fetch: Callable[[SlabLayout], np.ndarray]
-    ) -> list[CodedWeight]:
+    def coded_words(self, layer: int, fetch: Fetch) -> list[CodedWeight]:
         """Return the coded weights of a layer that need not be bound.
 
         Of experts that come on demand only the first's.
@@ -260,11 +257,7 @@ class BoundModel:
         """Return the bytes that `hold_layers` reads."""
         return sum(layout.slab_bytes for layout in self._layouts)
 
-    def hold_layers(
-        self,
-        fetch: Callable[[SlabLayout], np.ndarray],
-        on_bytes: Callable[[int], None] = lambda _: None,
-    ) -> None:
+    def hold_layers(self, fetch: Fetch, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Read and bind all layers for good, one by one, quantised where they are to be held so.
 
         `on_bytes` hears of the size of each. Raises what `fetch` raises.

@@ -25,6 +25,8 @@ from offload.sampling.sampler import NOT_NUMBERS
 
 # one expert's weights, by the names that their stacks have
 Weights = Mapping[str, Tensor]
+# Takes a layout, returns its slab as it is read.
+Fetch = Callable[[SlabLayout], np.ndarray]
 # Takes a layer, its experts, rising, and how many rows want each; yields each with its layout and
 # its slab as it is `sent`, valid until the next is asked for.
 Bring = Callable[[int, Sequence[int], Sequence[int]], Iterator[tuple[int, SlabLayout, Tensor]]]
@@ -112,9 +114,7 @@ def find_experts(
     return None, set()
 
 
-def sample_of(
-    records: Sequence[SlabLayout], fetch: Callable[[SlabLayout], np.ndarray], place: torch.device
-) -> Bring:
+def sample_of(records: Sequence[SlabLayout], fetch: Fetch, place: torch.device) -> Bring:
     """Let a few of these stand for all experts, to try and to time before all have room."""
     num_slabs = min(len(records), max(2, _SAMPLE_BYTES // records[0].slab_bytes))
     slabs = [

@@ -31,12 +31,14 @@ VALUES = "values"
 INDEX = "index"
 # what one layer holds of some positions, (1, G, P, K) each, by these names
 Held = Mapping[str, Tensor]
+Send = Callable[[Tensor], Tensor]
+Gather = Callable[..., None]
 
 
 class _Window:
     """Where the running pass writes, shared by all layers of one cache."""
 
-    def __init__(self, send: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, send: Send | None) -> None:
         self.send = send or (lambda tensor: tensor)
         self.lo = 0
         self.hi = 0  # behind the last row of the pass that was placed
@@ -117,7 +119,7 @@ class _SlotLayer(DynamicLayer):
         index[:, 0, lo:hi] = states_1TW
         return index[:, 0, :hi]
 
-    def take(self, held: Held, length: int, send: Callable[[Tensor], Tensor]) -> None:
+    def take(self, held: Held, length: int, send: Send) -> None:
         """Take in what a layer holds of the first positions."""
         if KEYS in held and not self.is_initialized:
             self.lazy_initialization(*(send(held[name][:, :, :1]) for name in (KEYS, VALUES)))
@@ -170,8 +172,8 @@ class KVCache(Cache):
         self,
         num_layers: int,
         num_slots: int,
-        gather: Callable[..., None] | None = None,
-        send: Callable[[Tensor], Tensor] | None = None,
+        gather: Gather | None = None,
+        send: Send | None = None,
     ) -> None:
         self._gather = gather or kv_commit_reference
         self._send = send

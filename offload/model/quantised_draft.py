@@ -197,17 +197,17 @@ class HeldWeights:
 
     def _tried(self, matrix: Int4 | Int8) -> int:
         """Return the most rows that the product without a scratch is faster with."""
+
+        def least_s(work: Callable[[], object]) -> float:
+            # a first call is not like the others
+            return min([timed(work) for _ in range(1 + _NUM_TIMES)][1:])
+
         most = 0
         scale = matrix.scale
         for num_rows in _TRIED_ROWS:
             row_MK = torch.zeros(num_rows, matrix.shape[1], dtype=scale.dtype, device=scale.device)
             expanded = partial(matrix.expanded, row_MK, partial(self._room, row_MK))
-            if _least_s(partial(matrix.product, row_MK)) > _least_s(expanded):
+            if least_s(partial(matrix.product, row_MK)) > least_s(expanded):
                 break
             most = num_rows
         return most
-
-
-def _least_s(work: Callable[[], object]) -> float:
-    """Return the least seconds behind a first call, which is not like the others."""
-    return min([timed(work) for _ in range(1 + _NUM_TIMES)][1:])

@@ -13,7 +13,7 @@ Invariant: a state is that of exactly the positions that its `length` says.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -96,14 +96,8 @@ class PassRows:
 class RecurrentCache(KVCache):
     """Keys and values, and states."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_slots: int,
-        gather: Callable[..., None] | None = None,
-        send: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__(num_layers, num_slots, gather, send)
+    def __init__(self, num_layers: int, num_slots: int, *more: Any) -> None:
+        super().__init__(num_layers, num_slots, *more)
         self._here = Point(0)
         self._mark = Point(0)
         self._trunk = Point(0)

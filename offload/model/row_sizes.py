@@ -72,29 +72,19 @@ def find_sizes(
             for kind in range(len(outs))
         }
         for kind in sorted(filter(same.get, same), key=lambda kind: _cost_in_steps(same[kind])):
-            sizes = _that_hold_elsewhere(
-                lambda moved: multiply(moved, like), rows, outs[kind], same[kind]
-            )
+            sizes = same[kind]
+            # up to the largest whose rows are the same one place further: smaller ones agree with
+            # it place by place
+            while sizes:
+                moved = multiply(rows[..., 1 : sizes[-1] + 1, :], like)
+                if _same(moved[..., :-1, :], outs[kind][..., 1 : sizes[-1], :]):
+                    break
+                sizes = sizes[:-1]
             if sizes and sizes[-1] >= min(_LEAST_ROWS, ladder[-1]):
                 return sizes
     finally:
         torch.set_num_threads(before)
     return ()
-
-
-def _that_hold_elsewhere(
-    work: Callable[[Tensor], Tensor], rows: Tensor, out: Tensor, sizes: RowSizes
-) -> RowSizes:
-    """Return the sizes up to the largest whose rows are the same one place further.
-
-    Smaller ones agree with it place by place.
-    """
-    while sizes:
-        moved = work(rows[..., 1 : sizes[-1] + 1, :])
-        if _same(moved[..., :-1, :], out[..., 1 : sizes[-1], :]):
-            break
-        sizes = sizes[:-1]
-    return sizes
 
 
 def _cost_in_steps(sizes: RowSizes) -> float:
