@@ -95,9 +95,8 @@ class BoundModel:
         places = parameter_places(self.meta_model)
         wanted = {name: tuple(place.empty.shape) for name, place in places.items()}
         stored, shared = sources_of_parameters(checkpoint, self.meta_model, wanted)
-        assert not any(name.startswith(inside) for name in (*shared, *shared.values())), (
-            "layers share weights"
-        )
+        tied = (*shared, *shared.values())
+        assert not any(name.startswith(inside) for name in tied), "layers share weights"
         source_of = {name: name for name in stored if not name.startswith(inside)} | shared
         if section is not None:
             keep_section(checkpoint, self.meta_model, section)
