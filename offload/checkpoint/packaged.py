@@ -447,10 +447,8 @@ def inflated_target(
         cache_folder().mkdir(parents=True, exist_ok=True)
         return inflate(source, folder, size_bytes, progress=progress)
     except BusyError:
-        raise UserError(
-            "another command is making the packaged model just now: try again when it has"
-        ) from None
+        what = "another command is making the packaged model just now"
+        raise UserError(f"{what}: try again when it has") from None
     except OSError as error:
-        raise UserError(
-            f"cannot write {folder} ({error.strerror}): set XDG_CACHE_HOME to another folder"
-        ) from None
+        what = f"cannot write {folder} ({error.strerror})"
+        raise UserError(f"{what}: set XDG_CACHE_HOME to another folder") from None

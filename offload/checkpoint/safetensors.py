@@ -387,9 +387,8 @@ def _resolve(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pat
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
-        raise UserError(
-            f"model must be a directory or a hub id, {path} is a file: give the folder it lies in"
-        )
+        rule = "model must be a directory or a hub id"
+        raise UserError(f"{rule}, {path} is a file: give the folder it lies in")
     if not is_hub_id(str(model)):
         raise _not_there(path)
     small = download_small(str(model))
@@ -433,9 +432,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return read_object(path, _AGAIN)
     except FileNotFoundError:
-        raise UserError(
-            f"no {path.name} in {path.parent}: give the folder of a Hugging Face model"
-        ) from None
+        what = f"no {path.name} in {path.parent}"
+        raise UserError(f"{what}: give the folder of a Hugging Face model") from None
     except OSError as error:
         raise unreadable(path, error) from None
 

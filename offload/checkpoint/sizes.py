@@ -277,25 +277,20 @@ def table_and_head(
     Without a head of its own these include the first table; a section without even a norm after its
     layers needs nothing there.
     """
-    named = {
-        name: entry
-        for name, entry in checkpoint.tensors.items()
-        if _TABLE_NAME.search(name) and entry in rest
-    }
+    tensors = checkpoint.tensors.items()
+    named = {name: one for name, one in tensors if _TABLE_NAME.search(name) and one in rest}
     tables = list(named.values())
     others = [entry for entry in rest if entry not in tables]
-    is_tied = bool(others) and not any(
-        entry.shape[:1] >= (max(vocab_size, 1),) and len(entry.shape) == 2 for entry in others
-    )
+    heads = [one for one in others if len(one.shape) == 2 and one.shape[0] >= max(vocab_size, 1)]
+    is_tied = bool(others) and not heads
     as_head = [entry for name, entry in named.items() if _PER_LAYER not in name] if is_tied else []
     return tables, others + as_head
 
 
 def _routed_share(sizes: dict[str, int]) -> float:
     """Return k / E, or 1 where the config lacks either, so that no expert is left out."""
-    num_experts = max(
-        sizes.get(name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = max(sizes.get(name, 0) for name in names)
     num_chosen = sizes.get("num_experts_per_tok", num_experts)
     return min(1.0, num_chosen / num_experts) if num_experts else 1.0
 
@@ -317,11 +312,8 @@ def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: En
     around = set(rest)
     for name, entry in checkpoint.tensors.items():
         if entry.coded is not None and entry not in around:
-            module = (
-                _EXPERT.sub(".experts", name)
-                if _EXPERT.search(name)
-                else name.rpartition(".")[0].removesuffix(".conv1d")
-            )
+            module = name.rpartition(".")[0].removesuffix(".conv1d")
+            module = _EXPERT.sub(".experts", name) if _EXPERT.search(name) else module
             sizes[module] += computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES
     outer = {module.rpartition(".")[0] for module in sizes} & sizes.keys()
     inner = [size for module, size in sizes.items() if module not in outer]
@@ -355,11 +347,8 @@ def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: 
 
     They do so where `model.parts` finds all of them by their names.
     """
-    named = {
-        match[0].partition(".mlp")[0]
-        for name in checkpoint.tensors
-        if (match := _INNER_NAME.search(name))
-    }
+    matches = map(_INNER_NAME.search, checkpoint.tensors)
+    named = {match[0].partition(".mlp")[0] for match in matches if match is not None}
     is_all = checkpoint.held is None and len(named) == sizes["num_hidden_layers"]
     return item_bytes * _INNER_COPIES * sizes.get("intermediate_size", 0) if is_all else 0
 

@@ -59,10 +59,10 @@ def sources_of_parameters(
         UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would
         need computing.
     """
-    own = _Table.of(get_model_conversion_mapping(model))
-    whole = _Table([], [])
-    if is_wrapper(checkpoint.config):
-        whole = _Table.of(get_checkpoint_conversion_mapping(checkpoint.config["model_type"]) or [])
+    own = _Table(get_model_conversion_mapping(model))
+    # a model inside another has a table of its own
+    kind = checkpoint.config["model_type"] if is_wrapper(checkpoint.config) else None
+    whole = _Table((get_checkpoint_conversion_mapping(kind) if kind else None) or [])
     by_pattern = {**whole.by_pattern, **own.by_pattern}
     found: dict[str, _Found] = defaultdict(list)
     for full, entry in checkpoint.tensors.items():
@@ -83,27 +83,14 @@ def sources_of_parameters(
     return {name: (shape, parts[name]) for name, shape in stored.items()}, shared
 
 
-class _Table(NamedTuple):
-    """How transformers renames and converts what files hold.
+class _Table:
+    """How transformers renames and converts what files hold, by these transforms."""
 
-    A model inside another has a table of its own.
-    """
-
-    renamings: list[WeightRenaming]
-    converters: list[WeightConverter]
-
-    @classmethod
-    def of(cls, transforms: Sequence[WeightTransform]) -> "_Table":
-        """Return a table of these transforms, sorted by their kind."""
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        return cls(renamings, [one for one in transforms if isinstance(one, WeightConverter)])
-
-    @property
-    def by_pattern(self) -> dict[str, WeightConverter]:
-        return {
-            pattern: converter
-            for converter in self.converters
-            for pattern in converter.source_patterns
+    def __init__(self, transforms: Sequence[WeightTransform]) -> None:
+        self._renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        self.by_pattern = {
+            pattern: one for one in self._converters for pattern in one.source_patterns
         }
 
     def renamed(self, name: str, prefix: str, shapes: dict[str, Shape]) -> tuple[str, str | None]:
@@ -111,8 +98,8 @@ class _Table(NamedTuple):
 
         A renaming that leads nowhere is taken back, as transformers does.
         """
-        renamed, pattern = rename_source_key(name, self.renamings, self.converters, prefix, shapes)
-        return (name, None) if renamed not in shapes and name in shapes else (renamed, pattern)
+        found = rename_source_key(name, self._renamings, self._converters, prefix, shapes)
+        return (name, None) if found[0] not in shapes and name in shapes else found
 
 
 def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, str]:
@@ -126,9 +113,8 @@ def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, s
         groups.setdefault(source, [source]).append(name)
     shared = {}
     for group in groups.values():
-        stored = next((name for name in group if name in found), None)
-        if stored is not None:
-            shared.update({name: stored for name in group if name not in found})
+        stored = [name for name in group if name in found]
+        shared |= {name: stored[0] for name in group if stored and name not in found}
     return shared
 
 

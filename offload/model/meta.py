@@ -290,10 +290,8 @@ def attention_windows(config: Any, num_layers: int) -> list[Window]:
     """
     window = _num_keys(config, "sliding_window")
     chunk = _num_keys(config, "attention_chunk_size")
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if window else "full_attention"] * num_layers
-    )
+    usual = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * num_layers
     reach: dict[str, Window] = {
         "sliding_attention": window,
         "chunked_attention": AttentionChunk(chunk) if chunk else None,
@@ -306,9 +304,8 @@ def attention_windows(config: Any, num_layers: int) -> list[Window]:
 def _num_keys(config: Any, name: str) -> int | None:
     size = getattr(config, name, None) or None
     if size is not None and (type(size) is not int or not 0 < size < _MAX_WINDOW):
-        raise UserError(
-            f"{name} in config.json must be a whole number or null, got {size!r:.80}: fix it"
-        )
+        rule = f"{name} in config.json must be a whole number or null"
+        raise UserError(f"{rule}, got {size!r:.80}: fix it")
     return size
 
 

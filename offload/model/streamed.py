@@ -50,11 +50,7 @@ class StreamedModel(BoundModel):
     start: tuple[int, ...] = ()
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: str = "auto",
-        place: torch.device = _HOST,
-        **bound: Any,
+        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **bound: Any
     ) -> None:
         super().__init__(checkpoint, dtype, place, **bound)
         self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
@@ -254,9 +250,8 @@ class StreamedModel(BoundModel):
         experts = "eager" if rows is not None else self._usual_experts
         if rows is not None:
             if not self._takes_paths():
-                raise UserError(
-                    f"{self.meta_model.config.model_type} models calculate with masks of their own"
-                )
+                kind = self.meta_model.config.model_type
+                raise UserError(f"{kind} models calculate with masks of their own")
         elif self._kernel is None:
             self.meta_model.set_attn_implementation(self._usual_attention)
         if experts is not None:
@@ -352,11 +347,8 @@ class StreamedModel(BoundModel):
     @property
     def attend(self) -> Attend | None:
         """Return what computes attention along paths; None where rows have masks."""
-        return (
-            self._kernel
-            or self._invariant_attention
-            or (attend_along_paths if self._is_by_path else None)
-        )
+        usual = attend_along_paths if self._is_by_path else None
+        return self._kernel or self._invariant_attention or usual
 
     def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
         """Return what rows of one text see, by window: positions on their paths, or masks."""
@@ -370,10 +362,8 @@ class StreamedModel(BoundModel):
         """Return a mask for each window; a lone row that sees everything needs none."""
         num_prefix = cache.length
         ancestor_TU = self.send(ancestor_TU)
-        is_plain = (
-            ancestor_TU.shape == (1, 1)
-            and self.meta_model.config._attn_implementation == attention.NAME
-        )
+        is_ours = self.meta_model.config._attn_implementation == attention.NAME
+        is_plain = is_ours and ancestor_TU.shape == (1, 1)
         masks: dict[Window, Tensor | None] = {}
         for window in self.windows:
             is_all_seen = is_plain and (window is None or first_seen(window, num_prefix) <= 0)

@@ -76,9 +76,8 @@ def is_plain_name(name: object) -> bool:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest. Raises `UserError` where the folder is not a packed model."""
     if not (folder / MANIFEST).is_file():
-        raise UserError(
-            f"{folder} holds no packed model (no {MANIFEST}): give a folder that offload pack has made"
-        )
+        what = f"{folder} holds no packed model (no {MANIFEST})"
+        raise UserError(f"{what}: give a folder that offload pack has made")
     manifest = read_json(folder / MANIFEST)
     files = manifest.get("files")
     is_sound = isinstance(files, dict) and all(map(is_plain_name, files))
