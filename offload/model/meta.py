@@ -138,26 +138,28 @@ def scale_by_position(layers: Iterable[nn.Module]) -> None:
         attention: Any = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", None) and not attention.use_rope:
             attention.attn_temperature_tuning = False
-            _tune(layer, attention)
+            tuning = _Tuning(attention.floor_scale, attention.attn_scale)
+            layer.register_forward_pre_hook(tuning.hear, with_kwargs=True)
+            attention.q_proj.register_forward_hook(tuning.scale)
 
 
-def _tune(layer: nn.Module, attention: Any) -> None:
-    """Let the queries of one layer be scaled by the positions that a pass is given.
+class _Tuning:
+    """Scales the queries of one layer by the positions that a pass is given."""
 
-    A layer without rotary positions does nothing between its projection and that.
-    """
-    heard = {"position_1T": torch.empty(1, 0)}
+    def __init__(self, floor_scale: float, attn_scale: float) -> None:
+        self._floor_scale = floor_scale
+        self._attn_scale = attn_scale
+        self._position_1T = torch.empty(1, 0)
 
-    def hear(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-        heard["position_1T"] = kwargs["position_ids"]
+    def hear(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        """Note the positions of the rows that follow."""
+        self._position_1T = kwargs["position_ids"]
 
-    def scale(_: nn.Module, __: Any, query_1TQ: Tensor) -> Tensor:
-        nth_1T = torch.floor((heard["position_1T"].float() + 1.0) / attention.floor_scale)
-        scale_1T = torch.log1p(nth_1T) * attention.attn_scale
+    def scale(self, _: nn.Module, __: Any, query_1TQ: Tensor) -> Tensor:
+        """Scale what the projection gives: a layer without rotary positions does nothing between."""
+        nth_1T = torch.floor((self._position_1T.float() + 1.0) / self._floor_scale)
+        scale_1T = torch.log1p(nth_1T) * self._attn_scale
         return (query_1TQ * (scale_1T + 1.0)[..., None]).to(query_1TQ.dtype)
-
-    layer.register_forward_pre_hook(hear, with_kwargs=True)
-    attention.q_proj.register_forward_hook(scale)
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
