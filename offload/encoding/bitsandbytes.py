@@ -126,8 +126,8 @@ def _unnested(absmax: "Tensor", companions: Tensors, said: Mapping[str, Any]) ->
 
     block = said.get("nested_blocksize")
     offset = said.get("nested_offset")
-    is_offset = isinstance(offset, float) and math.isfinite(offset)
-    if type(block) is not int or block < 1 or not is_offset:
+    is_size = type(block) is int and block > 0
+    if not is_size or not isinstance(offset, float) or not math.isfinite(offset):
         rule = "quant_state must have a nested_blocksize and a nested_offset"
         raise ValueError(f"{rule}, has {block!r:.20} and {offset!r:.20}: {AGAIN}")
     outer, levels = (companions[suffix].float() for suffix in _NESTED)

@@ -144,9 +144,9 @@ def biased_attention(
     module: nn.Module, *given: Any, position_bias: Tensor, **more: Any
 ) -> tuple[Tensor, None]:
     """Attend like `folded_attention`, with a `position_bias` (1, H, T, S) by position."""
-    *states, mask = given
+    query, key, value, mask = given
     mask = position_bias if mask is None else position_bias + mask
-    return folded_attention(module, *states, mask, **more)
+    return folded_attention(module, query, key, value, mask, **more)
 
 
 AttentionInterface.register(NAME, folded_attention)

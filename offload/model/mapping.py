@@ -111,7 +111,7 @@ def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, s
     groups: dict[str, list[str]] = {}
     for name, source in tied.items():
         groups.setdefault(source, [source]).append(name)
-    shared = {}
+    shared: dict[str, str] = {}
     for group in groups.values():
         stored = [name for name in group if name in found]
         shared |= {name: stored[0] for name in group if stored and name not in found}
