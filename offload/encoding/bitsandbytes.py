@@ -124,7 +124,7 @@ def _unnested(absmax: "Tensor", companions: Tensors, said: Mapping[str, Any]) ->
     """Return scales that are stored as codes of 8 bits, in blocks of their own, less an offset."""
     import torch
 
-    block = said.get("nested_blocksize")
+    block: Any = said.get("nested_blocksize")
     offset = said.get("nested_offset")
     is_size = type(block) is int and block > 0
     if not is_size or not isinstance(offset, float) or not math.isfinite(offset):
