@@ -30,7 +30,7 @@ def download_small(repo: str) -> Path:
 
     Raises `UserError`.
     """
-    return download(repo, _SMALL)
+    return download(repo, _SMALL, ignore_patterns=list(_NEVER))
 
 
 def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
@@ -39,7 +39,7 @@ def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
     Args:
         small: the folder from `download_small`, whose name is that of the commit.
     """
-    return download(repo, names, revision=small.name)
+    return download(repo, names, revision=small.name, ignore_patterns=list(_NEVER))
 
 
 def download_unindexed(repo: str, small: Path) -> Path:
@@ -89,9 +89,8 @@ def download(repo: str, wanted: Sequence[str], **options: Any) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    patterns: Any = {"allow_patterns": list(wanted), "ignore_patterns": list(_NEVER)}
     try:
-        return Path(snapshot_download(repo, **patterns, **options))
+        return Path(snapshot_download(repo, allow_patterns=list(wanted), **options))
     # the hub's own errors are all OSErrors but for that of a bad name
     except (OSError, HFValidationError) as error:
         raise not_on_the_hub(repo, error) from None
