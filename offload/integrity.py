@@ -16,7 +16,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -76,14 +76,13 @@ class _Batch(NamedTuple):
 
 
 class FileReading:
-    """What a file has given so far.
+    """What is found in a file so far, as far as the disk gave it.
 
     Attributes:
         sums: for each span, the CRC-32 of its parts.
         tops: for each span, the largest bits of its numbers.
-        hashed: of its bytes so far, where that is wanted.
         failure: why the file could not be read, else empty.
-        turns: of the batches under way, by number.
+        turns: events of the batches whose bytes the sha256 has.
     """
 
     def __init__(self, file: WholeFile, *, is_hashed: bool) -> None:
@@ -96,14 +95,7 @@ class FileReading:
 
     @property
     def sha256(self) -> str | None:
-        """Return the sha256 of its bytes, where it was wanted."""
         return None if self.hashed is None else self.hashed.hexdigest()
-
-    def add(self, batch: _Batch, found: list[tuple[int, int]]) -> None:
-        """Record checksums and maxima of a batch's parts."""
-        for (span, *_), (crc, bits) in zip(batch.parts, found, strict=True):
-            self.sums[span] += f"{crc:08x}"
-            self.tops[span] = max(self.tops[span], bits)
 
 
 def measure(
@@ -118,8 +110,8 @@ def measure(
     known = [FileReading(file, is_hashed=index in hashed) for index, file in enumerate(files)]
     free = [allocate(_BUFFER_BYTES) for _ in range(num_threads + _NUM_AHEAD)]
     pending = deque[_Job]()
-    stamps = [file.stamp for file in files]
-    with closing(DiskReader([file.path for file in files], stamps=stamps)) as reader:
+    paths = [file.path for file in files]
+    with closing(DiskReader(paths, stamps=[file.stamp for file in files])) as reader:
         pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-measure")
         try:
             for batch in _in_turns(files, num_threads):
@@ -139,6 +131,8 @@ def measure(
 
 
 class _Job(NamedTuple):
+    """A batch under way."""
+
     batch: _Batch
     buffer: np.ndarray
     found: Future[list[tuple[int, int]]]
@@ -152,9 +146,9 @@ def _begin(
     buffer: np.ndarray,
 ) -> _Job:
     at = batch.lo % BLOCK_BYTES
-    read = SlabRead(batch.shard, batch.lo, batch.hi, at)
+    piece = SlabRead(batch.shard, batch.lo, batch.hi, at)
     file.turns[batch.turn] = Event()
-    reads = reader.read(SlabLayout((read,), {}, _BUFFER_BYTES, is_direct=True), buffer)
+    reads = reader.read(SlabLayout((piece,), {}, _BUFFER_BYTES, is_direct=True), buffer)
     stored = buffer[at : at + batch.hi - batch.lo]
     return _Job(batch, buffer, pool.submit(_work, batch, file, reads, stored))
 
@@ -165,7 +159,9 @@ def _collect(
     """Wait for a batch, record its results, and return its buffer."""
     file = known[job.batch.shard]
     try:
-        file.add(job.batch, job.found.result())
+        for (span, *_), (crc, bits) in zip(job.batch.parts, job.found.result(), strict=True):
+            file.sums[span] += f"{crc:08x}"
+            file.tops[span] = max(file.tops[span], bits)
     except ReadError as error:
         file.failure = file.failure or str(error)
     file.turns.pop(job.batch.turn - 1, None)
@@ -178,11 +174,11 @@ def _work(
 ) -> list[tuple[int, int]]:
     try:
         finish(reads)
-        parts = [stored[lo - batch.lo : hi - batch.lo] for _, lo, hi in batch.parts]
-        tops = [
-            _top(file.spans[span], lo, part)
-            for (span, lo, _), part in zip(batch.parts, parts, strict=True)
+        parts = [
+            (file.spans[span], lo, stored[lo - batch.lo : hi - batch.lo])
+            for span, lo, hi in batch.parts
         ]
+        tops = [_top(*part) for part in parts]
         if file.hashed is not None:
             before = file.turns.get(batch.turn - 1)
             if before is not None:
@@ -190,7 +186,8 @@ def _work(
             file.hashed.update(stored.data)
             file.turns[batch.turn].set()
         # last, because it overwrites the bytes
-        return [*zip(map(crc32_of_scratch, parts), tops, strict=True)]
+        sums = [crc32_of_scratch(part) for *_, part in parts]
+        return [*zip(sums, tops, strict=True)]
     finally:
         drop(reads)
         file.turns[batch.turn].set()
@@ -202,16 +199,18 @@ def _top(span: Span, lo: int, stored: np.ndarray) -> int:
         return 0
     stored = stored[: max(0, span.hi - lo)]
     step = _CACHED_BYTES // span.form.item_bytes * span.form.item_bytes
-    blocks = (stored[at : at + step] for at in range(0, len(stored), step))
-    return max((top_bits(block, span.form) for block in blocks), default=0)
+    return max(
+        (top_bits(stored[at : at + step], span.form) for at in range(0, len(stored), step)),
+        default=0,
+    )
 
 
 def _in_turns(files: Sequence[WholeFile], num_files: int) -> Iterator[_Batch]:
     """Yield batches of a few files in turns, so that as many files are hashed at once."""
+    batches = [_batches(shard, file) for shard, file in enumerate(files)]
     for first in range(0, len(files), num_files):
-        shards = range(first, min(first + num_files, len(files)))
-        for row in zip_longest(*(_batches(shard, files[shard]) for shard in shards)):
-            yield from filter(None, row)
+        several = batches[first : first + num_files]
+        yield from (batch for row in zip_longest(*several) for batch in row if batch is not None)
 
 
 def _batches(shard: int, file: WholeFile) -> Iterator[_Batch]:
@@ -277,6 +276,7 @@ class _ReadFile(NamedTuple):
 
     @property
     def is_as_before(self) -> bool:
+        """Return whether the file has the bytes of the manifest."""
         return self.known is not None and have_same_bytes(self.sums, self.known)
 
 
@@ -298,7 +298,7 @@ def verify(
         remedy = "check the path, or give `write` as well to have it written there"
         raise UserError(f"no manifest at {manifest}: {remedy}")
     manifest = manifest or default_manifest(whole.path)
-    # not checksums of files whose header was not read then: they had other parts
+    # a file whose header was not read then had other parts
     read = {file.path.name for file in whole.files if not file.unread}
     noted = read_manifest(manifest).items()
     known = {name: own for name, own in noted if own.header or name not in read}
@@ -308,9 +308,14 @@ def verify(
     damage = [*whole.damage, *(one for own in seen for one in _judge(own, manifest))]
     named = {(one.file, one.tensor) for one in damage}
     fresh = {own.file.path for own in seen if own.known is None} if whole.is_packed else set[Path]()
-    damage += [one for one in _undecoded(fresh) if (one.file, one.tensor) not in named]
+    if fresh:
+        # imports torch, which nothing else here needs
+        from offload.packing.format import undecoded
+
+        found_odd = (one for path in sorted(fresh) for one in undecoded(path))
+        damage += [one for one in found_odd if (one.file, one.tensor) not in named]
     found = {own.file.path.name: own.sums for own in seen}
-    notes = [*_notes(whole, seen), *small, *_differing_files(known.keys(), found.keys(), manifest)]
+    notes = [*_notes(whole, seen), *small, *_differing_files(known, found, manifest)]
     is_written = may_write and not damage and found != known
     if is_written and (why := _unwritable(manifest, found)):
         notes.append(why)
@@ -332,22 +337,13 @@ def verify(
     )
 
 
-def _undecoded(packed: Set[Path]) -> list[Damage]:
-    if not packed:
-        return []
-    # imports torch, which nothing else here needs
-    from offload.packing.format import undecoded
-
-    return [one for path in sorted(packed) for one in undecoded(path)]
-
-
 def _read_all(
     whole: ModelSpans, known: Mapping[str, FileSums], progress: Progress
 ) -> list[_ReadFile]:
     """Read all files; compute the sha256 of those for which no manifest has it yet."""
     before = [known.get(file.path.name) for file in whole.files]
-    sums = [hub_sum(file.path) for file in whole.files]
-    wanted = [one if is_sha256(one) else None for one in sums]
+    hub = (hub_sum(file.path) for file in whole.files)
+    wanted = [one if is_sha256(one) else None for one in hub]
     noted = [None if own is None else own.sha256 for own in before]
     hashed = {index for index, one in enumerate(wanted) if one not in (None, noted[index])}
     done_bytes = 0
@@ -374,10 +370,11 @@ def _judge(seen: _ReadFile, manifest: Path) -> list[Damage]:
     found = seen.measured
     if found.failure:
         return [Damage(name, "", found.failure)]
-    damage = []
-    for span, bits in zip(seen.file.spans, found.tops, strict=True):
-        if span.name is not None and span.form is not None and not is_finite(bits, span.form):
-            damage.append(Damage(name, span.name, NOT_FINITE))
+    damage = [
+        Damage(name, span.name, NOT_FINITE)
+        for span, bits in zip(seen.file.spans, found.tops, strict=True)
+        if span.name is not None and span.form is not None and not is_finite(bits, span.form)
+    ]
     is_as_hub = found.sha256 is not None and found.sha256 == seen.wanted
     if seen.known is not None and not is_as_hub:
         odd = {one.tensor for one in damage}
@@ -391,18 +388,18 @@ def _judge(seen: _ReadFile, manifest: Path) -> list[Damage]:
 def _notes(whole: ModelSpans, seen: Sequence[_ReadFile]) -> list[str]:
     tops = list[TensorMaximum]()
     for own in seen:
+        name = own.file.path.name
         for span, bits in zip(own.file.spans, own.measured.tops, strict=True):
-            if span.name is None or span.form is None or span.hi <= span.lo:
+            if span.name is None or span.form is None or own.measured.failure:
                 continue
-            if is_finite(bits, span.form) and not own.measured.failure:
-                name = own.file.path.name
+            if span.hi > span.lo and is_finite(bits, span.form):
                 tops.append(TensorMaximum(span.name, name, span.is_matrix, span.form, bits))
     lines = remarks(tops, has_zeros=has_zeros(whole.folder))
     for file in whole.files:
         if file.unread:
             lines.append(f"{file.path.name}: its numbers were not looked at: {file.unread}")
     if whole.left_out:
-        kinds = (f"{format_bytes(size)} of {kind}" for kind, size in whole.left_out.items())
+        kinds = [f"{format_bytes(size)} of {kind}" for kind, size in whole.left_out.items()]
         lines.append(f"read too, although no text needs it: {', '.join(kinds)}")
     return lines
 
@@ -410,17 +407,23 @@ def _notes(whole: ModelSpans, seen: Sequence[_ReadFile]) -> list[str]:
 def _small(whole: ModelSpans) -> list[str]:
     """Return what the hub's checksums say of configs, tokenizers and other small files."""
     changed, unread = changed_small_files(whole.folder, {file.path.name for file in whole.files})
-    lines = [f"not as the hub has it: {', '.join(changed)}"] if changed else []
+    lines = list[str]()
+    if changed:
+        lines.append(f"not as the hub has it: {', '.join(changed)}")
     if unread:
         lines.append(f"cannot be read and held against the hub's sum: {', '.join(unread)}")
     return lines
 
 
-def _differing_files(known: Set[str], found: Set[str], manifest: Path) -> list[str]:
-    lines = []
-    if gone := sorted(known - found):
+def _differing_files(
+    known: Mapping[str, FileSums], found: Mapping[str, FileSums], manifest: Path
+) -> list[str]:
+    gone = sorted(known.keys() - found.keys())
+    new = sorted(found.keys() - known.keys())
+    lines = list[str]()
+    if gone:
         lines.append(f"{manifest.name} has files that the model has not: {', '.join(gone[:3])}")
-    if known and (new := sorted(found - known)):
+    if known and new:
         lines.append(f"{manifest.name} lacks files of the model: {', '.join(new[:3])}")
     return lines
 
@@ -431,9 +434,7 @@ def _unwritable(manifest: Path, found: Mapping[str, FileSums]) -> str:
         manifest.parent.mkdir(parents=True, exist_ok=True)
         write_manifest(manifest, found)
     except OSError as error:
-        left = "nothing to compare with the next time"
-        if os.path.exists(manifest):
-            left = "it stays as it was"
-        what = f"cannot write {manifest} ({error.strerror})"
-        return f"{what}: {left}; `manifest` and `write` name another place"
+        is_there = os.path.exists(manifest)
+        left = "it stays as it was" if is_there else "nothing to compare with the next time"
+        return f"cannot write {manifest} ({error.strerror}): {left}; `manifest` and `write` name another place"
     return ""

@@ -7,7 +7,7 @@ sections hold each layer once, and each holds only those embeddings, norm and he
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -48,18 +48,11 @@ def cut_rows(checkpoint: Checkpoint, rows_of: Mapping[str, MatrixRows]) -> Check
 
     `rows_of` maps names within a layer, such as `mlp.up_proj`, to their rows.
     """
-    return _map_layers(
-        checkpoint, lambda stem, entry: _cut(entry, rows_of[stem]) if stem in rows_of else entry
-    )
-
-
-def _map_layers(
-    checkpoint: Checkpoint, change: Callable[[str, TensorEntry], TensorEntry]
-) -> Checkpoint:
     tensors = dict(checkpoint.tensors)
     for name, entry in tensors.items():
-        if found := _IN_LAYER.search(name):
-            tensors[name] = change(found[1], entry)
+        found = _IN_LAYER.search(name)
+        if found and found[1] in rows_of:
+            tensors[name] = _cut(entry, rows_of[found[1]])
     return replace(checkpoint, tensors=tensors)
 
 
@@ -91,15 +84,12 @@ def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
     kept = {entry for entries in layers[section.first : section.last] for entry in entries}
     kept |= {*(table if section.has_table else ()), *(head if section.has_head else ())}
     tensors = {name: entry for name, entry in whole.tensors.items() if entry in kept}
-    # a tied head without its embedding table becomes a head of its own
-    if not section.has_table:
-        tensors = {
-            "lm_head.weight" if entry in table else name: entry for name, entry in tensors.items()
-        }
-    tensors = {
-        _LAYER.sub(lambda m: f"layers.{int(m[1]) - section.first}.", name): e
-        for name, e in tensors.items()
-    }
+    renamed = {}
+    for name, entry in tensors.items():
+        own_name = _LAYER.sub(lambda m: f"layers.{int(m[1]) - section.first}.", name)
+        # a tied head without its embedding table becomes a head of its own
+        is_head = not section.has_table and entry in table
+        renamed["lm_head.weight" if is_head else own_name] = entry
     own = {
         "num_hidden_layers": section.last - section.first,
         "dtype": compute_dtype_name(whole, "auto"),
@@ -107,10 +97,7 @@ def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
     # without a head there are no logits and no sampling
     if not section.has_head:
         own["vocab_size"] = None
-    is_inside = text_config(whole) is whole.config.get("text_config")
-    config = {
-        **whole.config,
-        **({"text_config": {**text_config(whole), **own}} if is_inside else {}),
-        **own,
-    }
-    return replace(whole, config=config, tensors=tensors)
+    config = {**whole.config, **own}
+    if text_config(whole) is whole.config.get("text_config"):
+        config["text_config"] = {**text_config(whole), **own}
+    return replace(whole, config=config, tensors=renamed)

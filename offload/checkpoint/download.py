@@ -14,21 +14,10 @@ from typing import Any
 from offload.errors import UserError, reason
 
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.txt", "*.model")
-_IN_FOLDERS = tuple(
-    f"*/{one}" for one in ("*.json", "tokenizer*", "*.txt", "*.model", "*.safetensors")
-)
 _SINGLE = "model.safetensors"
-_NEVER = (
-    *_IN_FOLDERS,
-    "consolidated*",
-    "*.py",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.pkl",
-    "*.pickle",
-    "*.ckpt",
-)
+_PROGRAMS = ("*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
+_IN_FOLDERS = ("*/*.json", "*/tokenizer*", "*/*.txt", "*/*.model", "*/*.safetensors")
+_NEVER = (*_IN_FOLDERS, "consolidated*", *_PROGRAMS)
 
 
 def is_hub_id(model: str) -> bool:
@@ -41,7 +30,7 @@ def download_small(repo: str) -> Path:
 
     Raises `UserError`.
     """
-    return _snapshot(repo, _SMALL)
+    return download(repo, _SMALL, ignore_patterns=list(_NEVER))
 
 
 def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
@@ -50,7 +39,7 @@ def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
     Args:
         small: the folder from `download_small`, whose name is that of the commit.
     """
-    return _snapshot(repo, names, revision=small.name)
+    return download(repo, names, revision=small.name, ignore_patterns=list(_NEVER))
 
 
 def download_unindexed(repo: str, small: Path) -> Path:
@@ -61,11 +50,8 @@ def download_unindexed(repo: str, small: Path) -> Path:
     """
     # config.json as well: the hub's library warns of a request that matches nothing
     found = download_shards(repo, small, [_SINGLE, "config.json"])
-    return (
-        found
-        if os.path.isfile(found / _SINGLE)
-        else download_shards(repo, small, ["*.safetensors"])
-    )
+    is_single = os.path.isfile(found / _SINGLE)
+    return found if is_single else download_shards(repo, small, ["*.safetensors"])
 
 
 def in_cache(repo: str) -> Path:
@@ -95,18 +81,19 @@ def cached_models() -> list[str]:
     return sorted(filter(is_hub_id, names))
 
 
-def _snapshot(repo: str, wanted: Sequence[str], **options: Any) -> Path:
+def download(repo: str, wanted: Sequence[str], **options: Any) -> Path:
+    """Fetch what these patterns allow into the hub's cache; return the folder.
+
+    That is the cached model where the hub is out of reach. Raises `UserError`.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = snapshot_download(
-            repo, allow_patterns=list(wanted), ignore_patterns=list(_NEVER), **options
-        )
+        return Path(snapshot_download(repo, allow_patterns=list(wanted), **options))
     # the hub's own errors are all OSErrors but for that of a bad name
     except (OSError, HFValidationError) as error:
         raise not_on_the_hub(repo, error) from None
-    return Path(found)
 
 
 def not_on_the_hub(repo: str, error: Exception) -> UserError:
@@ -121,16 +108,10 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
     # ConnectionError: the user has set the hub's library to offline
     unreached = (network_error, LocalEntryNotFoundError, ConnectionError)
     has_answered = isinstance(error, HfHubHTTPError) or not isinstance(error, unreached)
-    why = (
-        reason(error.__cause__ or error)
-        if isinstance(error, LocalEntryNotFoundError)
-        else reason(error)
-    )
+    is_around = isinstance(error, LocalEntryNotFoundError)
+    why = reason((error.__cause__ if is_around else None) or error)
     if has_answered:
-        return UserError(
-            f"{repo} is neither a directory here nor to be had from the hub ({why}): check the name"
-        )
-    return UserError(
-        f"{repo} is no directory here, and the hub is out of reach ({why}): check the network, "
-        f"or give a folder"
-    )
+        what = f"{repo} is neither a directory here nor to be had from the hub ({why})"
+        return UserError(f"{what}: check the name")
+    what = f"{repo} is no directory here, and the hub is out of reach ({why})"
+    return UserError(f"{what}: check the network, or give a folder")

@@ -8,13 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload.checkpoint.families import ON_DEMAND
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound, slice_of
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import MIXTURE, TensorEntry
-from offload.encoding.base import ENCODINGS, Encoding
+from offload.encoding.base import ENCODINGS, Encoding, Settings
 from offload.errors import UserError
 
 # Not `shared_experts.`, which every row meets.
@@ -51,12 +51,11 @@ class ExpertShape(NamedTuple):
 
     @property
     def num_records(self) -> int:
-        """Return the number of experts of all layers."""
         return self.num_layers * self.num_experts
 
 
 def expert_shape(
-    checkpoint: Checkpoint, config: Mapping[str, Any], num_layers: int, computed: Encoding
+    checkpoint: Checkpoint, config: Settings, num_layers: int, computed: Encoding
 ) -> ExpertShape | None:
     """Return the experts of a model that computes in `computed`.
 
@@ -66,13 +65,17 @@ def expert_shape(
     num_chosen = count_of(config, _CHOSEN)
     if config.get("model_type") not in ON_DEMAND or not num_chosen:
         return None
-    matches = ((name, ROUTED_NAME.match(name)) for name in checkpoint.tensors)
-    routed = {
-        name: match for name, match in matches if match is not None and int(match[1]) < num_layers
-    }
+    matches = {name: ROUTED_NAME.match(name) for name in checkpoint.tensors}
+    routed = {name: one for name, one in matches.items() if one and int(one[1]) < num_layers}
     if not routed:
         return None
-    num_experts = count_of(config, _COUNTS) or _found_experts(checkpoint, routed)
+    num_experts = count_of(config, _COUNTS)
+    # some configs do not tell, but their tensors do
+    if not num_experts:
+        num_experts = max(
+            int(match[2]) + 1 if match[2] else checkpoint.tensors[name].shape[0]
+            for name, match in routed.items()
+        )
     records = _records(checkpoint, routed, num_experts)
     if records is None:
         return None
@@ -80,6 +83,11 @@ def expert_shape(
     if len(records) < 2:
         return None
     dense = {name: entry for name, entry in checkpoint.tensors.items() if name not in routed}
+    # of the dense module with the most coded weights, or of an expert
+    scratch = Counter[str]()
+    for name, entry in dense.items():
+        if "layers." in name:
+            scratch[name.rpartition(".")[0]] += _expanded_bytes([entry], computed)
     layers, _ = group_by_layer(replace(checkpoint, tensors=dense), num_layers)
     experts = [[entry for _, entry in record] for record in records.values()]
     return ExpertShape(
@@ -88,10 +96,7 @@ def expert_shape(
         num_chosen=num_chosen,
         slot_bytes=max(map(slab_bytes_bound, experts)),
         dense_bytes=tuple(map(slab_bytes_bound, layers)),
-        scratch_bytes=max(
-            _dense_scratch_bytes(dense, computed),
-            *(_expanded_bytes(one, computed) for one in experts),
-        ),
+        scratch_bytes=max(*scratch.values(), *(_expanded_bytes(one, computed) for one in experts)),
         cast_bytes=sum(
             max(cast_bytes_of(one, computed) for one in parts) for parts in (layers, experts)
         ),
@@ -99,19 +104,10 @@ def expert_shape(
     )
 
 
-def count_of(config: Mapping[str, Any], keys: Sequence[str]) -> int:
+def count_of(config: Settings, keys: Sequence[str]) -> int:
     """Return the first of these keys that a config has as a whole number above 0; 0 for none."""
     given = (config.get(key) for key in keys)
     return next((value for value in given if type(value) is int and value > 0), 0)
-
-
-def _found_experts(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]]) -> int:
-    """Return the number of experts by their tensors, for configs that do not tell."""
-    numbers = [
-        int(match[2]) + 1 if match[2] else checkpoint.tensors[name].shape[0]
-        for name, match in routed.items()
-    ]
-    return max(numbers)
 
 
 def _records(
@@ -127,9 +123,8 @@ def _records(
         layer = int(match[1])
         entry = checkpoint.tensors[name]
         if not entry.num_bytes:
-            raise UserError(
-                f"{where}: {name:.80} must not be empty, it has shape {list(entry.shape)}: {_MEND}"
-            )
+            what = f"{name:.80} must not be empty, it has shape {list(entry.shape)}"
+            raise UserError(f"{where}: {what}: {_MEND}")
         if match[2] is not None:
             records.setdefault((layer, int(match[2])), []).append((match[3], entry))
             continue
@@ -150,9 +145,8 @@ def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
     if entry.coded is None:
         return True
     coding = entry.coded.coding
-    is_even = coding.stored_bytes(entry.shape) == num_experts * coding.stored_bytes(
-        (1, *entry.shape[1:])
-    )
+    each_bytes = coding.stored_bytes((1, *entry.shape[1:]))
+    is_even = coding.stored_bytes(entry.shape) == num_experts * each_bytes
     return is_even and all(one.shape[:1] == (num_experts,) for _, one in entry.coded.companions)
 
 
@@ -161,39 +155,22 @@ def _check(checkpoint: Checkpoint, records: Records, num_experts: int, num_chose
     if num_chosen > num_experts:
         raise _disagreement(checkpoint, num_experts, f"{num_chosen} of them are to be chosen")
     for layer, found in Counter(layer for layer, _ in records).items():
-        lost = next(
-            (expert for expert in range(num_experts) if (layer, expert) not in records), None
-        )
-        if found != num_experts or lost is not None:
-            which = "" if lost is None else f", not of expert {lost}"
-            raise _disagreement(
-                checkpoint, num_experts, f"layer {layer} has tensors of {found}{which}"
-            )
-        names = {
-            expert: {name for name, _ in records[layer, expert]} for expert in range(num_experts)
-        }
-        odd = next((expert for expert, own in names.items() if own != names[0]), None)
-        if odd is not None:
-            name = min(names[odd] ^ names[0])
-            where = f"{checkpoint.directory.name}: expert {odd} of layer {layer}"
-            raise UserError(
-                f"{where} differs from expert 0 in whether it has {name}: download the "
-                f"checkpoint again"
-            )
+        lost = [expert for expert in range(num_experts) if (layer, expert) not in records]
+        if found != num_experts or lost:
+            which = f", not of expert {lost[0]}" if lost else ""
+            what = f"layer {layer} has tensors of {found}{which}"
+            raise _disagreement(checkpoint, num_experts, what)
+        names = [{name for name, _ in records[layer, expert]} for expert in range(num_experts)]
+        for expert, own in enumerate(names):
+            if own != names[0]:
+                where = f"{checkpoint.directory.name}: expert {expert} of layer {layer}"
+                what = f"differs from expert 0 in whether it has {min(own ^ names[0])}"
+                raise UserError(f"{where} {what}: download the checkpoint again")
 
 
 def _disagreement(checkpoint: Checkpoint, num_experts: int, found: str) -> UserError:
     what = f"config.json and tensors must agree on the experts, it has {num_experts} and {found}"
     return UserError(f"{checkpoint.directory.name}: {what}: {_MEND}")
-
-
-def _dense_scratch_bytes(dense: Mapping[str, TensorEntry], computed: Encoding) -> int:
-    """Return the expanded bytes of the dense module with the most coded weights."""
-    sizes = Counter[str]()
-    for name, entry in dense.items():
-        if "layers." in name:
-            sizes[name.rpartition(".")[0]] += _expanded_bytes([entry], computed)
-    return max(sizes.values(), default=0)
 
 
 def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
@@ -203,7 +180,5 @@ def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
 
 def cast_bytes_of(entries: Iterable[TensorEntry], computed: Encoding) -> int:
     """Return the bytes of copies in the compute type; coded tensors use the scratch instead."""
-    others = (
-        e for e in entries if e.dtype != computed.name and e.dtype in ENCODINGS and e.coded is None
-    )
-    return sum(computed.stored_bytes(entry.shape) for entry in others)
+    plain = (entry for entry in entries if entry.coded is None and entry.dtype in ENCODINGS)
+    return sum(computed.stored_bytes(one.shape) for one in plain if one.dtype != computed.name)

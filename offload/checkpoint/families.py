@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload.checkpoint.tensors import Coded, TensorEntry, check_counts, check_types
-from offload.encoding.base import ENCODINGS, WordsAlone
+from offload.checkpoint.tensors import Coded, Entries, TensorEntry, check_counts, check_types
+from offload.encoding.base import ENCODINGS, Settings, Tensors, WordsAlone
 from offload.errors import UserError, reason
 
 if TYPE_CHECKING:
@@ -116,14 +116,12 @@ class TextPart(NamedTuple):
     left_out: dict[str, int]
 
 
-def is_wrapper(config: Mapping[str, Any]) -> bool:
+def is_wrapper(config: Settings) -> bool:
     """Return whether a config is of a model around a language model."""
     return isinstance(config.get("text_config"), dict) or config.get("model_type") in _SIZES_OUTSIDE
 
 
-def text_part(
-    where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
-) -> TextPart:
+def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
     """Separate a language model from what is around it.
 
     Raises `UserError` where there is none, or a tensor is stored twice.
@@ -136,22 +134,22 @@ def text_part(
     is_named = any(map(_INNER.match, tensors))
     is_mistral = is_around and _MISTRAL in tensors
     for name, entry in tensors.items():
-        own = _text_model_name(name, is_named=is_named) if is_around else name
-        if is_mistral:
-            own = _text_model_name(_of_mistral(name), is_named=False)
+        renamed = name
+        for pattern, other in _MISTRAL_NAMES if is_mistral else ():
+            renamed = pattern.sub(other, renamed)
+        named = is_named and not is_mistral
+        own = _text_model_name(renamed, is_named=named) if is_around else name
         if own is None or _is_for_multi_token_prediction(own, num_layers):
-            left_out[_kind(name) if own is None else _EXTRA] += entry.hi - entry.lo
+            kinds = (kind for kind, pattern in _KINDS.items() if pattern.search(name))
+            left_out[next(kinds, _OTHER) if own is None else _EXTRA] += entry.num_bytes
         elif own in kept:
-            raise UserError(
-                f"{where}: {own} of the language model is stored twice: save it with "
-                f"save_pretrained"
-            )
+            what = f"{where}: {own} of the language model is stored twice"
+            raise UserError(f"{what}: save it with save_pretrained")
         else:
             kept[own] = entry
     if is_around and tensors and not any(map(_LAYER.search, kept)):
-        raise UserError(
-            f"{where}: no tensors of a language model, {_words(left_out)} alone: {_USE}"
-        )
+        found = " and ".join(left_out) or "nothing"
+        raise UserError(f"{where}: no tensors of a language model, {found} alone: {_USE}")
     return TextPart(kept, dict(left_out))
 
 
@@ -179,16 +177,8 @@ def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         raise UserError(f"{where}: {rule} (model type {kind}; {reason(error)}): {_USE}") from None
     usual = {key: getattr(known, key, None) for key in _SIZES if key not in inner}
-    return {
-        **config,
-        "text_config": {**inner, **{key: size for key, size in usual.items() if size is not None}},
-    }
-
-
-def _of_mistral(name: str) -> str:
-    for pattern, other in _MISTRAL_NAMES:
-        name = pattern.sub(other, name)
-    return name
+    given = {key: size for key, size in usual.items() if size is not None}
+    return {**config, "text_config": {**inner, **given}}
 
 
 def _text_model_name(name: str, *, is_named: bool) -> str | None:
@@ -207,14 +197,6 @@ def _is_for_multi_token_prediction(name: str, num_layers: Any) -> bool:
     found = _LAYER.search(name)
     is_beyond = found is not None and type(num_layers) is int and 0 < num_layers <= int(found[1])
     return bool(_MULTI_TOKEN.search(name)) or is_beyond
-
-
-def _kind(name: str) -> str:
-    return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), _OTHER)
-
-
-def _words(left_out: Mapping[str, int]) -> str:
-    return " and ".join(left_out) or "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +227,7 @@ class Turned(WordsAlone):
         return ENCODINGS[self.kind].stored_bytes(shape)
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`."""
         *stack, rows, columns = out.shape
@@ -257,9 +235,7 @@ class Turned(WordsAlone):
         out.copy_(number.transpose(-1, -2))
 
 
-def with_turned_stacks(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
-) -> dict[str, TensorEntry]:
+def with_turned_stacks(config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
     """Return the tensors, of which stacks of plain numbers have the model's shapes."""
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
@@ -284,9 +260,7 @@ def _turned(name: str, entry: TensorEntry, wanted: Mapping[str, tuple[int, int]]
     return entry._replace(shape=shape, coded=Coded(Turned(entry.dtype)))
 
 
-def with_shared_layers(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
-) -> dict[str, TensorEntry]:
+def with_shared_layers(config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
     """Return the tensors, and those that layers share under the names of each of them."""
     num_blocks = config.get("num_mem_blocks", 1)
     if config.get("model_type") not in SHARED_LAYERS or type(num_blocks) is not int:
@@ -308,10 +282,8 @@ def with_shared_layers(
 
 def has_encoder(config: dict[str, Any]) -> bool:
     """Return whether a config is that of a T5 whose encoder reads the prompt."""
-    return (
-        config.get("model_type") in ENCODER_DECODERS
-        and config.get("is_encoder_decoder") is not False
-    )
+    is_one = config.get("model_type") in ENCODER_DECODERS
+    return is_one and config.get("is_encoder_decoder") is not False
 
 
 def decoder_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -132,10 +132,14 @@ def locked(folder: Path) -> Iterator[int]:
     """
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if not _try_lock(lock, folder):
-            raise BusyError(
-                f"another process is writing to {folder}: wait for it, or take another name"
-            )
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.path.samestat(os.fstat(lock), os.stat(folder))
+        except (BlockingIOError, FileNotFoundError):
+            is_ours = False
+        if not is_ours:
+            remedy = "wait for it, or take another name"
+            raise BusyError(f"another process is writing to {folder}: {remedy}")
         yield lock
     finally:
         os.close(lock)
@@ -175,14 +179,6 @@ def becoming(destination: Path, scratch: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(scratch)
             raise
-
-
-def _try_lock(lock: int, folder: Path) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(lock), os.stat(folder))
-    except (BlockingIOError, FileNotFoundError):
-        return False
 
 
 def in_order(work: Callable[..., _Result], jobs: Iterable[tuple[Any, ...]]) -> Iterator[_Result]:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.download import is_hub_id, not_on_the_hub
+from offload.checkpoint.download import download, is_hub_id
 from offload.checkpoint.families import has_encoder
 from offload.checkpoint.safetensors import Checkpoint, read_json
 from offload.declaration import options_at
@@ -37,9 +37,8 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
                 given[one.name] = value
         return Sampling(**{"temperature": 1.0 if is_drawn else 0.0, **given, "seed": seed})
     except UserError as error:
-        raise UserError(
-            f"{model}: {_NAME}: {error}; mend the file, or leave it out with `greedy`"
-        ) from None
+        remedy = "mend the file, or leave it out with `greedy`"
+        raise UserError(f"{model}: {_NAME}: {error}; {remedy}") from None
 
 
 def served_sampling(model: str) -> Sampling:
@@ -97,18 +96,8 @@ def end_ids_of(checkpoint: Checkpoint) -> frozenset[int]:
 
 def _read(model: str) -> dict[str, Any]:
     folder = Path(os.path.expanduser(model))
-    if not os.path.isdir(folder):
-        is_file = os.path.isfile(folder)  # GGUF
-        folder = folder.parent if is_file else _from_hub(model) if is_hub_id(model) else folder
+    if os.path.isfile(folder):  # GGUF
+        folder = folder.parent
+    elif not os.path.isdir(folder) and is_hub_id(model):
+        folder = download(model, [_NAME])
     return read_json(folder / _NAME) if os.path.isfile(folder / _NAME) else {}
-
-
-def _from_hub(repo: str) -> Path:
-    """Return a folder with this one file, or the cached model where the hub is out of reach."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(repo, allow_patterns=[_NAME]))
-    except (OSError, HFValidationError) as error:
-        raise not_on_the_hub(repo, error) from None

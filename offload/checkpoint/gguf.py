@@ -10,7 +10,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from offload.checkpoint.safetensors import (
     stamp_of,
     tokenizer_folder,
 )
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import Entries, TensorEntry
+from offload.encoding.base import Settings
 from offload.errors import UserError, installing
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -37,10 +38,9 @@ _KNOWN = f"those of {', '.join(ARCHITECTURES)} are: take this model in safetenso
 def require_reader(file: Path) -> None:
     """Raise `UserError` where the package that reads a tokenizer in a GGUF file is missing."""
     if find_spec("gguf") is None:
-        raise UserError(
-            f"the tokenizer in {file.name} is read by the package gguf, which is missing: "
-            f"{installing('gguf')}, or give `config`, the folder or hub id of the original model"
-        )
+        what = f"the tokenizer in {file.name} is read by the package gguf, which is missing"
+        other = "give `config`, the folder or hub id of the original model"
+        raise UserError(f"{what}: {installing('gguf')}, or {other}")
 
 
 def gguf_file(model: str | os.PathLike[str]) -> Path | None:
@@ -75,50 +75,44 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
         UserError: files that contradict themselves, each other or the config, or that are not read.
     """
     files = files_of(file)
-    _require_files(files, file)
+    for path in files:
+        if not os.path.isfile(path):
+            what = f"{path.name} is missing beside {file.name}"
+            raise UserError(f"{what}: download all parts into one folder")
     headers = [read_gguf_header(path, index) for index, path in enumerate(files)]
     metadata, stored = _joined(files, headers)
     where = files[0].name
     kind = metadata.get("general.architecture")
-    if (
-        not isinstance(kind, str)
-        or kind not in ARCHITECTURES
-        or metadata.get("general.type", "model") != "model"
-    ):
-        what = f"{metadata.get('general.type', 'model')!s:.40} of architecture {kind!s:.40}"
+    content = metadata.get("general.type", "model")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES or content != "model":
+        what = f"{content!s:.40} of architecture {kind!s:.40}"
         raise UserError(f"{where}: a GGUF {what} is not read; {_KNOWN}")
     factors = _factors(files, stored.get(FACTORS) if kind == "llama" else None)
-    folder = _folder_of_config(files[0], config)
+    folder = file.parent if os.path.isfile(file.parent / "config.json") else None
+    folder = folder if config is None else tokenizer_folder(config)
     config_stamp = None if folder is None else stamp_of(folder / "config.json")
-    if folder is None and ARCHITECTURES[kind].needs_config:
-        raise UserError(
-            f"{where}: a file of architecture {kind} does not say all of its model: "
-            "give `config`, the folder or hub id of the original model"
-        )
-    if folder is None:
-        settings = config_of(
-            where, metadata, {name: entry.shape for name, entry in stored.items()}, factors
-        )
-    else:
+    if folder is not None:
         settings = _checked_config(where, folder, metadata, factors)
+    elif ARCHITECTURES[kind].needs_config:
+        what = f"{where}: a file of architecture {kind} does not say all of its model"
+        raise UserError(f"{what}: give `config`, the folder or hub id of the original model")
+    else:
+        shapes = {name: entry.shape for name, entry in stored.items()}
+        settings = config_of(where, metadata, shapes, factors)
     inner = settings.get("text_config")
     own = inner if isinstance(inner, dict) else settings
     tensors = tensors_of(where, kind, stored, stated_config(where, metadata), own)
-    _require_biases(where, settings, tensors)
-    texts = next(
-        (one for one in (folder, file.parent) if one is not None and has_tokenizer(one)), None
-    )
-    if texts is None and metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab"):
-        texts = files[0]
-    stamps = tuple(header.stamp for header in headers)
+    _require_biases(where, settings, own, tensors)
+    texts = folder if folder is not None and has_tokenizer(folder) else file.parent
+    has_own = metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
     return Checkpoint(
-        files[0],
-        settings,
-        files,
-        tensors,
-        stamps,
-        folder or file.parent,
-        texts or file.parent,
+        directory=files[0],
+        config=settings,
+        shards=files,
+        tensors=tensors,
+        stamps=tuple(header.stamp for header in headers),
+        beside=folder or file.parent,
+        tokenizer=files[0] if has_own and not has_tokenizer(texts) else texts,
         config_stamp=config_stamp,
     )
 
@@ -139,14 +133,6 @@ def files_of(file: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def _require_files(files: Sequence[Path], file: Path) -> None:
-    for path in files:
-        if not os.path.isfile(path):
-            raise UserError(
-                f"{path.name} is missing beside {file.name}: download all parts into one folder"
-            )
-
-
 def _joined(
     files: Sequence[Path], headers: Sequence[GgufHeader]
 ) -> tuple[Metadata, dict[str, TensorEntry]]:
@@ -156,10 +142,8 @@ def _joined(
     for index, (path, header) in enumerate(zip(files, headers, strict=True)):
         part = (header.metadata.get("split.no", 0), header.metadata.get("split.count", 0) or 1)
         if part != (index, len(files)):
-            raise UserError(
-                f"{path.name} says it is part {part[0]!s:.20} (from 0) of {part[1]!s:.20}: "
-                "give parts the names that they were made with"
-            )
+            says = f"{path.name} says it is part {part[0]!s:.20} (from 0) of {part[1]!s:.20}"
+            raise UserError(f"{says}: give parts the names that they were made with")
         twice = next(iter(header.tensors.keys() & stored.keys()), None)
         if twice is not None:
             raise damaged(f"{path.name}: {twice} is in another part as well")
@@ -170,26 +154,18 @@ def _joined(
     return first, stored
 
 
-def _folder_of_config(file: Path, config: str | os.PathLike[str] | None) -> Path | None:
-    if config is not None:
-        return tokenizer_folder(config)
-    return file.parent if os.path.isfile(file.parent / "config.json") else None
-
-
 def _checked_config(
     where: str, folder: Path, metadata: Metadata, factors: Sequence[float]
 ) -> dict[str, Any]:
     """Return the config in `folder`, checked against the file. Raises `UserError`."""
-    settings = read_config(folder / "config.json")
+    source = folder / "config.json"
+    settings = read_config(source)
     stated = stated_config(where, metadata)
     kind = metadata["general.architecture"]
-    source = folder / "config.json"
-    if settings.get("model_type") not in ARCHITECTURES[kind].model_types:
-        named = settings.get("model_type", "none")
-        raise UserError(
-            f"{where} is of architecture {kind}, {source} of {named}: give `config` of its own "
-            f"model"
-        )
+    named = settings.get("model_type", "none")
+    if named not in ARCHITECTURES[kind].model_types:
+        what = f"{where} is of architecture {kind}, {source} of {named}"
+        raise UserError(f"{what}: give `config` of its own model")
     inner = settings.get("text_config")
     own = inner if isinstance(inner, dict) else settings
     require_same(where, own, stated, str(source))
@@ -210,37 +186,23 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
             file.seek(entry.lo)
             raw = file.read(entry.num_bytes)
     except OSError as error:
-        raise UserError(
-            f"cannot read {where} ({error.strerror}): check that it is yours to read"
-        ) from None
+        what = f"cannot read {where} ({error.strerror})"
+        raise UserError(f"{what}: check that it is yours to read") from None
     factors = struct.unpack(f"<{entry.shape[0]}f", raw)
     if not all(map(math.isfinite, factors)):
         raise damaged(f"{where}: {FACTORS} must be finite")
     return factors
 
 
-def _require_biases(
-    where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
-) -> None:
+def _require_biases(where: str, config: Settings, own: Settings, tensors: Entries) -> None:
     """Raise `UserError` for biases in the file that the model of this config would not add.
 
-    A model takes no notice of tensors that it lacks.
+    A model takes no notice of tensors that it lacks. `own` is the config of its text.
     """
-    inner = config.get("text_config")
-    own = inner if isinstance(inner, dict) else config
-    wanted = (
-        "qkv"
-        if config.get("model_type") == "qwen2"
-        else "qkvo"
-        if own.get("attention_bias")
-        else ""
-    )
-    found = {
-        name.rpartition("_proj.bias")[0][-1:] for name in tensors if name.endswith("_proj.bias")
-    }
-    if found - set(wanted):
-        extra = f"{min(found - set(wanted))}_proj"
-        raise UserError(
-            f"{where} has biases of {extra}, which its config has not: give `config` of its own "
-            f"model"
-        )
+    wanted = "qkvo" if own.get("attention_bias") else ""
+    wanted = "qkv" if config.get("model_type") == "qwen2" else wanted
+    end = "_proj.bias"
+    found = {name.rpartition(end)[0][-1:] for name in tensors if name.endswith(end)}
+    if extra := found - set(wanted):
+        what = f"{where} has biases of {min(extra)}_proj, which its config has not"
+        raise UserError(f"{what}: give `config` of its own model")

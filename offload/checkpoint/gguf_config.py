@@ -30,6 +30,7 @@ _FEW_STATED = {"deepseek2": _USUAL, "gemma4": _USUAL, "qwen35": _USUAL, "qwen35m
                "glm4moe": _USUAL, "phi3": _USUAL}  # fmt: skip
 _GEMMA_KNOWN = {"attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
                 "attn_logit_softcapping"}  # fmt: skip
+_MORE_KNOWN = {"gemma3": _GEMMA_KNOWN, "qwen3moe": _EXPERTS_KNOWN, "llama": _EXPERTS_KNOWN}
 _GEMMA_LOCAL_THETA = 10000.0
 _GEMMA_PATTERN = 6
 _GEMMA_27B_LAYERS = 62
@@ -58,15 +59,10 @@ def config_of(
         UserError: the metadata lacks a size, or has a key that is not known.
     """
     said = _ArchMetadata(where, metadata)
-    more = {"gemma3": _GEMMA_KNOWN, "qwen3moe": _EXPERTS_KNOWN, "llama": _EXPERTS_KNOWN}.get(
-        said.arch, set()
-    )
-    unknown = said.keys() - _KNOWN - more
+    unknown = said.keys() - _KNOWN - _MORE_KNOWN.get(said.arch, set())
     if unknown:
-        raise UserError(
-            f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here: "
-            f"{_REMEDY}"
-        )
+        what = f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here"
+        raise UserError(f"{what}: {_REMEDY}")
     stated = stated_config(where, metadata)
     missing = next((key for key, own in _SIZES.items() if key not in stated), None)
     if missing:
@@ -81,15 +77,15 @@ def config_of(
     }
     table = names.get("token_embd.weight", (0,))
     config |= {"vocab_size": table[0], "tie_word_embeddings": "output.weight" not in names}
-    config |= {
-        f"{name}_token_id": metadata.get(f"tokenizer.ggml.{own}_token_id")
-        for name, own in _SPECIAL_TOKENS.items()
-    }
-    config["eos_token_id"] = _end_tokens(metadata)
+    for name, own in _SPECIAL_TOKENS.items():
+        config[f"{name}_token_id"] = metadata.get(f"tokenizer.ggml.{own}_token_id")
+    # those that end a text or a turn
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    ends = list(dict.fromkeys(one for one in named if type(one) is int))
+    config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
     if said.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-        raise UserError(
-            f"{where}: rotary positions of part of a head are not known here: {_REMEDY}"
-        )
+        what = f"{where}: rotary positions of part of a head are not known here"
+        raise UserError(f"{what}: {_REMEDY}")
     config["model_type"] = {"gemma3": "gemma3_text"}.get(said.arch, said.arch)
     config["rope_scaling"] = _rope_scaling(said, config, factors)
     if said.arch == "gemma3":
@@ -132,10 +128,8 @@ def stated_config(where: str, metadata: Metadata) -> Config:
     stated["rms_norm_eps"] = said.real("attention.layer_norm_rms_epsilon")
     stated["rope_theta"] = said.real("rope.freq_base")
     if said.get("attention.value_length", stated["head_dim"]) != stated["head_dim"]:
-        raise UserError(
-            f"{where}: keys and values of different widths are not known here: take it in "
-            f"safetensors"
-        )
+        what = f"{where}: keys and values of different widths are not known here"
+        raise UserError(f"{what}: take it in safetensors")
     return _without_extra_layers(said, stated)
 
 
@@ -157,14 +151,10 @@ def require_same(
     for key in _COMPARED:
         own = stated.get(key)
         other = known.get(key)
-        if (
-            own is None
-            or other is None
-            or type(other) not in (int, float)
-            or math.isclose(own, other, rel_tol=1e-6)
-        ):
+        if own is None or other is None or type(other) not in (int, float):
             continue
-        raise UserError(f"{where}: {key} is {own} there and {other} in {source}: {_REMEDY}")
+        if not math.isclose(own, other, rel_tol=1e-6):
+            raise UserError(f"{where}: {key} is {own} there and {other} in {source}: {_REMEDY}")
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
@@ -198,10 +188,8 @@ def require_factors(
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError):
         is_same = False
     if not is_same:
-        raise UserError(
-            f"{where}: the config's rope scaling is not that of rope_freqs.weight in the file: "
-            f"{_REMEDY}"
-        )
+        what = "the config's rope scaling is not that of rope_freqs.weight in the file"
+        raise UserError(f"{where}: {what}: {_REMEDY}")
 
 
 class _ArchMetadata:
@@ -224,40 +212,26 @@ class _ArchMetadata:
         value = value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
         if value is None or (type(value) is int and 0 < value < 1 << 32):
             return value
-        raise UserError(
-            f"{self.where}: {self.arch}.{key} must be one whole number above 0, got {value!r:.80}: "
-            "take the model in safetensors"
-        )
+        rule = f"{self.where}: {self.arch}.{key} must be one whole number above 0"
+        raise UserError(f"{rule}, got {value!r:.80}: take the model in safetensors")
 
     def real(self, key: str) -> float | None:
         value = self.get(key)
         if value is None or (type(value) in (int, float) and 0 < value < math.inf):
             return None if value is None else _shortest_decimal(value)
-        raise UserError(
-            f"{self.where}: {self.arch}.{key} must be a number above 0, got {value!r:.80}: "
-            f"{_REMEDY}"
-        )
+        rule = f"{self.where}: {self.arch}.{key} must be a number above 0"
+        raise UserError(f"{rule}, got {value!r:.80}: {_REMEDY}")
 
 
 def _shortest_decimal(value: float) -> float:
     """Return the shortest decimal of a float32: 1e-05 for 9.999999747378752e-06."""
-    kept = struct.unpack("<f", struct.pack("<f", value))[0] if value < 3e38 else value
-    return next(
-        (
-            float(f"{value:.{digits}g}")
-            for digits in range(1, 9)
-            if kept == value
-            and struct.unpack("<f", struct.pack("<f", float(f"{value:.{digits}g}")))[0] == kept
-        ),
-        value,
-    )
-
-
-def _end_tokens(metadata: Metadata) -> int | list[int] | None:
-    """Return the ids of the tokens that end a text or a turn."""
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    ends = list(dict.fromkeys(one for one in named if type(one) is int))
-    return ends if len(ends) > 1 else next(iter(ends), None)
+    if value >= 3e38:
+        return value
+    for digits in range(1, 9):
+        short = float(f"{value:.{digits}g}")
+        if struct.unpack("<f", struct.pack("<f", short))[0] == value:
+            return short
+    return value
 
 
 def _rope_scaling(said: _ArchMetadata, config: Config, factors: Sequence[float]) -> Config | None:
@@ -276,16 +250,14 @@ def _rope_scaling(said: _ArchMetadata, config: Config, factors: Sequence[float])
     elif kind == "yarn" and None not in (factor, context):
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
     named = "rope_freqs.weight" if factors else f"{kind!r:.40}"
-    raise UserError(
-        f"{said.where}: its rope scaling ({named}) is not known from the file alone: {_REMEDY}"
-    )
+    what = f"{said.where}: its rope scaling ({named}) is not known from the file alone"
+    raise UserError(f"{what}: {_REMEDY}")
 
 
 def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:
     """Return whether two lists agree up to float32."""
-    return len(one) == len(other) and all(
-        map(lambda a, b: math.isclose(a, b, rel_tol=1e-5), one, other)
-    )
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
 
 
 def _gemma_config(said: _ArchMetadata, config: Config) -> Config:
@@ -296,9 +268,8 @@ def _gemma_config(said: _ArchMetadata, config: Config) -> Config:
     num_layers = config["num_hidden_layers"]
     pattern = said.get("attention.sliding_window_pattern", _GEMMA_PATTERN)
     if type(pattern) is not int or pattern < 1 or "sliding_window" not in config:
-        raise UserError(
-            f"{said.where}: its pattern of windows is not known from the file alone: {_REMEDY}"
-        )
+        what = f"{said.where}: its pattern of windows is not known from the file alone"
+        raise UserError(f"{what}: {_REMEDY}")
     is_whole = [(index + 1) % pattern == 0 for index in range(num_layers)]
     local = said.real("rope.freq_base_swa") or _GEMMA_LOCAL_THETA
     scale = config["hidden_size"] // config["num_attention_heads"]

@@ -27,19 +27,8 @@ _MAX_SIZE = 1 << 62
 _MAX_NAME_BYTES = 1024
 _LAST_NUMBER = 255  # a version or type above it is damage, none that is to come
 _ALIGNMENTS = [1 << power for power in range(3, 21)]
-_FORMATS = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+            12: "<d"}  # fmt: skip
 _TEXT = 8
 _LIST = 9
 # ggml's numbers; the types that are not read have names for the refusal
@@ -66,9 +55,8 @@ def read_gguf_header(path: Path, shard: int = 0) -> GgufHeader:
     try:
         with open_regular(path) as file:
             stamp = Stamp.of(file.fileno())
-            metadata, tensors = _read(
-                _HeaderReader(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES)), shard
-            )
+            reader = _HeaderReader(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES))
+            metadata, tensors = _read(reader, shard)
     except OSError as error:
         raise unreadable(path, error) from None
     check_extents(path, tensors, stamp.num_bytes)
@@ -123,13 +111,11 @@ def _read(header: _HeaderReader, shard: int) -> tuple[dict[str, Any], dict[str, 
     name = header.path.name
     magic = header.take(4)
     if magic == b"vers":
-        raise UserError(
-            f"{name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder"
-        )
+        what = f"{name} is a pointer of Git LFS, not the weights"
+        raise UserError(f"{what}: run git lfs pull in its folder")
     if magic != b"GGUF":
-        raise UserError(
-            f"{name} does not begin as a GGUF file does: check the file, or download it again"
-        )
+        what = f"{name} does not begin as a GGUF file does"
+        raise UserError(f"{what}: check the file, or download it again")
     version = header.number("<I")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
@@ -147,9 +133,8 @@ def _read(header: _HeaderReader, shard: int) -> tuple[dict[str, Any], dict[str, 
         metadata[key] = _value(header, header.number("<I"))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment not in _ALIGNMENTS:
-        raise damaged(
-            f"{name}: general.alignment must be a power of two of 8 or more, got {alignment!r:.80}"
-        )
+        rule = f"{name}: general.alignment must be a power of two of 8 or more"
+        raise damaged(f"{rule}, got {alignment!r:.80}")
     return metadata, _entries(header, num_tensors, alignment, shard)
 
 
@@ -188,16 +173,15 @@ def _entries(
             raise damaged(f"{header.path.name}: its header has {name:.80} {what}")
         found[name] = _entry(header, name, alignment)
     first = -(-header.at // alignment) * alignment
-    return {
-        name: TensorEntry(
-            shard, kind, shape, first + lo, first + lo + GgufBlocks(kind).stored_bytes(shape)
-        )
-        for name, (kind, shape, lo) in found.items()
-    }
+    entries = {}
+    for name, (kind, shape, at) in found.items():
+        lo = first + at
+        hi = lo + GgufBlocks(kind).stored_bytes(shape)
+        entries[name] = TensorEntry(shard, kind, shape, lo, hi)
+    return entries
 
 
 def _entry(header: _HeaderReader, name: str, alignment: int) -> tuple[str, tuple[int, ...], int]:
-    """Read type, shape and offset of one tensor."""
     where = f"{header.path.name}: {name:.80}"
     num_dims = header.number("<I")
     if not 0 < num_dims <= _MAX_DIMS:
@@ -207,11 +191,8 @@ def _entry(header: _HeaderReader, name: str, alignment: int) -> tuple[str, tuple
     lo = header.number("<Q")
     kind = _TYPES.get(number, f"of type {number}")
     if kind not in BLOCKS and kind not in ENCODINGS:
-        what = (
-            f"{where} is {kind}, which is not read: take a file of {READ_TYPES}, such as Q4_K_M "
-            f"or Q8_0"
-        )
-        raise _not_read(number, what)
+        remedy = f"take a file of {READ_TYPES}, such as Q4_K_M or Q8_0"
+        raise _not_read(number, f"{where} is {kind}, which is not read: {remedy}")
     if not all(0 < size < _MAX_SIZE for size in shape) or math.prod(shape) >= _MAX_SIZE:
         raise damaged(f"{where} has shape {list(shape)}")
     if shape[-1] % BLOCKS.get(kind, (1, 0))[0]:

@@ -7,14 +7,16 @@ file has one known meaning, or the file is refused.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload.checkpoint.layout import slice_of
 from offload.checkpoint.safetensors import damaged
-from offload.checkpoint.tensors import ROWS, Coded, TensorEntry
+from offload.checkpoint.tensors import ROWS, Coded, Entries, TensorEntry
+from offload.encoding.base import Settings
 from offload.encoding.gguf import BLOCKS, GgufBlocks, Tiles
 from offload.errors import UserError
 
+Named = Iterator[tuple[str, TensorEntry]]
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(weight|bias|scale))?")
 _EXTRA = re.compile(r"blk\.(\d+)\.nextn\.")
 FACTORS = "rope_freqs.weight"
@@ -173,11 +175,7 @@ ARCHITECTURES = {
 
 
 def tensors_of(
-    where: str,
-    kind: str,
-    stored: Mapping[str, TensorEntry],
-    stated: Mapping[str, Any],
-    config: Mapping[str, Any],
+    where: str, kind: str, stored: Entries, stated: Settings, config: Settings
 ) -> dict[str, TensorEntry]:
     """Return the tensors by Hugging Face's names.
 
@@ -198,12 +196,7 @@ class _Reader:
     """What is the same for all tensors of a file."""
 
     def __init__(
-        self,
-        where: str,
-        kind: str,
-        stored: Mapping[str, TensorEntry],
-        stated: Mapping[str, Any],
-        config: Mapping[str, Any],
+        self, where: str, kind: str, stored: Entries, stated: Settings, config: Settings
     ) -> None:
         self._where = where
         self._kind = kind
@@ -213,14 +206,11 @@ class _Reader:
         self._heads = {"attn_q": num_heads, "attn_k": stated.get("num_key_value_heads", num_heads)}
         self._config = config
         # layers whose gate and up projections are of several kinds, which then are all expanded
-        self._kinds = {
-            int(match[1])
-            for name, entry in stored.items()
-            if entry.dtype in BLOCKS
-            and (match := re.match(r"blk\.(\d+)\.ffn_(gate|up)_exps", name))
-        }
+        coded = (name for name, entry in stored.items() if entry.dtype in BLOCKS)
+        matches = (re.match(r"blk\.(\d+)\.ffn_(gate|up)_exps", name) for name in coded)
+        self._kinds = {int(match[1]) for match in matches if match is not None}
 
-    def read(self, own: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
+    def read(self, own: str, entry: TensorEntry) -> Named:
         """Yield what becomes of a tensor; nothing of those that have no place in the model."""
         architecture = self._architecture
         outer = {**_OUTER, **architecture.outer}
@@ -232,35 +222,28 @@ class _Reader:
         if own in outer:
             yield outer[own], self._changed("", outer[own], entry)
             return
-        prefix, part, end = (
-            (f"model.layers.{int(match[1])}.", match[2], match[3]) if match else ("", "", None)
-        )
+        layer, part, end = match.groups() if match else (0, "", None)
+        prefix = f"model.layers.{int(layer)}." if match else ""
+        ends = ("weight", "bias") if part in _PROJECTIONS else ("weight",)
         short = part if end is None else f"{part}.{end}"
         if short in architecture.others:
             name = prefix + architecture.others[short]
             yield name, self._changed(part, name, entry)
         elif part in architecture.experts and end == "weight":
-            yield from self._experts(prefix + architecture.experts[part], int(match[1]), entry)  # type: ignore[index]
+            yield from self._experts(prefix + architecture.experts[part], int(layer), entry)
         elif part in architecture.woven and end in ("weight", "bias"):
             name = prefix + architecture.weave + ("_bias" if end == "bias" else "")
             yield from self._woven(name, architecture.woven.index(part), entry)
         elif part in ("attn_k_b", "attn_v_b") and "attn_kv_b" in architecture.parts:
             yield from self._heads_of_latent(prefix, part, entry)
-        elif part in architecture.parts and (
-            end == "weight" or (end == "bias" and part in _PROJECTIONS)
-        ):
+        elif part in architecture.parts and end in ends:
             name = f"{prefix}{architecture.parts[part]}.{end}"
             yield name, self._changed(part, name, entry)
         else:
-            raise UserError(
-                f"{self._where}: {own:.80} is not known of architecture {self._kind}: take the "
-                f"model in safetensors"
-            )
+            what = f"{self._where}: {own:.80} is not known of architecture {self._kind}"
+            raise UserError(f"{what}: take the model in safetensors")
 
-    def _experts(
-        self, name: str, layer: int, stack: TensorEntry
-    ) -> Iterator[tuple[str, TensorEntry]]:
-        """Yield the matrix of each expert."""
+    def _experts(self, name: str, layer: int, stack: TensorEntry) -> Named:
         if len(stack.shape) != 3 or not stack.shape[0] or stack.num_bytes % stack.shape[0]:
             raise damaged(f"{self._where}: {name} has shape {list(stack.shape)}")
         if stack.dtype in BLOCKS or layer in self._kinds:
@@ -268,7 +251,7 @@ class _Reader:
         for expert in range(stack.shape[0]):
             yield f"{name.format(expert)}.weight", slice_of(stack, expert, stack.shape[0])
 
-    def _woven(self, name: str, turn: int, stack: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
+    def _woven(self, name: str, turn: int, stack: TensorEntry) -> Named:
         """Yield the rows of each expert, which alternate with those of other stacks."""
         if len(stack.shape) < 2 or not stack.shape[0] or stack.num_bytes % stack.shape[0]:
             raise damaged(f"{self._where}: {name} has shape {list(stack.shape)}")
@@ -279,9 +262,7 @@ class _Reader:
             one = slice_of(stack, expert, stack.shape[0])
             yield f"{name.format(expert)}{ROWS}{turn}", one
 
-    def _heads_of_latent(
-        self, prefix: str, part: str, stack: TensorEntry
-    ) -> Iterator[tuple[str, TensorEntry]]:
+    def _heads_of_latent(self, prefix: str, part: str, stack: TensorEntry) -> Named:
         """Yield the rows of each head's keys, which are stored as columns, or values."""
         if len(stack.shape) != 3 or not stack.shape[0] or stack.num_bytes % stack.shape[0]:
             raise damaged(f"{self._where}: {part} has shape {list(stack.shape)}")
@@ -300,23 +281,16 @@ class _Reader:
         added = architecture.added if is_norm else 0
         interleaved = self._heads.get(part, 0) if architecture.has_interleaved_heads else 0
         if interleaved and entry.shape[0] % (2 * interleaved):
-            raise damaged(
-                f"{self._where}: {name} has {entry.shape[0]} rows for {interleaved} heads"
-            )
+            what = f"{name} has {entry.shape[0]} rows for {interleaved} heads"
+            raise damaged(f"{self._where}: {what}")
         tiles = self._tiles(part, name, entry.shape)
         is_exponential = part == "ssm_a"
         # gpt-oss multiplies with experts' matrices from the other side
         is_transposed = bool(architecture.woven) and name.endswith("experts.down_proj")
         is_changed = added or interleaved or tiles or is_exponential or is_transposed
         if entry.dtype in BLOCKS or is_changed:
-            coding = GgufBlocks(
-                entry.dtype,
-                interleaved,
-                added,
-                tiles,
-                is_exponential,
-                is_transposed=is_transposed,
-            )
+            order = (interleaved, added, tiles, is_exponential)
+            coding = GgufBlocks(entry.dtype, *order, is_transposed=is_transposed)
             entry = entry._replace(coded=Coded(coding))
         if part == "ssm_conv1d" and len(entry.shape) == 2:  # a convolution has a dimension more
             entry = entry._replace(shape=(entry.shape[0], 1, entry.shape[1]))
@@ -333,11 +307,8 @@ class _Reader:
         first = 2 * num_groups * key_width if part in ("attn_qkv", "ssm_conv1d") else 0
         is_columns = part == "ssm_out"
         width = 1 if part in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt") else value_width
-        if (
-            not num_groups
-            or num_heads % num_groups
-            or shape[is_columns] != first + num_heads * width
-        ):
+        is_even = bool(num_groups) and num_heads % num_groups == 0
+        if not is_even or shape[is_columns] != first + num_heads * width:
             raise damaged(f"{self._where}: {name} has shape {list(shape)}, not that of its config")
         if num_heads == num_groups:
             return None

@@ -9,10 +9,10 @@ rules, so what is planned is what memory holds.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from offload.checkpoint.tensors import MIXTURE, TensorEntry
+from offload.checkpoint.tensors import MIXTURE, Entries, TensorEntry
 from offload.encoding.base import Encoding
 
 # As good as 32 by tokens per sweep, with half as many scales; offsets beat symmetric codes
@@ -72,10 +72,7 @@ def is_held(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def held_sizes(
-    tensors: Mapping[str, TensorEntry],
-    layers: Iterable[Iterable[TensorEntry]],
-    held: Held,
-    computed: Encoding,
+    tensors: Entries, layers: Iterable[Iterable[TensorEntry]], held: Held, computed: Encoding
 ) -> HeldSizes:
     """Return the memory of a draft with these layers."""
     names = {entry: name for name, entry in tensors.items()}
@@ -86,22 +83,16 @@ def held_sizes(
     for entries in layers:
         own = [entry for entry in entries if is_held(names[entry], entry.shape)]
         others = sum(computed.stored_bytes(entry.shape) for entry in entries if entry not in own)
-        layer_bytes.append(
-            sum(held_bytes(entry.shape, held.bits, item_bytes) for entry in own) + others
-        )
+        own_bytes = sum(held_bytes(entry.shape, held.bits, item_bytes) for entry in own)
+        layer_bytes.append(own_bytes + others)
         matrices += [entry.shape for entry in own]
         stored = sum(entry.num_bytes + computed.stored_bytes(entry.shape) for entry in entries)
-        rounded = max((_rounded_at_once(*entry.shape) for entry in own), default=0)
+        # numbers that are rounded in one step; the compiled encoder's threads need far fewer
+        rounded = 0
+        for num_rows, num_columns in (entry.shape for entry in own):
+            least = max(_CHUNK_NUMBERS, _BLOCK_ROWS * num_columns)
+            rounded = max(rounded, min(padded_rows(num_rows) * num_columns, least))
         passing_bytes = max(passing_bytes, stored + rounded * _CHUNK_ITEM_BYTES)
     scratch = max((padded_rows(rows) * columns for rows, columns in matrices), default=0)
-    return HeldSizes(
-        tuple(layer_bytes), scratch * item_bytes, passing_bytes, sum(map(math.prod, matrices))
-    )
-
-
-def _rounded_at_once(num_rows: int, num_columns: int) -> int:
-    """Return the largest count of a matrix's numbers that is rounded in one step.
-
-    The compiled encoder's threads need far fewer.
-    """
-    return min(padded_rows(num_rows) * num_columns, max(_CHUNK_NUMBERS, _BLOCK_ROWS * num_columns))
+    num_weights = sum(map(math.prod, matrices))
+    return HeldSizes(tuple(layer_bytes), scratch * item_bytes, passing_bytes, num_weights)

@@ -37,13 +37,8 @@ from offload.errors import UserError, ensure, reason, require
 
 # families that share one layer structure, but for biases and norms of heads
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-)
+_HEADS = "num_attention_heads"
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", _HEADS, "vocab_size")
 _DEFAULTED = ("num_key_value_heads", "head_dim")
 _MAX_LAYERS = 10_000  # no model has as many, and each layer takes memory even here
 _MAX_SIZE = 1 << 32
@@ -65,13 +60,9 @@ def open_headers(
     `config` is the folder or hub id of the model that a GGUF file was made from, for its config and
     tokenizer. Raises `UserError` for anything else.
     """
+    rule = "a model must be a folder, a GGUF file or a hub id"
     is_name = isinstance(model, str | os.PathLike)
-    require(
-        is_name,
-        "a model must be a folder, a GGUF file or a hub id",
-        f"{model!r:.80}",
-        "give its path or name",
-    )
+    require(is_name, rule, f"{model!r:.80}", "give its path or name")
     path = Path(os.path.expanduser(model))
     file = gguf_file(model)
     if file is not None:
@@ -120,9 +111,23 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
     """
     assert config["model_type"] in LLAMA_LIKE, "sizes that do not follow from the config here"
     for name in (*_SIZES, *_DEFAULTED):
-        _check_size(config, name, path)
+        size = config.get(name)
+        limit = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
+        is_usual = size is None and name in _DEFAULTED
+        if not is_usual and not (type(size) is int and 0 < size < limit):
+            rule = f"{path}: {name} must be a whole number above 0 and below {limit}"
+            raise UserError(f"{rule}, got {size!r:.80}: fix it")
+    width = config["hidden_size"]
+    vocab = config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
+    own = layer_shapes(config)
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in own.items()}
+    shapes["model.norm.weight"] = (width,)
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (vocab, width)
     dtype = stored_dtype(config, path)
-    return imagined(config, path, {name: (dtype, shape) for name, shape in _shapes(config).items()})
+    return imagined(config, path, {name: (dtype, shape) for name, shape in shapes.items()})
 
 
 def stored_dtype(config: dict[str, Any], path: Path) -> str:
@@ -130,13 +135,11 @@ def stored_dtype(config: dict[str, Any], path: Path) -> str:
 
     Raises `UserError` for a type that cannot be computed in.
     """
-    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
-        "torch."
-    )
+    said = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    named = str(said).removeprefix("torch.")
     if named not in PLAIN_OF:
-        raise UserError(
-            f"{path}: cannot compute in {named}: bfloat16, float16 or float32 it must be"
-        )
+        remedy = "bfloat16, float16 or float32 it must be"
+        raise UserError(f"{path}: cannot compute in {named}: {remedy}")
     return named
 
 
@@ -154,37 +157,9 @@ def imagined(
     return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), weights)
 
 
-def _check_size(config: dict[str, Any], name: str, path: Path) -> None:
-    size = config.get(name)
-    limit = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
-    if (size is None and name in _DEFAULTED) or (type(size) is int and 0 < size < limit):
-        return
-    raise UserError(
-        f"{path}: {name} must be a whole number above 0 and below {limit}, got {size!r:.80}: fix it"
-    )
-
-
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    width = config["hidden_size"]
-    vocab = config["vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
-    for index in range(config["num_hidden_layers"]):
-        shapes |= {
-            f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(config).items()
-        }
-    shapes["model.norm.weight"] = (width,)
-    return (
-        shapes
-        if config.get("tie_word_embeddings")
-        else {**shapes, "lm_head.weight": (vocab, width)}
-    )
-
-
 def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return name and shape of the tensors of one layer, in the order of their use."""
-    width, inner, num_heads = (
-        config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
+    width, inner, num_heads = (config[name] for name in (*_SIZES[:2], _HEADS))
     head = config.get("head_dim") or width // num_heads
     queries = num_heads * head
     keys = (config.get("num_key_value_heads") or num_heads) * head
@@ -216,13 +191,7 @@ def _on_the_hub(repo: str) -> Checkpoint:
 
     # the HTTP library beneath changes from release to release
     network_error: type[Exception] = hub.HfHubHTTPError.__bases__[0]
-    unusable = (
-        OSError,
-        network_error,
-        hub.HFValidationError,
-        hub.NotASafetensorsRepoError,
-        hub.SafetensorsParsingError,
-    )
+    unusable = (hub.HFValidationError, hub.NotASafetensorsRepoError, hub.SafetensorsParsingError)
     cached = _in_cache(repo)
     if cached is not None:
         return cached
@@ -230,18 +199,15 @@ def _on_the_hub(repo: str) -> Checkpoint:
         # Not hf_hub_download, which tries six times, for 23 s, where there is no network at all.
         config = Path(snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
         found = get_safetensors_metadata(repo)
-    except unusable as error:
+    except (OSError, network_error, *unusable) as error:
         raise not_on_the_hub(repo, error) from None
     files = sorted(found.files_metadata)
     tensors = {}
     check_shard_names(Path(repo), files)
     for index, file in enumerate(files):
         for name, tensor in found.files_metadata[file].tensors.items():
-            meta = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": tensor.data_offsets,
-            }
+            place = {"shape": list(tensor.shape), "data_offsets": tensor.data_offsets}
+            meta = {"dtype": tensor.dtype, **place}
             if found.weight_map.get(name) == file:
                 tensors[name] = checked_entry(Path(file), name, meta, index, 0)
     settings = read_config(config)
@@ -267,10 +233,8 @@ def require_one_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
     """
     sizes = [model_shape(checkpoint).vocab_size for checkpoint in (target, draft)]
     known = [_vocabulary(checkpoint.tokenizer_path) for checkpoint in (target, draft)]
-    is_bare = any(
-        all(map(os.path.isfile, one.shards)) and not _has_tokenizer(one.tokenizer_path)
-        for one in (target, draft)
-    )
+    here = [one.tokenizer_path for one in (target, draft) if is_here(one)]
+    is_bare = not all(map(_has_tokenizer, here))
     if known[0] != known[1] if None not in known else is_bare and sizes[0] != sizes[1]:
         raise other_vocabulary(draft.directory.name, *sizes)
 
@@ -299,14 +263,11 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
     """Return the vocabulary without the tokens that transformers may add, or None if unreadable."""
     from tokenizers import Tokenizer
 
-    if not os.path.isfile(directory / "tokenizer.json"):
+    file = directory / "tokenizer.json"
+    if not os.path.isfile(file):
         return None
     try:
-        return dict(
-            Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(
-                with_added_tokens=False
-            )
-        )
+        return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False))
     # tokenizers raises nothing more specific; loading tells what is wrong
     except Exception:
         return None
@@ -331,7 +292,13 @@ _DOWNLOAD_AGAIN = "download its files again"
 
 def check_tokenizer_files(directory: Path) -> None:
     """Raise `UserError` for files that must not reach a library."""
-    _check_sizes(directory)
+    for path in directory.iterdir():
+        is_read = READ_BY_LIBRARIES.fullmatch(path.name) and os.path.isfile(path)
+        size = os.path.getsize(path) if is_read else 0
+        if size > _MOST_BYTES:
+            has = f"{directory.name}: {path.name} has {size >> 20} MiB"
+            rule = f"no such file has more than {_MOST_BYTES >> 20}"
+            raise UserError(f"{has}, {rule}: {_DOWNLOAD_AGAIN}")
     for path in (directory / name for name in _CONFIGS):
         if os.path.isfile(path):
             config = read_json(path)
@@ -343,34 +310,14 @@ def check_tokenizer_files(directory: Path) -> None:
         may_have_map = "Precompiled" in text or _ESCAPED_LETTER.search(text) is not None
         for part in objects(json.loads(text)) if may_have_map else ():
             if part.get("type") == "Precompiled":
-                _check_charsmap(part.get("precompiled_charsmap"))
+                # a table that begins with its length in four bytes
+                encoded = part.get("precompiled_charsmap")
+                ensure(isinstance(encoded, str), "precompiled_charsmap must be text")
+                raw = base64.b64decode(str(encoded))
+                is_whole = int.from_bytes(raw[:4], "little") <= max(0, len(raw) - 4)
+                ensure(is_whole, "precompiled_charsmap is cut short")
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): {_DOWNLOAD_AGAIN}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"cannot read the tokenizer in {directory} ({reason(error)}): {_DOWNLOAD_AGAIN}"
-        ) from None
-
-
-def _check_sizes(directory: Path) -> None:
-    for path in directory.iterdir():
-        size = (
-            os.path.getsize(path)
-            if READ_BY_LIBRARIES.fullmatch(path.name) and os.path.isfile(path)
-            else 0
-        )
-        if size > _MOST_BYTES:
-            what = (
-                f"{path.name} has {size >> 20} MiB, no such file has more than {_MOST_BYTES >> 20}"
-            )
-            raise UserError(f"{directory.name}: {what}: {_DOWNLOAD_AGAIN}")
-
-
-def _check_charsmap(encoded: Any) -> None:
-    """Check a table that begins with its length in four bytes. Raises `ValueError`."""
-    ensure(isinstance(encoded, str), "precompiled_charsmap must be text")
-    raw = base64.b64decode(encoded)
-    ensure(
-        int.from_bytes(raw[:4], "little") <= max(0, len(raw) - 4),
-        "precompiled_charsmap is cut short",
-    )
+        what = f"cannot read the tokenizer in {directory} ({reason(error)})"
+        raise UserError(f"{what}: {_DOWNLOAD_AGAIN}") from None

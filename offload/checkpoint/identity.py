@@ -59,6 +59,7 @@ _NAMES_OF_CONFIG = (
 )
 # the other settings of generation that matter are part of a request
 _SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template"
 _MORE_TEMPLATES = "additional_chat_templates"
 _NOTES = Path(".cache", "huggingface", "download")
@@ -90,11 +91,8 @@ class ModelIdentity(NamedTuple):
 
     def difference(self, other: "ModelIdentity") -> str:
         """Return in words which parts differ, as far as samples show; empty where none does."""
-        names = [
-            name
-            for name in {**self.parts, **other.parts}
-            if self.parts.get(name) != other.parts.get(name)
-        ]
+        both = {**self.parts, **other.parts}
+        names = [name for name in both if self.parts.get(name) != other.parts.get(name)]
         return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
     def has_weights_of(self, other: "ModelIdentity") -> bool | None:
@@ -118,7 +116,6 @@ class ModelIdentity(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Return one name for all parts."""
         return _digest(json.dumps(self.parts, sort_keys=True).encode())
 
 
@@ -128,12 +125,11 @@ def identity_of(checkpoint: Checkpoint) -> ModelIdentity:
     Raises `ReadError`, also where a file was replaced since it was opened, and `UserError` for
     small files that make no sense.
     """
+    settings = generation_settings(checkpoint)
     parts = {
         "weights": _sampled(checkpoint),
         "config": _config(checkpoint),
-        "generation config": _json_digest(
-            {name: generation_settings(checkpoint).get(name) for name in _SPECIAL_TOKENS}
-        ),
+        "generation config": _json_digest({name: settings.get(name) for name in _SPECIAL_TOKENS}),
         **_text_files(checkpoint.tokenizer_path),
     }
     if checkpoint.held is not None:
@@ -195,18 +191,16 @@ def _sampled(checkpoint: Checkpoint) -> str:
     entries = sorted(
         (one.shard, one.lo, one.hi, name, one.dtype, one.shape) for name, one in stored
     )
-    codings = {
-        repr(one.coded.coding) for one in checkpoint.tensors.values() if one.coded is not None
-    }
-    digest = hashlib.sha256(json.dumps([sorted(codings), entries]).encode())
+    coded = [one.coded for one in checkpoint.tensors.values() if one.coded is not None]
+    codings = sorted({repr(one.coding) for one in coded})
+    digest = hashlib.sha256(json.dumps([codings, entries]).encode())
     places = _places([(name, shard, lo, hi) for shard, lo, hi, name, *_ in entries])
+    size = max(1, -(-len(places) // _NUM_READERS))
+    batches = [places[at : at + size] for at in range(0, len(places), size)]
     with ExitStack() as opened:
         files = [_opened(checkpoint, shard, opened) for shard in range(len(checkpoint.shards))]
-        size = max(1, -(-len(places) // _NUM_READERS))
-        batches = [places[at : at + size] for at in range(0, len(places), size)]
-        pool = opened.enter_context(
-            ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="offload-identity")
-        )
+        pool = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="offload-identity")
+        opened.enter_context(pool)
         for content in pool.map(lambda batch: _read(checkpoint, files, batch), batches):
             digest.update(content)
     return digest.hexdigest()[:_DIGEST_CHARS]
@@ -230,9 +224,8 @@ def _places(spans: Sequence[tuple[str, int, int, int]]) -> list[tuple[int, int, 
             places.append((shard, lo, hi - lo))
             continue
         step = (hi - lo - _SAMPLE_BYTES) // num_samples
-        places += [
-            (shard, lo + step // 2 + part * step, _SAMPLE_BYTES) for part in range(num_samples)
-        ]
+        starts = (lo + step // 2 + part * step for part in range(num_samples))
+        places += [(shard, start, _SAMPLE_BYTES) for start in starts]
     return places
 
 
@@ -259,17 +252,13 @@ def _read(
 ) -> bytes:
     content = list[bytes]()
     for shard, lo, num_bytes in places:
+        path = checkpoint.shards[shard]
         try:
             content.append(os.pread(files[shard], num_bytes, lo))
         except OSError as error:
-            raise ReadError(
-                f"reading {checkpoint.shards[shard]} failed: {error.strerror}"
-            ) from error
+            raise ReadError(f"reading {path} failed: {error.strerror}") from error
         if len(content[-1]) != num_bytes:
-            raise ReadError(
-                f"{checkpoint.shards[shard].name} ends before byte {lo + num_bytes}: it was cut "
-                f"short"
-            )
+            raise ReadError(f"{path.name} ends before byte {lo + num_bytes}: it was cut short")
     return b"".join(content)
 
 
@@ -307,13 +296,10 @@ def _text_files(where: Path) -> dict[str, str]:
         template.update(tokenizer.digest())
     else:
         for path in _text_paths(where):
-            digest = (
-                template
-                if path.suffix == ".jinja" or path.name == f"{_TEMPLATE}.json"
-                else tokenizer
-            )
+            is_template = path.suffix == ".jinja" or path.name == f"{_TEMPLATE}.json"
+            digest = template if is_template else tokenizer
             digest.update(path.name.encode())
-            if path.name == "tokenizer_config.json":
+            if path.name == _TOKENIZER_CONFIG:
                 told = _without_names(read_json(path))
                 template.update(json.dumps(told.pop(_TEMPLATE, None), sort_keys=True).encode())
                 digest.update(json.dumps(told, sort_keys=True).encode())
@@ -327,16 +313,13 @@ def _text_paths(folder: Path) -> list[Path]:
     """Return the files of a tokenizer and its templates, sorted by name."""
     more = folder / _MORE_TEMPLATES
     try:
-        own = [folder / name for name in sorted(os.listdir(folder)) if _is_of_tokenizer(name)]
+        names = filter(READ_BY_LIBRARIES.fullmatch, sorted(os.listdir(folder)))
+        own = [folder / name for name in names]
         beside = [more / name for name in sorted(os.listdir(more))] if os.path.isdir(more) else []
     except OSError as error:
         raise ReadError(f"reading {folder} failed: {error.strerror}") from error
+    own = [p for p in own if p.name == _TOKENIZER_CONFIG or not p.name.endswith("config.json")]
     return [path for path in (*own, *beside) if os.path.isfile(path)]
-
-
-def _is_of_tokenizer(name: str) -> bool:
-    is_other = name.endswith("config.json") and name != "tokenizer_config.json"
-    return READ_BY_LIBRARIES.fullmatch(name) is not None and not is_other
 
 
 def _small(path: Path, num_bytes: int = -1) -> bytes:
@@ -368,24 +351,20 @@ def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
 
 def _in_manifest(checkpoint: Checkpoint, stamps: Sequence[Stamp]) -> list[Any]:
     """Return what `offload verify` has noted of these very files; empty where one changed since."""
+    is_gguf = checkpoint.shards[0].suffix == ".gguf"
+    path = checkpoint.shards[0] if is_gguf else checkpoint.directory
     try:
-        path = (
-            checkpoint.shards[0] if checkpoint.shards[0].suffix == ".gguf" else checkpoint.directory
-        )
         known = read_manifest(default_manifest(path))
     # a damaged manifest proves nothing here; `offload verify` reports it
     except UserError:
         return []
-    sums = [known.get(path.name) for path in checkpoint.shards]
-    are_these = all(
-        one is not None and (one.num_bytes, one.written_ns) == (stamp.num_bytes, stamp.written_ns)
-        for one, stamp in zip(sums, stamps, strict=True)
-    )
-    return (
-        [(one.header, sorted(one.tensors.items())) for one in sums if one is not None]
-        if are_these
-        else []
-    )
+    noted = list[Any]()
+    for file, stamp in zip(checkpoint.shards, stamps, strict=True):
+        own = known.get(file.name)
+        if own is None or (own.num_bytes, own.written_ns) != (stamp.num_bytes, stamp.written_ns):
+            return []
+        noted.append((own.header, sorted(own.tensors.items())))
+    return noted
 
 
 def _kept_path(weights: str, files: str) -> Path:
@@ -418,29 +397,21 @@ def changed_small_files(folder: Path, weights: set[str]) -> tuple[list[str], lis
     try:
         for path in (folder / name for name in sorted(os.listdir(folder)) if name not in weights):
             try:
-                if os.path.isfile(path) and not _is_as_hub(path):
-                    changed.append(path.name)
+                wanted = hub_sum(path) if os.path.isfile(path) else None
+                if wanted is None or path.stat().st_size > _LARGEST_BYTES:
+                    continue
+                with open_regular(path) as file:
+                    raw = file.read(_LARGEST_BYTES)
             except OSError as error:
                 unread.append(f"{path.name} ({error.strerror})")
+                continue
+            blob = b"blob %d\0" % len(raw) + raw
+            found = hashlib.sha256(raw) if is_sha256(wanted) else hashlib.sha1(blob)
+            if found.hexdigest() != wanted:
+                changed.append(path.name)
     except OSError as error:
         unread.append(f"{folder} ({error.strerror})")
     return changed, unread
-
-
-def _is_as_hub(path: Path) -> bool:
-    """Return whether a file is as the hub has it, too large to look at, or unknown to the hub.
-
-    Raises `OSError`.
-    """
-    wanted = hub_sum(path)
-    if wanted is None or path.stat().st_size > _LARGEST_BYTES:
-        return True
-    with open_regular(path) as file:
-        raw = file.read(_LARGEST_BYTES)
-    found = (
-        hashlib.sha256(raw) if is_sha256(wanted) else hashlib.sha1(b"blob %d\0" % len(raw) + raw)
-    )
-    return found.hexdigest() == wanted
 
 
 def _noted(path: Path) -> str | None:

@@ -100,10 +100,8 @@ class SlabLayout:
 
         It is rounded down so that all weights keep their alignment without them.
         """
-        weights: list[Placed | Words] = [
-            *self.parameters.values(),
-            *chain.from_iterable(self.coded.values()),
-        ]
+        coded = chain.from_iterable(self.coded.values())
+        weights: list[Placed | Words] = [*self.parameters.values(), *coded]
         width = math.lcm(1, *(one.align_bytes for one in weights))
         return min((one.slab_lo for one in weights), default=0) // width * width
 
@@ -113,24 +111,18 @@ class SlabLayout:
         return slice(self.lead_bytes, self.slab_bytes)
 
 
-def slab_layout(
-    parameters: Mapping[str, Stack],
-) -> SlabLayout:
+def slab_layout(parameters: Mapping[str, Stack]) -> SlabLayout:
     """Lay out parameters, name -> (shape, parts).
 
     The layout is direct where the order in the file allows it, else scattered.
     """
     entries = [part.entry for _, parts in parameters.values() for part in parts]
-    whole = all(is_coded(parts) or _adjoin(parts) for _, parts in parameters.values())
-    if whole and all(map(_is_in_place, entries)):
+    plain = [parts for _, parts in parameters.values() if not is_coded(parts)]
+    pairs = (pair for parts in plain for pair in pairwise(part.entry for part in parts))
+    adjoin = all((one.shard, one.hi) == (two.shard, two.lo) for one, two in pairs)
+    if adjoin and all(map(_is_in_place, entries)):
         return _direct(parameters, entries)
     return _scattered(parameters)
-
-
-def _adjoin(parts: Sequence[TensorPart]) -> bool:
-    """Return whether the parts lie in their file one behind the other, as in the parameter."""
-    entries = pairwise(part.entry for part in parts)
-    return all((one.shard, one.hi) == (two.shard, two.lo) for one, two in entries)
 
 
 def is_coded(parts: Sequence[TensorPart]) -> bool:
@@ -166,10 +158,7 @@ def group_by_layer(
     return layers, rest
 
 
-def _direct(
-    parameters: Mapping[str, Stack],
-    entries: list[TensorEntry],
-) -> SlabLayout:
+def _direct(parameters: Mapping[str, Stack], entries: list[TensorEntry]) -> SlabLayout:
     pieces = []
     base = 0
     # The longest run comes first, so a device gets that one aligned.
@@ -180,9 +169,8 @@ def _direct(
     by_start = sorted(pieces)
 
     def place(entry: TensorEntry) -> int:
-        run = by_start[
-            bisect(by_start, (entry.shard, entry.lo), key=lambda piece: (piece.shard, piece.lo)) - 1
-        ]
+        where = (entry.shard, entry.lo)
+        run = by_start[bisect(by_start, where, key=lambda piece: (piece.shard, piece.lo)) - 1]
         return run.slab_lo + entry.lo - run.lo
 
     placed = {}
@@ -195,37 +183,26 @@ def _direct(
     return SlabLayout(tuple(pieces), placed, base, is_direct=True, coded=coded)
 
 
-def _scattered(
-    parameters: Mapping[str, Stack],
-) -> SlabLayout:
+def _scattered(parameters: Mapping[str, Stack]) -> SlabLayout:
     pieces = []
     placed = {}
     coded = {}
     base = 0
     for name, (shape, parts) in parameters.items():
         if is_coded(parts):
-            starts = [
-                *accumulate(
-                    (_up(one.entry.num_bytes, _PARAMETER_ALIGN_BYTES) for one in parts),
-                    initial=base,
-                )
-            ]
-            coded[name] = tuple(
-                Words(part, start) for part, start in zip(parts, starts, strict=False)
-            )
+            sizes = (_up(one.entry.num_bytes, _PARAMETER_ALIGN_BYTES) for one in parts)
+            starts = [*accumulate(sizes, initial=base)]
+            coded[name] = tuple(map(Words, parts, starts))
         else:
             item_bytes = STORED[parts[0].entry.dtype].align_bytes
             placed[name] = Placed(parts[0].entry.dtype, shape, base)
             starts = [base + item_bytes * part.first for part in parts]
             starts.append(base + _up(placed[name].num_bytes, _PARAMETER_ALIGN_BYTES))
-        pieces += [
-            SlabRead(e.shard, e.lo, e.hi, start)
-            for (e, _), start in zip(parts, starts, strict=False)
-        ]
+        for (entry, _), start in zip(parts, starts, strict=False):
+            pieces.append(SlabRead(entry.shard, entry.lo, entry.hi, start))
         base = starts[-1]
-    return SlabLayout(
-        tuple(sorted(pieces)), placed, _up(base, BLOCK_BYTES), is_direct=False, coded=coded
-    )
+    slab_bytes = _up(base, BLOCK_BYTES)
+    return SlabLayout(tuple(sorted(pieces)), placed, slab_bytes, is_direct=False, coded=coded)
 
 
 def _is_in_place(entry: TensorEntry) -> bool:
@@ -234,11 +211,9 @@ def _is_in_place(entry: TensorEntry) -> bool:
 
 
 def _align_of(entry: TensorEntry) -> int:
-    return (
-        _align_bytes(entry.dtype, entry.shape)
-        if entry.coded is None
-        else entry.coded.coding.align_bytes
-    )
+    if entry.coded is not None:
+        return entry.coded.coding.align_bytes
+    return _align_bytes(entry.dtype, entry.shape)
 
 
 def _align_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -270,14 +245,11 @@ def _up(value: int, multiple: int) -> int:
 def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLayout]:
     """Return a layout for each expert; shapes lose their first dimension."""
     split = {name: _split(stack) for name, stack in stacks.items()}
-    return [
-        slab_layout({name: own[expert] for name, own in split.items()})
-        for expert in range(num_experts)
-    ]
+    own = ({name: one[expert] for name, one in split.items()} for expert in range(num_experts))
+    return [*map(slab_layout, own)]
 
 
 def _split(stack: Stack) -> list[Stack]:
-    """Return shape and parts of each expert."""
     (num_experts, *rest), parts = stack
     # With one expert, the only part may already be without the expert dimension.
     if len(parts) == 1 and len(parts[0].entry.shape) > len(rest):
@@ -295,9 +267,8 @@ def _split(stack: Stack) -> list[Stack]:
 def slice_of(entry: TensorEntry, expert: int, num_experts: int) -> TensorEntry:
     """Return the part of a stack's tensor, coded or not, that belongs to one expert."""
     size = entry.num_bytes // num_experts
-    assert size * num_experts == entry.num_bytes and entry.shape[0] == num_experts, (
-        "stacks begin with experts"
-    )
+    is_stack = size * num_experts == entry.num_bytes and entry.shape[0] == num_experts
+    assert is_stack, "stacks begin with experts"
     coded = entry.coded
     if coded is not None:
         companions = ((name, slice_of(one, expert, num_experts)) for name, one in coded.companions)

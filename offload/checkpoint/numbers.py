@@ -123,15 +123,11 @@ def remarks(tops: list[TensorMaximum], *, has_zeros: bool) -> list[str]:
     small = [(size, one) for size, one in sized if size < LEAST and one.is_matrix]
     lines = [f"all zero: {named(zero)}"] if zero and not has_zeros else []
     if large:
-        lines.append(
-            f"numbers as large as {max(large)[0]:.1e}, as no model has: "
-            f"{named([one for _, one in large])}"
-        )
+        what = f"numbers as large as {max(large)[0]:.1e}, as no model has"
+        lines.append(f"{what}: {named([one for _, one in large])}")
     if small:
-        lines.append(
-            f"no number above {max(small)[0]:.1e}, as in no model: "
-            f"{named([one for _, one in small])}"
-        )
+        what = f"no number above {max(small)[0]:.1e}, as in no model"
+        lines.append(f"{what}: {named([one for _, one in small])}")
     return lines
 
 

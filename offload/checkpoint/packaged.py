@@ -20,7 +20,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,25 +108,21 @@ def plan_inflation(small: dict[str, Any], target_bytes: int) -> InflationPlan:
     def layer_bytes(ffn_size: int) -> int:
         return _num_bytes(_layer_axes({**wide, grown: ffn_size}), small["dtype"])
 
+    num_real = small["num_hidden_layers"]
     outer_bytes = _num_bytes(_outer_axes(wide), small["dtype"])
     fixed_bytes = layer_bytes(0)
-    wanted_bytes = min(
-        _most_layer_bytes(small), (target_bytes - outer_bytes) / small["num_hidden_layers"]
-    )
+    wanted_bytes = min(_most_layer_bytes(small), (target_bytes - outer_bytes) / num_real)
     num_steps = round((wanted_bytes - fixed_bytes) / (layer_bytes(_FFN_STEP) - fixed_bytes))
     ffn_size = max(math.ceil(small[grown] / _FFN_STEP), num_steps) * _FFN_STEP
     each_bytes = layer_bytes(ffn_size)
-    num_layers = max(
-        small["num_hidden_layers"], math.ceil((target_bytes - outer_bytes) / each_bytes)
-    )
-    total_bytes = outer_bytes + num_layers * each_bytes
+    num_layers = max(num_real, math.ceil((target_bytes - outer_bytes) / each_bytes))
     return InflationPlan(
-        wide["hidden_size"],
-        wide["num_attention_heads"],
-        ffn_size,
-        num_layers,
-        each_bytes,
-        total_bytes,
+        hidden_size=wide["hidden_size"],
+        num_heads=wide["num_attention_heads"],
+        ffn_size=ffn_size,
+        num_layers=num_layers,
+        layer_bytes=each_bytes,
+        total_bytes=outer_bytes + num_layers * each_bytes,
     )
 
 
@@ -160,7 +156,12 @@ def inflate(
     big = inflated_config(source, target_bytes)
     scratch = destination.with_name(f".{destination.name}.inflating")
     with becoming(destination, scratch) as folder:
-        _check_disk(folder, plan.total_bytes)
+        needed_bytes = plan.total_bytes + _DISK_MARGIN_BYTES
+        free_bytes = shutil.disk_usage(folder).free
+        if needed_bytes > free_bytes:
+            needs = f"the inflated model needs {format_bytes(needed_bytes)} of disk"
+            has = f"{folder.parent} has {format_bytes(free_bytes)}"
+            raise UserError(f"{needs}, {has}: free some or ask for less")
         shards = _shards(_Corners(source, small), big, plan)
         for done_bytes in accumulate(_write_shards(folder, shards, small["dtype"])):
             progress(done_bytes, plan.total_bytes)
@@ -168,9 +169,8 @@ def inflate(
         for path in _companions(source):
             shutil.copyfile(path, folder / path.name)
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-        _write_json(
-            folder / INFLATED, {"made_from": made_from, "plan": plan._asdict(), "files": files}
-        )
+        made = {"made_from": made_from, "plan": plan._asdict(), "files": files}
+        _write_json(folder / INFLATED, made)
     return destination
 
 
@@ -217,9 +217,10 @@ def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
 
     The small tensor is the low corner of the big one on every axis, groups included.
     """
-    shapes = (_moe_shapes if _num_experts(config) else layer_shapes)(config).items()
+    shapes = _moe_shapes(config) if _num_experts(config) else layer_shapes(config)
     axes = {
-        name.removesuffix(".weight"): tuple((size,) for size in shape) for name, shape in shapes
+        name.removesuffix(".weight"): tuple((size,) for size in shape)
+        for name, shape in shapes.items()
     }
     groups = config["num_key_value_heads"]
     hidden = (config["hidden_size"],)
@@ -238,14 +239,10 @@ def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     dense = layer_shapes({**config, "model_type": "qwen3"}).items()
     shapes = {name: shape for name, shape in dense if not name.startswith("mlp.")}
     shapes[f"{_ROUTER}.weight"] = (num_experts, width)
-    for part, shape in {
-        "gate": (inner, width),
-        "up": (inner, width),
-        "down": (width, inner),
-    }.items():
-        shapes |= {
-            f"mlp.experts.{expert}.{part}_proj.weight": shape for expert in range(num_experts)
-        }
+    own = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    for expert in range(num_experts):
+        stem = f"mlp.experts.{expert}"
+        shapes |= {f"{stem}.{part}_proj.weight": shape for part, shape in own.items()}
     return dict(sorted(shapes.items()))
 
 
@@ -264,13 +261,11 @@ def _num_bytes(axes: dict[str, Axes], dtype: str) -> int:
 def _digest(source: Path) -> str:
     """Return the sha256 over names and contents of all files that an inflation depends on."""
     digest = hashlib.sha256()
-    for path in sorted(
-        {*source.glob("config.json"), *source.glob("*.safetensors*"), *_companions(source)}
-    ):
+    weights = (*source.glob("config.json"), *source.glob("*.safetensors*"))
+    for path in sorted({*weights, *_companions(source)}):
         with path.open("rb") as file:
-            digest.update(
-                f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
-            )
+            own = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.name} {own}\n".encode())
     return digest.hexdigest()
 
 
@@ -297,9 +292,8 @@ class _Corners:
 
     def outer(self, big: dict[str, Any]) -> list[_Piece]:
         """Return the tensors outside the layers."""
-        old = _outer_axes(self.config)
         return [
-            self._piece(part, axes, self._corner(part, old[part]))
+            self._piece(part, axes, self._corner(part, _outer_axes(self.config)[part]))
             for part, axes in _outer_axes(big).items()
         ]
 
@@ -311,29 +305,20 @@ class _Corners:
         old = _layer_axes(self.config)
         new = _layer_axes(big)
         kept = new.keys() if is_real else _ROUTING if _ROUTER in new else frozenset()
-        return [
-            self._piece(
-                _LAYER.format(index) + part,
-                axes,
-                self._corner(part, old[part], _LAYER.format(real)) if part in kept else None,
-            )
-            for part, axes in new.items()
-        ]
+        corners = {part: self._corner(part, old[part], _LAYER.format(real)) for part in kept}
+        stem = _LAYER.format(index)
+        return [self._piece(stem + part, axes, corners.get(part)) for part, axes in new.items()]
 
     def _piece(self, name: str, axes: Axes, corner: Tensor | None) -> _Piece:
-        return _Piece(
-            f"{name}.weight", axes, name.rpartition(".")[2] not in _HIDDEN_WRITERS, corner
-        )
+        is_ballast = name.rpartition(".")[2] not in _HIDDEN_WRITERS
+        return _Piece(f"{name}.weight", axes, is_ballast, corner)
 
     def _corner(self, part: str, axes: Axes, prefix: str = "") -> Tensor:
         weight = self._weights[f"{prefix}{part}.weight"].view(*chain(*axes))
         has_head_norms = f"{prefix}self_attn.q_norm.weight" in self._weights
         is_hidden_norm = len(axes) == 1 and part not in _HEAD_NORMS
-        return (
-            weight / _NORM_DIVISOR
-            if is_hidden_norm or (has_head_norms and part in _HEAD_NORMED)
-            else weight
-        )
+        is_halved = is_hidden_norm or (has_head_norms and part in _HEAD_NORMED)
+        return weight / _NORM_DIVISOR if is_halved else weight
 
 
 def _shards(small: _Corners, big: dict[str, Any], plan: InflationPlan) -> list[list[_Piece]]:
@@ -366,9 +351,8 @@ class _Padding:
         num_rows, *row = chain(*piece.axes)
         step = max(1, _WRITE_BYTES // (math.prod(row) * self._pool.element_size()))
         for lo in range(0, num_rows, step):
-            block = self._take((min(step, num_rows - lo)) * math.prod(row), piece.is_ballast).view(
-                -1, *row
-            )
+            num_elements = min(step, num_rows - lo) * math.prod(row)
+            block = self._take(num_elements, piece.is_ballast).view(-1, *row)
             if piece.corner is not None and lo < len(piece.corner):
                 corner = piece.corner[lo : lo + step]
                 # the block is a view of the shared pool
@@ -387,52 +371,40 @@ class _Padding:
 
 
 def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Iterator[int]:
-    """Write all shards, and an index for several; yield the bytes of each block written."""
+    """Write all shards, and an index for several; yield the bytes of each block written.
+
+    A safetensors file holds the header's length (u64), JSON padded to a block, and the tensors in
+    order.
+    """
     padding = _Padding(dtype)
     weight_map = dict[str, str]()
     total_bytes = 0
     for number, pieces in enumerate(shards, start=1):
-        name = (
-            "model.safetensors"
-            if len(shards) == 1
-            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        )
-        for num_bytes in _write_shard(folder / name, pieces, dtype, map(padding.blocks, pieces)):
-            total_bytes += num_bytes
-            yield num_bytes
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for piece in pieces:
+            shape = [math.prod(axis) for axis in piece.axes]
+            lo = end
+            end += PLAIN_OF[dtype].stored_bytes(shape)
+            place = {"shape": shape, "data_offsets": (lo, end)}
+            header[piece.name] = {"dtype": PLAIN_OF[dtype].name, **place}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        # tensors begin where wide loads can
+        text += b" " * (-(8 + len(text)) % BLOCK_BYTES)
+        with (folder / name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for block in chain.from_iterable(map(padding.blocks, pieces)):
+                yield file.write(block.flatten().view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        total_bytes += end
         weight_map |= dict.fromkeys((piece.name for piece in pieces), name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _write_shard(
-    path: Path, pieces: list[_Piece], dtype: str, blocks: Iterable[Iterator[Tensor]]
-) -> Iterator[int]:
-    """Write one safetensors file; yield the bytes of each block written.
-
-    It holds the header's length (u64), JSON padded to a block, and the tensors in order.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for piece in pieces:
-        shape = [math.prod(axis) for axis in piece.axes]
-        lo = end
-        end = end + PLAIN_OF[dtype].stored_bytes(shape)
-        header[piece.name] = {
-            "dtype": PLAIN_OF[dtype].name,
-            "shape": shape,
-            "data_offsets": (lo, end),
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # tensors begin where wide loads can
-    text += b" " * (-(8 + len(text)) % BLOCK_BYTES)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for block in chain.from_iterable(blocks):
-            yield file.write(block.flatten().view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -455,22 +427,9 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
     for name, num_bytes in manifest["files"].items():
         path = destination / name
         if not path.is_file() or path.stat().st_size != num_bytes:
-            raise UserError(
-                f"{path} should be a file of {num_bytes} bytes: remove {destination} and start "
-                f"again"
-            )
+            rule = f"{path} should be a file of {num_bytes} bytes"
+            raise UserError(f"{rule}: remove {destination} and start again")
     return True
-
-
-def _check_disk(folder: Path, total_bytes: int) -> None:
-    needed_bytes = total_bytes + _DISK_MARGIN_BYTES
-    free_bytes = shutil.disk_usage(folder).free
-    sizes = (
-        f"needs {format_bytes(needed_bytes)} of disk, {folder.parent} has "
-        f"{format_bytes(free_bytes)}"
-    )
-    if needed_bytes > free_bytes:
-        raise UserError(f"the inflated model {sizes}: free some or ask for less")
 
 
 def inflated_target(
@@ -488,10 +447,8 @@ def inflated_target(
         cache_folder().mkdir(parents=True, exist_ok=True)
         return inflate(source, folder, size_bytes, progress=progress)
     except BusyError:
-        raise UserError(
-            "another command is making the packaged model just now: try again when it has"
-        ) from None
+        what = "another command is making the packaged model just now"
+        raise UserError(f"{what}: try again when it has") from None
     except OSError as error:
-        raise UserError(
-            f"cannot write {folder} ({error.strerror}): set XDG_CACHE_HOME to another folder"
-        ) from None
+        what = f"cannot write {folder} ({error.strerror})"
+        raise UserError(f"{what}: set XDG_CACHE_HOME to another folder") from None

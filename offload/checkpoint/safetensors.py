@@ -38,7 +38,7 @@ from offload.checkpoint.held import Held
 from offload.checkpoint.tensors import TensorEntry, check_method, spelled_out, with_codings
 from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED
 from offload.encoding.exponents import Exponents
-from offload.errors import UnreadError, UserError, did_you_mean, reason
+from offload.errors import UnreadError, UserError, did_you_mean, ensure, reason
 
 _Others = ParamSpec("_Others")
 _Found = TypeVar("_Found")
@@ -134,14 +134,12 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        companions = (
-            entry.coded.num_bytes for entry in self.tensors.values() if entry.coded is not None
-        )
-        return sum(entry.num_bytes for entry in self.tensors.values()) + sum(companions)
+        entries = self.tensors.values()
+        companions = (entry.coded.num_bytes for entry in entries if entry.coded is not None)
+        return sum(entry.num_bytes for entry in entries) + sum(companions)
 
     @property
     def small_files(self) -> Path:
-        """Return the folder of small files."""
         return self.beside or self.directory
 
     @property
@@ -161,7 +159,9 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     config_stamp = stamp_of(directory / "config.json")
     config = read_config(directory / "config.json")
     shards, weight_map = find_shards(directory)
-    _require_files(directory, shards)
+    for path in shards:
+        if not os.path.isfile(path):
+            raise damaged(f"{directory}: the index names {path.name}, which is missing", directory)
     tensors = dict[str, TensorEntry]()
     stamps = list[Stamp]()
     for index, shard in enumerate(shards):
@@ -173,9 +173,8 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
                 tensors[name] = entry
     for name, file in (weight_map or {}).items():
         if name not in tensors:
-            raise damaged(
-                f"{directory.name}: the index places {name} in {file}, which lacks it", directory
-            )
+            what = f"the index places {name} in {file}, which lacks it"
+            raise damaged(f"{directory.name}: {what}", directory)
     weights, left_out = weights_of(directory.name, config, tensors)
     return Checkpoint(
         directory,
@@ -197,9 +196,8 @@ def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntr
     found = text_part(where, config, tensors)
     weights = with_codings(where, config, found.tensors)
     if config.get("quantization_config") and not any(entry.coded for entry in weights.values()):
-        raise UserError(
-            f"{where}: config.json says that weights are quantised, no tensor shows how: {_AGAIN}"
-        )
+        what = f"{where}: config.json says that weights are quantised, no tensor shows how"
+        raise UserError(f"{what}: {_AGAIN}")
     turned = with_turned_stacks(config, weights)
     return found._replace(tensors=with_shared_layers(config, turned))
 
@@ -213,22 +211,15 @@ def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
 def _usual_dtype_name(checkpoint: Checkpoint) -> str:
     stored = Counter[str]()
     for entry in checkpoint.tensors.values():
-        stored[_decoded_dtype(entry)] += math.prod(entry.shape)
+        decoded = ENCODINGS.get(entry.dtype) if entry.coded is None else entry.coded.coding
+        stored[decoded.dtype if decoded else entry.dtype] += math.prod(entry.shape)
     usual = stored.most_common(1)[0][0] if stored else "float32"
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or usual
     name = str(named).removeprefix("torch.")
     if name not in PLAIN_OF:
-        raise UserError(
-            f"{checkpoint.directory.name}: cannot compute in {name}: give `dtype` bfloat16, "
-            f"float16 or float32"
-        )
+        remedy = "give `dtype` bfloat16, float16 or float32"
+        raise UserError(f"{checkpoint.directory.name}: cannot compute in {name}: {remedy}")
     return name
-
-
-def _decoded_dtype(entry: TensorEntry) -> str:
-    if entry.coded is not None:
-        return entry.coded.coding.dtype
-    return ENCODINGS[entry.dtype].dtype if entry.dtype in ENCODINGS else entry.dtype
 
 
 def read_header(path: Path, shard: int = 0) -> tuple[dict[str, TensorEntry], Stamp]:
@@ -246,9 +237,23 @@ def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
     Raises `UserError` where there is none.
     """
     try:
-        return _raw_header(path)
+        with open_regular(path) as file:
+            stamp = Stamp.of(file.fileno())
+            start = file.read(len(_LFS))
+            file.seek(8)
+            header_bytes = int.from_bytes(start[:8], "little")
+            is_inside = stamp.num_bytes >= 8 and header_bytes <= stamp.num_bytes - 8
+            is_sound = start != _LFS and is_inside and header_bytes <= _MAX_HEADER_BYTES
+            raw = file.read(header_bytes) if is_sound else b""
     except OSError as error:
         raise unreadable(path, error) from None
+    if start == _LFS:
+        what = f"{path.name} is a pointer of Git LFS, not the weights"
+        raise UserError(f"{what}: run git lfs pull in its folder")
+    if not is_sound:
+        what = f"header of {header_bytes} bytes in a file of {stamp.num_bytes}"
+        raise damaged(f"{path.name}: {what}", path.parent)
+    return raw, stamp
 
 
 def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dict[str, TensorEntry]:
@@ -263,40 +268,25 @@ def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dic
         name: checked_entry(path, name, meta, shard, data_lo) for name, meta in found.items()
     }
     check_extents(path, entries, file_bytes)
-    _check_holes(path, entries, data_lo, file_bytes)
+    # in bytes between tensors other programs may see another file
+    end = data_lo
+    places = [(entry.lo, entry.hi) for _, entry in _in_file_order(entries)]
+    for lo, hi in (*places, (file_bytes, file_bytes)):
+        if lo != end:
+            raise damaged(f"{path.name}: bytes {end} to {lo} belong to no tensor", path.parent)
+        end = hi
     return entries
 
 
 def _require_few(where: str, num_tensors: int) -> None:
     if num_tensors > _MAX_TENSORS:
-        raise UnreadError(
-            f"{where} must have at most {_MAX_TENSORS} tensors, got {num_tensors}: {_AGAIN}"
-        )
+        rule = f"{where} must have at most {_MAX_TENSORS} tensors"
+        raise UnreadError(f"{rule}, got {num_tensors}: {_AGAIN}")
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the file's own metadata. Raises `UserError` where its header cannot be read."""
     return _parse_json(path, read_raw_header(path)[0])[1]
-
-
-def _raw_header(path: Path) -> tuple[bytes, Stamp]:
-    with open_regular(path) as file:
-        stamp = Stamp.of(file.fileno())
-        file_bytes = stamp.num_bytes
-        start = file.read(len(_LFS))
-        if start == _LFS:
-            raise UserError(
-                f"{path.name} is a pointer of Git LFS, not the weights: run git lfs pull in its "
-                f"folder"
-            )
-        file.seek(8)
-        header_bytes = int.from_bytes(start[:8], "little")
-        if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
-            raise damaged(
-                f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}",
-                path.parent,
-            )
-        return file.read(header_bytes), stamp
 
 
 def damaged(what: str, directory: Path | None = None) -> UserError:
@@ -320,25 +310,21 @@ def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise damaged(
-            f"{path.name}: its header is not valid JSON ({reason(error)})", path.parent
-        ) from None
+        what = f"its header is not valid JSON ({reason(error)})"
+        raise damaged(f"{path.name}: {what}", path.parent) from None
     if not isinstance(header, dict):
-        raise damaged(
-            f"{path.name}: its header is a JSON {type(header).__name__}, not an object", path.parent
-        )
+        what = f"its header is a JSON {type(header).__name__}, not an object"
+        raise damaged(f"{path.name}: {what}", path.parent)
     metadata = header.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
+    are_texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if not are_texts:
         raise damaged(f"{path.name}: __metadata__ in its header must be texts by name", path.parent)
     return header, metadata
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
-    if len(unique) != len(pairs):
-        raise ValueError("a name occurs twice")
+    ensure(len(unique) == len(pairs), "a name occurs twice")
     return unique
 
 
@@ -348,26 +334,20 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
     Raises `UserError`.
     """
     if len(name) > _MAX_NAME_CHARS:
-        raise damaged(
-            f"{path.name}: its header has {name:.80} with a name of {len(name)} characters",
-            path.parent,
-        )
+        what = f"its header has {name:.80} with a name of {len(name)} characters"
+        raise damaged(f"{path.name}: {what}", path.parent)
     try:
         dtype = meta["dtype"]
         shape = meta["shape"]
         lo, hi = meta["data_offsets"]
-        sound = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
-        sound = (
-            sound
-            and all(type(n) is int and 0 <= n < _MAX_SIZE for n in (*shape, lo, hi))
-            and lo <= hi
-        )
+        is_known = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
+        numbers = (*shape, lo, hi) if is_known else (-1,)
+        sound = all(type(n) is int and 0 <= n < _MAX_SIZE for n in numbers) and lo <= hi
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        raise damaged(
-            f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}", path.parent
-        )
+        what = f"{name} has a malformed header entry {json.dumps(meta)[:80]}"
+        raise damaged(f"{path.name}: {what}", path.parent)
     wanted = STORED[dtype].stored_bytes(shape) if dtype in STORED else hi - lo
     if wanted != hi - lo:
         where = f"{path.name}: {name} of shape {shape} and {dtype}"
@@ -389,20 +369,6 @@ def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) 
         before = name
 
 
-def _check_holes(
-    path: Path, entries: dict[str, TensorEntry], data_lo: int, file_bytes: int
-) -> None:
-    """Raise `UserError` for bytes between tensors, in which other programs may see another file."""
-    end = data_lo
-    for lo, hi in [
-        *((entry.lo, entry.hi) for _, entry in _in_file_order(entries)),
-        (file_bytes, file_bytes),
-    ]:
-        if lo != end:
-            raise damaged(f"{path.name}: bytes {end} to {lo} belong to no tensor", path.parent)
-        end = hi
-
-
 def _in_file_order(entries: dict[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
     """Return the tensors of one file in the order of their bytes."""
     return sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi))
@@ -421,23 +387,15 @@ def _resolve(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pat
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
-        raise UserError(
-            f"model must be a directory or a hub id, {path} is a file: give the folder it lies in"
-        )
+        rule = "model must be a directory or a hub id"
+        raise UserError(f"{rule}, {path} is a file: give the folder it lies in")
     if not is_hub_id(str(model)):
         raise _not_there(path)
     small = download_small(str(model))
-    index = small / _INDEX
-    shards = (
-        _shard_names(small, read_json(index).get("weight_map")) if os.path.isfile(index) else None
-    )
-    if not with_weights:
-        return small
-    return (
-        download_unindexed(str(model), small)
-        if shards is None
-        else download_shards(str(model), small, shards)
-    )
+    if not os.path.isfile(small / _INDEX):
+        return download_unindexed(str(model), small) if with_weights else small
+    shards = _shard_names(small, read_json(small / _INDEX).get("weight_map"))
+    return download_shards(str(model), small, shards) if with_weights else small
 
 
 def _not_there(path: Path) -> UserError:
@@ -462,10 +420,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return with_text_sizes(path.parent.name, spelled_out(read_json(path)))
 
 
-def unsupported(directory: Path, config: dict[str, Any], what: str) -> UserError:
+def unsupported(checkpoint: Checkpoint, what: str) -> UserError:
     """Return the error for a model whose architecture is not supported."""
-    kind = config.get("model_type", "unknown")
-    return UserError(f"{directory.name}: model type {kind} is not supported ({what}): {_LOOK}")
+    kind = f"model type {checkpoint.config.get('model_type', 'unknown')}"
+    where = checkpoint.directory.name
+    return UserError(f"{where}: {kind} is not supported ({what}): {_LOOK}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -473,9 +432,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return read_object(path, _AGAIN)
     except FileNotFoundError:
-        raise UserError(
-            f"no {path.name} in {path.parent}: give the folder of a Hugging Face model"
-        ) from None
+        what = f"no {path.name} in {path.parent}"
+        raise UserError(f"{what}: give the folder of a Hugging Face model") from None
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -495,23 +453,20 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
     """
     if os.path.isfile(directory / _INDEX):
         weight_map = read_json(directory / _INDEX).get("weight_map")
-        return _indexed_shards(directory, weight_map), weight_map
+        names = _shard_names(directory, weight_map)
+        return tuple(directory / name for name in names), weight_map
     shards = sorted(directory.glob("*.safetensors"))
     if os.path.isfile(directory / "model.safetensors"):
         shards = [directory / "model.safetensors"]
     if len(shards) == 1:
         return tuple(shards), None
     if shards:
-        raise damaged(
-            f"{directory} has {len(shards)} safetensors files but no model.safetensors.index.json",
-            directory,
-        )
+        what = f"{directory} has {len(shards)} safetensors files but no {_INDEX}"
+        raise damaged(what, directory)
     pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
     if pickles:
-        raise UserError(
-            f"{directory} has only pickled weights ({pickles[0]}), which can run code: convert "
-            f"to safetensors"
-        )
+        what = f"{directory} has only pickled weights ({pickles[0]}), which can run code"
+        raise UserError(f"{what}: convert to safetensors")
     _refuse_other_formats(directory)
     has_config = os.path.isfile(directory / "config.json")
     remedy = _AGAIN if has_config else "give the folder of a Hugging Face model"
@@ -521,22 +476,13 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
 def _refuse_other_formats(directory: Path) -> None:
     """Raise `UserError` for a folder that holds an adapter without its model."""
     if os.path.isfile(directory / "adapter_config.json"):
-        raise UserError(
-            f"{directory} holds an adapter, such as LoRA, without its model: merge it into the "
-            f"model, give the result"
-        )
-
-
-def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
-    return tuple(directory / name for name in _shard_names(directory, weight_map))
+        what = f"{directory} holds an adapter, such as LoRA, without its model"
+        raise UserError(f"{what}: merge it into the model, give the result")
 
 
 def _shard_names(directory: Path, weight_map: Any) -> list[str]:
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(f, str) for f in weight_map.values())
-    ):
+    is_usable = isinstance(weight_map, dict) and bool(weight_map)
+    if not is_usable or not all(isinstance(file, str) for file in weight_map.values()):
         raise damaged(f"{directory}: {_INDEX} has no usable weight_map", directory)
     names = sorted(set(weight_map.values()))
     check_shard_names(directory, names)
@@ -547,28 +493,16 @@ def check_shard_names(directory: Path, names: Iterable[str]) -> None:
     """Raise `UserError` for names in an index that leave its folder or are not safetensors."""
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise damaged(
-                f"{directory}: the index names {name!r}, which is not a file beside it", directory
-            )
-
-
-def _require_files(directory: Path, shards: Iterable[Path]) -> None:
-    for path in shards:
-        if not os.path.isfile(path):
-            raise damaged(f"{directory}: the index names {path.name}, which is missing", directory)
+            what = f"the index names {name!r}, which is not a file beside it"
+            raise damaged(f"{directory}: {what}", directory)
 
 
 def settled_dtype(target: Checkpoint, wish: str, *, is_on_cpu: bool) -> tuple[str, list[str]]:
     """Return `wish`, or bfloat16 in place of float16 on a CPU, and what to tell the user."""
     codings = [entry.coded.coding for entry in target.tensors.values() if entry.coded is not None]
     is_rounded = not all(isinstance(one, Exponents) for one in codings)
-    if (
-        wish != "auto"
-        or not is_on_cpu
-        or not is_rounded
-        or compute_dtype_name(target, wish) != "float16"
-    ):
+    is_open = wish == "auto" and is_on_cpu and is_rounded
+    if not is_open or compute_dtype_name(target, wish) != "float16":
         return wish, []
-    return "bfloat16", [
-        "computing in bfloat16: CPUs are slow with float16 (`dtype` float16 to have it)"
-    ]
+    note = "computing in bfloat16: CPUs are slow with float16 (`dtype` float16 to have it)"
+    return "bfloat16", [note]

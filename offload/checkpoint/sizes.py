@@ -151,17 +151,18 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     recurrent = recurrent_shape(config, checkpoint.tensors, num_layers, item_bytes)
     index = index_shape(config, checkpoint.tensors, sizes)
     layer_weights = sum(map(_num_weights, decoder_layers))
-    cast_bytes = max(
-        cast_bytes_of(layer, one) for layer in layers for one in _types_of(checkpoint, computed)
-    )
+    # transformers keeps some of T5 in float32 where float16 is asked for
+    is_mixed = has_encoder(checkpoint.config) and dtype == "float16"
+    types = [computed, PLAIN_OF["float32"]] if is_mixed else [computed]
+    cast_bytes = max(cast_bytes_of(layer, one) for layer in layers for one in types)
     shape = ModelShape(
         layer_bytes=tuple(map(slab_bytes_bound, decoder_layers)),
         encoder_bytes=tuple(map(slab_bytes_bound, layers[num_layers:])),
         rest_bytes=_rest_bytes(rest, computed),
-        kv_bytes_per_token=_kv_width_of(checkpoint, sizes, index) * item_bytes,
+        kv_bytes_per_token=_kv_width(checkpoint, sizes, index) * item_bytes,
         index_bytes_per_token=index.index_width * item_bytes,
         column_bytes=index.expanded_width * item_bytes,
-        row_bytes=_row_bytes(sizes, item_bytes, _num_streams(checkpoint)) + recurrent.row_bytes,
+        row_bytes=_row_bytes(config, sizes, item_bytes) + recurrent.row_bytes,
         recurrent=recurrent,
         inner_row_bytes=0 if coded or routed else _inner_row_bytes(checkpoint, sizes, item_bytes),
         logits_row_bytes=vocab_size * (item_bytes + 4),
@@ -174,17 +175,37 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         routed_weights=_num_weights(routed),
         routed_bytes=sum(entry.hi - entry.lo for entry in routed),
         routed_share=_routed_share(sizes),
-        companion_bytes=sum(map(coded_companion_bytes, entries)),
+        companion_bytes=sum(
+            one.coded.coding.companion_bytes(one.shape) for one in coded if one.coded is not None
+        ),
         scratch_bytes=_scratch_bytes(checkpoint, rest, computed),
         beside_bytes=_beside_bytes(layers, rest),
         layer_weights=layer_weights,
         expanded_weights=_num_weights(coded),
         is_compiled=bool(coded),
     )
-    if checkpoint.held is not None:
-        sizes_held = held_sizes(checkpoint.tensors, layers, checkpoint.held, computed)
-        return _held_shape(shape, checkpoint.held, sizes_held)
-    return replace(shape, experts=expert_shape(checkpoint, config, num_layers, computed))
+    held = checkpoint.held
+    if held is None:
+        return replace(shape, experts=expert_shape(checkpoint, config, num_layers, computed))
+    return _held_shape(shape, held, held_sizes(checkpoint.tensors, layers, held, computed))
+
+
+def _held_shape(shape: ModelShape, held: Held, own: HeldSizes) -> ModelShape:
+    """Return the sizes of a draft of this shape that is quantised in memory."""
+    num_layers = len(shape.layer_bytes)
+    return replace(
+        shape,
+        layer_bytes=own.layer_bytes[:num_layers],
+        encoder_bytes=own.layer_bytes[num_layers:],
+        cast_bytes=0,
+        companion_bytes=0,
+        scratch_bytes=own.scratch_bytes,
+        beside_bytes=shape.beside_bytes + own.passing_bytes,
+        expanded_weights=own.expanded_weights,
+        product_rows=FEW_ROWS,
+        is_compiled=shape.is_compiled or held.bits == 4,
+        shares_rest=held.is_copy,
+    )
 
 
 def _all_layers(
@@ -206,24 +227,6 @@ def _all_layers(
     return layers, rest
 
 
-def _held_shape(shape: ModelShape, held: Held, sizes: HeldSizes) -> ModelShape:
-    """Return the sizes of a draft of this shape that is quantised in memory."""
-    num_layers = len(shape.layer_bytes)
-    return replace(
-        shape,
-        layer_bytes=sizes.layer_bytes[:num_layers],
-        encoder_bytes=sizes.layer_bytes[num_layers:],
-        cast_bytes=0,
-        companion_bytes=0,
-        scratch_bytes=sizes.scratch_bytes,
-        beside_bytes=shape.beside_bytes + sizes.passing_bytes,
-        expanded_weights=sizes.expanded_weights,
-        product_rows=FEW_ROWS,
-        is_compiled=shape.is_compiled or held.bits == 4,
-        shares_rest=held.is_copy,
-    )
-
-
 def _num_weights(entries: Iterable[TensorEntry]) -> int:
     return sum(math.prod(entry.shape) for entry in entries)
 
@@ -241,7 +244,7 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     """
     why = REFUSED.get(str(checkpoint.config.get("model_type")))
     if why is not None:
-        raise unsupported(checkpoint.directory, checkpoint.config, why)
+        raise unsupported(checkpoint, why)
     where = checkpoint.directory.name
     config = text_config(checkpoint)
     given = {key: config[key] for key in (*_NEEDED, *_OPTIONAL) if config.get(key)}
@@ -274,25 +277,20 @@ def table_and_head(
     Without a head of its own these include the first table; a section without even a norm after its
     layers needs nothing there.
     """
-    named = {
-        name: entry
-        for name, entry in checkpoint.tensors.items()
-        if _TABLE_NAME.search(name) and entry in rest
-    }
+    tensors = checkpoint.tensors.items()
+    named = {name: one for name, one in tensors if _TABLE_NAME.search(name) and one in rest}
     tables = list(named.values())
     others = [entry for entry in rest if entry not in tables]
-    is_tied = bool(others) and not any(
-        entry.shape[:1] >= (max(vocab_size, 1),) and len(entry.shape) == 2 for entry in others
-    )
+    heads = [one for one in others if len(one.shape) == 2 and one.shape[0] >= max(vocab_size, 1)]
+    is_tied = bool(others) and not heads
     as_head = [entry for name, entry in named.items() if _PER_LAYER not in name] if is_tied else []
     return tables, others + as_head
 
 
 def _routed_share(sizes: dict[str, int]) -> float:
     """Return k / E, or 1 where the config lacks either, so that no expert is left out."""
-    num_experts = max(
-        sizes.get(name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = max(sizes.get(name, 0) for name in names)
     num_chosen = sizes.get("num_experts_per_tok", num_experts)
     return min(1.0, num_chosen / num_experts) if num_experts else 1.0
 
@@ -302,11 +300,6 @@ def _rest_bytes(entries: list[TensorEntry], computed: Encoding) -> int:
     plain = [entry for entry in entries if entry.coded is None]
     expanded = (computed.stored_bytes(entry.shape) for entry in entries if entry.coded is not None)
     return slab_bytes_bound(plain) + cast_bytes_of(plain, computed) + sum(expanded)
-
-
-def coded_companion_bytes(entry: TensorEntry) -> int:
-    """Return what stays in memory beside the words of a tensor; 0 where it is not coded."""
-    return 0 if entry.coded is None else entry.coded.coding.companion_bytes(entry.shape)
 
 
 def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: Encoding) -> int:
@@ -319,11 +312,8 @@ def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: En
     around = set(rest)
     for name, entry in checkpoint.tensors.items():
         if entry.coded is not None and entry not in around:
-            module = (
-                _EXPERT.sub(".experts", name)
-                if _EXPERT.search(name)
-                else name.rpartition(".")[0].removesuffix(".conv1d")
-            )
+            module = name.rpartition(".")[0].removesuffix(".conv1d")
+            module = _EXPERT.sub(".experts", name) if _EXPERT.search(name) else module
             sizes[module] += computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES
     outer = {module.rpartition(".")[0] for module in sizes} & sizes.keys()
     inner = [size for module, size in sizes.items() if module not in outer]
@@ -331,29 +321,23 @@ def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: En
 
 
 def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> int:
-    coded = [entry for entries in (*layers, rest) for entry in entries if entry.coded is not None]
-    companions = [
-        companion for entry in coded if entry.coded for _, companion in entry.coded.companions
-    ]
-    return slab_bytes_bound([*companions, *(entry for entry in rest if entry.coded is not None)])
+    beside = [entry for entry in rest if entry.coded is not None]
+    for entry in (one for entries in (*layers, rest) for one in entries):
+        beside += [one for _, one in entry.coded.companions] if entry.coded is not None else []
+    return slab_bytes_bound(beside)
 
 
-def _num_streams(checkpoint: Checkpoint) -> int:
-    """Return how many residual streams lie beside each other, in families that mix them."""
-    config = text_config(checkpoint)
-    found = (config.get(name) for name in ("hc_mult", "hc_count"))
-    return next((one for one in found if type(one) is int and 0 < one < _MAX_STREAMS), 1)
-
-
-def _row_bytes(sizes: dict[str, int], item_bytes: int, num_streams: int) -> int:
+def _row_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
     """Return what one row holds at once inside a layer.
 
-    This is residual, norms (partly in fp32), heads and feed-forward.
+    This is residual, norms (partly in fp32), heads and feed-forward. Some families mix several
+    residual streams, which lie beside each other.
     """
+    found = (config.get(name) for name in ("hc_mult", "hc_count"))
+    num_streams = next((n for n in found if type(n) is int and 0 < n < _MAX_STREAMS), 1)
     width = sizes["hidden_size"] * num_streams
-    feed_forward = sizes.get("intermediate_size", 4 * sizes["hidden_size"]) * sizes.get(
-        "num_experts_per_tok", 1
-    )
+    inner = sizes.get("intermediate_size", 4 * sizes["hidden_size"])
+    feed_forward = inner * sizes.get("num_experts_per_tok", 1)
     heads_width = sizes.get("num_attention_heads", 1) * head_dim(sizes)
     return item_bytes * (4 * width + _INNER_COPIES * feed_forward + 3 * heads_width) + 4 * 3 * width
 
@@ -363,22 +347,10 @@ def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: 
 
     They do so where `model.parts` finds all of them by their names.
     """
-    named = {
-        match[0].partition(".mlp")[0]
-        for name in checkpoint.tensors
-        if (match := _INNER_NAME.search(name))
-    }
+    matches = map(_INNER_NAME.search, checkpoint.tensors)
+    named = {match[0].partition(".mlp")[0] for match in matches if match is not None}
     is_all = checkpoint.held is None and len(named) == sizes["num_hidden_layers"]
     return item_bytes * _INNER_COPIES * sizes.get("intermediate_size", 0) if is_all else 0
-
-
-def _types_of(checkpoint: Checkpoint, computed: Encoding) -> set[Encoding]:
-    """Return the types that layers are computed in.
-
-    transformers keeps some of T5 in float32 where float16 is asked for.
-    """
-    is_mixed = has_encoder(checkpoint.config) and computed == PLAIN_OF["float16"]
-    return {computed, PLAIN_OF["float32"]} if is_mixed else {computed}
 
 
 def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
@@ -396,46 +368,27 @@ def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) 
     return num_masks * item_bytes + 1 + scores_bytes
 
 
-def _kv_width_of(checkpoint: Checkpoint, sizes: dict[str, int], index: IndexShape) -> int:
-    """Return the numbers per token in what all layers keep."""
+def _kv_width(checkpoint: Checkpoint, sizes: dict[str, int], index: IndexShape) -> int:
+    """Return the numbers per token in what all layers keep.
+
+    Keys and values are as wide as their projections, where headers have these apart; compressed
+    ones are kept expanded, head by head.
+    """
     if index.latent_width:
         return index.latent_width + index.index_width
-    usual = sizes["num_hidden_layers"] * _kv_width(sizes)
-    return (_projected_kv_width(checkpoint) or usual) + index.index_width
-
-
-def _projected_kv_width(checkpoint: Checkpoint) -> int:
-    """Return the numbers per token in keys and values of all layers, by their projections.
-
-    Returns 0 where projections are fused.
-    """
-    projections = {
-        name: entry for name, entry in checkpoint.tensors.items() if _KV_NAME.search(name)
-    }
-    if any(len(entry.shape) != 2 for entry in projections.values()):  # headers do not say
-        return 0
-    rows = {name: entry.shape[0] for name, entry in projections.items()}
-    keys = {name: width for name, width in rows.items() if name.endswith("k_proj.weight")}
-    return sum(
-        width + rows.get(name.replace("k_proj", "v_proj"), width) for name, width in keys.items()
-    )
-
-
-def _kv_width(sizes: dict[str, int]) -> int:
-    """Return the numbers per token and layer in keys and values together.
-
-    Compressed ones are kept expanded, head by head.
-    """
+    kept = {name: one.shape for name, one in checkpoint.tensors.items() if _KV_NAME.search(name)}
+    if kept and all(len(shape) == 2 for shape in kept.values()):
+        rows = {name: shape[0] for name, shape in kept.items()}
+        keys = {name: width for name, width in rows.items() if name.endswith("k_proj.weight")}
+        projected = (rows.get(k.replace("k_proj", "v_proj"), width) for k, width in keys.items())
+        if width := sum(keys.values()) + sum(projected):
+            return width + index.index_width
+    num_heads = sizes.get("num_attention_heads", 1)
+    width = 2 * sizes.get("num_key_value_heads", num_heads) * head_dim(sizes)
     if "kv_lora_rank" in sizes:
-        expanded = (
-            sizes.get("qk_nope_head_dim", 0)
-            + sizes.get("qk_rope_head_dim", 0)
-            + sizes.get("v_head_dim", 0)
-        )
-        return sizes.get("num_attention_heads", 1) * expanded
-    return (
-        2 * sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1)) * head_dim(sizes)
-    )
+        parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        width = num_heads * sum(sizes.get(name, 0) for name in parts)
+    return sizes["num_hidden_layers"] * width + index.index_width
 
 
 def name_of(model: str) -> str:

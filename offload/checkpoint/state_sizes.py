@@ -10,9 +10,10 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import Entries
+from offload.encoding.base import Settings
 
 _LAYER = re.compile(
     r"^(?:.*?\.)?layers\.(\d{1,9})\.(.*\.)?((?:[qkv]_)?conv_?1d\.weight|conv\.conv\.weight|A_log|"
@@ -56,7 +57,7 @@ class RecurrentLayer(NamedTuple):
 
 
 def recurrent_shape(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry], num_layers: int, item_bytes: int
+    config: Settings, tensors: Entries, num_layers: int, item_bytes: int
 ) -> RecurrentShape:
     """Return the sizes of a model that computes in numbers of so many bytes.
 
@@ -73,7 +74,7 @@ def recurrent_shape(
 
 
 def recurrent_layers(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry], num_layers: int
+    config: Settings, tensors: Entries, num_layers: int
 ) -> dict[int, RecurrentLayer]:
     """Return the layers that keep anything beside keys and values."""
     convolutions = defaultdict[int, list[tuple[int, ...]]](list)
@@ -87,21 +88,20 @@ def recurrent_layers(
                 convolutions[int(match[1])].append(entry.shape)
     layers = sorted({*convolutions, *decays})
     found = {layer: _layer(config, convolutions[layer], decays.get(layer)) for layer in layers}
-    if config.get("model_type") == "minimax":
-        matches = ((_GATE.match(name), entry) for name, entry in tensors.items())
-        gates = {int(match[1]): entry.shape[0] for match, entry in matches if match is not None}
-        found |= {at: _lightning(config, width) for at, width in gates.items() if at < num_layers}
+    # linear attention, whose heads are as wide together as its gate
+    for name, entry in tensors.items() if config.get("model_type") == "minimax" else ():
+        match = _GATE.match(name)
+        if match is not None and int(match[1]) < num_layers:
+            width = entry.shape[0]
+            num_heads = _size(config, "num_attention_heads")
+            state = width * (_size(config, "head_dim") or width // max(1, num_heads))
+            row_floats = 8 * width + _CHUNK_ROWS * width
+            found[int(match[1])] = RecurrentLayer(1, 0, state, 2 * width, 0, row_floats)
     return found
 
 
-def _lightning(config: Mapping[str, Any], width: int) -> RecurrentLayer:
-    """Return a layer of linear attention whose heads are so wide together."""
-    head_dim = _size(config, "head_dim") or width // max(1, _size(config, "num_attention_heads"))
-    return RecurrentLayer(1, 0, width * head_dim, 2 * width, 0, 8 * width + _CHUNK_ROWS * width)
-
-
 def _layer(
-    config: Mapping[str, Any],
+    config: Settings,
     convolutions: Sequence[tuple[int, ...]],
     decays: tuple[int, ...] | None,
 ) -> RecurrentLayer:
@@ -127,7 +127,7 @@ def _layer(
     )
 
 
-def _delta(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
+def _delta(config: Settings) -> tuple[int, int, int, int]:
     key_width, value_width = (
         _size(config, name, "linear_head_dim")
         for name in ("linear_key_head_dim", "linear_value_head_dim")
@@ -139,7 +139,7 @@ def _delta(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
     return num_heads * key_width * value_width, heads + num_heads, decays, row
 
 
-def _mamba2(config: Mapping[str, Any], channels: int, num_heads: int) -> tuple[int, int, int, int]:
+def _mamba2(config: Settings, channels: int, num_heads: int) -> tuple[int, int, int, int]:
     num_states = _size(config, "mamba_d_state", "ssm_state_size", "state_size")
     groups_width = max(1, _size(config, "mamba_n_groups", "n_groups", "mamba_ngroups")) * num_states
     width = max(0, channels - 2 * groups_width)
@@ -148,7 +148,7 @@ def _mamba2(config: Mapping[str, Any], channels: int, num_heads: int) -> tuple[i
     return width * num_states, width + num_heads + groups_width, num_heads, row
 
 
-def _size(config: Mapping[str, Any], *names: str) -> int:
+def _size(config: Settings, *names: str) -> int:
     """Return the first of these that is a size; 0 where none is."""
     return next(
         (size for name in names if type(size := config.get(name)) is int and 0 < size < 1 << 31), 0
@@ -163,9 +163,7 @@ class IndexShape(NamedTuple):
     expanded_width: int = 0  # of one layer's while it runs, of each position that it may see
 
 
-def index_shape(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry], sizes: Mapping[str, int]
-) -> IndexShape:
+def index_shape(config: Settings, tensors: Entries, sizes: Mapping[str, int]) -> IndexShape:
     """Return the sizes of a model; zeros for one without such layers."""
     num_layers = sizes["num_hidden_layers"]
     index = index_layers(config, tensors, num_layers)
@@ -179,9 +177,7 @@ def index_shape(
     return IndexShape(sum(index.values()), sum(latents.values()), expanded if latents else 0)
 
 
-def index_layers(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorEntry], num_layers: int
-) -> dict[int, int]:
+def index_layers(config: Settings, tensors: Entries, num_layers: int) -> dict[int, int]:
     """Return the width of a position's index key, by layer."""
     found = dict[int, int]()
     for name, entry in tensors.items():
@@ -199,7 +195,7 @@ def index_layers(
     return found
 
 
-def latent_layers(tensors: Mapping[str, TensorEntry], num_layers: int) -> dict[int, int]:
+def latent_layers(tensors: Entries, num_layers: int) -> dict[int, int]:
     """Return the width of a position's compressed keys and values, by layer."""
     matches = ((_LATENT.match(name), entry) for name, entry in tensors.items())
     return {

@@ -18,8 +18,16 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from offload.encoding import bitsandbytes, exponents, floats, integers
-from offload.encoding.base import AGAIN, ENCODINGS, STORED, Coding, Format, RecognisedWeight
-from offload.errors import UserError, require
+from offload.encoding.base import (
+    AGAIN,
+    ENCODINGS,
+    STORED,
+    Coding,
+    Format,
+    RecognisedWeight,
+    Settings,
+)
+from offload.errors import UserError, ensure, require
 
 # behind the name of a weight that is stored in several tensors, and before the number of one
 ROWS = ".rows."
@@ -69,18 +77,21 @@ class Coded(NamedTuple):
         return sum(entry.num_bytes for _, entry in self.companions)
 
 
+Entries = Mapping[str, TensorEntry]
 _SUFFIXES = sorted({suffix for one in FORMATS for suffix in one.suffixes}, key=len, reverse=True)
 
 
-def with_codings(
-    where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
-) -> dict[str, TensorEntry]:
+def with_codings(where: str, config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
     """Return the tensors by the names of models; a coded weight becomes one entry.
 
     Raises:
         UserError: tensors of a weight contradict each other, or are of a version that is not known.
     """
-    settings = _settings(config)
+    inner = config.get("text_config")
+    places = (config, inner if isinstance(inner, dict) else {})
+    keys = ("quantization_config", "compression_config")
+    given = (place.get(key) for place in places for key in keys)
+    settings = next((one for one in given if isinstance(one, dict)), {})
     known = dict[str, TensorEntry]()
     grouped = dict[str, dict[str, TensorEntry]]()
     for name, entry in tensors.items():
@@ -94,18 +105,7 @@ def with_codings(
     return known
 
 
-def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = config.get("text_config")
-    places = (config, inner if isinstance(inner, dict) else {})
-    given = (
-        place.get(key) for place in places for key in ("quantization_config", "compression_config")
-    )
-    return next((one for one in given if isinstance(one, dict)), {})
-
-
-def _weights_of(
-    where: str, stem: str, own: Mapping[str, TensorEntry], settings: Mapping[str, Any]
-) -> dict[str, TensorEntry]:
+def _weights_of(where: str, stem: str, own: Entries, settings: Settings) -> dict[str, TensorEntry]:
     """Return one coded weight, or the tensors as they are."""
     if own.keys() == {".weight"} and own[".weight"].dtype in ENCODINGS:
         return {f"{stem}.weight": own[".weight"]}
@@ -114,29 +114,23 @@ def _weights_of(
         try:
             found = one.recognise(claimed, settings)
             if found is not None:
-                others = {
-                    f"{stem}{suffix}": entry
-                    for suffix, entry in own.items()
-                    if suffix not in claimed
-                }
-                return {**others, f"{stem}{one.parameter}": _entry(found, claimed)}
+                others = own.keys() - claimed.keys()
+                kept = {f"{stem}{suffix}": own[suffix] for suffix in own if suffix in others}
+                return {**kept, f"{stem}{one.parameter}": _entry(found, claimed)}
         except ValueError as error:
             raise UserError(f"{where}: {stem}: {error}") from None
     return {f"{stem}{suffix}": entry for suffix, entry in own.items()}
 
 
-def _entry(found: RecognisedWeight, own: Mapping[str, TensorEntry]) -> TensorEntry:
+def _entry(found: RecognisedWeight, own: Entries) -> TensorEntry:
     for suffix in (*found.words, *found.companions):
-        if own[suffix].dtype not in STORED:
-            raise ValueError(
-                f"{suffix} must be of a type that is known, is {own[suffix].dtype:.40}: {AGAIN}"
-            )
+        dtype = own[suffix].dtype
+        rule = f"{suffix} must be of a type that is known"
+        ensure(dtype in STORED, f"{rule}, is {dtype:.40}: {AGAIN}")
     words = [own[suffix] for suffix in found.words]
-    if any(one.shard != other.shard or one.hi != other.lo for one, other in pairwise(words)):
-        raise ValueError(
-            f"{' and '.join(found.words)} must lie one behind the other in a file, they do not: "
-            f"pack it again"
-        )
+    rule = f"{' and '.join(found.words)} must lie one behind the other in a file"
+    places = [((one.shard, one.hi), (other.shard, other.lo)) for one, other in pairwise(words)]
+    ensure(all(end == start for end, start in places), f"{rule}, they do not: pack it again")
     coded = Coded(found.coding, tuple((suffix, own[suffix]) for suffix in found.companions))
     return words[0]._replace(shape=found.shape, hi=words[-1].hi, coded=coded)
 
@@ -148,22 +142,14 @@ _READ = {
     "intel/auto-round": "AutoRound", "mxfp4": "MXFP4", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
     "modelopt_fp4": "ModelOpt", "fbgemm_fp8": "FP8",
 }  # fmt: skip
-_COMPRESSED = (
-    *(
-        "pack-quantized",
-        "int-quantized",
-        "float-quantized",
-        "naive-quantized",
-        "nvfp4-pack-quantized",
-    ),
-    *("mixed-precision", "dense"),
-)
+_COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+               "mixed-precision", "dense")  # fmt: skip
 _BITS = {"awq": (4,), "gptq": (4, 8)}
 _MODELOPT = ("NVFP4", "FP8", "MIXED_PRECISION")
 _MLX = ("group_size", "bits")
 
 
-def check_method(name: str, config: Mapping[str, Any]) -> None:
+def check_method(name: str, config: Settings) -> None:
     """Check that a config names no quantisation, or one that is read.
 
     Args:
@@ -180,41 +166,31 @@ def check_method(name: str, config: Mapping[str, Any]) -> None:
     if not settings:
         return
     if not isinstance(settings, dict):
-        raise UserError(
-            f"{name}: quantization_config must be an object, got {settings!r:.40}: mend config.json"
-        )
-    problem = _problem(settings)
+        rule = f"{name}: quantization_config must be an object"
+        raise UserError(f"{rule}, got {settings!r:.40}: mend config.json")
+    kinds = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "compressed-tensors": _compressed,
+             "modelopt": _modelopt}  # fmt: skip
+    method = _method(settings)
+    problem = kinds[method](settings) if method in kinds else None
+    if method is None:
+        problem = f"quantised weights of method {settings.get('quant_method')!r:.40} are not read"
     if problem is not None:
         raise UserError(f"{name}: {problem}: {_INSTEAD}")
 
 
-def _problem(settings: Mapping[str, Any]) -> str | None:
-    method = _method(settings)
-    if method is None:
-        return f"quantised weights of method {settings.get('quant_method')!r:.40} are not read"
-    kinds = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "compressed-tensors": _compressed,
-             "modelopt": _modelopt}  # fmt: skip
-    return kinds[method](settings) if method in kinds else None
-
-
-def _method(settings: Mapping[str, Any]) -> str | None:
+def _method(settings: Settings) -> str | None:
     """Return the name of the method, one for all its synonyms; None if it is not read."""
     method = settings.get("quant_method")
     if method is None:  # early bitsandbytes and compressed-tensors name none
         is_bitsandbytes = settings.get("load_in_4bit") or settings.get("load_in_8bit")
-        method = (
-            "bitsandbytes"
-            if is_bitsandbytes
-            else "compressed-tensors"
-            if "config_groups" in settings
-            else None
-        )
+        method = "compressed-tensors" if "config_groups" in settings else None
+        method = "bitsandbytes" if is_bitsandbytes else method
     if not isinstance(method, str) or method not in _READ:
         return None
     return {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}.get(method, method)
 
 
-def _awq(settings: Mapping[str, Any]) -> str | None:
+def _awq(settings: Settings) -> str | None:
     version = str(settings.get("version", "gemm")).lower()
     backend = settings.get("backend", "autoawq")
     if backend != "autoawq":
@@ -224,7 +200,7 @@ def _awq(settings: Mapping[str, Any]) -> str | None:
     return _bits("awq", settings.get("bits", settings.get("w_bit", 4)))
 
 
-def _gptq(settings: Mapping[str, Any]) -> str | None:
+def _gptq(settings: Settings) -> str | None:
     form = settings.get("checkpoint_format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
         return f"GPTQ's checkpoint_format {form!r:.40} is not read, gptq and gptq_v2 are"
@@ -233,17 +209,15 @@ def _gptq(settings: Mapping[str, Any]) -> str | None:
     return _bits("gptq", settings.get("bits", 4))
 
 
-def _auto_round(settings: Mapping[str, Any]) -> str | None:
+def _auto_round(settings: Settings) -> str | None:
     form = str(settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq")
     if "gptq" not in form and "awq" not in form and "llm_compressor" not in form:
-        return (
-            f"AutoRound's packing_format {form:.40} is not read, auto_round:auto_gptq and "
-            f"auto_round:auto_awq are"
-        )
+        read = "auto_round:auto_gptq and auto_round:auto_awq are"
+        return f"AutoRound's packing_format {form:.40} is not read, {read}"
     return _bits("awq" if "awq" in form else "gptq", settings.get("bits", 4))
 
 
-def _compressed(settings: Mapping[str, Any]) -> str | None:
+def _compressed(settings: Settings) -> str | None:
     # weights are stored rotated, and activations would have to be
     if settings.get("transform_config"):
         return "compressed-tensors with a transform_config (rotations) is not read"
@@ -253,22 +227,18 @@ def _compressed(settings: Mapping[str, Any]) -> str | None:
     return f"compressed-tensors' format {form!r:.40} is not read, {', '.join(_COMPRESSED[:5])} are"
 
 
-def _modelopt(settings: Mapping[str, Any]) -> str | None:
+def _modelopt(settings: Settings) -> str | None:
     kind = settings.get("quant_algo", "NVFP4")
-    return (
-        None
-        if kind in _MODELOPT
-        else f"ModelOpt's {kind!r:.40} is not read, {' and '.join(_MODELOPT[:2])} are"
-    )
+    if kind in _MODELOPT:
+        return None
+    return f"ModelOpt's {kind!r:.40} is not read, {' and '.join(_MODELOPT[:2])} are"
 
 
 def _bits(method: str, bits: Any) -> str | None:
     if bits in _BITS[method]:
         return None
-    return (
-        f"{_READ[method]} of {bits!r:.20} bits is not read, of "
-        f"{' and '.join(map(str, _BITS[method]))} it is"
-    )
+    read = " and ".join(map(str, _BITS[method]))
+    return f"{_READ[method]} of {bits!r:.20} bits is not read, of {read} it is"
 
 
 # classifiers of 20,000 labels are common
@@ -282,16 +252,15 @@ _FLOATS = ("Infinity", "-Infinity", "NaN")
 _LAYER_KINDS = ("layers_block_type", "hybrid_override_pattern")
 
 
-def check_counts(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
+def check_counts(where: str, config: Settings, file: str = "config.json") -> None:
     """Raise `UserError` for a count, in any part of a config, that no model has."""
     for part in objects(config):
         for key, value in part.items():
             size = len(value) if key in _LABELS and isinstance(value, dict) else value
             most = _most(str(key))  # tables that were built, and not read, have numbers for keys
             if most is not None and isinstance(size, int | float):
-                require(
-                    size <= most, f"{where}: {key} in {file} must be at most {most}", size, "fix it"
-                )
+                rule = f"{where}: {key} in {file} must be at most {most}"
+                require(size <= most, rule, size, "fix it")
 
 
 def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
@@ -307,13 +276,10 @@ def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
                 part[key] = float(value[_FLOAT])
             elif isinstance(value, dict | list):
                 left.append(value)
-        kinds = (
-            next((part[name] for name in _LAYER_KINDS if part.get(name)), None)
-            if isinstance(part, dict)
-            else None
-        )
-        if isinstance(kinds, list | str) and "num_hidden_layers" not in part:
-            part["num_hidden_layers"] = len(kinds)
+        if isinstance(part, dict) and "num_hidden_layers" not in part:
+            kinds = next((part[name] for name in _LAYER_KINDS if part.get(name)), None)
+            if isinstance(kinds, list | str):
+                part["num_hidden_layers"] = len(kinds)
     return config
 
 
@@ -324,15 +290,11 @@ def _most(key: str) -> int | None:
     return _MOST_LAYERS if _LAYERS.search(key) else None
 
 
-def check_types(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
+def check_types(where: str, config: Settings, file: str = "config.json") -> None:
     """Raise `UserError` where a part of a config has a model type that is not text."""
+    rule = f"{where}: model_type in {file} must be text"
     for kind in (part.get("model_type") for part in objects(config)):
-        require(
-            isinstance(kind, str | None),
-            f"{where}: model_type in {file} must be text",
-            kind,
-            "fix it",
-        )
+        require(isinstance(kind, str | None), rule, kind, "fix it")
 
 
 def objects(value: Any) -> Iterator[Mapping[str, Any]]:

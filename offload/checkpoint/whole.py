@@ -19,7 +19,9 @@ refused.
 import json
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +45,7 @@ from offload.checkpoint.safetensors import (
     read_header,
     unreadable,
 )
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import Entries, TensorEntry
 from offload.errors import UnreadError, UserError, ensure, reason
 
 SUFFIX = ".sums.json"  # follows the name of a GGUF file; in a folder the manifest is `SUMS`
@@ -104,7 +106,6 @@ class ModelSpans(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Return the folder that holds the files."""
         return self.path if os.path.isdir(self.path) else self.path.parent
 
     @property
@@ -136,13 +137,23 @@ def open_whole(model: str) -> ModelSpans:
     for name, own in places.items():
         if own in have and name not in have[own]:
             damage.append(Damage(own, name, "is not in the file that the index names"))
-    words, left_out = _words_and_left_out(path, shards)
-    files = (
-        WholeFile(one, stamp, _spans(entries, stamp, words.get(one, ())))
-        for one, (entries, stamp) in headers.items()
-    )
-    others = (_unread_file(one, why) for one, why in unread.items())
-    return ModelSpans(path, (*files, *others), tuple(damage), left_out)
+    # where words of coded weights begin, and what no text needs: not of models that cannot be run
+    words = defaultdict[int, set[int]](set)
+    left_out: Mapping[str, int] = {}
+    with suppress(UserError):
+        checkpoint = open_headers(path)
+        left_out = checkpoint.left_out
+        for entry in checkpoint.tensors.values():
+            if entry.coded is not None:
+                words[entry.shard].add(entry.lo)
+    files = list[WholeFile]()
+    for one, (entries, stamp) in headers.items():
+        files.append(WholeFile(one, stamp, _spans(entries, stamp, words[shards.index(one)])))
+    for one, why in unread.items():
+        stamp = Stamp.of(one)
+        whole = Span(_UNREAD, 0, stamp.num_bytes, stamp.num_bytes)
+        files.append(WholeFile(one, stamp, (Span(None, 0, 0, 0), whole), why))
+    return ModelSpans(path, tuple(files), tuple(damage), left_out)
 
 
 def _local(model: str) -> Path:
@@ -151,18 +162,15 @@ def _local(model: str) -> Path:
     if os.path.isdir(path):
         return path
     if os.path.exists(path) or not is_hub_id(model):
-        raise UserError(
-            f"no model at {path}: give a folder, a GGUF file, or a hub id that was downloaded"
-        )
+        remedy = "give a folder, a GGUF file, or a hub id that was downloaded"
+        raise UserError(f"no model at {path}: {remedy}")
     from huggingface_hub.errors import HFValidationError
 
     try:
         return in_cache(model)
     except (OSError, HFValidationError) as error:
-        raise UserError(
-            f"{model} is neither a folder nor in the hub's cache ({reason(error)}): download it "
-            f"first"
-        ) from None
+        what = f"{model} is neither a folder nor in the hub's cache ({reason(error)})"
+        raise UserError(f"{what}: download it first") from None
 
 
 def _headers(
@@ -174,11 +182,8 @@ def _headers(
     damage = list[Damage]()
     for path in shards:
         if not os.path.isfile(path):
-            damage.append(
-                Damage(
-                    path.name, "", "is no regular file" if os.path.lexists(path) else "is missing"
-                )
-            )
+            what = "is no regular file" if os.path.lexists(path) else "is missing"
+            damage.append(Damage(path.name, "", what))
             continue
         if not os.access(path, os.R_OK):
             raise UserError(f"cannot read {path}: check that it is yours to read")
@@ -200,33 +205,7 @@ def _without_name(error: UserError, path: Path) -> str:
     return str(error).removeprefix(f"{path.name}: ").removeprefix(f"{path.name} ")
 
 
-def _unread_file(path: Path, why: str) -> WholeFile:
-    stamp = Stamp.of(path)
-    spans = Span(None, 0, 0, 0), Span(_UNREAD, 0, stamp.num_bytes, stamp.num_bytes)
-    return WholeFile(path, stamp, spans, why)
-
-
-def _words_and_left_out(
-    path: Path, shards: tuple[Path, ...]
-) -> tuple[dict[Path, set[int]], Mapping[str, int]]:
-    """Return where words of coded weights begin, by file, and what no text needs.
-
-    Both are empty for models that cannot be run.
-    """
-    words = dict[Path, set[int]]()
-    try:
-        checkpoint = open_headers(path)
-    except UserError:
-        return words, {}
-    for entry in checkpoint.tensors.values():
-        if entry.coded is not None:
-            words.setdefault(shards[entry.shard], set()).add(entry.lo)
-    return words, checkpoint.left_out
-
-
-def _spans(
-    entries: Mapping[str, TensorEntry], stamp: Stamp, words: Collection[int]
-) -> tuple[Span, ...]:
+def _spans(entries: Entries, stamp: Stamp, words: Collection[int]) -> tuple[Span, ...]:
     ordered = sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi))
     starts = [*(entry.lo for _, entry in ordered), stamp.num_bytes]
     spans = [Span(None, 0, starts[0], starts[0])]
@@ -282,10 +261,8 @@ def read_manifest(path: Path) -> dict[str, FileSums]:
     except OSError as error:
         raise unreadable(path, error) from None
     if found.get("format") != _FORMAT or found.get("version") != _VERSION:
-        raise UserError(
-            f"{path} is no manifest of offload verify: give another with `manifest`, or move it "
-            f"away"
-        )
+        other = "give another with `manifest`, or move it away"
+        raise UserError(f"{path} is no manifest of offload verify: {other}")
     files = found.get("files")
     try:
         ensure(found.get("crc32") == _crc32(files), "it does not have its own checksum")
@@ -297,11 +274,9 @@ def read_manifest(path: Path) -> dict[str, FileSums]:
 def write_manifest(path: Path, files: Mapping[str, FileSums]) -> None:
     """Write the manifest, whole or not at all. Raises `OSError`."""
     told = {name: asdict(own) for name, own in files.items()}
+    whole = {"format": _FORMAT, "version": _VERSION, "crc32": _crc32(told), "files": told}
     with replacing(path) as scratch:
-        text = json.dumps(
-            {"format": _FORMAT, "version": _VERSION, "crc32": _crc32(told), "files": told}, indent=1
-        )
-        scratch.write_text(text + "\n", encoding="utf-8")
+        scratch.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def have_same_bytes(one: FileSums, other: FileSums) -> bool:
@@ -314,11 +289,8 @@ def differences(file: str, found: FileSums, known: FileSums, manifest: Path) -> 
     what = f"its bytes are not those of {manifest.name}"
     if found.written_ns != known.written_ns:
         what += ", and the file was written to since: where that was meant, remove the manifest"
-    names = [
-        name
-        for name in {**known.tensors, **found.tensors}
-        if known.tensors.get(name) != found.tensors.get(name)
-    ]
+    both = {**known.tensors, **found.tensors}
+    names = [name for name in both if known.tensors.get(name) != found.tensors.get(name)]
     if found.tensors.keys().isdisjoint(known.tensors):
         names = []  # the header changed, so tensors cannot be compared by name
     is_header = found.header != known.header or (found.num_bytes != known.num_bytes and not names)

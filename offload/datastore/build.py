@@ -39,7 +39,7 @@ from offload.datastore.store import (
     vocabulary_sha256,
     vocabulary_size,
 )
-from offload.errors import UserError, reason, require
+from offload.errors import UserError, ensure, reason, require
 from offload.machine import rss_bytes
 from offload.units import format_bytes
 
@@ -100,7 +100,9 @@ def append(
     Raises what `build` raises.
     """
     room = chunk_room(ram_bytes, coder)
-    with _refusing_bad_places(path), _locked_store(path):
+    if not path.is_dir():
+        read_store(path)  # which says what is missing
+    with _refusing_bad_places(path), locked(path):
         store = read_store(path)
         require_tokenizer(store, coder.vocabulary)
         with _discarding_unnamed_chunks(path):
@@ -123,10 +125,8 @@ def chunk_room(ram_bytes: int, coder: Coder) -> int:
     width = TokenWidth.of(vocabulary_size(coder.vocabulary)).num_bytes
     taken_bytes = rss_bytes() + _RESERVE_BYTES
     least_bytes = taken_bytes + sorting_bytes(_LEAST_ROOM * width)
-    sizes = (format_bytes(least_bytes), format_bytes(ram_bytes))
-    require(
-        ram_bytes >= least_bytes, f"`ram` must be at least {sizes[0]} here", sizes[1], "give more"
-    )
+    rule = f"`ram` must be at least {format_bytes(least_bytes)} here"
+    require(ram_bytes >= least_bytes, rule, format_bytes(ram_bytes), "give more")
     return min((ram_bytes - taken_bytes) // sorting_bytes(width), MAX_TEXT_BYTES // width - 1)
 
 
@@ -176,12 +176,9 @@ class _ChunkWriter(NamedTuple):
 
     def _write_one(self, files: tuple[Path, Path], text: ReversedText) -> ChunkEntry:
         self.on_phase(f"sorting {text.num_tokens:,} tokens")
-        tokens_B = text.tokens_B
-        order_M = _heeding_signals(lambda: sorted_positions(tokens_B))
-        entries = (
-            _write_file(files[0], tokens_B.view(np.uint8)),
-            _write_file(files[1], order_M.view(np.uint8)),
-        )
+        order_M = _heeding_signals(lambda: sorted_positions(text.tokens_B))
+        parts = zip(files, (text.tokens_B, order_M), strict=True)
+        entries = [_write_file(path, part.view(np.uint8)) for path, part in parts]
         return ChunkEntry(text.num_documents, text.num_tokens, *entries)
 
 
@@ -239,21 +236,8 @@ def require_new(path: Path) -> None:
     is_folder = path.is_dir() and path.name != "" and not path.is_symlink()
     is_free = not os.path.lexists(path) or (is_folder and not any(path.iterdir()))
     if not is_free:
-        raise UserError(
-            f"a new store must have a name of its own, {path} exists: take another, or append to it"
-        )
-
-
-@contextmanager
-def _locked_store(path: Path) -> Iterator[None]:
-    """Lock a store against other writers.
-
-    Raises `UserError` where another process writes, or where there is no store.
-    """
-    if not path.is_dir():
-        read_store(path)  # which says what is missing
-    with locked(path):
-        yield
+        rule = "a new store must have a name of its own"
+        raise UserError(f"{rule}, {path} exists: take another, or append to it")
 
 
 @contextmanager
@@ -265,14 +249,10 @@ def _discarding_unnamed_chunks(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        named = {
-            file
-            for index in range(len(read_store(path).chunks))
-            for file in chunk_files(path, index)
-        }
-        for file in (*path.glob("chunk-*"), path / f".{MANIFEST_NAME}"):
-            if file not in named:
-                file.unlink(missing_ok=True)
+        num_chunks = len(read_store(path).chunks)
+        named = {file for index in range(num_chunks) for file in chunk_files(path, index)}
+        for file in {*path.glob("chunk-*"), path / f".{MANIFEST_NAME}"} - named:
+            file.unlink(missing_ok=True)
         raise
 
 
@@ -284,9 +264,8 @@ def _refusing_bad_places(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UserError(
-            f"cannot write {path} ({error.strerror or error}): nothing of it was kept, {_ROOM}"
-        ) from None
+        what = f"cannot write {path} ({error.strerror or error})"
+        raise UserError(f"{what}: nothing of it was kept, {_ROOM}") from None
 
 
 class _File(NamedTuple):
@@ -317,9 +296,8 @@ class Corpus:
         self.num_binary = 0
         self.num_hidden = 0
         self.done_bytes = 0
-        self._files = [
-            file for path in paths for file in self._found(Path(os.path.expanduser(path)))
-        ]
+        given = (Path(os.path.expanduser(path)) for path in paths)
+        self._files = [file for path in given for file in self._found(path)]
         self.num_files = len(self._files)
         self.num_bytes = sum(file.num_bytes for file in self._files)
 
@@ -335,10 +313,8 @@ class Corpus:
                     self.done_bytes = before + min(done_bytes, file.num_bytes)
                     yield text
             except OSError as error:
-                self._refuse(
-                    f"cannot read {file.path} ({error.strerror or reason(error)})",
-                    "check its permissions",
-                )
+                what = f"cannot read {file.path} ({error.strerror or reason(error)})"
+                self._refuse(what, "check its permissions")
             before += file.num_bytes
             self.done_bytes = before
 
@@ -382,7 +358,9 @@ class Corpus:
                 self._refuse(f"{file.path} must be UTF-8, it is not at byte {wrong}", "convert it")
             else:
                 raw.seek(0)
-                yield from _pieces_of_file(raw)
+                # utf-8-sig drops the byte order mark that some files begin with
+                with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as reader:
+                    yield from ((piece, raw.tell()) for piece in _pieces(reader))
 
     def _lines(
         self, path: Path, raw: BinaryIO, render: Callable[[Messages], str]
@@ -391,20 +369,16 @@ class Corpus:
         for number, line in enumerate(iter(lambda: raw.readline(_MAX_LINE_BYTES), b""), start=1):
             done_bytes += len(line)
             try:
-                text = _text_of_line(line, render) if line.strip() else ""
+                text = ""
+                if line.strip():
+                    rule = f"must have less than {_MAX_LINE_BYTES >> 20} MiB"
+                    ensure(len(line) < _MAX_LINE_BYTES, rule)
+                    text = text_of(json.loads(line.decode("utf-8")), render)
+                    text.encode("utf-8")  # half a character, which JSON can write, is none
             except (ValueError, RecursionError) as error:
                 self._refuse(f"{path}:{number} {reason(error)}", "mend the line")
                 continue
             yield from ((piece, done_bytes) for piece in _pieces(io.StringIO(text, newline="")))
-
-
-def _text_of_line(line: bytes, render: Callable[[Messages], str]) -> str:
-    """Return the text of a line. Raises `ValueError` where it has none."""
-    if len(line) == _MAX_LINE_BYTES:
-        raise ValueError(f"must have less than {_MAX_LINE_BYTES >> 20} MiB")
-    text = text_of(json.loads(line.decode("utf-8")), render)
-    text.encode("utf-8")  # half a character, which JSON can write, is none
-    return text
 
 
 def text_of(record: Any, render: Callable[[Messages], str]) -> str:
@@ -427,12 +401,9 @@ def _message(record: Any, role: str, content: str) -> dict[str, str]:
         case (str(who), str(said)):
             return {"role": _ROLES.get(who, who), "content": said}
         case (str(who), [*parts]):
-            texts = [
-                part["text"]
-                for part in parts
-                if isinstance(part, dict) and isinstance(part.get("text"), str)
-            ]
-            return {"role": _ROLES.get(who, who), "content": "\n".join(texts)}
+            texts = (part.get("text") for part in parts if isinstance(part, dict))
+            told = "\n".join(text for text in texts if isinstance(text, str))
+            return {"role": _ROLES.get(who, who), "content": told}
     raise ValueError(f"has a message without {role} and {content}")
 
 
@@ -449,13 +420,6 @@ def _first_wrong(raw: BinaryIO) -> int | None:
         before += len(block)
     num_left = len(decoder.getstate()[0])
     return before - num_left if num_left else None
-
-
-def _pieces_of_file(raw: BinaryIO) -> Iterator[tuple[str, int]]:
-    # utf-8-sig drops the byte order mark that some files begin with
-    with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as reader:
-        for piece in _pieces(reader):
-            yield piece, raw.tell()
 
 
 def _pieces(reader: io.TextIOBase) -> Iterator[str]:

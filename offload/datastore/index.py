@@ -19,6 +19,7 @@ import mmap
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -44,13 +45,8 @@ class TokenWidth(NamedTuple):
 
         Raises `UserError` for an impossible `vocab_size`.
         """
-        is_possible = 0 < vocab_size < 2**32
-        require(
-            is_possible,
-            "`vocab_size` must lie in [1, 2^32)",
-            vocab_size,
-            "take that of the tokenizer",
-        )
+        rule = "`vocab_size` must lie in [1, 2^32)"
+        require(0 < vocab_size < 2**32, rule, vocab_size, "take that of the tokenizer")
         num_bytes = 2 if vocab_size < 2**16 else 4
         return cls(num_bytes, np.dtype(f">u{num_bytes}"), 256**num_bytes - 1)
 
@@ -96,13 +92,8 @@ class ReversedText:
         self.width = TokenWidth.of(vocab_size)
         self._vocab_size = vocab_size
         num_bytes = (room + 1) * self.width.num_bytes
-        remedy = "take fewer tokens"
-        require(
-            num_bytes <= MAX_TEXT_BYTES,
-            f"a chunk must have at most {MAX_TEXT_BYTES} bytes",
-            num_bytes,
-            remedy,
-        )
+        rule = f"a chunk must have at most {MAX_TEXT_BYTES} bytes"
+        require(num_bytes <= MAX_TEXT_BYTES, rule, num_bytes, "take fewer tokens")
         self._buffer = np.empty(room + 1, self.width.dtype)
         self._buffer[room] = self.width.separator
         self.room = room  # what is left of it
@@ -117,9 +108,8 @@ class ReversedText:
         assert len(tokens) < self.room
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if len(wrong):
-            raise UserError(
-                f"tokens must lie in [0, {self._vocab_size}), got {wrong[0]}: take the tokenizer of this vocabulary"
-            )
+            rule = f"tokens must lie in [0, {self._vocab_size})"
+            raise UserError(f"{rule}, got {wrong[0]}: take the tokenizer of this vocabulary")
         end = self.room
         self.room -= len(tokens) + 1
         self._buffer[self.room] = self.width.separator
@@ -129,7 +119,6 @@ class ReversedText:
 
     @property
     def tokens_B(self) -> NDArray[np.unsignedinteger]:
-        """Return the text so far."""
         return self._buffer[self.room :]
 
 
@@ -173,7 +162,6 @@ class Matches(NamedTuple):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        """Return the number of places in all chunks."""
         return sum(one.hi - one.lo for one in self.ranges)
 
 
@@ -216,11 +204,8 @@ class SuffixIndex:
         if length < least:
             return _NOWHERE
         wanted = wanted[: length * self._width.num_bytes]
-        ranges = [
-            self._range(index, wanted, at)
-            for index, (own, at) in enumerate(places)
-            if own == length
-        ]
+        longest = ((index, at) for index, (own, at) in enumerate(places) if own == length)
+        ranges = (self._range(index, wanted, at) for index, at in longest)
         return Matches(length, tuple(one for one in ranges if one.lo < one.hi))
 
     def continuations(
@@ -242,11 +227,9 @@ class SuffixIndex:
 
     def _reversed(self, context: Sequence[int], most: int) -> bytes:
         """Return the context's end as the text has it, up to a token that no corpus has."""
-        ids = [int(token) for token in reversed(context[max(0, len(context) - most) :])]
-        known = next(
-            (i for i, token in enumerate(ids) if not 0 <= token < self.vocab_size), len(ids)
-        )
-        return b"".join(token.to_bytes(self._width.num_bytes, "big") for token in ids[:known])
+        ids = map(int, reversed(context[max(0, len(context) - most) :]))
+        known = takewhile(lambda token: 0 <= token < self.vocab_size, ids)
+        return b"".join(token.to_bytes(self._width.num_bytes, "big") for token in known)
 
     def _place(self, index: int, wanted: bytes) -> tuple[int, int]:
         """Return how many tokens of `wanted` a chunk has, and their place in its order."""
@@ -254,13 +237,14 @@ class SuffixIndex:
         view = self._views[index]
         size = len(wanted)
         width = self._width.num_bytes
-        at = bisect_left(
-            view, wanted, key=lambda position: text[width * position : width * position + size]
-        )
-        beside = (width * view[one] for one in (at - 1, at) if 0 <= one < len(view))
-        return max(
-            (_common_bytes(wanted, text[lo : lo + size]) for lo in beside), default=0
-        ) // width, at
+
+        def found(position: int) -> bytes:
+            return text[width * position : width * position + size]
+
+        at = bisect_left(view, wanted, key=found)
+        beside = (view[one] for one in (at - 1, at) if 0 <= one < len(view))
+        common = max((_common_bytes(wanted, found(one)) for one in beside), default=0)
+        return common // width, at
 
     def _range(self, index: int, wanted: bytes, at: int) -> MatchRange:
         """Return all places in a chunk of `wanted`; `at` is one of them, or next to one."""
@@ -272,11 +256,8 @@ class SuffixIndex:
         def found(position: int) -> bytes:
             return text[width * position : width * position + size]
 
-        return MatchRange(
-            index,
-            bisect_left(view, wanted, 0, at, key=found),
-            bisect_right(view, wanted, at, key=found),
-        )
+        lo = bisect_left(view, wanted, 0, at, key=found)
+        return MatchRange(index, lo, bisect_right(view, wanted, at, key=found))
 
     def _following(self, index: int, order_M: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         chunk = self._chunks[index]
@@ -335,9 +316,8 @@ def heaviest(continuations_MC: Ints, num_nodes: int) -> Trie:
     count = np.diff(first, append=num_rows * depth)
     run_CM = np.cumsum(is_first_CM) - 1
     token = sorted_CM.ravel()[first]
-    kept = np.argsort(np.where(token < 0, 0, -count), kind="stable")[
-        : min(num_nodes, np.count_nonzero(token >= 0))
-    ]
+    num_kept = min(num_nodes, np.count_nonzero(token >= 0))
+    kept = np.argsort(np.where(token < 0, 0, -count), kind="stable")[:num_kept]
     parent = np.where(first < num_rows, -1, run_CM[first - num_rows])
     rank = np.full(len(first) + 1, -1)  # the last entry is the root's
     rank[kept] = np.arange(len(kept))

@@ -63,7 +63,6 @@ class Store:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of all chunks."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
@@ -83,20 +82,16 @@ class Store:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for `--json`, derived ones included."""
-        sums = {
-            name: getattr(self, name)
-            for name in ("num_tokens", "num_documents", "num_bytes", "sorting_bytes")
-        }
+        names = ("num_tokens", "num_documents", "num_bytes", "sorting_bytes")
+        sums = {name: getattr(self, name) for name in names}
         return {"path": str(self.path), **sums, **self.manifest()}
 
     def manifest(self) -> dict[str, Any]:
         """Return the content of `store.json`."""
         kept = asdict(self)
         del kept["path"]
-        own = {
-            "vocab_size": self.vocab_size,
-            "token_bytes": TokenWidth.of(self.vocab_size).num_bytes,
-        }
+        size = kept.pop("vocab_size")
+        own = {"vocab_size": size, "token_bytes": TokenWidth.of(size).num_bytes}
         return {"format": FORMAT, "version": VERSION, **own, **kept}
 
 
@@ -107,9 +102,8 @@ def sorting_bytes(text_bytes: int) -> int:
 
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
     """Return a digest of a tokenizer's vocabulary, equal where every id means the same token."""
-    return hashlib.sha256(
-        json.dumps(sorted(vocabulary.items()), separators=(",", ":")).encode()
-    ).hexdigest()
+    told = json.dumps(sorted(vocabulary.items()), separators=(",", ":"))
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def vocabulary_size(vocabulary: Mapping[str, int]) -> int:
@@ -127,9 +121,8 @@ def open_datastore(
     """
     store = read_store(path)
     require_tokenizer(store, vocabulary)
-    return SuffixIndex(
-        [map_chunk(store, index) for index in range(len(store.chunks))], store.vocab_size, most_ids
-    )
+    chunks = [map_chunk(store, index) for index in range(len(store.chunks))]
+    return SuffixIndex(chunks, store.vocab_size, most_ids)
 
 
 def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
@@ -137,11 +130,11 @@ def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
     own = store.tokenizer_sha256
     other = vocabulary_sha256(vocabulary)
     if own != other:
-        raise UserError(
-            f"a store must have the model's tokenizer, {store.path} was built with that of {store.tokenizer} "
-            f"({store.vocab_size} ids, sha256 {own[:12]}) against {vocabulary_size(vocabulary)} ids, {other[:12]}: "
-            "build one with offload datastore build --tokenizer MODEL"
-        )
+        had = f"{store.tokenizer} ({store.vocab_size} ids, sha256 {own[:12]})"
+        has = f"{vocabulary_size(vocabulary)} ids, {other[:12]}"
+        what = f"a store must have the model's tokenizer, {store.path} was built with that of {had}"
+        remedy = "build one with offload datastore build --tokenizer MODEL"
+        raise UserError(f"{what} against {has}: {remedy}")
 
 
 def read_store(path: str | os.PathLike[str]) -> Store:
@@ -154,23 +147,15 @@ def read_store(path: str | os.PathLike[str]) -> Store:
     try:
         content = read_object(file, AGAIN)
     except (FileNotFoundError, NotADirectoryError):
-        is_coming = os.path.isdir(scratch_folder(folder))
-        remedy = (
-            "it is being built, wait for it"
-            if is_coming
-            else "check the path, or offload datastore build"
-        )
-        raise UserError(
-            f"a store must be a folder with {MANIFEST_NAME}, {folder} is none: {remedy}"
-        ) from None
+        remedy = "check the path, or offload datastore build"
+        if os.path.isdir(scratch_folder(folder)):
+            remedy = "it is being built, wait for it"
+        what = f"a store must be a folder with {MANIFEST_NAME}, {folder} is none"
+        raise UserError(f"{what}: {remedy}") from None
     except OSError as error:
         raise UserError(f"cannot read {file} ({error.strerror}): check its permissions") from None
-    require(
-        content.get("format") == FORMAT,
-        f"{file} must say {FORMAT}",
-        content.get("format"),
-        "take another folder",
-    )
+    form = content.get("format")
+    require(form == FORMAT, f"{file} must say {FORMAT}", form, "take another folder")
     version = content.get("version")
     remedy = f"take the offload that wrote it, or {AGAIN}"
     require(version == VERSION, f"{file} must have version {VERSION}", version, remedy)
@@ -220,9 +205,8 @@ def _checked(folder: Path, content: dict[str, Any]) -> Store:
             ensure(0 < num_texts <= chunk.num_tokens, "documents hold tokens")
             ensure((chunk.tokens.num_bytes, chunk.positions.num_bytes) == wanted, "sizes differ")
     except (ValidationError, ValueError):
-        raise UserError(
-            f"{folder / MANIFEST_NAME} is not as offload datastore writes it: {AGAIN}"
-        ) from None
+        what = f"{folder / MANIFEST_NAME} is not as offload datastore writes it"
+        raise UserError(f"{what}: {AGAIN}") from None
     return store
 
 
@@ -230,14 +214,12 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
     try:
         with open_regular(path) as file:
             found_bytes = os.fstat(file.fileno()).st_size
-            require(
-                found_bytes == num_bytes, f"{path} must have {num_bytes} bytes", found_bytes, AGAIN
-            )
+            rule = f"{path} must have {num_bytes} bytes"
+            require(found_bytes == num_bytes, rule, found_bytes, AGAIN)
             return mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise UserError(
-            f"cannot read {path} ({error.strerror or reason(error)}): {AGAIN}"
-        ) from None
+        what = f"cannot read {path} ({error.strerror or reason(error)})"
+        raise UserError(f"{what}: {AGAIN}") from None
 
 
 def verify(store: Store, on_bytes: Callable[[int, int], object]) -> None:
@@ -250,9 +232,8 @@ def verify(store: Store, on_bytes: Callable[[int, int], object]) -> None:
     for index, entry in enumerate(store.chunks):
         files = chunk_files(store.path, index)
         chunk = map_chunk(store, index)
-        for path, wanted, part in zip(
-            files, (entry.tokens, entry.positions), (chunk.tokens_B, chunk.position_M), strict=True
-        ):
+        parts = ((entry.tokens, chunk.tokens_B), (entry.positions, chunk.position_M))
+        for path, (wanted, part) in zip(files, parts, strict=True):
             for num_bytes in _check_sum(path, wanted, part.view(np.uint8)):
                 done_bytes += num_bytes
                 on_bytes(done_bytes, store.num_bytes)
@@ -268,12 +249,8 @@ def _check_sum(path: Path, wanted: FileEntry, raw_B: NDArray[np.uint8]) -> Itera
         digest.update(block)
         yield len(block)
     found = digest.hexdigest()
-    require(
-        found == wanted.sha256,
-        f"{path} must have sha256 {wanted.sha256[:12]}...",
-        f"{found[:12]}...",
-        AGAIN,
-    )
+    rule = f"{path} must have sha256 {wanted.sha256[:12]}..."
+    require(found == wanted.sha256, rule, f"{found[:12]}...", AGAIN)
 
 
 def _check_tokens(path: Path, chunk: CorpusChunk, vocab_size: int, num_documents: int) -> None:
@@ -286,12 +263,8 @@ def _check_tokens(path: Path, chunk: CorpusChunk, vocab_size: int, num_documents
     is_parted = is_end_B[0] and is_end_B[-1] and not np.any(is_end_B[1:] & is_end_B[:-1])
     num_ends = np.count_nonzero(is_end_B)
     is_right = is_parted and num_ends == num_documents + 1
-    require(
-        is_right,
-        f"{path} must hold {num_documents} documents between separators",
-        num_ends - 1,
-        AGAIN,
-    )
+    rule = f"{path} must hold {num_documents} documents between separators"
+    require(is_right, rule, num_ends - 1, AGAIN)
 
 
 def _check_order(path: Path, chunk: CorpusChunk, separator: int) -> None:
@@ -303,9 +276,8 @@ def _check_order(path: Path, chunk: CorpusChunk, separator: int) -> None:
     tokens_B = chunk.tokens_B
     position_M = chunk.position_M
     is_inside = position_M.min() > 0 and position_M.max() < len(tokens_B)
-    require(
-        is_inside, f"{path}: positions must lie in [1, {len(tokens_B)})", position_M.min(), AGAIN
-    )
+    rule = f"{path}: positions must lie in [1, {len(tokens_B)})"
+    require(is_inside, rule, position_M.min(), AGAIN)
     rank_B = np.full(len(tokens_B) + 1, -1, np.int32)
     rank_B[position_M] = np.arange(len(position_M), dtype=np.int32)
     is_complete = np.array_equal(rank_B[1:-1] >= 0, tokens_B[:-1] != separator)
@@ -316,10 +288,7 @@ def _check_order(path: Path, chunk: CorpusChunk, separator: int) -> None:
         at = at[: len(then)]
         token = tokens_B[at]
         later = tokens_B[then]
-        is_right = (token < later) | (token == later) & (
-            (token == separator) | (rank_B[at + 1] < rank_B[then + 1])
-        )
-        wrong = np.flatnonzero(~is_right)
-        require(
-            not len(wrong), f"{path} must be sorted", f"another order at {lo + wrong[:1]}", AGAIN
-        )
+        is_tie_right = (token == separator) | (rank_B[at + 1] < rank_B[then + 1])
+        wrong = np.flatnonzero(~((token < later) | (token == later) & is_tie_right))
+        what = f"another order at {lo + wrong[:1]}"
+        require(not len(wrong), f"{path} must be sorted", what, AGAIN)

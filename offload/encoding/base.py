@@ -4,7 +4,7 @@ The numbers of an `Encoding` are a view of the stored bytes. The numbers of a `C
 expanded before they are multiplied with: its words are streamed as they are stored, while the small
 tensors that belong to them, the companions (scales, zero points, column orders), are read once,
 checked, and stay. Headers, layouts, sizes and the planner know tensors by this interface alone; a
-further way of storing weights is one more module here and one more entry in `formats.FORMATS`.
+further way of storing weights is one more module here and one more entry in `tensors.FORMATS`.
 """
 
 import math
@@ -18,26 +18,26 @@ if TYPE_CHECKING:  # planning does without torch
     from offload.kernels.expansion import Expansion
 
 
-class Encoding(Protocol):
+Tensors = Mapping[str, "Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
     """A way in which a checkpoint stores a tensor of plain numbers."""
 
-    @property
-    def name(self) -> str:
-        """The name in safetensors headers."""
-
-    @property
-    def dtype(self) -> str:
-        """The torch type, by name, of the numbers that `decode` returns."""
-
-    @property
-    def align_bytes(self) -> int:
-        """Stored bytes must begin at multiples of this to be decoded."""
+    name: str  # in safetensors headers
+    dtype: str  # the torch type, by name, of the numbers that `decode` returns
+    align_bytes: int  # of one number; stored bytes must begin at multiples of this to be decoded
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes that a tensor of this shape takes in the file and in a slab."""
+        return math.prod(shape) * self.align_bytes
 
     def decode(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """Return the tensor whose stored bytes (uint8) these are, on their device."""
+        """Return the tensor whose stored bytes (uint8) these are: a view of the same memory."""
+        import torch
+
+        return stored_B.view(getattr(torch, self.dtype)).view(tuple(shape))
 
 
 class Coding(Protocol):
@@ -69,9 +69,7 @@ class Coding(Protocol):
     def companion_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of the companions in memory, as `prepare` returns them."""
 
-    def prepare(
-        self, companions: Mapping[str, "Tensor"], shape: Sequence[int]
-    ) -> Mapping[str, "Tensor"]:
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """Check companions, by their suffixes in the file, and return them as `expand` needs them.
 
         Raises `ValueError` (rule, value, remedy) for numbers that are not finite, out of range, or
@@ -79,11 +77,7 @@ class Coding(Protocol):
         """
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: Mapping[str, "Tensor"],
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """Fill `out` from words (uint8) on its device.
 
@@ -92,15 +86,17 @@ class Coding(Protocol):
 
 
 class Header(Protocol):
-    """The header's entry for one tensor."""
+    """The header's entry for one tensor: type, by the format's name, and shape as stored."""
 
     @property
-    def dtype(self) -> str:
-        """The format's name of the type."""
+    def dtype(self) -> str: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the stored tensor."""
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Headers = Mapping[str, Header]
+Settings = Mapping[str, Any]
 
 
 class RecognisedWeight(NamedTuple):
@@ -120,27 +116,8 @@ class Format(NamedTuple):
     # Takes the tensors of one weight by suffix, some of which may be those of other formats, and
     # `quantization_config`; returns None where they are not of this format. Raises `ValueError`
     # (rule, value, remedy) where they contradict each other, or for an unknown version.
-    recognise: Callable[[Mapping[str, Header], Mapping[str, Any]], RecognisedWeight | None]
+    recognise: Callable[[Headers, Settings], RecognisedWeight | None]
     parameter: str = ".weight"  # the suffix in the model
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """A type of floating-point numbers; see `Encoding`."""
-
-    name: str
-    dtype: str
-    align_bytes: int  # of one number
-
-    def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of the numbers, one after the other."""
-        return math.prod(shape) * self.align_bytes
-
-    def decode(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """Return a view of the same memory."""
-        import torch
-
-        return stored_B.view(getattr(torch, self.dtype)).view(tuple(shape))
 
 
 class WordsAlone:
@@ -152,52 +129,53 @@ class WordsAlone:
         """Return 0: there are no companions."""
         return 0
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """Return nothing: there are no companions."""
         return {}
 
 
 AGAIN = "download the checkpoint again"
-_PLAIN = (Plain("BF16", "bfloat16", 2), Plain("F16", "float16", 2), Plain("F32", "float32", 4))
+_PLAIN = (("BF16", "bfloat16", 2), ("F16", "float16", 2), ("F32", "float32", 4))
 # the types of words and companions
-_PARTS = (Plain("F64", "float64", 8), Plain("I64", "int64", 8), Plain("I32", "int32", 4), Plain("I16", "int16", 2),
-          Plain("I8", "int8", 1), Plain("U8", "uint8", 1), Plain("BOOL", "bool", 1), Plain("U64", "uint64", 8),
-          Plain("U32", "uint32", 4), Plain("U16", "uint16", 2), Plain("F8_E4M3", "float8_e4m3fn", 1),
-          Plain("F8_E5M2", "float8_e5m2", 1), Plain("F8_E8M0", "float8_e8m0fnu", 1))  # fmt: skip
-# the types of weights that are computed with as they are, by the header's name
-ENCODINGS: Mapping[str, Encoding] = {one.name: one for one in _PLAIN}
-# the same types by torch's name
-PLAIN_OF: Mapping[str, Encoding] = {one.dtype: one for one in _PLAIN}
+_PARTS = (("F64", "float64", 8), ("I64", "int64", 8), ("I32", "int32", 4), ("I16", "int16", 2), ("I8", "int8", 1),
+          ("U8", "uint8", 1), ("BOOL", "bool", 1), ("U64", "uint64", 8), ("U32", "uint32", 4), ("U16", "uint16", 2),
+          ("F8_E4M3", "float8_e4m3fn", 1), ("F8_E5M2", "float8_e5m2", 1), ("F8_E8M0", "float8_e8m0fnu", 1))  # fmt: skip
 # all types that are read, by the header's name
-STORED: Mapping[str, Encoding] = {one.name: one for one in (*_PLAIN, *_PARTS)}
+STORED = {one[0]: Encoding(*one) for one in (*_PLAIN, *_PARTS)}
+# the types of weights that are computed with as they are, by the header's name
+ENCODINGS = {name: STORED[name] for name, *_ in _PLAIN}
+# the same types by torch's name
+PLAIN_OF = {one.dtype: one for one in ENCODINGS.values()}
 
 
-def float_type(stored: Mapping[str, Header], suffix: str) -> str:
+def must(holds: bool, rule: str, found: object, remedy: str = AGAIN) -> None:
+    """Raise `ValueError` (rule, value, remedy) where a rule does not hold."""
+    if not holds:
+        raise ValueError(f"{rule}, {found}: {remedy}")
+
+
+def float_type(stored: Headers, suffix: str) -> str:
     """Return the header's type of scales. Raises `ValueError` unless it is floating-point."""
     dtype = stored[suffix].dtype
-    if dtype not in ENCODINGS:
-        raise ValueError(f"{suffix} must be of type {', '.join(ENCODINGS)}, is {dtype}: {AGAIN}")
+    must(dtype in ENCODINGS, f"{suffix} must be of type {', '.join(ENCODINGS)}", f"is {dtype}")
     return dtype
 
 
-def require(stored: Mapping[str, Header], suffixes: Sequence[str], beside: str) -> None:
+def require(stored: Headers, suffixes: Sequence[str], beside: str) -> None:
     """Raise `ValueError` where a tensor is missing."""
     for suffix in suffixes:
-        if suffix not in stored:
-            raise ValueError(f"{beside} needs a {suffix} beside it, there is none: {AGAIN}")
+        must(suffix in stored, f"{beside} needs a {suffix} beside it", "there is none")
 
 
-def matrix_shape(stored: Mapping[str, Header], suffix: str) -> tuple[int, int]:
+def matrix_shape(stored: Headers, suffix: str) -> tuple[int, int]:
     """Return the shape of a matrix. Raises `ValueError` unless it has two dimensions."""
     shape = stored[suffix].shape
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"{suffix} must have two dimensions, has shape {list(shape)}: {AGAIN}")
+    is_matrix = len(shape) == 2 and 0 not in shape
+    must(is_matrix, f"{suffix} must have two dimensions", f"has shape {list(shape)}")
     return shape[0], shape[1]
 
 
-def packed_shapes(stored: Mapping[str, Header]) -> list[tuple[int, int]] | None:
+def packed_shapes(stored: Headers) -> list[tuple[int, int]] | None:
     """Return the shapes of `.qweight`, `.qzeros` and `.scales`, the names of AWQ and GPTQ alike.
 
     Returns None where there is no `.qweight`. Raises `ValueError` for a tensor that is missing, or
@@ -210,23 +188,21 @@ def packed_shapes(stored: Mapping[str, Header]) -> list[tuple[int, int]] | None:
     return [matrix_shape(stored, suffix) for suffix in (".qweight", ".qzeros", ".scales")]
 
 
-def require_integers(stored: Mapping[str, Header], suffixes: Sequence[str]) -> None:
+def require_integers(stored: Headers, suffixes: Sequence[str]) -> None:
     """Raise `ValueError` unless these tensors, where present, are of type I32.
 
     Column orders (`.g_idx`) may be of type I64.
     """
     for suffix in suffixes:
         known = ("I32", "I64") if suffix.endswith("g_idx") else ("I32",)
-        if suffix in stored and stored[suffix].dtype not in known:
-            raise ValueError(
-                f"{suffix} must be of type {' or '.join(known)}, is {stored[suffix].dtype}: {AGAIN}"
-            )
+        dtype = stored[suffix].dtype if suffix in stored else "I32"
+        must(dtype in known, f"{suffix} must be of type {' or '.join(known)}", f"is {dtype}")
 
 
 def require_shape(suffix: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
     """Raise `ValueError` where a tensor has another shape than the words require."""
-    if tuple(shape) != tuple(wanted):
-        raise ValueError(f"{suffix} must have shape {list(wanted)}, has {list(shape)}: {AGAIN}")
+    is_wanted = tuple(shape) == tuple(wanted)
+    must(is_wanted, f"{suffix} must have shape {list(wanted)}", f"has {list(shape)}")
 
 
 def group_size(num_columns: int, num_groups: int, said: object) -> int:
@@ -238,14 +214,13 @@ def group_size(num_columns: int, num_groups: int, said: object) -> int:
         return 0
     if type(said) is int and said > 0 and math.ceil(num_columns / said) == num_groups:
         return said
-    if num_groups > 0 and num_columns % num_groups == 0:
-        return num_columns // num_groups
-    raise ValueError(
-        f"group_size must divide {num_columns} columns into {num_groups} groups, is {said!r:.20}: mend config.json"
-    )
+    rule = f"group_size must divide {num_columns} columns into {num_groups} groups"
+    fits = num_groups > 0 and num_columns % num_groups == 0
+    must(fits, rule, f"is {said!r:.20}", "mend config.json")
+    return num_columns // num_groups
 
 
-def config_weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def config_weights(settings: Settings) -> Iterator[Mapping[str, Any]]:
     """Yield the weight settings of the groups in compressed-tensors' config.
 
     The names of modules that groups list are ignored, since tensors need not follow them.
@@ -259,15 +234,11 @@ def config_weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def checked_scale(suffix: str, scale: "Tensor", shape: Sequence[int]) -> "Tensor":
     """Return scales in that shape, contiguous. Raises `ValueError` where one is not finite."""
-    if scale.numel() != math.prod(shape):
-        raise ValueError(
-            f"{suffix} must have {math.prod(shape)} numbers, has {scale.numel()}: {AGAIN}"
-        )
+    count = scale.numel()
+    wanted = math.prod(shape)
+    must(count == wanted, f"{suffix} must have {wanted} numbers", f"has {count}")
     num_wrong = int((~scale.float().isfinite()).sum())
-    if num_wrong:
-        raise ValueError(
-            f"{suffix} must be finite, {num_wrong} of {scale.numel()} are not: {AGAIN}"
-        )
+    must(not num_wrong, f"{suffix} must be finite", f"{num_wrong} of {count} are not")
     return scale.reshape(tuple(shape)).contiguous()
 
 
@@ -275,12 +246,13 @@ def checked_order(suffix: str, order: "Tensor", num_columns: int, num_groups: in
     """Return the index (int32) of each column's scale. Raises `ValueError` for a bad index."""
     import torch
 
-    if order.numel() != num_columns:
-        raise ValueError(f"{suffix} must have {num_columns} numbers, has {order.numel()}: {AGAIN}")
-    if num_columns and not 0 <= int(order.min()) <= int(order.max()) < num_groups:
+    count = order.numel()
+    must(count == num_columns, f"{suffix} must have {num_columns} numbers", f"has {count}")
+    if num_columns:
         least = int(order.min())
         most = int(order.max())
-        raise ValueError(f"{suffix} must lie in 0..{num_groups - 1}, has {least}..{most}: {AGAIN}")
+        is_inside = least >= 0 and most < num_groups
+        must(is_inside, f"{suffix} must lie in 0..{num_groups - 1}", f"has {least}..{most}")
     return order.reshape(num_columns).to(torch.int32)
 
 

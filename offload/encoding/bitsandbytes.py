@@ -16,9 +16,12 @@ from offload.encoding.base import (
     AGAIN,
     PLAIN_OF,
     Format,
-    Header,
+    Headers,
     RecognisedWeight,
+    Settings,
+    Tensors,
     checked_scale,
+    must,
     require,
     require_shape,
 )
@@ -64,20 +67,16 @@ class Bitsandbytes4:
         """Return the bytes of a float32 scale per block, and of the table."""
         return 4 * self._num_blocks(shape) + 64
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
-        if math.prod(shape) % 2:
-            raise ValueError(
-                f"weights must be even in number, two to a byte, have shape {list(shape)}: {_ANOTHER}"
-            )
+        rule = "weights must be even in number, two to a byte"
+        must(math.prod(shape) % 2 == 0, rule, f"have shape {list(shape)}", _ANOTHER)
         said = _parsed_state(companions[self.state])
         num_blocks = self._num_blocks(shape)
-        if said.get("blocksize") != self.block or said.get("shape") != list(shape):
-            what = f"shape {said.get('shape')!r:.60} in blocks of {said.get('blocksize')!r:.20}"
-            wanted = f"shape {list(shape)} in blocks of {self.block}"
-            raise ValueError(f"quant_state must tell of {wanted}, has {what}: {AGAIN}")
+        found = (said.get("blocksize"), said.get("shape"))
+        rule = f"quant_state must tell of shape {list(shape)} in blocks of {self.block}"
+        has = f"has shape {found[1]!r:.60} in blocks of {found[0]!r:.20}"
+        must(found == (self.block, list(shape)), rule, has)
         absmax = companions[_ABSMAX]
         if _NESTED[0] in companions:
             absmax = _unnested(absmax, companions, said)
@@ -85,11 +84,7 @@ class Bitsandbytes4:
         return {"scale": checked_scale(_ABSMAX, absmax.float(), (num_blocks,)), "values": values}
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`.
 
@@ -113,10 +108,9 @@ class Bitsandbytes4:
 
 
 def _parsed_state(state: "Tensor") -> Mapping[str, Any]:
-    if state.numel() > _MOST_JSON_BYTES:
-        raise ValueError(
-            f"quant_state must have at most {_MOST_JSON_BYTES} bytes, has {state.numel()}: {AGAIN}"
-        )
+    num_bytes = state.numel()
+    rule = f"quant_state must have at most {_MOST_JSON_BYTES} bytes"
+    must(num_bytes <= _MOST_JSON_BYTES, rule, f"has {num_bytes}")
     try:
         said = json.loads(bytes(state.tolist()))
     except (ValueError, RecursionError):
@@ -126,24 +120,16 @@ def _parsed_state(state: "Tensor") -> Mapping[str, Any]:
     return said
 
 
-def _unnested(
-    absmax: "Tensor", companions: "Mapping[str, Tensor]", said: Mapping[str, Any]
-) -> "Tensor":
+def _unnested(absmax: "Tensor", companions: Tensors, said: Mapping[str, Any]) -> "Tensor":
     """Return scales that are stored as codes of 8 bits, in blocks of their own, less an offset."""
     import torch
 
-    block = said.get("nested_blocksize")
+    block: Any = said.get("nested_blocksize")
     offset = said.get("nested_offset")
-    if (
-        type(block) is not int
-        or block < 1
-        or not isinstance(offset, float)
-        or not math.isfinite(offset)
-    ):
-        what = f"{block!r:.20} and {offset!r:.20}"
-        raise ValueError(
-            f"quant_state must have a nested_blocksize and a nested_offset, has {what}: {AGAIN}"
-        )
+    is_size = type(block) is int and block > 0
+    if not is_size or not isinstance(offset, float) or not math.isfinite(offset):
+        rule = "quant_state must have a nested_blocksize and a nested_offset"
+        raise ValueError(f"{rule}, has {block!r:.20} and {offset!r:.20}: {AGAIN}")
     outer, levels = (companions[suffix].float() for suffix in _NESTED)
     num_scales = absmax.numel()
     block = min(block, max(1, num_scales))  # one for all, however large it claims to be
@@ -153,30 +139,25 @@ def _unnested(
     return levels[absmax.int()] * outer[torch.arange(num_scales) // block] + offset
 
 
-def _recognise_4_bits(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_4_bits(stored: Headers, settings: Settings) -> RecognisedWeight | None:
     state = next((suffix for suffix in _STATES if suffix in stored), None)
     if state is None:
         return None
     is_nested = stored[_ABSMAX].dtype == "U8" if _ABSMAX in stored else False
     companions = (_ABSMAX, _MAP, state, *(_NESTED if is_nested else ()))
     require(stored, (".weight", *companions), state)
-    if stored[state].dtype != "U8":
-        raise ValueError(f"{state} must be of type U8, is {stored[state].dtype}: {AGAIN}")
+    dtype = stored[state].dtype
+    must(dtype == "U8", f"{state} must be of type U8", f"is {dtype}")
     size = 2 * math.prod(stored[".weight"].shape)
     num_blocks = math.prod(stored[_ABSMAX].shape)
     block = next((block for block in _BLOCKS if math.ceil(size / block) == num_blocks), None)
     if stored[".weight"].dtype != "U8" or block is None:
-        raise ValueError(
-            f"{_ABSMAX} must have a scale for each block of {size} weights, a power of two of them, in U8, "
-            f"has {num_blocks}: {AGAIN}"
-        )
+        rule = f"{_ABSMAX} must have a scale for each block of {size} weights"
+        raise ValueError(f"{rule}, a power of two of them, in U8, has {num_blocks}: {AGAIN}")
     said = settings.get("bnb_4bit_compute_dtype")
     dtype = next((dtype for dtype in PLAIN_OF if dtype == said), "bfloat16")
-    return RecognisedWeight(
-        Bitsandbytes4(_STATES[state], block, state, dtype), (size,), (".weight",), companions
-    )
+    coding = Bitsandbytes4(_STATES[state], block, state, dtype)
+    return RecognisedWeight(coding, (size,), (".weight",), companions)
 
 
 BITSANDBYTES_4 = Format((".weight", _ABSMAX, _MAP, *_STATES, *_NESTED), _recognise_4_bits)
@@ -186,30 +167,23 @@ BITSANDBYTES_4 = Format((".weight", _ABSMAX, _MAP, *_STATES, *_NESTED), _recogni
 class BitsandbytesBytes(ByteIntegers):
     """See `Coding`."""
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`: 127 stands for the largest number of a row."""
-        form = companions.get(_FORM)
-        if form is not None and form.flatten().tolist() != [0]:
-            raise ValueError(
-                f"{_FORM} must be 0 (row-major), is {form.tolist()!r:.40}: store the model again"
-            )
+        form = [0] if _FORM not in companions else companions[_FORM].flatten().tolist()
+        rule = f"{_FORM} must be 0 (row-major)"
+        must(form == [0], rule, f"is {form!r:.40}", "store the model again")
         return {"scale": checked_scale(".SCB", companions[".SCB"].float(), self.grid(shape)) / 127}
 
 
-def _recognise_8_bits(
-    stored: Mapping[str, Header], _: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_8_bits(stored: Headers, _: Settings) -> RecognisedWeight | None:
     weight = stored.get(".weight")
     largest = stored.get(".SCB")
     if weight is None or largest is None or weight.dtype != "I8" or len(weight.shape) != 2:
         return None
     require_shape(".SCB", largest.shape, weight.shape[:1])
     companions = (".SCB", _FORM) if _FORM in stored else (".SCB",)
-    return RecognisedWeight(
-        BitsandbytesBytes(8, 0, "F32", align_bytes=1), weight.shape, (".weight",), companions
-    )
+    coding = BitsandbytesBytes(8, 0, "F32", align_bytes=1)
+    return RecognisedWeight(coding, weight.shape, (".weight",), companions)
 
 
 BITSANDBYTES_8 = Format((".weight", ".SCB", _FORM), _recognise_8_bits)

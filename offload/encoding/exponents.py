@@ -9,12 +9,20 @@ escapes in each chunk.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from offload.encoding.base import STORED, Format, Header, RecognisedWeight
+from offload.encoding.base import (
+    STORED,
+    Format,
+    Headers,
+    RecognisedWeight,
+    Settings,
+    Tensors,
+    must,
+)
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN, word_of_half
 
 if TYPE_CHECKING:
@@ -101,9 +109,7 @@ class Exponents:
         """Return the bytes (int64) of the start of each chunk's escapes, their end, and the top."""
         return 8 * (-(-math.prod(shape) // CHUNK) + 2)
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """Check that every index into the escapes lies inside them; return starts and top."""
         import torch
 
@@ -112,23 +118,19 @@ class Exponents:
         count_C = code[1:]
         num_chunks = -(-math.prod(shape) // CHUNK)
         top = top_1.tolist()
-        if len(count_C) != num_chunks or not top or not 0 <= top[0] < 256:
-            rule = f"its code must be a top below 256 and {num_chunks} counts"
-            raise ValueError(f"{rule}, got {code[:8].tolist()}: {DAMAGED}")
+        is_code = len(count_C) == num_chunks and bool(top) and 0 <= top[0] < 256
+        rule = f"its code must be a top below 256 and {num_chunks} counts"
+        must(is_code, rule, f"got {code[:8].tolist()}", DAMAGED)
         start_C = torch.cat((torch.zeros(1, dtype=torch.int64), count_C.cumsum(0)))
         spare_bytes = self.escape_bytes - ESCAPE_BYTES * int(start_C[-1])
-        if bool(((count_C < 0) | (count_C > CHUNK)).any()) or not 0 <= spare_bytes < ALIGN_BYTES:
-            raise ValueError(
-                f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold: {DAMAGED}"
-            )
+        is_odd = bool(((count_C < 0) | (count_C > CHUNK)).any())
+        what = f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold"
+        if is_odd or not 0 <= spare_bytes < ALIGN_BYTES:
+            raise ValueError(f"{what}: {DAMAGED}")
         return {"start": start_C, "top": top_1}
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """Fill `out` with the original numbers."""
         import torch
@@ -143,37 +145,29 @@ class Exponents:
         )
 
 
-def _recognise(
-    stem: str, stored: Mapping[str, Header], _settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise(stem: str, stored: Headers, _: Settings) -> RecognisedWeight | None:
     """Recognise a weight whose tensors' suffixes all begin with `stem`."""
     names = [stem + suffix for suffix in (*WORDS, CODE)]
     if not any(name in stored for name in names):
         return None
     missing = [name for name in names if name not in stored]
-    if missing:
-        raise ValueError(
-            f"packed weights have {', '.join(names)}, without {', '.join(missing)}: {_AGAIN}"
-        )
+    rule = f"packed weights have {', '.join(names)}"
+    must(not missing, rule, f"without {', '.join(missing)}", _AGAIN)
     mantissas, exponents, escapes, code = (stored[name] for name in names)
     num_weights = math.prod(mantissas.shape)
     width = width_of(num_weights, math.prod(exponents.shape))
     types = [stored[name].dtype for name in names]
-    source = next(
-        (one for one, stored_as in MANTISSAS.items() if stored_as == mantissas.dtype), None
-    )
+    source = {stored_as: one for one, stored_as in MANTISSAS.items()}.get(mantissas.dtype)
     if width is None or source is None or types[1:] != ["U8", "U8", "I64"] or len(code.shape) != 1:
-        sizes = f"{num_weights} mantissas have {math.prod(exponents.shape)} bytes of exponents in {', '.join(types)}"
-        raise ValueError(f"packed as by another version, {sizes}: {_AGAIN}")
+        has = f"{num_weights} mantissas have {math.prod(exponents.shape)} bytes of exponents"
+        types_of = f"{has} in {', '.join(types)}"
+        raise ValueError(f"packed as by another version, {types_of}: {_AGAIN}")
     coding = Exponents(width, math.prod(escapes.shape), STORED[source].dtype)
     return RecognisedWeight(coding, mantissas.shape, tuple(names[:3]), (names[3],))
 
 
-def _format(stem: str) -> Format:
-    return Format(
-        tuple(stem + suffix for suffix in (*WORDS, CODE)), partial(_recognise, stem), stem
-    )
-
-
 # the second is for parameters without `.weight`, such as fused experts
-FORMATS = (_format(".weight"), _format(""))
+FORMATS = tuple(
+    Format(tuple(stem + suffix for suffix in (*WORDS, CODE)), partial(_recognise, stem), stem)
+    for stem in (".weight", "")
+)

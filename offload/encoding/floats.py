@@ -12,17 +12,20 @@ them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offload.encoding.base import (
     AGAIN,
     Format,
-    Header,
+    Headers,
     RecognisedWeight,
+    Settings,
+    Tensors,
     checked_scale,
     config_weights,
+    must,
     require,
     require_shape,
 )
@@ -72,9 +75,7 @@ class Float8:
         """Return the bytes of a float32 scale for each block."""
         return 4 * math.prod(self._grid(shape))
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """Return the scales in float32, one for each block."""
         import torch
 
@@ -83,11 +84,7 @@ class Float8:
         return {"scale": checked_scale(suffix, scale, self._grid(shape))}
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`; the matrices of a stack are expanded one by one."""
         import torch
@@ -95,25 +92,20 @@ class Float8:
         weight = stored_B.view(getattr(torch, _TYPES[self.kind])).view(out.shape)
         scale = companions["scale"]
         block = self._block(out.shape)
-        for one, own, place in zip(
-            *(t.reshape(-1, *t.shape[-2:]) for t in (weight, scale, out)), strict=True
-        ):
+        stacks = (one.reshape(-1, *one.shape[-2:]) for one in (weight, scale, out))
+        for one, own, place in zip(*stacks, strict=True):
             expansion.float8(one, own, block, place)
 
     def _grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (
-            *shape[:-2],
-            *(-(-size // part) for size, part in zip(shape[-2:], self._block(shape), strict=True)),
-        )
+        parts = zip(shape[-2:], self._block(shape), strict=True)
+        return (*shape[:-2], *(-(-size // part) for size, part in parts))
 
     def _block(self, shape: Sequence[int]) -> tuple[int, int]:
         rows, columns = self.block
         return rows or max(1, shape[-2]), columns or max(1, shape[-1])
 
 
-def _recognise_float8(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_float8(stored: Headers, settings: Settings) -> RecognisedWeight | None:
     weight = stored.get(".weight")
     suffix = next((suffix for suffix in _FP8_SCALES if suffix in stored), None)
     if weight is None or weight.dtype not in _TYPES:
@@ -122,42 +114,30 @@ def _recognise_float8(
         wanted = " or ".join(_FP8_SCALES[:2])
         raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: {AGAIN}")
     scale = stored[suffix]
-    if scale.dtype not in _SCALE_TYPES:
-        raise ValueError(
-            f"{suffix} must be of type {', '.join(_SCALE_TYPES)}, is {scale.dtype}: take another checkpoint"
-        )
-    if len(weight.shape) < 2:
-        raise ValueError(
-            f".weight must be a matrix or a stack of them, has shape {list(weight.shape)}: pack it again"
-        )
+    shape = list(weight.shape)
+    rule = f"{suffix} must be of type {', '.join(_SCALE_TYPES)}"
+    must(scale.dtype in _SCALE_TYPES, rule, f"is {scale.dtype}", "take another checkpoint")
+    rule = ".weight must be a matrix or a stack of them"
+    must(len(shape) > 1, rule, f"has shape {shape}", "pack it again")
     coding = Float8(weight.dtype, _block(weight.shape, scale.shape, settings))
-    if 4 * math.prod(scale.shape) != coding.companion_bytes(weight.shape):
-        raise ValueError(
-            f"{suffix} must have the scales of {coding.name} for weights of {list(weight.shape)}, has shape "
-            f"{list(scale.shape)}: {AGAIN}"
-        )
+    fits = 4 * math.prod(scale.shape) == coding.companion_bytes(shape)
+    rule = f"{suffix} must have the scales of {coding.name} for weights of {shape}"
+    must(fits, rule, f"has shape {list(scale.shape)}")
     return RecognisedWeight(coding, weight.shape, (".weight",), (suffix,))
 
 
-def _block(
-    shape: Sequence[int], scale_shape: Sequence[int], settings: Mapping[str, Any]
-) -> tuple[int, int]:
+def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Settings) -> tuple[int, int]:
     """Return how many rows and columns share a scale; 0 stands for all."""
     if math.prod(scale_shape) == 1:
         return 0, 0
     if tuple(scale_shape) in ((*shape[:-1], 1), tuple(shape[:-1])):
         return 1, 0
-    said = (
-        one["block_structure"] for one in config_weights(settings) if one.get("block_structure")
-    )
-    block = settings.get("weight_block_size") or next(said, _USUAL_BLOCK)
-    if not isinstance(block, list | tuple) or [type(n) is int and n > 0 for n in block] != [
-        True,
-        True,
-    ]:
-        raise ValueError(
-            f"weight_block_size must be two numbers above 0, got {block!r:.80}: mend config.json"
-        )
+    said = (one.get("block_structure") for one in config_weights(settings))
+    block = settings.get("weight_block_size") or next(filter(None, said), _USUAL_BLOCK)
+    sizes = block if isinstance(block, list | tuple) else ()
+    is_block = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
+    rule = "weight_block_size must be two numbers above 0"
+    must(is_block, rule, f"got {block!r:.80}", "mend config.json")
     rows, columns = (n if n < _LARGE else 0 for n in block)
     return rows, columns
 
@@ -165,9 +145,21 @@ def _block(
 FLOAT8 = Format((".weight", *_FP8_SCALES, *_ACTIVATION_SCALES), _recognise_float8)
 
 
+class _FourBits:
+    """What MXFP4 and NVFP4 share. Companions: "scale" (N, G), uint8, an index into "levels" (256)."""
+
+    def expand(
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
+    ) -> None:
+        """See `Coding`; N are the rows of all matrices of a stack."""
+        scale_NG = companions["scale"]
+        words_NB, own = (one.view(len(scale_NG), -1) for one in (stored_B, out))
+        expansion.e2m1(words_NB, scale_NG, companions["levels"], own)
+
+
 @dataclass(frozen=True)
-class Mxfp4:
-    """See `Coding`. Companions: "scale" (E x N, G), uint8, an index into "levels" (256)."""
+class Mxfp4(_FourBits):
+    """See `Coding`."""
 
     name: str = "mxfp4"
     dtype: str = "bfloat16"
@@ -182,51 +174,30 @@ class Mxfp4:
         """Return a byte for each group, and the bytes of the table."""
         return self._num_groups(shape) + TABLE_BYTES
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`; `shape` is (E, out, in)."""
         import torch
 
         scale = companions["_scales"]
         require_shape("_scales", scale.shape, (*shape[:-1], shape[-1] // _MXFP4_GROUP))
         num_wrong = int((scale == _MXFP4_NAN).sum())
-        if num_wrong:
-            raise ValueError(f"_scales must be numbers, {num_wrong} are none: {AGAIN}")
+        must(not num_wrong, "_scales must be numbers", f"{num_wrong} are none")
         levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
         return {"scale": scale.flatten(0, -2).contiguous(), "levels": levels}
-
-    def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
-    ) -> None:
-        """See `Coding`; `out` is (E, out, in)."""
-        scale = companions["scale"]
-        levels = companions["levels"]
-        words_NB = stored_B.view(len(scale), -1)
-        expansion.e2m1(words_NB, scale, levels, out.view(len(scale), -1))
 
     def _num_groups(self, shape: Sequence[int]) -> int:
         return math.prod(shape[:-1]) * math.ceil(shape[-1] / _MXFP4_GROUP)
 
 
-def _recognise_mxfp4(stored: Mapping[str, Header], _: Mapping[str, Any]) -> RecognisedWeight | None:
+def _recognise_mxfp4(stored: Headers, _: Settings) -> RecognisedWeight | None:
     words = stored.get("_blocks")
     if words is None or words.dtype != "U8":
         return None
     require(stored, ("_scales",), "_blocks")
-    if (
-        len(words.shape) < 3
-        or words.shape[-1] != _MXFP4_GROUP // 2
-        or stored["_scales"].dtype != "U8"
-    ):
-        raise ValueError(
-            f"_blocks must be stacks of rows of {_MXFP4_GROUP // 2} bytes, with _scales of type U8, has shape "
-            f"{list(words.shape)}: {AGAIN}"
-        )
+    is_stack = len(words.shape) > 2 and words.shape[-1] == _MXFP4_GROUP // 2
+    rule = f"_blocks must be stacks of rows of {_MXFP4_GROUP // 2} bytes, with _scales of type U8"
+    is_known = is_stack and stored["_scales"].dtype == "U8"
+    must(is_known, rule, f"has shape {list(words.shape)}")
     require_shape("_scales", stored["_scales"].shape, words.shape[:-1])
     shape = (*words.shape[:-2], words.shape[-2] * _MXFP4_GROUP)
     return RecognisedWeight(Mxfp4(), shape, ("_blocks",), ("_scales",))
@@ -236,8 +207,8 @@ MXFP4 = Format(("_blocks", "_scales"), _recognise_mxfp4, parameter="")
 
 
 @dataclass(frozen=True)
-class Nvfp4:
-    """See `Coding`. Companions: "scale" (N, G), uint8, an index into "levels" (256)."""
+class Nvfp4(_FourBits):
+    """See `Coding`."""
 
     is_divided: bool  # whether scales are divided by the tensor's scale, or multiplied with it
     name: str = "nvfp4"
@@ -253,61 +224,37 @@ class Nvfp4:
         """Return a byte for each group, and the bytes of the table."""
         return shape[0] * (shape[1] // _NVFP4_GROUP) + TABLE_BYTES
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
         import torch
 
         suffix = _NVFP4_WORDS[".weight_packed" if self.is_divided else ".weight"]
-        scale = checked_scale(
-            ".weight_scale", companions[".weight_scale"], (shape[0], shape[1] // _NVFP4_GROUP)
-        )
+        grid = (shape[0], shape[1] // _NVFP4_GROUP)
+        scale = checked_scale(".weight_scale", companions[".weight_scale"], grid)
         whole = checked_scale(suffix, companions[suffix].float(), (1,))
         levels = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
         levels = levels / whole if self.is_divided else levels * whole
         used = scale.view(torch.uint8)
-        if not bool(levels[used.unique().int()].isfinite().all()):
-            raise ValueError(f"{suffix} must leave scales finite, is {float(whole):g}: {AGAIN}")
+        are_finite = bool(levels[used.unique().int()].isfinite().all())
+        must(are_finite, f"{suffix} must leave scales finite", f"is {float(whole):g}")
         return {"scale": used, "levels": levels}
 
-    def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
-    ) -> None:
-        """See `Coding`."""
-        scale = companions["scale"]
-        levels = companions["levels"]
-        expansion.e2m1(stored_B.view(len(scale), -1), scale, levels, out)
 
-
-def _recognise_nvfp4(stored: Mapping[str, Header], _: Mapping[str, Any]) -> RecognisedWeight | None:
-    suffix = next(
-        (suffix for suffix in _NVFP4_WORDS if suffix in stored and stored[suffix].dtype == "U8"),
-        None,
-    )
+def _recognise_nvfp4(stored: Headers, _: Settings) -> RecognisedWeight | None:
+    kinds = {suffix: stored[suffix].dtype for suffix in _NVFP4_WORDS if suffix in stored}
+    suffix = next((suffix for suffix, kind in kinds.items() if kind == "U8"), None)
     scale = stored.get(".weight_scale")
     if suffix is None or scale is None or scale.dtype != "F8_E4M3":
         return None
     words = stored[suffix]
     require(stored, (_NVFP4_WORDS[suffix],), suffix)
-    if len(words.shape) != 2 or words.shape[1] % (_NVFP4_GROUP // 2):
-        raise ValueError(
-            f"{suffix} must have rows of {_NVFP4_GROUP // 2} bytes, has {list(words.shape)}: pack it again"
-        )
-    require_shape(
-        ".weight_scale", scale.shape, (words.shape[0], words.shape[1] * 2 // _NVFP4_GROUP)
-    )
+    has_rows = len(words.shape) == 2 and words.shape[1] % (_NVFP4_GROUP // 2) == 0
+    rule = f"{suffix} must have rows of {_NVFP4_GROUP // 2} bytes"
+    must(has_rows, rule, f"has {list(words.shape)}", "pack it again")
+    shape = (words.shape[0], words.shape[1] * 2)
+    require_shape(".weight_scale", scale.shape, (shape[0], shape[1] // _NVFP4_GROUP))
     coding = Nvfp4(is_divided=suffix == ".weight_packed")
-    return RecognisedWeight(
-        coding,
-        (words.shape[0], words.shape[1] * 2),
-        (suffix,),
-        (".weight_scale", _NVFP4_WORDS[suffix]),
-    )
+    return RecognisedWeight(coding, shape, (suffix,), (".weight_scale", _NVFP4_WORDS[suffix]))
 
 
 NVFP4 = Format(

@@ -10,11 +10,11 @@ after they were expanded.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload.encoding.base import ENCODINGS, WordsAlone
+from offload.encoding.base import ENCODINGS, Tensors, WordsAlone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,11 +89,7 @@ class GgufBlocks(WordsAlone):
         return -(-math.prod(shape) // num_numbers) * num_bytes
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`."""
         if self.is_flipped:

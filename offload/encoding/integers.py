@@ -17,23 +17,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import (
-    AGAIN,
     ENCODINGS,
     Format,
-    Header,
+    Headers,
     RecognisedWeight,
+    Settings,
+    Tensors,
     checked_order,
     checked_scale,
     config_weights,
     float_type,
     group_size,
     matrix_shape,
+    must,
     packed_shapes,
     require,
     require_integers,
     require_shape,
     unpacked,
 )
+from offload.errors import ensure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,18 +96,13 @@ class Integers:
         return math.prod(self.grid(shape)) * each + (4 * shape[1] if self.is_ordered else 0)
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`."""
         group = companions["order"] if self.is_ordered else self.group or out.shape[1]
         words_NW = self.words(stored_B, out.shape)
-        expansion.integers(
-            words_NW, self.bits, companions["scale"], companions.get("zero"), group, out
-        )
+        own = (companions["scale"], companions.get("zero"))
+        expansion.integers(words_NW, self.bits, *own, group, out)
 
     def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
         """Return a view of the words, row by row."""
@@ -116,9 +114,7 @@ class Integers:
         """Return the shape of the scales: rows, and groups of each row."""
         return shape[0], math.ceil(shape[1] / self.group) if self.group else 1
 
-    def transposed(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "tuple[Tensor, Tensor]":
+    def transposed(self, companions: Tensors, shape: Sequence[int]) -> "tuple[Tensor, Tensor]":
         """Return scales and unpacked zero points (uint8), (N, G) each, from the file's (G, N)."""
         num_rows, num_groups = self.grid(shape)
         scale = checked_scale(".scales", companions[".scales"], (num_groups, num_rows))
@@ -139,37 +135,26 @@ class Awq(Integers):
         """Return the bytes of words of eight rows each."""
         return 4 * math.ceil(shape[0] / 8) * shape[1]
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
         from offload.kernels.expand_columns import NIBBLES
 
         scale, zero = self.transposed(companions, shape)
-        return {
-            "scale": scale,
-            "zero": zero.unflatten(0, (-1, 8))[:, list(NIBBLES)].flatten(0, 1).contiguous(),
-        }
+        in_order = zero.unflatten(0, (-1, 8))[:, list(NIBBLES)].flatten(0, 1)
+        return {"scale": scale, "zero": in_order.contiguous()}
 
     def expand(
-        self,
-        stored_B: "Tensor",
-        companions: "Mapping[str, Tensor]",
-        out: "Tensor",
-        expansion: "Expansion",
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`."""
         import torch
 
         words_CK = stored_B.view(torch.int32).view(out.shape[1], -1).t()
-        expansion.columns(
-            words_CK, companions["scale"], companions["zero"], self.group or out.shape[1], out
-        )
+        group = self.group or out.shape[1]
+        expansion.columns(words_CK, companions["scale"], companions["zero"], group, out)
 
 
-def _recognise_awq(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_awq(stored: Headers, settings: Settings) -> RecognisedWeight | None:
     shapes = packed_shapes(stored)
     if shapes is None:
         return None
@@ -190,9 +175,7 @@ class Gptq(Integers):
 
     added: int = 1  # what has to be added to stored zero points
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`; without `desc_act`, groups must be consecutive columns."""
         import torch
 
@@ -204,12 +187,9 @@ class Gptq(Integers):
             order = checked_order(".g_idx", companions[".g_idx"], num_columns, scale.shape[1])
             if self.is_ordered:
                 return {**ready, "order": order}
-            if not torch.equal(
-                order, (torch.arange(num_columns) // (self.group or num_columns)).int()
-            ):
-                raise ValueError(
-                    ".g_idx must be in order where desc_act is false: set desc_act to true in config.json"
-                )
+            in_order = (torch.arange(num_columns) // (self.group or num_columns)).int()
+            rule = ".g_idx must be in order where desc_act is false"
+            ensure(torch.equal(order, in_order), f"{rule}: set desc_act to true in config.json")
         return ready
 
     def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
@@ -219,18 +199,14 @@ class Gptq(Integers):
         return stored_B.view(torch.int32).view(-1, shape[0]).t()
 
 
-def _recognise_gptq(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_gptq(stored: Headers, settings: Settings) -> RecognisedWeight | None:
     shapes = packed_shapes(stored)
     if shapes is None or shapes[0][1] != shapes[2][1]:
         return None
     (num_words, num_rows), zeros, (num_groups, _) = shapes
     bits = zeros[1] * 32 / num_rows
-    if bits not in _BITS:
-        raise ValueError(
-            f"GPTQ weights must have {_BITS} bits, have {bits:g}: take a checkpoint of 4 bits"
-        )
+    rule = f"GPTQ weights must have {_BITS} bits"
+    must(bits in _BITS, rule, f"have {bits:g}", "take a checkpoint of 4 bits")
     require_shape(".qzeros", zeros, (num_groups, num_rows * int(bits) // 32))
     num_columns = num_words * 32 // int(bits)
     is_ordered = ".g_idx" in stored and num_groups > 1 and bool(settings.get("desc_act"))
@@ -243,14 +219,12 @@ def _recognise_gptq(
     return RecognisedWeight(coding, (num_rows, num_columns), (".qweight",), companions)
 
 
-def _added(settings: Mapping[str, Any]) -> int:
+def _added(settings: Settings) -> int:
     """Return what has to be added to zero points, by the version of the format."""
     version = settings.get("checkpoint_format") or "gptq"
-    if not isinstance(version, str) or version not in _GPTQ_VERSIONS:
-        raise ValueError(
-            f"checkpoint_format of GPTQ must be one of {', '.join(_GPTQ_VERSIONS)}, got {version!r:.40}: "
-            "take a checkpoint of these"
-        )
+    is_known = isinstance(version, str) and version in _GPTQ_VERSIONS
+    rule = f"checkpoint_format of GPTQ must be one of {', '.join(_GPTQ_VERSIONS)}"
+    must(is_known, rule, f"got {version!r:.40}", "take a checkpoint of these")
     return 2 - _GPTQ_VERSIONS[version]
 
 
@@ -261,16 +235,14 @@ GPTQ = Format(_GPTQ_SUFFIXES, _recognise_gptq)
 class PackedIntegers(Integers):
     """See `Coding`: `pack-quantized`."""
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`; an order of -1 everywhere means consecutive groups."""
         import torch
 
-        said = companions.get(".weight_shape")
-        if said is not None and said.tolist() != list(shape):
-            what = f"{list(shape)}, is {said.tolist()}"
-            raise ValueError(f".weight_shape must be {what}: give the model's own config.json")
+        wanted = list(shape)
+        said = companions[".weight_shape"].tolist() if ".weight_shape" in companions else wanted
+        remedy = "give the model's own config.json"
+        must(said == wanted, f".weight_shape must be {wanted}", f"is {said}", remedy)
         grid = self.grid(shape)
         ready = {"scale": checked_scale(".weight_scale", companions[".weight_scale"], grid)}
         if self.zero_bytes:
@@ -292,17 +264,14 @@ class ByteIntegers(Integers):
         """Return one byte for each weight."""
         return math.prod(shape)
 
-    def prepare(
-        self, companions: "Mapping[str, Tensor]", shape: Sequence[int]
-    ) -> "Mapping[str, Tensor]":
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
         grid = self.grid(shape)
         given = {suffix.removeprefix(".weight_"): one for suffix, one in companions.items()}
         ready = {"scale": checked_scale(".weight_scale", _spread(given["scale"], grid), grid)}
         if self.zero_bytes:
-            ready["zero"] = checked_scale(
-                ".weight_zero_point", _spread(given["zero_point"], grid), grid
-            )
+            zero = _spread(given["zero_point"], grid)
+            ready["zero"] = checked_scale(".weight_zero_point", zero, grid)
         return ready
 
     def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
@@ -316,9 +285,7 @@ def _spread(stored: "Tensor", grid: tuple[int, int]) -> "Tensor":
     return stored.expand(grid) if stored.numel() == 1 else stored
 
 
-def _recognise_compressed(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight | None:
+def _recognise_compressed(stored: Headers, settings: Settings) -> RecognisedWeight | None:
     packed = stored.get(".weight_packed")
     weight = stored.get(".weight")
     if packed is not None and packed.dtype == "I32":
@@ -328,9 +295,7 @@ def _recognise_compressed(
     return None
 
 
-def _recognise_packed(
-    stored: Mapping[str, Header], settings: Mapping[str, Any]
-) -> RecognisedWeight:
+def _recognise_packed(stored: Headers, settings: Settings) -> RecognisedWeight:
     require(stored, (".weight_scale",), ".weight_packed")
     require_integers(stored, (".weight_zero_point", ".weight_g_idx"))
     (num_rows, num_words), scale = (
@@ -347,21 +312,14 @@ def _recognise_packed(
     if has_zero:
         wanted = (math.ceil(num_rows * bits / 32), scale[1])
         require_shape(".weight_zero_point", stored[".weight_zero_point"].shape, wanted)
-    coding = PackedIntegers(
-        bits, group, float_type(stored, ".weight_scale"), int(has_zero), is_ordered
-    )
-    used = {".weight_scale", ".weight_shape", ".weight_zero_point"} | (
-        {".weight_g_idx"} if is_ordered else set()
-    )
-    companions = tuple(
-        suffix for suffix in _COMPRESSED_SUFFIXES if suffix in stored and suffix in used
-    )
+    scales = float_type(stored, ".weight_scale")
+    coding = PackedIntegers(bits, group, scales, int(has_zero), is_ordered)
+    used = [*_COMPRESSED_SUFFIXES[1:4], *([".weight_g_idx"] if is_ordered else [])]
+    companions = tuple(suffix for suffix in used if suffix in stored)
     return RecognisedWeight(coding, (num_rows, num_columns), (".weight_packed",), companions)
 
 
-def _bits_and_group(
-    num_words: int, num_groups: int, settings: Mapping[str, Any]
-) -> tuple[int, int]:
+def _bits_and_group(num_words: int, num_groups: int, settings: Settings) -> tuple[int, int]:
     """Return the bits and group size of the config group that fits these words and scales.
 
     Groups may be assigned by names, which tensors need not follow.
@@ -377,9 +335,8 @@ def _bits_and_group(
         if size is not None and type(size) is not int:
             continue
         per_word = 32 // bits
-        if num_groups == 1 and (
-            size is None or size < 0 or num_words <= math.ceil(size / per_word)
-        ):
+        is_wide = size is None or size < 0 or num_words <= math.ceil(size / per_word)
+        if num_groups == 1 and is_wide:
             fitting.add((bits, 0))
         elif size is not None and size > 0:
             most = num_words * per_word
@@ -389,18 +346,18 @@ def _bits_and_group(
     if len(fitting) == 1:
         return next(iter(fitting))
     if not fitting and others:
-        raise ValueError(
-            f"num_bits must be one of {_BITS}, got {others.pop()}: take a checkpoint of 4 or 8 bits"
-        )
-    what = f"{num_words} words and {num_groups} scales a row, {f'{len(fitting)} do' if fitting else 'none does'}"
-    raise ValueError(f"one of config_groups must fit {what}: mend config.json")
+        remedy = "take a checkpoint of 4 or 8 bits"
+        raise ValueError(f"num_bits must be one of {_BITS}, got {others.pop()}: {remedy}")
+    found = f"{len(fitting)} do" if fitting else "none does"
+    rule = f"one of config_groups must fit {num_words} words and {num_groups} scales a row"
+    raise ValueError(f"{rule}, {found}: mend config.json")
 
 
-def _integer_groups(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _integer_groups(settings: Settings) -> Iterator[Mapping[str, Any]]:
     return (one for one in config_weights(settings) if one.get("type", "int") == "int")
 
 
-def _recognise_bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> RecognisedWeight:
+def _recognise_bytes(stored: Headers, settings: Settings) -> RecognisedWeight:
     shape = matrix_shape(stored, ".weight")
     scale = stored[".weight_scale"].shape
     if math.prod(scale) == 1:
@@ -410,14 +367,11 @@ def _recognise_bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) 
         said = next((weights.get("group_size") for weights in _integer_groups(settings)), None)
         group = group_size(shape[1], math.prod(scale[1:]), said)
     zero = stored.get(".weight_zero_point")
-    if zero is not None and zero.dtype != "I8":
-        raise ValueError(f".weight_zero_point must be of type I8, is {zero.dtype}: {AGAIN}")
-    coding = ByteIntegers(
-        8, group, float_type(stored, ".weight_scale"), int(zero is not None), align_bytes=1
-    )
-    companions = tuple(
-        suffix for suffix in (".weight_scale", ".weight_zero_point") if suffix in stored
-    )
+    kind = "I8" if zero is None else zero.dtype
+    must(kind == "I8", ".weight_zero_point must be of type I8", f"is {kind}")
+    scales = float_type(stored, ".weight_scale")
+    coding = ByteIntegers(8, group, scales, int(zero is not None), align_bytes=1)
+    companions = (".weight_scale", *([".weight_zero_point"] if zero is not None else []))
     return RecognisedWeight(coding, shape, (".weight",), companions)
 
 

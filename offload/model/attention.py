@@ -92,13 +92,20 @@ def folded_attention(
         attend = partial(folded_attention, module, scaling=scaling, **more)
         return attention_mask.attend(attend, query, key, value), None
     if isinstance(attention_mask, PathRows):
-        return _path_attention(query, key, value, attention_mask, scaling, more), None
+        if more.get("position_bias") is not None:
+            what = "attention in path order does not support position_bias"
+            raise UserError(f"{what}: choose another model")
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        terms = ScoreTerms(scale, more.get("softcap"), more.get("s_aux"))
+        given = (query, key, value)
+        states = (one[0] if one.stride(3) == 1 else one[0].contiguous() for one in given)
+        # it pads its products itself
+        with torch._C.DisableTorchFunction():
+            return attention_mask.attend(*states, attention_mask, terms)[None].contiguous(), None
     wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
     if wanted:
-        raise UserError(
-            f"token trees do not support attention with {' and '.join(wanted)}: choose another "
-            f"model"
-        )
+        what = f"token trees do not support attention with {' and '.join(wanted)}"
+        raise UserError(f"{what}: choose another model")
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]
     # head g * group + i becomes the rows i * T + t
@@ -124,32 +131,6 @@ def _parts(
         yield rows, _folded_mask(mask, rows.shape[2] // num_rows)
 
 
-def _path_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: PathRows,
-    scaling: float | None,
-    more: dict[str, Any],
-) -> Tensor:
-    if more.get("position_bias") is not None:
-        raise UserError(
-            "attention in path order does not support position_bias: choose another model"
-        )
-    terms = ScoreTerms(
-        query.shape[3] ** -0.5 if scaling is None else scaling,
-        more.get("softcap"),
-        more.get("s_aux"),
-    )
-    states = (
-        states[0] if states.stride(3) == 1 else states[0].contiguous()
-        for states in (query, key, value)
-    )
-    # it pads its products itself
-    with torch._C.DisableTorchFunction():
-        return rows.attend(*states, rows, terms)[None].contiguous()
-
-
 def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
     """Return the mask of folded queries: repeated if it is one for all heads, else folded too."""
     if mask is None or group == 1:
@@ -160,17 +141,11 @@ def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
 
 
 def biased_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    position_bias: Tensor,
-    **more: Any,
+    module: nn.Module, *given: Any, position_bias: Tensor, **more: Any
 ) -> tuple[Tensor, None]:
     """Attend like `folded_attention`, with a `position_bias` (1, H, T, S) by position."""
-    mask = position_bias if attention_mask is None else position_bias + attention_mask
+    query, key, value, mask = given
+    mask = position_bias if mask is None else position_bias + mask
     return folded_attention(module, query, key, value, mask, **more)
 
 

@@ -24,6 +24,7 @@ from offload.kernels.expansion import Expansion
 from offload.model.expanded import CodedWeight, CompanionScratch, ExpandedWeights
 from offload.model.experts import (
     Bring,
+    Fetch,
     bring_to,
     find_experts,
     let_experts_choose_rows,
@@ -94,19 +95,28 @@ class BoundModel:
         places = parameter_places(self.meta_model)
         wanted = {name: tuple(place.empty.shape) for name, place in places.items()}
         stored, shared = sources_of_parameters(checkpoint, self.meta_model, wanted)
-        assert not any(name.startswith(inside) for name in (*shared, *shared.values())), (
-            "layers share weights"
-        )
+        tied = (*shared, *shared.values())
+        assert not any(name.startswith(inside) for name in tied), "layers share weights"
         source_of = {name: name for name in stored if not name.startswith(inside)} | shared
         if section is not None:
             keep_section(checkpoint, self.meta_model, section)
-            source_of = _kept_by(section, source_of, names[self.meta_model.get_input_embeddings()])
+            table = names[self.meta_model.get_input_embeddings()]
+            source_of = {
+                name: source
+                for name, source in source_of.items()
+                if (section.has_table if name.startswith(table) else section.has_head)
+            }
 
         # the layers that are left, an encoder's last, and the tables that stay on the host
         self._layers, *others = layer_stacks(self.meta_model)
         self._blocks = [block for stack in (self._layers, *others) for block in stack]
         self._tables = tables_around(self.meta_model, self._blocks) if has_host_table else []
-        self._move_buffers()
+        # what a family computes at construction (rotary frequencies) goes where it is used
+        for module in self.meta_model.modules():
+            where = _HOST if module in self._tables else place
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[key] = buffer.to(where)
 
         # slabs: one for each layer, one for what lies around them, and one for what is coded there
         self._layer_places = [below(places, names[block]) for block in self._blocks]
@@ -173,9 +183,7 @@ class BoundModel:
         attention = getattr(self._layers[layer], "self_attn", None)
         return bool(getattr(attention, "is_kv_shared_layer", False))
 
-    def read_rest(
-        self, fetch: Callable[[SlabLayout], np.ndarray], target: "BoundModel | None" = None
-    ) -> int:
+    def read_rest(self, fetch: Fetch, target: "BoundModel | None" = None) -> int:
         """Read and bind all but layers, and what stays of coded ones; return the bytes read.
 
         What lies around the layers of a self draft is its `target`'s. Raises `UserError` where
@@ -184,7 +192,11 @@ class BoundModel:
         layout = self._beside.layout
         # empty where codings have no companions
         is_empty = not layout.coded and not layout.parameters
-        self._bind_beside(np.empty(0, np.uint8) if is_empty else fetch(layout))
+        slab = np.empty(0, np.uint8) if is_empty else fetch(layout)
+        dtypes = {source: place.empty.dtype for source, place in self._rest_places}
+        companions_of = self._beside.companions(slab)
+        self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
+        self._expanded.keep(companions_of)
         if target is not None and self.checkpoint.is_copy:
             share(target._rest_places, self._rest_places, self.place)
             self._expanded_rest = {}
@@ -199,13 +211,7 @@ class BoundModel:
             0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
         )
 
-    def _bind_beside(self, slab: np.ndarray) -> None:
-        dtypes = {source: place.empty.dtype for source, place in self._rest_places}
-        companions_of = self._beside.companions(slab)
-        self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
-        self._expanded.keep(companions_of)
-
-    def bring_samples(self, fetch: Callable[[SlabLayout], np.ndarray]) -> None:
+    def bring_samples(self, fetch: Fetch) -> None:
         """Let a few experts stand for all that come on demand, to try and to time by."""
         if self.experts:
             self.bring_experts(sample_of(self.experts[0].records, fetch, self.place))
@@ -229,26 +235,17 @@ class BoundModel:
 
     def codings_of(self, layer: int) -> list[Coding]:
         """Return the codings of a layer's weights; empty where all are plain."""
-        words = [
-            one
-            for layout in self._parts_of(layer)
-            for several in layout.coded.values()
-            for one in several
-        ]
-        return [one.part.entry.coded.coding for one in words if one.part.entry.coded]
+        groups = [own for layout in self._parts_of(layer) for own in layout.coded.values()]
+        coded = [one.part.entry.coded for words in groups for one in words]
+        return [one.coding for one in coded if one is not None]
 
-    def coded_words(
-        self, layer: int, fetch: Callable[[SlabLayout], np.ndarray]
-    ) -> list[CodedWeight]:
+    def coded_words(self, layer: int, fetch: Fetch) -> list[CodedWeight]:
         """Return the coded weights of a layer that need not be bound.
 
         Of experts that come on demand only the first's.
         """
-        return [
-            one
-            for layout in self._parts_of(layer)
-            for one in self._expanded.words(layout, fetch(layout))
-        ]
+        parts = self._parts_of(layer)
+        return [one for part in parts for one in self._expanded.words(part, fetch(part))]
 
     def _parts_of(self, layer: int) -> list[SlabLayout]:
         experts = self._experts_of.get(layer)
@@ -259,11 +256,7 @@ class BoundModel:
         """Return the bytes that `hold_layers` reads."""
         return sum(layout.slab_bytes for layout in self._layouts)
 
-    def hold_layers(
-        self,
-        fetch: Callable[[SlabLayout], np.ndarray],
-        on_bytes: Callable[[int], None] = lambda _: None,
-    ) -> None:
+    def hold_layers(self, fetch: Fetch, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Read and bind all layers for good, one by one, quantised where they are to be held so.
 
         `on_bytes` hears of the size of each. Raises what `fetch` raises.
@@ -285,10 +278,12 @@ class BoundModel:
         Tied ones share one tensor where they lie together.
         """
         flat = torch.from_numpy(slab[self.rest_layout.sent])
+        # the compute type, or fp32 where a family insists
+        dtypes = {source: place.empty.dtype for source, place in reversed(self._rest_places)}
         weights = {
-            name: view_of(flat, self.rest_layout, name) for name in self.rest_layout.parameters
+            name: view_of(flat, self.rest_layout, name).to(dtypes[name])
+            for name in self.rest_layout.parameters
         }
-        weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
         weights |= self._expanded_rest
         self._expanded_rest = {}
         sent: dict[tuple[str, bool], Tensor] = {}
@@ -338,15 +333,20 @@ class BoundModel:
 
         It is given back even when the layer fails.
         """
+
+        def bind(index: int, *_: Any) -> None:
+            self.bind_layer(index, acquire(index))
+
+        def give_back(index: int, *_: Any) -> None:
+            self.unbind_layer(index)
+            release(index)
+
         for index, layer in enumerate(self._blocks):
-            self._hooks.append(
-                layer.register_forward_pre_hook(partial(self._bind_from, acquire, index))
-            )
-            self._hooks.append(
-                layer.register_forward_hook(
-                    partial(self._give_back, release, index), always_call=True, prepend=True
-                )
-            )
+            behind = partial(give_back, index)
+            self._hooks += [
+                layer.register_forward_pre_hook(partial(bind, index)),
+                layer.register_forward_hook(behind, always_call=True, prepend=True),
+            ]
 
     def close(self) -> None:
         """Take the hooks off: they refer back to this model, a cycle that would hold weights."""
@@ -354,33 +354,3 @@ class BoundModel:
             self._hooks.pop().remove()
         self._views.clear()
         self.drop_experts()
-
-    def _move_buffers(self) -> None:
-        """Move what a family computes at construction (rotary frequencies) where it is used."""
-        for module in self.meta_model.modules():
-            place = _HOST if module in self._tables else self.place
-            for key, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
-                    module._buffers[key] = buffer.to(place)
-
-    def _bind_from(self, acquire: Callable[[int], Slab], index: int, *_: Any) -> None:
-        self.bind_layer(index, acquire(index))
-
-    def _give_back(self, release: Callable[[int], None], index: int, *_: Any) -> None:
-        self.unbind_layer(index)
-        release(index)
-
-    def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the meta model's type of a parameter: the compute type, or fp32 where insisted."""
-        return next(
-            (place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype
-        )
-
-
-def _kept_by(section: Section, source_of: Mapping[str, str], table: str) -> dict[str, str]:
-    """Return the sources of parameters around the layers that a section has; `table` is a prefix."""
-    return {
-        name: source
-        for name, source in source_of.items()
-        if (section.has_table if name.startswith(table) else section.has_head)
-    }

@@ -87,27 +87,23 @@ class EncoderDecoderModel(StreamedModel):
     ) -> None:
         super().__init__(checkpoint, dtype, place, **more)
         self.start = start_tokens(checkpoint)
-        rule = (
-            f"{checkpoint.directory.name}: decoder_start_token_id must be less than "
-            f"{self.vocab_size}"
-        )
+        rule = f"decoder_start_token_id must be less than {self.vocab_size}"
+        rule = f"{checkpoint.directory.name}: {rule}"
         require(self.start[0] < self.vocab_size, rule, self.start[0], "mend generation_config.json")
         self._distance_TS = torch.empty(0, 0)
         self._num_scored = 0
         first: Any = self._layers[0]
+        attention = first.layer[0].SelfAttention
+        head = self.meta_model.get_output_embeddings()
         self._hooks += [
-            first.layer[0].SelfAttention.register_forward_pre_hook(
-                self._give_bias, with_kwargs=True
-            ),
-            self.meta_model.get_output_embeddings().register_forward_pre_hook(self._keep_scored),
+            attention.register_forward_pre_hook(self._give_bias, with_kwargs=True),
+            head.register_forward_pre_hook(self._keep_scored),
         ]
 
     def new_cache(self, num_slots: int, gather: Callable[..., None] | None = None) -> SourceCache:
         """Return an empty cache for one text; its slots are of the decoder's positions."""
-        width = self.meta_model.config.d_model
-        return SourceCache(
-            width, self.dtype, self.place, self.num_layers, num_slots, gather, self.send
-        )
+        own = (self.meta_model.config.d_model, self.dtype, self.place)
+        return SourceCache(*own, self.num_layers, num_slots, gather, self.send)
 
     @torch.inference_mode()
     def take_in(
@@ -116,19 +112,11 @@ class EncoderDecoderModel(StreamedModel):
         """Run the encoder over the tokens before the first start, unless `cache` has read them."""
         assert isinstance(cache, SourceCache), "a cache of this model's"
         start = self.start[0]
-        require(
-            start in tokens,
-            f"a text must have the start of its decoder, {start}",
-            tokens[-8:],
-            "add it",
-        )
+        rule = f"a text must have the start of its decoder, {start}"
+        require(start in tokens, rule, tokens[-8:], "add it")
         source = list(tokens[: tokens.index(start)])
-        require(
-            bool(source),
-            "a prompt must have a token before the decoder's start",
-            tokens[:8],
-            "give one",
-        )
+        rule = "a prompt must have a token before the decoder's start"
+        require(bool(source), rule, tokens[:8], "give one")
         if source == cache.source:
             return
         cache.clear()
@@ -140,9 +128,8 @@ class EncoderDecoderModel(StreamedModel):
     def be_invariant(self, rows: object) -> None:
         """Raise `UserError` unless `rows` is None: no rows are added up by position here."""
         if rows is not None:
-            raise UserError(
-                f"{self.meta_model.config.model_type} models add a bias to their scores"
-            )
+            kind = self.meta_model.config.model_type
+            raise UserError(f"{kind} models add a bias to their scores")
 
     def _takes_paths(self) -> bool:
         return False
@@ -164,9 +151,8 @@ class EncoderDecoderModel(StreamedModel):
         assert isinstance(cache, SourceCache), "a cache of this model's"
         num_source = len(cache.source)
         ancestor_TU = self.send(ancestor_TU)
-        position_S = torch.cat(
-            [torch.arange(num_source, cache.length, device=position_U.device), position_U]
-        )
+        prefix = torch.arange(num_source, cache.length, device=position_U.device)
+        position_S = torch.cat([prefix, position_U])
         self._distance_TS = position_S - position_U[-len(ancestor_TU) :, None]
         mask = tree_mask(cache.length - num_source, position_U, ancestor_TU, None, self.dtype)
         return dict.fromkeys(self.windows, mask)
@@ -199,6 +185,5 @@ def open_model(
 
     Raises `UserError` for what does not run.
     """
-    return (EncoderDecoderModel if has_encoder(checkpoint.config) else StreamedModel)(
-        checkpoint, dtype, place, **more
-    )
+    kind = EncoderDecoderModel if has_encoder(checkpoint.config) else StreamedModel
+    return kind(checkpoint, dtype, place, **more)

@@ -20,10 +20,13 @@ from torch.nn import functional
 
 from offload.checkpoint.layout import SlabLayout, Stack, split_experts
 from offload.errors import UserError
+from offload.model.mapping import below
 from offload.sampling.sampler import NOT_NUMBERS
 
 # one expert's weights, by the names that their stacks have
 Weights = Mapping[str, Tensor]
+# Takes a layout, returns its slab as it is read.
+Fetch = Callable[[SlabLayout], np.ndarray]
 # Takes a layer, its experts, rising, and how many rows want each; yields each with its layout and
 # its slab as it is `sent`, valid until the next is asked for.
 Bring = Callable[[int, Sequence[int], Sequence[int]], Iterator[tuple[int, SlabLayout, Tensor]]]
@@ -43,19 +46,16 @@ def let_experts_choose_rows(meta_model: nn.Module) -> None:
     block: Any
     for block in meta_model.modules():
         if type(block).__name__ == "Llama4TextMoe":
-            _note_flags(block.experts)
+            experts = block.experts
+            # what transformers tells of experts of other families
+            experts.is_transposed = experts.has_gate = experts.scales_rows = True
+            experts.has_bias = False
+            experts._apply_gate = partial(_gated, experts)
             block.forward = partial(_choose, block)
-            block.experts.forward = partial(_forward, block.experts, partial(_own, block.experts))
+            experts.forward = partial(_forward, experts, partial(_own, experts))
         elif type(block).__name__ == "Step3p7Experts":
             block.is_transposed = block.has_bias = False
             block.has_gate = True
-
-
-def _note_flags(experts: Any) -> None:
-    """Set what transformers tells of experts of other families."""
-    experts.is_transposed = experts.has_gate = experts.scales_rows = True
-    experts.has_bias = False
-    experts._apply_gate = partial(_gated, experts)
 
 
 def _gated(experts: Any, gate_up_RF: Tensor) -> Tensor:
@@ -104,22 +104,17 @@ def find_experts(
         if not all(hasattr(module, flag) for flag in _FLAGS):
             continue
         prefix = f"{name}."
-        stacks = {
-            one.removeprefix(prefix): what for one, what in stored.items() if one.startswith(prefix)
-        }
+        stacks = below(stored, prefix)
         count = int(module.num_experts)
         # transformers 5.17 does not have the second flag
         is_known = not getattr(module, "has_post_expert_norm", False)
-        assert is_known and all(shape[0] == count for shape, _ in stacks.values()), (
-            "a family that was tried"
-        )
+        is_known = is_known and all(shape[0] == count for shape, _ in stacks.values())
+        assert is_known, "a family that was tried"
         return RoutedExperts(module, split_experts(stacks, count)), {prefix + one for one in stacks}
     return None, set()
 
 
-def sample_of(
-    records: Sequence[SlabLayout], fetch: Callable[[SlabLayout], np.ndarray], place: torch.device
-) -> Bring:
+def sample_of(records: Sequence[SlabLayout], fetch: Fetch, place: torch.device) -> Bring:
     """Let a few of these stand for all experts, to try and to time before all have room."""
     num_slabs = min(len(records), max(2, _SAMPLE_BYTES // records[0].slab_bytes))
     slabs = [
@@ -177,7 +172,7 @@ def _forward(
     for expert, own in weights([*uses], [*uses.values()]):
         span = slice(ends[expert] - uses[expert], ends[expert])
         row_R = row_C[span]
-        out_RD = _shared_out(module, hidden_ND[row_R], own, share_C[span, None])
+        out_RD = _multiply(module, hidden_ND[row_R], own, share_C[span, None])
         parts[expert] = row_R, out_RD.to(hidden_ND.dtype)
         # its numbers may be copies, and memory is planned for those of one expert
         del own
@@ -187,20 +182,19 @@ def _forward(
     return out_ND
 
 
-def _shared_out(module: Any, row_RD: Tensor, own: Weights, share_R1: Tensor) -> Tensor:
-    """Return what an expert adds to its rows; in Llama 4 a share is taken of what goes in."""
-    if getattr(module, "scales_rows", False):
-        return _multiply(module, row_RD * share_R1, own)
-    return _multiply(module, row_RD, own) * share_R1
+def _multiply(module: Any, row_RD: Tensor, own: Weights, share_R1: Tensor) -> Tensor:
+    """Return what an expert adds to its rows: up, gate and down projections, as the family has them.
 
-
-def _multiply(module: Any, row_RD: Tensor, own: Weights) -> Tensor:
-    """Apply up, gate and down projections, as the family has them."""
+    In Llama 4 a share is taken of what goes in, else of what comes out.
+    """
+    scales_rows = getattr(module, "scales_rows", False)
+    row_RD = row_RD * share_R1 if scales_rows else row_RD
     if module.has_gate:
         gated = module._apply_gate(_linear(module, row_RD, own, "gate_up_proj"))
     else:
         gated = module.act_fn(_linear(module, row_RD, own, "up_proj"))
-    return _linear(module, gated, own, "down_proj")
+    out_RD = _linear(module, gated, own, "down_proj")
+    return out_RD if scales_rows else out_RD * share_R1
 
 
 def _linear(module: Any, row_RD: Tensor, own: Weights, name: str) -> Tensor:

@@ -31,9 +31,8 @@ def describe(model: str, source: str | os.PathLike[str] | None = None) -> Checkp
         return open_headers(model, source)
     config = read_config(path)
     if config.get("quantization_config"):
-        raise UserError(
-            f"{path}: a config alone does not say how quantised weights are stored: give the folder"
-        )
+        what = f"{path}: a config alone does not say how quantised weights are stored"
+        raise UserError(f"{what}: give the folder")
     return _of_built_model(config, path) if is_built(model) else checkpoint_of_config(config, path)
 
 
@@ -47,16 +46,13 @@ def is_built(model: str) -> bool:
 
 
 def _of_built_model(config: dict[str, Any], path: Path) -> Checkpoint:
+    """Return type and shape of all tensors by the names that they have in a file."""
     dtype = stored_dtype(config, path)
     known = Checkpoint(path.parent, config, (), {})
     for key, value in config_sizes(known).items():
         most = _MOST_MODULES if key == "num_hidden_layers" or "experts" in key else _MOST_NUMBERS
         require(value < most, f"{path}: {key} must be a whole number below {most}", value, "fix it")
-    return imagined(config, path, _stored_tensors(known, dtype))
 
-
-def _stored_tensors(known: Checkpoint, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return type and shape of all tensors by the names that they have in a file."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -65,11 +61,10 @@ def _stored_tensors(known: Checkpoint, dtype: str) -> dict[str, tuple[str, tuple
     model = build_meta_model(known, getattr(torch, dtype))
     # transformers calls T5's head tied whatever its config says, and unties it where the file has
     # one of its own.
-    has_own_head = known.config.get("tie_word_embeddings") is False
+    has_own_head = config.get("tie_word_embeddings") is False
     tied = set(model.all_tied_weights_keys) - ({"lm_head.weight"} if has_own_head else set())
     own = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    stored = revert_weight_conversion(model, own)
-    return {
-        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in stored.items()
-    }
+    stored = {}
+    for name, tensor in revert_weight_conversion(model, own).items():
+        stored[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return imagined(config, path, stored)

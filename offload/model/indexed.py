@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -107,9 +107,16 @@ def choose(
         best = _best(index_scores(query_THK, weight_TH, state_SW), seen_TS, num_keys)
         return replace(seen, chosen_TS=best)
     columns = _kept(seen, size, lambda: _pools(seen, seen_TS, size))
-    key_JK = _pooled(choice.pool, state_SW, columns)
+    step = max(1, _POOLED_TOKENS // size)
+    parts_of = zip(columns.token_JR.split(step), columns.first_J.split(step), strict=True)
+    keys = choice.pool.keys
+    key_JK = torch.cat([keys(state_SW[token_JR], first_J) for token_JR, first_J in parts_of])
     best_TJ = _best(index_scores(query_THK, weight_TH, key_JK), columns.seen_TJ, num_keys)
-    return replace(seen, chosen_TS=_tokens_of(best_TJ, columns) | columns.tail_TS)
+    # the tokens of chosen pools, of which several may share their first ones
+    count_TS = torch.zeros_like(columns.tail_TS, dtype=torch.int8)
+    for token_J in columns.token_JR.T:
+        count_TS.index_add_(1, token_J, best_TJ.to(torch.int8))
+    return replace(seen, chosen_TS=(count_TS > 0) | columns.tail_TS)
 
 
 def index_scores(query_THK: Tensor, weight_TH: Tensor | None, key_JK: Tensor) -> Tensor:
@@ -209,21 +216,6 @@ def _pools(rows: PathRows, seen_TS: Tensor, size: int) -> _Columns:
     )
 
 
-def _pooled(pool: Pool, state_SW: Tensor, columns: _Columns) -> Tensor:
-    """Return the keys (J, K) of all pools."""
-    step = max(1, _POOLED_TOKENS // pool.size)
-    parts = zip(columns.token_JR.split(step), columns.first_J.split(step), strict=True)
-    return torch.cat([pool.keys(state_SW[token_JR], first_J) for token_JR, first_J in parts])
-
-
-def _tokens_of(best_TJ: Tensor, columns: _Columns) -> Tensor:
-    """Return bool (T, S): the tokens of chosen pools, of which several may share their first ones."""
-    count_TS = torch.zeros_like(columns.tail_TS, dtype=torch.int8)
-    for token_J in columns.token_JR.T:
-        count_TS.index_add_(1, token_J, best_TJ.to(torch.int8))
-    return count_TS > 0
-
-
 class ChoosingMask:
     """What the rows of a pass see in one layer, and what of it the layer has chosen.
 
@@ -253,18 +245,17 @@ class ChoosingMask:
         return chosen
 
 
-class _Asked(NamedTuple):
-    """What an indexer has made of the rows of a pass: (1, T, H, K) and (1, T, H)."""
-
-    queries: Tensor
-    weights: Tensor | None
-
-
 class _ReachedError(Exception):
-    """The family's own indexer has come to where it would score."""
+    """The family's own indexer has come to where it would score.
 
-    def __init__(self, asked: _Asked) -> None:
-        self.asked = asked
+    Attributes:
+        queries: (1, T, H, K), what it has made of the rows of a pass.
+        weights: (1, T, H), where it has any.
+    """
+
+    def __init__(self, queries: Tensor, weights: Tensor | None) -> None:
+        self.queries = queries
+        self.weights = weights
 
 
 class _Keys:
@@ -301,7 +292,7 @@ def _matmul(left: Any, right: Any) -> Any:
     if isinstance(right, _Keys):
         return _Scores(left)
     if isinstance(right, _Scores):
-        raise _ReachedError(_Asked(right.queries, left.squeeze(-2)))
+        raise _ReachedError(right.queries, left.squeeze(-2))
     return torch.matmul(left, right)
 
 
@@ -331,7 +322,7 @@ class _CacheOf:
         """Keep them, and go on without."""
         self.states_1SW = self._cache.update_indexer(states_1TW, layer)
         if self._is_last:
-            raise _ReachedError(_Asked(_TURNED.get(), None))
+            raise _ReachedError(_TURNED.get(), None)
         return _Keys()
 
 
@@ -365,10 +356,6 @@ def _own_class(indexer: Any) -> Any:
     return type(indexer).__mro__[1]
 
 
-def _by_token(indexer: Any, _: dict[str, Any], __: int) -> Choice:
-    return Choice(indexer.index_topk)
-
-
 def _by_gated_pool(indexer: Any, _: dict[str, Any], __: int) -> Choice:
     def keys(packed_JRW: Tensor, __: Tensor) -> Tensor:
         return _own_class(indexer).get_pooled_states(indexer, packed_JRW)[0][:, 0]
@@ -397,7 +384,11 @@ _MAKES = (
     # GLM-5.3-Flash: pools of tokens, by gates that are learned
     _Make(frozenset({"get_pooled_states", "weights_proj"}), _follow_scores, _by_gated_pool),
     # DeepSeek-V3.2 and those that come from it
-    _Make(frozenset({"weights_proj", "index_topk", "softmax_scale"}), _follow_scores, _by_token),
+    _Make(
+        frozenset({"weights_proj", "index_topk", "softmax_scale"}),
+        _follow_scores,
+        lambda indexer, *_: Choice(indexer.index_topk),
+    ),
     # Qwen3.8-Flash-Next: means of blocks
     _Make(frozenset({"block_topk", "k_layernorm"}), _follow_turn, _by_mean, ends_at_keys=True),
 )
@@ -477,22 +468,15 @@ def _forward_by(
             "past_key_values": cache,
             "attention_mask": torch.ones(1, num_rows, dtype=torch.bool, device=hidden_1TD.device),
         }
-        asked = _asked_of(clone, given)
+        try:
+            clone(**given)
+        except _ReachedError as reached:
+            query_THK = reached.queries[0]
+            weight_TH = None if reached.weights is None else reached.weights[0]
+        else:
+            raise AssertionError("an indexer scores its keys")
         choice = make.choice(self, given, num_rows)
-        chosen = choose(choice, mask.seen, *_alone(asked), cache.states_1SW[0])
+        chosen = choose(choice, mask.seen, query_THK, weight_TH, cache.states_1SW[0])
         return ChoosingMask(mask.seen, chosen)
 
     return choose_along_paths
-
-
-def _alone(asked: _Asked) -> tuple[Tensor, Tensor | None]:
-    """Return the tensor without the batch of one text."""
-    return asked.queries[0], None if asked.weights is None else asked.weights[0]
-
-
-def _asked_of(clone: Callable[..., NoReturn], given: dict[str, Any]) -> _Asked:
-    try:
-        clone(**given)
-    except _ReachedError as reached:
-        return reached.asked
-    raise AssertionError("an indexer scores its keys")

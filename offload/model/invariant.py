@@ -87,9 +87,8 @@ class InvariantRows(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if wide_products.is_widened(input, weight):
             return wide_products.linear(input, weight, bias)
-        sizes = self._plain.get(
-            (weight.shape, weight.stride(), weight.dtype, bias is None, weight.device)
-        )
+        key = (weight.shape, weight.stride(), weight.dtype, bias is None, weight.device)
+        sizes = self._plain.get(key)
         is_text = input.ndim == 3 and input.shape[0] == 1
         if sizes is not None and is_text and input.shape[1] in sizes:
             return product_for(functional.linear, input)(input, weight, bias)
@@ -104,9 +103,7 @@ class InvariantRows(TorchFunctionMode):
         )
         sizes = self._sizes_of(multiply, widened, bias, is_transposed=True)
         if is_host and widened is weight:
-            self._plain[
-                weight.shape, weight.stride(), weight.dtype, bias is None, weight.device
-            ] = sizes
+            self._plain[key] = sizes
         work = lambda part, **out: multiply(part, widened, bias, **out)  # noqa: E731
         whole = in_parts(work, rows, sizes, None if is_host else len(widened))
         out = whole[:, :num_columns]
@@ -159,30 +156,18 @@ class InvariantRows(TorchFunctionMode):
         """
         if factor.device.type != "cpu" and factor.data_ptr() % 16:
             return DEVICE_LADDER[:1]
-        what = (
-            product,
-            factor.shape[-2:],
-            factor.stride()[-2:],
-            factor.dtype,
-            factor.device,
-            factor.ndim > 2,
-        )
-        key = (*what, bias is None)
+        what = (product, factor.shape[-2:], factor.stride()[-2:], factor.dtype, factor.device)
+        key = (*what, factor.ndim > 2, bias is None)
         if key not in self._found:
             more = () if bias is None else (bias.new_zeros(len(factor)),)
             trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
-            settings = (
-                find_sizes,
-                self.thread_counts,
-                torch.get_float32_matmul_precision(),
-                mkldnn.enabled,
-            )
+            precision = torch.get_float32_matmul_precision()
+            settings = (key, find_sizes, self.thread_counts, precision, mkldnn.enabled)
             tried = _TRIED if is_tried_by_likeness(factor) else {}
-            if (key, settings) not in tried:
-                tried[key, settings] = find_sizes(
-                    trial, factor, self.thread_counts, is_transposed=is_transposed
-                )
-            self._found[key] = tried[key, settings]
+            if settings not in tried:
+                counts = self.thread_counts
+                tried[settings] = find_sizes(trial, factor, counts, is_transposed=is_transposed)
+            self._found[key] = tried[settings]
         self.num_refused += not self._found[key]
         return self._found[key] or LADDER[-1:]
 
@@ -205,9 +190,8 @@ class InvariantRows(TorchFunctionMode):
             return function(numbers, *args, **kwargs)
         more = {name: value for name, value in kwargs.items() if name not in ("dim", "keepdim")}
         work = partial(_at_least, _LEAST_SUMS, partial(function, dim=-1, keepdim=True, **more))
-        out = self.activate(work, numbers.reshape(-1, numbers.shape[-1])).reshape(
-            *numbers.shape[:-1], 1
-        )
+        sums = self.activate(work, numbers.reshape(-1, numbers.shape[-1]))
+        out = sums.reshape(*numbers.shape[:-1], 1)
         return out if kwargs.get("keepdim") else out[..., 0]
 
     def activate(self, work: Work, rows: Tensor) -> Tensor:
@@ -225,11 +209,9 @@ def _linear_into(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """Compute `linear` as a GPU does, with a place for the result."""
-    return (
-        torch.mm(rows, weight.t(), out=out)
-        if bias is None
-        else torch.addmm(bias, rows, weight.t(), out=out)
-    )
+    if bias is None:
+        return torch.mm(rows, weight.t(), out=out)
+    return torch.addmm(bias, rows, weight.t(), out=out)
 
 
 def in_parts(
@@ -294,11 +276,15 @@ def in_whole_vectors(
     flat = numbers.reshape(-1)
     if not is_whole:
         flat = pad(flat, (0, -num % _VECTOR))
-    if _are_shares_whole(flat.numel()):
-        out = function(flat, *args, **kwargs)
-    else:
-        out = _on_one_thread(function, flat, *args, **kwargs)
-    return out[:num].reshape(numbers.shape)
+    before = torch.get_num_threads()
+    is_shared = _are_shares_whole(flat.numel())
+    try:
+        if not is_shared:
+            torch.set_num_threads(1)
+        return function(flat, *args, **kwargs)[:num].reshape(numbers.shape)
+    finally:
+        if not is_shared:
+            torch.set_num_threads(before)
 
 
 def _are_shares_whole(num: int) -> bool:
@@ -306,12 +292,3 @@ def _are_shares_whole(num: int) -> bool:
     num_threads = torch.get_num_threads()
     shares = (num_threads, max(1, min(num_threads, math.ceil(num / _GRAIN))))
     return num < _LEAST_SHARED or all(math.ceil(num / share) % _VECTOR == 0 for share in shares)
-
-
-def _on_one_thread(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        torch.set_num_threads(before)

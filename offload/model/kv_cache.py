@@ -31,24 +31,20 @@ VALUES = "values"
 INDEX = "index"
 # what one layer holds of some positions, (1, G, P, K) each, by these names
 Held = Mapping[str, Tensor]
+Send = Callable[[Tensor], Tensor]
+Gather = Callable[..., None]
 
 
 class _Window:
     """Where the running pass writes, shared by all layers of one cache."""
 
-    def __init__(self, send: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, send: Send | None) -> None:
         self.send = send or (lambda tensor: tensor)
         self.lo = 0
         self.hi = 0  # behind the last row of the pass that was placed
         self.num_elsewhere = 0  # committed positions, the first ones, that have no slots here
         # of a recorded pass: where its rows go, read anew at each replay
         self.slot_T: Tensor | None = None
-
-    def all_positions(self) -> Tensor | None:
-        """Return (3, 1, M): the positions that rows of a pass may have, by three axes, alike for
-        text.
-        """
-        return self.send(torch.arange(self.hi)).expand(3, 1, -1) if self.hi else None
 
 
 class _Buffers:
@@ -98,7 +94,6 @@ class _SlotLayer(DynamicLayer):
         self.is_initialized = True
 
     def _view(self, name: str, states: Tensor) -> Tensor:
-        """Return this text's part of a buffer."""
         if name not in self.held:
             stride = self._buffers.stride
             first = self._text * stride
@@ -124,7 +119,7 @@ class _SlotLayer(DynamicLayer):
         index[:, 0, lo:hi] = states_1TW
         return index[:, 0, :hi]
 
-    def take(self, held: Held, length: int, send: Callable[[Tensor], Tensor]) -> None:
+    def take(self, held: Held, length: int, send: Send) -> None:
         """Take in what a layer holds of the first positions."""
         if KEYS in held and not self.is_initialized:
             self.lazy_initialization(*(send(held[name][:, :, :1]) for name in (KEYS, VALUES)))
@@ -150,8 +145,12 @@ class _SlotLayer(DynamicLayer):
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Not of the slots, but all positions there are: a family turns index keys by them."""
-        return self._window.all_positions()
+        """Not of the slots, but all positions there are: a family turns index keys by them.
+
+        They are (3, 1, M), by three axes, alike for text.
+        """
+        window = self._window
+        return window.send(torch.arange(window.hi)).expand(3, 1, -1) if window.hi else None
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, position_ids: Tensor) -> None:
@@ -173,8 +172,8 @@ class KVCache(Cache):
         self,
         num_layers: int,
         num_slots: int,
-        gather: Callable[..., None] | None = None,
-        send: Callable[[Tensor], Tensor] | None = None,
+        gather: Gather | None = None,
+        send: Send | None = None,
     ) -> None:
         self._gather = gather or kv_commit_reference
         self._send = send
@@ -199,18 +198,13 @@ class KVCache(Cache):
         num_layers = len(first._slot_layers)
         buffers.is_fixed = first._buffers.is_fixed
         for text, cache in enumerate(caches):
-            assert cache.num_slots == first.num_slots and not cache._buffers.of_layer, (
-                "new ones, all alike"
-            )
+            is_new = cache.num_slots == first.num_slots and not cache._buffers.of_layer
+            assert is_new, "new ones, all alike"
             cache._lie_in(buffers, text, num_layers)
 
-    def write(self, layer: int, position: int, key_states: Tensor, value_states: Tensor) -> None:
-        """Put rows of one layer into the slots of positions from this one on."""
-        self._slot_layers[layer].write(position, key_states, value_states)
-
-    def write_index(self, layer: int, position: int, states_1TW: Tensor) -> None:
-        """Put rows' index keys of one layer into the same slots."""
-        self._slot_layers[layer].write_index(position, states_1TW)
+    def layer(self, layer: int) -> _SlotLayer:
+        """Return what one layer holds of this text."""
+        return self._slot_layers[layer]
 
     def buffers_of(self, layer: int) -> Held:
         """Return what a layer holds, (1, G, B * S, K) each, of this and all texts beside it."""
@@ -272,9 +266,8 @@ class KVCache(Cache):
         that were placed and never run; its mask gives them no weight, but no weight times NaN is
         NaN.
         """
-        assert not self._buffers.of_layer or self._buffers.is_fixed, (
-            "too late: passes have been run"
-        )
+        is_early = not self._buffers.of_layer or self._buffers.is_fixed
+        assert is_early, "too late: passes have been run"
         self._buffers.is_fixed = True
 
     @contextmanager
@@ -361,12 +354,9 @@ class JointCache(Cache):
     """
 
     def __init__(self, parts: Sequence[CacheRows]) -> None:
-        assert all(part.cache.is_beside(parts[0].cache) for part in parts), (
-            "caches that lie side by side"
-        )
-        super().__init__(
-            layers=[_JointLayer(layer, parts) for layer in range(len(parts[0].cache.layers))]
-        )
+        first = parts[0].cache
+        assert all(part.cache.is_beside(first) for part in parts), "caches that lie side by side"
+        super().__init__(layers=[_JointLayer(layer, parts) for layer in range(len(first.layers))])
         self.parts = parts
 
 
@@ -382,21 +372,22 @@ class _JointLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         for cache, lo, hi, position, _ in self._parts:
-            cache.write(self._layer, position, key_states[:, :, lo:hi], value_states[:, :, lo:hi])
+            own = cache.layer(self._layer)
+            own.write(position, key_states[:, :, lo:hi], value_states[:, :, lo:hi])
         held = self._parts[0].cache.buffers_of(self._layer)
         return held[KEYS], held[VALUES]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """See `_SlotLayer`: (1, B * S, W)."""
         for cache, lo, hi, position, _ in self._parts:
-            cache.write_index(self._layer, position, indexer_key_states[:, lo:hi])
+            cache.layer(self._layer).write_index(position, indexer_key_states[:, lo:hi])
         return self._parts[0].cache.buffers_of(self._layer)[INDEX][:, 0]
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
         """See `_SlotLayer`."""
         furthest = max(self._parts, key=lambda part: part.position + part.hi - part.lo)
-        return furthest.cache.layers[self._layer].indexer_position_ids
+        return furthest.cache.layer(self._layer).indexer_position_ids
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, position_ids: Tensor) -> None:

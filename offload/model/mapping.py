@@ -59,10 +59,10 @@ def sources_of_parameters(
         UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would
         need computing.
     """
-    own = _Table.of(get_model_conversion_mapping(model))
-    whole = _Table([], [])
-    if is_wrapper(checkpoint.config):
-        whole = _Table.of(get_checkpoint_conversion_mapping(checkpoint.config["model_type"]) or [])
+    own = _Table(get_model_conversion_mapping(model))
+    # a model inside another has a table of its own
+    kind = checkpoint.config["model_type"] if is_wrapper(checkpoint.config) else None
+    whole = _Table((get_checkpoint_conversion_mapping(kind) if kind else None) or [])
     by_pattern = {**whole.by_pattern, **own.by_pattern}
     found: dict[str, _Found] = defaultdict(list)
     for full, entry in checkpoint.tensors.items():
@@ -83,27 +83,14 @@ def sources_of_parameters(
     return {name: (shape, parts[name]) for name, shape in stored.items()}, shared
 
 
-class _Table(NamedTuple):
-    """How transformers renames and converts what files hold.
+class _Table:
+    """How transformers renames and converts what files hold, by these transforms."""
 
-    A model inside another has a table of its own.
-    """
-
-    renamings: list[WeightRenaming]
-    converters: list[WeightConverter]
-
-    @classmethod
-    def of(cls, transforms: Sequence[WeightTransform]) -> "_Table":
-        """Return a table of these transforms, sorted by their kind."""
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        return cls(renamings, [one for one in transforms if isinstance(one, WeightConverter)])
-
-    @property
-    def by_pattern(self) -> dict[str, WeightConverter]:
-        return {
-            pattern: converter
-            for converter in self.converters
-            for pattern in converter.source_patterns
+    def __init__(self, transforms: Sequence[WeightTransform]) -> None:
+        self._renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        self.by_pattern = {
+            pattern: one for one in self._converters for pattern in one.source_patterns
         }
 
     def renamed(self, name: str, prefix: str, shapes: dict[str, Shape]) -> tuple[str, str | None]:
@@ -111,8 +98,8 @@ class _Table(NamedTuple):
 
         A renaming that leads nowhere is taken back, as transformers does.
         """
-        renamed, pattern = rename_source_key(name, self.renamings, self.converters, prefix, shapes)
-        return (name, None) if renamed not in shapes and name in shapes else (renamed, pattern)
+        found = rename_source_key(name, self._renamings, self._converters, prefix, shapes)
+        return (name, None) if found[0] not in shapes and name in shapes else found
 
 
 def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, str]:
@@ -124,11 +111,10 @@ def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, s
     groups: dict[str, list[str]] = {}
     for name, source in tied.items():
         groups.setdefault(source, [source]).append(name)
-    shared = {}
+    shared: dict[str, str] = {}
     for group in groups.values():
-        stored = next((name for name in group if name in found), None)
-        if stored is not None:
-            shared.update({name: stored for name in group if name not in found})
+        stored = [name for name in group if name in found]
+        shared |= {name: stored[0] for name in group if stored and name not in found}
     return shared
 
 
@@ -141,18 +127,13 @@ def _parts(
 ) -> list[TensorPart]:
     if not found:
         raise UserError(f"{where}: tensor {parameter} is missing: {_AGAIN}")
-    unknown = next(
-        (f"{n} is {e.dtype}" for _, n, e in found if e.coded is None and e.dtype not in ENCODINGS),
-        None,
-    )
-    if unknown:
-        raise UserError(
-            f"{where}: weights must be bf16, fp16, fp32 or quantised, {unknown}: {_UNKNOWN}"
-        )
+    for _, name, entry in found:
+        if entry.coded is None and entry.dtype not in ENCODINGS:
+            rule = f"{where}: weights must be bf16, fp16, fp32 or quantised"
+            raise UserError(f"{rule}, {name} is {entry.dtype}: {_UNKNOWN}")
     pattern = found[0][0]
-    if any((own is None) != (pattern is None) for own, _, _ in found) or (
-        pattern is None and len(found) > 1
-    ):
+    is_converted = {own is not None for own, _, _ in found}
+    if len(is_converted) > 1 or (pattern is None and len(found) > 1):
         names = " and ".join(name for _, name, _ in found[:2])
         raise UserError(f"{where}: {names} are both stored for {parameter}: {_RESAVE}")
     if pattern is None:
@@ -162,24 +143,15 @@ def _parts(
     else:
         entries = _fused(where, parameter, found, by_pattern[pattern])
     parts = _placed(shape, entries, is_whole=pattern is None)
-    if parts is None and _is_transposed(entries[0].shape, shape):
+    if parts is not None:
+        return parts
+    # a stack's experts, or one of them, with their dimensions exchanged
+    turned = (*shape[:-2], *shape[:-3:-1])
+    if len(shape) == 3 and entries[0].shape in (turned, turned[1:]):
         raise UserError(f"{where}: {parameter} is stored transposed, {_COMPUTED}: {_RESAVE}")
-    if parts is None:
-        shapes = sorted({str(list(entry.shape)) for entry in entries})
-        raise UserError(
-            f"{where}: {parameter} must have shape {list(shape)}, the file has "
-            f"{' and '.join(shapes)}: "
-            "config.json and weights do not belong together"
-        )
-    return parts
-
-
-def _is_transposed(stored: Shape, shape: Shape) -> bool:
-    """Tell whether a stack's experts, or one of them, are stored with their dimensions exchanged."""
-    if len(shape) != 3:
-        return False
-    turned = (shape[0], shape[2], shape[1])
-    return stored in (turned, turned[1:])
+    shapes = " and ".join(sorted({str(list(entry.shape)) for entry in entries}))
+    what = f"{where}: {parameter} must have shape {list(shape)}, the file has {shapes}"
+    raise UserError(f"{what}: config.json and weights do not belong together")
 
 
 def _placed(
@@ -202,11 +174,9 @@ def _placed(
             own = (*rows, shape[-1])
         # Of coded weights columns may be padded, so that their bytes tell; some headers only have
         # how many numbers.
-        fits = (
-            entry.shape == own
-            if coding is None
-            else len(entry.shape) < 2 or entry.shape[:-1] == own[:-1]
-        )
+        fits = entry.shape == own
+        if coding is not None:
+            fits = len(entry.shape) < 2 or entry.shape[:-1] == own[:-1]
         if not fits or (coding or ENCODINGS[entry.dtype]).stored_bytes(own) != entry.num_bytes:
             return None
         parts.append(TensorPart(entry._replace(shape=own), first))
@@ -218,47 +188,37 @@ def _fused(
     where: str, parameter: str, found: _Found, converter: WeightConverter
 ) -> list[TensorEntry]:
     """Return the tensors of a fused parameter: expert by expert, in the converter's order."""
+    merged = (MergeModulelist, 0)
     kinds = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
-    if kinds not in (
-        [(MergeModulelist, 0)],
-        [(MergeModulelist, 0), (Concatenate, 1)],
-        [(Concatenate, 0)],
-        [(Concatenate, 1)],
-    ):
+    known = ([merged], [merged, (Concatenate, 1)], [(Concatenate, 0)], [(Concatenate, 1)])
+    if kinds not in known:
         raise UserError(f"{where}: {parameter} is stored {_COMPUTED}: {_RESAVE}")
     dtypes = sorted({entry.dtype for _, _, entry in found})
     if len(dtypes) > 1 and any(entry.coded is None for _, _, entry in found):
-        raise UserError(
-            f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}: {_RESAVE}"
-        )
-    if kinds[0] == (MergeModulelist, 0):
+        what = f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}"
+        raise UserError(f"{what}: {_RESAVE}")
+    if kinds[0] == merged:
         _check_numbers(where, parameter, found)
-    columns = [
-        column
-        for pattern in converter.source_patterns
-        if (column := _natural_order(found, pattern))
-    ]
+    columns = [_natural_order(found, pattern) for pattern in converter.source_patterns]
+    columns = [column for column in columns if column]
     if len({len(column) for column in columns}) > 1:
         raise UserError(f"{where}: a tensor that {parameter} is made of is missing: {_AGAIN}")
     for column in columns:
         shapes = sorted({str(list(entry.shape)) for entry in column})
         if len(shapes) > 1:
-            what = (
-                f"all experts of {parameter} must have one shape, the file has {shapes[0]} and "
-                f"{shapes[-1]}"
-            )
-            raise UserError(f"{where}: {what}: {_AGAIN}")
+            what = f"{where}: all experts of {parameter} must have one shape, the file has"
+            raise UserError(f"{what} {shapes[0]} and {shapes[-1]}: {_AGAIN}")
+    # within an expert rows of two stacks alternate
     if kinds == [(Concatenate, 1)]:
-        columns = [_by_expert(where, parameter, entry) for (entry,) in columns]
+        stacks = [stack for (stack,) in columns]
+        for stack in stacks:
+            if len(stack.shape) != 3 or not stack.shape[0] or stack.num_bytes % stack.shape[0]:
+                raise UserError(f"{where}: {parameter} is stored {_COMPUTED}: {_RESAVE}")
+        columns = [
+            [slice_of(stack, expert, stack.shape[0]) for expert in range(stack.shape[0])]
+            for stack in stacks
+        ]
     return [entry for experts in zip(*columns, strict=True) for entry in experts]
-
-
-def _by_expert(where: str, parameter: str, stack: TensorEntry) -> list[TensorEntry]:
-    """Return what each expert has in a stack: within one of them rows of two stacks alternate."""
-    num_experts = stack.shape[0]
-    if len(stack.shape) != 3 or not num_experts or stack.num_bytes % num_experts:
-        raise UserError(f"{where}: {parameter} is stored {_COMPUTED}: {_RESAVE}")
-    return [slice_of(stack, expert, num_experts) for expert in range(num_experts)]
 
 
 def _check_numbers(where: str, parameter: str, found: _Found) -> None:
@@ -269,11 +229,8 @@ def _check_numbers(where: str, parameter: str, found: _Found) -> None:
     for own in numbers.values():
         lost = min({*range(len(own))} - {*own}, default=None)
         if lost is not None:
-            what = (
-                f"{parameter} must be made of experts 0 to {len(own) - 1}, the file has "
-                f"{max(own)} and not {lost}"
-            )
-            raise UserError(f"{where}: {what}: {_AGAIN}")
+            what = f"{where}: {parameter} must be made of experts 0 to {len(own) - 1}"
+            raise UserError(f"{what}, the file has {max(own)} and not {lost}: {_AGAIN}")
 
 
 def _natural_order(found: _Found, pattern: str) -> Sequence[TensorEntry]:
@@ -301,19 +258,11 @@ def parameter_places(meta_model: nn.Module) -> dict[str, ParameterSlot]:
     places = {}
     for prefix, module in meta_model.named_modules():
         dot = f"{prefix}." if prefix else ""
-        saved = {
-            key: b
-            for key, b in module._buffers.items()
-            if key not in module._non_persistent_buffers_set
-        }
-        for table, held in ((module._parameters, module._parameters), (module._buffers, saved)):
-            places.update(
-                {
-                    f"{dot}{key}": ParameterSlot(table, key, v, module)
-                    for key, v in held.items()
-                    if v is not None
-                }
-            )
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                is_saved = key not in module._non_persistent_buffers_set
+                if tensor is not None and is_saved:
+                    places[f"{dot}{key}"] = ParameterSlot(table, key, tensor, module)
     return places
 
 
@@ -365,11 +314,8 @@ def share(
 
 def below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
     """Return the entries whose names have this prefix, by their names without it."""
-    return {
-        name.removeprefix(prefix): value
-        for name, value in mapping.items()
-        if name.startswith(prefix)
-    }
+    own = {name: value for name, value in mapping.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in own.items()}
 
 
 def view_of(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:

@@ -10,6 +10,7 @@ parameters bear the names of a language model on its own, and of the family's ru
 """
 
 import copy
+import math
 import re
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -41,9 +43,7 @@ from offload.checkpoint.tensors import check_counts
 from offload.errors import UserError, reason
 from offload.kernels.path_attention import AttentionChunk, Window
 from offload.model import attention
-from offload.model.empty_weights import EmptyOnMeta
 from offload.model.indexed import ChoosingMask, follow_indices, has_index
-from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_rows
 from offload.model.recurrent import follow_trees, new_cache
 
@@ -80,14 +80,15 @@ def _decoder_class(config: Any) -> Any:
     if type(config) in MODEL_MAPPING:
         return MODEL_MAPPING[type(config)]
     home = type(config).__module__.replace(".configuration_", ".modeling_")
-    found = [
+    classes = (
         one
         for one in vars(sys.modules.get(home, object)).values()
-        if isinstance(one, type)
-        and issubclass(one, PreTrainedModel)
-        and one.__name__.endswith("TextModel")
-        and one.__module__ == home
-        and getattr(one, "config_class", None) is type(config)
+        if isinstance(one, type) and issubclass(one, PreTrainedModel) and one.__module__ == home
+    )
+    found = [
+        one
+        for one in classes
+        if one.__name__.endswith("TextModel") and getattr(one, "config_class", None) is type(config)
     ]
     if len(found) != 1:
         raise ValueError(f"transformers has no language model of type {config.model_type}")
@@ -156,10 +157,8 @@ class _Tuning:
 
     def scale(self, _: nn.Module, __: Any, query_1TQ: Tensor) -> Tensor:
         """Scale what the projection gives: a layer without rotary positions does nothing between."""
-        scale_1T = (
-            torch.log1p(torch.floor((self._position_1T.float() + 1.0) / self._floor_scale))
-            * self._attn_scale
-        )
+        nth_1T = torch.floor((self._position_1T.float() + 1.0) / self._floor_scale)
+        scale_1T = torch.log1p(nth_1T) * self._attn_scale
         return (query_1TQ * (scale_1T + 1.0)[..., None]).to(query_1TQ.dtype)
 
 
@@ -179,13 +178,18 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     if config is not whole:
         mappings = [one._model_mapping for one in _WRITING if type(whole) in one._model_mapping]
         if not mappings:
-            raise _unsupported(checkpoint, "it does not write text")
+            raise unsupported(checkpoint, "it does not write text")
         _ = mappings[0][type(whole)]  # loads the module in which its text model is
         if hasattr(whole, "tie_word_embeddings"):  # some have it inside alone
             config.tie_word_embeddings = whole.tie_word_embeddings
     if config.model_type in _OTHER_WAYS:
-        raise _unsupported(checkpoint, _OTHER_WAYS[config.model_type])
-    _refuse_unrollable(checkpoint, config)
+        raise unsupported(checkpoint, _OTHER_WAYS[config.model_type])
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise unsupported(checkpoint, "attention that looks ahead")
+    if getattr(config, "ple_layer_ids", None):
+        raise unsupported(checkpoint, "tables of n-grams in its layers")
+    known = {*_ATTENTION, *_RECURRENT, *_INDEXED, *_BY_ROW}
+    _refuse_kinds(checkpoint, set(_kinds_of(config)) - known)
     with _refusing(checkpoint, _missing(config)):
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         meta_model = _instantiate(AutoModelForCausalLM if is_known else HeadedModel, config, dtype)
@@ -200,13 +204,10 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         if any(is_choosing):
             meta_model.set_attn_implementation(attention.NAME)
     if not any(is_following) and (not is_following or not hasattr(decoder, "rotary_emb")):
-        raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
-    if config.model_type not in SHARED_LAYERS and any(
-        ".layers." in f".{name}"
-        for pair in meta_model.all_tied_weights_keys.items()
-        for name in pair
-    ):
-        raise _unsupported(checkpoint, "layers that share weights")
+        raise unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
+    tied = [name for pair in meta_model.all_tied_weights_keys.items() for name in pair]
+    if config.model_type not in SHARED_LAYERS and any(".layers." in f".{name}" for name in tied):
+        raise unsupported(checkpoint, "layers that share weights")
     with _refusing(checkpoint, _missing(config)):
         _try_out(meta_model, dtype)
     scale_by_position(decoder.layers)
@@ -219,23 +220,18 @@ def _config(settings: dict[str, Any]) -> Any:
     if kind == "mistral" and "layer_types" in settings:  # as there
         kind = "ministral"
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        code = (
-            "it needs code of its own, which is not run"
-            if "auto_map" in settings
-            else "transformers lacks it"
-        )
-        raise ValueError(code)
-    return CONFIG_MAPPING[kind].from_dict(
-        copy.deepcopy({**settings, **_OUTPUT_FLAGS, "model_type": kind})
-    )
+        has_code = "auto_map" in settings
+        code = "it needs code of its own, which is not run"
+        raise ValueError(code if has_code else "transformers lacks it")
+    own = copy.deepcopy({**settings, **_OUTPUT_FLAGS, "model_type": kind})
+    return CONFIG_MAPPING[kind].from_dict(own)
 
 
 def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
     """Return the layers of the decoder, and of an encoder where there is one."""
-    parts = [
-        meta_model.get_decoder(),
-        *([meta_model.get_encoder()] if meta_model.config.is_encoder_decoder else []),
-    ]
+    parts = [meta_model.get_decoder()]
+    if meta_model.config.is_encoder_decoder:
+        parts.append(meta_model.get_encoder())
     return [getattr(part, _stack_name(meta_model)) for part in parts]
 
 
@@ -271,11 +267,9 @@ def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: S
     decoder = meta_model.get_decoder()
     for name, what in _INSEPARABLE.items():
         if getattr(config, name, None):
-            raise UserError(
-                f"{checkpoint.directory.name}: model type {config.model_type} cannot be divided "
-                f"by layers ({what}): "
-                "let one rank have all of it"
-            )
+            kind = f"{checkpoint.directory.name}: model type {config.model_type}"
+            rule = f"cannot be divided by layers ({what})"
+            raise UserError(f"{kind} {rule}: let one rank have all of it")
     layers = decoder.layers[section.first : section.last]
     kinds = getattr(config, "layer_types", None)
     for module in layers.modules():
@@ -298,10 +292,8 @@ def attention_windows(config: Any, num_layers: int) -> list[Window]:
     """
     window = _num_keys(config, "sliding_window")
     chunk = _num_keys(config, "attention_chunk_size")
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if window else "full_attention"] * num_layers
-    )
+    usual = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * num_layers
     reach: dict[str, Window] = {
         "sliding_attention": window,
         "chunked_attention": AttentionChunk(chunk) if chunk else None,
@@ -312,12 +304,10 @@ def attention_windows(config: Any, num_layers: int) -> list[Window]:
 
 
 def _num_keys(config: Any, name: str) -> int | None:
-    """Return the keys of a window or a chunk."""
     size = getattr(config, name, None) or None
     if size is not None and (type(size) is not int or not 0 < size < _MAX_WINDOW):
-        raise UserError(
-            f"{name} in config.json must be a whole number or null, got {size!r:.80}: fix it"
-        )
+        rule = f"{name} in config.json must be a whole number or null"
+        raise UserError(f"{rule}, got {size!r:.80}: fix it")
     return size
 
 
@@ -329,10 +319,10 @@ def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
     try:
         yield
     except KeyError as error:
-        raise _unsupported(checkpoint, f"config.json has no {reason(error)}") from None
+        raise unsupported(checkpoint, f"config.json has no {reason(error)}") from None
     except Exception as error:
         is_likely = bool(likely) and isinstance(error, (TypeError, AttributeError))
-        raise _unsupported(checkpoint, likely if is_likely else reason(error)) from None
+        raise unsupported(checkpoint, likely if is_likely else reason(error)) from None
 
 
 _INSEPARABLE = {
@@ -362,11 +352,38 @@ _NAMED_CODE = ("_attn_implementation", "_experts_implementation")
 # accelerate changes how all modules, of whatever thread, are made meanwhile
 _ONE_AT_A_TIME = threading.Lock()
 _MAX_WINDOW = 1 << 31
+# parameters alone begin as so many zeros, such as the experts of Llama 4; buffers stay real
+_MANY_ZEROS = 1 << 24
+# of torch and of transformers
+_RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
 _INDEXED = ("indexed_attention",)
 _KIND_LISTS = ("layer_types", "layers_block_type")
 _BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """Parameters begin as `torch.empty`, which must allocate nothing, and are not drawn at random,
+    which takes long.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", None) in _RANDOM_FILLS:
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if tensor.is_meta:
+                return tensor
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        if func is torch.zeros and kwargs.get("device") is None and _num_zeros(args) > _MANY_ZEROS:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _num_zeros(sizes: Any) -> int:
+    sizes = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
+    return math.prod(size for size in sizes if type(size) is int)
 
 
 def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -385,7 +402,10 @@ def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
     if "cache_params" in signature(type(meta_model).forward).parameters:
         meta_model.register_forward_pre_hook(_hand_on_cache, with_kwargs=True)
     if config.model_type == "minimax":
-        meta_model.register_forward_pre_hook(_ask_for_no_cache, with_kwargs=True)
+        # it refuses any cache but its own, and hands on what is given it
+        meta_model.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "use_cache": False}), with_kwargs=True
+        )
     meta_model.set_attn_implementation(
         "eager" if is_capped or not meta_model._supports_sdpa else attention.NAME
     )
@@ -394,38 +414,29 @@ def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
 
 def _hand_on_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Hand the cache on to Mamba, which has another name for it."""
-    more = dict(kwargs)
-    if "past_key_values" in more:
-        more["cache_params"] = more.pop("past_key_values")
-    return args, more
-
-
-def _ask_for_no_cache(
-    _: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Ask MiniMax for no cache: it refuses any but its own, and hands on what is given it."""
-    return args, {**kwargs, "use_cache": False}
+    renamed = {"past_key_values": "cache_params"}
+    return args, {renamed.get(name, name): value for name, value in kwargs.items()}
 
 
 def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Run a pass without numbers over layers of every kind: a config may ask for what cannot be."""
-    if any(
-        isinstance(getattr(module, "scaling", None), complex) for module in meta_model.modules()
-    ):
+    scales = (getattr(module, "scaling", None) for module in meta_model.modules())
+    if any(isinstance(scale, complex) for scale in scales):
         raise ValueError("the scale of its attention is no real number")
     meta = torch.device("meta")
     rows = torch.zeros(1, 2, dtype=torch.long, device=meta)
     trial = _cut_copy(meta_model).to(meta)
+    sees_TT = torch.ones(2, 2, dtype=torch.bool).tril()
+    paths = ChoosingMask(path_rows(0, sees_TT, _of_that_shape))
     for layer in filter(has_index, layer_stacks(trial)[0]):
-        layer.register_forward_pre_hook(_give_paths, with_kwargs=True)
-    cache = _trial_cache(meta_model)
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "attention_mask": paths}), with_kwargs=True
+        )
+    cache = new_cache(layer_stacks(meta_model)[0], 2)
+    cache.take_rows(sees_TT, None)
     mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta)
-    more = {
-        "position_ids": rows,
-        "use_cache": True,
-        "past_key_values": cache,
-        "attention_mask": mask,
-    }
+    more = {"position_ids": rows, "use_cache": True, "past_key_values": cache}
+    more["attention_mask"] = mask
     more = {"decoder_input_ids": rows} if meta_model.config.is_encoder_decoder else more
     try:
         with torch.inference_mode():
@@ -438,26 +449,17 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
             raise ValueError(f"its scores have shape {tuple(logits.shape)}")
 
 
-def _give_paths(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Give the paths of the two rows of a trial to a layer that chooses."""
-    rows = path_rows(0, torch.ones(2, 2, dtype=torch.bool).tril(), _of_that_shape)
-    return args, {**kwargs, "attention_mask": ChoosingMask(rows)}
-
-
 def _of_that_shape(query_HTK: Tensor, _: Tensor, value_GSV: Tensor, *__: Any) -> Tensor:
     return query_HTK.new_empty(*query_HTK.shape[1::-1], value_GSV.shape[2])
 
 
-def _trial_cache(meta_model: PreTrainedModel) -> KVCache:
-    """Return a cache for two rows."""
-    cache = new_cache(layer_stacks(meta_model)[0], 2)
-    cache.take_rows(torch.ones(2, 2, dtype=torch.bool).tril(), None)
-    return cache
-
-
 def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy up to the first layer of the last kind; its rotary embeddings are its own."""
-    kinds = _kinds(meta_model)
+    # what tells one layer from another
+    kinds = [
+        [(name, parameter.shape) for name, parameter in layer.named_parameters()]
+        for layer in layer_stacks(meta_model)[0]
+    ]
     with cut_stack(meta_model, slice(max(map(kinds.index, kinds)) + 1)):
         trial = copy.deepcopy(meta_model)
     for name, module in trial.named_modules():
@@ -465,14 +467,6 @@ def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
         if name.endswith(".experts"):
             module.forward = lambda hidden, *_, **__: hidden
     return trial
-
-
-def _kinds(meta_model: PreTrainedModel) -> list[tuple[object, ...]]:
-    """Return what tells one layer from another."""
-    return [
-        tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
-        for layer in layer_stacks(meta_model)[0]
-    ]
 
 
 def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> None:
@@ -488,9 +482,8 @@ def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) ->
     has them.
     """
     if config.model_type not in ENCODER_DECODERS:
-        raise _unsupported(
-            checkpoint, f"of encoder-decoder models {' and '.join(ENCODER_DECODERS)} are known"
-        )
+        known = " and ".join(ENCODER_DECODERS)
+        raise unsupported(checkpoint, f"of encoder-decoder models {known} are known")
     with _refusing(checkpoint):
         meta_model = _instantiate(AutoModelForSeq2SeqLM, config, dtype)
         # transformers 5.17 tells none
@@ -500,25 +493,14 @@ def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) ->
         return meta_model
 
 
-def _refuse_unrollable(checkpoint: Checkpoint, config: Any) -> None:
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise _unsupported(checkpoint, "attention that looks ahead")
-    if getattr(config, "ple_layer_ids", None):
-        raise _unsupported(checkpoint, "tables of n-grams in its layers")
-    _refuse_kinds(
-        checkpoint, set(_kinds_of(config)) - {*_ATTENTION, *_RECURRENT, *_INDEXED, *_BY_ROW}
-    )
-
-
 def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
     """Refuse kinds of layers that transformers would refuse without naming them."""
     known = {*ALLOWED_LAYER_TYPES, *_ATTENTION, *_RECURRENT, *_BY_ROW}
     parts = (checkpoint.config, checkpoint.config.get("text_config"))
     lists = (part.get(name) for part in parts if isinstance(part, dict) for name in _KIND_LISTS)
     kinds = [kind for found in lists if isinstance(found, list) for kind in found]
-    _refuse_kinds(
-        checkpoint, {str(kind) for kind in kinds if not isinstance(kind, str) or kind not in known}
-    )
+    unknown = (kind for kind in kinds if not isinstance(kind, str) or kind not in known)
+    _refuse_kinds(checkpoint, {*map(str, unknown)})
 
 
 def _missing(config: Any) -> str:
@@ -535,18 +517,13 @@ def _refuse_states(
     kinds = _kinds_of(config)
     allowed = {*_ATTENTION, *_BY_ROW}
     if len(kinds) != len(is_following) and {*kinds} - allowed:
-        raise _unsupported(
-            checkpoint, f"{len(kinds)} kinds of layers for {len(is_following)} layers"
-        )
-    found = zip(kinds, is_following, is_choosing, strict=False)
-    _refuse_kinds(
-        checkpoint,
-        {
-            kind
-            for kind, follows, chooses in found
-            if kind not in allowed and not (chooses if kind in _INDEXED else follows)
-        },
-    )
+        counts = f"{len(kinds)} kinds of layers for {len(is_following)} layers"
+        raise unsupported(checkpoint, counts)
+    refused = set[str]()
+    for kind, follows, chooses in zip(kinds, is_following, is_choosing, strict=False):
+        if kind not in allowed and not (chooses if kind in _INDEXED else follows):
+            refused.add(kind)
+    _refuse_kinds(checkpoint, refused)
 
 
 def _kinds_of(config: Any) -> list[str]:
@@ -555,12 +532,5 @@ def _kinds_of(config: Any) -> list[str]:
 
 def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
     if kinds:
-        raise _unsupported(
-            checkpoint,
-            f"layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled back to a "
-            f"tree's path",
-        )
-
-
-def _unsupported(checkpoint: Checkpoint, what: str) -> UserError:
-    return unsupported(checkpoint.directory, checkpoint.config, what)
+        what = f"layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled back to a "
+        raise unsupported(checkpoint, f"{what}tree's path")

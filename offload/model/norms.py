@@ -74,9 +74,8 @@ def _form_of(module: nn.Module) -> NormForm | None:
     chance = torch.Generator().manual_seed(0)
     weight = getattr(module, "weight", None)
     width = _WIDTH_WITHOUT_WEIGHT if weight is None else weight.shape[-1]
-    rows, weight_D = (
-        torch.randn(*shape, generator=chance).bfloat16() for shape in ((_NUM_ROWS, width), (width,))
-    )
+    rows = torch.randn(_NUM_ROWS, width, generator=chance).bfloat16()
+    weight_D = torch.randn(width, generator=chance).bfloat16()
     sample = copy(module)
     eps = _eps_of(module)
     assert eps is not None, "a norm has one"

@@ -66,11 +66,9 @@ class BatchMask:
         found = list[Tensor]()
         for lo, hi, first, last, mask in self.parts:
             if hi > first_row:
-                some = slice(max(0, lo - first_row), hi - first_row)
-                columns = slice(first, last)
-                found.append(
-                    attend(query[:, :, some], key[:, :, columns], value[:, :, columns], mask)[0]
-                )
+                some_rows = query[:, :, max(0, lo - first_row) : hi - first_row]
+                own = (states[:, :, first:last] for states in (key, value))
+                found.append(attend(some_rows, *own, mask)[0])
         return torch.cat(found, 1)
 
 
@@ -90,9 +88,8 @@ def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None = N
     for _, __, ancestor_TU, cache in parts:
         num_rows, num_uncommitted = ancestor_TU.shape
         position = cache.place(num_uncommitted - num_rows, num_rows)
-        rows.append(
-            CacheRows(cache, lo, lo + num_rows, position, cache.take_rows(ancestor_TU, mode))
-        )
+        run = cache.take_rows(ancestor_TU, mode)
+        rows.append(CacheRows(cache, lo, lo + num_rows, position, run))
         lo += num_rows
     return JointCache(rows)
 
@@ -101,9 +98,8 @@ def seen_by(rows: Sequence[CacheRows], masks: Sequence[Any]) -> BatchMask:
     """Return one mask for each part."""
     parts = []
     for (cache, lo, hi, position, _), mask in zip(rows, masks, strict=True):
-        parts.append(
-            PartMask(lo, hi, cache.first_slot, cache.first_slot + position + hi - lo, mask)
-        )
+        first = cache.first_slot
+        parts.append(PartMask(lo, hi, first, first + position + hi - lo, mask))
     return BatchMask(tuple(parts))
 
 

@@ -8,7 +8,7 @@ that was taken over keeps nothing of its slab.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,122 +32,73 @@ _CHUNK_NUMBERS = 1 << 20  # rounded at once
 _CACHED_ROWS = 256
 _TRIED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _NUM_TIMES = 3
-
-
-class QuantisedMatrix(Protocol):
-    """One that is held."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of what is held."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return (N, K), as it was."""
-
-    @property
-    def scale(self) -> Tensor:
-        """Return the scales in the type that is computed in, where that is done."""
-
-    @property
-    def has_product(self) -> bool:
-        """Return whether few rows need no scratch."""
-
-    def product(self, row_MK: Tensor) -> Tensor:
-        """Return rows times the transposed matrix, (M, N), for few rows."""
-
-    def expanded(self, row_MK: Tensor, scratch: Callable[[int], Tensor]) -> Tensor:
-        """Return the matrix for products of many rows; `scratch` gives so many numbers of room."""
+Scratch = Callable[[int], Tensor]
 
 
 class Int4(NamedTuple):
     """Codes of 4 bits, and scale and offset of every group of columns."""
 
     word_NK: Tensor
-    scale_GN2: Tensor
+    scale: Tensor  # (G, N, 2), in the type that is computed in, where that is done
     layout: WordLayout
     num_rows: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See `QuantisedMatrix`."""
+        """Return (N, K), as it was."""
         return self.num_rows, 2 * self.word_NK.shape[1]
 
     @property
-    def scale(self) -> Tensor:
-        """See `QuantisedMatrix`."""
-        return self.scale_GN2
-
-    @property
     def num_bytes(self) -> int:
-        """See `QuantisedMatrix`."""
-        return self.word_NK.nbytes + self.scale_GN2.nbytes
+        return self.word_NK.nbytes + self.scale.nbytes
 
     @property
     def has_product(self) -> bool:
-        """See `QuantisedMatrix`."""
+        """Return whether few rows need no scratch."""
         return self.layout.has_product
 
     def product(self, row_MK: Tensor) -> Tensor:
-        """See `QuantisedMatrix`."""
-        return int4_product(row_MK, self.word_NK, self.scale_GN2)[:, : self.shape[0]]
+        """Return rows times the transposed matrix, (M, N), for few rows."""
+        return int4_product(row_MK, self.word_NK, self.scale)[:, : self.num_rows]
 
-    def expanded(self, row_MK: Tensor, scratch: Callable[[int], Tensor]) -> Tensor:
-        """See `QuantisedMatrix`."""
+    def expanded(self, row_MK: Tensor, scratch: Scratch) -> Tensor:
+        """Return the product for many rows; `scratch` gives so many numbers of room."""
         num_rows = len(self.word_NK)
         num_columns = self.shape[1]
         out_KN = scratch(num_rows * num_columns).view(num_columns, num_rows)
-        expand_int4(self.word_NK, self.scale_GN2, self.layout, out_KN)
-        return row_MK @ out_KN[:, : self.shape[0]]
+        expand_int4(self.word_NK, self.scale, self.layout, out_KN)
+        return row_MK @ out_KN[:, : self.num_rows]
 
 
 class Int8(NamedTuple):
-    """Whole numbers of 8 bits, and a scale for each row."""
+    """Whole numbers of 8 bits, and a scale for each row; see `Int4`."""
 
     word_NK: Tensor
-    scale_N: Tensor
-
-    @property
-    def scale(self) -> Tensor:
-        """See `QuantisedMatrix`."""
-        return self.scale_N
-
-    @property
-    def num_bytes(self) -> int:
-        """See `QuantisedMatrix`."""
-        return self.word_NK.nbytes + self.scale_N.nbytes
+    scale: Tensor  # (N,)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See `QuantisedMatrix`."""
         return self.word_NK.shape[0], self.word_NK.shape[1]
 
     @property
+    def num_bytes(self) -> int:
+        return self.word_NK.nbytes + self.scale.nbytes
+
+    @property
     def has_product(self) -> bool:
-        """See `QuantisedMatrix`."""
         return self.word_NK.device.type == "cpu"
 
     def product(self, row_MK: Tensor) -> Tensor:
-        """See `QuantisedMatrix`."""
-        return torch._weight_int8pack_mm(row_MK, self.word_NK, self.scale_N)
+        """See `Int4`."""
+        return torch._weight_int8pack_mm(row_MK, self.word_NK, self.scale)
 
-    def expanded(self, row_MK: Tensor, scratch: Callable[[int], Tensor]) -> Tensor:
-        """See `QuantisedMatrix`; the scales wait for the products."""
+    def expanded(self, row_MK: Tensor, scratch: Scratch) -> Tensor:
+        """See `Int4`; the scales wait for the products."""
         # what a CPU expands stays in its cache
         at_once = _CACHED_ROWS if self.has_product else len(self.word_NK)
         parts = self.word_NK.split(at_once)
         weights = (scratch(part.numel()).view(part.shape).copy_(part) for part in parts)
-        return torch.cat([functional.linear(row_MK, one) for one in weights], 1).mul_(self.scale_N)
-
-
-def int4(weight_NK: Tensor) -> Int4:
-    """Round to the nearest of 16 levels between the extremes of each group of columns."""
-    num_rows, num_columns = weight_NK.shape
-    group = group_of(num_columns)
-    layout = layout_for(weight_NK.device)
-    assert group is not None, "columns come in groups"
-    words = encode_int4(weight_NK, group, layout)
-    return Int4(words.word_NK, words.scale_GN2, layout, num_rows)
+        return torch.cat([functional.linear(row_MK, one) for one in weights], 1).mul_(self.scale)
 
 
 def int8(weight_NK: Tensor) -> Int8:
@@ -167,13 +118,17 @@ def int8(weight_NK: Tensor) -> Int8:
     return Int8(word_NK, scale_N)
 
 
-def matrix_of(weight_NK: Tensor, bits: int) -> QuantisedMatrix:
-    """Return a matrix at so many bits; at 8 where 4 do not divide it."""
-    return (
-        int4(weight_NK)
-        if bits == 4 and group_of(weight_NK.shape[1]) is not None
-        else int8(weight_NK)
-    )
+def matrix_of(weight_NK: Tensor, bits: int) -> Int4 | Int8:
+    """Return a matrix at 8 bits, or at 4 where groups of columns divide it.
+
+    These are rounded to the nearest of 16 levels between the extremes of each group.
+    """
+    group = group_of(weight_NK.shape[1])
+    if bits == 8 or group is None:
+        return int8(weight_NK)
+    layout = layout_for(weight_NK.device)
+    words = encode_int4(weight_NK, group, layout)
+    return Int4(words.word_NK, words.scale_GN2, layout, len(weight_NK))
 
 
 class HeldWeights:
@@ -182,12 +137,11 @@ class HeldWeights:
     def __init__(self, bits: int) -> None:
         self._bits = bits
         self._scratch_B = torch.empty(0, dtype=torch.uint8)
-        self._matrices = list[QuantisedMatrix]()
+        self._matrices = list[Int4 | Int8]()
         self._most_rows = {4: FEW_ROWS, 8: FEW_ROWS}  # that are multiplied without a scratch
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all matrices and the scratch."""
         return sum(one.num_bytes for one in self._matrices) + self._scratch_B.nbytes
 
     def take(self, linear: nn.Linear) -> None:
@@ -225,17 +179,15 @@ class HeldWeights:
                 largest = max(own, key=lambda one: one.num_bytes)
                 self._most_rows[bits] = self._tried(largest) if largest.has_product else 0
 
-    def _forward(self, matrix: QuantisedMatrix, linear: nn.Linear, row: Tensor) -> Tensor:
+    def _forward(self, matrix: Int4 | Int8, linear: nn.Linear, row: Tensor) -> Tensor:
         row_MK = row.reshape(-1, row.shape[-1])
-        out_MN = self._product(matrix, row_MK)
-        out_MN = out_MN if linear.bias is None else out_MN + linear.bias
-        return out_MN.view(*row.shape[:-1], matrix.shape[0])
-
-    def _product(self, matrix: QuantisedMatrix, row_MK: Tensor) -> Tensor:
         most = self._most_rows[4 if isinstance(matrix, Int4) else 8]
         if len(row_MK) <= most and matrix.has_product:
-            return matrix.product(row_MK)
-        return matrix.expanded(row_MK, partial(self._room, row_MK))
+            out_MN = matrix.product(row_MK)
+        else:
+            out_MN = matrix.expanded(row_MK, partial(self._room, row_MK))
+        out_MN = out_MN if linear.bias is None else out_MN + linear.bias
+        return out_MN.view(*row.shape[:-1], matrix.shape[0])
 
     def _room(self, like: Tensor, count: int) -> Tensor:
         num_bytes = count * like.element_size()
@@ -243,19 +195,19 @@ class HeldWeights:
             self._scratch_B = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
         return self._scratch_B[:num_bytes].view(like.dtype)
 
-    def _tried(self, matrix: QuantisedMatrix) -> int:
+    def _tried(self, matrix: Int4 | Int8) -> int:
         """Return the most rows that the product without a scratch is faster with."""
+
+        def least_s(work: Callable[[], object]) -> float:
+            # a first call is not like the others
+            return min([timed(work) for _ in range(1 + _NUM_TIMES)][1:])
+
         most = 0
         scale = matrix.scale
         for num_rows in _TRIED_ROWS:
             row_MK = torch.zeros(num_rows, matrix.shape[1], dtype=scale.dtype, device=scale.device)
             expanded = partial(matrix.expanded, row_MK, partial(self._room, row_MK))
-            if _least_s(partial(matrix.product, row_MK)) > _least_s(expanded):
+            if least_s(partial(matrix.product, row_MK)) > least_s(expanded):
                 break
             most = num_rows
         return most
-
-
-def _least_s(work: Callable[[], object]) -> float:
-    """Return the least seconds behind a first call, which is not like the others."""
-    return min([timed(work) for _ in range(1 + _NUM_TIMES)][1:])

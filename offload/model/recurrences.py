@@ -7,8 +7,9 @@ it reads a prompt. Of a row only what the state needs is kept (`kept`), so that 
 again without any weight.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from offload.kernels.gated_delta import (
 from offload.model.thread_team import TEAM
 
 RowInputs = dict[str, Tensor]  # (T, ...) each
+Stepped = tuple[Tensor, Tensor]  # outputs of rows, and states behind them
 _LEAST_CHUNK = 16  # rows: fewer are as quick one by one
 _LIGHTNING_CHUNK = 64  # rows
 LARGE_STATE_BYTES = 1 << 20  # of a layer; smaller ones stay in a processor's cache anyway
@@ -41,8 +43,20 @@ class Inputs(NamedTuple):
     rows: RowInputs
     fixed: dict[str, Any]  # what all rows have in common
 
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self.rows.values())))
 
-class Recurrence(Protocol):
+    def part(self, some: slice | Tensor) -> "Inputs":
+        """Return those of some rows."""
+        return self._replace(rows={name: row_T[some] for name, row_T in self.rows.items()})
+
+    def with_rows(self, name: str, other: str) -> "Inputs":
+        """Let others stand for inputs that were not kept; outputs mean nothing then."""
+        return self._replace(rows={name: self.rows[other]} | self.rows)
+
+
+class Recurrence(ABC):
     """One kind, over the functions of one family.
 
     Attributes:
@@ -52,32 +66,39 @@ class Recurrence(Protocol):
 
     kept: tuple[str, ...]
 
+    @abstractmethod
     def read(self, *args: Any, **kwargs: Any) -> Inputs:
         """Take the arguments of the family's scan over (1, T) rows."""
 
+    @abstractmethod
     def start(self, inputs: Inputs) -> Tensor:
-        """Return the state before any row, (1, ...)."""
+        """Return the state before any row, (1, ...), in float32."""
 
-    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    @abstractmethod
+    def step(self, state: Tensor, inputs: Inputs) -> Stepped:
         """Return outputs (W, ...) and new states (W, ...) of W rows.
 
         Each row stands behind a state of its own, which stays as it is.
         """
 
-    def run(
-        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
         """Return outputs (T, ...) and the last state (1, ...) of T rows, one behind the other.
 
         `is_exact` asks for the arithmetic of single steps. Rows may lack what is not `kept`; then
         outputs mean nothing.
         """
+        outs = list[Tensor]()
+        for row in range(inputs.num_rows):
+            out, state = self.step(state, inputs.part(slice(row, row + 1)))
+            outs.append(out)
+        return torch.cat(outs), state
 
     def give(self, out_T: Tensor) -> Any:
         """Return outputs as the family's scan does."""
+        return out_T[None]
 
 
-class GatedDelta:
+class GatedDelta(Recurrence):
     """The gated delta rule, with a decay for each head (Qwen3-Next, Qwen3.5) or channel (Kimi): S =
     S e^g + k u^T.
     """
@@ -103,31 +124,30 @@ class GatedDelta:
         return Inputs(rows, {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel})
 
     def start(self, inputs: Inputs) -> Tensor:
-        """Return (1, H, K, K) in float32."""
+        """Return (1, H, K, K)."""
         key = inputs.rows["key"]
         value = inputs.rows["value"]
         return value.new_zeros(1, value.shape[1], key.shape[2], value.shape[2], dtype=torch.float32)
 
-    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def step(self, state: Tensor, inputs: Inputs) -> Stepped:
         """See `Recurrence`."""
-        alone = {name: row[:, None] for name, row in rows.items()}
-        out, state = self._step(**alone, **fixed, initial_state=state, output_final_state=True)
+        alone = {name: row[:, None] for name, row in inputs.rows.items()}
+        more = {**inputs.fixed, "initial_state": state, "output_final_state": True}
+        out, state = self._step(**alone, **more)
         return out[:, 0], state
 
-    def run(
-        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
         """See `Recurrence`."""
-        rows = {"query": rows["key"]} | rows
-        is_by_steps = is_exact or len(rows["key"]) < _LEAST_CHUNK
+        inputs = inputs.with_rows("query", "key")
+        is_by_steps = is_exact or inputs.num_rows < _LEAST_CHUNK
         if is_by_steps and self.walks(state):
-            num_rows = len(rows["key"])
-            chain = [(row, 0 if row else BASE, 0) for row in range(num_rows)]
+            chain = [(row, 0 if row else BASE, 0) for row in range(inputs.num_rows)]
             after = torch.empty_like(state)
-            return self.walk(state, rows, fixed, torch.tensor(chain), after), after
+            return self.walk(state, inputs, torch.tensor(chain), after), after
         function = self._step if is_by_steps else self._scan
-        together = {name: row[None] for name, row in rows.items()}
-        out, state = function(**together, **fixed, initial_state=state, output_final_state=True)
+        together = {name: row[None] for name, row in inputs.rows.items()}
+        more = {**inputs.fixed, "initial_state": state, "output_final_state": True}
+        out, state = function(**together, **more)
         return out[0], state
 
     def give(self, out_T: Tensor) -> tuple[Tensor, None]:
@@ -141,14 +161,9 @@ class GatedDelta:
         return is_here and state[0].nbytes >= LARGE_STATE_BYTES
 
     def walk(
-        self,
-        state: Tensor,
-        rows: RowInputs,
-        fixed: dict[str, Any],
-        step_R3: Tensor,
-        after: Tensor | None = None,
+        self, state: Tensor, inputs: Inputs, step_R3: Tensor, after: Tensor | None = None
     ) -> Tensor:
-        """Outputs (T, ...) of the rows that `step_R3` names, see `RowTree.slots`.
+        """Return outputs (T, ...) of the rows that `step_R3` names, see `RowTree.slots`.
 
         Operations, and so bits, are the library's, but threads take a few heads each through all
         steps.
@@ -158,10 +173,10 @@ class GatedDelta:
         """
         # no mode has to watch these
         with torch._C.DisableTorchFunction():
-            given = _delta_rows(rows, state.shape[1], **fixed)
+            given = _delta_rows(inputs.rows, state.shape[1], **inputs.fixed)
             out = torch.empty(given.value_THV.shape)
             _walk(state[0].contiguous(), given, step_R3, after, out)
-            return out.to(rows["query"].dtype)
+            return out.to(inputs.rows["query"].dtype)
 
 
 def _delta_rows(rows: RowInputs, num_heads: int, *, use_qk_l2norm_in_kernel: bool) -> DeltaRows:
@@ -169,9 +184,11 @@ def _delta_rows(rows: RowInputs, num_heads: int, *, use_qk_l2norm_in_kernel: boo
         rows[name].float().contiguous() for name in ("query", "key", "value", "beta", "g")
     )
     query, key = (one.repeat_interleave(num_heads // one.shape[1], dim=1) for one in (query, key))
+    # transformers' `l2norm`
     if use_qk_l2norm_in_kernel:
-        query = _normed(query)
-        key = _normed(key)
+        query, key = (
+            one * torch.rsqrt((one * one).sum(-1, keepdim=True) + _NORM_EPS) for one in (query, key)
+        )
     query = query / (query.shape[-1] ** 0.5)
     return DeltaRows(query, key, value, beta, decay.exp())
 
@@ -200,12 +217,7 @@ def _walk(
     TEAM.run(take, len(parts))
 
 
-def _normed(row_THK: Tensor) -> Tensor:
-    """Return what transformers' `l2norm` makes of rows."""
-    return row_THK * torch.rsqrt((row_THK * row_THK).sum(-1, keepdim=True) + _NORM_EPS)
-
-
-class Mamba2:
+class Mamba2(Recurrence):
     """State spaces with a decay for each head (Bamba, Granite 4, Falcon-H1, Nemotron-H): S = S e^(A
     dt) + dt x B^T.
     """
@@ -222,56 +234,39 @@ class Mamba2:
         Time steps are settled here, once.
         """
         lowest, highest = more.get("dt_limit", _UNLIMITED)
-        dt = torch.clamp(
-            _settled(dt, more.get("dt_bias"), is_soft=more.get("dt_softplus")),
-            min=lowest,
-            max=highest,
-        )
+        dt = _settled(dt, more.get("dt_bias"), is_soft=more.get("dt_softplus"))
+        dt = torch.clamp(dt, min=lowest, max=highest)
         rows = {"x": x[0], "dt": dt[0], "B": B[0], "C": C[0]}
         return Inputs(rows, {"A": A, "D": more["D"].clone(), "chunk_size": more["chunk_size"]})
 
     def start(self, inputs: Inputs) -> Tensor:
-        """Return (1, H, K, K) in float32."""
+        """Return (1, H, K, K)."""
         x = inputs.rows["x"]
         B = inputs.rows["B"]
         return x.new_zeros(1, *x.shape[1:], B.shape[2], dtype=torch.float32)
 
-    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def step(self, state: Tensor, inputs: Inputs) -> Stepped:
         """See `Recurrence`; the family's function writes over its state."""
-        x, dt, B, C = (rows[name] for name in ("x", "dt", "B", "C"))
+        x, dt, B, C = (inputs.rows[name] for name in ("x", "dt", "B", "C"))
         state = state.clone()
         width = x.shape[2]
-        A = fixed["A"][:, None, None].expand(-1, width, B.shape[2])
-        D = fixed["D"][:, None].expand(-1, width)
+        A = inputs.fixed["A"][:, None, None].expand(-1, width, B.shape[2])
+        D = inputs.fixed["D"][:, None].expand(-1, width)
         return self._step(state, x, dt[:, :, None].expand(-1, -1, width), A, B, C, D, z=None), state
 
-    def run(
-        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
         """See `Recurrence`."""
-        rows = {"C": rows["B"]} | rows
-        if is_exact or len(rows["x"]) < _LEAST_CHUNK:
-            return one_by_one(self, state, rows, fixed)
-        x, dt, B, C = (rows[name][None] for name in ("x", "dt", "B", "C"))
-        out, state = self._scan(
-            x,
-            dt,
-            fixed["A"],
-            B,
-            C,
-            chunk_size=fixed["chunk_size"],
-            D=fixed["D"],
-            initial_states=state,
-            return_final_states=True,
-        )
+        inputs = inputs.with_rows("C", "B")
+        if is_exact or inputs.num_rows < _LEAST_CHUNK:
+            return super().run(state, inputs, is_exact=is_exact)
+        x, dt, B, C = (inputs.rows[name][None] for name in ("x", "dt", "B", "C"))
+        more = {"initial_states": state, "return_final_states": True}
+        A, D, chunk_size = (inputs.fixed[name] for name in ("A", "D", "chunk_size"))
+        out, state = self._scan(x, dt, A, B, C, chunk_size=chunk_size, D=D, **more)
         return out[0].to(x.dtype), state
 
-    def give(self, out_T: Tensor) -> Tensor:
-        """See `Recurrence`."""
-        return out_T[None]
 
-
-class Mamba:
+class Mamba(Recurrence):
     """State spaces with a decay for each channel and state (Jamba); prompts, too, are read one by
     one.
     """
@@ -284,39 +279,34 @@ class Mamba:
     def read(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Inputs:
         """Return the inputs, which are all (1, D, T) or (1, K, T)."""
         bias = more.get("delta_bias")
-        z = more.get("z")
-        dt = _settled(
-            dt, None if bias is None else bias[:, None], is_soft=more.get("delta_softplus")
-        )
-        rows = {"x": x, "dt": dt, "B": B, "C": C} | ({} if z is None else {"z": z})
-        return Inputs(
-            {name: row[0].T for name, row in rows.items()}, {"A": A, "D": more["D"].clone()}
-        )
+        bias = None if bias is None else bias[:, None]
+        dt = _settled(dt, bias, is_soft=more.get("delta_softplus"))
+        rows = {"x": x, "dt": dt, "B": B, "C": C, "z": more.get("z")}
+        own = {name: row[0].T for name, row in rows.items() if row is not None}
+        return Inputs(own, {"A": A, "D": more["D"].clone()})
 
     def start(self, inputs: Inputs) -> Tensor:
-        """Return (1, D, K) in float32."""
+        """Return (1, D, K)."""
         return inputs.rows["x"].new_zeros(1, *inputs.fixed["A"].shape, dtype=torch.float32)
 
-    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def step(self, state: Tensor, inputs: Inputs) -> Stepped:
         """See `Recurrence`; the family's function writes over its state."""
+        x, dt, B, C = (inputs.rows[name] for name in ("x", "dt", "B", "C"))
         state = state.clone()
-        A = fixed["A"]
-        D = fixed["D"]
-        dt = rows["dt"]
-        return self._step(state, rows["x"], dt, A, rows["B"], rows["C"], D, z=rows.get("z")), state
+        A = inputs.fixed["A"]
+        D = inputs.fixed["D"]
+        return self._step(state, x, dt, A, B, C, D, z=inputs.rows.get("z")), state
 
-    def run(
-        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
         """See `Recurrence`."""
-        return one_by_one(self, state, {"C": rows["B"]} | rows, fixed)
+        return super().run(state, inputs.with_rows("C", "B"), is_exact=is_exact)
 
     def give(self, out_T: Tensor) -> Tensor:
         """See `Recurrence`."""
         return out_T.T[None]
 
 
-class Lightning:
+class Lightning(Recurrence):
     """Linear attention with a fixed decay for each head (MiniMax-01): S = S e^-slope + k v^T.
 
     transformers has no functions for it, so the arithmetic is here, in float32: a state that is
@@ -325,60 +315,54 @@ class Lightning:
 
     kept: tuple[str, ...] = ("key", "value")
 
-    def start(self, inputs: Inputs) -> Tensor:
-        """Return (1, H, K, K) in float32."""
-        value = inputs.rows["value"]
-        return value.new_zeros(1, *value.shape[1:], value.shape[2], dtype=torch.float32)
-
     def read(self, query: Tensor, key: Tensor, value: Tensor, decay_H: Tensor) -> Inputs:
         """Return the inputs, (1, T, H, K); `decay_H` is what a state keeps from row to row."""
         rows = {"query": query[0], "key": key[0], "value": value[0]}
         return Inputs(rows, {"decay_H": decay_H})
 
-    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def start(self, inputs: Inputs) -> Tensor:
+        """Return (1, H, K, K)."""
+        value = inputs.rows["value"]
+        return value.new_zeros(1, *value.shape[1:], value.shape[2], dtype=torch.float32)
+
+    def step(self, state: Tensor, inputs: Inputs) -> Stepped:
         """See `Recurrence`."""
-        query, key, value = (rows[name].float() for name in ("query", "key", "value"))
-        state = state * fixed["decay_H"][:, None, None]
+        query, key, value = (inputs.rows[name].float() for name in ("query", "key", "value"))
+        state = state * inputs.fixed["decay_H"][:, None, None]
         state = state + key[..., None] * value[..., None, :]
         out = (state * query[..., None]).sum(-2)
-        return out.to(rows["value"].dtype), state
+        return out.to(inputs.rows["value"].dtype), state
 
-    def run(
-        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
         """See `Recurrence`."""
-        rows = {"query": rows["key"]} | rows
-        if is_exact or len(rows["key"]) < _LEAST_CHUNK:
-            return one_by_one(self, state, rows, fixed)
+        inputs = inputs.with_rows("query", "key")
+        if is_exact or inputs.num_rows < _LEAST_CHUNK:
+            return super().run(state, inputs, is_exact=is_exact)
         outs = list[Tensor]()
-        for first in range(0, len(rows["key"]), _LIGHTNING_CHUNK):
-            chunk = {name: row_T[first : first + _LIGHTNING_CHUNK] for name, row_T in rows.items()}
-            out, state = self._run_chunk(state, chunk, fixed["decay_H"])
+        for first in range(0, inputs.num_rows, _LIGHTNING_CHUNK):
+            out, state = self._run_chunk(state, inputs.part(slice(first, first + _LIGHTNING_CHUNK)))
             outs.append(out)
-        return torch.cat(outs).to(rows["value"].dtype), state
+        return torch.cat(outs).to(inputs.rows["value"].dtype), state
 
-    def _run_chunk(self, state: Tensor, rows: RowInputs, decay_H: Tensor) -> tuple[Tensor, Tensor]:
+    def _run_chunk(self, state: Tensor, inputs: Inputs) -> Stepped:
         """Run a few rows by products of matrices: what they had from before, and from each other."""
         query, key, value = (
-            rows[name].float().transpose(0, 1) for name in ("query", "key", "value")
+            inputs.rows[name].float().transpose(0, 1) for name in ("query", "key", "value")
         )
+        decay_H11 = inputs.fixed["decay_H"][:, None, None]
         num_rows = key.shape[1]
         at_T = torch.arange(num_rows, device=key.device)
         lag_TT = (at_T[:, None] - at_T).clamp(min=0)
-        decay_HTT = (decay_H[:, None, None] ** lag_TT).tril()
-        into_HT1 = decay_H[:, None, None] ** (at_T + 1)[:, None]
-        out_of_HT1 = decay_H[:, None, None] ** (num_rows - 1 - at_T)[:, None]
+        decay_HTT = (decay_H11**lag_TT).tril()
+        into_HT1 = decay_H11 ** (at_T + 1)[:, None]
+        out_of_HT1 = decay_H11 ** (num_rows - 1 - at_T)[:, None]
         before = (query * into_HT1) @ state[0]
         among = (query @ key.transpose(1, 2) * decay_HTT) @ value
         behind = state[0] * into_HT1[:, -1:] + (key * out_of_HT1).transpose(1, 2) @ value
         return (before + among).transpose(0, 1), behind[None]
 
-    def give(self, out_T: Tensor) -> Tensor:
-        """Return (1, T, H, K)."""
-        return out_T[None]
 
-
-class Gated:
+class Gated(Recurrence):
     """A state that is kept by a share for each channel, and added to (RecurrentGemma): S = a S + x."""
 
     kept: tuple[str, ...] = ("x", "share")
@@ -388,43 +372,21 @@ class Gated:
         return Inputs({"x": hidden_states[0], "share": (recurrent_gate * ~reset)[0]}, {})
 
     def start(self, inputs: Inputs) -> Tensor:
-        """Return (1, C) in float32."""
+        """Return (1, C)."""
         x = inputs.rows["x"]
         return x.new_zeros(1, x.shape[1], dtype=torch.float32)
 
-    def step(self, state: Tensor, rows: RowInputs, fixed: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def step(self, state: Tensor, inputs: Inputs) -> Stepped:
         """See `Recurrence`."""
-        state = rows["share"].float() * state + rows["x"].float()
-        return state.to(rows["x"].dtype), state
-
-    def run(
-        self, state: Tensor, rows: RowInputs, fixed: dict[str, Any], *, is_exact: bool
-    ) -> tuple[Tensor, Tensor]:
-        """See `Recurrence`."""
-        return one_by_one(self, state, rows, fixed)
-
-    def give(self, out_T: Tensor) -> Tensor:
-        """Return (1, T, C)."""
-        return out_T[None]
+        x = inputs.rows["x"]
+        state = inputs.rows["share"].float() * state + x.float()
+        return state.to(x.dtype), state
 
 
 def _settled(dt: Tensor, bias: Tensor | None, *, is_soft: bool | None) -> Tensor:
     """Return time steps as a scan would take them."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
     return functional.softplus(dt) if is_soft else dt
-
-
-def one_by_one(
-    recurrence: Recurrence, state: Tensor, rows: RowInputs, fixed: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Take the rows of one text by single steps."""
-    outs = list[Tensor]()
-    for row in range(len(next(iter(rows.values())))):
-        out, state = recurrence.step(
-            state, {name: row_T[row : row + 1] for name, row_T in rows.items()}, fixed
-        )
-        outs.append(out)
-    return torch.cat(outs), state
 
 
 class Functions(NamedTuple):

@@ -56,27 +56,19 @@ def new_cache(layers: nn.ModuleList, num_slots: int, *more: Any) -> KVCache:
 
 def _follow(layer: nn.Module, index: int) -> bool:
     modules: Iterator[Any] = layer.modules()
-    found = [
-        (module, follower)
-        for module in modules
-        if (follower := _follower_of(module.__class__)) is not None
-    ]
-    for module, follower in found:
-        module.__class__ = follower
+    found = [module for module in modules if _follower_of(module.__class__) is not None]
+    for module in found:
+        module.__class__ = _follower_of(module.__class__)
+        # linear attention has its decays in float32, by its config
         if hasattr(module, _DECAYS[0]):
-            _settle_decays(module)
+            for name in _DECAYS:
+                del module._buffers[name]
+            slope_H11 = module.get_slope_rate(torch.device("cpu")).float()
+            module.register_buffer("decay_H", torch.exp(-slope_H11)[:, 0, 0], persistent=False)
         if hasattr(module, "rg_lru"):
             module.layer_idx = index  # which it is not told
             module.rg_lru._rnn_scan = _scan_channels
     return len(found) == 1
-
-
-def _settle_decays(module: Any) -> None:
-    """Let a layer of linear attention have its decays in float32, by its config."""
-    for name in _DECAYS:
-        del module._buffers[name]
-    decay_H = torch.exp(-module.get_slope_rate(torch.device("cpu")).float())[:, 0, 0]
-    module.register_buffer("decay_H", decay_H, persistent=False)
 
 
 @lru_cache(maxsize=256)
@@ -99,22 +91,17 @@ def _follower_of(own: Any) -> Any:
         return None
     replaced = {CONVOLUTION: _convolve}
     recurrence = None
-    for kind in kinds:
-        replaced[kind.scan] = _scan
-        recurrence = kind.kind(*(_by_device(known[name]) for name in kind[:2]))
-    clone = with_functions(forward, replaced)
-    return _subclass(own, _forward_by(clone, recurrence))
+    for scan, step, kind in kinds:
+        replaced[scan] = _scan
+        recurrence = kind(_by_device(known[scan]), _by_device(known[step]))
+    return _subclass(own, _forward_by(with_functions(forward, replaced), recurrence))
 
 
 def with_functions(forward: FunctionType, replaced: Mapping[str, Any]) -> FunctionType:
     """Return a function like a library's, for which other functions stand under these names."""
-    clone = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, **replaced},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    known = {**forward.__globals__, **replaced}
+    more = (forward.__name__, forward.__defaults__, forward.__closure__)
+    clone = FunctionType(forward.__code__, known, *more)
     clone.__kwdefaults__ = forward.__kwdefaults__
     return clone
 
@@ -166,9 +153,8 @@ def _forward_by(clone: Callable[..., Any], recurrence: Recurrence | None) -> Cal
         assert not args, "this family names what it hands on"
         cache = next(kwargs.pop(name) for name in _CACHES if name in kwargs)
         kwargs.pop("attention_mask", None)  # which tells of padding, and there is none
-        token = _RUNNING.set(
-            _Running(self.layer_idx, _parts_of(cache, hidden_states.shape[1]), recurrence)
-        )
+        parts = _parts_of(cache, hidden_states.shape[1])
+        token = _RUNNING.set(_Running(self.layer_idx, parts, recurrence))
         try:
             return clone(self, hidden_states, **kwargs)
         finally:
@@ -178,7 +164,6 @@ def _forward_by(clone: Callable[..., Any], recurrence: Recurrence | None) -> Cal
 
 
 def _parts_of(cache: Cache, num_rows: int) -> Sequence[CacheRows]:
-    """Return the rows of each text."""
     if isinstance(cache, JointCache):
         return cache.parts
     if not isinstance(cache, RecurrentCache):
@@ -215,6 +200,6 @@ def _scan(*args: Any, **kwargs: Any) -> Any:
     inputs = running.recurrence.read(*args, **kwargs)
     outs = list[Tensor]()
     for cache, lo, hi, _, run in running.parts:
-        own = inputs._replace(rows={name: row_T[lo:hi] for name, row_T in inputs.rows.items()})
+        own = inputs.part(slice(lo, hi))
         outs.append(cache.scan(running.layer, run, running.recurrence, own))
     return running.recurrence.give(outs[0] if len(outs) == 1 else torch.cat(outs))

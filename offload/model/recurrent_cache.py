@@ -13,9 +13,10 @@ Invariant: a state is that of exactly the positions that its `length` says.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,7 +57,6 @@ class PassRows:
         # of the tree, earlier passes have run the others
         self.first = len(tree) - (num_rows - num_certain)
         self._steps = dict[tuple[bool, torch.device], Steps]()
-        self._walk: Tensor | None = None
         self._places = dict[tuple[int, torch.device], Tensor]()
 
     @property
@@ -86,25 +86,18 @@ class PassRows:
             self._steps[is_wide, where] = [(rows, torch.tensor(rows).to(where)) for rows in found]
         return self._steps[is_wide, where]
 
+    @cached_property
     def walk(self) -> Tensor:
         """Return what `steps` needs, with slots for states instead; see `RowTree.slots`."""
-        if self._walk is None:
-            needed = self.tree.with_ancestors(range(self.first, self.end))
-            self._walk = torch.tensor(self.tree.slots(needed))
-        return self._walk
+        needed = self.tree.with_ancestors(range(self.first, self.end))
+        return torch.tensor(self.tree.slots(needed))
 
 
 class RecurrentCache(KVCache):
     """Keys and values, and states."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_slots: int,
-        gather: Callable[..., None] | None = None,
-        send: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__(num_layers, num_slots, gather, send)
+    def __init__(self, num_layers: int, num_slots: int, *more: Any) -> None:
+        super().__init__(num_layers, num_slots, *more)
         self._here = Point(0)
         self._mark = Point(0)
         self._trunk = Point(0)
@@ -163,20 +156,15 @@ class RecurrentCache(KVCache):
         outs = list[Tensor]()
         if num_certain:
             source = torch.cat([tail, own_TC[:num_certain]])
-            outs.append(
-                _sum_taps(
-                    [source[tap : tap + num_certain] for tap in range(num_taps)], weight_CR, bias_C
-                )
-            )
+            taps = [source[tap : tap + num_certain] for tap in range(num_taps)]
+            outs.append(_sum_taps(taps, weight_CR, bias_C))
             tail = rows.behind.tails[layer] = source[num_certain:].clone()
         if rows.num_open:
-            source = torch.cat(
-                [tail, *self._earlier(layer, _CONVOLVED, rows), own_TC[num_certain:]]
-            )
+            earlier = self._earlier(layer, _CONVOLVED, rows)
+            source = torch.cat([tail, *earlier, own_TC[num_certain:]])
             places = rows.places(num_taps, own_TC.device)
-            outs.append(
-                _sum_taps([source[places[:, tap]] for tap in range(num_taps)], weight_CR, bias_C)
-            )
+            taps = [source[places[:, tap]] for tap in range(num_taps)]
+            outs.append(_sum_taps(taps, weight_CR, bias_C))
             self._keep(layer, {_CONVOLVED: own_TC[num_certain:]}, rows)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -187,32 +175,20 @@ class RecurrentCache(KVCache):
         state = _state_of(rows.base, layer, recurrence, inputs)
         self._recurrences[layer] = recurrence, inputs.fixed
         if num_certain:
-            certain = {name: row_T[:num_certain] for name, row_T in inputs.rows.items()}
-            out, state = recurrence.run(state, certain, inputs.fixed, is_exact=self.is_exact)
+            certain = inputs.part(slice(num_certain))
+            out, state = recurrence.run(state, certain, is_exact=self.is_exact)
             rows.behind.states[layer] = state
             outs.append(out)
         if rows.num_open:
-            own = {name: row_T[num_certain:] for name, row_T in inputs.rows.items()}
+            own = inputs.part(slice(num_certain, None)).rows
             known = {
                 name: torch.cat([*self._earlier(layer, name, rows), row_T])
                 for name, row_T in own.items()
             }
-            out = self._scan_tree(state, rows, recurrence, Inputs(known, inputs.fixed))
+            out = _scan_tree(recurrence, state, Inputs(known, inputs.fixed), rows)
             outs.append(out[rows.first : rows.end])
             self._keep(layer, {name: own[name] for name in recurrence.kept}, rows)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def _scan_tree(
-        self, state: Tensor, rows: PassRows, recurrence: Recurrence, known: Inputs
-    ) -> Tensor:
-        """Outputs of the tree's rows, by their inputs; of rows that need not run, anything."""
-        if isinstance(recurrence, GatedDelta) and recurrence.walks(state):
-            return recurrence.walk(state, *known, rows.walk())
-        num_rows = len(next(iter(known.rows.values())))
-        is_wide = num_rows * state.nbytes <= WIDE_STATES_BYTES
-        run = _by_levels if is_wide else _by_branches
-        steps = rows.steps(state.device, is_wide=is_wide)
-        return run(recurrence, state, known, steps, rows.tree.parents)
 
     def _earlier(self, layer: int, name: str, rows: PassRows) -> list[Tensor]:
         """Return inputs of the tree's rows of earlier passes; what is not kept of them does not
@@ -280,9 +256,9 @@ class RecurrentCache(KVCache):
                 point.tails[layer] = torch.cat([tail, own_AC])[len(path) :].clone()
             if layer in self._recurrences:
                 recurrence, fixed = self._recurrences[layer]
-                rows = {name: inputs[name][row_A] for name in recurrence.kept}
-                state = _state_of(base, layer, recurrence, Inputs(rows, fixed))
-                _, point.states[layer] = recurrence.run(state, rows, fixed, is_exact=True)
+                own = Inputs({name: inputs[name][row_A] for name in recurrence.kept}, fixed)
+                state = _state_of(base, layer, recurrence, own)
+                _, point.states[layer] = recurrence.run(state, own, is_exact=True)
         return point
 
     def _keep_rows(self, path: Sequence[int], kept: Sequence[int]) -> None:
@@ -370,55 +346,56 @@ def _sum_taps(taps: Sequence[Tensor], weight_CR: Tensor, bias_C: Tensor | None) 
     return sum_TC.to(weight_CR.dtype)
 
 
+def _scan_tree(recurrence: Recurrence, state: Tensor, known: Inputs, rows: PassRows) -> Tensor:
+    """Return outputs of the tree's rows, by their inputs; of rows that need not run, anything."""
+    if isinstance(recurrence, GatedDelta) and recurrence.walks(state):
+        return recurrence.walk(state, known, rows.walk)
+    is_wide = known.num_rows * state.nbytes <= WIDE_STATES_BYTES
+    run = _by_levels if is_wide else _by_branches
+    steps = rows.steps(state.device, is_wide=is_wide)
+    return run(recurrence, state, known, steps, rows.tree.parents)
+
+
 def _by_levels(
     recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
 ) -> Tensor:
     """Return the outputs of all rows; those of a level take one step together."""
-    outs = _Outputs(len(parents))
+    outs = list[tuple[Tensor, Tensor]]()
     rows_before = [BASE]
     before = base
     for rows, row_W in steps:
         place = {row: index for index, row in enumerate(rows_before)}
         chosen = torch.tensor([place[parents[row]] for row in rows]).to(base.device)
-        own = {name: row_T[row_W] for name, row_T in inputs.rows.items()}
         # the level before goes now, so that two are held and not three
         before = before[chosen]
-        out, before = recurrence.step(before, own, inputs.fixed)
-        outs.put(row_W, out)
+        out, before = recurrence.step(before, inputs.part(row_W))
+        outs.append((row_W, out))
         rows_before = rows
-    return outs.all()
+    return _in_place(outs, len(parents))
 
 
 def _by_branches(
     recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
 ) -> Tensor:
     """Return the outputs of all rows, one by one; a state goes when its last child has begun."""
-    outs = _Outputs(len(parents))
+    outs = list[tuple[Tensor, Tensor]]()
     states = {BASE: base}
     num_waiting = Counter(parents[row] for rows, _ in steps for row in rows)
     for (row,), row_W in steps:
         parent = parents[row]
         num_waiting[parent] -= 1
         state = states[parent] if num_waiting[parent] else states.pop(parent)
-        own = {name: row_T[row_W] for name, row_T in inputs.rows.items()}
-        out, state = recurrence.step(state, own, inputs.fixed)
-        outs.put(row_W, out)
+        out, state = recurrence.step(state, inputs.part(row_W))
+        outs.append((row_W, out))
         if num_waiting[row]:
             states[row] = state
-    return outs.all()
+    return _in_place(outs, len(parents))
 
 
-class _Outputs:
-    """(T, ...), filled in any order."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-        self._all = torch.empty(0)
-
-    def put(self, row_W: Tensor, out: Tensor) -> None:
-        if not len(self._all):
-            self._all = out.new_zeros(self._num_rows, *out.shape[1:])
-        self._all[row_W] = out
-
-    def all(self) -> Tensor:
-        return self._all
+def _in_place(outs: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
+    """Return outputs (T, ...), each where its row is; zeros for rows that did not run."""
+    first = outs[0][1]
+    whole = first.new_zeros(num_rows, *first.shape[1:])
+    for row_W, out in outs:
+        whole[row_W] = out
+    return whole

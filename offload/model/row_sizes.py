@@ -63,39 +63,28 @@ def find_sizes(
             for size in reversed(ladder):
                 out = multiply(rows[..., :size, :], like)
                 kinds[size].add(_kind_of(out, outs))
-                if like.ndim > 2:
-                    kinds[size] |= (
-                        set() if _same(multiply(rows[:1, :size], like[:1]), out[:1]) else {_OTHER}
-                    )
+                is_stack = like.ndim > 2
+                if is_stack and not _same(multiply(rows[:1, :size], like[:1]), out[:1]):
+                    kinds[size].add(_OTHER)
         torch.set_num_threads(min(thread_counts))
         same = {
             kind: tuple(size for size in ladder if kinds[size] == {kind})
             for kind in range(len(outs))
         }
         for kind in sorted(filter(same.get, same), key=lambda kind: _cost_in_steps(same[kind])):
-            sizes = _that_hold_elsewhere(
-                lambda moved: multiply(moved, like), rows, outs[kind], same[kind]
-            )
+            sizes = same[kind]
+            # up to the largest whose rows are the same one place further: smaller ones agree with
+            # it place by place
+            while sizes:
+                moved = multiply(rows[..., 1 : sizes[-1] + 1, :], like)
+                if _same(moved[..., :-1, :], outs[kind][..., 1 : sizes[-1], :]):
+                    break
+                sizes = sizes[:-1]
             if sizes and sizes[-1] >= min(_LEAST_ROWS, ladder[-1]):
                 return sizes
     finally:
         torch.set_num_threads(before)
     return ()
-
-
-def _that_hold_elsewhere(
-    work: Callable[[Tensor], Tensor], rows: Tensor, out: Tensor, sizes: RowSizes
-) -> RowSizes:
-    """Return the sizes up to the largest whose rows are the same one place further.
-
-    Smaller ones agree with it place by place.
-    """
-    while sizes:
-        moved = work(rows[..., 1 : sizes[-1] + 1, :])
-        if _same(moved[..., :-1, :], out[..., 1 : sizes[-1], :]):
-            break
-        sizes = sizes[:-1]
-    return sizes
 
 
 def _cost_in_steps(sizes: RowSizes) -> float:
@@ -164,9 +153,7 @@ def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tens
 
     The second half of every sum undoes the first.
     """
-    num_columns, width = (
-        factor.shape[-2:] if is_transposed else (factor.shape[-1], factor.shape[-2])
-    )
+    num_columns, width = factor.shape[-2:] if is_transposed else factor.mT.shape[-2:]
     chance = torch.Generator().manual_seed(0)
     if not is_tried_by_likeness(factor):
         return _cancelling_rows(factor if is_transposed else factor.mT, chance), factor
@@ -209,6 +196,5 @@ def _strided_like(factor: Tensor, stack: tuple[int, ...]) -> Tensor:
     if 0 in stride:
         return factor.new_empty(*stack, *shape)
     num_spanned = 1 + sum((num - 1) * step for num, step in zip(shape, stride, strict=True))
-    return factor.new_empty(*stack, num_spanned).as_strided(
-        (*stack, *shape), (*[num_spanned] * len(stack), *stride)
-    )
+    strides = (*[num_spanned] * len(stack), *stride)
+    return factor.new_empty(*stack, num_spanned).as_strided((*stack, *shape), strides)

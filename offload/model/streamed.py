@@ -50,11 +50,7 @@ class StreamedModel(BoundModel):
     start: tuple[int, ...] = ()
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: str = "auto",
-        place: torch.device = _HOST,
-        **bound: Any,
+        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **bound: Any
     ) -> None:
         super().__init__(checkpoint, dtype, place, **bound)
         self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
@@ -73,21 +69,18 @@ class StreamedModel(BoundModel):
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
         self._usual_experts = getattr(config, "_experts_implementation", None)
-        if (
-            place.type == "cpu"
-            and checkpoint.held is None
-            and not any(layout.coded for layout in self._layouts)
-        ):
-            # others would expand their weights for each part
+        # others would expand their weights for each part
+        is_plain = checkpoint.held is None and not any(one.coded for one in self._layouts)
+        if place.type == "cpu" and is_plain:
             take_rows_in_parts(self._layers)
         for index, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
             give = partial(self._give_mask, window, index)
             self._hooks.append(layer.register_forward_pre_hook(give, with_kwargs=True))
         for table in self._tables:
-            self._hooks.append(
-                table.register_forward_pre_hook(lambda _, args: (args[0].to(_HOST), *args[1:]))
-            )
-            self._hooks.append(table.register_forward_hook(lambda _, __, rows: self.send(rows)))
+            self._hooks += [
+                table.register_forward_pre_hook(lambda _, args: (args[0].to(_HOST), *args[1:])),
+                table.register_forward_hook(lambda _, __, rows: self.send(rows)),
+            ]
 
     @contextmanager
     def cut_to(self, kept: slice) -> Iterator[None]:
@@ -257,9 +250,8 @@ class StreamedModel(BoundModel):
         experts = "eager" if rows is not None else self._usual_experts
         if rows is not None:
             if not self._takes_paths():
-                raise UserError(
-                    f"{self.meta_model.config.model_type} models calculate with masks of their own"
-                )
+                kind = self.meta_model.config.model_type
+                raise UserError(f"{kind} models calculate with masks of their own")
         elif self._kernel is None:
             self.meta_model.set_attn_implementation(self._usual_attention)
         if experts is not None:
@@ -300,7 +292,6 @@ class StreamedModel(BoundModel):
 
     @property
     def has_states(self) -> bool:
-        """Return whether layers keep a state beside keys and values."""
         return has_states(self._layers)
 
     @property
@@ -311,7 +302,6 @@ class StreamedModel(BoundModel):
 
     @property
     def has_index(self) -> bool:
-        """Return whether layers choose what rows attend to."""
         return any(self._chooses)
 
     @property
@@ -324,13 +314,10 @@ class StreamedModel(BoundModel):
             return [self.typical_layer]
         first: dict[object, int] = {}
         for index, layer in enumerate(self._layers):
-            own = (
-                (name, one.shape)
-                for name, one in layer.named_parameters()
-                if ".experts." not in name
-            )
+            shapes = [(name, one.shape) for name, one in layer.named_parameters()]
+            own = tuple(one for one in shapes if ".experts." not in one[0])
             if not self._borrows_keys(index):
-                first.setdefault(tuple(own), index)
+                first.setdefault(own, index)
         return sorted({self.typical_layer, *first.values()})
 
     def replay_with(self, replay: Replay) -> None:
@@ -360,11 +347,8 @@ class StreamedModel(BoundModel):
     @property
     def attend(self) -> Attend | None:
         """Return what computes attention along paths; None where rows have masks."""
-        return (
-            self._kernel
-            or self._invariant_attention
-            or (attend_along_paths if self._is_by_path else None)
-        )
+        usual = attend_along_paths if self._is_by_path else None
+        return self._kernel or self._invariant_attention or usual
 
     def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
         """Return what rows of one text see, by window: positions on their paths, or masks."""
@@ -378,18 +362,13 @@ class StreamedModel(BoundModel):
         """Return a mask for each window; a lone row that sees everything needs none."""
         num_prefix = cache.length
         ancestor_TU = self.send(ancestor_TU)
-        is_plain = (
-            ancestor_TU.shape == (1, 1)
-            and self.meta_model.config._attn_implementation == attention.NAME
-        )
+        is_ours = self.meta_model.config._attn_implementation == attention.NAME
+        is_plain = is_ours and ancestor_TU.shape == (1, 1)
         masks: dict[Window, Tensor | None] = {}
         for window in self.windows:
-            if is_plain and (window is None or first_seen(window, num_prefix) <= 0):
-                masks[window] = None
-            else:
-                masks[window] = attention.tree_mask(
-                    num_prefix, position_U, ancestor_TU, window, self.dtype
-                )
+            is_all_seen = is_plain and (window is None or first_seen(window, num_prefix) <= 0)
+            given = (num_prefix, position_U, ancestor_TU, window, self.dtype)
+            masks[window] = None if is_all_seen else attention.tree_mask(*given)
         return masks
 
     def _give_mask(
@@ -408,19 +387,13 @@ class StreamedModel(BoundModel):
         assert name in kwargs, "this family passes no masks"
         mask = self._masks[window]
         if self._chooses[index]:
-            return args, {**kwargs, **self._choosing(layer, mask, kwargs)}
+            kwargs = {**kwargs, "attention_mask": ChoosingMask(mask)}
+            # one that shares the choice of a layer which is cut off sees everything
+            if self._is_cut and shares_index(layer) and kwargs.get("prev_topk_indices") is None:
+                kwargs["prev_topk_indices"] = ChoosingMask(mask, mask)
+            return args, kwargs
         hidden = args[0] if args else kwargs["hidden_states"]
         if isinstance(mask, Tensor):
             # some families run their last layers on the rows to be scored alone
             mask = mask[:, :, -hidden.shape[-2] :]
         return args, {**kwargs, name: mask}
-
-    def _choosing(self, layer: nn.Module, mask: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return what a layer that chooses gets in place of a mask.
-
-        One that shares the choice of a layer which is cut off sees everything.
-        """
-        given = {"attention_mask": ChoosingMask(mask)}
-        if self._is_cut and shares_index(layer) and kwargs.get("prev_topk_indices") is None:
-            given["prev_topk_indices"] = ChoosingMask(mask, mask)
-        return given

@@ -109,7 +109,6 @@ class Target:
 
     @property
     def start(self) -> tuple[int, ...]:
-        """Return the ids that stand between a prompt and the new text."""
         return self._model.start
 
     @property
@@ -139,16 +138,13 @@ class Target:
             one.cache.promise(one.num_pending)
         parts = [self._part(one) for one in batch]
         if len(batch) > 1:
-            # since the last rows are scored; a text alone is one part, as every family takes it
             parts = _prompts_then_trees(parts, [one.num_pending for one in batch])
         # some rows have to be scored
         num_logits = max(1, sum(one.num_nodes for one in batch))
         logits = self._sweep(parts, num_logits)
-        firsts = accumulate((one.num_nodes for one in batch), initial=0)
-        return [
-            logits.part(first, first + one.num_nodes)
-            for first, one in zip(firsts, batch, strict=False)
-        ]
+        ends = accumulate(one.num_nodes for one in batch)
+        nodes = zip(ends, batch, strict=True)
+        return [logits.part(end - one.num_nodes, end) for end, one in nodes]
 
     def _taken_in(self, one: BatchEntry) -> BatchEntry:
         """Let the cache have what an encoder makes of a prompt, and what is more than one sweep
@@ -233,7 +229,10 @@ class Target:
 
 
 def _prompts_then_trees(parts: Sequence[BatchPart], nums_pending: Sequence[int]) -> list[BatchPart]:
-    """Return all pending tokens as parts of their own, and behind them the trees."""
+    """Return all pending tokens as parts of their own, and behind them the trees.
+
+    The last rows are those that are scored; a text alone is one part, as every family takes it.
+    """
     prompts = list[BatchPart]()
     trees = list[BatchPart]()
     for (token_T, position_T, sees_TT, cache), num in zip(parts, nums_pending, strict=True):

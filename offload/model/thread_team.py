@@ -33,7 +33,7 @@ class _Task:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._running = Lock()
         self._running.acquire()
 
@@ -41,16 +41,12 @@ class _Task:
         try:
             self._work()
         except BaseException as error:
-            self._error = error
+            self.error = error
         finally:
             self._running.release()
 
     def wait(self) -> None:
         self._running.acquire()
-
-    def raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 class ThreadTeam:
@@ -104,8 +100,8 @@ class ThreadTeam:
             finally:
                 for task in tasks:
                     task.wait()
-            for task in tasks:
-                task.raise_error()
+            for error in (task.error for task in tasks if task.error is not None):
+                raise error
 
     def _start(self, num_helpers: int) -> None:
         """Let there be at least so many helpers; they end with the process."""

@@ -63,48 +63,30 @@ def made_from(checkpoint: Checkpoint) -> dict[str, Any]:
         path.name: {"num_bytes": stamp.num_bytes, "written_ns": stamp.written_ns}
         for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True)
     }
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "source": str(checkpoint.directory.resolve()),
-        "files": files,
-    }
+    source = str(checkpoint.directory.resolve())
+    return {"format": FORMAT, "version": VERSION, "source": source, "files": files}
 
 
 def is_plain_name(name: object) -> bool:
     """Return whether a file name from a manifest stays in its folder and is one of safetensors."""
-    return (
-        isinstance(name, str)
-        and Path(name).name == name
-        and name.endswith(".safetensors")
-        and "\0" not in name
-    )
+    is_name = isinstance(name, str) and Path(name).name == name and "\0" not in name
+    return is_name and str(name).endswith(".safetensors")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest. Raises `UserError` where the folder is not a packed model."""
     if not (folder / MANIFEST).is_file():
-        raise UserError(
-            f"{folder} holds no packed model (no {MANIFEST}): give a folder that offload pack has made"
-        )
+        what = f"{folder} holds no packed model (no {MANIFEST})"
+        raise UserError(f"{what}: give a folder that offload pack has made")
     manifest = read_json(folder / MANIFEST)
     files = manifest.get("files")
-    is_sound = (
-        manifest.get("format") == FORMAT
-        and isinstance(files, dict)
-        and all(map(_is_file, files.items()))
-    )
-    if not is_sound or manifest.get("version") != VERSION:
+    is_sound = isinstance(files, dict) and all(map(is_plain_name, files))
+    for own in files.values() if isinstance(files, dict) else ():
+        numbers = (own.get("num_bytes"), own.get("written_ns")) if isinstance(own, dict) else ()
+        is_sound = is_sound and [*map(type, numbers)] == [int, int]
+    if not is_sound or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise UserError(f"{folder / MANIFEST} is not of {FORMAT} {VERSION}: pack the model again")
     return manifest
-
-
-def _is_file(item: tuple[str, Any]) -> bool:
-    name, own = item
-    has_numbers = isinstance(own, dict) and all(
-        type(own.get(key)) is int for key in ("num_bytes", "written_ns")
-    )
-    return is_plain_name(name) and has_numbers
 
 
 def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:
@@ -116,34 +98,24 @@ def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:
         return False
     if not (destination / MANIFEST).is_file():
         raise UserError(f"{destination} holds something else: choose another folder")
-    _require_same(destination, made_from)
+    found = read_manifest(destination)
+    files = found["files"]
+    is_same = found.get("unpacks") == made_from.get("unpacks")
+    if not is_same or files.keys() != made_from["files"].keys():
+        what = f"{destination} is made from {found.get('source')}"
+        raise UserError(f"{what}: choose another folder, or remove it")
+    for name, own in made_from["files"].items():
+        if files[name] != own:
+            what = f"{destination} was made from another {name}, which changed since"
+            raise UserError(f"{what}: remove the folder, or choose another")
     return True
-
-
-def _require_same(folder: Path, made_from: Mapping[str, Any]) -> None:
-    found = read_manifest(folder)
-    if (
-        found.get("unpacks") != made_from.get("unpacks")
-        or found["files"].keys() != made_from["files"].keys()
-    ):
-        raise UserError(
-            f"{folder} is made from {found.get('source')}: choose another folder, or remove it"
-        )
-    changed = next(
-        (name for name, own in made_from["files"].items() if found["files"][name] != own), None
-    )
-    if changed is not None:
-        raise UserError(
-            f"{folder} was made from another {changed}, which changed since: remove the folder, or choose another"
-        )
 
 
 def require_apart(source: Path, destination: Path) -> None:
     """Raise `UserError` where a folder would be overwritten by what is made from it."""
     if source.resolve() == destination:
-        raise UserError(
-            f"`out` must be another folder than the model's own, got {destination}: choose another"
-        )
+        rule = "`out` must be another folder than the model's own"
+        raise UserError(f"{rule}, got {destination}: choose another")
 
 
 @contextmanager
@@ -153,16 +125,23 @@ def unfinished(destination: Path, made_from: Mapping[str, Any]) -> Iterator[Path
     It stays, to be continued, when the body fails.
     """
     folder = destination.with_name(f"{destination.name}.unfinished")
-    with _refusing_os_errors(folder), locked_anew(folder) as lock:
-        for leftover in folder.glob(".*"):
-            leftover.unlink()
-        if any(folder.iterdir()):
-            is_finished(folder, made_from)
-        else:
-            write_json(folder / MANIFEST, made_from)
-        yield folder
-        os.fsync(lock)
-        folder.replace(destination)
+    try:
+        with locked_anew(folder) as lock:
+            for leftover in folder.glob(".*"):
+                leftover.unlink()
+            if any(folder.iterdir()):
+                is_finished(folder, made_from)
+            else:
+                write_json(folder / MANIFEST, made_from)
+            yield folder
+            os.fsync(lock)
+            folder.replace(destination)
+    # errors of reading pass unchanged
+    except RunError:
+        raise
+    except OSError as error:
+        what = f"cannot write {folder} ({error.strerror})"
+        raise UserError(f"{what}: mend that, the same command goes on") from None
 
 
 def check_disk(folder: Path, needed_bytes: int) -> None:
@@ -178,19 +157,6 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file, whole or not at all. Raises `OSError`."""
     with replacing(path) as scratch:
         scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _refusing_os_errors(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` of writing into a `UserError`; errors of reading pass unchanged."""
-    try:
-        yield
-    except RunError:
-        raise
-    except OSError as error:
-        raise UserError(
-            f"cannot write {folder} ({error.strerror}): mend that, the same command goes on"
-        ) from None
 
 
 def require_gain(checkpoint: Checkpoint) -> None:
@@ -212,13 +178,13 @@ def require_gain(checkpoint: Checkpoint) -> None:
 def refuse_gguf(model: str | os.PathLike[str]) -> None:
     """Raise `UserError` for a model in a GGUF file, which is not packed."""
     file = gguf_file(model)
-    if file is not None:
-        stored = Counter[str]()
-        for entry in read_gguf_header(file).tensors.values():
-            stored[entry.dtype] += entry.num_bytes
-        ((kind, _),) = stored.most_common(1) or [("nothing", 0)]
-        if kind in MANTISSAS:
-            raise UserError(
-                f"{file.name} is GGUF, and packing is for safetensors: run it as it is, or give its source"
-            )
-        raise UserError(_NO_GAIN.format(file.name, kind))
+    if file is None:
+        return
+    stored = Counter[str]()
+    for entry in read_gguf_header(file).tensors.values():
+        stored[entry.dtype] += entry.num_bytes
+    ((kind, _),) = stored.most_common(1) or [("nothing", 0)]
+    if kind in MANTISSAS:
+        what = f"{file.name} is GGUF, and packing is for safetensors"
+        raise UserError(f"{what}: run it as it is, or give its source")
+    raise UserError(_NO_GAIN.format(file.name, kind))

@@ -58,11 +58,6 @@ def stack_of(name: str) -> str:
     return name if match is None else f"{match[1]}.{match[2]}"
 
 
-def is_bias_of_experts(name: str) -> bool:
-    """Return whether a tensor has a row for each expert, which comes apart only as it is."""
-    return _BIASES.search(name) is not None
-
-
 class PackingForecast(NamedTuple):
     """The size of a model before and after packing."""
 
@@ -83,7 +78,8 @@ class PackingForecast(NamedTuple):
 
 def is_packable(name: str, entry: TensorEntry) -> bool:
     """Return whether a tensor can be coded at all."""
-    if is_bias_of_experts(name):
+    # each expert has a row of it, which comes apart only as it is
+    if _BIASES.search(name):
         return False
     is_large = len(entry.shape) > 1 and math.prod(entry.shape) >= _LEAST_WEIGHTS
     return entry.coded is None and entry.dtype in MANTISSAS and is_large
@@ -96,9 +92,8 @@ def window_of(fd: int, entry: TensorEntry) -> ExponentWindow:
     size_bytes = min(entry.num_bytes, _PIECE_BYTES)
     for piece in range(num_pieces):
         lo = entry.lo + (entry.num_bytes - size_bytes) * piece // max(1, num_pieces - 1) // 2 * 2
-        counts += histogram(
-            np.frombuffer(read_part(fd, lo, lo + size_bytes), np.int16), entry.dtype
-        )
+        bits_N = np.frombuffer(read_part(fd, lo, lo + size_bytes), np.int16)
+        counts += histogram(bits_N, entry.dtype)
     return best_window(counts)
 
 
@@ -120,9 +115,8 @@ def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
     if not at(_USUAL_SHARE).is_worth_it:
         return None
     if is_here(checkpoint):
-        return at(
-            _sampled_share(checkpoint, packable[:: -(-len(packable) // _NUM_SAMPLED_TENSORS)])
-        )
+        step = -(-len(packable) // _NUM_SAMPLED_TENSORS)
+        return at(_sampled_share(checkpoint, packable[::step]))
     if any(entry.dtype == "F16" for entry in packable):
         return PackingForecast(source_bytes, None, is_sampled=False)
     return at(_USUAL_SHARE)

@@ -13,6 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,10 +95,8 @@ class PackedFile(NamedTuple):
     @property
     def names(self) -> list[str]:
         """Return the source's names of all tensors, in their order."""
-        starts = {
-            **{name: own.lo for name, own in self.plain.items()},
-            **{n: own[0].lo for n, own in self.coded.items()},
-        }
+        starts = {name: own.lo for name, own in self.plain.items()}
+        starts |= {name: own[0].lo for name, own in self.coded.items()}
         return sorted(starts, key=starts.__getitem__)
 
 
@@ -109,22 +108,19 @@ def read_packed(path: Path) -> PackedFile:
     notes = read_metadata(path)
     if notes.get("format") != FORMAT or notes.get("version") != VERSION:
         found = f"{notes.get('format', 'nothing')} {notes.get('version', '')}".strip()
-        raise UserError(
-            f"{path}: its header must name {FORMAT} {VERSION}, it names {found:.80}: pack the model again"
-        )
+        rule = f"{path}: its header must name {FORMAT} {VERSION}"
+        raise UserError(f"{rule}, it names {found:.80}: pack the model again")
     entries, _ = read_header(path)
     coded = {name.removesuffix(CODE): () for name in entries if name.endswith(CODE)}
     try:
-        own = {
-            name: tuple(entries.pop(name + suffix) for suffix in (*WORDS, CODE)) for name in coded
-        }
+        suffixes = (*WORDS, CODE)
+        own = {name: tuple(entries.pop(name + suffix) for suffix in suffixes) for name in coded}
         sums = {name: _numbers(text) for name, text in json.loads(notes["crc32"]).items()}
         origin = _origin(notes["origin"])
         header = notes.get("source_header", "").encode()
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{path}: its header lacks what unpacking needs ({error}): {DAMAGED}"
-        ) from None
+        what = f"{path}: its header lacks what unpacking needs ({error})"
+        raise UserError(f"{what}: {DAMAGED}") from None
     if sums.keys() != {*entries, *own}:
         raise UserError(f"{path}: its header has checksums of other tensors: {DAMAGED}")
     return PackedFile(path, origin, header, entries, own, sums)
@@ -137,22 +133,18 @@ def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
     """
     with opened(packed.path, os.O_RDONLY) as fd:
 
-        def jobs() -> Iterator[tuple[Any, ...]]:
+        def jobs() -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
             for name in packed.names:
-                yield from (
-                    _plain_jobs(packed, name)
-                    if name in packed.plain
-                    else _coded_jobs(packed, name, fd)
-                )
+                takes = _plain_takes if name in packed.plain else _coded_takes
+                yield from ((name, *one) for one in enumerate(takes(packed, name, fd)))
 
         def work(
-            name: str, index: int, take: Callable[[int], np.ndarray]
+            name: str, index: int, take: Callable[[], np.ndarray]
         ) -> tuple[str, int, np.ndarray]:
-            raw = take(fd)
+            raw = take()
             if [zlib.crc32(raw.data)] != [*packed.sums[name][index : index + 1]]:
-                raise UserError(
-                    f"{packed.path}: {name} does not decode to what was packed: {DAMAGED}"
-                )
+                what = f"{packed.path}: {name} does not decode to what was packed"
+                raise UserError(f"{what}: {DAMAGED}")
             return name, index * PART_BYTES, raw
 
         yield from in_order(work, jobs())
@@ -170,9 +162,8 @@ def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) 
     entries = entries if names == {*entries} else by_expert(entries)
     missing = {*entries} ^ names
     if missing:
-        raise UserError(
-            f"{path.name}: {min(missing)} is in its header or in its packed files, not in both: {DAMAGED}"
-        )
+        what = f"{min(missing)} is in its header or in its packed files, not in both"
+        raise UserError(f"{path.name}: {what}: {DAMAGED}")
     with replacing(path) as scratch, opened(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as out:
         write_part(out, len(first.header).to_bytes(8, "little") + first.header, 0)
         os.ftruncate(out, first.origin.num_bytes)
@@ -193,16 +184,15 @@ def undecoded(path: Path) -> list[Damage]:
         return _endless(packed)
     # the error names the first damaged tensor only
     except (UserError, ReadError):
-        return [one for name in packed.names for one in _damage_of(packed, name)]
-
-
-def _damage_of(packed: PackedFile, name: str) -> list[Damage]:
-    plain = {own: entry for own, entry in packed.plain.items() if own == name}
-    coded = {own: entries for own, entries in packed.coded.items() if own == name}
-    try:
-        return _endless(packed._replace(plain=plain, coded=coded))
-    except (UserError, ReadError):
-        return [Damage(packed.path.name, name, "does not decode to what was packed")]
+        damage = list[Damage]()
+    for name in packed.names:
+        plain = {own: entry for own, entry in packed.plain.items() if own == name}
+        coded = {own: entries for own, entries in packed.coded.items() if own == name}
+        try:
+            damage += _endless(packed._replace(plain=plain, coded=coded))
+        except (UserError, ReadError):
+            damage.append(Damage(path.name, name, "does not decode to what was packed"))
+    return damage
 
 
 def _endless(packed: PackedFile) -> list[Damage]:
@@ -220,13 +210,18 @@ def _endless(packed: PackedFile) -> list[Damage]:
     return [Damage(packed.path.name, name, NOT_FINITE) for name in packed.names if name in names]
 
 
-def _plain_jobs(packed: PackedFile, name: str) -> Iterator[tuple[Any, ...]]:
+def _plain_takes(packed: PackedFile, name: str, fd: int) -> Iterator[Callable[[], np.ndarray]]:
+    """Yield what reads each part of a tensor that is stored as it was."""
     entry = packed.plain[name]
-    for index, (lo, hi) in enumerate(parts(entry.lo, entry.hi)):
-        yield name, index, lambda fd, lo=lo, hi=hi: np.frombuffer(read_part(fd, lo, hi), np.uint8)
+
+    def take(lo: int, hi: int) -> np.ndarray:
+        return np.frombuffer(read_part(fd, lo, hi), np.uint8)
+
+    yield from (partial(take, *part) for part in parts(entry.lo, entry.hi))
 
 
-def _coded_jobs(packed: PackedFile, name: str, fd: int) -> Iterator[tuple[Any, ...]]:
+def _coded_takes(packed: PackedFile, name: str, fd: int) -> Iterator[Callable[[], np.ndarray]]:
+    """Yield what reads and decodes each part of a coded tensor."""
     mantissas, exponents, escapes, code = packed.coded[name]
     num_weights = math.prod(mantissas.shape)
     width = width_of(num_weights, exponents.num_bytes)
@@ -234,9 +229,8 @@ def _coded_jobs(packed: PackedFile, name: str, fd: int) -> Iterator[tuple[Any, .
     numbers = _tensor(read_part(fd, code.lo, code.hi), torch.int64)
     try:
         if width is None:
-            raise ValueError(
-                f"{num_weights} weights cannot have {exponents.num_bytes} bytes of exponents: {DAMAGED}"
-            )
+            what = f"{num_weights} weights cannot have {exponents.num_bytes} bytes of exponents"
+            raise ValueError(f"{what}: {DAMAGED}")
         ready = Exponents(width, escapes.num_bytes).prepare({CODE: numbers}, mantissas.shape)
     except ValueError as error:
         raise UserError(f"{packed.path}: {name}: {error}") from None
@@ -244,36 +238,25 @@ def _coded_jobs(packed: PackedFile, name: str, fd: int) -> Iterator[tuple[Any, .
     listed = _tensor(read_part(fd, escapes.lo, escapes.hi), torch.uint8)
     list_3E = listed[: ESCAPE_BYTES * int(start_C[-1])].view(3, -1)
     for index, at in enumerate(range(0, num_weights, PART_BYTES // 2)):
+        after = at + PART_BYTES // 2
         own_C = start_C[index * _PART_CHUNKS : (index + 1) * _PART_CHUNKS + 1]
         own_3E = list_3E[:, own_C[0] : own_C[-1]].flatten()
-        places = _part_places(mantissas, exponents, at, width)
         lists = (own_3E, own_C - own_C[0], ready["top"])
-        yield name, index, lambda fd, places=places, lists=lists: _decoded(fd, kind, places, lists)
-
-
-def _part_places(
-    mantissas: TensorEntry, exponents: TensorEntry, at: int, width: int
-) -> tuple[int, int, int, int]:
-    """Return where the mantissas and distances of the part lie whose first weight is `at`."""
-    block = at // BLOCK
-    after = (at + PART_BYTES // 2) // BLOCK
-    lo, hi = (exponents.lo + one * RUN * width for one in (block, after))
-    return (
-        mantissas.lo + at,
-        min(mantissas.lo + at + PART_BYTES // 2, mantissas.hi),
-        lo,
-        min(hi, exponents.hi),
-    )
+        own_mantissas = (mantissas.lo + at, min(mantissas.lo + after, mantissas.hi))
+        lo, hi = (exponents.lo + one // BLOCK * RUN * width for one in (at, after))
+        places = (own_mantissas, (lo, min(hi, exponents.hi)))
+        yield partial(_decoded, fd, kind, places, lists)
 
 
 def _decoded(
     fd: int,
     kind: torch.dtype,
-    places: tuple[int, int, int, int],
+    places: tuple[tuple[int, int], tuple[int, int]],
     lists: tuple[Tensor, Tensor, Tensor],
 ) -> np.ndarray:
-    mantissa_N = _tensor(read_part(fd, *places[:2]), kind)
-    distance_B = _tensor(read_part(fd, *places[2:]), torch.uint8)
+    """Return the weights whose mantissas and distances lie at these places."""
+    mantissa_N = _tensor(read_part(fd, *places[0]), kind)
+    distance_B = _tensor(read_part(fd, *places[1]), torch.uint8)
     out_N = torch.empty(len(mantissa_N), dtype=TYPE_OF[kind])
     expand = expand_exponents_compiled if HAS_NUMBA else expand_exponents_reference
     expand(mantissa_N, distance_B, *lists, out_N)
@@ -282,12 +265,8 @@ def _decoded(
 
 def _origin(text: str) -> Origin:
     origin = Origin(**json.loads(text))
-    are_numbers = all(type(number) is int for number in origin[1:])
-    if (
-        not is_plain_name(origin.file)
-        or not are_numbers
-        or not 0 <= origin.portion < origin.num_portions
-    ):
+    is_sound = is_plain_name(origin.file) and all(type(number) is int for number in origin[1:])
+    if not is_sound or not 0 <= origin.portion < origin.num_portions:
         raise ValueError(f"its origin is {text[:120]!r}")
     return origin
 
@@ -348,16 +327,18 @@ class _Writing:
         )
         done = in_order(self._taken, jobs)
         for name, entry in tensors.items():
-            own = self._counted(islice(done, -(-entry.num_bytes // PART_BYTES)), on_bytes)
+            own = _counted(islice(done, -(-entry.num_bytes // PART_BYTES)), on_bytes)
             if name not in windows:
                 self._add_plain(name, entry, own)
             # its samples promised a smaller tensor
             elif not self._add_coded(name, entry, windows[name], own):
-                self._add_plain(
-                    name, entry, (self._taken(entry, *part) for part in parts(entry.lo, entry.hi))
-                )
+                again = (self._taken(entry, *part) for part in parts(entry.lo, entry.hi))
+                self._add_plain(name, entry, again)
         for name, code in self._codes.items():
-            self._put(name + CODE, "I64", [len(code)], code)
+            start = self._end
+            self._end += code.nbytes
+            write_part(self._out, code, self._data_lo + start)
+            self._places[name + CODE] = ("I64", [len(code)], start, self._end)
         header = _header(self._portion, self._places, self._sums)
         text = header + b" " * (self._data_lo - 8 - len(header))
         write_part(self._out, len(text).to_bytes(8, "little") + text, 0)
@@ -377,11 +358,6 @@ class _Writing:
         weight_N = torch.frombuffer(raw, dtype=getattr(torch, STORED[entry.dtype].dtype))
         words = encode(weight_N, window.top, window.width)
         return words, zlib.crc32(raw), len(raw)
-
-    def _counted(self, taken: Iterable[Any], on_bytes: OnBytes) -> Iterator[Any]:
-        for one in taken:
-            yield one
-            on_bytes(one[2])
 
     def _add_plain(self, name: str, entry: TensorEntry, taken: Iterable[Any]) -> None:
         lo = self._end
@@ -405,11 +381,8 @@ class _Writing:
         sums = self._sums.setdefault(name, [])
         for words, own_sum, num_bytes in taken:
             write_part(self._out, words.mantissa_N.numpy(), lo + done)
-            write_part(
-                self._out,
-                words.distance_B.numpy(),
-                lo + num_weights + done // BLOCK * RUN * window.width,
-            )
+            distances_lo = lo + num_weights + done // BLOCK * RUN * window.width
+            write_part(self._out, words.distance_B.numpy(), distances_lo)
             lists.append(words.escape_3E.view(3, -1))
             counts += words.count_C.tolist()
             sums.append(own_sum)
@@ -425,19 +398,16 @@ class _Writing:
             start = self._end
             self._end = self._end + math.prod(shape)
             self._places[name + suffix] = (dtype, shape, start, self._end)
-        write_part(
-            self._out,
-            torch.nn.functional.pad(escapes, (0, fill_bytes)).numpy(),
-            self._data_lo + start,
-        )
+        padded = torch.nn.functional.pad(escapes, (0, fill_bytes))
+        write_part(self._out, padded.numpy(), self._data_lo + start)
         self._codes[name] = np.array(counts, np.int64)
         return True
 
-    def _put(self, name: str, dtype: str, shape: list[int], data: np.ndarray) -> None:
-        start = self._end
-        self._end = self._end + data.nbytes
-        write_part(self._out, data, self._data_lo + start)
-        self._places[name] = (dtype, shape, start, self._end)
+
+def _counted(taken: Iterable[Any], on_bytes: OnBytes) -> Iterator[Any]:
+    for one in taken:
+        yield one
+        on_bytes(one[2])
 
 
 def _header(

@@ -9,8 +9,7 @@ for byte.
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from offload.checkpoint.safetensors import (
 )
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.exponents import ExponentWindow
-from offload.errors import ReadError, UserError, require
+from offload.errors import ReadError, UserError
 from offload.packing.folders import (
     FORMAT,
     check_disk,
@@ -50,7 +49,7 @@ from offload.packing.format import (
     write_packed,
 )
 
-_WEIGHTS = (
+_WEIGHTS = [
     ".safetensors",
     ".bin",
     ".pt",
@@ -61,7 +60,7 @@ _WEIGHTS = (
     ".onnx",
     ".h5",
     ".msgpack",
-)
+]
 _LARGEST_COPY_BYTES = 256 << 20  # of tokenizers, configs, licences
 _INDEX = "model.safetensors.index.json"
 _SOURCE_INDEX = "source.safetensors.index.json"
@@ -70,20 +69,17 @@ _LAYER = re.compile(r"\b(?:layers|block|h)\.(\d+)\.")
 Progress = Callable[[int, int], None]
 
 
-def others(directory: Path) -> list[Path]:
+def _stamps_beside(directory: Path) -> dict[Path, Stamp | None]:
     """Return the files beside the weights: config, tokenizer, licence.
 
     Hidden files, weights in other formats and checksums are left out.
     """
-    return [
-        path
-        for path in sorted(directory.iterdir())
-        if path.is_file()
-        and not path.name.startswith(".")
-        and path.suffix not in _WEIGHTS
-        and path.name != SUMS
-        and path.stat().st_size <= _LARGEST_COPY_BYTES
-    ]
+    found = dict[Path, Stamp | None]()
+    for path in sorted(directory.iterdir()):
+        is_other = path.name.startswith(".") or path.suffix in _WEIGHTS or path.name == SUMS
+        if path.is_file() and not is_other and path.stat().st_size <= _LARGEST_COPY_BYTES:
+            found[path] = stamp_of(path)
+    return found
 
 
 def packed_files(folder: Path) -> list[Path]:
@@ -103,20 +99,16 @@ def by_source(folder: Path) -> dict[str, list[PackedFile]]:
         found.setdefault(packed.origin.file, []).append(packed)
     others = found.keys() - files_of.keys()
     if others:
-        raise UserError(
-            f"{folder}: its {MANIFEST} names no {min(others)}, packed files do: pack the model again"
-        )
+        what = f"{folder}: its {MANIFEST} names no {min(others)}, packed files do"
+        raise UserError(f"{what}: pack the model again")
     for name, files in files_of.items():
         own = found.get(name, [])
         own.sort(key=lambda packed: packed.origin.portion)
-        stamps = {packed.origin[:3] for packed in own}
-        wanted = (name, files["num_bytes"], files["written_ns"])
-        portions = [one.origin.portion for one in own]
-        counts = {one.origin.num_portions for one in own}
-        if stamps != {wanted} or counts != {len(own)} or portions != [*range(len(own))]:
-            raise UserError(
-                f"{folder}: of {name} it holds {len(own)} files, not the whole: pack the model again"
-            )
+        stamp = (name, files["num_bytes"], files["written_ns"])
+        wanted = [Origin(*stamp, portion, len(own)) for portion in range(len(own))]
+        if not own or [packed.origin for packed in own] != wanted:
+            what = f"{folder}: of {name} it holds {len(own)} files, not the whole"
+            raise UserError(f"{what}: pack the model again")
     return found
 
 
@@ -163,25 +155,25 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
     with unfinished(destination, source) as folder:
         portions = _portions(checkpoint)
         kept = {name for name, portion in portions.items() if _is_done(folder / name, portion)}
-        check_disk(
-            folder,
-            sum(_expected_bytes(portion) for name, portion in portions.items() if name not in kept),
-        )
-        all_bytes = sum(
-            entry.num_bytes for portion in portions.values() for entry in portion.tensors.values()
-        )
-        count = _Counter(2 * all_bytes, progress)
+        left = [portion for name, portion in portions.items() if name not in kept]
+        check_disk(folder, sum(map(_expected_bytes, left)))
+        source_bytes = {
+            name: sum(entry.num_bytes for entry in portion.tensors.values())
+            for name, portion in portions.items()
+        }
+        count = _Counter(2 * sum(source_bytes.values()), progress)
         for name, portion in portions.items():
             if name in kept:
-                count(2 * sum(entry.num_bytes for entry in portion.tensors.values()))
-            else:
-                write_packed(folder / name, portion, count)
-                _require_unchanged(checkpoint, portion.path)
+                count(2 * source_bytes[name])
+                continue
+            write_packed(folder / name, portion, count)
+            path = portion.path
+            if Stamp.of(path) != checkpoint.stamps[checkpoint.shards.index(path)]:
+                raise ReadError(f"{path.name} changed while it was packed: pack the model again")
         for path, stamp in beside.items():
-            _copy_unchanged(
-                path, stamp, folder / (_SOURCE_INDEX if path.name == _INDEX else path.name)
-            )
-        _write_index(folder, portions)
+            name = _SOURCE_INDEX if path.name == _INDEX else path.name
+            _copy_unchanged(path, stamp, folder / name)
+        _write_index(folder, [*portions])
     return _result_of(destination, len(kept))
 
 
@@ -196,38 +188,34 @@ def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
     found = by_source(folder)
     source = check_unpack(folder, destination)
     if not is_finished(destination, source):
-        _write_originals(folder, found, destination, source, progress)
+        with unfinished(destination, source) as scratch:
+            _write_originals(folder, found, scratch, progress)
     # Last of all, since an unfinished folder without a manifest could not be continued.
     (destination / MANIFEST).unlink()
     return destination
 
 
 def _write_originals(
-    folder: Path,
-    found: Mapping[str, list[PackedFile]],
-    destination: Path,
-    source: Mapping[str, Any],
-    progress: Progress,
+    folder: Path, found: Mapping[str, list[PackedFile]], scratch: Path, progress: Progress
 ) -> None:
-    with unfinished(destination, source) as scratch:
-        needed_bytes = sum(own[0].origin.num_bytes for own in found.values())
-        check_disk(
-            scratch,
-            needed_bytes - sum(path.stat().st_size for path in scratch.glob("*.safetensors")),
-        )
-        count = _Counter(needed_bytes, progress)
-        beside = _stamps_beside(folder)
-        for name, own in found.items():
-            if (scratch / name).is_file():  # whole, since it has its name
-                count(own[0].origin.num_bytes)
-            else:
-                with _naming_leftovers(scratch):
-                    write_original(scratch / name, own, count)
-        for path, stamp in beside.items():
-            if path.name not in (MANIFEST, _INDEX):
-                _copy_unchanged(
-                    path, stamp, scratch / (_INDEX if path.name == _SOURCE_INDEX else path.name)
-                )
+    needed_bytes = sum(own[0].origin.num_bytes for own in found.values())
+    there_bytes = sum(path.stat().st_size for path in scratch.glob("*.safetensors"))
+    check_disk(scratch, needed_bytes - there_bytes)
+    count = _Counter(needed_bytes, progress)
+    beside = _stamps_beside(folder)
+    for name, own in found.items():
+        if (scratch / name).is_file():  # whole, since it has its name
+            count(own[0].origin.num_bytes)
+            continue
+        try:
+            write_original(scratch / name, own, count)
+        except UserError as error:
+            before = f"what was unpacked before is in {scratch}, which may be removed"
+            raise UserError(f"{error}; {before}") from None
+    for path, stamp in beside.items():
+        if path.name not in (MANIFEST, _INDEX):
+            name = _INDEX if path.name == _SOURCE_INDEX else path.name
+            _copy_unchanged(path, stamp, scratch / name)
 
 
 def verify(model: Path, *, progress: Progress) -> PackResult:
@@ -246,17 +234,6 @@ def verify(model: Path, *, progress: Progress) -> PackResult:
     return _result_of(folder, 0)
 
 
-@contextmanager
-def _naming_leftovers(scratch: Path) -> Iterator[None]:
-    """Add to an error of damage where the files unpacked before it are."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(
-            f"{error}; what was unpacked before is in {scratch}, which may be removed"
-        ) from None
-
-
 def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
     """Return all packed files to be written, by name, in order.
 
@@ -265,29 +242,22 @@ def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
     found = []
     for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True):
         raw, now = read_raw_header(path)
-        entries = dict(
-            sorted(parse_header(path, raw, now.num_bytes).items(), key=lambda item: item[1].lo)
-        )
+        read = parse_header(path, raw, now.num_bytes)
+        entries = dict(sorted(read.items(), key=lambda item: item[1].lo))
         held_bytes = 8 + len(raw) + sum(entry.num_bytes for entry in entries.values())
-        rule = "must have its tensors one behind the other"
-        require(
-            held_bytes == stamp.num_bytes,
-            f"{path.name} {rule}",
-            f"{held_bytes} of {stamp.num_bytes} bytes",
-            "write it anew with safetensors",
-        )
+        if held_bytes != stamp.num_bytes:
+            rule = f"{path.name} must have its tensors one behind the other"
+            found_bytes = f"{held_bytes} of {stamp.num_bytes} bytes"
+            raise UserError(f"{rule}, got {found_bytes}: write it anew with safetensors")
         cut = list(_cut(by_expert(entries)))
         for number, tensors in enumerate(cut):
             origin = Origin(path.name, stamp.num_bytes, stamp.written_ns, number, len(cut))
-            found.append(
-                Portion(path, origin, b"" if number else raw, tensors, _windows(path, tensors))
-            )
+            header = b"" if number else raw
+            found.append(Portion(path, origin, header, tensors, _windows(path, tensors)))
     if len(found) == 1:
         return {"model.safetensors": found[0]}
-    return {
-        f"model-{n:05d}-of-{len(found):05d}.safetensors": one
-        for n, one in enumerate(found, start=1)
-    }
+    end = f"of-{len(found):05d}.safetensors"
+    return {f"model-{n:05d}-{end}": one for n, one in enumerate(found, start=1)}
 
 
 def _cut(entries: Mapping[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]]:
@@ -308,10 +278,10 @@ def _cut(entries: Mapping[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]]
 
 
 def _expected_bytes(portion: Portion) -> int:
-    """Return the bytes that a packed file is expected to take."""
-    taken = ((entry, portion.windows.get(name)) for name, entry in portion.tensors.items())
+    windows = portion.windows
     return sum(
-        entry.num_bytes if window is None else coded_bytes(entry, window) for entry, window in taken
+        coded_bytes(entry, windows[name]) if name in windows else entry.num_bytes
+        for name, entry in portion.tensors.items()
     )
 
 
@@ -343,43 +313,28 @@ def _is_done(path: Path, portion: Portion) -> bool:
     return packed.origin == portion.origin and packed.names == [*portion.tensors]
 
 
-def _write_index(folder: Path, portions: Mapping[str, Portion]) -> None:
-    headers = {name: read_header(folder / name)[0] for name in portions}
-    if len(headers) > 1:
-        total_bytes = sum(
-            entry.num_bytes for entries in headers.values() for entry in entries.values()
-        )
-        weight_map = {tensor: name for name, entries in headers.items() for tensor in entries}
-        write_json(
-            folder / _INDEX,
-            {"metadata": {"total_size": total_bytes, "format": FORMAT}, "weight_map": weight_map},
-        )
+def _write_index(folder: Path, names: Sequence[str]) -> None:
+    if len(names) < 2:
+        return
+    headers = {name: read_header(folder / name)[0] for name in names}
+    total_bytes = sum(one.num_bytes for own in headers.values() for one in own.values())
+    metadata = {"total_size": total_bytes, "format": FORMAT}
+    weight_map = {tensor: name for name, own in headers.items() for tensor in own}
+    write_json(folder / _INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
 def _result_of(folder: Path, num_kept: int) -> PackResult:
     paths = packed_files(folder)
     source_bytes = sum(own["num_bytes"] for own in read_manifest(folder)["files"].values())
-    return PackResult(
-        folder, source_bytes, sum(path.stat().st_size for path in paths), len(paths), num_kept
-    )
-
-
-def _require_unchanged(checkpoint: Checkpoint, path: Path) -> None:
-    with opened(path, os.O_RDONLY) as fd:
-        if Stamp.of(fd) != checkpoint.stamps[checkpoint.shards.index(path)]:
-            raise ReadError(f"{path.name} changed while it was packed: pack the model again")
-
-
-def _stamps_beside(folder: Path) -> dict[Path, Stamp | None]:
-    return {path: stamp_of(path) for path in others(folder)}
+    packed_bytes = sum(path.stat().st_size for path in paths)
+    return PackResult(folder, source_bytes, packed_bytes, len(paths), num_kept)
 
 
 def _copy_unchanged(path: Path, stamp: Stamp | None, copy: Path) -> None:
     shutil.copyfile(path, copy)
     if stamp_of(path) != stamp:
-        raise ReadError(
-            f"{path.name} changed while it was to be copied: start again when no program writes to it"
-        )
+        what = f"{path.name} changed while it was to be copied"
+        raise ReadError(f"{what}: start again when no program writes to it")
 
 
 class _Counter:

@@ -172,23 +172,24 @@ def test_steps_of_large_states_have_the_bits_of_transformers(
     )
     tree = RowTree()
     tree.parents = [BASE, BASE, 0, 1, 0, 2, 2, 5]
-    base, fixed = torch.randn(1, 6, key_size, value_size), {"use_qk_l2norm_in_kernel": True}
+    base = torch.randn(1, 6, key_size, value_size)
     rows = delta_rows(len(tree.parents), key_size, value_size)
+    inputs = recurrences.Inputs(rows, {"use_qk_l2norm_in_kernel": True})
     states, wanted = {BASE: base}, []
     for row, parent in enumerate(tree.parents):
-        out, states[row] = own.step(states[parent], {name: one[row : row + 1] for name, one in rows.items()}, fixed)
+        out, states[row] = own.step(states[parent], inputs.part(slice(row, row + 1)))
         wanted.append(out)
     path = [0, 2, 5, 7]
-    brought = {name: rows[name][path] for name in own.kept}
+    brought = recurrences.Inputs({name: rows[name][path] for name in own.kept}, inputs.fixed)
     kept = base.clone()
     monkeypatch.setattr(recurrences, "LARGE_STATE_BYTES", 0)
     monkeypatch.setattr(recurrences, "_HEADS_BYTES", 4 * 4 * key_size * value_size)
     monkeypatch.setattr(TEAM, "_num_threads", num_threads)
     steps = torch.tensor(tree.slots(range(len(tree.parents))))
-    assert torch.equal(own.walk(base, rows, fixed, steps), torch.cat(wanted)) and torch.equal(base, kept)
-    assert torch.equal(own.run(base, brought, fixed, is_exact=True)[1], states[7]) and torch.equal(base, kept)
+    assert torch.equal(own.walk(base, inputs, steps), torch.cat(wanted)) and torch.equal(base, kept)
+    assert torch.equal(own.run(base, brought, is_exact=True)[1], states[7]) and torch.equal(base, kept)
     steps[3, 1] = steps[2, 1]
-    assert not torch.equal(own.walk(base, rows, fixed, steps), torch.cat(wanted)), "a mistake would be seen"
+    assert not torch.equal(own.walk(base, inputs, steps), torch.cat(wanted)), "a mistake would be seen"
 
 
 def test_trees_of_large_states_equal_plain_decoding(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
