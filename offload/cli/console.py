@@ -424,5 +424,6 @@ def turn_line(stats: Stats, finish_reason: str) -> str:
         if stats.tpot_s
         else ""
     )
-    read = f"{stats.num_prompt_tokens - stats.num_kept_tokens} of {plural(stats.num_prompt_tokens, 'token')} read"
+    num_read = stats.num_prompt_tokens - stats.num_kept_tokens
+    read = f"{num_read} of the prompt's {plural(stats.num_prompt_tokens, 'token')} read"
     return f"({plural(stats.num_new_tokens, 'token')}{how}, the first after {stats.ttft_s:.1f} s{speed}; {read})"

@@ -9,7 +9,6 @@ answer is kept where it has come to its end: what was asked and said is lost by 
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput, SilentTerminal
@@ -114,7 +113,7 @@ def converse(
         console.say(HINT)
         terminal.end()
         commands = ChatCommands(chat, decoder.plan, console, own_bytes, text.session)
-        answer_questions(chat, commands, decoder.plan, console, brake, text.session)
+        answer_questions(chat, commands, decoder.plan, console, brake)
 
 
 def _any_question(text: TextOptions, sampling: Sampling) -> Request:
@@ -154,10 +153,9 @@ def answer_questions(
     plan: MemoryPlan,
     console: Console,
     brake: InterruptFlag,
-    session: Path | None,
 ) -> None:
     """Answer question by question until there are no more, or a command ends it."""
-    keeper = _Keeper(chat, session, console)
+    keeper = _Keeper(chat, commands, console)
     with ChatInput(HINT) as entries:
         while True:
             try:
@@ -177,14 +175,14 @@ def answer_questions(
 
 
 class _Keeper:
-    """Writes the conversation to the session's file, if there is one.
+    """Writes the conversation to the session's file, while there is one.
 
     What could not be written is tried again at the next answer.
     """
 
-    def __init__(self, chat: Chat, session: Path | None, console: Console) -> None:
+    def __init__(self, chat: Chat, commands: ChatCommands, console: Console) -> None:
         self._chat = chat
-        self._session = session
+        self._commands = commands
         self._console = console
         self._kept = chat.messages
 
@@ -198,9 +196,10 @@ class _Keeper:
 
     def keep(self) -> None:
         """Write the conversation. Raises `UserError` where it cannot be written."""
-        if self._session is not None and self._chat.messages != self._kept:
+        session = self._commands.session
+        if session is not None and self._chat.messages != self._kept:
             with saving(self._console):
-                self._chat.save(self._session)
+                self._chat.save(session)
             self._kept = self._chat.messages
 
 

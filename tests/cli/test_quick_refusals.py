@@ -52,7 +52,8 @@ CASES: dict[str, tuple[str, ...]] = {  # command line: words of its refusal
     "datastore build --tokenizer sound --out there prompts.jsonl": ("there exists: take another",),
     "datastore build --tokenizer mute --out new prompts.jsonl": ("mute has no tokenizer",),
     "pack -m sound --out new": ("packing is for bfloat16", "sound"),
-    "pack -m halves --out there": ("there holds something else: choose another folder",),
+    "pack -m halves --out there": ("there holds files already, which nothing is written over: choose another folder",),
+    "pack -m halves --out prompts.jsonl": ("prompts.jsonl is a file, which nothing is written over",),
     "pack -m halves --verify": ("holds no packed model",),
     "unpack -m halves --out new": ("holds no packed model",),
 }
