@@ -39,6 +39,7 @@ IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 .PHONY: demo test test-full test-rest test-slice test-isa test-costs test-eval planted fuzz faults test-floor check lint types audit licences sbom pictures clean
 
 demo: $(VENV)/.installed-run
+	@echo "== offload demo"
 	@$(BIN)/offload demo
 	@echo "the program is $(BIN)/offload: source $(BIN)/activate lets you call it offload"
 

@@ -4,10 +4,13 @@ Invariant: this file imports nothing heavy, since `offload --help` passes throug
 offload.bench.suite` is the same from a checkout where nothing is installed.
 """
 
+import os
 import re
 import runpy
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -124,7 +127,8 @@ def load_command(name: str) -> Any:
     Raises `UserError` where a library for measuring is missing.
     """
     try:
-        main = import_module(_home(name)).main
+        with _announced(name):
+            main = import_module(_home(name)).main
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "offload":
             raise
@@ -133,6 +137,20 @@ def load_command(name: str) -> Any:
     parser = typer.Typer(rich_markup_mode=None, add_completion=False)
     parser.command(epilog=getattr(main, "epilog", None))(main)
     return typer.main.get_command(parser)
+
+
+@contextmanager
+def _announced(name: str) -> Iterator[None]:
+    """Tell a terminal what is under way, since the imports of a bench take seconds."""
+    can_redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    if not can_redraw or "_OFFLOAD_COMPLETE" in os.environ:
+        yield
+        return
+    print(f"\rimporting what bench {name} needs", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 app = typer.Typer(

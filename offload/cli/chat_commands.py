@@ -42,7 +42,11 @@ class ChatCommands:
 
     Args:
         own_bytes: of the program itself, before it loaded.
-        session: the file that /save and /load mean where they name none.
+        session: the file that every answer is kept in, and that /save and /load mean where they
+            name none.
+
+    Attributes:
+        session: as given; None after /load of another file, so that this one stays as it is.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class ChatCommands:
     ) -> None:
         self._chat = chat
         self._own_bytes = own_bytes
-        self._session = session
+        self.session = session
         self._console = console
         self._table: dict[str, Callable[[str], Any]] = {
             "/help": lambda _: self._say(_HELP),
@@ -85,7 +89,8 @@ class ChatCommands:
     def _clear(self) -> None:
         self._chat.clear()
         but = ", but for the system prompt" if self._chat.system else ""
-        self._say(f"the conversation is forgotten{but}")
+        too = f"; {self.session} forgets it too" if self.session else ""
+        self._say(f"the conversation is forgotten{but}{too}")
 
     def _save(self, name: str) -> None:
         path = self._file(name)
@@ -102,10 +107,13 @@ class ChatCommands:
             self._console.clear()
         num_asked = sum(message["role"] == "user" for message in self._chat.messages)
         self._say(f"going on with {path}: {plural(num_asked, 'question')}")
+        if self.session is not None and path.resolve() != self.session.resolve():
+            self._say(f"{self.session} stays as it is: /save FILE keeps what follows")
+            self.session = None
 
     def _file(self, name: str) -> Path:
-        if not name and self._session is not None:
-            return self._session
+        if not name and self.session is not None:
+            return self.session
         if not name:
             raise UserError("a file is needed, got none: name one, such as talk.session")
         return Path(name).expanduser()
@@ -127,6 +135,7 @@ class ChatCommands:
     def _system(self, text: str) -> None:
         if text:
             self._chat.system = text
+            self._say("the system prompt is set: answers heed it from the next one on")
         else:
             self._say(self._chat.system or "no system prompt")
 

@@ -373,6 +373,6 @@ def turn_line(stats: Stats, finish_reason: str) -> str:
     if stats.tpot_s:
         speed = f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens a pass"
     num_read = stats.num_prompt_tokens - stats.num_kept_tokens
-    read = f"{num_read} of {plural(stats.num_prompt_tokens, 'token')} read"
+    read = f"{num_read} of the prompt's {plural(stats.num_prompt_tokens, 'token')} read"
     new = f"{plural(stats.num_new_tokens, 'token')}{how}"
     return f"({new}, the first after {stats.ttft_s:.1f} s{speed}; {read})"

@@ -13,13 +13,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from offload.cli.flags import error_line
-from offload.cli.live_line import print_error
+from offload.cli.live_line import LiveLine, Phase, fitted, plural, print_error
 from offload.errors import TOLD, RankError, UserError, reason, require
 from offload.rank_roles import RankInfo, find_place
 
@@ -102,9 +102,10 @@ def run_ranks(plan: Launch) -> tuple[int, list[str]]:
         os.environ.setdefault("OFFLOAD_RANKS", "shards")
     presses = _Presses(_KILLING_PRESSES.get(plan.command[0], 2))
     signal.signal(signal.SIGINT, presses.hear)
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with _announced(plan):
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
         min_nodes=len(plan.hosts),
@@ -133,9 +134,27 @@ def run_ranks(plan: Launch) -> tuple[int, list[str]]:
         return 128 + error.sigval, []
     except (RuntimeError, OSError, TimeoutError) as error:
         rule = f"all hosts must meet at {plan.address}:{plan.port} within {_MEET_S} s"
-        remedy = "is the port free there, and open to the others?"
-        raise UserError(f"{rule}, got {reason(error)}: {remedy}") from None
+        remedy = "start the command on every host; the port must be free on the first, and open to the others"
+        raise UserError(f"{rule}, got {reason(error).rstrip('.')}: {remedy}") from None
     return 0, []
+
+
+@contextmanager
+def _announced(plan: Launch) -> Iterator[None]:
+    """Tell what is under way until the ranks have lines of their own: torch's launcher takes seconds
+    to import, and several hosts wait for each other.
+    """
+    is_quiet = bool({"-q", "--quiet"} & {*plan.command})
+    line = LiveLine(is_off=is_quiet)
+    line.show(Phase(f"starting {plural(plan.num_here, 'rank')}"))
+    try:
+        yield
+    finally:
+        line.close()
+    if len(plan.hosts) > 1 and not is_quiet:
+        meeting = f"{plan.address}:{plan.port}, for {_MEET_S} s at most"
+        told = f"this is host {plan.host_index} of {len(plan.hosts)}, from 0 on; hosts meet at {meeting}"
+        print(fitted(told, sys.stderr), file=sys.stderr, flush=True)
 
 
 def verdict(

@@ -22,7 +22,7 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, PlanOption
 
     offload plan -m 70b/config.json --ram 32GiB --disk-speed 3GB
 
-    offload plan -m 70b/config.json -d self:int4 --hardware l40
+    offload plan -m 70b/config.json -d 8b/config.json --hardware l40
 
     offload plan -m 70b/config.json -d 8b/config.json --ranks lab.json""",
 )

@@ -9,7 +9,6 @@ answer is kept where it has come to its end: what was asked and said is lost by 
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput, SilentTerminal
@@ -113,7 +112,7 @@ def converse(
         console.say(HINT)
         terminal.end()
         commands = ChatCommands(chat, console, own_bytes, text.session)
-        answer_questions(chat, commands, decoder.plan, console, brake, text.session)
+        answer_questions(chat, commands, decoder.plan, console, brake)
 
 
 def _any_question(text: TextOptions, sampling: Sampling) -> Request:
@@ -144,7 +143,6 @@ def answer_questions(
     plan: MemoryPlan,
     console: Console,
     brake: InterruptFlag,
-    session: Path | None,
 ) -> None:
     """Answer question by question until there are no more, or a command ends it."""
     kept = chat.messages
@@ -152,9 +150,9 @@ def answer_questions(
     def keep() -> None:
         # what could not be written is tried again at the next answer
         nonlocal kept
-        if session is not None and chat.messages != kept:
+        if commands.session is not None and chat.messages != kept:
             with saving(console):
-                chat.save(session)
+                chat.save(commands.session)
             kept = chat.messages
 
     with ChatInput(HINT) as entries:

@@ -151,7 +151,7 @@ def encode_messages(
     if not tokenizer.chat_template:
         raise UserError(
             "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
-            "or give a prompt alone (offload generate -p without `system`, /v1/completions)"
+            "or give it a text to go on with (offload generate -p without `system`, /v1/completions)"
         )
     return _in_template(
         tokenizer,

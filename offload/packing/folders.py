@@ -97,7 +97,10 @@ def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return False
     if not (destination / MANIFEST).is_file():
-        raise UserError(f"{destination} holds something else: choose another folder")
+        held = "holds files already" if destination.is_dir() else "is a file"
+        raise UserError(
+            f"{destination} {held}, which nothing is written over: choose another folder"
+        )
     found = read_manifest(destination)
     files = found["files"]
     is_same = found.get("unpacks") == made_from.get("unpacks")

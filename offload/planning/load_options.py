@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from offload.checkpoint.files import open_regular
 from offload.datastore.store import read_store
 from offload.declaration import whole_number
 from offload.errors import UserError, require
@@ -132,6 +133,8 @@ class LoadOptions(ModelOptions):
                 store is self.datastore or os.path.isdir(os.path.expanduser(store))
             ):
                 read_store(store)
+            elif store is not None:
+                _require_readable(Path(store))
         require(
             self.lookup in (None, True, False),
             "`lookup` must be True or False",
@@ -233,3 +236,11 @@ class LoadOptions(ModelOptions):
             return Sampling()
         own = parse_profile(Path(self.profile)).identity
         return Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
+
+
+def _require_readable(path: Path) -> None:
+    """Raise `UserError` for a file that cannot be opened now, seconds before it is read."""
+    try:
+        open_regular(path).close()
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): check the path") from None

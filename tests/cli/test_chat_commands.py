@@ -61,7 +61,8 @@ def test_every_command_is_obeyed(letters: Path) -> None:
     assert outcome.code == 0 and outcome.out == "Ok.\nOk\n"
     told = outcome.err.splitlines()
     assert "\n".join(told[: len(_HELP.splitlines())]) == _HELP
-    rest = told[len(_HELP.splitlines()) :]
+    first, *rest = told[len(_HELP.splitlines()) :]
+    assert first.startswith("the system prompt is set")
     assert rest[:3] == [
         "Be.",
         "greedy, seed 0; as long as there is room",
@@ -170,8 +171,18 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
     assert f"kept in {path}" in chat(letters, "/save", "--session", path, quiet=False).err, "it needs no name"
     held = chat(letters, f"/system\n/load {tmp_path / 'copy'}\n/undo\n/undo\n/undo\n/undo", "--session", path)
     loaded = f"going on with {tmp_path / 'copy'}: 3 questions"
-    assert held.err.splitlines()[:5] == ["No.", loaded, *(f"forgotten: {one}" for one in ("Again", "Say it", "Say"))]
+    stays = f"{path} stays as it is: /save FILE keeps what follows"
+    forgotten = [f"forgotten: {one}" for one in ("Again", "Say it", "Say")]
+    assert held.err.splitlines()[:6] == ["No.", loaded, stays, *forgotten]
+    assert chat(letters, "/undo", "--session", path).err == "forgotten: Say\n", "what was loaded replaced nothing"
     assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked"), "that is kept, too"
+
+
+def test_forgetting_tells_of_the_file_that_forgets_too(letters: Path, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    told = chat(letters, "Say\n/clear", "--session", path)
+    assert told.err.splitlines()[-1] == f"the conversation is forgotten; {path} forgets it too"
+    assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked")
 
 
 def test_the_draws_go_on_where_they_were(babbler: Path, tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def test_places_are_those_of_the_plan() -> None:
 def test_one_is_not_many_and_no_link_is_not_slow() -> None:
     few = stats(SHAPES["64x8"])
     few.num_new_tokens, few.num_prompt_tokens = 1, 1
-    assert turn_line(few, "stop").startswith("(1 token, ") and turn_line(few, "stop").endswith("1 of 1 token read)")
+    assert turn_line(few, "stop").startswith("(1 token, ")
+    assert turn_line(few, "stop").endswith("; 1 of the prompt's 1 token read)")
     assert closing_lines(few, planned(), 0).startswith("1 token, the first after ")
     few.num_new_tokens, few.num_sweeps, few.bytes_streamed = 2, 1, 0
     told = closing_lines(few, planned(), 0)

@@ -17,6 +17,8 @@ from reciting import PROMPT, SAID, at_call, interrupt, settings
 from screen import Recording, Screen, record
 from shell import process
 
+from offload.bench import suite
+from offload.cli import launch
 from offload.cli.console import Console
 from offload.cli.live_line import LiveLine, Phase, TextProgress, column_after, duration, fitted, plural
 from offload.options import OutputOptions
@@ -280,3 +282,41 @@ def test_columns_are_counted_as_terminals_count() -> None:
     )
     assert column_after("x" * 20, 0, 20) == 20, "the next one wraps"
     assert column_after("日", 19, 20) == 2 and column_after("a\nbc", 7, 80) == 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "flags", "during", "after"),
+    [
+        (["alpha"], [], ["starting 2 ranks"], [""]),
+        (
+            ["alpha", "beta"],
+            [],
+            ["starting 2 ranks"],
+            ["this is host 1 of 2, from 0 on; hosts meet at alpha:29500, for 120 s at most"],
+        ),
+        (["alpha", "beta"], ["--quiet"], [""], [""]),
+    ],
+)
+def test_a_launch_tells_what_it_waits_for(
+    hosts: list[str], flags: list[str], during: list[str], after: list[str]
+) -> None:
+    screen = Screen(NUM_ROWS, 100)
+    with Terminal(100) as terminal:
+        plan = launch.Launch(2, hosts, len(hosts) - 1, 29500, ["generate", *flags])
+        with launch._announced(plan):
+            screen.feed(terminal.read())
+            assert screen.lines == during
+        screen.feed(terminal.read())
+    assert screen.lines == after
+
+
+def test_a_bench_tells_what_it_waits_for() -> None:
+    screen = Screen(NUM_ROWS, 100)
+    with Terminal(100) as terminal:
+        with suite._announced("decode"):
+            screen.feed(terminal.read())
+            assert screen.lines == ["importing what bench decode needs"]
+        screen.feed(terminal.read())
+        assert screen.lines == [""]
+    with Terminal(100, "dumb") as terminal, suite._announced("decode"):
+        assert terminal.read() == "", "what cannot be taken back is not written"

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, ...]] = {  # command line: words of its refusal
     "serve -m sound --ram 1MB": ("budget is 1 MB: raise --ram to",),
     "tune -m sound -d sound --text prompts.jsonl --ram 1MB": ("budget is 1 MB: raise --ram to",),
     "tune -m sound -d sound --text nosuch.txt": ("cannot read the text nosuch.txt",),
+    "generate -m sound -p x --ngram nosuch.txt": ("cannot read nosuch.txt (No such file or directory): check",),
     "generate -m gpt2 -p x": ("gpt2: model type gpt2 is not supported",),
     "plan -m bloom": ("bloom: model type bloom is not supported",),
     "generate -m mute -p x": ("mute has no tokenizer: put its tokenizer.json beside it",),
@@ -52,7 +53,8 @@ CASES: dict[str, tuple[str, ...]] = {  # command line: words of its refusal
     "datastore build --tokenizer sound --out there prompts.jsonl": ("there exists: take another",),
     "datastore build --tokenizer mute --out new prompts.jsonl": ("mute has no tokenizer",),
     "pack -m sound --out new": ("packing is for bfloat16", "sound"),
-    "pack -m halves --out there": ("there holds something else: choose another folder",),
+    "pack -m halves --out there": ("there holds files already, which nothing is written over: choose another folder",),
+    "pack -m halves --out prompts.jsonl": ("prompts.jsonl is a file, which nothing is written over",),
     "pack -m halves --verify": ("holds no packed model",),
     "unpack -m halves --out new": ("holds no packed model",),
 }

@@ -172,9 +172,10 @@ def test_every_line_is_a_question(letters: Path) -> None:
     first, after, third = (len(f"<user:{question}<assistant:") for question in ("Say", "Say it", "And again"))
     second = first + len("Ok.>") + after
     read = [turn.split("; ")[1] for turn in turns]
-    assert read[0] == f"{first} of {first} tokens read)"
-    assert read[1] in (f"{new} of {second} tokens read)" for new in (after, after + 1)), "and what was said is not"
-    assert read[2] == f"{third - len('<user:')} of {third} tokens read)", "that much is the same in all of them"
+    told = "{} of the prompt's {} tokens read)"
+    assert read[0] == told.format(first, first)
+    assert read[1] in (told.format(new, second) for new in (after, after + 1)), "and what was said is not"
+    assert read[2] == told.format(third - len("<user:"), third), "that much is the same in all of them"
     assert "/bye or Ctrl-D leaves" in outcome.err
 
 
