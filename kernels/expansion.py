@@ -6,40 +6,15 @@ the type of `out`. A measurement decides which one a run uses (`calibration.kern
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from offload.kernels.expand_blocks import (
-    expand_blocks_compiled,
-    expand_blocks_kernel,
-    expand_blocks_reference,
-)
-from offload.kernels.expand_codebook import (
-    expand_codebook_compiled,
-    expand_codebook_kernel,
-    expand_codebook_reference,
-    expand_e2m1_compiled,
-    expand_e2m1_kernel,
-    expand_e2m1_reference,
-)
-from offload.kernels.expand_columns import (
-    expand_columns_compiled,
-    expand_columns_kernel,
-    expand_columns_reference,
-)
-from offload.kernels.expand_exponents import (
-    expand_exponents_compiled,
-    expand_exponents_kernel,
-    expand_exponents_reference,
-)
-from offload.kernels.expand_float8 import (
-    expand_float8_compiled,
-    expand_float8_kernel,
-    expand_float8_reference,
-)
-from offload.kernels.expand_integers import (
-    expand_integers_compiled,
-    expand_integers_kernel,
-    expand_integers_reference,
+from offload.kernels import (
+    expand_blocks,
+    expand_codebook,
+    expand_columns,
+    expand_exponents,
+    expand_float8,
+    expand_integers,
 )
 
 
@@ -55,30 +30,14 @@ class Expansion(NamedTuple):
     exponents: Callable[..., None]
 
 
-REFERENCE = Expansion(
-    expand_float8_reference,
-    expand_integers_reference,
-    expand_columns_reference,
-    expand_codebook_reference,
-    expand_e2m1_reference,
-    expand_blocks_reference,
-    expand_exponents_reference,
-)
-COMPILED = Expansion(
-    expand_float8_compiled,
-    expand_integers_compiled,
-    expand_columns_compiled,
-    expand_codebook_compiled,
-    expand_e2m1_compiled,
-    expand_blocks_compiled,
-    expand_exponents_compiled,
-)
-EXPANSION_KERNELS = Expansion(
-    expand_float8_kernel,
-    expand_integers_kernel,
-    expand_columns_kernel,
-    expand_codebook_kernel,
-    expand_e2m1_kernel,
-    expand_blocks_kernel,
-    expand_exponents_kernel,
-)
+def _all_in(form: Literal["reference", "compiled", "kernel"]) -> Expansion:
+    """Return the functions of one form, which are called `expand_KIND_FORM` in their files."""
+    files = [expand_float8, expand_integers, expand_columns, expand_codebook, expand_codebook]
+    files += [expand_blocks, expand_exponents]
+    kinds = zip(Expansion._fields, files, strict=True)
+    return Expansion(*(getattr(file, f"expand_{kind}_{form}") for kind, file in kinds))
+
+
+REFERENCE = _all_in("reference")
+COMPILED = _all_in("compiled")
+EXPANSION_KERNELS = _all_in("kernel")

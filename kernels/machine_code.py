@@ -18,6 +18,8 @@ ORDER = 2
 # numbers that are loaded, widened and rounded at once
 EIGHT = 8
 _QUIET_NAN = 0x7FC0
+# integers of a call before its own
+_NUM_SHARED = 3
 # the memory of this process, and what Linux calls to let pages of it go
 _PAGES = Path("/proc/self/smaps")
 _MADV_DONTNEED = 4
@@ -30,8 +32,7 @@ class Shared(NamedTuple):
         function: takes parts until none is left, without Python's lock. Its arguments: where `call`
             lies, and where room of its thread alone does.
         call: integers. First that of the first part that no thread has begun, which it raises; then
-            how many parts it takes at once; then its own.
-        num_parts: of the whole.
+            how many parts it takes at once, and how many there are; then its own.
         num_room: float32 that the room has at least.
         num_products: that all parts make, about.
         held: tensors whose addresses the code has.
@@ -39,10 +40,13 @@ class Shared(NamedTuple):
 
     function: Callable[[int, int], None]
     call: "ctypes.Array[ctypes.c_int64]"
-    num_parts: int
     num_room: int
     num_products: int
     held: object
+
+    @property
+    def num_parts(self) -> int:
+        return self.call[2]
 
     def begin(self, at_once: int) -> None:
         """Let all parts be taken, so many at once."""
@@ -53,10 +57,10 @@ class Shared(NamedTuple):
         self.function(ctypes.addressof(self.call), room.data_ptr())
 
 
-def call_of(given: Iterable[Tensor | int | None]) -> "ctypes.Array[ctypes.c_int64]":
+def call_of(num_parts: int, given: Iterable[Tensor | int | None]) -> "ctypes.Array[ctypes.c_int64]":
     """Return what machine code is called with, numbers and addresses; 0 for what there is not."""
     numbers = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in given]
-    return (ctypes.c_int64 * (2 + len(numbers)))(0, 0, *numbers)
+    return (ctypes.c_int64 * (_NUM_SHARED + len(numbers)))(0, 0, num_parts, *numbers)
 
 
 @cache
@@ -234,21 +238,21 @@ class Code:
         """Return a call's own numbers, those of pointers' kinds as pointers; see `Shared`."""
         values = []
         for place, kind in enumerate(kinds):
-            value = self._builder.load(self._at(call, 2 + place))
+            value = self._builder.load(self._at(call, _NUM_SHARED + place))
             values.append(value if kind == self._index else self._builder.inttoptr(value, kind))
         return values
 
-    def _share(self, call: Any, num_parts: Any, work: Callable[[Any], None]) -> None:
+    def _share(self, call: Any, work: Callable[[Any], None]) -> None:
         """Write a loop over parts that no other thread has taken; see `Shared`."""
         builder = self._builder
-        begun = call
         at_once = builder.load(self._at(call, 1))
+        num_parts = builder.load(self._at(call, 2))
         take = builder.append_basic_block()
         some = builder.append_basic_block()
         behind = builder.append_basic_block()
         builder.branch(take)
         builder.position_at_end(take)
-        lo = builder.atomic_rmw("add", begun, at_once, "monotonic")
+        lo = builder.atomic_rmw("add", call, at_once, "monotonic")
         builder.cbranch(builder.icmp_signed("<", lo, num_parts), some, behind)
         builder.position_at_end(some)
         self._each(lo, self._least(builder.add(lo, at_once), num_parts), 1, work)

@@ -185,9 +185,7 @@ class _PathAttention(Code):
         builder = self._builder
         begin = self._at(scores, builder.neg(first))
         with builder.if_then(builder.icmp_unsigned("!=", cap, cap.type(None))):
-            self._each(
-                first, end, EIGHT, lambda position: self._cap(self._at(begin, position), cap)
-            )
+            self._each(first, end, EIGHT, lambda position: self._cap(begin, cap, position))
         self._each(first, least, 1, lambda position: self._hide(self._at(begin, position)))
         self._each(seen, end, 1, lambda position: self._hide(self._at(begin, position)))
         with builder.if_then(builder.icmp_unsigned("!=", chosen, chosen.type(None))):
@@ -218,9 +216,6 @@ class _PathAttention(Code):
         builder.ret_void()
         return function
 
-    def _cap(self, place: Any, cap: Any) -> None:
-        self._store(self._capped(self._loaded(place, self._eight), cap), place)
-
     def _hide(self, place: Any) -> None:
         self._builder.store(self._single(-math.inf), place)
 
@@ -245,9 +240,14 @@ class _PathAttention(Code):
             numbers = join(numbers, self._shuffled(numbers, numbers, order))
         return numbers
 
-    def _capped(self, score: Any, cap: Any) -> Any:
-        """Return cap * tanh(score / cap) as an exponent of 2, by tanh(x) = 1 - 2 / (e^2x + 1)."""
+    def _cap(self, begin: Any, cap: Any, position: Any) -> None:
+        """Let eight scores be cap * tanh(score / cap) as exponents of 2.
+
+        By tanh(x) = 1 - 2 / (e^2x + 1).
+        """
         builder = self._builder
+        place = self._at(begin, position)
+        score = self._loaded(place, self._eight)
         inner, outer = (
             self._repeated(builder.load(self._at(cap, which)), self._eight) for which in (0, 1)
         )
@@ -256,7 +256,7 @@ class _PathAttention(Code):
         power = builder.select(builder.fcmp_ordered(">", power, limit), limit, power)
         one, two = (self._eight([number] * EIGHT) for number in (1.0, 2.0))
         part = builder.fdiv(two, builder.fadd(self._power(power), one))
-        return builder.fmul(builder.fsub(one, part), outer)
+        self._store(builder.fmul(builder.fsub(one, part), outer), place)
 
     def _power(self, exponent: Any) -> Any:
         """Return 2 to the power of eight numbers of at most 126, 0.0 where it is below 2^-126."""
@@ -337,14 +337,13 @@ class _PathAttention(Code):
         given = dict(zip(FIELDS, values, strict=True))
         up = self._builder.add(given["num_rows"], self._add(given["tile_rows"], -1))
         num_tiles = self._builder.udiv(up, given["tile_rows"])
-        num_sets = self._builder.udiv(given["num_heads"], given["set_heads"])
 
         def attend(which: Any) -> None:
             nth_set = self._builder.udiv(which, num_tiles)
             nth = self._builder.urem(which, num_tiles)
             self._compute(given, self._tile(given, room, nth_set, nth))
 
-        self._share(call, self._times(num_tiles, num_sets), attend)
+        self._share(call, attend)
         self._builder.ret_void()
 
     def _tile(self, given: Mapping[str, Any], room: Any, nth_set: Any, nth: Any) -> _Tile:

@@ -116,15 +116,15 @@ def attention_of(
         "sink_step": 0 if terms.sink_H is None else 1,
         "score_row": tiles.num_positions,
     }
-    call = call_of(given[name] for name in FIELDS)
+    num_tiles = num_sets * len(tiles.span_N2)
+    call = call_of(num_tiles, (given[name] for name in FIELDS))
     num_all = min(num_rows, tiles.tile_rows) * tiles.set_heads
     block_width = max(wide_JTIW.shape[3], out_THX.shape[2])
     # a block, and of each row and head scores, sums of values and that of weights
     num_room = BLOCK * block_width + num_all * (tiles.num_positions + out_THX.shape[2] + 1)
     num_products = num_heads * num_rows * tiles.num_positions * (width + value_width)
     function = code_for(key_GSK.dtype).functions[NAME]
-    num_tiles = num_sets * len(tiles.span_N2)
-    work = Shared(function, call, num_tiles, num_room, num_products, given)
+    work = Shared(function, call, num_room, num_products, given)
     return Attention(work, out_THX[..., :value_width])
 
 

@@ -99,15 +99,14 @@ def product_of(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Produc
         code.functions[_SPREAD](rows.data_ptr(), wide.data_ptr(), num_rows, rows.shape[-1])
     out = weight_NK.new_empty(*sizes, num_columns + missing)
     given = (rows, wide, weight_NK, out, bias_N)
-    call = call_of((*given, num_rows, width, num_columns + missing))
+    num_parts = -(-(num_columns + missing) // columns)
+    call = call_of(num_parts, (*given, num_rows, width, num_columns + missing))
     # weights, a column's words of each chain apart, and sums of all rows and of those that are made
     # up behind the last
     num_room = (_DEPTH + EIGHT + num_rows + _ROWS) * columns
     beside = _ROWS_TO_LOAD if wide is None else _ROWS_TO_WIDEN
     num_products = (num_rows + beside) * width * num_columns
-    num_parts = -(-(num_columns + missing) // columns)
-    function = code.functions[_MULTIPLY]
-    work = Shared(function, call, num_parts, num_room, num_products, given)
+    work = Shared(code.functions[_MULTIPLY], call, num_room, num_products, given)
     return Product(work, out[..., :num_columns] if missing else out)
 
 
@@ -139,41 +138,44 @@ class _Product(Code):
         """spread(rows, wide, count, width): rows of whole steps to float32, chain after chain."""
         function = self._begin(_SPREAD, [self._narrow, self._number, *[self._index] * 2])
         rows, wide, count, width = function.args
-        # whose words fill a register
-        at_once = _STEP * EIGHT // 2
 
         def spread(row: Any) -> None:
             source = self._at(rows, self._times(row, width))
             target = self._at(wide, self._times(row, width))
+            depth = self._index(_DEPTH)
 
             def spread_depth(start: Any) -> None:
-                num = self._least(self._index(_DEPTH), self._builder.sub(width, start))
-                begin = self._at(target, start)
-                chains = [self._at(begin, self._of_chain(num, nth)) for nth in range(EIGHT)]
-                here = self._at(source, start)
-
-                def spread_some(at: Any) -> None:
-                    numbers = []
-                    for step in range(0, at_once, _STEP):
-                        numbers += self._both_of(self._word_8(self._at(here, self._add(at, step))))
-                    for chain, some in zip(chains, self._turned(numbers), strict=True):
-                        self._store(some, self._at(chain, self._of_chain(at, 1)))
-
-                def spread_step(at: Any) -> None:
-                    for nth, numbers in enumerate(self._both_of(self._word_8(self._at(here, at)))):
-                        place = self._add(self._of_chain(at, 1), nth)
-                        for lane, chain in enumerate(chains):
-                            number = self._builder.extract_element(numbers, self._int(lane))
-                            self._builder.store(number, self._at(chain, place))
-
-                whole = self._builder.and_(num, self._index(-at_once))
-                self._each(0, whole, at_once, spread_some)
-                self._each(whole, num, _STEP, spread_step)
+                num = self._least(depth, self._builder.sub(width, start))
+                self._spread(self._at(source, start), self._at(target, start), num)
 
             self._each(0, width, _DEPTH, spread_depth)
 
         self._each(0, count, 1, spread)
         self._builder.ret_void()
+
+    def _spread(self, source: Any, target: Any, num: Any) -> None:
+        """Write `num` numbers of a row, which are whole steps, chain after chain."""
+        # whose words fill a register
+        at_once = _STEP * EIGHT // 2
+        chains = [self._at(target, self._of_chain(num, nth)) for nth in range(EIGHT)]
+
+        def spread_some(at: Any) -> None:
+            numbers = []
+            for step in range(0, at_once, _STEP):
+                numbers += self._both_of(self._word_8(self._at(source, self._add(at, step))))
+            for chain, some in zip(chains, self._turned(numbers), strict=True):
+                self._store(some, self._at(chain, self._of_chain(at, 1)))
+
+        def spread_step(at: Any) -> None:
+            for nth, numbers in enumerate(self._both_of(self._word_8(self._at(source, at)))):
+                place = self._add(self._of_chain(at, 1), nth)
+                for lane, chain in enumerate(chains):
+                    number = self._builder.extract_element(numbers, self._int(lane))
+                    self._builder.store(number, self._at(chain, place))
+
+        whole = self._builder.and_(num, self._index(-at_once))
+        self._each(0, whole, at_once, spread_some)
+        self._each(whole, num, _STEP, spread_step)
 
     def _of_chain(self, num: Any, nth: int) -> Any:
         """Return how many of `num` numbers `nth` chains have."""
@@ -194,8 +196,6 @@ class _Product(Code):
         self._ahead = self._times(self._width, self._columns)
         self._sums = self._at(self._panel, (_DEPTH + EIGHT) * self._columns)
         last = self._builder.sub(self._height, self._index(self._columns))
-        up = self._add(self._height, self._columns - 1)
-        num_parts = self._builder.udiv(up, self._index(self._columns))
         is_spread = self._builder.icmp_unsigned("!=", self._wide, self._wide.type(None))
 
         def multiply(part: Any) -> None:
@@ -207,7 +207,7 @@ class _Product(Code):
                 with alone:
                     self._each(0, self._num_rows, 1, lambda row: self._multiply_row(row, first))
 
-        self._share(call, num_parts, multiply)
+        self._share(call, multiply)
         self._builder.ret_void()
 
     def _multiply_row(self, row: Any, first: Any) -> None:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -142,20 +142,14 @@ def path_attention(
 
 
 def attend_along_paths(
-    query_HTK: Tensor,
-    key_GSK: Tensor,
-    value_GSK: Tensor,
-    rows: PathRows,
-    terms: ScoreTerms,
-    *,
-    multiply: MultiplyBy = _plainly,
-    scratch: Scratch | None = None,
+    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, *how: Any, **more: Any
 ) -> Tensor:
-    """Compute `path_attention` as quickly as can be without a kernel of this device."""
-    what = (query_HTK, key_GSK, value_GSK, rows, terms)
+    """Compute `path_attention`, whose arguments these are, as quickly as can be without a kernel of
+    this device.
+    """
     if not can_attend(key_GSK, value_GSK):
-        return path_attention(*what, multiply=multiply, scratch=scratch)
-    attention = attention_of(*what)
+        return path_attention(query_HTK, key_GSK, value_GSK, *how, **more)
+    attention = attention_of(query_HTK, key_GSK, value_GSK, *how)
     compute(attention.work)
     return attention.out_THV.to(query_HTK.dtype)
 
@@ -170,15 +164,7 @@ class InvariantAttention:
         self._invariant = invariant
         self._scratch = Scratch(PATH_SCRATCH_BYTES // 2)  # the other half is left to products
 
-    def __call__(
-        self,
-        query_HTK: Tensor,
-        key_GSK: Tensor,
-        value_GSK: Tensor,
-        rows: PathRows,
-        terms: ScoreTerms,
-    ) -> Tensor:
-        what = (query_HTK, key_GSK, value_GSK, rows, terms)
+    def __call__(self, *what: Any) -> Tensor:
         multiply = self._invariant.multiply
         return attend_along_paths(*what, multiply=multiply, scratch=self._scratch)
 
