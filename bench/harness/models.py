@@ -21,7 +21,7 @@ from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.memory.planner import MemoryBudget, ModelFiles
-from offload.streaming.device import Device, HostDevice, open_device
+from offload.streaming.device import Device, open_device
 from offload.units import parse_size
 
 PRETEND = "pretend"
@@ -96,7 +96,7 @@ def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -
 def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
     """Return what a setting has to know of `--device` and `--gpu-mem`. Raises `UserError`."""
     if device == PRETEND:
-        return {"device": PRETEND, "gpu_memory": gpu_memory or "1152MiB", "opened": HostDevice()}
+        return {"device": PRETEND, "gpu_memory": gpu_memory or "1152MiB", "opened": Device()}
     opened: Device | None = open_device(device, gpu_memory)
     name = str(opened.place) if opened else "cpu"
     return {"device": name, "gpu_memory": gpu_memory, "opened": opened}

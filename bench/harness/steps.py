@@ -154,7 +154,7 @@ def record_steps(
     shape = decoder.run(prompt_ids, Sampling(), max_new_tokens=1, tree=tree).tree_choice.shape
     text = decoder.begin(prompt_ids, Sampling(), shape=shape)
     decoder.step(text)
-    stream.record = timeline.add
+    stream.carrier.spans.listener = timeline.add
     try:
         for _ in range(num_steps):
             stats = text.set_shape(shape)
@@ -166,7 +166,7 @@ def record_steps(
             timeline.add("sweep", -1, drafted, swept)
             timeline.add("verify", -1, swept, swept + stats.verify_s)
     finally:
-        stream.record = None
+        stream.carrier.spans.listener = None
     return timeline, text.new_ids
 
 

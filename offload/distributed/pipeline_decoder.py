@@ -74,7 +74,7 @@ class RemoteTarget:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.stream = self
+        self.stream = self.carrier = self
         self.note = self.experts = None
 
     def new_cache(self) -> NullCache:

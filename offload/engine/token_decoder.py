@@ -87,7 +87,7 @@ class TokenDecoder:
             target, drafter, self.threads, compute_in, self._prompt_rows, self._trees.took
         )
         found = [
-            self.plan.num_slots and target.stream.note,
+            self.plan.num_slots and target.stream.carrier.note,
             target.experts and target.experts.carrier.note,
         ]
         # the first sweep may add to them

@@ -142,5 +142,5 @@ def _link_bytes_per_s(decoder: Decoder, plain: Sequence[Stats]) -> float:
     is_slower = median(step.stall_s for step in plain) > _STALLED_SHARE * sweep_s
     if streamed_bytes and is_slower and not decoder.plan.has_experts:
         return streamed_bytes / sweep_s
-    source = decoder.target.stream.source
+    source = decoder.target.stream.carrier.source
     return link_bytes_per_s(source.paths, limit_bytes_per_s=source.rate_limit_bytes_per_s)

@@ -40,16 +40,6 @@ _BOUNCE_BYTES = 32 << 20
 _NUM_BOUNCES = 3
 
 
-class HostBlock(NamedTuple):
-    """A block in host memory, to be sent from its first weight on."""
-
-    weights: Tensor
-    is_locked: bool
-    # a number for the memory it lies in, by which the last copy from there is found; None: it is
-    # never written again
-    place: int | None = None
-
-
 class Sender:
     """Enqueues copies of blocks on the copy stream of a device.
 
@@ -72,24 +62,38 @@ class Sender:
         """Make the buffers for memory that is not locked, while there is room for them."""
         self._bounces = Bounces(self._device, self._pinned)
 
-    def send(self, block: int, slot: Tensor, free: Event, source: HostBlock) -> Event:
+    def send(
+        self,
+        block: int,
+        slot: Tensor,
+        free: Event,
+        weights: Tensor,
+        *,
+        is_locked: bool,
+        place: int | None = None,
+    ) -> Event:
         """Enqueue the copy of a block into a slot behind the event `free`; return the event after.
 
-        A source that is not locked may be written again on return.
+        Memory that is not locked may be written again on return.
+
+        Args:
+            weights: of the block in host memory, from the first one on.
+            place: a number for that memory, by which the last copy from there is found; None: it is
+                never written again.
         """
         device = self._device
-        to = slot[: len(source.weights)]
+        to = slot[: len(weights)]
         with self._sending:
             device.wait(device.copies, free)
             begun = self._spans.mark(device.copies)
-            if source.is_locked:
-                device.copy(to, source.weights, device.copies)
+            if is_locked:
+                device.copy(to, weights, device.copies)
                 sent = device.record(device.copies, is_timed=begun is not None)
-                if source.place is not None:
-                    self.last[source.place] = sent
-        if not source.is_locked:
+                if place is not None:
+                    self.last[place] = sent
+        if not is_locked:
             assert self._bounces is not None, "memory that is not locked was expected"
-            sent = self._bounces.send(to, source.weights, is_timed=begun is not None)
+            sent = self._bounces.send(to, weights, is_timed=begun is not None)
         self._spans.add("copy", block, begun, sent)
         return sent
 
@@ -312,7 +316,7 @@ class DeviceCarrier(HostCarrier):
             return
         host_buffer = self.host_buffers.get(layer)
         try:
-            slab = self.ahead.acquire(layer).slot if host_buffer is None else _flat(host_buffer)
+            slab = self.ahead.acquire(layer)[0] if host_buffer is None else _flat(host_buffer)
             sent = self._send(layer, slot, free, slab, is_locked=host_buffer is None)
         # raised where the layer is acquired
         except BaseException as error:
@@ -326,8 +330,8 @@ class DeviceCarrier(HostCarrier):
         self, layer: int, slot: Tensor, free: Event, slab: Tensor, *, is_locked: bool = True
     ) -> Event:
         """Enqueue the copy of a layer; return the event after it."""
-        source = HostBlock(slab[self.layouts[layer].sent], is_locked)
-        return self.sender.send(layer, slot, free, source)
+        weights = slab[self.layouts[layer].sent]
+        return self.sender.send(layer, slot, free, weights, is_locked=is_locked)
 
     def _load_device(self, on_bytes: Callable[[int], None]) -> None:
         """Read resident layers, through buffers that later hold other layers if large enough."""
@@ -347,7 +351,7 @@ class DeviceCarrier(HostCarrier):
         loading.start()
         try:
             for layer, slab in self.resident.items():
-                weights = loading.acquire(layer).slot[self.layouts[layer].sent]
+                weights = loading.acquire(layer)[0][self.layouts[layer].sent]
                 device.copy(slab[: len(weights)], weights, device.copies)
                 loading.release(layer, device.record(device.copies))
                 on_bytes(self.layouts[layer].slab_bytes)
@@ -538,12 +542,13 @@ class DeviceExpertCarrier(HostCarrier):
     def _deliver(self, block: int, slot: int, deliveries: Sequence[_Delivery]) -> None:
         """Send a block that is there and held, and release it."""
         weights = self._slots[slot][self.layouts[block].sent]
-        source = HostBlock(weights, self._is_pinned[slot], slot)
+        is_locked = self._is_pinned[slot]
         for delivery in deliveries:
             if not delivery.ready.set_running_or_notify_cancel():
                 continue
             try:
-                sent = self._sender.send(block, delivery.slot, delivery.free, source)
+                where = (delivery.slot, delivery.free, weights)
+                sent = self._sender.send(block, *where, is_locked=is_locked, place=slot)
             except BaseException as error:
                 delivery.ready.set_exception(error)
             else:

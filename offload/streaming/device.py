@@ -2,9 +2,9 @@
 
 `copies` moves weights, `compute` runs the model; the host goes on enqueueing. Every call names its
 stream, because "the current one" is another inside a `with` block and in another thread.
-`CudaDevice` is a GPU; `HostDevice` does the same at once on the CPU, with times for events, so that
-models on the CPU stream as those on a GPU do. `StagingRing` brings small tensors to a GPU past the
-layers that are queued, and `Spans` and `Stall` tell what the streams did and where they waited.
+`CudaDevice` is a GPU; a plain `Device` does the same at once on the CPU, with times for events, so
+that models on the CPU stream as those on a GPU do. `StagingRing` brings small tensors to a GPU past
+the layers that are queued, and `Spans` and `Stall` tell what the streams did and where they waited.
 
 Invariant: nothing waits for the whole device.
 """
@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,15 +40,6 @@ _PART_BYTES = 1 << 20
 _MAX_CONTEXT_BYTES = 1 << 30
 # a context grows as kernels are used for the first time, and torch must leave room for that
 _LEAST_CONTEXT_BYTES = 3 << 28
-
-
-class _Part(NamedTuple):
-    """Bytes [lo, hi) that kernels read; positions go on counting where the ring begins anew."""
-
-    lo: int
-    hi: int
-    # an event of the stream that computes, behind the last reader
-    read: Event
 
 
 class StagingRing:
@@ -76,7 +67,9 @@ class StagingRing:
         self._seen = seen
         self._record = record
         self._synchronize = synchronize
-        self._parts = deque[_Part]()
+        # by part where it begins, and an event of the stream that computes, behind its last reader;
+        # positions go on counting where the ring begins anew
+        self._parts = deque[tuple[int, Event]]()
         self._next = 0
 
     def has_room_for(self, source: Tensor) -> bool:
@@ -92,7 +85,9 @@ class StagingRing:
         words = self._seen[lo // _WORD_BYTES : -(-(lo + len(given)) // _WORD_BYTES)]
         # this is a kernel; `copy_` would be a copy, in the queue of all others
         sent = words.bitwise_or(0)
-        self._note(place, place + len(given))
+        if self._parts and place + len(given) - self._parts[-1][0] <= _PART_BYTES:
+            place = self._parts.pop()[0]
+        self._parts.append((place, self._record()))
         return sent.view(torch.uint8)[: len(given)].view(source.dtype).view(source.shape)
 
     def _free_place(self, num_bytes: int) -> int:
@@ -102,52 +97,73 @@ class StagingRing:
         if lo % size + num_bytes > size:
             lo = (lo // size + 1) * size
         last = None
-        while self._parts and self._parts[0].lo + size < lo + num_bytes:
-            last = self._parts.popleft()
+        while self._parts and self._parts[0][0] + size < lo + num_bytes:
+            _, last = self._parts.popleft()
         # readers finish in the order in which they were enqueued
         if last is not None:
-            self._synchronize(last.read)
+            self._synchronize(last)
         self._next = -(-(lo + num_bytes) // _ALIGN_BYTES) * _ALIGN_BYTES
         return lo
 
-    def _note(self, lo: int, hi: int) -> None:
-        if self._parts and hi - self._parts[-1].lo <= _PART_BYTES:
-            lo = self._parts.pop().lo
-        self._parts.append(_Part(lo, hi, self._record()))
+
+class PlainPinning:
+    """Pages that count as locked, because no device copies from them on its own."""
+
+    name = "plain"
+    is_seen = True
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        """Return exactly `num_bytes` of memory."""
+        return allocate(num_bytes)
+
+    def free(self, array: np.ndarray) -> None:
+        """Do nothing: the pages go with the last view."""
 
 
-class Device(Protocol):
-    """An accelerator with memory of its own."""
+class Device:
+    """What computes. This one is the host: it does everything at once, in the order in which it is
+    asked. Others have memory of their own, and enqueue.
 
-    # what it calls itself; measurements hold for one kind of GPU
-    name: str
-    place: torch.device
-    copies: Stream
-    compute: Stream
+    Attributes:
+        name: what it calls itself; measurements hold for one kind of GPU.
+    """
+
+    name = "host"
+    place = torch.device("cpu")
+    copies: Stream = None
+    compute: Stream = None
 
     def computing(self) -> AbstractContextManager[None]:
         """Enqueue on `compute` meanwhile what this thread computes without naming a stream."""
+        return nullcontext()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory of the device as flat uint8."""
+        """Return memory of the device as flat uint8; on the host whole pages, which a disk can
+        write into directly.
+        """
+        return torch.from_numpy(allocate(num_bytes))
 
     def open_allocator(self) -> PinnedAllocator:
         """Open an allocator of host memory that copies to this device can be made from.
 
         The caller closes it.
         """
+        return PinnedAllocator([PlainPinning()])
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy.
 
         Both tensors must stay untouched until an event recorded after it is reached.
         """
+        to.copy_(source)
 
     def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
         """Enqueue setting every byte."""
+        tensor.fill_(value)
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
         """Return an event that is reached when everything enqueued so far is done."""
+        return time.perf_counter()
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let later work on `stream` begin after `event`; the host does not wait."""
@@ -157,12 +173,14 @@ class Device(Protocol):
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
         """Return seconds between two timed events, None while the later one is not reached."""
+        return float(after - before)
 
     def peak_bytes(self) -> int:
-        """Return the most device memory that this process has taken at once."""
+        """Return the most memory of its own that this process has taken at once."""
+        return 0
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One CUDA device; compute runs on the stream that was current where this was built."""
 
     def __init__(self, index: int, limit_bytes: int | None = None) -> None:
@@ -206,7 +224,7 @@ class CudaDevice:
         return open_pinned_allocator(self.place)
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy; from page-locked memory the host does not wait for it."""
+        """Enqueue a copy, for which the host waits where memory is not page-locked."""
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
@@ -343,7 +361,10 @@ def open_device(
             )
         return None
     if not torch.cuda.is_available():
-        raise UserError(f"`device` {name} {_what_lacks()}: use `device` cpu")
+        what = "and driver, this machine shows none"
+        if torch.version.cuda is None:
+            what = ", and a torch that is built for CUDA, this one is not"
+        raise UserError(f"`device` {name} needs a CUDA device{what}: use `device` cpu")
     count = torch.cuda.device_count()
     index = int(name.partition(":")[2] or rank_on_host % max(1, count))
     if index >= count:
@@ -369,87 +390,13 @@ def open_device(
     return CudaDevice(index, limit_bytes)
 
 
-def _what_lacks() -> str:
-    if torch.version.cuda is None:
-        return "needs a CUDA device, and a torch that is built for CUDA, this one is not"
-    return "needs a CUDA device and driver, this machine shows none"
-
-
-class PlainPinning:
-    """Pages that count as locked, because no device copies from them on its own."""
-
-    name = "plain"
-    is_seen = True
-
-    def allocate(self, num_bytes: int) -> np.ndarray:
-        """Return exactly `num_bytes` of memory."""
-        return allocate(num_bytes)
-
-    def free(self, array: np.ndarray) -> None:
-        """Do nothing: the pages go with the last view."""
-
-
-class HostDevice:
-    """The host as a device: it does everything at once, in the order in which it is asked."""
-
-    name = "host"
-    place = torch.device("cpu")
-    copies = compute = None
-
-    def computing(self) -> AbstractContextManager[None]:
-        """Do nothing: every thread computes here."""
-        return nullcontext()
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Return page-aligned memory of the host, so that a disk can write into it directly."""
-        return torch.from_numpy(allocate(num_bytes))
-
-    def open_allocator(self) -> PinnedAllocator:
-        """Open an allocator of ordinary memory; copies from it are over when they return."""
-        return PinnedAllocator([PlainPinning()])
-
-    def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy now."""
-        to.copy_(source)
-
-    def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
-        """Fill now."""
-        tensor.fill_(value)
-
-    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """Return the time."""
-        return time.perf_counter()
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Do nothing: the work is over already."""
-
-    def synchronize(self, event: Event) -> None:
-        """Do nothing: the work is over already."""
-
-    def elapsed_s(self, before: Event, after: Event) -> float | None:
-        """Return seconds between two times."""
-        return float(after - before)
-
-    def peak_bytes(self) -> int:
-        """Return 0: it has no memory of its own."""
-        return 0
-
-
 # takes the kind of work (copy, wait, compute), the layer, its start and end by perf_counter
 Record = Callable[[str, int, float, float], None]
 
 
-class _Span(NamedTuple):
-    """Work between two timed events."""
-
-    kind: str
-    layer: int
-    before: Event
-    after: Event
-
-
 class Spans:
-    """Collects spans of work while a listener is set; any thread may call `mark` and `add`.
+    """Collects spans of work (copies, waits and uses) while a listener is set; any thread may call
+    `mark` and `add`.
 
     One event whose moment the host knows ties the device's clock to its own, and after that event
     nothing waits: what the device has not got to when it is asked is left out.
@@ -458,7 +405,8 @@ class Spans:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._listener: Record | None = None
-        self._spans: deque[_Span] = deque()
+        # kinds of work, layers, and the timed events before and after
+        self._spans = deque[tuple[str, int, Event, Event]]()
         self._origin = None
         self._origin_s = 0.0
 
@@ -485,18 +433,16 @@ class Spans:
     def add(self, kind: str, layer: int, before: Event, after: Event) -> None:
         """Note work on `layer` between these timed events; nothing where one is None."""
         if before is not None and after is not None and self._listener is not None:
-            self._spans.append(_Span(kind, layer, before, after))
+            self._spans.append((kind, layer, before, after))
 
     def _tell_reached(self) -> None:
         while self._spans:
-            span = self._spans.popleft()
-            end_s = self._device.elapsed_s(self._origin, span.after)
+            kind, layer, before, after = self._spans.popleft()
+            end_s = self._device.elapsed_s(self._origin, after)
             if end_s is not None and self._listener is not None:
-                start_s = self._device.elapsed_s(self._origin, span.before)
+                start_s = self._device.elapsed_s(self._origin, before)
                 assert start_s is not None, "an event is reached before the one behind it"
-                self._listener(
-                    span.kind, span.layer, self._origin_s + start_s, self._origin_s + end_s
-                )
+                self._listener(kind, layer, self._origin_s + start_s, self._origin_s + end_s)
 
 
 class Stall:

@@ -27,7 +27,7 @@ from offload.interrupts import held_back
 from offload.memory.plan import num_passing
 from offload.planning.cost_model import NEVER
 from offload.streaming.carriers import DeviceExpertCarrier, HostCarrier
-from offload.streaming.device import Device, Event, HostDevice, Stall
+from offload.streaming.device import Device, Event, Stall
 from offload.streaming.disk import ByteSource, drop, when_all_done
 from offload.streaming.expert_cache import ExpertCache, warm_order
 from offload.streaming.stage import carried
@@ -302,7 +302,7 @@ def open_pool(
     `uses_B` is how often rows are expected to use each block, where that is known. `num_host_slots`
     are those of the second pool, by way of which a device gets its experts.
     """
-    host = HostDevice()
+    host = Device()
     flat = [record for layer in records for record in layer]
     slot_bytes = max(record.slab_bytes for record in flat)
     if device is None:

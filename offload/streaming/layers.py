@@ -18,7 +18,7 @@ from torch import Tensor
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.plan import MemoryPlan
 from offload.streaming.carriers import DeviceCarrier, HostCarrier
-from offload.streaming.device import Device, Event, HostDevice, Record, Stall
+from offload.streaming.device import Device, Event, Stall
 from offload.streaming.disk import ByteSource
 from offload.streaming.stage import Stage
 
@@ -52,23 +52,6 @@ class Layers:
     def staying_bytes(self) -> int:
         """Return the bytes that `load_resident` reads."""
         return sum(self.carrier.layouts[layer].slab_bytes for layer in self.carrier.loaded)
-
-    @property
-    def source(self) -> ByteSource:
-        return self.carrier.source
-
-    @property
-    def note(self) -> str | None:
-        return self.carrier.note
-
-    @property
-    def record(self) -> Record | None:
-        """Return the listener that hears of copies, waits and uses of layers; see `Spans.listener`."""
-        return self._spans.listener
-
-    @record.setter
-    def record(self, listener: Record | None) -> None:
-        self._spans.listener = listener
 
     @property
     def stall_s(self) -> float:
@@ -164,7 +147,7 @@ def open_layers(
         encoder = range(len(plan.tier_L), len(layouts))
         stays = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
         stays += encoder if plan.encoder_bytes else []
-        carrier = HostCarrier(source, layouts, stays, HostDevice(), encoder)
+        carrier = HostCarrier(source, layouts, stays, Device(), encoder)
     else:
         if device.place.type == "cuda":
             # slots will not fit into what measuring has left behind

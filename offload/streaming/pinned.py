@@ -230,10 +230,6 @@ class PinnedAllocator:
         return " and ".join(sorted({way.name for way, _ in self._owners})) or "not locked"
 
     @property
-    def ways_open(self) -> tuple[PinningMethod, ...]:
-        return tuple(self._ways)
-
-    @property
     def note(self) -> str | None:
         """Return a line for the user when memory could not be locked, with every way's reason."""
         if not self.pageable_bytes:
@@ -292,13 +288,12 @@ def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:
 
     The first touch decides on which memory node a page lies.
     """
-    parts = (array[lo : lo + _TOUCH_BYTES] for lo in range(0, len(array), _TOUCH_BYTES))
+
+    def touch(lo: int) -> None:
+        array[lo : lo + _TOUCH_BYTES : _PAGE_BYTES] = 0
+
     with ThreadPoolExecutor(_NUM_THREADS, initializer=stay_on, initargs=(cpus,)) as pool:
-        list(pool.map(_touch, parts))
-
-
-def _touch(part: np.ndarray) -> None:
-    part[::_PAGE_BYTES] = 0
+        list(pool.map(touch, range(0, len(array), _TOUCH_BYTES)))
 
 
 def sees_registered(index: int, open_library: Callable[[str], Any] = ctypes.CDLL) -> bool:

@@ -35,14 +35,6 @@ def carried(carry: Carry, block: int, slot: Tensor, free: Event) -> Sequence[Fut
         return [failed]
 
 
-class AcquiredBlock(NamedTuple):
-    """A block that was acquired."""
-
-    slot: Tensor
-    # the event after which the block is complete; None: it is
-    ready: Event
-
-
 class _Transfer(NamedTuple):
     """A block on its way into a slot."""
 
@@ -96,8 +88,9 @@ class Stage:
         for slot in self.slots:
             self._fill(slot, free)
 
-    def acquire(self, block: int) -> AcquiredBlock:
-        """Return the slot of the next block, valid until its release.
+    def acquire(self, block: int) -> tuple[Tensor, Event]:
+        """Return the slot of the next block, valid until its release, and the event after which it
+        is complete; None: it is.
 
         Raises what moving it has raised, `ReadError` mostly.
         """
@@ -110,7 +103,7 @@ class Stage:
             ready = part.result()
         del self._transfers[0]
         self.held[block] = transfer.slot
-        return AcquiredBlock(transfer.slot, ready)
+        return transfer.slot, ready
 
     def release(self, block: int, free: Event = None) -> None:
         """Give the slot of `block` back: it is filled again once `free` is reached."""

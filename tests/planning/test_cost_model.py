@@ -176,7 +176,7 @@ def played_s(plan: MemoryPlan, costs: Costs, step: StepTime, num_steps: int = 4)
         now += step.draft_s + step.host_s + step.verify_s
         for layer in range(num_layers):
             if layer in streamed:
-                now = max(now, stage.acquire(layer).ready)
+                now = max(now, stage.acquire(layer)[1])
             now += step.compute_s / num_layers
             if layer in streamed:
                 stage.release(layer, now)

@@ -169,7 +169,8 @@ def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.Monk
     for limit_bytes in (0, 2500, 3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 3000):
         with streaming(TIERS["host"], limit_bytes=limit_bytes, seed=limit_bytes) as (stream, device, _):
             assert not sweeps(stream, device)
-            assert stream.note and "could not be page-locked" in stream.note and "the wall is at" in stream.note
+            note = stream.carrier.note
+            assert note and "could not be page-locked" in note and "the wall is at" in note
             assert {bounce.is_pinned for bounce in stream.carrier.sender._bounces.buffers} <= {
                 limit_bytes > 1000,
                 False,

@@ -18,7 +18,7 @@ from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout, TensorPar
 from offload.checkpoint.safetensors import read_header
 from offload.errors import ReadError
 from offload.streaming.carriers import HostCarrier
-from offload.streaming.device import HostDevice
+from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader
 from offload.streaming.layers import Layers
 from offload.streaming.stage import Stage
@@ -57,7 +57,7 @@ class ToldStore:
 def stream_over(
     store: Any, resident: set[int], num_slots: int, layouts: Sequence[SlabLayout] = tuple(LAYOUTS)
 ) -> Layers:
-    stream = Layers(HostCarrier(store, layouts, sorted(resident), HostDevice()), num_slots)
+    stream = Layers(HostCarrier(store, layouts, sorted(resident), Device()), num_slots)
     stream.load_resident()
     return stream
 
@@ -226,10 +226,11 @@ def test_every_copy_wait_and_use_is_told() -> None:
     store, told = ToldStore(), list[tuple[str, int]]()
     stream = stream_over(store, {3}, 2)
     sweep(stream)
-    stream.record = lambda kind, layer, start_s, end_s: told.append((kind, layer)) if start_s <= end_s else None
+    spans = stream.carrier.spans
+    spans.listener = lambda kind, layer, start_s, end_s: told.append((kind, layer)) if start_s <= end_s else None
     sweep(stream)
     assert not told, "nothing is told before it is asked for"
-    stream.record = None
+    stream.carrier.spans.listener = None
     sweep(stream)
     layers = {kind: [layer for own, layer in told if own == kind] for kind, _ in told}
     assert layers == {"copy": [2, 4, 0, 1], "wait": [0, 1, 2, 4], "compute": [0, 1, 2, 3, 4]}

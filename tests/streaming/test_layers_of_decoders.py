@@ -41,7 +41,7 @@ def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
                 decoder.generate([5, 6, 7], max_new_tokens=num_new)
                 for transfer in stream.stage._transfers:
                     finish(transfer.parts)
-                moved.append(stream.source.bytes_read)
+                moved.append(stream.carrier.source.bytes_read)
                 counted.append(stream.bytes_read)
     # every token but the last needs one sweep of its own, and read-ahead is the same after each generation
     for figures in (moved, counted):

@@ -33,8 +33,8 @@ def spans_of(kind: str, *, num_slots: int = 2, limit_bytes: float = float("inf")
     with streaming(TIERS[kind], num_slots, limit_bytes=limit_bytes) as (stream, device, _):
         sweep(stream, device)
         device.finish()
-        stream.record = lambda *span: told.append(Event(*span))
-        assert stream.record is not None
+        stream.carrier.spans.listener = lambda *span: told.append(Event(*span))
+        assert stream.carrier.spans.listener is not None
         waits = device.num_host_waits
         for _ in range(2):
             sweep(stream, device)
@@ -43,8 +43,8 @@ def spans_of(kind: str, *, num_slots: int = 2, limit_bytes: float = float("inf")
         if kind == "host" and limit_bytes:
             assert device.num_host_waits == waits, "the host waited for the device to learn the times"
         assert not told, "nothing is told before it is asked for"
-        stream.record = None
-        assert stream.record is None
+        stream.carrier.spans.listener = None
+        assert stream.carrier.spans.listener is None
         sweep(stream, device)
         device.finish()
     assert {event.kind for event in told} <= {"copy", "wait", "compute"}
