@@ -76,11 +76,9 @@ def encode_exponents_compiled(weight_N: Tensor, top: int, width: int) -> Exponen
 def _as_words(weight_N: Tensor) -> tuple[Tensor, torch.dtype]:
     """Return the weights as int16, and the type of their mantissas."""
     bits_N = weight_N.view(torch.int16)
-    return (
-        (bits_N, torch.uint8)
-        if weight_N.dtype == torch.bfloat16
-        else (word_of_half(bits_N), torch.int8)
-    )
+    if weight_N.dtype == torch.bfloat16:
+        return bits_N, torch.uint8
+    return word_of_half(bits_N), torch.int8
 
 
 def _packed(number_KB: Tensor, num_bits: int) -> Tensor:

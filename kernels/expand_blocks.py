@@ -162,7 +162,6 @@ _PARTS_OF = {"Q8_0": _q8_0, "Q6_K": _q6_k, "Q4_K": _q45_k, "Q5_K": _q45_k, "Q2_K
 
 
 def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
-    """Do what the reference does, with numba on a CPU."""
     fill = _COMPILED[kind].to(out_MW.dtype)
     source = block_MB.numpy()
     out = numbers(out_MW)
@@ -407,18 +406,12 @@ def _fill_mxfp4(block_MB, powers, out_MW):  # type: ignore[no-untyped-def]
 
 
 _COMPILED = {"Q8_0": _fill_q8_0, "Q6_K": _fill_q6_k, "Q5_K": _fill_q45_k, "Q4_K": _fill_q45_k}
-_COMPILED |= {
-    "Q2_K": _fill_q2_k,
-    "Q3_K": _fill_q3_k,
-    "IQ4_NL": _fill_iq4_nl,
-    "IQ4_XS": _fill_iq4_xs,
-}
-_COMPILED |= {"MXFP4": _fill_mxfp4}
+_COMPILED |= {"Q2_K": _fill_q2_k, "Q3_K": _fill_q3_k, "MXFP4": _fill_mxfp4}
+_COMPILED |= {"IQ4_NL": _fill_iq4_nl, "IQ4_XS": _fill_iq4_xs}
 _COMPILED |= dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _fill_q45)
 
 
 def expand_blocks_kernel(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
-    """Do what the reference does, in Triton."""
     num_blocks, num_bytes = block_MB.shape
     if num_blocks:
         # blocks of an odd length have no half-precision scales

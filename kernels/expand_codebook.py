@@ -47,7 +47,6 @@ def expand_codebook_reference(
 def expand_codebook_compiled(
     words_NB: Tensor, values: Tensor, scale_NG: Tensor, out_NK: Tensor, *, is_high_first: bool
 ) -> None:
-    """Do what the reference does, with numba on a CPU."""
     words = words_NB.numpy()
     scale = scale_NG.numpy()
     shifts = (4, 0) if is_high_first else (0, 4)
@@ -80,7 +79,6 @@ def _scaled(words, shifts, values, scale, out):  # type: ignore[no-untyped-def] 
 def expand_codebook_kernel(
     words_NB: Tensor, values: Tensor, scale_NG: Tensor, out_NK: Tensor, *, is_high_first: bool
 ) -> None:
-    """Do what the reference does, in Triton."""
     expand_nibbles(words_NB, values, scale_NG, out_NK, IS_E2M1=False, IS_HIGH_FIRST=is_high_first)
 
 
@@ -151,7 +149,6 @@ def expand_e2m1_reference(
 def expand_e2m1_compiled(
     words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor
 ) -> None:
-    """Do what the reference does, with numba on a CPU."""
     words = words_NB.numpy()
     scale = scale_NG.numpy()
     out = pairs(out_NK)
@@ -187,5 +184,4 @@ def _scaled_levels(words, scale, levels, out):  # type: ignore[no-untyped-def]
 
 
 def expand_e2m1_kernel(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
-    """Do what the reference does, in Triton."""
     expand_nibbles(words_NB, levels, scale_NG, out_NK, IS_E2M1=True, IS_HIGH_FIRST=False)

@@ -108,7 +108,6 @@ def _rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-def]
 def expand_columns_kernel(
     words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor
 ) -> None:
-    """Do what the reference does, in Triton."""
     num_rows, num_columns = out_NK.shape
     sizes = (num_columns, scale_NG.shape[1], num_columns, group)
     kinds = {"HAS_ZERO": True, "IS_ORDERED": False, "IN_COLUMNS": True, "MIDDLE": 0, "BITS": 4}

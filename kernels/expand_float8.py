@@ -64,7 +64,6 @@ def expand_float8_reference(
 def expand_float8_compiled(
     weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
 ) -> None:
-    """Do what the reference does, with numba on a CPU."""
     weight = weight_NK.view(torch.uint8).numpy()
     scale = scale_AB.numpy()
     out = numbers(out_NK)
@@ -75,7 +74,6 @@ def expand_float8_compiled(
 def expand_float8_kernel(
     weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
 ) -> None:
-    """Do what the reference does, in Triton."""
     num_rows, num_columns = weight_NK.shape
     layout = _LAYOUTS[weight_NK.dtype]
     num_blocks = triton.cdiv(num_columns, _BLOCK)

@@ -34,14 +34,11 @@ def scale_groups(
             grouped.sub_(zero_RG.float()[..., None])
         grouped.mul_(scale_RG.float()[..., None])
         return code_RK
-    index_K = (
-        group
-        if isinstance(group, Tensor)
-        else torch.arange(num_columns, device=code_RK.device) // group
-    )
+    if isinstance(group, int):
+        group = torch.arange(num_columns, device=code_RK.device) // group
     if zero_RG is not None:
-        code_RK.sub_(zero_RG.float().index_select(1, index_K))
-    return code_RK.mul_(scale_RG.float().index_select(1, index_K))
+        code_RK.sub_(zero_RG.float().index_select(1, group))
+    return code_RK.mul_(scale_RG.float().index_select(1, group))
 
 
 def expand_integers_reference(
@@ -102,7 +99,6 @@ def expand_integers_compiled(
     group: int | Tensor,
     out_NK: Tensor,
 ) -> None:
-    """Do what the reference does, with numba on a CPU."""
     expand = _expand_chunk
     if (
         isinstance(group, Tensor)
@@ -126,11 +122,9 @@ def expand_integers_compiled(
 
 def _index(group: int | Tensor, num_columns: int) -> np.ndarray:
     """Return the index of each column's scale."""
-    return (
-        group.numpy()
-        if isinstance(group, Tensor)
-        else np.arange(num_columns, dtype=np.int32) // group
-    )
+    if isinstance(group, Tensor):
+        return group.numpy()
+    return np.arange(num_columns, dtype=np.int32) // group
 
 
 def _expand_chunk(
@@ -290,13 +284,9 @@ def expand_integers_kernel(
     group: int | Tensor,
     out_NK: Tensor,
 ) -> None:
-    """Do what the reference does, in Triton."""
     num_rows, num_columns = out_NK.shape
-    words = (
-        words_NW.contiguous()
-        if words_NW.dtype == torch.int8
-        else words_NW.contiguous().view(torch.uint8)
-    )
+    words = words_NW.contiguous()
+    words = words if words.dtype == torch.int8 else words.view(torch.uint8)
     is_ordered = isinstance(group, Tensor)
     expand_row_block[(num_rows, triton.cdiv(num_columns, BLOCK))](
         words,

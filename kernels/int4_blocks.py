@@ -87,7 +87,6 @@ def expand_int4_reference(
 def expand_int4_compiled(
     word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: Tensor
 ) -> None:
-    """Do what the reference does, with numba on a CPU."""
     scale_GN, offset_GN = (part.contiguous().numpy() for part in scale_GN2.float().unbind(2))
     words = word_NK.view(-1, len(out_KN), layout.block_rows // 2).numpy()
     fill = _fill_columns.to(out_KN.dtype)
@@ -171,7 +170,6 @@ def encode_int4(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
 
 
 def encode_int4_reference(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
-    """Do what `encode_int4` does, in plain torch."""
     num_rows, num_columns = weight_NK.shape
     words = _room_for(weight_NK, group)
     rows_at_once = max(1, _CHUNK_NUMBERS // num_columns // BLOCK_ROWS) * BLOCK_ROWS
@@ -200,7 +198,6 @@ def encode_int4_reference(weight_NK: Tensor, group: int, layout: WordLayout) -> 
 
 
 def encode_int4_compiled(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
-    """Do what `encode_int4` does, with numba on a CPU."""
     words = _room_for(weight_NK, group)
     half = layout.block_rows // 2
     word_BKH = words.word_NK.view(-1, weight_NK.shape[1], half).numpy()

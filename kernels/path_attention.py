@@ -37,11 +37,9 @@ Window: TypeAlias = int | AttentionChunk | None
 
 def first_seen(window: int | AttentionChunk, position: PositionT) -> PositionT:
     """Return the least position that a row at `position` sees, which may be negative."""
-    return (
-        position // window.size * window.size
-        if isinstance(window, AttentionChunk)
-        else position - window + 1
-    )
+    if isinstance(window, AttentionChunk):
+        return position // window.size * window.size
+    return position - window + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

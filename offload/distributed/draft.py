@@ -65,13 +65,6 @@ class DraftNode:
     score_V: Tensor | None = None
 
 
-class BestNodes(NamedTuple):
-    """The best nodes, as far as they are known."""
-
-    nodes: list[DraftNode]  # not told yet, certain, best first
-    to_run: list[DraftNode]  # that have to be run to know more; best first
-
-
 class DraftNodeUpdate(NamedTuple):
     """A node as the head hears of it."""
 
@@ -95,13 +88,7 @@ class DraftTree:
         vocab_size: of the target.
     """
 
-    def __init__(
-        self,
-        model: StreamedModel,
-        vocab_size: int,
-        context: int,
-        num_rows: int,
-    ) -> None:
+    def __init__(self, model: StreamedModel, vocab_size: int, context: int, num_rows: int) -> None:
         self._cache = model.new_cache(context + num_rows)
         self._draft = Draft(model, vocab_size, self._cache)
         self.vocab_size = vocab_size
@@ -133,7 +120,8 @@ class DraftTree:
         """Move the root down to the last of these tokens; unguessed ones are new nodes."""
         path = list[DraftNode]()
         for token in tokens:
-            self._learn(token)
+            if self.root.score_V is not None:
+                self._calibration.learn(self.root.score_V[None], torch.tensor([token]))
             self.root = self._child(token)
             self.root.parent = None
             path.append(self.root)
@@ -148,8 +136,12 @@ class DraftTree:
         for row, node in enumerate(kept):
             node.row = row
 
-    def best(self, num_nodes: int, least_f: float, least_p: float) -> BestNodes:
-        """Return the best nodes not told yet, on paths that meet the cut-offs."""
+    def best(
+        self, num_nodes: int, least_f: float, least_p: float
+    ) -> tuple[list[DraftNode], list[DraftNode]]:
+        """Return the best nodes not told yet, on paths that meet the cut-offs, as far as they are
+        certain, and those that have to be run to know more. Best first.
+        """
         nodes = list[DraftNode]()
         to_run = list[DraftNode]()
         num_seen = 0
@@ -166,7 +158,7 @@ class DraftTree:
                 to_run.append(node)
                 if len(to_run) >= most_to_run:
                     break
-        return BestNodes(nodes, to_run)
+        return nodes, to_run
 
     def _in_order(self, least_f: float, least_p: float) -> Iterator[DraftNode]:
         """Yield the root, then all known nodes by falling f.
@@ -241,10 +233,6 @@ class DraftTree:
                 above = above.parent
         position_U = torch.tensor([node.position for node in self._rows])
         return self._draft.run(torch.tensor([node.token for node in nodes]), position_U, sees_WU)
-
-    def _learn(self, token: int) -> None:
-        if self.root.score_V is not None:
-            self._calibration.learn(self.root.score_V[None], torch.tensor([token]))
 
     def _child(self, token: int) -> DraftNode:
         """Return a child of the root that was told, or is among the news."""
@@ -348,7 +336,8 @@ class _DraftService:
         tree = self._tree
         if asked is None:
             room = tree.capacity // _AHEAD - tree.num_rows
-            to_run = tree.best(_ANSWER, 1 / tree.capacity, 0.0).to_run[: max(0, room)]
+            _, to_run = tree.best(_ANSWER, 1 / tree.capacity, 0.0)
+            to_run = to_run[: max(0, room)]
         else:
             nodes, to_run = tree.best(asked.num_nodes, asked.least_f, asked.least_p)
             is_late = asked.num_passes >= _MOST_PASSES and bool(nodes)

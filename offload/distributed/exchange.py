@@ -130,7 +130,13 @@ def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, ran
                 raise UserError(
                     f"layers cannot be shared, {name} is no plain product: run it on one rank, or as stages"
                 )
-            _cut(module, matrix.rows_R[rank].num)
+            num_rows = matrix.rows_R[rank].num
+            module.out_features = num_rows
+            for key, whole in module._parameters.items():
+                if whole is not None:
+                    sizes = (num_rows, *whole.shape[1:])
+                    part = torch.empty(sizes, dtype=whole.dtype, device="meta")
+                    module._parameters[key] = nn.Parameter(part, requires_grad=False)
             if matrix.role is ShardRole.JOINED:
                 widths = sharding.input_widths(name)
                 module.register_forward_pre_hook(partial(_gather_input, exchange, widths))
@@ -140,24 +146,14 @@ def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, ran
                 )
 
 
-def _cut(module: nn.Linear, num_rows: int) -> None:
-    module.out_features = num_rows
-    for key, whole in module._parameters.items():
-        if whole is not None:
-            part = torch.empty(num_rows, *whole.shape[1:], dtype=whole.dtype, device="meta")
-            module._parameters[key] = nn.Parameter(part, requires_grad=False)
-
-
 def _share_input(
     exchange: Exchange, _: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     hidden_1TD = args[0] if args else kwargs["hidden_states"]
     shared_1TD = exchange.share(hidden_1TD[0])[None]
-    return (
-        ((shared_1TD, *args[1:]), kwargs)
-        if args
-        else (args, {**kwargs, "hidden_states": shared_1TD})
-    )
+    if args:
+        return (shared_1TD, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": shared_1TD}
 
 
 def _gather_input(

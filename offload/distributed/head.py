@@ -9,7 +9,7 @@
 
 Runs on their way survive between two calls of `advance`, so stages and draft work while the caller
 does something else. The run table (`runs.py`) says what runs are about; here is when. Replies come
-on RESULT (a draft elsewhere may take DRAFT), failures on CONTROL as well. A `Price` decides from
+on RESULT (a draft elsewhere may take DRAFT), failures on CONTROL as well. A `CutOff` decides from
 which chance on a guess is worth a row of a run: f is the chance that the target walks through a
 node, so a row is worth f tokens, and it costs the slowest stage some time.
 
@@ -44,66 +44,48 @@ class Least(NamedTuple):
     p: float  # of the token alone, among its siblings
 
 
-class Price:
-    """The least chance of guesses is the price of a row, which stays.
+class CutOff:
+    """The least chance of guesses.
 
-    f must reach (seconds of one more row at the slowest stage) / (seconds of a token).
-    """
-
-    def __init__(self, row_s: float) -> None:
-        self._row_s = row_s
-
-    def least(self, token_s: float) -> Least:
-        """Return the least chances now; a `token_s` of 0 is not known yet."""
-        return Least(min(1.0, self._row_s / token_s) if token_s > 0 else 0.0, 0.0)
-
-    def speculated(self) -> None:
-        """Note that guesses have come."""
-
-    def accepted(self) -> None:
-        """Note that a run was accepted, in part at least."""
-
-    def failed(self) -> bool:
-        """Note that no guess was likely enough; return whether the rule now asks for less."""
-        return False
-
-
-class RisingCut(Price):
-    """PipeInfer's cut-off (2407.11798, section IV): guesses on unproved guesses must be surer.
+    By price, which stays: f must reach (seconds of one more row at the slowest stage) / (seconds of
+    a token). Or by PipeInfer's rule (2407.11798, section IV): guesses on unproved guesses must be
+    surer, whatever time they take,
 
     cut = start + recovery x (batches since a run was accepted) - decay x (attempts that found
     nothing since then)
+
+    Args:
+        rule: None cuts by price.
     """
 
-    def __init__(self, rule: PaperCut) -> None:
-        super().__init__(0.0)
+    def __init__(self, row_s: float, rule: PaperCut | None = None) -> None:
+        self._row_s = row_s
         self._rule = rule
-        self._num_batches = 0
-        self._num_fails = 0
+        self.accepted()
 
     @property
     def _cut(self) -> float:
-        return (
-            self._rule.start
-            + self._num_batches * self._rule.recovery
-            - self._num_fails * self._rule.decay
-        )
+        rule = self._rule or PaperCut(0.0, 0.0, 0.0)
+        return rule.start + self._num_batches * rule.recovery - self._num_fails * rule.decay
 
     def least(self, token_s: float) -> Least:
-        """Return the least chance of the token alone; time does not matter."""
-        return Least(0.0, max(0.0, self._cut))
+        """Return the least chances now; a `token_s` of 0 is not known yet."""
+        if self._rule is not None:
+            return Least(0.0, max(0.0, self._cut))
+        return Least(min(1.0, self._row_s / token_s) if token_s > 0 else 0.0, 0.0)
 
     def speculated(self) -> None:
-        """Ask more of the next batch."""
+        """Note that guesses have come: more is asked of the next batch."""
         self._num_batches += 1
 
     def accepted(self) -> None:
-        """Return to the start."""
-        self._num_batches = self._num_fails = 0
+        """Note that a run was accepted, in part at least: the rule returns to its start."""
+        self._num_batches = 0
+        self._num_fails = 0
 
     def failed(self) -> bool:
-        """Ask less of the next attempt, down to nothing."""
-        can_fall = self._rule.decay > 0 and self._cut > 0
+        """Note that no guess was likely enough; return whether less is asked now, down to nothing."""
+        can_fall = self._rule is not None and self._rule.decay > 0 and self._cut > 0
         self._num_fails += can_fall
         return can_fall
 
@@ -204,12 +186,8 @@ class Head:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         remedy = "name a draft rank, or `pipeline` plain"
-        require(
-            roles.draft is not None or not options.speculates,
-            "guesses need a draft",
-            "none",
-            remedy,
-        )
+        rule = "guesses need a draft"
+        require(roles.draft is not None or not options.speculates, rule, "none", remedy)
         self._transport = transport
         self._roles = roles
         self._options = options
@@ -217,7 +195,7 @@ class Head:
         self._clock = clock
         self._most_rows = min(options.num_rows(price.num_free), num_uncommitted)
         self._table = RunTable(options.num_runs(len(roles.stages)), num_uncommitted)
-        self._cut = Price(price.row_s) if options.cut is None else RisingCut(options.cut)
+        self._cut = CutOff(price.row_s, options.cut)
         self._ways = _ways(roles)
         self._time = TokenTime()
         self._tokens = list[int]()
@@ -233,20 +211,19 @@ class Head:
         What agrees with the text before is not run again, up to `most_kept` tokens.
         """
         with held_back():
-            self._begin(tokens, sampling, end, most_kept)
-
-    def _begin(self, tokens: Sequence[int], sampling: Sampling, end: int, most_kept: int) -> None:
-        self.end()
-        known = self._tokens[: self._table.num_committed]
-        num_kept = min(num_shared(known, tokens[:-1]), most_kept)
-        self._tokens = list(tokens)
-        self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
-        self._time.begin()
-        self._tell("begun")
-        self._reset(num_kept, sampling)
-        for lo in range(num_kept, len(tokens), PROMPT_ROWS):
-            self._issue_prompt(lo, min(lo + PROMPT_ROWS, len(tokens)))
-        self._fill()
+            self.end()
+            known = self._tokens[: self._table.num_committed]
+            num_kept = min(num_shared(known, tokens[:-1]), most_kept)
+            self._tokens = list(tokens)
+            self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
+            self._time.begin()
+            self._tell("begun")
+            message = reset_message(num_kept, sampling)
+            self._data(Kind.RESET, message.numbers, message.payload)
+            self._ask_draft(reset_message(num_kept, sampling, self._tokens))
+            for lo in range(num_kept, len(tokens), PROMPT_ROWS):
+                self._issue_prompt(lo, min(lo + PROMPT_ROWS, len(tokens)))
+            self._fill()
 
     def advance(self, on_arrival: Callable[[], None] = lambda: None) -> list[int]:
         """Return the next tokens, at least one; none where the text has reached its end.
@@ -260,7 +237,9 @@ class Head:
             self._transport.wait_any(self._ways)
             on_arrival()
             with held_back():
-                self._take_arrived()
+                for source, channel in self._ways:
+                    while (message := self._transport.poll(source, channel)) is not None:
+                        self._take(source, message)
                 step = self._table.walk()
                 if step is not None:
                     self._take_step(step)
@@ -285,11 +264,6 @@ class Head:
         for way in ways:
             with suppress(RankError):
                 self._transport.send(*way, Message(Kind.STOP))
-
-    def _reset(self, num_kept: int, sampling: Sampling) -> None:
-        message = reset_message(num_kept, sampling)
-        self._data(Kind.RESET, message.numbers, message.payload)
-        self._ask_draft(reset_message(num_kept, sampling, self._tokens))
 
     def _issue_prompt(self, lo: int, hi: int) -> None:
         """Issue positions [lo, hi) of the prompt; only the very last row is drawn."""
@@ -319,15 +293,10 @@ class Head:
         root = self._table.root
         mode = self._options.mode
         if root.run is None:
-            is_early = mode == "sync" and self._draft in (_Draft.ASKED, _Draft.OUTDATED)
-            return (
-                []
-                if is_early
-                else [
-                    root,
-                    *self._guesses(self._most_rows - 1 if self._options.is_continuous else 0),
-                ]
-            )
+            if mode == "sync" and self._draft in (_Draft.ASKED, _Draft.OUTDATED):
+                return []
+            count = self._most_rows - 1 if self._options.is_continuous else 0
+            return [root, *self._guesses(count)]
         if mode != "async" or (not self._options.is_continuous and self._table.speculates):
             return []
         nodes = self._guesses(self._num_wanted)
@@ -361,12 +330,6 @@ class Head:
             least = torch.tensor(self._cut.least(self._time.token_s), dtype=torch.float64)
             self._ask_draft(Message(Kind.GROW, [self._num_asked], least))
             self._draft = _Draft.ASKED
-
-    def _take_arrived(self) -> None:
-        """Take all messages that have arrived."""
-        for source, channel in self._ways:
-            while (message := self._transport.poll(source, channel)) is not None:
-                self._take(source, message)
 
     def _take(self, source: int, message: Message) -> None:
         if message.kind == Kind.DRAWN and source == self._roles.stages[-1]:
@@ -449,18 +412,12 @@ def _run_numbers(rows: Issue, num_drawn: int) -> list[int]:
     return numbers
 
 
-def _ranks(roles: Roles) -> list[int]:
-    """Return all ranks that serve, once each."""
-    return sorted({*roles.stages, *([] if roles.draft is None else [roles.draft])})
-
-
 def _ways(roles: Roles) -> list[tuple[int, Channel]]:
     """Return where anything for the head may arrive.
 
     Rank 0 hears its own orders on the other channels.
     """
-    ways = [(rank, Channel.RESULT) for rank in _ranks(roles)]
-    ways += [(rank, Channel.CONTROL) for rank in _ranks(roles) if rank != 0]
-    return ways + [
-        (rank, Channel.DRAFT) for rank in _ranks(roles) if rank == roles.draft and rank != 0
-    ]
+    ranks = sorted({*roles.stages, *([] if roles.draft is None else [roles.draft])})
+    ways = [(rank, Channel.RESULT) for rank in ranks]
+    ways += [(rank, Channel.CONTROL) for rank in ranks if rank != 0]
+    return ways + ([(roles.draft, Channel.DRAFT)] if roles.draft else [])

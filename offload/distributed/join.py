@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -23,8 +24,7 @@ import torch.distributed as dist
 
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved
 from offload.distributed.orders import all_gather_objects, try_together
-from offload.distributed.transport import Channel, Gloo, Groups, Transport, choose_interface
-from offload.distributed.watch import limit
+from offload.distributed.transport import Channel, Gloo, Transport, choose_interface
 from offload.engine.resolve import ResolvedRun
 from offload.errors import TOLD, RankError, UserError, reason
 from offload.interrupts import terminated_at_once, terminated_later
@@ -37,7 +37,7 @@ JOIN_LIMIT_S = 120.0
 EXCHANGE_LIMIT_S = 60.0
 _MAX_HANDSHAKE_BYTES = 65536
 # types of the values in a handshake
-_KINDS = (str, list, dict, dict)
+_KINDS = (dict, dict, str, list)
 _ASK_AGAIN_S = 0.1
 # a wait in an exchange is longer than the limit, so that silence is noticed first
 _PATIENCE = 1.2
@@ -87,14 +87,7 @@ class RankHandshake(NamedTuple):
             handshake = cls(**json.loads(content)) if len(content) <= _MAX_HANDSHAKE_BYTES else None
         except (ValueError, TypeError, RecursionError):
             handshake = None
-        told = (
-            []
-            if handshake is None
-            else [handshake.host, handshake.disks, handshake.must_agree, handshake.proofs]
-        )
-        if handshake is None or not all(
-            isinstance(one, kind) for one, kind in zip(told, _KINDS, strict=True)
-        ):
+        if handshake is None or not all(map(isinstance, handshake, _KINDS)):
             raise UserError(
                 f"rank {rank} says of itself what is no handshake: {_REMEDIES['protocol']}"
             )
@@ -271,7 +264,7 @@ def meet(place: RankInfo, limit_s: float) -> dist.Store:
             place.port,
             None,
             is_host,
-            limit(limit_s),
+            timedelta(seconds=limit_s),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -370,16 +363,18 @@ def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: 
     Raises `UserError` where ranks cannot reach each other.
     """
     choose_interface(place.address, place.port)
+    meeting = timedelta(seconds=limit_s)
+    talking = timedelta(seconds=exchange_limit_s)
     try:
         dist.init_process_group(
             "gloo",
             store=store,
             rank=place.rank,
             world_size=place.num_ranks,
-            timeout=limit(exchange_limit_s),
+            timeout=talking,
         )
-        channels = {one: dist.new_group(timeout=limit(limit_s), backend="gloo") for one in Channel}
-        exchange = dist.new_group(timeout=limit(_PATIENCE * exchange_limit_s), backend="gloo")
+        channels = {one: dist.new_group(timeout=meeting, backend="gloo") for one in Channel}
+        exchange = dist.new_group(timeout=_PATIENCE * talking, backend="gloo")
         dist.barrier()
     except RuntimeError as error:
         rule = f"rank {place.rank} must reach all others at the address by which it is known"
@@ -387,7 +382,7 @@ def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: 
             f"{rule}, got {reason(error)}: set GLOO_SOCKET_IFNAME to the network between them"
         ) from None
     assert dist.group.WORLD is not None, "it was made above"
-    return Gloo(Groups(channels, exchange, dist.group.WORLD), exchange_limit_s)
+    return Gloo(channels, exchange, dist.group.WORLD, exchange_limit_s)
 
 
 def _boot_id() -> str:

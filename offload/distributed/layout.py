@@ -130,14 +130,12 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
     odd = odd or next(
         (stem for stem in stems if any(word in f"{stem}." for word in _EXPERTS)), None
     )
-    if has_encoder(checkpoint.config) or odd or not matrices:
-        encodes = has_encoder(checkpoint.config)
-        what, other = (
-            ("it has an encoder", "")
-            if encodes
-            else (f"{odd} cannot be cut by rows", ", or as stages")
-        )
-        raise UserError(f"{where}: layers cannot be shared, {what}: run it on one rank{other}")
+    if has_encoder(checkpoint.config):
+        what = "it has an encoder: run it on one rank"
+        raise UserError(f"{where}: layers cannot be shared, {what}")
+    if odd or not matrices:
+        what = f"{odd} cannot be cut by rows: run it on one rank, or as stages"
+        raise UserError(f"{where}: layers cannot be shared, {what}")
     rows = {stem: next(iter(sizes))[0] for stem, sizes in matrices.items()}
     if _has_heads(checkpoint, shapes) and len(fractions) <= config_sizes(checkpoint).get(
         "num_key_value_heads", 0
@@ -335,14 +333,13 @@ def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
     machines = request.cluster.ranks
     even = share_layers(target, [1 / len(machines)] * len(machines))
     whole = model_shape(target, request.dtype)
+    kept_bytes = 0 if even.has_own_heads else whole.kv_bytes_per_token
     capacities = list[RankCapacity]()
     for rank, machine in enumerate(machines):
-        unlimited = _plan(
-            request, num_nodes, machine, shard_files(request.files, even, rank), is_unlimited=True
-        )
-        kv_bytes = 0 if even.has_own_heads else whole.kv_bytes_per_token * unlimited.cache_slots
-        capacities.append(_capacity(request, machine, unlimited, kv_bytes, num_nodes))
-    shared_kv_bytes = whole.kv_bytes_per_token * unlimited.cache_slots if even.has_own_heads else 0
+        files = shard_files(request.files, even, rank)
+        capacity, num_slots = _capacity(request, num_nodes, machine, files, kept_bytes)
+        capacities.append(capacity)
+    shared_kv_bytes = (whole.kv_bytes_per_token - kept_bytes) * num_slots
     sharding = share_layers(
         target, shard_fractions(capacities, Load(whole.layer_bytes, shared_kv_bytes))
     )
@@ -383,15 +380,10 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
         return ModelFiles(section, request.files.draft if rank == 0 else None)
 
     for rank, machine in enumerate(ranks):
-        unlimited = _plan(
-            request,
-            num_nodes,
-            machine,
-            files_of(rank, 0, len(whole.layer_bytes)),
-            is_unlimited=True,
-        )
-        capacities.append(_capacity(request, machine, unlimited, 0, num_nodes))
-    load = Load(whole.layer_bytes, whole.kv_bytes_per_token * unlimited.cache_slots)
+        files = files_of(rank, 0, len(whole.layer_bytes))
+        capacity, num_slots = _capacity(request, num_nodes, machine, files, 0)
+        capacities.append(capacity)
+    load = Load(whole.layer_bytes, whole.kv_bytes_per_token * num_slots)
     parts = list[RankPart]()
     for rank, layers in enumerate(stage_layers(capacities, load)):
         files = files_of(rank, layers.start, layers.stop)
@@ -406,26 +398,20 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
 def gathers_of(target: Checkpoint, sharding: Sharding, dtype: str) -> Gathers:
     """Return the exchanges of a pass over layers that are shared like this."""
     num_layers = config_sizes(target)["num_hidden_layers"]
-    return Gathers(_gathered_widths(sharding), num_layers, *_row_sizes(target, dtype))
-
-
-def _gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
-    """Return for each gather of a layer how many numbers of a row each rank has."""
+    # for each gather of a layer how many numbers of a row each rank has
     widths = list[Sequence[int]]()
     for name, matrix in sharding.matrices.items():
         widths += [sharding.input_widths(name)] if matrix.role is ShardRole.JOINED else []
         widths += [] if matrix.role is ShardRole.OWN else [sharding.widths(name)]
-    return widths
+    return Gathers(widths, num_layers, *_row_sizes(target, dtype))
 
 
 def shard_files(files: ModelFiles, sharding: Sharding, rank: int) -> ModelFiles:
     """Return what a rank of shards reads; embeddings, head and draft are the head's."""
     own = sharding.checkpoint_of(rank, files.target)
-    return (
-        ModelFiles(own, files.draft)
-        if rank == 0
-        else ModelFiles(checkpoint_of(own, layers_alone(own)))
-    )
+    if rank == 0:
+        return ModelFiles(own, files.draft)
+    return ModelFiles(checkpoint_of(own, layers_alone(own)))
 
 
 def layers_alone(checkpoint: Checkpoint) -> Section:
@@ -462,12 +448,14 @@ def _plan(
 
 
 def _capacity(
-    request: ClusterRequest, machine: Hardware, unlimited: MemoryPlan, kv_bytes: int, num_nodes: int
-) -> RankCapacity:
-    """Return what a rank has for layers and cache, beside `kv_bytes` that it keeps in any case.
+    request: ClusterRequest, num_nodes: int, machine: Hardware, files: ModelFiles, kept_bytes: int
+) -> tuple[RankCapacity, int]:
+    """Return what a rank has for layers and cache, and how many slots a cache has.
 
-    Raises `UserError` where everything else leaves nothing.
+    `kept_bytes` of each slot it keeps in any case. Raises `UserError` where everything else leaves
+    nothing.
     """
+    unlimited = _plan(request, num_nodes, machine, files, is_unlimited=True)
     compute_s = 0.0
     target = request.files.target
     if request.knows_compute:
@@ -476,7 +464,7 @@ def _capacity(
         compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)
     capacity = RankCapacity.beside(
         unlimited,
-        kv_bytes,
+        kept_bytes * unlimited.cache_slots,
         ram_bytes=machine.ram_bytes,
         gpu_bytes=machine.gpu_bytes,
         name=machine.name,
@@ -492,7 +480,7 @@ def _capacity(
         room = format_bytes(room_bytes)
         what = f"rank {machine.name} has {room} of {key}, and all but its layers takes {held}"
         raise UserError(f"{what}: give it more, or lower `context` from {unlimited.context}")
-    return capacity
+    return capacity, unlimited.cache_slots
 
 
 def _row_sizes(target: Checkpoint, dtype: str) -> tuple[int, int]:

@@ -30,13 +30,6 @@ class RunMessage(NamedTuple):
     sees_WU: Tensor  # bool; which uncommitted rows, itself included
 
 
-class Commit(NamedTuple):
-    """Uncommitted rows that are committed, and those that stay uncommitted, in their new order."""
-
-    path: Sequence[int]
-    kept: Sequence[int]
-
-
 def read_run(numbers: Sequence[int], num_uncommitted: int) -> RunMessage:
     """Read a RUN behind `num_uncommitted` rows."""
     number, is_dead, num_rows, num_drawn = numbers[:4]
@@ -58,8 +51,11 @@ def read_run(numbers: Sequence[int], num_uncommitted: int) -> RunMessage:
     return RunMessage(number, bool(is_dead), num_drawn, token_W, position_W, sees_WU)
 
 
-def read_commit(numbers: Sequence[int], num_uncommitted: int) -> Commit:
-    """Read a COMMIT of `num_uncommitted` rows, none of them named twice."""
+def read_commit(numbers: Sequence[int], num_uncommitted: int) -> tuple[list[int], list[int]]:
+    """Read a COMMIT of `num_uncommitted` rows, none of them named twice.
+
+    Return those that are committed, and those that stay uncommitted, in their new order.
+    """
     num_path, *rows = numbers
     is_sound = (
         len({*rows}) == len(rows)
@@ -70,7 +66,7 @@ def read_commit(numbers: Sequence[int], num_uncommitted: int) -> Commit:
         is_sound,
         f"a commit of {num_path} and rows {rows[:16]}, of {num_uncommitted} that there are",
     )
-    return Commit(rows[:num_path], rows[num_path:])
+    return rows[:num_path], rows[num_path:]
 
 
 # A text is drawn by numbers: whole ones, and others, each in the order of their declaration.

@@ -13,10 +13,10 @@ import torch
 from offload.distributed.draft import load_draft, serve_draft
 from offload.distributed.head import Head, RowPrice
 from offload.distributed.join import meet_ranks
-from offload.distributed.orders import agree_on, all_gather_objects, try_together
+from offload.distributed.orders import HEAD, agree_on, all_gather_objects, try_together
 from offload.distributed.pipeline_decoder import PipelineDecoder, check_stages, settled_of
 from offload.distributed.pipeline_rank import PipelineRank, refuse_encoders, with_layers
-from offload.distributed.stage import Neighbours, load_stage, serve_stage
+from offload.distributed.stage import load_stage, serve_stage
 from offload.distributed.transport import Channel, Transport
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
@@ -67,7 +67,7 @@ def open_pipeline(
 class Services:
     """What this rank does for the head, each in a thread of its own."""
 
-    def __init__(self, work: list[Callable[[], None]], device: Device | None) -> None:
+    def __init__(self, work: list[Callable[[], object]], device: Device | None) -> None:
         self._work = work
         self._device = device
         self._errors = list[BaseException]()
@@ -86,7 +86,7 @@ class Services:
         if self._errors:
             raise self._errors[0]
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], object]) -> None:
         try:
             with computing_on(self._device):
                 work()
@@ -96,7 +96,7 @@ class Services:
 
 def _load(rank: PipelineRank, resources: ExitStack) -> tuple[Services, RowPrice]:
     """Read what this rank computes with; return its services, and what rows cost at the slowest."""
-    work = list[Callable[[], None]]()
+    work = list[Callable[[], object]]()
     seconds = list[float]()
     stage = None
     plan = rank.own_plan()
@@ -104,16 +104,16 @@ def _load(rank: PipelineRank, resources: ExitStack) -> tuple[Services, RowPrice]
         section = rank.section(rank.stage, rank.layers[rank.stage])
         stage = load_stage(rank.run, section, plan, resources)
         others = rank.roles.stages
-        before = others[rank.stage - 1] if rank.stage else 0
+        before = others[rank.stage - 1] if rank.stage else HEAD
         after = others[rank.stage + 1] if rank.stage + 1 < len(others) else None
-        work.append(partial(serve_stage, rank.transport, Neighbours(before, after), stage))
+        work.append(partial(serve_stage, rank.transport, before, after, stage))
     if rank.drafts:
         if stage is None:
             torch.set_num_threads(rank.run.options.threads or torch.get_num_threads())
         tree = load_draft(rank.run, rank.context, rank.num_uncommitted)
         work.append(partial(serve_draft, rank.transport, tree))
-    if not work:  # a draft's rank, where no guesses are wanted
-        work.append(partial(_wait_for_end, rank.transport))
+    if not work:  # a draft's rank, where no guesses are wanted, waits for the end
+        work.append(partial(rank.transport.receive, HEAD, Channel.CONTROL))
     agree_on(rank.transport)
     rank.run.hooks.on_phase("timing passes")
     price = RowPrice()
@@ -122,7 +122,3 @@ def _load(rank: PipelineRank, resources: ExitStack) -> tuple[Services, RowPrice]
         by_rank = all_gather_objects(rank.transport, seconds)
         price = RowPrice.of([times for times in by_rank if times])
     return Services(work, rank.run.device), price
-
-
-def _wait_for_end(transport: Transport) -> None:
-    transport.receive(0, Channel.CONTROL)

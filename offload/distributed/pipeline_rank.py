@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from offload.checkpoint.cuts import Section, checkpoint_of
 from offload.checkpoint.families import has_encoder
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.distributed.orders import all_gather_objects, broadcast_from_head, try_together
 from offload.distributed.section import capacity_of
@@ -76,11 +75,9 @@ class PipelineRank(NamedTuple):
 
         Raises `UserError`.
         """
-        return (
-            None
-            if self.stage is None
-            else self.plan(self.stage, self.layers[self.stage], self.run.budget)
-        )
+        if self.stage is None:
+            return None
+        return self.plan(self.stage, self.layers[self.stage], self.run.budget)
 
     @property
     def vocab_size(self) -> int:
@@ -135,14 +132,12 @@ def _try_least(rank: PipelineRank) -> None:
         check_vocabulary(rank.tokenizer, files, target, draft)
     if rank.stage is not None:
         rank.plan(rank.stage, range(1), rank.run.budget)
-    elif rank.drafts and files.draft is not None:
-        _require_room(rank, files.draft)
-
-
-def _require_room(rank: PipelineRank, draft: Checkpoint) -> None:
-    """Raise `UserError` where a rank that only drafts has no room for its model and cache."""
+        return
+    if not rank.drafts or files.draft is None:
+        return
+    # a rank that only drafts needs room for its model and cache
     budget = rank.run.budget
-    shape = model_shape(draft, rank.run.options.dtype)
+    shape = model_shape(files.draft, rank.run.options.dtype)
     is_gpu = budget.gpu is not None
     needed_bytes = draft_bytes(shape, rank.context, rank.num_uncommitted, is_gpu=is_gpu)
     needed_bytes += RUNTIME_BYTES + noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES

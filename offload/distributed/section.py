@@ -10,7 +10,8 @@ bit, what the whole model computes over the same rows.
 
 from contextlib import ExitStack
 from statistics import median
-from typing import Any, NamedTuple, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +47,6 @@ class _LayersEndError(Exception):
 
     def __init__(self, hidden_1TD: Tensor) -> None:
         self.hidden_1TD = hidden_1TD
-
-
-class _Hidden(NamedTuple):
-    # hidden states (1, T, D) in their place
-    logits: Tensor
 
 
 class SectionModel(StreamedModel):
@@ -96,7 +92,8 @@ class SectionModel(StreamedModel):
         try:
             return self.meta_model(**rows, **more)
         except _LayersEndError as end:
-            return _Hidden(end.hidden_1TD)
+            # hidden states in the place of logits
+            return SimpleNamespace(logits=end.hidden_1TD)
         finally:
             self._received_1TD = None
 
@@ -172,7 +169,7 @@ def load_section(
         checkpoint.shards,
         stamps=checkpoint.stamps,
         rate_limit_bytes_per_s=run.options.limit_bytes_per_s,
-        watcher=scan,
+        watcher=scan.look,
     )
     resources.callback(store.close)
     if plan.is_streamed:

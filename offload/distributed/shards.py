@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from offload.distributed.exchange import Exchange
 from offload.distributed.orders import all_gather_objects
@@ -84,7 +83,8 @@ class ShardedTarget(Target):
         # several texts are of one process
         (part,) = parts
         with held_back(), self._whole_pass():
-            self._tell(Message(Kind.RUN, part.position_U.tolist(), _packed(part.ancestor_TU)))
+            sees_TT = torch.from_numpy(np.packbits(part.ancestor_TU.numpy(), axis=1))
+            self._tell(Message(Kind.RUN, part.position_U.tolist(), sees_TT))
             with self._exchange.opened():
                 logits = super()._sweep(parts, num_logits)
         return logits
@@ -170,17 +170,10 @@ def serve_shard(
             )
             stream.begin_sweep()
             position_T = torch.tensor(order.numbers)
-            sees_TT = _unpacked(order.payload, len(position_T))
+            bits = np.unpackbits(order.payload.numpy(), axis=1, count=len(position_T))
+            sees_TT = torch.from_numpy(bits.astype(bool))
             with exchange.opened():
                 hidden_TD = exchange.share(
                     torch.empty(len(position_T), model.width, dtype=model.dtype)
                 )
                 model.forward(hidden_TD, position_T, sees_TT, cache)
-
-
-def _packed(sees_TT: Tensor) -> Tensor:
-    return torch.from_numpy(np.packbits(sees_TT.numpy(), axis=1))
-
-
-def _unpacked(bits: Tensor, num_rows: int) -> Tensor:
-    return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=num_rows).astype(bool))

@@ -18,8 +18,9 @@ import time
 from collections import abc
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -50,15 +51,6 @@ _NUM_TIMES = 2
 _LONG_S = 1.0  # a pass that takes longer is timed for one row alone
 # tells whether the run is no longer needed
 Cancelled = Callable[[], bool]
-
-
-class Neighbours(NamedTuple):
-    """Ranks that a stage talks to."""
-
-    # the rank that issues runs, or has the layers before
-    before: int
-    # the rank that has the layers behind; None: there are none, and this stage draws
-    after: int | None
 
 
 class _CancelledError(Exception):
@@ -205,13 +197,10 @@ class PipelineStage:
         Stopping throws away what the slots hold: not worth it where they hold all that is left to
         stream.
         """
-        num_left = sum(streamed > layer for streamed in self.stream.carrier.streamed)
-        is_streamed = bool(self.stream.carrier.streamed)
-        return (
-            num_left > len(self.stream.stage.slots)
-            if is_streamed
-            else layer + 1 < self.model.num_layers
-        )
+        streamed = self.stream.carrier.streamed
+        if not streamed:
+            return layer + 1 < self.model.num_layers
+        return sum(one > layer for one in streamed) > len(self.stream.stage.slots)
 
 
 def load_stage(
@@ -225,16 +214,18 @@ def load_stage(
     return PipelineStage(model, stream, plan, slow_layer_s=run.options.slow_layer_s)
 
 
-def serve_stage(transport: Transport, neighbours: Neighbours, stage: PipelineStage) -> None:
+def serve_stage(transport: Transport, before: int, after: int | None, stage: PipelineStage) -> None:
     """Do what arrives on DATA until the head says STOP, or an ERROR of a stage before passes.
+
+    `before` is the rank that issues runs, or has the layers before; `after` the one that has the
+    layers behind. None: there are none, and this stage draws.
 
     Raises `RankError` where a peer is lost; any other error is told to the head, ends the stages
     behind, and is raised.
     """
-    cancellations = _Cancellations(transport)
-    service = _StageService(transport, neighbours, stage, cancellations)
+    service = _StageService(transport, after, stage, _Cancellations(transport))
     try:
-        while service.do(transport.receive(neighbours.before, Channel.DATA)):
+        while service.do(transport.receive(before, Channel.DATA)):
             pass
     except RankError:
         raise
@@ -242,20 +233,14 @@ def serve_stage(transport: Transport, neighbours: Neighbours, stage: PipelineSta
         service.fail(error)
 
 
+@dataclass(slots=True)
 class _StageService:
-    """One stage between its neighbours."""
+    """One stage before the rank `_after`."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        neighbours: Neighbours,
-        stage: PipelineStage,
-        cancellations: "_Cancellations",
-    ) -> None:
-        self._transport = transport
-        self._neighbours = neighbours
-        self._stage = stage
-        self._cancellations = cancellations
+    _transport: Transport
+    _after: int | None
+    _stage: PipelineStage
+    _cancellations: "_Cancellations"
 
     def do(self, message: Message) -> bool:
         """Carry out a message; return whether the service goes on."""
@@ -287,10 +272,9 @@ class _StageService:
         hidden_WD = None if run.is_dead else self._received(message.payload, len(run.token_W))
         out = self._stage.run(run, hidden_WD, lambda: run.number in self._cancellations)
         is_dead = out is None
-        after = self._neighbours.after
-        if after is not None:
+        if self._after is not None:
             numbers = [run.number, int(is_dead), *message.numbers[2:]]
-            self._transport.send(after, Channel.DATA, Message(Kind.RUN, numbers, out))
+            self._pass_on(Message(Kind.RUN, numbers, out))
         else:
             drawn = [run.number, int(is_dead), *([] if out is None else out.tolist())]
             self._transport.send(HEAD, Channel.RESULT, Message(Kind.DRAWN, drawn))
@@ -305,8 +289,8 @@ class _StageService:
         return payload
 
     def _pass_on(self, message: Message) -> None:
-        if self._neighbours.after is not None:
-            self._transport.send(self._neighbours.after, Channel.DATA, message)
+        if self._after is not None:
+            self._transport.send(self._after, Channel.DATA, message)
 
 
 class _Cancellations:

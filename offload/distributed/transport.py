@@ -26,7 +26,7 @@ import struct
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -176,10 +176,6 @@ class MessageHeader(NamedTuple):
     dtype: torch.dtype | None
     shape: tuple[int, ...]
 
-    def empty_payload(self) -> Tensor | None:
-        """Return memory for the payload, None where there is none."""
-        return None if self.dtype is None else torch.empty(self.shape, dtype=self.dtype)
-
 
 def header_of(message: Message) -> Tensor:
     """Return the header of a message: `HEADER_NUMBERS` int32.
@@ -251,38 +247,35 @@ _CLOSE_S = 3.0
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Groups(NamedTuple):
-    """The process groups that ranks talk through."""
-
-    channels: dict[Channel, dist.ProcessGroup]
-    # its time limit is how long one rank may keep the others waiting
-    exchange: dist.ProcessGroup
-    watched: dist.ProcessGroup
-
-
 class Gloo(Transport):
-    """One rank of a process group that is initialised.
+    """One rank of a process group that is initialised, over groups for this use alone.
 
     Args:
-        groups: process groups for this use alone.
+        exchange: its time limit is how long one rank may keep the others waiting.
         silence_s: the time limit of the group that is watched.
     """
 
-    def __init__(self, groups: Groups, silence_s: float) -> None:
+    def __init__(
+        self,
+        channels: dict[Channel, dist.ProcessGroup],
+        exchange: dist.ProcessGroup,
+        watched: dist.ProcessGroup,
+        silence_s: float,
+    ) -> None:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self.bytes_sent = Counter[str]()
         self.exchange_s = 0.0
-        self._groups = groups.channels
-        self._exchanges = [groups.exchange]
+        self._groups = channels
+        self._exchanges = [exchange]
         self._boxes = dict[tuple[int, Channel], _Box]()
-        self._sent = dict[tuple[int, Channel], _Reaped]()
+        # what keeps parts of a message together, and where they wait until they are taken
+        self._sent = dict[tuple[int, Channel], tuple[threading.Lock, _Reaped]]()
         self._threads = list[threading.Thread]()
         self._is_closed = False
-        self._locks = defaultdict[object, threading.Lock](threading.Lock)
         self._lock = threading.Lock()
         self._arrived = threading.Condition()
-        self._watch = Watch(groups.watched, silence_s, self._wake)
+        self._watch = Watch(watched, silence_s, self._wake)
 
     def send(self, to: int, channel: Channel, message: Message) -> None:
         """Send, and return at once; a payload must not be written to any more."""
@@ -360,7 +353,7 @@ class Gloo(Transport):
             self._box(peer, channel)
             with suppress(RankError):
                 self._send(peer, channel, [end_header()])
-        for sent in self._sent.values():
+        for _, sent in self._sent.values():
             sent.put(None)
         due_s = time.monotonic() + _CLOSE_S
         for thread in (*self._threads, *self._watch.threads):
@@ -370,12 +363,14 @@ class Gloo(Transport):
 
     def _send(self, to: int, channel: Channel, parts: list[Tensor]) -> None:
         """Send all parts, or raise where the receiver is lost; Ctrl-C comes before or after."""
-        with held_back(), self._lock_of(to, channel):
-            try:
-                works = [dist.isend(part, to, group=self._groups[channel]) for part in parts]
-            except RuntimeError as error:
-                raise self._watch.verdict(_line(to, error), to) from error
-            self._reaper(to, channel).put(([work for work in works if work is not None], parts))
+        with held_back():
+            together, sent = self._way_to(to, channel)
+            with together:
+                try:
+                    works = [dist.isend(part, to, group=self._groups[channel]) for part in parts]
+                except RuntimeError as error:
+                    raise self._watch.verdict(_line(to, error), to) from error
+                sent.put(([work for work in works if work is not None], parts))
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
@@ -426,16 +421,12 @@ class Gloo(Transport):
             box.put(found)
             self._arrived.notify_all()
 
-    def _reaper(self, to: int, channel: Channel) -> _Reaped:
+    def _way_to(self, to: int, channel: Channel) -> tuple[threading.Lock, _Reaped]:
         with self._lock:
-            if (sent := self._sent.get((to, channel))) is None:
-                sent = self._sent[to, channel] = queue.Queue()
-                self._start(_wait_for_each, sent)
-        return sent
-
-    def _lock_of(self, to: int, channel: Channel) -> threading.Lock:
-        with self._lock:
-            return self._locks[to, channel]
+            if (to, channel) not in self._sent:
+                self._sent[to, channel] = (threading.Lock(), queue.Queue())
+                self._start(_wait_for_each, self._sent[to, channel][1])
+            return self._sent[to, channel]
 
     def _start(self, work: Callable[..., None], *of: object) -> None:
         self._threads.append(
@@ -463,7 +454,9 @@ def _received(source: int, group: dist.ProcessGroup) -> Message | None:
     numbers = torch.empty(announced.num_numbers, dtype=torch.int64)
     if announced.num_numbers:
         _receive(numbers, source, group)
-    payload = announced.empty_payload()
+    payload = None
+    if announced.dtype is not None:
+        payload = torch.empty(announced.shape, dtype=announced.dtype)
     if payload is not None and payload.numel():
         _receive(as_bytes(payload), source, group)
     return Message(announced.kind, numbers.tolist(), payload)

@@ -183,11 +183,6 @@ class Watch:
             )
 
 
-def limit(seconds: float) -> timedelta:
-    """Return seconds as torch.distributed takes them."""
-    return timedelta(seconds=seconds)
-
-
 def _word(kind: int, reason: str) -> Tensor:
     text = reason.encode()[: _WORD_BYTES - 3]
     head = bytes([kind]) + len(text).to_bytes(2, "little")

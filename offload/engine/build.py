@@ -113,7 +113,7 @@ def open_pair(
     identities = Identities(files, run.open_source, limit_bytes_per_s=limit, is_wished=is_summed)
     damage = list[str]()
     scans = tuple(WeightScan(one, damage.append) for one in files if one is not None)
-    store = _open_files(run, files.target, limit, identities.watching("target", scans[0]))
+    store = _open_files(run, files.target, limit, identities.watching("target", scans[0].look))
     resources.callback(store.close)
     end_ids = end_ids_of(files.target)
     pair = ModelPair(
@@ -160,7 +160,7 @@ def read_pair(pair: ModelPair) -> list[ExpansionChoice]:
     target.bring_samples(pair.store.fetch)
     choices = [_pick_expansion(pair, target, pair.store)]
     if draft is not None:
-        watcher = pair.models.identities.watching("draft", pair.scans[1])
+        watcher = pair.models.identities.watching("draft", pair.scans[1].look)
         source = _open_files(pair.run, draft.checkpoint, None, watcher)
         with closing(source):
             count(draft.read_rest(source.fetch, target))
@@ -240,7 +240,7 @@ def resident_model(
     They are scanned where `found` is there to hear of damage, see `WeightScan`.
     """
     model = open_model(checkpoint, dtype, place)
-    watcher = None if found is None else WeightScan(checkpoint, found)
+    watcher = None if found is None else WeightScan(checkpoint, found).look
     with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, watcher=watcher)) as store:
         model.read_rest(store.fetch)
         if place == _HOST:

@@ -187,7 +187,8 @@ class Decoder(TokenDecoder):
         )
         sequence.stats.num_prompt_tokens = len(prompt_ids)
         sequence.num_logprobs = request.num_logprobs
-        setup = RunInfo(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)
+        is_invariant = self.invariance.holds and acceptance.is_exact
+        setup = RunInfo(self.plan, choice, self.comparisons, is_invariant, acceptance.lenience)
         return Run(self.step, self._turn, sequence, text, setup)
 
     def check(
@@ -236,12 +237,8 @@ class Decoder(TokenDecoder):
         # nothing is asked of the last one
         most = max((len(tokens) - 1 for tokens, _ in wanted), default=0)
         rule = "a text must fit, but for its last token, into the context"
-        require(
-            most <= self.plan.context,
-            f"{rule} of {self.plan.context} tokens",
-            most,
-            "raise `context`",
-        )
+        rule = f"{rule} of {self.plan.context} tokens"
+        require(most <= self.plan.context, rule, most, "raise `context`")
         require(
             not self._start, "models with an encoder score no texts", "one", "choose another model"
         )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from offload.calibration.invariance import Invariance
 from offload.calibration.trial import ComparisonOutcome, rows_of
 from offload.engine.sequence import Sequence, TokenLogprob
 from offload.engine.sharing import DecoderLock
@@ -31,7 +30,7 @@ class RunInfo(NamedTuple):
     plan: MemoryPlan
     tree_choice: TreeChoice
     comparisons: tuple[ComparisonOutcome, ...]  # of kernels, where it runs on a GPU
-    invariance: Invariance  # whether tokens have the same bits with every tree
+    is_invariant: bool  # whether the text is bit for bit that of every other tree
     lenience: float = 1.0  # with less the text is not the target's
 
 
@@ -143,7 +142,10 @@ class Run:
         started = time.perf_counter() - self._elapsed_s
         while self.finish_reason == "interrupted":
             with self._turn.held():  # a step and its text: several threads may iterate over one run
-                piece = self._go_on(started)
+                self._started = started
+                if self.is_writing:
+                    self._step(self.sequence)
+                piece = self.take()
             yield piece
 
     @property
@@ -163,9 +165,14 @@ class Run:
         num_before = len(self._text.tokens)
         piece = self._take()
         if self.finish_reason != "length":
-            self._count(
-                len(self.sequence.new_ids) - num_before, time.perf_counter() - self._started
-            )
+            stats = self.sequence.stats
+            num_accepted = len(self.sequence.new_ids) - num_before
+            self._elapsed_s = time.perf_counter() - self._started
+            if stats.num_first_tokens == 0:
+                stats.begin_decoding(num_accepted, self._elapsed_s)
+            else:
+                stats.accepted_per_sweep.append(num_accepted)
+                stats.decode_s = self._elapsed_s - stats.ttft_s
         return piece
 
     def result(self) -> Generation:
@@ -187,20 +194,10 @@ class Run:
             sampling=self.sequence.sampler.sampling,
             rule=self.sequence.rule.name,
             stats=stats,
-            plan=self._setup.plan,
-            tree_choice=self._setup.tree_choice,
-            comparisons=self._setup.comparisons,
-            is_invariant=self._setup.invariance.holds and self._setup.lenience == 1,
-            lenience=self._setup.lenience,
             logprobs=logprobs,
             token_texts=self._text.texts_of(named),
+            **self._setup._asdict(),
         )
-
-    def _go_on(self, started: float) -> str:
-        self._started = started
-        if self.is_writing:
-            self._step(self.sequence)
-        return self.take()
 
     def _take(self) -> str:
         """Return the text that was not taken before, and note if the sequence stops there."""
@@ -215,12 +212,3 @@ class Run:
             self.finish_reason = "length"
         is_whole = self.finish_reason != "interrupted" and not has_stopped
         return piece + (self._text.finish() if is_whole else "")
-
-    def _count(self, num_accepted: int, elapsed_s: float) -> None:
-        stats = self.sequence.stats
-        self._elapsed_s = elapsed_s
-        if stats.num_first_tokens == 0:
-            stats.begin_decoding(num_accepted, elapsed_s)
-        else:
-            stats.accepted_per_sweep.append(num_accepted)
-            stats.decode_s = elapsed_s - stats.ttft_s

@@ -2,15 +2,18 @@
 reads is of the same.
 """
 
+import sys
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
-from offload.checkpoint.identity import ModelIdentity, identity_of
+import numpy as np
+
+from offload.checkpoint.identity import ModelIdentity, identity_of, same_model
+from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import ReadError
 from offload.memory.planner import ModelFiles
 from offload.streaming.disk import DiskReader, OpenSource, Watcher
-from offload.streaming.summing import BlockSum, Watchers, difference, with_sum
+from offload.streaming.summing import BlockSum, with_sum
 
 # A sum that lacks no more than this is completed by reading, such as a table no pass needs.
 _LITTLE_BYTES = 64 << 20
@@ -41,12 +44,15 @@ class Identities:
         self._known = dict[str, ModelIdentity]()
         self._sums = dict[str, BlockSum]()
         for part, checkpoint in self._files.items() if is_wished else ():
-            if checkpoint is None:
-                continue
             # no weights are read yet: the request may still be refused
-            self._known[part] = identity_of(checkpoint)
-            if not self._known[part].has_sum:
-                self._sums[part] = BlockSum(checkpoint)
+            if checkpoint is not None:
+                self._identify(part, checkpoint, sys.maxsize)
+
+    def _identify(self, part: str, checkpoint: Checkpoint, most_bytes: int) -> None:
+        """Note what is known without reading; what lacks a sum gets one if it is no larger."""
+        self._known[part] = identity_of(checkpoint)
+        if checkpoint.num_bytes <= most_bytes and not self._known[part].has_sum:
+            self._sums[part] = BlockSum(checkpoint)
 
     def of(self, part: str) -> ModelIdentity | None:
         """Return the identity of the target or the draft; None for no draft.
@@ -58,9 +64,7 @@ class Identities:
         if checkpoint is None:
             return None
         if part not in self._known:
-            self._known[part] = identity_of(checkpoint)
-            if checkpoint.num_bytes <= _LITTLE_BYTES and not self._known[part].has_sum:
-                self._sums[part] = BlockSum(checkpoint)
+            self._identify(part, checkpoint, _LITTLE_BYTES)
         total = self._sums.get(part)
         if total is not None and total.left_bytes <= _LITTLE_BYTES:
             del self._sums[part]
@@ -90,11 +94,19 @@ class Identities:
         checkpoint = self._files["target"]
         mine = self.identity(follows_draft=follows_draft)
         assert checkpoint is not None, "there is always a target"
-        what, found = difference(told, mine, partial(with_sum, checkpoint, mine, **self._how))
-        self._known["target"] = self.target._replace(proofs=found.proofs)
-        return what
+        if told.has_weights_of(mine) is None and not told.difference(mine) and told.has_sum:
+            mine = with_sum(checkpoint, mine, **self._how)
+        self._known["target"] = self.target._replace(proofs=mine.proofs)
+        return same_model(told, mine)
 
     def watching(self, part: str, watcher: Watcher) -> Watcher:
         """Return what looks at weights as they are read: this watcher, and a sum that is wanted."""
         total = self._sums.get(part)
-        return watcher if total is None else Watchers((watcher, total))
+        if total is None:
+            return watcher
+
+        def look(shard: int, lo: int, stored: np.ndarray) -> None:
+            watcher(shard, lo, stored)
+            total.look(shard, lo, stored)
+
+        return look

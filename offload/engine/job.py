@@ -92,14 +92,16 @@ class Job:
         self._tell()
 
     def take(self) -> list[TextPiece]:
-        """Return what has come and was not taken yet."""
+        """Return what has come by now and was not taken yet, without waiting."""
         with self.changed:
             pieces = list(self._pieces)
             self._pieces.clear()
             return pieces
 
     def listen(self, heard: Callable[[], None] | None) -> None:
-        """Call this whenever something has come, from the scheduler's thread, and now."""
+        """Call this whenever something has come, from the scheduler's thread, and now: for callers
+        that cannot wait.
+        """
         self._heard = heard
         if heard is not None:
             heard()
@@ -122,6 +124,9 @@ class Ticket:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self.take = job.take
+        self.listen = job.listen
+        self.cancel = job.cancel
 
     # no `weakref.finalize`, which would keep the job, its error, and what that passed by
     def __del__(self) -> None:
@@ -147,21 +152,6 @@ class Ticket:
     def is_done(self) -> bool:
         """Return whether nothing more will come; pieces may still wait to be taken."""
         return self._job.is_done
-
-    def take(self) -> list[TextPiece]:
-        """Return what has come by now and was not taken yet, without waiting."""
-        return self._job.take()
-
-    def listen(self, heard: Callable[[], None] | None) -> None:
-        """Call this whenever something has come, from another thread, and once at once.
-
-        It is for callers that cannot wait.
-        """
-        self._job.listen(heard)
-
-    def cancel(self) -> None:
-        """End the request before the next pass; nothing happens if it has ended already."""
-        self._job.cancel()
 
     def result(self, timeout_s: float | None = None) -> Generation:
         """Wait for the end. Raises what ended it, and `TimeoutError`."""

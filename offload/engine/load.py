@@ -47,7 +47,9 @@ def warned(notes: list[str]) -> Iterator[None]:
             notes.append(line)
         return False
 
-    handlers = [handler for handler in logger.handlers if _writes_to_stderr(handler)]
+    places = (sys.stderr, sys.__stderr__)
+    streams = [one for one in logger.handlers if isinstance(one, logging.StreamHandler)]
+    handlers = [one for one in streams if one.stream in places]
     for handler in handlers:
         handler.addFilter(is_for_others)
     try:
@@ -55,13 +57,6 @@ def warned(notes: list[str]) -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(is_for_others)
-
-
-def _writes_to_stderr(handler: logging.Handler) -> bool:
-    return isinstance(handler, logging.StreamHandler) and handler.stream in (
-        sys.stderr,
-        sys.__stderr__,
-    )
 
 
 @dataclass(frozen=True)
@@ -98,12 +93,8 @@ def load(given: LoadArguments) -> Decoder:
     """
     device = given.device
     is_device = isinstance(device, str) or hasattr(device, "place")
-    require(
-        is_device,
-        "`device` must be auto, cpu, cuda, cuda:N or an open one",
-        repr(device),
-        'try `device="auto"`',
-    )
+    rule = "`device` must be auto, cpu, cuda, cuda:N or an open one"
+    require(is_device, rule, repr(device), 'try `device="auto"`')
     opened = None if isinstance(device, str) else device
     options = LoadOptions.of(given if opened is None else replace(given, device="cuda"))
     hooks = Hooks(on_bytes=given.on_bytes, on_layer=given.on_layer)

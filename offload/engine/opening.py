@@ -65,7 +65,8 @@ def _open(run: ResolvedRun, request: Request, team: Team, resources: ExitStack) 
     pair.scans[0].expect(pair.target.layer_layouts, plan.tier_L)
     layouts = [*pair.target.layer_layouts, *pair.target.encoder_layouts]
     layers = open_layers(pair.store, layouts, plan, run.device, resources)
-    layers.load_resident(counter(layers.staying_bytes, run.hooks.on_bytes))
+    staying_bytes = sum(layouts[layer].slab_bytes for layer in layers.carrier.loaded)
+    layers.load_resident(counter(staying_bytes, run.hooks.on_bytes))
     target = team.target(
         pair.target,
         layers,

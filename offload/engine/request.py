@@ -52,22 +52,16 @@ class Request:
             stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         except TypeError:  # also of what only looks as if it could be iterated over
             stops = (self.stop,)  # type: ignore[assignment]
+        rule = "`stop` must be text"
         require(
-            all(isinstance(one, str) for one in stops),
-            "`stop` must be text",
-            f"{self.stop!r:.80}",
-            "give a str",
+            all(isinstance(one, str) for one in stops), rule, f"{self.stop!r:.80}", "give a str"
         )
         return stops
 
     def check(self) -> None:
         """Raise `UserError` for settings that no model could meet."""
-        require(
-            isinstance(self.sampling, Sampling),
-            "`sampling` must be a Sampling",
-            f"{self.sampling!r:.80}",
-            "give one",
-        )
+        rule = "`sampling` must be a Sampling"
+        require(isinstance(self.sampling, Sampling), rule, f"{self.sampling!r:.80}", "give one")
         is_grammar = self.grammar is None or isinstance(self.grammar, Grammar)
         require(
             is_grammar, "a request's grammar must be a Grammar", f"{self.grammar!r:.80}", "give one"
@@ -117,11 +111,9 @@ class Request:
         if start:
             _check_source(ids, start, num_new, context)
         elif len(ids) + num_new > context:
-            remedy = (
-                ", the longest that this model was made for: "
-                if is_longest
-                else ": raise `context`, "
-            )
+            remedy = ": raise `context`, "
+            if is_longest:
+                remedy = ", the longest that this model was made for: "
             new = "a new one" if num_new == 1 else f"{num_new} new ones"
             fewer = "" if self.is_clipped else " or lower `max_new_tokens`"
             raise UserError(
@@ -231,7 +223,7 @@ def encode(
         require(
             not raw, "messages need the chat template", "raw=True", "give text, or leave raw out"
         )
-        ids = encode_messages(tokenizer, _messages(prompt), tools)
+        ids = encode_messages(tokenizer, [_message(one) for one in prompt or ()], tools)
     if not ids:
         raise UserError("the prompt is empty: give at least one token")
     if not all(0 <= token < vocab_size for token in ids):
@@ -279,14 +271,6 @@ def _are_messages(prompt: object) -> bool:
 _UNREAD = {"image", "images", "image_url", "audio", "audios", "video", "videos"}
 
 
-def _messages(prompt: Any) -> list[dict[str, Any]]:
-    return [_message(message) for message in prompt]
-
-
-def _kind_of(part: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(_UNREAD & {*part})) or "a part without a type"
-
-
 def _message(message: Any) -> dict[str, Any]:
     """Return a message with text as its content, whose parts are put together as templates do.
 
@@ -298,7 +282,11 @@ def _message(message: Any) -> dict[str, Any]:
     parts = (
         [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
     )
-    others = {str(part.get("type") or _kind_of(part)) for part in parts} - {"text"}
+    kinds = (
+        part.get("type") or ", ".join(sorted(_UNREAD & {*part})) or "a part without a type"
+        for part in parts
+    )
+    others = {*map(str, kinds)} - {"text"}
     others |= _UNREAD & {*message} if isinstance(message, Mapping) else set()
     rule = "messages must be text: images and sound are not read"
     require(not others, rule, f"{', '.join(sorted(others)):.80}", "leave it out")

@@ -66,12 +66,8 @@ class Scorer:
         Raises `UserError` for one without a beginning, or longer than the context.
         """
         for tokens, first in texts:
-            require(
-                0 < first <= len(tokens),
-                "a text is scored behind its first token",
-                first,
-                "give it a beginning",
-            )
+            rule = "a text is scored behind its first token"
+            require(0 < first <= len(tokens), rule, first, "give it a beginning")
         seen: defaultdict[int, list[tuple[float, bool]]] = defaultdict(list)
         for batch in self._batches(texts):
             for index, found in self._pass(texts, batch):
@@ -140,7 +136,12 @@ class Scorer:
         self._cache.promise(batch.num_rows if batch.is_chain else 0, keeps_others=False)
         logits = self._target.score_rows(batch.tokens, batch.depths, batch.sees(), self._cache)
         self.num_passes += 1
-        for row, index, depth in sorted(batch.rows_of_texts()):
+        rows = [
+            (row, index, batch.first + depth)
+            for index, path in batch.paths.items()
+            for depth, row in enumerate(path)
+        ]
+        for row, index, depth in sorted(rows):
             tokens, first = texts[index]
             if depth + 1 >= first:
                 logits_V = logits[row].float()
@@ -161,7 +162,7 @@ class _Branches:
         self.tokens = list[int]()
         self.depths = list[int]()
         self._parents = list[int]()
-        self._paths = dict[int, list[int]]()
+        self.paths = dict[int, list[int]]()  # rows of each text
         self._child: dict[tuple[int, int], int] = {}  # by row of the parent, -1 for none, and token
 
     @property
@@ -171,7 +172,7 @@ class _Branches:
     @property
     def is_chain(self) -> bool:
         """Return whether all rows are of one text, so that more of it may follow."""
-        return len(self._paths) == 1
+        return len(self.paths) == 1
 
     def num_new(self, tokens: Sequence[int]) -> int:
         """Return how many rows a text would add."""
@@ -197,12 +198,7 @@ class _Branches:
                 self._parents.append(row)
             row = self._child[key]
             path.append(row)
-        self._paths[index] = path
-
-    def rows_of_texts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield for each row its text, and which of the text's tokens it is."""
-        for index, path in self._paths.items():
-            yield from ((row, index, self.first + depth) for depth, row in enumerate(path))
+        self.paths[index] = path
 
     def sees(self) -> torch.Tensor:
         """Return bool (T, T): a row sees the branch that it ends."""

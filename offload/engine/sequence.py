@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.planning.chains import ChainPolicy
@@ -44,17 +42,13 @@ def path_logprobs(
 
     They are those of the target's own logits.
     """
-    return [_logprob(rows[node], token, num_top) for node, token in zip(nodes, tokens, strict=True)]
-
-
-def _logprob(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:
-    logprob_V = logits_V.float().log_softmax(0)
-    logprob_K, token_K = logprob_V.topk(min(num_top, len(logprob_V)))
-    return TokenLogprob(
-        token,
-        float(logprob_V[token]),
-        tuple(zip(token_K.tolist(), logprob_K.tolist(), strict=True)),
-    )
+    found = []
+    for node, token in zip(nodes, tokens, strict=True):
+        logprob_V = rows[node].float().log_softmax(0)
+        logprob_K, token_K = logprob_V.topk(min(num_top, len(logprob_V)))
+        top = tuple(zip(token_K.tolist(), logprob_K.tolist(), strict=True))
+        found.append(TokenLogprob(token, float(logprob_V[token]), top))
+    return found
 
 
 class Caches(NamedTuple):
@@ -162,11 +156,6 @@ class Sequence:
         self.stats.tree_num_nodes = shape.num_nodes
         self.stats.tree_depth = shape.depth
         self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
-
-    @property
-    def is_taken_in(self) -> bool:
-        """Return whether keys and values are there for all tokens but the last."""
-        return self.caches.target.length >= len(self.tokens) - 1
 
     def lengthen(self) -> None:
         """End a step: let the next chain be as long as all steps so far suggest.

@@ -26,9 +26,9 @@ from offload.checkpoint.files import open_regular, replacing
 from offload.checkpoint.identity import ModelIdentity, same_model
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
-from offload.checkpoint.state_sizes import RecurrentLayer, index_layers, recurrent_layers
+from offload.checkpoint.state_sizes import index_layers, recurrent_layers
 from offload.drafting.hybrid import HybridState
-from offload.encoding.base import PLAIN_OF, STORED, Encoding
+from offload.encoding.base import PLAIN_OF, STORED
 from offload.engine.identities import Identities
 from offload.engine.sharing import CachePool
 from offload.errors import ReadError, UserError, ensure, reason, require
@@ -44,8 +44,27 @@ def write_tensors(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Te
     """Write tensors of any type that the format has, in this order, with notes about them. Raises
     `OSError`.
     """
-    with replacing(path) as scratch:
-        _write(scratch, notes, tensors)
+    places = dict[str, Any]()
+    end = 0
+    for name, tensor in tensors.items():
+        start = end
+        end = end + tensor.numel() * tensor.element_size()
+        places[name] = {
+            "dtype": _TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    with replacing(path) as scratch, scratch.open("wb") as file:
+        file.write(_header({**notes, SUM: "0" * 8}, places))
+        total = 0
+        for tensor in tensors.values():
+            data = tensor.cpu().contiguous().view(torch.uint8).numpy().data
+            total = zlib.crc32(data, total)
+            file.write(data)
+        file.seek(0)
+        file.write(_header({**notes, SUM: f"{total:08x}"}, places))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def data_sum(path: Path) -> str:
@@ -58,30 +77,6 @@ def data_sum(path: Path) -> str:
         while block := file.read(1 << 20):
             total = zlib.crc32(block, total)
     return f"{total:08x}"
-
-
-def _write(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    places = dict[str, Any]()
-    end = 0
-    for name, tensor in tensors.items():
-        start = end
-        end = end + tensor.numel() * tensor.element_size()
-        places[name] = {
-            "dtype": _TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    with path.open("wb") as file:
-        file.write(_header({**notes, SUM: "0" * 8}, places))
-        total = 0
-        for tensor in tensors.values():
-            data = tensor.cpu().contiguous().view(torch.uint8).numpy().data
-            total = zlib.crc32(data, total)
-            file.write(data)
-        file.seek(0)
-        file.write(_header({**notes, SUM: f"{total:08x}"}, places))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _header(notes: Mapping[str, str], places: Mapping[str, Any]) -> bytes:
@@ -223,12 +218,8 @@ def _held(file: Any, part: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
 
 def require_sessions(start: tuple[int, ...], parallel: int = 1) -> None:
     """Raise `UserError` where no text could be kept in a file, as behind an encoder."""
-    require(
-        parallel == 1,
-        "`session` keeps the one text that is written, `parallel` must be 1",
-        parallel,
-        "leave it out",
-    )
+    rule = "`session` keeps the one text that is written, `parallel` must be 1"
+    require(parallel == 1, rule, parallel, "leave it out")
     if start:
         raise UserError(
             "`session` keeps a text that goes on, a model with an encoder writes anew: leave it out"
@@ -313,9 +304,22 @@ def _check_states(
     is_partly = bool(recurrent) or bool(index)
     is_sound = set(kept) <= set(range(num_own)) if is_partly else kept == list(range(num_own))
     ensure(is_sound, f"{part} has {num_own} layers with keys and values, not {kept}")
-    _check_recurrent(file, part, recurrent, computed)
+    states = dict[str, tuple[list[int], str]]()
+    for layer, one in recurrent.items():
+        if one.num_taps > 1:
+            tail = [one.num_taps - 1, one.num_channels]
+            states[_name(part, _TAILS, layer)] = (tail, computed.name)
+        if one.state:
+            states[_name(part, _STATES, layer)] = ([one.state], "F32")
+    what = f"{part} has states of {len(states)} kinds"
+    _check_shapes(file, _names(file, part, (_TAILS, _STATES)), states, what)
     num_kept = _num_kept(file, part)
-    _check_index(file, part, index, num_kept, computed)
+    keys = {
+        _name(part, INDEX, layer): ([1, 1, num_kept, width], computed.name)
+        for layer, width in index.items()
+    }
+    what = f"{part} has index keys of {len(index)} layers"
+    _check_shapes(file, _names(file, part, (INDEX,)), keys, what)
     total_bytes = sum(index.values()) * computed.align_bytes
     num_heads = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1))
     num_own = len(kept)
@@ -360,20 +364,21 @@ def _names(file: Any, part: str, kinds: tuple[str, ...]) -> set[str]:
     }
 
 
-def _check_index(
-    file: Any, part: str, layers: Mapping[int, int], num_kept: int, computed: Encoding
+def _check_shapes(
+    file: Any, found: set[str], wanted: Mapping[str, tuple[list[int], str]], what: str
 ) -> None:
-    """Check index keys by what the model's headers tell of them. Raises `ValueError`."""
-    wanted = {_name(part, INDEX, layer): width for layer, width in layers.items()}
-    found = _names(file, part, (INDEX,))
-    ensure(
-        found == {*wanted}, f"{part} has index keys of {len(wanted)} layers, not {sorted(found)}"
-    )
-    for name, width in wanted.items():
+    """Check tensors by what the model's config and headers tell of them.
+
+    Raises `ValueError`; `what` tells of those that there should be.
+    """
+    ensure(found == {*wanted}, f"{what}, not {sorted(found)}"[:200])
+    for name, (shape, kind) in wanted.items():
         header = file.get_slice(name)
-        shape = [1, 1, num_kept, width]
-        is_sound = header.get_shape() == shape and header.get_dtype() == computed.name
-        ensure(is_sound, f"{name} has shape {header.get_shape()} and type {header.get_dtype()}")
+        ensure(
+            header.get_shape() == shape and header.get_dtype() == kind,
+            f"{name} has shape {header.get_shape()} and type {header.get_dtype()}, not {shape} "
+            f"and {kind}",
+        )
 
 
 def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, Tensor]:
@@ -387,33 +392,6 @@ def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, 
     return tails | {
         _name(part, _STATES, layer): state.flatten() for layer, state in point.states.items()
     }
-
-
-def _check_recurrent(
-    file: Any, part: str, layers: Mapping[int, RecurrentLayer], computed: Encoding
-) -> None:
-    """Check states by what the model's config and headers tell of them. Raises `ValueError`."""
-    wanted = {
-        _name(part, _TAILS, layer): ([one.num_taps - 1, one.num_channels], computed.name)
-        for layer, one in layers.items()
-        if one.num_taps > 1
-    } | {
-        _name(part, _STATES, layer): ([one.state], "F32")
-        for layer, one in layers.items()
-        if one.state
-    }
-    found = _names(file, part, (_TAILS, _STATES))
-    ensure(
-        found == {*wanted}, f"{part} has states of {len(wanted)} kinds, not {sorted(found)}"[:200]
-    )
-    for name, (shape, kind) in wanted.items():
-        header = file.get_slice(name)
-        is_sound = header.get_shape() == shape and header.get_dtype() == kind
-        ensure(
-            is_sound,
-            f"{name} has shape {header.get_shape()} and type {header.get_dtype()}, not {shape} "
-            f"and {kind}",
-        )
 
 
 def _point(file: Any, part: str) -> Point:

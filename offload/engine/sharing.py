@@ -24,7 +24,6 @@ class _Place:
     def __init__(self, caches: Caches) -> None:
         self.caches = caches
         self._returned = list[int]()
-        self._last_used = 0
         self._held: weakref.ref[Sequence] | None = None
 
     @property

@@ -10,6 +10,7 @@ one pass.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload.drafting.base import Drafted, Drafter, DraftText
@@ -19,7 +20,7 @@ from offload.model.target import BatchEntry, Target
 from offload.planning.seen import ObservedPass
 from offload.sampling.sampler import Rows
 from offload.stats import Transfers
-from offload.threads import Mode, StepModes, ThreadPolicy
+from offload.threads import Mode, ThreadPolicy
 from offload.trees.topology import Shape
 from offload.trees.verification import Acceptance
 
@@ -41,30 +42,17 @@ def share_out(texts: Sequence[Text], num_rows: int) -> list[tuple[Text, BatchEnt
     return batch
 
 
+@dataclass(slots=True)
 class SpeculationStep:
-    """The passes of one decoder.
+    """The passes of one decoder."""
 
-    Args:
-        compute_in: from then on computes in this mode.
-        max_prompt_rows: committed tokens that one pass takes in, of all texts together.
-        learn: hears of every pass in which all texts had trees, and none a prompt.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        threads: ThreadPolicy,
-        compute_in: Callable[[Mode], None],
-        max_prompt_rows: int,
-        learn: Callable[[ObservedPass], None] = lambda _: None,
-    ) -> None:
-        self._target = target
-        self._drafter = drafter
-        self._threads = threads
-        self._compute_in = compute_in
-        self._max_prompt_rows = max_prompt_rows
-        self._learn = learn
+    _target: Target
+    _drafter: Drafter
+    _threads: ThreadPolicy
+    _compute_in: Callable[[Mode], None]  # from then on computes in this mode
+    _max_prompt_rows: int  # committed tokens that one pass takes in, of all texts together
+    # hears of every pass in which all texts had trees, and none a prompt
+    _learn: Callable[[ObservedPass], None]
 
     def step(self, texts: Sequence[Text]) -> list[list[int]]:
         """Run one round of speculation; return the newly accepted tokens of each text.
@@ -81,18 +69,20 @@ class SpeculationStep:
         moved = self._target.moved
         started = time.perf_counter()
 
-        modes = self._modes(num_pending + sum(shape.num_nodes for shape in shapes))
+        num_rows = num_pending + sum(shape.num_nodes for shape in shapes)
+        modes = self._threads.modes(_rows_alike(num_rows))
         self._compute_in(modes.draft)
         drafted = self._grow(batch, shapes)
         grown = time.perf_counter()
 
         num_rows = num_pending + sum(one.tree.num_nodes for one in drafted if one)
-        modes = modes._replace(sweep=self._modes(num_rows).sweep)
+        modes = modes._replace(sweep=self._threads.modes(_rows_alike(num_rows)).sweep)
         self._compute_in(modes.sweep)
         scored = self._score(batch, drafted)
         ended = time.perf_counter()
 
-        times = _Times(len(batch), grown - started, ended - grown, self._target.moved.since(moved))
+        moved = self._target.moved.since(moved)
+        times = _Times(len(batch), grown - started, ended - grown, moved)
         gained = list[list[int]]()
         for (text, entry), one, rows in zip(batch, drafted, scored, strict=True):
             text.stats.threads = modes
@@ -102,16 +92,14 @@ class SpeculationStep:
                 gained.append([])
                 continue
             began = time.perf_counter()
-            accepted = self._accept(text, one, rows)
+            adjusted = text.sampler.adjusted_rows(one.tree, rows)
+            accepted = text.rule.verify(one.tree, adjusted, text.sampler, len(text.tokens) - 1)
             gained.append(self._commit(text, one, accepted, rows))
             self._note(text, one, accepted, times, began)
         if not num_pending:
             self._learn_from(shapes, gained, num_rows, times)
         by_text = {id(text): own for (text, _), own in zip(batch, gained, strict=True)}
         return [by_text.get(id(text), []) for text in texts]
-
-    def _modes(self, num_rows: int) -> StepModes:
-        return self._threads.modes(_rows_alike(num_rows))
 
     def _grow(
         self, batch: Sequence[tuple[Text, BatchEntry]], shapes: Sequence[Shape]
@@ -137,12 +125,6 @@ class SpeculationStep:
         )
         self._target.wait()
         return scored
-
-    def _accept(self, text: Text, drafted: Drafted, rows: Rows) -> Acceptance:
-        """Return the path of the tree that the text's rule accepts."""
-        tree = drafted.tree
-        adjusted = text.sampler.adjusted_rows(tree, rows)
-        return text.rule.verify(tree, adjusted, text.sampler, len(text.tokens) - 1)
 
     def _commit(self, text: Text, drafted: Drafted, accepted: Acceptance, rows: Rows) -> list[int]:
         """Keep the accepted path as far as the text goes on; return the tokens that it has gained."""

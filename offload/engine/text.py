@@ -37,17 +37,20 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     """
     from transformers import AutoTokenizer
 
+    how = {"trust_remote_code": False, "local_files_only": True}
     if os.path.isfile(directory):
-        return _load_from_gguf(Path(directory))
+        file = Path(directory)
+        require_reader(file)
+        remedy = "give `config`, the original model's folder or hub id"
+        with refusing(f"cannot read the tokenizer in {file.name}", remedy):
+            return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **how)
     if not has_tokenizer(Path(directory)):
         return None
     check_tokenizer_files(Path(directory))
     with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
         _check_names(Path(directory))
-        how = {"trust_remote_code": False, "local_files_only": True}
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, config=_config_beside(Path(directory)), **how
-        )
+        config = _config_beside(Path(directory))
+        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, **how)
     beside = Path(directory) / _PROCESSOR_TEMPLATE
     if not tokenizer.chat_template and os.path.isfile(beside):
         tokenizer.chat_template = read_json(beside).get("chat_template")
@@ -120,18 +123,6 @@ def _check_names(directory: Path) -> None:
             isinstance(name, str) and Path(name).name == name,
             f"{name!r:.80} is no file beside {told.name}",
         )
-
-
-def _load_from_gguf(file: Path) -> Tokenizer:
-    from transformers import AutoTokenizer
-
-    require_reader(file)
-    with refusing(
-        f"cannot read the tokenizer in {file.name}",
-        "give `config`, the original model's folder or hub id",
-    ):
-        told = {"gguf_file": file.name, "trust_remote_code": False, "local_files_only": True}
-        return AutoTokenizer.from_pretrained(file.parent, **told)
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> list[int]:

@@ -83,8 +83,10 @@ class TokenDecoder:
         self.num_score_passes = 0
         # methods of this decoder would make a cycle
         compute_in = self._waiting.compute_in
+        # a decoder of one text takes in all of a prompt, by as many sweeps as that needs
+        prompt_rows = self.plan.max_prompt_rows if self.num_parallel > 1 else sys.maxsize
         self._speculation = SpeculationStep(
-            target, drafter, self.threads, compute_in, self._prompt_rows, self._trees.took
+            target, drafter, self.threads, compute_in, prompt_rows, self._trees.took
         )
         found = [
             self.plan.num_slots and target.stream.carrier.note,
@@ -142,8 +144,10 @@ class TokenDecoder:
         thread is using it.
         """
         with self._turn.stepping():
-            while not (counted := self._pass([sequence])[0]) and not sequence.is_taken_in:
-                pass  # a long prompt beside others comes in parts
+            counted = self._pass([sequence])[0]
+            # a long prompt beside others comes in parts
+            while not counted and sequence.caches.target.length < len(sequence.tokens) - 1:
+                counted = self._pass([sequence])[0]
             return counted
 
     def _pass(self, sequences: abc.Sequence[Sequence]) -> list[list[int]]:
@@ -154,14 +158,6 @@ class TokenDecoder:
     def num_parallel(self) -> int:
         """Return how many texts may be written at a time."""
         return self.plan.parallel
-
-    @property
-    def _prompt_rows(self) -> int:
-        """Return how many prompt tokens one pass takes in.
-
-        A decoder of one text takes in all of a prompt, by as many sweeps as that needs.
-        """
-        return self.plan.max_prompt_rows if self.num_parallel > 1 else sys.maxsize
 
     @property
     def num_threads(self) -> int:

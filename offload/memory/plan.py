@@ -136,19 +136,15 @@ class MemoryPlan:
         tiers = ", ".join(
             f"{self.num_layers_in(tier)} {tier}" for tier in LayerTier if self.num_layers_in(tier)
         )
-        return (
-            f"MemoryPlan({used}\n"
-            f"  {len(self.tier_L)} layers: {tiers}; {format_bytes(self.streamed_bytes)} a sweep\n{self._experts_line}"
-            f"  context {self.context}, largest tree {self.num_nodes}, "
-            f"{format_bytes(self.draft_bytes) if self.draft_bytes else 'none'} for a draft)"
-        )
-
-    @property
-    def _experts_line(self) -> str:
-        if not self.has_experts:
-            return ""
-        slots_bytes = self.num_expert_slots * self.expert_slot_bytes
-        return f"  experts: {self.num_kept_experts} of {self.num_experts} stay, {format_bytes(slots_bytes)} of slots\n"
+        moved = format_bytes(self.streamed_bytes)
+        lines = [f"MemoryPlan({used}", f"  {len(self.tier_L)} layers: {tiers}; {moved} a sweep"]
+        if self.has_experts:
+            slots = format_bytes(self.num_expert_slots * self.expert_slot_bytes)
+            kept = f"{self.num_kept_experts} of {self.num_experts} stay"
+            lines.append(f"  experts: {kept}, {slots} of slots")
+        draft = format_bytes(self.draft_bytes) if self.draft_bytes else "none"
+        what = f"context {self.context}, largest tree {self.num_nodes}, {draft} for a draft"
+        return "\n".join([*lines, f"  {what})"])
 
     @property
     def is_resident(self) -> tuple[bool, ...]:
@@ -466,11 +462,9 @@ class ExpertPoolSize(NamedTuple):
 
     def kept_in(self, num_slots: int) -> int:
         """Return how many experts stay there; the other slots are for those that pass through."""
-        return (
-            num_slots
-            if num_slots >= self.num_left
-            else max(0, num_slots - num_passing(num_slots, self.slot_bytes))
-        )
+        if num_slots >= self.num_left:
+            return num_slots
+        return max(0, num_slots - num_passing(num_slots, self.slot_bytes))
 
 
 def fill_all(

@@ -484,32 +484,22 @@ def default_gpu_bytes(device: str) -> int:
 
 def require_positions(context: int) -> None:
     """Raise `UserError` where a context is too short for any model."""
+    rule = "`context` must be 1 or more"
     require(
-        whole_number(context, "`context`") >= 1,
-        "`context` must be 1 or more",
-        context,
-        "prompt and new tokens have to fit",
+        whole_number(context, "`context`") >= 1, rule, context, "prompt and new tokens have to fit"
     )
 
 
 def require_dtype(dtype: str) -> None:
     """Raise `UserError` for a type that is not computed in."""
-    require(
-        dtype in DTYPES,
-        f"`dtype` must be one of {', '.join(DTYPES)}",
-        repr(dtype),
-        'try `dtype="auto"`',
-    )
+    rule = f"`dtype` must be one of {', '.join(DTYPES)}"
+    require(dtype in DTYPES, rule, repr(dtype), 'try `dtype="auto"`')
 
 
 def require_experts(experts: str) -> None:
     """Raise `UserError` for an unknown way of reading experts."""
-    require(
-        experts in EXPERTS,
-        f"`experts` must be one of {', '.join(EXPERTS)}",
-        repr(experts),
-        'try `experts="auto"`',
-    )
+    rule = f"`experts` must be one of {', '.join(EXPERTS)}"
+    require(experts in EXPERTS, rule, repr(experts), 'try `experts="auto"`')
 
 
 def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
@@ -550,12 +540,9 @@ def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
         return min(limit or usual, usual)
     require_positions(context)
     if limit and context > limit:
-        is_turn = _turning_point(checkpoint) is not None
-        why = (
-            "beyond which longrope turns all positions anew"
-            if is_turn
-            else "which this model was made for"
-        )
+        why = "which this model was made for"
+        if _turning_point(checkpoint) is not None:
+            why = "beyond which longrope turns all positions anew"
         raise UserError(f"`context` must be at most {limit}, {why}, got {context}: lower it")
     return context
 

@@ -27,7 +27,7 @@ from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import Proposals, TokenTree
 from offload.trees.topology import DynamicShape, chain, sequences
-from offload.trees.verification import ratio
+from offload.trees.verification import ratio_trials, walk
 
 # an unlikely token may take many draws; after so many the last outcome stands
 _MAX_DRAWS = 64
@@ -126,7 +126,7 @@ def _accepted_rank(
     for _ in range(_MAX_DRAWS):
         star = draw()
         # fresh coins make the position irrelevant
-        outcome = ratio(star, logits_V.expand(star.num_nodes, -1), sampler, 0)
+        outcome = walk(star, logits_V.expand(star.num_nodes, -1), sampler, ratio_trials)
         if token is None or outcome.tokens[0] == token:
             break
     return outcome.nodes[1] - 1 if len(outcome.nodes) > 1 else -1

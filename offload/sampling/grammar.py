@@ -50,35 +50,23 @@ class Grammar:
     text: str = ""
 
     def __post_init__(self) -> None:
-        require(
-            self.kind in KINDS,
-            "a grammar must be of a known kind",
-            repr(self.kind),
-            f"one of {', '.join(KINDS)}",
-        )
+        rule = "a grammar must be of a known kind"
+        require(self.kind in KINDS, rule, repr(self.kind), f"one of {', '.join(KINDS)}")
         text: Any = self.text
         require(isinstance(text, str), f"{self} must be text", f"{text!r:.80}", "give a str")
         if self.kind == "json_object":
             require(not text, f"{self} takes no text", f"{text!r:.80}", "leave it out")
             return
-        require(
-            bool(text.strip()),
-            f"{self} must not be empty",
-            repr(text[:80]),
-            "leave it out for free text",
-        )
+        rule = f"{self} must not be empty"
+        require(bool(text.strip()), rule, repr(text[:80]), "leave it out for free text")
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             raise UserError(
                 f"{self} must be Unicode, got half a character at {error.start}: decode it anew"
             ) from None
-        require(
-            num_bytes <= _MOST_BYTES,
-            f"{self} must be at most 1 MiB",
-            f"{num_bytes} bytes",
-            "ask for less",
-        )
+        rule = f"{self} must be at most 1 MiB"
+        require(num_bytes <= _MOST_BYTES, rule, f"{num_bytes} bytes", "ask for less")
         if self.kind == "json_schema":
             _check_schema(text)
 
@@ -101,12 +89,8 @@ def find_grammar(
     """
     given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     names = [f"`{name}`" for name, value in given.items() if value is not None]
-    require(
-        len(names) <= 1,
-        "a text keeps one grammar at most",
-        " and ".join(names),
-        "leave the others out",
-    )
+    rule = "a text keeps one grammar at most"
+    require(len(names) <= 1, rule, " and ".join(names), "leave the others out")
     if json_schema is not None:
         return Grammar(
             "json_schema", json_schema if isinstance(json_schema, str) else _as_json(json_schema)

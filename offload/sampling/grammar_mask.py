@@ -221,12 +221,8 @@ class Grammars:
                 and not first.is_error()
             )
         require_sound(error, grammar)
-        require(
-            is_any,
-            f"{grammar} must allow something in this vocabulary",
-            f"{grammar.text!r:.80}",
-            REMEDY,
-        )
+        rule = f"{grammar} must allow something in this vocabulary"
+        require(is_any, rule, f"{grammar.text!r:.80}", REMEDY)
         return matcher
 
     def _read_vocabulary(self) -> Any:
@@ -276,10 +272,6 @@ def _with_an_end(backend: Any, end_ids: Set[int]) -> tuple[Any, list[int]]:
     raw = type(raw).from_str(raw.to_str())
     raw.add_special_tokens([_END_NAME])
     end = raw.token_to_id(_END_NAME)
-    require(
-        backend.id_to_token(end) is None,
-        "a vocabulary must have no holes",
-        end,
-        "take the model's own tokenizer",
-    )
+    rule = "a vocabulary must have no holes"
+    require(backend.id_to_token(end) is None, rule, end, "take the model's own tokenizer")
     return raw, [end]

@@ -110,29 +110,21 @@ class _Part(Logits):
         return torch.stack(list(self))
 
 
-class AdjustedRows:
+class AdjustedRows(_Part):
     """Rows adjusted when they are looked at; `adjust` takes the node and its logits (V)."""
 
     def __init__(self, rows: "Rows", adjust: Callable[[int, Tensor], Tensor]) -> None:
+        self._num_rows = len(rows)
         self._rows = rows
         self._adjust = adjust
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, node: int) -> Tensor:
-        return self._adjust(node, self._rows[node])
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[node] for node in range(len(self)))
-
     def chunk_with(self, node: int) -> tuple[int, Tensor]:
         """Return the row alone: others may never be looked at."""
-        return node, self[node][None]
+        return node, self._adjust(node, self._rows[node])[None]
 
 
 # what a rule verifies by: logits (N, V), there already or computed on the way
-Rows = Tensor | Logits | AdjustedRows
+Rows = Tensor | Logits
 
 
 def chunk_with(logits: Rows, node: int) -> tuple[int, Tensor]:

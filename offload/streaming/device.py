@@ -15,6 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from offload.errors import UserError, reason
 from offload.streaming.disk import allocate
-from offload.streaming.pinned import PinnedAllocator, open_pinned_allocator
+from offload.streaming.pinned import PinnedAllocator, PinningMethod, open_pinned_allocator
 from offload.units import format_bytes, parse_size
 
 # an event: a mark in a stream, reached or not yet
@@ -42,35 +43,27 @@ _MAX_CONTEXT_BYTES = 1 << 30
 _LEAST_CONTEXT_BYTES = 3 << 28
 
 
+@dataclass(eq=False)
 class StagingRing:
     """A ring of locked host memory that kernels read: small tensors get to a device without a copy.
 
     A device serves copies of one direction in their order, on any stream, so a copy would wait for
     all layers queued before it. A part of the ring is written again only after the event behind its
     last reader has been reached.
-
-    Args:
-        array: flat uint8, locked, a multiple of 256 bytes.
-        seen: the same memory as the device sees it, int64.
-        record: gives an event behind all that has been given to the stream that computes.
-        synchronize: waits for an event.
     """
 
-    def __init__(
-        self,
-        array: np.ndarray,
-        seen: Tensor,
-        record: Callable[[], Any],
-        synchronize: Callable[[Any], None],
-    ) -> None:
-        self._array = array
-        self._seen = seen
-        self._record = record
-        self._synchronize = synchronize
-        # by part where it begins, and an event of the stream that computes, behind its last reader;
-        # positions go on counting where the ring begins anew
-        self._parts = deque[tuple[int, Event]]()
-        self._next = 0
+    # flat uint8, locked, a multiple of 256 bytes
+    _array: np.ndarray
+    # the same memory as the device sees it, int64
+    _seen: Tensor
+    # gives an event behind all that has been given to the stream that computes
+    _record: Callable[[], Event]
+    # waits for an event
+    _synchronize: Callable[[Event], None]
+    # by part where it begins, and an event of the stream that computes, behind its last reader;
+    # positions go on counting where the ring begins anew
+    _parts: deque[tuple[int, Event]] = field(default_factory=deque)
+    _next: int = 0
 
     def has_room_for(self, source: Tensor) -> bool:
         """Return whether the ring is large enough for a tensor."""
@@ -106,20 +99,6 @@ class StagingRing:
         return lo
 
 
-class PlainPinning:
-    """Pages that count as locked, because no device copies from them on its own."""
-
-    name = "plain"
-    is_seen = True
-
-    def allocate(self, num_bytes: int) -> np.ndarray:
-        """Return exactly `num_bytes` of memory."""
-        return allocate(num_bytes)
-
-    def free(self, array: np.ndarray) -> None:
-        """Do nothing: the pages go with the last view."""
-
-
 class Device:
     """What computes. This one is the host: it does everything at once, in the order in which it is
     asked. Others have memory of their own, and enqueue.
@@ -148,7 +127,7 @@ class Device:
 
         The caller closes it.
         """
-        return PinnedAllocator([PlainPinning()])
+        return PinnedAllocator([PinningMethod()])
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy.
@@ -237,11 +216,9 @@ class CudaDevice(Device):
         resources.callback(pinned.close)
         buffer = pinned.allocate(STAGING_BYTES)
         if not buffer.is_seen:
-            why = (
-                "kernels of this GPU cannot read it where the host does"
-                if buffer.is_pinned
-                else pinned.note
-            )
+            why = pinned.note
+            if buffer.is_pinned:
+                why = "kernels of this GPU cannot read it where the host does"
             return (
                 f"what a step sends waits behind layers, it needs memory locked by cupy ({why}): "
                 f"install cupy"
@@ -361,7 +338,7 @@ def open_device(
             )
         return None
     if not torch.cuda.is_available():
-        what = "and driver, this machine shows none"
+        what = " and driver, this machine shows none"
         if torch.version.cuda is None:
             what = ", and a torch that is built for CUDA, this one is not"
         raise UserError(f"`device` {name} needs a CUDA device{what}: use `device` cpu")

@@ -49,18 +49,16 @@ class ByteSource(Protocol):
 
     def fetch(self, layout: SlabLayout) -> np.ndarray:
         """Return a slab of its own, complete. Raises `ReadError`."""
+        slab = allocate(layout.slab_bytes)
+        finish(self.read(layout, slab))
+        return slab
 
     def close(self) -> None:
         """Drop queued reads and wait for running ones."""
 
 
-class Watcher(Protocol):
-    """Looks at bytes as they are read."""
-
-    def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
-        """Look at bytes (uint8) of a file from byte `lo` on."""
-
-
+# looks at bytes (uint8) of a shard, from a byte on, as they are read
+Watcher = Callable[[int, int, np.ndarray], None]
 # takes shards, the `stamps` that these must have, and `rate_limit_bytes_per_s` for a slower source
 OpenSource = Callable[..., ByteSource]
 
@@ -167,10 +165,7 @@ class DiskReader(ByteSource):
         return _NOT_INTO if self._has_bounced else None
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        """Start reading a slab; it is valid once every returned future is done.
-
-        A failed read raises `ReadError` in `result()`.
-        """
+        """Start reading a slab, see `ByteSource`."""
         for piece in layout.pieces:
             # bytes that are not read would stay as they are, unnoticed
             if piece.hi > self._stamps[piece.shard].num_bytes:
@@ -178,20 +173,19 @@ class DiskReader(ByteSource):
                     f"{self.paths[piece.shard].name} ends before byte {piece.hi}: it was cut short"
                 )
         if layout.is_direct:
+            # whole blocks around each run: the slab mirrors the file, so both stay block-aligned
+            blocks = (
+                SlabRead(shard, _down(lo), _up(hi), _down(slab_lo))
+                for shard, lo, hi, slab_lo in layout.pieces
+            )
             return [
-                self._pool.submit(self._read_direct, slab, piece)
-                for piece in _direct_requests(layout.pieces)
+                self._pool.submit(self._fill, one, slab[one.slab_lo :][: one.hi - one.lo].data)
+                for one in _cut(blocks, REQUEST_BYTES)
             ]
         return [
             self._pool.submit(self._read_scattered, slab, batch)
             for batch in _scattered_requests(layout.pieces)
         ]
-
-    def fetch(self, layout: SlabLayout) -> np.ndarray:
-        """Return a slab of its own, complete. Raises `ReadError`."""
-        slab = allocate(layout.slab_bytes)
-        finish(self.read(layout, slab))
-        return slab
 
     def close(self) -> None:
         """Drop queued reads, wait for running ones, close the files."""
@@ -209,9 +203,6 @@ class DiskReader(ByteSource):
                 raise ReadError(
                     f"{path.name} changed since the model was opened: load the model again"
                 )
-
-    def _read_direct(self, slab: np.ndarray, request: SlabRead) -> None:
-        self._fill(request, slab[request.slab_lo : request.slab_lo + request.hi - request.lo].data)
 
     def _read_scattered(self, slab: np.ndarray, pieces: list[SlabRead]) -> None:
         """Read the blocks around neighbouring pieces into a buffer, then place each piece."""
@@ -266,7 +257,7 @@ class DiskReader(ByteSource):
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
         if self._watcher is not None:
-            self._watcher.look(request.shard, request.lo, np.frombuffer(view[:wanted], np.uint8))
+            self._watcher(request.shard, request.lo, np.frombuffer(view[:wanted], np.uint8))
         with self._count:
             self.bytes_read += wanted
 
@@ -349,17 +340,6 @@ def _open_direct(path: Path) -> int | None:
         os.close(fd)
         return None
     return fd
-
-
-def _direct_requests(pieces: Sequence[SlabRead]) -> Iterator[SlabRead]:
-    """Yield whole blocks around each run, cut into requests.
-
-    The slab mirrors the file, so both stay block-aligned.
-    """
-    return _cut(
-        (SlabRead(shard, _down(lo), _up(hi), _down(slab_lo)) for shard, lo, hi, slab_lo in pieces),
-        REQUEST_BYTES,
-    )
 
 
 def _scattered_requests(pieces: Sequence[SlabRead]) -> Iterator[list[SlabRead]]:

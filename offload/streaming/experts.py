@@ -49,13 +49,6 @@ class _Transfer(NamedTuple):
     # not empty once all parts are over, which is asked often: a future's lock would be taken for it
     landed: list[bool]
 
-    @classmethod
-    def of(cls, parts: Sequence[Future[Any]]) -> "_Transfer":
-        """Return a transfer that notes when it is over."""
-        found = cls(parts, [])
-        when_all_done(parts, lambda _: found.landed.append(True))
-        return found
-
 
 class ExpertPool:
     """Hands out experts, `block` = place of the layer x E + expert.
@@ -141,7 +134,11 @@ class ExpertPool:
         blocks = [first + expert for expert in experts]
         cache.use(blocks, uses)
         slots = {block: slot for block in blocks if (slot := cache.hold(block)) is not None}
-        self._drop_guesses_before(first + self._num_experts)
+        # the routers of these layers have run
+        end = first + self._num_experts
+        while self._schedule and self._schedule[0] < end:
+            self._schedule.popleft()
+        self._give_up([block for block in self._guessed if block < end])
         wanted = deque(block for block in blocks if block not in slots)
         self.num_hits += len(slots)
         self.num_misses += len(wanted)
@@ -220,12 +217,6 @@ class ExpertPool:
                 return
             self._schedule.popleft()
 
-    def _drop_guesses_before(self, end: int) -> None:
-        """Cancel prefetches of blocks before `end`; the routers of those layers have run."""
-        while self._schedule and self._schedule[0] < end:
-            self._schedule.popleft()
-        self._give_up([block for block in self._guessed if block < end])
-
     def _is_for_all(self, num_rows: int) -> bool:
         """Return whether a pass needs so much of what is missing that all is worth reading."""
         is_known = self.num_rows >= _KNOWN_ROWS
@@ -260,7 +251,8 @@ class ExpertPool:
         with held_back():
             free = self._free.get(slot, self._opened)
             parts = carried(self._carry, block, self._slots[slot], free)
-            self._arriving[slot] = _Transfer.of(parts)
+            coming = self._arriving[slot] = _Transfer(parts, [])
+            when_all_done(parts, lambda _: coming.landed.append(True))
         self.bytes_read += self.records[block].slab_bytes
 
     def _drop(self, slot: int) -> None:

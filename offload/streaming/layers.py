@@ -49,11 +49,6 @@ class Layers:
         self._arrived: Event = None
 
     @property
-    def staying_bytes(self) -> int:
-        """Return the bytes that `load_resident` reads."""
-        return sum(self.carrier.layouts[layer].slab_bytes for layer in self.carrier.loaded)
-
-    @property
     def stall_s(self) -> float:
         """Return the seconds that compute has waited for layers."""
         return self._stall.known_s
@@ -61,7 +56,7 @@ class Layers:
     @property
     def reading_s(self) -> float:
         """Return the seconds in which the disk was read, where the disk is the link; else 0."""
-        return self.source.reading_s if self._device.place.type == "cpu" else 0.0
+        return self.carrier.source.reading_s if self._device.place.type == "cpu" else 0.0
 
     def load_resident(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Read what stays, then start the stage. Raises `ReadError`."""

@@ -15,9 +15,10 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,32 +78,35 @@ class HostBuffer(NamedTuple):
     is_seen: bool = False
 
 
-class PinningMethod(Protocol):
-    """One way to get page-locked memory.
+class PinningMethod:
+    """One way to get page-locked memory. This one takes plain pages, which count as locked where no
+    device copies from them on its own.
 
     Attributes:
         is_seen: whether kernels may read it by the host's address; where they may not, that ends
             the context.
     """
 
-    name: str
-    is_seen: bool
+    name = "plain"
+    is_seen = True
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Return exactly `num_bytes` locked bytes. Raises `RefusedError`."""
+        return allocate(num_bytes)
 
     def free(self, array: np.ndarray) -> None:
-        """Unlock what this way allocated; nothing copies from it any more."""
+        """Unlock what this way allocated, if it does not go with the last view of it; nothing
+        copies from it any more.
+        """
 
 
-class CupyPinning:
+class CupyPinning(PinningMethod):
     """Locked memory from the driver by way of cupy.
 
     Raises `RefusedError` when cupy is missing or made for another CUDA.
     """
 
     name = "cupy"
-    is_seen = True
 
     def __init__(
         self,
@@ -147,36 +151,21 @@ class CupyPinning:
         with cuda.Device(self._index):
             return cuda.PinnedMemory(num_bytes, cuda.runtime.hostAllocPortable)
 
-    def free(self, array: np.ndarray) -> None:
-        """Do nothing: the memory goes with the last view of it."""
 
+@dataclass
+class RegisteredPinning(PinningMethod):
+    """Pages of ours, touched in parallel, then locked by the driver."""
 
-class RegisteredPinning:
-    """Pages of ours, touched in parallel, then locked by the driver.
-
-    Args:
-        runtime: has `cudaHostRegister(address, size, flags)`, 0 for success, and
-            `cudaHostUnregister(address)`.
-        forget_error: clears what a refused call leaves behind, which torch would report at its next
-            kernel.
-        touch: makes pages real before the driver has to, one after the other.
-        is_seen: what the device says of such memory; see `PinningMethod`.
-    """
-
+    # has `cudaHostRegister(address, size, flags)`, 0 for success, and `cudaHostUnregister(address)`
+    _runtime: Any
+    # clears what a refused call leaves behind, which torch would report at its next kernel
+    _forget_error: Callable[[], None]
+    # makes pages real before the driver has to, one after the other
+    _touch: Callable[[np.ndarray], None] = lambda _: None
+    _: KW_ONLY
+    # what the device says of such memory; see `PinningMethod`
+    is_seen: bool = False
     name = "registered"
-
-    def __init__(
-        self,
-        runtime: Any,
-        forget_error: Callable[[], None],
-        touch: Callable[[np.ndarray], None] = lambda _: None,
-        *,
-        is_seen: bool = False,
-    ) -> None:
-        self._runtime = runtime
-        self._forget_error = forget_error
-        self._touch = touch
-        self.is_seen = is_seen
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Return anonymous pages: a mapped file must never be locked."""

@@ -14,14 +14,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
 
-from offload.checkpoint.identity import ModelIdentity, keep_sum, same_model, stored_entries
+from offload.checkpoint.identity import ModelIdentity, keep_sum, stored_entries
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Checkpoint
-from offload.streaming.disk import ByteSource, DiskReader, OpenSource, Watcher, allocate, finish
+from offload.streaming.disk import ByteSource, DiskReader, OpenSource, allocate, finish
 
 _WORDS = BLOCK_BYTES // 8
 _CACHED_BLOCKS = 128  # a batch that stays in a processor's cache while it is added
@@ -141,17 +140,6 @@ def _cached_batches(stored: np.ndarray, first_block: int) -> Iterator[tuple[int,
         yield first_block + num_whole, last.view(np.uint64).reshape(1, _WORDS)
 
 
-class Watchers(NamedTuple):
-    """Several watchers as one."""
-
-    watchers: tuple[Watcher, ...]
-
-    def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
-        """Show the bytes to each, see `Watcher`."""
-        for one in self.watchers:
-            one.look(shard, lo, stored)
-
-
 def read_left(
     total: BlockSum, source: ByteSource, on_bytes: OnBytes = lambda done, of: None
 ) -> str:
@@ -189,23 +177,9 @@ def with_sum(
         how = {
             "stamps": checkpoint.stamps,
             "rate_limit_bytes_per_s": limit_bytes_per_s,
-            "watcher": total,
+            "watcher": total.look,
         }
         with closing(open_source(checkpoint.shards, **how)) as source:
             result = read_left(total, source, on_bytes)
     keep_sum(identity, result)
     return identity.with_sum(result)
-
-
-def difference(
-    told: ModelIdentity, mine: ModelIdentity, summed: Callable[[], ModelIdentity]
-) -> tuple[str, ModelIdentity]:
-    """Return why a file belongs to another model (empty if it does not), and this model's identity.
-
-    Args:
-        told: what the file tells of its model.
-        summed: reads all weights, which is done where nothing else can tell.
-    """
-    if told.has_weights_of(mine) is None and not told.difference(mine) and told.has_sum:
-        mine = summed()
-    return same_model(told, mine), mine

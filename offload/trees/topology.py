@@ -169,11 +169,9 @@ class DynamicShape:
     @property
     def draft_widths(self) -> list[int]:
         """Rows of every draft step: the root's, then those that its pace is expected to take."""
-        return (
-            [1] * self.depth
-            if self.depth <= 1
-            else [1, *self.pace.widths(self.num_nodes, round(self.num_tokens) - 1)]
-        )
+        if self.depth <= 1:
+            return [1] * self.depth
+        return [1, *self.pace.widths(self.num_nodes, round(self.num_tokens) - 1)]
 
 
 Shape = Topology | DynamicShape
@@ -190,20 +188,12 @@ def check_acceptance(p: AcceptanceVector) -> Floats:
         raise UserError(
             f"an acceptance vector must be a list of numbers, got {p!r}: measure it again"
         ) from error
-    require(
-        p_K.ndim == 1 and p_K.size > 0,
-        "an acceptance vector needs one entry per rank",
-        p,
-        "give one or more",
-    )
+    rule = "an acceptance vector needs one entry per rank"
+    require(p_K.ndim == 1 and p_K.size > 0, rule, p, "give one or more")
     # written so that NaN is outside, too
     outside_K = p_K[~((p_K >= 0) & (p_K <= 1))]
-    require(
-        not outside_K.size,
-        "acceptance entries must lie in [0, 1]",
-        outside_K.tolist(),
-        "measure them again",
-    )
+    rule = "acceptance entries must lie in [0, 1]"
+    require(not outside_K.size, rule, outside_K.tolist(), "measure them again")
     rule = "acceptance entries must sum to 1 at most, since one child at most is accepted"
     require(
         float(p_K.sum()) <= 1 + 1e-9, rule, f"{p_K.sum():.6g}", "divide by the sum or measure again"
@@ -339,12 +329,8 @@ def chain(length: int) -> Topology:
 
 def sequences(count: int, length: int) -> Topology:
     """Return `count` independent sequences of `length` draft tokens below the root (Table 1)."""
-    require(
-        min(count, length) >= 1,
-        "sequences need a count and a length of 1 or more",
-        (count, length),
-        "try 4, 8",
-    )
+    rule = "sequences need a count and a length of 1 or more"
+    require(min(count, length) >= 1, rule, (count, length), "try 4, 8")
     return Topology.from_parents([-1, *[0] * count, *range(1, count * (length - 1) + 1)])
 
 
@@ -359,15 +345,7 @@ def k_ary(k: int, num_nodes: int) -> Topology:
 
 
 def _check_sizes(num_nodes: int, max_depth: int) -> None:
-    require(
-        num_nodes >= 1,
-        "num_nodes must be 1 or more",
-        num_nodes,
-        "1 is the root alone, no speculation",
-    )
-    require(
-        max_depth >= 0,
-        "max_depth must be 0 or more",
-        max_depth,
-        "0 is the root alone, no speculation",
-    )
+    rule = "num_nodes must be 1 or more"
+    require(num_nodes >= 1, rule, num_nodes, "1 is the root alone, no speculation")
+    rule = "max_depth must be 0 or more"
+    require(max_depth >= 0, rule, max_depth, "0 is the root alone, no speculation")

@@ -20,6 +20,7 @@ rule that was made lenient keeps neither promise, and says so (`is_exact`).
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, groupby, islice
 from typing import NamedTuple
 
@@ -72,7 +73,7 @@ def walk(
     the chance of acceptance is sum of min(p, q), and Leviathan et al.'s alpha (2211.17192,
     Corollary 3.6) is the mean of that. Guesses that were grafted onto a draft's tree are left out.
 
-    `lenience` below 1 is not exact, see `lenient`: every chance is divided by it.
+    `lenience` below 1 is not exact, see `verify_by`: every chance is divided by it.
     """
     coin_N = sampler.uniform(tree.num_nodes)
     nodes = [0]
@@ -81,9 +82,10 @@ def walk(
         residual_V = sampler.host_distribution(logits_NV[nodes[-1]])
         offers = tree.offers(nodes[-1])
         first = list(islice(offers, 1))
-        guesses += (
-            _chance(residual_V, offer, lenience) for offer in first if _is_of_draft(tree, offer)
-        )
+        for offer in first:
+            # beside drawn ones a point mass is a guess
+            if tree.proposals is None or offer.probs_V is not None:
+                guesses.append(_chance(residual_V, offer, lenience))
         for child, chance, remainder_V in trials(residual_V, chain(first, offers)):
             if coin_N[child] < chance / lenience:
                 nodes.append(child)
@@ -92,11 +94,6 @@ def walk(
         else:
             last = pick(residual_V, coin_N[0])
             return Acceptance(nodes, [*(tree.tokens[node] for node in nodes[1:]), last], guesses)
-
-
-def _is_of_draft(tree: TokenTree, offer: Offer) -> bool:
-    """Return whether a draft drew this child: beside drawn ones a point mass is a guess."""
-    return tree.proposals is None or offer.probs_V is not None
 
 
 def acceptance_rate(p_V: Floats, q_V: Floats, lenience: float = 1.0) -> float:
@@ -166,8 +163,8 @@ def _draw_chunk(
     return dict(enumerate(map(int, token_C.tolist()), lo))
 
 
-def ratio(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
-    """Verify by the ratio test, child by child; fresh coins make the position irrelevant.
+def ratio_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
+    """Yield one trial per child, in the order of the draws: the ratio test.
 
     A child x that was drawn from D is accepted with chance min(1, R[x] / D[x]), where R is the
     target's distribution at first; after a rejection R becomes what D could not deliver, norm(max(R
@@ -176,11 +173,6 @@ def ratio(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
     SpecInfer (Alg. 3 there), and a point mass is the target's own sampling; any mix at one node is
     exact. A token that was rejected is never accepted later: R has no mass there any more.
     """
-    return walk(tree, logits_NV, sampler, ratio_trials)
-
-
-def ratio_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
-    """Yield one trial per child, in the order of the draws."""
     residual_V = target_V
     for offer in offers:
         left_V = _undelivered(residual_V, offer)
@@ -207,10 +199,9 @@ def _undelivered(residual_V: Floats, offer: Offer) -> Floats:
 _NUM_HALVINGS = 24
 
 
-def k_sequential(
-    tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
-) -> Acceptance:
-    """Verify by SpecTr's k-sequential selection (K-SEQ; 2310.15141, Alg. 3).
+def k_sequential_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
+    """Yield trials by SpecTr's k-sequential selection (K-SEQ; 2310.15141, Alg. 3): consecutive draws
+    with replacement as one group, others by the ratio test.
 
     Each of k independent draws x from Q is accepted with chance min(1, P[x] / (rho Q[x])), one
     after the other. With M = min(Q, P / rho) and beta = sum of M over all tokens, the trials
@@ -221,14 +212,8 @@ def k_sequential(
     The least such rho accepts most. beta falls as rho grows while rho beta = sum of min(rho Q, P)
     rises, so c <= rho, that is 1 - (1 - beta)^k <= rho beta, once true stays true; it is true at
     rho = k, as c <= k. Bisection on [1, k] keeps its upper end on the true side. Unlike the ratio
-    test this needs k to be fixed before the first draw of the node. Fresh coins make the position
-    irrelevant.
+    test this needs k to be fixed before the first draw of the node.
     """
-    return walk(tree, logits_NV, sampler, k_sequential_trials)
-
-
-def k_sequential_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
-    """Yield trials: consecutive draws with replacement as one group, others by the ratio test."""
     residual_V = target_V
     for is_group, members in groupby(offers, key=lambda offer: offer.draw is Draw.WITH_REPLACEMENT):
         for trial in (
@@ -262,7 +247,7 @@ def _group_trials(target_V: Floats, group: list[Offer]) -> Iterator[Trial]:
 def division_factor(target_V: Floats, probs_V: Floats, num_draws: int) -> float:
     """Return rho, the least in [1, k] that leaves a distribution after k failures.
 
-    See `k_sequential`.
+    See `k_sequential_trials`.
     """
     is_common_V = (target_V > 0) & (probs_V > 0)
     p_C = target_V[is_common_V]
@@ -284,29 +269,34 @@ def _num_deliveries(beta: float, num_draws: int) -> float:
     return sum((1 - beta) ** j for j in range(num_draws))
 
 
-def lenient(
-    trials: Trials | None, lenience: float
-) -> Callable[[TokenTree, Rows, Sampler, int], Acceptance]:
-    """Return a `Verify` with this lenience l in (0, 1), which accepts more than is exact.
+# takes tree, logits, sampler and the position of the root
+Verify = Callable[[TokenTree, Rows, Sampler, int], Acceptance]
 
-    Where tokens are drawn, q is multiplied by l before it is compared with p (Leviathan et al.,
-    2211.17192, section A.5), so a trial's chance min(1, p / q) becomes min(1, p / (l q)); what is
-    drawn after a rejection stays as it was. Then no token is emitted with more than p(x) / l: by
-    induction from a node's last child to its first, if what remains emits no more than R / l of the
-    remaining R, so does the trial before it, whose chance of failing has only become less. That
-    holds for all ratio rules. There is no bound from below: tokens that the draft never proposes
-    become rarer.
+
+@cache
+def verify_by(trials: Trials | None, lenience: float) -> Verify:
+    """Return what verifies by these trials, for which fresh coins make the position irrelevant;
+    None repeats the target's draws.
+
+    A lenience l below 1 accepts more than is exact. Where tokens are drawn, q is multiplied by l
+    before it is compared with p (Leviathan et al., 2211.17192, section A.5), so a trial's chance
+    min(1, p / q) becomes min(1, p / (l q)); what is drawn after a rejection stays as it was. Then
+    no token is emitted with more than p(x) / l: by induction from a node's last child to its first,
+    if what remains emits no more than R / l of the remaining R, so does the trial before it, whose
+    chance of failing has only become less. That holds for all ratio rules. There is no bound from
+    below: tokens that the draft never proposes become rarer.
 
     At temperature 0 a child x is accepted if p(x) >= l max(p), p being the distribution at
     temperature 1, and of several such children the one that the target likes best; the token that
     ends a walk is the target's argmax as ever. Without `trials` this is the only case.
     """
-    assert 0 < lenience < 1, "a lenience of 1 is no lenience"
+    if trials is None and lenience == 1:
+        return match
 
     def verify(
         tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
     ) -> Acceptance:
-        if sampler.is_greedy:
+        if lenience < 1 and sampler.is_greedy:
             return greedily_lenient(tree, logits_NV, sampler, lenience)
         assert trials is not None, (
             "`check_lenience` refuses a rule without a ratio test where tokens are drawn"
@@ -338,11 +328,7 @@ def greedily_lenient(
         nodes.append(max(accepted, key=score.__getitem__))
 
 
-# takes tree, logits, sampler and the position of the root
-Verify = Callable[[TokenTree, Rows, Sampler, int], Acceptance]
-
-# the tests by the names that `RULES` has for them
-_TESTS: dict[str, Verify] = {"match": match, "ratio": ratio, "k_sequential": k_sequential}
+# by the names that `RULES` has for the tests
 _TRIALS: dict[str, Trials | None] = {
     "match": None,
     "ratio": ratio_trials,
@@ -383,6 +369,4 @@ def find_rule(name: str, lenience: float = 1.0) -> Rule:
     """Return the rule of that name. Raises `UserError`."""
     drafting = drafting_of(name)
     lenience = check_lenience(lenience, name)
-    test = RULES[name].test
-    verify = _TESTS[test] if lenience == 1 else lenient(_TRIALS[test], lenience)
-    return Rule(name, drafting, verify, lenience)
+    return Rule(name, drafting, verify_by(_TRIALS[RULES[name].test], lenience), lenience)

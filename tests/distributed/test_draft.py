@@ -139,7 +139,7 @@ def told_after_moves(model: object, rng: random.Random, size: int) -> tuple[set[
     for _ in range(6):
         head.hear(tell(tree, rng.randrange(1, 12)))
         for _ in range(rng.randrange(0, 3)):
-            if to_run := tree.best(64, 0.0, 0.0).to_run:
+            if to_run := tree.best(64, 0.0, 0.0)[1]:
                 tree.run(to_run)
         accepted = [rng.randrange(size) for _ in range(rng.randrange(1, 3))]
         if rng.random() < 0.7:  # a path that was told

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.distributed.orders import read_run, reset_message
-from offload.distributed.stage import Neighbours, PipelineStage, _Cancellations, serve_stage
+from offload.distributed.stage import PipelineStage, _Cancellations, serve_stage
 from offload.distributed.transport import Channel, Kind, Message
 from offload.engine.build import resident_model
 from offload.model.streamed import StreamedModel
@@ -48,8 +48,8 @@ def serving(
         for rank, section in enumerate(sections(*cuts)):
             model, stream = resources.enter_context(opened(checkpoint, section, is_streamed=is_streamed, runs=False))
             stages.append(PipelineStage(model, stream, plan_of(checkpoint, section), slow_layer_s=slow_layer_s))
-            neighbours = Neighbours(max(0, rank - 1), rank + 1 if rank + 2 < len(cuts) else None)
-            threads.append(threading.Thread(target=serve_stage, args=(transports[rank], neighbours, stages[-1])))
+            neighbours = (max(0, rank - 1), rank + 1 if rank + 2 < len(cuts) else None)
+            threads.append(threading.Thread(target=serve_stage, args=(transports[rank], *neighbours, stages[-1])))
         for thread in threads:
             thread.start()
         try:
@@ -362,7 +362,7 @@ def test_whoever_fails_says_why_and_the_stages_behind_end(reason: str, checkpoin
 
     def serve(rank: int, stage: PipelineStage) -> None:
         try:
-            serve_stage(transports[rank], Neighbours(0, 1 - rank or None), stage)
+            serve_stage(transports[rank], 0, 1 - rank or None, stage)
         except ValueError as error:
             failed.append(error)
 

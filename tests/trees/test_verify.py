@@ -18,7 +18,7 @@ from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import Proposals, TokenTree
 from offload.trees.topology import Topology, best_first, chain, k_ary
-from offload.trees.verification import Acceptance, match, ratio
+from offload.trees.verification import Acceptance, match, ratio_trials, walk
 
 GREEDY = Sampler(Sampling(), 10)
 #         0
@@ -87,7 +87,7 @@ def test_ratio_rules_refuse_them_too(score: float, temperature: float) -> None:
     logits_1V[0, 6] = score
     sampler = Sampler(Sampling(temperature=temperature), 10, ChildSampling.WITHOUT_REPLACEMENT)
     with pytest.raises(UserError, match="scores are not finite numbers"):
-        ratio(TokenTree(chain(0), torch.tensor([5])), logits_1V, sampler, 0)
+        walk(TokenTree(chain(0), torch.tensor([5])), logits_1V, sampler, ratio_trials)
 
 
 @pytest.mark.parametrize("drafting", [ChildSampling.WITHOUT_REPLACEMENT, ChildSampling.WITH_REPLACEMENT])
@@ -102,7 +102,7 @@ def test_a_draft_without_numbers_is_refused_when_its_distribution_is_needed(draf
     proposals.write([0], distribution_1V)
     tree = TokenTree(k_ary(4, 5), torch.cat([torch.tensor([5]), token_1K[0]]), proposals)
     with pytest.raises(UserError, match="scores are not finite numbers"):
-        ratio(tree, scores(1, 2, 3, 4, 5), sampler, 0)
+        walk(tree, scores(1, 2, 3, 4, 5), sampler, ratio_trials)
 
 
 VOCAB_SIZE = 7
