@@ -14,5 +14,5 @@ def planted() -> None:
     """Call each of them with what it does not take."""
     Burst(time_s=0.0)  # type: ignore[call-arg]
     load_command("decode", "peers")  # type: ignore[call-arg]
-    call_of(["a tensor"])  # type: ignore[list-item]
+    call_of(1, ["a tensor"])  # type: ignore[list-item]
     first_seen(64, "a position")  # type: ignore[type-var]

@@ -209,7 +209,7 @@ def test_all_of_it_is_where_memory_goes(cluster: Any) -> None:
     [
         ([LAPTOP, {**LAPTOP, "ram": "100MB"}], (), ("rank r1 has 95.4 MiB of ram, and all but", "lower --context")),
         ([{**LAPTOP, "ram": "16GB"}, LAPTOP], (), ("rank r0 has 14.9 GiB of ram, and all but its layers takes",)),
-        ([LAPTOP], ("--tokens-per-sweep", "3"), ("--tokens-per-sweep 3 belongs to one tree",)),
+        ([LAPTOP], ("--tokens-per-sweep", "3"), ("--tokens-per-pass 3 belongs to one tree",)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(
