@@ -104,7 +104,7 @@ _CHAINS = ("chain:3", "chain:7", "chain:15", "sequences:3x5", "sequences:7x9")
 _TREES = ("none", *_CHAINS, *_STATIC, *(f"grown:{tree}" for tree in _STATIC))
 FULL = Effort(8, 128, 8)
 # short runs of many prompts: which ones are taken decides more than all else
-QUICK = Effort(6, 32, 3)
+QUICK = Effort(5, 32, 3)
 PRESETS = {
     "sequoia": Effort(8, 128, 8),
     "pipeinfer": Effort(4, 512, 8, temperatures=(0.0,)),
@@ -232,7 +232,7 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
         "num_tokens": sum(one.num_new_tokens for one in stats),
         "num_sweeps": num_sweeps,
         "num_nodes": max(one.tree_num_nodes for one in stats),
-        "chosen": Counter(label_of(run.result.tree_choice.shape) for run in runs),
+        "chosen": dict(Counter(label_of(run.result.tree_choice.shape) for run in runs)),
         "tokens_per_sweep": sum(accepted) / max(1, num_sweeps),
         "predicted_tokens_per_sweep": runs[0].result.tree_choice.tokens_per_sweep,
         # a dynamic tree may be smaller than its bounds
