@@ -2,15 +2,14 @@
 
 The same prompts are written with every number of places, in turns, because disks drift. A text must
 have the ids that it has alone; where layers are streamed its bits are the same, else it is proved
-like any other. `equal` shares the nodes out evenly, each tree by itself: what competition among the
-texts' candidates gains.
+like any other. What competition among the texts' candidates gains over trees of equal shares is in
+`LOG.md` (1.12).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
@@ -18,9 +17,6 @@ from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.tables import Column, medians, ratios
-from offload.drafting.base import Drafted, DraftText
-from offload.drafting.lookup import NO_GUESSES
-from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
@@ -30,9 +26,6 @@ from offload.sampling_options import Sampling
 CONTEXT = 512
 ALONE = "alone"
 FOREST = "forest"
-EQUAL = "equal"
-# for trees grown together and by themselves, which must have as many nodes
-COMPARED = "dynamic:12x11"
 
 
 class Effort(NamedTuple):
@@ -57,26 +50,7 @@ def cases_of(parallel: int, tree: str) -> list[Case]:
         Case(FOREST, "none", parallel),
         Case(ALONE, tree, 1),
         Case(FOREST, tree, parallel),
-        Case(FOREST, COMPARED, parallel),
-        Case(EQUAL, COMPARED, parallel),
     ]
-
-
-@contextmanager
-def evenly(drafter: Any) -> Iterator[None]:
-    """Let each text's tree grow by itself meanwhile, within bounds of its own."""
-    model: Any = drafter if isinstance(drafter, ModelDrafter) else drafter._model
-    grow_together = model.grow
-
-    def grow(batch: Sequence[DraftText], guesses: Sequence[Any] = ()) -> list[Drafted]:
-        told = guesses or [NO_GUESSES] * len(batch)
-        return [grow_together([text], [one])[0] for text, one in zip(batch, told, strict=True)]
-
-    model.grow = grow
-    try:
-        yield
-    finally:
-        del model.grow
 
 
 def run_case(
@@ -86,8 +60,7 @@ def run_case(
     with setting.open(case.tree, parallel=case.parallel, context=CONTEXT) as decoder:
         ids = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
         requests = [Request(own, Sampling(), num_new) for own in ids]
-        with evenly(decoder.drafter) if case.name == EQUAL else nullcontext():
-            found, steps = write_counted(decoder, requests)
+        found, steps = write_counted(decoder, requests)
         is_invariant = decoder.invariance.holds
     seconds = sum(step_s for step_s, _ in steps)
     num_tokens = sum(more for _, more in steps)
@@ -152,7 +125,7 @@ def main(
     tree: Annotated[str, flag("TREE", "of each text; auto is the best for each case")] = "auto",
 ) -> Findings:
     """Tokens per second over many texts, written at a time and one after another."""
-    need = Need(COMPARED if tree == "auto" else tree, context=CONTEXT, parallel=parallel)
+    need = Need(tree, context=CONTEXT, parallel=parallel)
     setting = bench.setting(needs_draft=True, need=need)
     effort = bench.effort(FULL, QUICK)
     ceiling = bench.say_link(setting)
@@ -178,7 +151,7 @@ def main(
 
 def guards_of(rows: Sequence[Row], cases: Sequence[Case], tree: str) -> dict[str, Guard]:
     """Return how many times as many tokens a second, round by round."""
-    none, none_all, alone, best, forest, equal = (
+    none, none_all, alone, best = (
         [row["tokens_per_s"] for row in rows if case._asdict().items() <= row.items()]
         for case in cases
     )
@@ -186,5 +159,4 @@ def guards_of(rows: Sequence[Row], cases: Sequence[Case], tree: str) -> dict[str
     return {
         f"{texts}, no tree": Guard(ratios(none_all, none), "higher"),
         f"{texts}, tree {tree}": Guard(ratios(best, alone), "higher"),
-        "forest / equal trees": Guard(ratios(forest, equal), "higher"),
     }
