@@ -41,7 +41,6 @@ STUDIES = {
     "main-job": "the promises of the main job: streaming, memory, speed, prompt and start",
     "device": "each promise of the device path: gate, experts, passes, trees, memory, accelerate",
     "kernels": "each kernel against what runs without it, on a CUDA device",
-    "prediction": "what the plan promises beside what the paper measured on an L40",
     "expansion": "GB/s of expanded weights by kind of words: torch and numba, beside a copy",
     "recurrence": "what states of a recurrent layer cost beside its products",
     "moe-pair": "trains the mixture of experts and its draft that other commands measure with",

@@ -156,21 +156,6 @@ def test_passes_and_their_rows_on_disk(tmp_path: Path) -> None:
     assert sum("is_proved" in row for row in stored) == 4, "a row for each size and round, before they are proved"
 
 
-def test_the_papers_table_is_predicted(tmp_path: Path) -> None:
-    outcome = shell("bench", "prediction", "--rows", tmp_path / "rows.jsonl")
-    assert outcome.code == 0, outcome.err
-    found = json.loads(outcome.out.splitlines()[-1])
-    (base, *rows), bill = found["rows"], found["bill"]
-    assert len(rows) == 6 and len(bill) == 3
-    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1 + len(rows) + len(bill)
-    assert base["here"] < base["overlapped"] <= base["in_turn"] and all(row["here"] < base["here"] for row in rows)
-    for row in bill:
-        beside_s = row["draft_s"] + row["host_s"] + row["verify_s"] + row["ends_s"] - row["hidden_s"]
-        assert row["step_s"] == pytest.approx(row["link_s"] + beside_s) and row["compute_s"] < row["link_s"]
-        assert row["over_link"] == pytest.approx(row["step_s"] / row["link_s"])
-    assert min(bill, key=lambda row: row["s_per_token"])["row"].endswith(bill[-1]["row"].split(", ")[-1])
-
-
 def test_compare_flags_what_has_become_slower(decoded: Path, tmp_path: Path) -> None:
     stored = json.loads((decoded / "decode.json").read_text())
     for guard in stored["guards"].values():
@@ -216,7 +201,7 @@ def test_help_needs_nothing_heavy_and_missing_libraries_are_named(monkeypatch: p
     listing = shell("bench")
     assert listing == shell("bench", "--help") and listing.code == 0
     assert "decode " in listing.out and "soak " in listing.out
-    for command in ("passes", "decode", "gate", "device", "peers", "compare", "prediction", "main-job", "many"):
+    for command in ("passes", "decode", "gate", "device", "peers", "compare", "main-job", "many"):
         told = shell("bench", command, "--help")
         assert told.code == 0 and f"offload bench {command}" in told.out, command
     assert process("bench", "--help", python=("-c", LISTS_IMPORTS), is_cold=True).out.endswith("heavy: set()\n")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from expected import expected_tokens
 from fake_device import FakeDevice
+from paper_l40 import paper_rows
 from shell import shell
 from test_device_planner import CONFIGS, PAIRS
 from tiny import FAMILIES, save_pair
 
-from offload.bench.latency.prediction import paper_rows
 from offload.calibration import link as device_link
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import resolve as resolving

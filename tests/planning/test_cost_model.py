@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from expected import expected_tokens
+from paper_l40 import PAPER_BASE_S, paper_rows
 from plans import make_plan
 from test_device_planner import SHAPES
 from tiny import FAMILIES, build, save
 
-from offload.bench.latency.prediction import PAPER_BASE_S, paper_rows
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.memory.plan import MemoryPlan

@@ -12,7 +12,6 @@ from expected import expected_tokens
 from test_device_planner import CONFIGS, GIB
 
 import offload
-from offload.bench.latency import prediction
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.resolve import ResolvedRun, resolve
@@ -273,7 +272,6 @@ def named(
         plan = estimating.estimate(
             *headers, LoadOptions(context=LONG, profile=str(path)), hardware=str(said), has_packing=False
         )
-    bill = prediction.bill_of(headers, str(said), "auto", context=LONG, profile=path)
     options = replace(options, profile="none")
     run = ResolvedRun(files=described, options=options, tree=parse_tree("auto"), device=None, budget=room)
     trees = ways["generate"](run).trees(Sampling())
@@ -285,7 +283,6 @@ def named(
         "plan": label_of(plan.predictions[-1].shape),
         "generate": label_of(decoded.shape),
         "tune": label_of(choice_from(profile, Sampling(), ways["tune"](run), run).shape),
-        "bench": label_of(bill.predictions[-1].shape),
     }
 
 
