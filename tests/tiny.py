@@ -105,11 +105,16 @@ def save_pair(config: PreTrainedConfig, directory: Path, *, noise: float = 0.006
     return target, save(model, directory / "draft")
 
 
-def streaming_ram(target: Path, draft: Path | None = None, *, context: int = 256, num_nodes: int = 9) -> int:
-    """A budget with room for three slots and no more; without a draft the model is its own."""
+def streaming_ram(target: Path, draft: Path | None = None, *, num_slots: int = 3, **how: Any) -> int:
+    """A budget with room for so many slots and no more; without a draft the model is its own."""
     files = (open_checkpoint(target), open_checkpoint(draft or target))
-    roomy = plan_memory(files, ram=1 << 40, dtype="auto", context=context, num_nodes=num_nodes)
-    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
+    roomy = plan_memory(files, ram=1 << 40, **({"dtype": "auto", "context": 256, "num_nodes": 9} | how))
+    return roomy.fixed_bytes + num_slots * max(roomy.layer_bytes) + 100
+
+
+def random_ids(num_tokens: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 
 
 def advance(decoder: Any, runs: Sequence[Any]) -> list[str]:

@@ -138,17 +138,7 @@ def test_what_all_ranks_refuse_is_said_once() -> None:
 
 def test_what_cannot_be_started_is_refused() -> None:
     for arguments, words in [
-        (("launch", "-n", "2"), ("COMMAND", "offload launch --help")),
-        (("launch", "-n", "0", "generate"), ("-n", "at least 1")),
-        (("launch", "-n", "2", "plan"), ("starts one of generate, chat, bench decode, got plan",)),
-        (("launch", "-n", "2", "bench", "passes"), ("starts one of generate, chat, bench decode, got bench passes",)),
-        (("launch", "-n", "2", "bench"), ("got bench:",)),
-        (("launch", "-n", "3", "--hosts", "a,b", "chat"), ("-n must be a multiple of 2", "got 3: try 2")),
-        (("launch", "-n", "2", "--hosts", "a,", "chat"), ("--hosts must be names", "got a,")),
         (("launch", "-n", "2", "--hosts", "127.0.0.1,127.0.0.2", "chat"), ("this host once", "--host-index 0 to 1")),
-        (("launch", "-n", "2", "--hosts", "a,b", "--host-index", "2", "chat"), ("less than 2, got 2",)),
-        (("launch", "-n", "2", "--host-index", "0", "chat"), ("a place in --hosts, got 0",)),
-        ((*GENERATE, "--ranks", "shards"), ("--ranks needs several processes", "offload launch -n 2 -- generate")),
         ((*GENERATE, "--ranks", "shards", "--session", "kept"), ("--session keeps", "leave one of them out")),
     ]:
         assert_refused(shell(*arguments), *words)

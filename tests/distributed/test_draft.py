@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from bigrams import NUM_TOKENS, BigramModel
 from in_memory import InMemory, in_memory
 from tiny import FAMILIES, VOCAB_SIZE, build, save
 from torch import Tensor
@@ -24,31 +25,9 @@ from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 
-NUM_TOKENS, LEAST = 5, -6.0  # of the bigram model; log f of paths that are looked at
+LEAST = -6.0  # log f of paths that are looked at
 GREEDY, WARM = Sampling(), Sampling(temperature=0.8, seed=3)
 Paths = dict[tuple[int, ...], float]
-
-
-class BigramModel:
-    """Scores after a token, whatever came before it; remembers how many rows its passes had."""
-
-    num_layers, vocab_size, send = 1, NUM_TOKENS, None
-    logits_VV = 2 * torch.randn(NUM_TOKENS, NUM_TOKENS, generator=torch.Generator().manual_seed(3))
-
-    def __init__(self) -> None:
-        self.num_rows: list[int] = []
-
-    def new_cache(self, num_slots: int, *_: object) -> KVCache:
-        return KVCache(1, num_slots)
-
-    def take_in(self, *_: object) -> None:
-        """There is no encoder."""
-
-    def forward(self, token_T: Tensor, *_: object, num_logits: int = 0) -> Tensor:
-        self.num_rows.append(len(token_T))
-        return self.logits_VV[token_T][-num_logits:]
-
-    forward_chain = forward
 
 
 class Fixed(DraftCalibration):
@@ -97,7 +76,7 @@ def all_paths(tokens: Sequence[int], sampling: Sampling = WARM) -> Paths:
     sampler, found, ends = Sampler(sampling, NUM_TOKENS), Paths(), [((), 0.0)]
     while ends:
         path, log_f = ends.pop()
-        logits_1V = BigramModel.logits_VV[[tokens[-1], *path][-1]][None]
+        logits_1V = BigramModel().logits_VV[[tokens[-1], *path][-1]][None]
         score_V = sampler.perturbed(logits_1V, len(tokens) + len(path))[0].double()
         for token, log_p in enumerate((Fixed.exponent * score_V).log_softmax(0).tolist()):
             if log_f + log_p > LEAST:

@@ -1,17 +1,19 @@
-"""Penalties and biases under speculation: the text is that of no tree, and of transformers, and guesses stay good."""
+"""Penalties, biases and log-probabilities under speculation: those of no tree, and of transformers."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, save_pair
+from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from transformers import AutoModelForCausalLM
 
 import offload
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
+from offload.engine.request import Request
 from offload.sampling.sampler import AdjustedRows, Rows, Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
@@ -41,8 +43,10 @@ def decoder(models: tuple[Path, Path]) -> Iterator[Decoder]:
         yield decoder
 
 
-def written(decoder: Decoder, how: dict[str, Any], tree: str = "none", rule: str = "match") -> Generation:
-    run = decoder.run(PROMPT, Sampling(**how), max_new_tokens=NUM_NEW, tree=tree, rule=rule)
+def written(
+    decoder: Decoder, how: dict[str, Any], tree: str = "none", rule: str = "match", *, num_logprobs: int | None = None
+) -> Generation:
+    run = decoder.start(Request(PROMPT, Sampling(**how), NUM_NEW, num_logprobs=num_logprobs), tree=tree, rule=rule)
     for _ in run:
         pass
     return run.result()
@@ -148,3 +152,57 @@ def test_a_path_that_is_forgotten_would_show(decoder: Decoder, monkeypatch: pyte
     forget_the_path(monkeypatch)
     assert written(decoder, SETTINGS["every"]).token_ids == alone.token_ids, "without a tree there are no paths"
     assert written(decoder, SETTINGS["every"], tree).token_ids != alone.token_ids
+
+
+HOWS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8, "repeat_penalty": 1.4, "seed": 3}]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=["greedy", "adjusted"])
+@pytest.mark.parametrize(
+    ("tree", "rule"), [("none", "match"), ("8x3", "match"), ("dynamic:16x6", "topk"), ("8x3", "sequoia")]
+)
+def test_they_are_those_of_transformers(
+    decoder: Decoder, models: tuple[Path, Path], how: dict[str, Any], tree: str, rule: str
+) -> None:
+    """They follow from the model's own logits, whatever is done to these before a token is drawn."""
+    result = written(decoder, how, tree, rule, num_logprobs=3)
+    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([[*PROMPT, *result.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+    logprob_TV = logits_TV.log_softmax(1)
+    assert result.logprobs is not None and len(result.logprobs) == NUM_NEW
+    for told, token, logprob_V in zip(result.logprobs, result.token_ids, logprob_TV, strict=True):
+        best = logprob_V.topk(3)
+        assert told.token == token
+        assert told.logprob == pytest.approx(float(logprob_V[token]), abs=1e-4)
+        assert [one for one, _ in told.top] == best.indices.tolist()
+        assert [number for _, number in told.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("how", HOWS, ids=["greedy", "adjusted"])
+def test_asking_changes_nothing(decoder: Decoder, how: dict[str, Any]) -> None:
+    asked, plain = (written(decoder, how, "8x3", num_logprobs=num_top) for num_top in (0, None))
+    assert asked.token_ids == plain.token_ids
+    assert asked.logprobs is not None and all(one.top == () for one in asked.logprobs)
+    assert plain.logprobs is None and "logprobs" not in plain.as_dict()
+
+
+def test_they_are_part_of_the_object(decoder: Decoder) -> None:
+    result = written(decoder, {}, "8x3", num_logprobs=2)
+    told = json.loads(json.dumps(result.as_dict()["logprobs"]))
+    assert [one["token"] for one in told] == result.token_ids
+    assert all(one["top"][0] == [one["token"], one["logprob"]] for one in told), "greedy text is the likeliest"
+
+
+def test_more_than_there_are_is_all_of_them(decoder: Decoder) -> None:
+    result = decoder.generate(PROMPT, max_new_tokens=2, num_logprobs=10**6)
+    assert result.logprobs is not None and all(len(one.top) == VOCAB_SIZE for one in result.logprobs)
+
+
+def test_a_cut_text_has_those_of_its_tokens(decoder: Decoder) -> None:
+    run = decoder.start(Request(PROMPT, max_new_tokens=NUM_NEW, num_logprobs=0), tree="8x3")
+    for _ in run:
+        pass
+    run.sequence.cut(4)
+    assert [one.token for one in run.result().logprobs or ()] == run.sequence.new_ids == run.result().token_ids
+    assert len(run.sequence.new_ids) == 4

@@ -124,21 +124,17 @@ def test_lenience_says_that_it_is_not_exact(models: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "lenience", "sampling", "words"),
+    ("rule", "words"),
     [
-        ("match", 0.5, WARM, "`lenience` 0.5 scales a ratio that `rule` match does not take.*`rule` sequoia"),
-        ("topk", 0.5, WARM, "`rule` topk does not take"),
-        *[("sequoia", wrong, {}, r"`lenience` must lie in \(0, 1\]") for wrong in (0, -1, 1.5, float("nan"))],
-        ("sequoia", "half", {}, "`lenience` must be a number"),
+        ("match", "`lenience` 0.5 scales a ratio that `rule` match does not take.*`rule` sequoia"),
+        ("topk", "`rule` topk does not take"),
     ],
 )
 @pytest.mark.usefixtures("_no_weights")
-def test_lenience_without_a_use_is_refused_early(
-    models: tuple[Path, Path], rule: str, lenience: float, sampling: dict[str, Any], words: str
-) -> None:
-    request = Request(PROMPT, Sampling(**sampling))
+def test_lenience_without_a_use_is_refused_early(models: tuple[Path, Path], rule: str, words: str) -> None:
+    request = Request(PROMPT, Sampling(**WARM))
     with pytest.raises(UserError, match=words):
-        offload.load(*models, "1GiB", "chain:3", rule, lenience=lenience, request=request, **HOW)
+        offload.load(*models, "1GiB", "chain:3", rule, lenience=0.5, request=request, **HOW)
 
 
 def test_lenience_without_a_use_is_refused_at_every_run(models: tuple[Path, Path]) -> None:

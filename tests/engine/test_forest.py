@@ -1,4 +1,4 @@
-"""Many texts in one pass: each has the tokens that it has alone, whoever joins and leaves meanwhile."""
+"""Many texts in one pass: each has the tokens that it has alone, whoever joins, leaves or fails meanwhile."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +10,13 @@ from tiny import advance, streaming_ram
 import offload
 from offload.drafting import dynamic
 from offload.engine.decoder import Decoder
-from offload.engine.generation import Run
+from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
+from offload.engine.scheduler import Scheduler, write_all
+from offload.engine.sequence import Sequence as Text
 from offload.engine.step import share_out
+from offload.engine.text import TextStream
+from offload.errors import UserError
 from offload.model.target import Target
 from offload.sampling_options import Sampling
 
@@ -171,3 +175,68 @@ def test_prompts_share_out_the_rows(missing: list[int], num_rows: int, wanted: l
 
     texts: Any = [Text(num) for num in missing]
     assert [(entry.num_pending, entry.is_whole) for _, entry in share_out(texts, num_rows)] == wanted
+
+
+LONG, SHORT = list(range(20, 60)), [7, 3, 90]
+NUM_DRAWN = 6
+
+
+def of_seeds(prompt: list[int], num: int) -> list[Request]:
+    return [Request(prompt, Sampling(temperature=0.8, seed=seed), NUM_DRAWN) for seed in range(num)]
+
+
+@pytest.mark.parametrize(("prompt", "num_lone"), [(LONG, 1), (SHORT, 0)], ids=["long", "short"])
+def test_all_samples_join_once_the_prompt_is_there(pair: tuple[Path, Path], prompt: list[int], num_lone: int) -> None:
+    """The second pass has all of them; a prompt that nobody would copy is not waited for."""
+    widths = list[int]()
+    with opened(pair, tree="none", parallel=4) as decoder:
+        found = list(write_all(decoder, of_seeds(prompt, 4), lambda runs: widths.append(len(runs))))
+    assert widths[:num_lone] == [1] * num_lone and widths[num_lone] == 4
+    assert all(isinstance(one.outcome, Generation) for one in found)
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_one_that_fails_under_way_fails_alone(
+    pair: tuple[Path, Path], parallel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a grammar may that comes to where no token of the model is left."""
+    requests, right = of_seeds(LONG, 4), Text.accept
+    with opened(pair, tree="none", parallel=parallel) as decoder:
+        wanted = [decoder.generate(LONG, temperature=0.8, seed=seed, max_new_tokens=NUM_DRAWN) for seed in range(4)]
+
+        def accept(text: Text, *arguments: Any) -> list[int]:
+            if text.sampler.sampling.seed == 1 and len(text.new_ids) == 2:
+                raise UserError("nothing may follow")
+            return right(text, *arguments)
+
+        monkeypatch.setattr(Text, "accept", accept)
+        outcomes = {one.number: one.outcome for one in write_all(decoder, requests)}
+    assert sorted(outcomes) == [0, 1, 2, 3] and isinstance(outcomes[1], UserError)
+    for number in (0, 2, 3):
+        outcome = outcomes[number]
+        assert isinstance(outcome, Generation) and outcome.token_ids == wanted[number].token_ids
+
+
+def test_a_place_is_free_again_where_a_text_cannot_begin(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even while somebody holds the error, and with it all that was under way then."""
+    with opened(pair, tree="none", parallel=2) as decoder:
+        with monkeypatch.context() as patch:
+            patch.setattr(TextStream, "__init__", lambda *_: 1 / 0)
+            errors = list[Exception]()
+            for _ in range(2):
+                try:
+                    decoder.start(Request(LONG, Sampling(), 2))
+                except ZeroDivisionError as error:
+                    errors.append(error)
+        runs = [decoder.start(Request(LONG, Sampling(), 2)) for _ in range(2)]
+        assert len(errors) == 2 and len(runs) == 2
+
+
+def test_waiting_for_nobody_is_caught(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_is_coming", lambda *_: False)
+    widths = list[int]()
+    with opened(pair, tree="none", parallel=4) as decoder:
+        list(write_all(decoder, of_seeds(LONG, 4), lambda runs: widths.append(len(runs))))
+    assert widths[0] == 4

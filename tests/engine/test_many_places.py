@@ -1,19 +1,23 @@
-"""Places of texts and their memory: what is kept is what was computed, and no pass is larger than planned."""
+"""Places of texts and their memory: what is kept is what was computed, and no pass or tree is larger than planned."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plans import plan_memory
 from tiny import advance
 
 import offload
+from offload.checkpoint.safetensors import open_checkpoint
 from offload.drafting import draft_model, dynamic
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.engine.sequence import Caches
+from offload.memory.planner import ModelFiles, least_budget
 from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import Traffic
 from offload.planning.selector import TreeSelector
@@ -140,3 +144,33 @@ def _held(act: Callable[[], object]) -> BaseException | None:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def ram_bytes(pair: tuple[Path, Path]) -> int:
+    """With which all layers stay beside one node, and some must pass beside 64."""
+    files = ModelFiles(*map(open_checkpoint, pair))
+    plan = partial(plan_memory, files, dtype="auto", context=CONTEXT)
+    least = least_budget(lambda ram: require_whole(plan(ram=ram, num_nodes=1)))
+    many = least_budget(lambda ram: require_whole(plan(ram=ram, num_nodes=64)))
+    assert least < many - 1
+    return many - 1
+
+
+def require_whole(plan: Any) -> None:
+    if plan.is_streamed:
+        raise offload.UserError("layers pass")
+
+
+@pytest.mark.parametrize("num_nodes", [1, 64])
+def test_a_larger_tree_that_is_not_chosen_takes_nothing(
+    num_nodes: int, pair: tuple[Path, Path], ram_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal bits are promised where layers are streamed: where the chosen tree makes them, and nowhere else."""
+    monkeypatch.setattr(TreeSelector, "nodes_to_plan", lambda *_: num_nodes)
+    with offload.load(*pair, ram_bytes, "auto", context=CONTEXT, threads=1, profile="none") as decoder:
+        assert decoder.plan.num_nodes == num_nodes and decoder.plan.is_streamed == (num_nodes == 64)
+        assert decoder.invariance.holds == decoder.plan.is_streamed, decoder.invariance.reason

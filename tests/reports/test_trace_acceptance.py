@@ -1,17 +1,24 @@
-"""Traces: what they say of the target's own text and of given text is what the decoder does, sweep by sweep."""
+"""Traces and the proof: both say what the decoder does, pass by pass, and a wrong token is noticed."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import VOCAB_SIZE
+from tiny import random_ids
 
 import offload
+from offload.bench.harness.gate import Written, draws_hold, prove
+from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine.decoder import Decoder
+from offload.engine.load import load
+from offload.errors import UserError
 from offload.planning.acceptance import bursts
 from offload.reports import trace_acceptance as tracer
+from offload.reports.proof import BF16_NOISE, draw_gaps, gaps_of
 from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
@@ -21,6 +28,7 @@ from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DynamicShape
 
 NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
+window = partial(random_ids, NUM_PROMPT)
 TREES = ("32x12", "8x3", "chain:6", "sequences:4x4")
 
 
@@ -28,10 +36,6 @@ TREES = ("32x12", "8x3", "chain:6", "sequences:4x4")
 def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
     with offload.load(*pair, "1GiB", "32x12", context=256, threads=1, profile="none") as decoder:
         yield decoder
-
-
-def window(seed: int, length: int = NUM_PROMPT) -> list[int]:
-    return torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def written_trace(decoder: Decoder, prompt: list[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
@@ -58,7 +62,7 @@ def test_traces_of_given_text_rank_what_the_target_would_write(decoder: Decoder,
     written = decoder.generate(window(2), max_new_tokens=NUM_NEW, temperature=temperature, seed=5).token_ids
     wanted = written_trace(decoder, window(2), sampling, NUM_NEW, "32x12")
     assert given_trace(decoder, [*window(2), *written], NUM_PROMPT, sampling) == wanted
-    other = given_trace(decoder, window(2, NUM_PROMPT + NUM_NEW), NUM_PROMPT, sampling)
+    other = given_trace(decoder, random_ids(NUM_PROMPT + NUM_NEW, 2), NUM_PROMPT, sampling)
     assert len(other) == NUM_NEW and other.count(0) > 0.2 * NUM_NEW, (
         "random text, but the draft still guesses the target"
     )
@@ -125,7 +129,7 @@ def test_one_child_of_a_given_text_is_accepted_as_often_as_the_distributions_ove
     pair: tuple[Path, Path], rule: str
 ) -> None:
     """Rank 0 comes true with chance sum(min(p, q)), the optimal transport (Leviathan et al., section 3.3)."""
-    sampling, tokens = Sampling(temperature=1.0, seed=1), window(5, 200)
+    sampling, tokens = Sampling(temperature=1.0, seed=1), random_ids(200, 5)
     with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:
         found = [given_trace(decoder, tokens, 20, replace(sampling, seed=seed)).count(0) / 180 for seed in range(8)]
         text = decoder.begin(tokens, sampling)
@@ -136,3 +140,33 @@ def test_one_child_of_a_given_text_is_accepted_as_often_as_the_distributions_ove
         ]
     overlap = sum(float(torch.minimum(p, q).sum()) for p, q in zip(targeted, drafted, strict=True)) / 180
     assert sum(found) / 8 == pytest.approx(overlap, abs=4 * 0.5 / (8 * 180) ** 0.5)
+
+
+def test_gaps_are_zero_for_drawn_tokens_and_large_for_others() -> None:
+    sampling = Sampling(temperature=0.7, seed=4)
+    with load(PAIR / "target", dtype="float32", threads=1) as decoder:
+        prompt_ids = decoder.encode(PROMPT)
+        new_ids = decoder.generate(PROMPT, max_new_tokens=20, temperature=0.7, seed=4).token_ids
+    assert max(draw_gaps(PAIR / "target", prompt_ids, new_ids, sampling)) == 0
+    wrong_ids = [*new_ids[:10], (new_ids[10] + 1) % 4096]
+    assert draw_gaps(PAIR / "target", prompt_ids, wrong_ids, sampling)[10] > BF16_NOISE
+
+
+def test_a_greedy_gap_is_one_of_logits_and_not_stretched_by_a_temperature() -> None:
+    draws_hold([0.0, BF16_NOISE], Sampling())
+    with pytest.raises(UserError, match="new token 1 is wrong"):
+        draws_hold([0.0, 2 * BF16_NOISE], Sampling())
+    draws_hold([0.0, 2 * BF16_NOISE], Sampling(temperature=0.4))
+    with pytest.raises(UserError, match="new token 1 is wrong"):
+        draws_hold([0.0, 2 * BF16_NOISE], Sampling(temperature=0.6))
+
+
+@pytest.mark.parametrize("rule", ["match", "sequoia"])
+def test_a_reference_that_has_no_numbers_proves_nothing(rule: str) -> None:
+    """Every comparison with NaN is false, also the one that would refuse."""
+    logits_TV = torch.zeros(3, 5)
+    logits_TV[1, 2] = torch.nan
+    assert gaps_of(logits_TV, 7, [0, 0, 0], Sampling()) == [0.0, math.inf, 0.0]
+    run = Written([1], [0, 0, 0], Sampling(temperature=1.0), rule)
+    with pytest.raises(UserError, match="no speed is worth printing"):
+        prove([run], lambda prompt_ids, new_ids: logits_TV)

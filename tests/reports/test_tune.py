@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from plans import plan_memory
 from quantised import save_quantised
-from tiny import VOCAB_SIZE, streaming_ram
+from tiny import VOCAB_SIZE, random_ids, streaming_ram
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
@@ -71,10 +70,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
     with offload.load(*pair, "1GiB", "32x12", context=256, threads=1, profile="none") as decoder:
         yield decoder
-
-
-def window(seed: int) -> list[int]:
-    return torch.randint(3, VOCAB_SIZE, (NUM_PROMPT,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.mark.full
@@ -237,7 +232,7 @@ def test_tree_is_chosen_without_a_profile(pair: tuple[Path, Path]) -> None:
     started = time.process_time()  # what else runs on this machine is not counted
     with offload.load(*pair, context=256, **SETTINGS) as decoder:
         assert time.process_time() - started < 5
-        result = decoder.generate(window(3), max_new_tokens=40)
+        result = decoder.generate(random_ids(NUM_PROMPT, 3), max_new_tokens=40)
     assert "default acceptance" in result.tree_choice.why and len(result.tree_choice.candidates) > 1
     assert result.stats.tree_num_nodes <= result.plan.num_nodes
 
@@ -273,7 +268,7 @@ def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch:
         return trace_windows(decoder, question(seed), lambda *_: None)
 
     def question(seed: int) -> TuneQuestion:
-        windows = (tuple(window(0)), tuple(window(1)))
+        windows = (tuple(random_ids(NUM_PROMPT, 0)), tuple(random_ids(NUM_PROMPT, 1)))
         return TuneQuestion(identity=IDENTITY, sampling=Sampling(seed=seed), windows=windows, is_teacher_forced=False)
 
     wanted = [TracedWindow([0], []), TracedWindow([1], [])]

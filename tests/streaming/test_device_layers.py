@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fake_device import FakeDevice, ThreadStore, fake_arena, forget_waits
+from waiting import until
 
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
@@ -117,7 +118,7 @@ def test_a_forgotten_wait_shows(whose: str, kind: str, monkeypatch: pytest.Monke
 def test_the_pinned_buffers_wait_for_their_copies() -> None:
     """With copies that nobody hurries, the reader stops at the buffers it has."""
     with streaming(TIERS["disk"], num_slots=3, haste=0.0) as (stream, device, store):
-        wait_for(lambda: len(store.asked) >= 2)
+        until(lambda: len(store.asked) >= 2)
         assert not sweeps(stream, device, count=2)
 
 
@@ -136,7 +137,7 @@ def test_a_slow_disk_does_not_hold_up_layers_behind_it() -> None:
     tiers = [D, H, H, H, H, H, H]
     with streaming(tiers, num_slots=3) as (stream, device, store):
         assert not sweeps(stream, device, count=1)
-        wait_for(lambda: len(stream.stage._transfers) == 3 and stream.stage._transfers[0].parts[0].done())
+        until(lambda: len(stream.stage._transfers) == 3 and stream.stage._transfers[0].parts[0].done())
         store.delay_s = 0.3
         assert not sweeps(stream, device, count=1)  # layer 0 was there; layer 0 of the next sweep is now slow
         transfers = stream.stage._transfers
@@ -309,10 +310,3 @@ def test_a_reader_thread_that_breaks_is_heard(monkeypatch: pytest.MonkeyPatch) -
         stream.begin_sweep()
         with pytest.raises(ZeroDivisionError):
             stream.acquire(0)
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    stop = time.perf_counter() + 60
-    while not holds():
-        assert time.perf_counter() < stop, "it never came true"
-        time.sleep(0.002)

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 from fake_device import FakeDevice
-from test_device_layers import NUM_LAYERS, TIERS, streaming, wait_for
+from test_device_layers import NUM_LAYERS, TIERS, streaming
+from waiting import until
 
 from offload.bench.harness.steps import Event
 from offload.memory.plan import LayerTier
@@ -38,7 +39,7 @@ def spans_of(kind: str, *, num_slots: int = 2, limit_bytes: float = float("inf")
         waits = device.num_host_waits
         for _ in range(2):
             sweep(stream, device)
-        wait_for(lambda: all(transfer.parts[0].done() for transfer in stream.stage._transfers))
+        until(lambda: all(transfer.parts[0].done() for transfer in stream.stage._transfers))
         device.finish()
         if kind == "host" and limit_bytes:
             assert device.num_host_waits == waits, "the host waited for the device to learn the times"

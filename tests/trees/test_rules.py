@@ -3,22 +3,20 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bigrams import BigramModel
 from matrix import matrix
 from tables import distributions, p_value
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import offload
 from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.memory.plan import DRAW_BYTES
-from offload.model.kv_cache import KVCache
 from offload.rules import RULES, ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -118,26 +116,11 @@ def test_rules_stand_in_one_table() -> None:
     assert sorted(named[1:]) == sorted(RULES), "the table in the docstring"
 
 
-class BigramModel:
-    """A draft of four tokens beside a target of six."""
-
-    num_layers, vocab_size, send = 1, 4, None
-    logits_VV = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
-
-    def new_cache(self, num_slots: int, gather: Any) -> KVCache:
-        return KVCache(self.num_layers, num_slots, gather)
-
-    def take_in(self, *_: object) -> None:
-        """There is no encoder."""
-
-    def forward(self, token_T: Tensor, *_: object, num_logits: int = 0) -> Tensor:
-        return self.logits_VV[token_T][-num_logits:]
-
-    forward_chain = forward
+NARROW = BigramModel(4, 1.0)  # a draft of four tokens beside a target of six
 
 
 def grow_bigrams(topology: Topology, tokens: list[int], sampler: Sampler, vocab_size: int = 6) -> TokenTree:
-    drafter = ModelDrafter(BigramModel(), vocab_size, 64)  # type: ignore[arg-type]
+    drafter = ModelDrafter(NARROW, vocab_size, 64)  # type: ignore[arg-type]
     return drafter.grow([DraftText(topology, tokens, sampler, drafter.new_state())])[0].tree
 
 
@@ -150,7 +133,7 @@ def test_a_tree_carries_the_distributions_of_the_nodes_that_have_children(drafti
     assert tree.proposals.probs_EV.shape == (len(expanded), 6)
     for row, node in enumerate(expanded):
         # What the draft does not know reads as its last token: the root here, and the fall-back's children.
-        wanted_V = sampler.distribution(BigramModel.logits_VV[min(tree.tokens[node], 3)][None])[0]
+        wanted_V = sampler.distribution(NARROW.logits_VV[min(tree.tokens[node], 3)][None])[0]
         assert tree.proposals.row_N[node] == row
         assert torch.equal(tree.proposals.probs_EV[row], torch.cat([wanted_V, torch.zeros(2)]))
     assert {tree.proposals.row_N[node] for node in range(12) if node not in expanded} == {-1}
