@@ -70,19 +70,18 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_killed_rank_ends_the_run_with_its_text_and_a_reason() -> None:
-    started = Started(*LAUNCH, "--ranks", "shards", misfortune="kill:1").join()
+@pytest.mark.parametrize(
+    ("misfortune", "line"),
+    [
+        ("kill:1", "rank 1 was killed (signal 9)"),
+        pytest.param("stop:0", "rank 0 has been silent for too long", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_is_killed_or_stops_ends_the_run_with_its_text_and_a_reason(misfortune: str, line: str) -> None:
+    started = Started(*LAUNCH, "--ranks", "shards", misfortune=misfortune).join()
     code, out, err = started.end()
-    assert code == 1 and out.startswith(WORDS) and out.endswith(f"{PROMPT}\n")
-    assert err.splitlines() == ["offload: rank 1 was killed (signal 9)"]
-    assert started.wait_for_ranks() == []
-
-
-@pytest.mark.full
-def test_a_rank_0_that_stops_is_silent_whoever_kills_it_in_the_end() -> None:
-    started = Started(*LAUNCH, "--ranks", "shards", misfortune="stop:0").join()
-    code, _, err = started.end()
-    assert code == 1 and err.splitlines() == ["offload: rank 0 has been silent for too long"]
+    assert code == 1 and err.splitlines() == [f"offload: {line}"]
+    assert misfortune != "kill:1" or (out.startswith(WORDS) and out.endswith(f"{PROMPT}\n"))
     assert started.wait_for_ranks() == []
 
 

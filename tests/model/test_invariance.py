@@ -113,11 +113,14 @@ def test_logits_do_not_depend_on_the_rows_beside(family: str, dtype: str, base: 
     model = invariant_model(family, dtype, base)
     plain = taken_in(model, (1,) * NUM_TOKENS)
     assert [int((taken_in(model, cut) != plain).sum()) for cut in CUTS] == [0] * len(CUTS)
+    assert_paths_are(plain, model)
+
+
+def assert_paths_are(plain: Tensor, model: StreamedModel) -> None:
     for num_prefix in (1, 40, 58):  # with paths before, across and beyond the end of the first block
         got = on_path(model, num_prefix)
-        assert_same_bits(
-            got, plain[num_prefix : num_prefix + len(got)], Promise.INVARIANT, f"behind {num_prefix} tokens"
-        )
+        wanted = plain[num_prefix : num_prefix + len(got)]
+        assert_same_bits(got, wanted, Promise.INVARIANT, f"behind {num_prefix} tokens")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
@@ -154,12 +157,7 @@ def test_attention_by_products_of_torch_has_the_same_bits(base: Path, monkeypatc
     """As where no machine code can be, and on a GPU without a kernel."""
     monkeypatch.setattr(path_attention, "can_attend", lambda *_: False)
     model = invariant_model("llama", "float32", base)
-    plain = taken_in(model, (1,) * NUM_TOKENS)
-    for num_prefix in (1, 40, 58):
-        got = on_path(model, num_prefix)
-        assert_same_bits(
-            got, plain[num_prefix : num_prefix + len(got)], Promise.INVARIANT, f"behind {num_prefix} tokens"
-        )
+    assert_paths_are(taken_in(model, (1,) * NUM_TOKENS), model)
 
 
 def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:

@@ -197,18 +197,17 @@ def drop_one_expert(tensors: dict[str, Tensor]) -> None:
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
 
 
-def drop_an_expert_wholly(tensors: dict[str, Tensor]) -> None:
+def drop_an_expert_wholly(tensors: dict[str, Tensor], number: int = 3) -> None:
     for part in ("gate_proj", "up_proj", "down_proj"):
-        del tensors[f"model.layers.1.mlp.experts.3.{part}.weight"]
+        del tensors[f"model.layers.1.mlp.experts.{number}.{part}.weight"]
+
+
+def drop_the_last_expert(tensors: dict[str, Tensor]) -> None:
+    drop_an_expert_wholly(tensors, 11)
 
 
 def drop_one_at_the_end(tensors: dict[str, Tensor]) -> None:
     del tensors["model.layers.1.mlp.experts.11.up_proj.weight"]
-
-
-def drop_the_last_expert(tensors: dict[str, Tensor]) -> None:
-    for part in ("gate_proj", "up_proj", "down_proj"):
-        del tensors[f"model.layers.1.mlp.experts.11.{part}.weight"]
 
 
 def leave_a_gap(tensors: dict[str, Tensor]) -> None:

@@ -245,11 +245,19 @@ def test_a_plan_says_what_is_left_out(tmp_path: Path) -> None:
     assert found["left_out"] == left_out and found["num_bytes"] == text_bytes
 
 
-def test_towers_alone_are_refused(tmp_path: Path) -> None:
-    saved("llava", tmp_path)
-    rewritten(tmp_path, {"vision_tower.layers.0.weight": torch.ones(3)})
-    with pytest.raises(offload.UserError, match=r"no tensors of a language model, vision alone: give the folder"):
-        open_checkpoint(tmp_path)
+def test_towers_alone_and_a_language_model_that_is_stored_twice_are_refused(tmp_path: Path) -> None:
+    model = saved("llava", tmp_path)
+    twice = {**model.state_dict(), "language_model.lm_head.weight": model.lm_head.weight.detach().clone()}
+    for tensors, words in (
+        (
+            {"vision_tower.layers.0.weight": torch.ones(3)},
+            "no tensors of a language model, vision alone",
+        ),
+        (twice, r"lm_head\.weight of the language model is stored twice"),
+    ):
+        rewritten(tmp_path, tensors)
+        with pytest.raises(offload.UserError, match=words):
+            open_checkpoint(tmp_path)
 
 
 def test_a_text_part_that_lacks_something_is_refused(tmp_path: Path) -> None:
@@ -260,14 +268,6 @@ def test_a_text_part_that_lacks_something_is_refused(tmp_path: Path) -> None:
     rewritten(tmp_path, tensors)
     with pytest.raises(offload.UserError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing: download"):
         offload.load(tmp_path, ram="1GiB", context=64)
-
-
-def test_a_language_model_that_is_stored_twice_is_refused(tmp_path: Path) -> None:
-    model = saved("llava", tmp_path)
-    head = model.lm_head.weight.detach()
-    rewritten(tmp_path, {**model.state_dict(), "language_model.lm_head.weight": head.clone()})
-    with pytest.raises(offload.UserError, match=r"lm_head\.weight of the language model is stored twice"):
-        open_checkpoint(tmp_path)
 
 
 def test_a_wrapper_may_carry_extra_layers_too(tmp_path: Path) -> None:

@@ -291,15 +291,15 @@ def written(family: str, base: Path, patch: pytest.MonkeyPatch, **options: Any) 
     return device
 
 
-def test_decoding_races_with_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place_layers(monkeypatch, *PLACED["all three"])
-    assert not written("llama", base, monkeypatch).clocks.races
-
-
-@pytest.mark.parametrize("sizes", ["least", "some"])
-def test_decoding_with_experts_races_with_nothing(sizes: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place_experts(monkeypatch, *POOLS[sizes], "DISK", "HOST")
-    assert not written("qwen3-moe", base, monkeypatch, experts="demand", invariant=False).clocks.races
+@pytest.mark.parametrize("sizes", [None, "least", "some"])
+def test_decoding_races_with_nothing(sizes: str | None, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers alone, and experts one by one."""
+    if sizes is None:
+        place_layers(monkeypatch, *PLACED["all three"])
+        assert not written("llama", base, monkeypatch).clocks.races
+    else:
+        place_experts(monkeypatch, *POOLS[sizes], "DISK", "HOST")
+        assert not written("qwen3-moe", base, monkeypatch, experts="demand", invariant=False).clocks.races
 
 
 def test_a_decoder_that_waits_for_nothing_shows(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
