@@ -40,11 +40,6 @@ TEXT = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().m
 CUTS = ((NUM_TOKENS,), (13, 51, 20))
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def invariant_model(family: str, dtype: str, base: Path) -> StreamedModel:
     """Resident, with what the check at load finds for its first layer."""
     checkpoint = open_checkpoint(checkpoint_of(family, base))

@@ -23,11 +23,6 @@ TEXTS = [list(range(5, 5 + length)) for length in (41, 3, 70)]
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def model_of(family: str, base: Path) -> StreamedModel:
     return resident_model(open_checkpoint(checkpoint_of(family, base)), "float32")
 

@@ -65,11 +65,6 @@ def checkpoint_of(family: str, base: Path) -> Path:
     return save(tiny_model(config_named(family)), base / family)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 def model_of(family: str, base: Path, attend: Attend | None = None) -> StreamedModel:
     model = resident_model(open_checkpoint(checkpoint_of(family, base)), "float32")
     model.attend_with(attend)

@@ -22,7 +22,7 @@ from test_device_expert_path import SIZES as POOLS
 from test_device_expert_path import place_experts
 from test_device_experts import NUM_EXPERTS, RECORDS, SIZES, chosen
 from test_device_layers import LAYOUTS, NUM_LAYERS, TIERS
-from test_device_path import BUDGETS, base, pair_of, place_layers
+from test_device_path import BUDGETS, pair_of, place_layers
 from test_device_path import TIERS as PLACED
 from test_tiny import prompts
 from tiny import FAMILIES, build, save
@@ -43,7 +43,6 @@ from offload.streaming.device import StagingRing
 from offload.streaming.experts import open_pool
 from offload.streaming.layers import Layers
 
-__all__ = ["base"]  # a fixture
 Run = Callable[[ClockDevice], None]
 
 

@@ -15,7 +15,7 @@ import torch
 from fake_device import FakeDevice, FakeStream
 from strict_place import OnCard, StrictDevice, place
 from test_device_expert_path import place_experts
-from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
+from test_device_path import BUDGETS, TIERS, device, pair_of, place_layers
 from test_tiny import prompts
 from tiny import advance
 from torch import Tensor
@@ -116,7 +116,7 @@ def test_many_small_tensors_share_events() -> None:
     assert len(ring._parts) <= 5
 
 
-__all__ = ["base", "device"]  # fixtures
+__all__ = ["device"]  # a fixture
 WARM = Sampling(temperature=0.8, seed=4)
 ADJUSTED = Sampling(
     temperature=0.8, seed=4, repeat_penalty=1.2, frequency_penalty=0.3, logit_bias=((7, 1.5), (9, -2.0))
