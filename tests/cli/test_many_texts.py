@@ -11,17 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from reciting import (
-    CONTEXT,
-    NUM_SAID,
-    PROMPT,
-    SAID,
-    at_sweep,
-    failing_reads,
-    interrupt,
-    open_decoder,
-    settings,
-)
+from reciting import CONTEXT, NUM_SAID, PROMPT, SAID, at_sweep, failing_reads, interrupt, open_decoder, settings
 from shell import Outcome, shell
 
 from offload.checkpoint import identity

@@ -13,17 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from reciting import (
-    PIECES,
-    PROMPT,
-    at_sweep,
-    failing_reads,
-    generate,
-    interrupt,
-    num_readers,
-    only_object,
-    recited,
-)
+from reciting import PIECES, PROMPT, at_sweep, failing_reads, generate, interrupt, num_readers, only_object, recited
 from shell import Outcome, process, start
 from tiny import save_reciter
 

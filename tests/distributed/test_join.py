@@ -18,15 +18,7 @@ from offload.checkpoint.identity import PARTS, ModelIdentity
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.launch import free_port
 from offload.distributed import join as meeting
-from offload.distributed.join import (
-    Joined,
-    RankHandshake,
-    compare,
-    joined,
-    leave_reason,
-    meet,
-    require_same_weights,
-)
+from offload.distributed.join import Joined, RankHandshake, compare, joined, leave_reason, meet, require_same_weights
 from offload.distributed.transport import Kind, Message, end_header, header_of, read_header
 from offload.engine.hooks import Hooks
 from offload.engine.resolve import ResolvedRun

@@ -8,11 +8,7 @@ from torch import Tensor
 
 from offload.kernels import expand_float8
 from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.expand_float8 import (
-    expand_float8_compiled,
-    expand_float8_kernel,
-    expand_float8_reference,
-)
+from offload.kernels.expand_float8 import expand_float8_compiled, expand_float8_kernel, expand_float8_reference
 from offload.kernels.jit import HAS_TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

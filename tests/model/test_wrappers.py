@@ -249,10 +249,7 @@ def test_towers_alone_and_a_language_model_that_is_stored_twice_are_refused(tmp_
     model = saved("llava", tmp_path)
     twice = {**model.state_dict(), "language_model.lm_head.weight": model.lm_head.weight.detach().clone()}
     for tensors, words in (
-        (
-            {"vision_tower.layers.0.weight": torch.ones(3)},
-            "no tensors of a language model, vision alone",
-        ),
+        ({"vision_tower.layers.0.weight": torch.ones(3)}, "no tensors of a language model, vision alone"),
         (twice, r"lm_head\.weight of the language model is stored twice"),
     ):
         rewritten(tmp_path, tensors)

@@ -33,14 +33,7 @@ from offload.reports.estimate import estimate
 from offload.reports.tune import choice_from
 from offload.sampling_options import Sampling
 from offload.trees.spec import label_of, parse_tree
-from offload.trees.topology import (
-    DEFAULT_ACCEPTANCE,
-    DynamicShape,
-    Topology,
-    best_first,
-    chain,
-    isotonic,
-)
+from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Topology, best_first, chain, isotonic
 
 CONTEXT, RAM = 128, 2 << 30
 NAMED = ("none", "64x16", "24x6", "8x3", "40x2", "dynamic:24x6", "grown:64x16", "chain:4", "sequences:3x5")

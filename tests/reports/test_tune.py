@@ -41,14 +41,7 @@ from offload.reports.estimate import estimate
 from offload.reports.proof import BF16_NOISE, draw_gaps, gaps_of
 from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
 from offload.reports.tune import TuneResult, tune
-from offload.reports.windows import (
-    TracedWindow,
-    TuneQuestion,
-    cut_windows,
-    expert_uses,
-    trace_window,
-    trace_windows,
-)
+from offload.reports.windows import TracedWindow, TuneQuestion, cut_windows, expert_uses, trace_window, trace_windows
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
