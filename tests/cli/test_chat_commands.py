@@ -45,19 +45,8 @@ def babble(model: Path, stdin: str, *arguments: object) -> str:
 
 
 def test_every_command_is_obeyed(letters: Path) -> None:
-    lines = [
-        "/help",
-        "/system Be.",
-        "/system",
-        "Say",
-        "/set",
-        "/set temp 0.5",
-        "/set max_tokens 2",
-        "Say",
-        "/stats",
-        "/undo",
-    ]
-    outcome = chat(letters, "\n".join([*lines, "/bye", "Say"]))
+    lines = ["/help", "/system Be.", "/system", "Say", "/set", "/set temp 0.5", "/set max_tokens 2", "Say"]
+    outcome = chat(letters, "\n".join([*lines, "/stats", "/undo", "/bye", "Say"]))
     assert outcome.code == 0 and outcome.out == "Ok.\nOk\n"
     told = outcome.err.splitlines()
     assert "\n".join(told[: len(_HELP.splitlines())]) == _HELP

@@ -29,17 +29,22 @@ llguidance = pytest.importorskip("llguidance")
 
 PAIR = Path(offload.__file__).parent / "demo_pair"
 PROMPT, NUM_NEW = "Describe a person as JSON: ", 80
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_pattern": "[ \\n]{0,2}"},
-}
+
+
+def object_of(**properties: Any) -> dict[str, Any]:
+    """A schema that wants all of these and nothing else."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def text_of(most: int) -> dict[str, Any]:
+    return {"type": "string", "maxLength": most}
+
+
+SCHEMA = object_of(
+    name=text_of(12),
+    age={"type": "integer", "minimum": 0, "maximum": 99},
+    tags={"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+) | {"x-guidance": {"whitespace_pattern": "[ \\n]{0,2}"}}
 BLANKS = {"whitespace_pattern": "[ ]"}  # ours, where a schema does not speak of them
 TREES = ["none", "16x4", "dynamic:32x6", "chain:4"]
 DRAWN = {"greedy": Sampling(), "warm": Sampling(temperature=1.0, seed=3), "top-p": Sampling(temperature=1.3, top_p=0.7)}
@@ -298,56 +303,15 @@ def test_answers_of_a_small_model_are_not_cut_by_blanks(decoder: Decoder) -> Non
     assert all(json.loads(one.text) and "\n" not in one.text for one in answers)
 
 
-pytest.importorskip("llguidance")
-
 NUM_TOKENS = 256
+AGE: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 150}
+SIZE: dict[str, Any] = {"type": ["integer", "null"], "minimum": 0, "maximum": 9999}
+ROW = object_of(kind={"enum": ["list", "dict", "set"]}, size=SIZE, note=text_of(15))
+TAGS = {"type": "array", "items": text_of(10), "minItems": 1, "maxItems": 4}
 SCHEMAS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "person": (
-        "Describe a person as JSON.",
-        67,
-        {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "maxLength": 20},
-                "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            },
-            "required": ["name", "age"],
-            "additionalProperties": False,
-        },
-    ),
-    "tags": (
-        "What is a list? Answer as JSON.",
-        67,
-        {
-            "type": "object",
-            "properties": {
-                "title": {"type": "string", "maxLength": 30},
-                "tags": {"type": "array", "items": {"type": "string", "maxLength": 10}, "minItems": 1, "maxItems": 4},
-                "done": {"type": "boolean"},
-            },
-            "required": ["title", "tags", "done"],
-            "additionalProperties": False,
-        },
-    ),
-    "rows": (
-        "Give rows as JSON.",
-        66,
-        {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 3,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "kind": {"enum": ["list", "dict", "set"]},
-                    "size": {"type": ["integer", "null"], "minimum": 0, "maximum": 9999},
-                    "note": {"type": "string", "maxLength": 15},
-                },
-                "required": ["kind", "size", "note"],
-                "additionalProperties": False,
-            },
-        },
-    ),
+    "person": ("Describe a person as JSON.", 67, object_of(name=text_of(20), age=AGE)),
+    "tags": ("What is a list? Answer as JSON.", 67, object_of(title=text_of(30), tags=TAGS, done={"type": "boolean"})),
+    "rows": ("Give rows as JSON.", 66, {"type": "array", "minItems": 1, "maxItems": 3, "items": ROW}),
 }
 TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "null": type(None)}
 
