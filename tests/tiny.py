@@ -29,7 +29,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 
 VOCAB_SIZE = 199
 LINE_BYTES = 64  # of a processor's cache
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -52,17 +52,17 @@ _SLIDING = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers
 _EXPERTS = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3_ROPE),
-    "llama-tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
-    "qwen2": lambda: Qwen2Config(**_SIZES),
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16),
-    "qwen3-sliding": lambda: Qwen3Config(**_SIZES, head_dim=16, **_SLIDING),
-    "mistral-sliding": lambda: MistralConfig(**_SIZES, sliding_window=24),
-    "phi3": lambda: Phi3Config(**_SIZES, sliding_window=24),
-    "gemma2": lambda: Gemma2Config(**_SIZES, head_dim=16, sliding_window=24),
-    "gemma3": lambda: Gemma3TextConfig(**_SIZES, head_dim=16, sliding_window=24),
-    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, head_dim=16, **_EXPERTS),
+    "llama": lambda: LlamaConfig(**SIZES, rope_parameters=_LLAMA3_ROPE),
+    "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
+    "qwen3-sliding": lambda: Qwen3Config(**SIZES, head_dim=16, **_SLIDING),
+    "mistral-sliding": lambda: MistralConfig(**SIZES, sliding_window=24),
+    "phi3": lambda: Phi3Config(**SIZES, sliding_window=24),
+    "gemma2": lambda: Gemma2Config(**SIZES, head_dim=16, sliding_window=24),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=24),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, head_dim=16, **_EXPERTS),
 }
 
 

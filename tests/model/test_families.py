@@ -14,7 +14,7 @@ import pytest
 import torch
 from matrix import matrix
 from rounding import beyond_doubt, choices_beyond_doubt
-from tiny import FAMILIES, VOCAB_SIZE, build, save, streaming_ram
+from tiny import FAMILIES, SIZES, VOCAB_SIZE, build, save, streaming_ram
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -33,18 +33,7 @@ from offload.sampling_options import Sampling
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(8)).tolist()
 NUM_NEW = 30  # with the prompt more than twice the sliding window
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
+_SIZES = {**SIZES, "max_position_embeddings": 256, "bos_token_id": None}
 _IF_KNOWN = {
     "head_dim": 16,
     "sliding_window": 24,

@@ -51,15 +51,8 @@ from offload.trees.topology import DynamicShape
 
 NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
 
-IDENTITY = Identity(
-    target="a",
-    draft="b",
-    rule="match",
-    temperature=0.0,
-    top_p=1.0,
-    top_k=0,
-    machine=Machine(cpu="", num_cores=1, torch="", dtype="", device=""),
-)
+MACHINE = Machine(cpu="", num_cores=1, torch="", dtype="", device="")
+IDENTITY = Identity(target="a", draft="b", rule="match", temperature=0.0, top_p=1.0, top_k=0, machine=MACHINE)
 SETTINGS = {"ram": "1GiB", "threads": 1}
 
 
