@@ -29,6 +29,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 
 VOCAB_SIZE = 199
 LINE_BYTES = 64  # of a processor's cache
+Pair = tuple[Path, Path]  # folders of a target and of its draft
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -95,7 +96,7 @@ def displaced(directory: Path, behind: int) -> Path:
     return directory
 
 
-def save_pair(config: PreTrainedConfig, directory: Path, *, noise: float = 0.006, seed: int = 0) -> tuple[Path, Path]:
+def save_pair(config: PreTrainedConfig, directory: Path, *, noise: float = 0.006, seed: int = 0) -> Pair:
     """A target, and as its draft the same model with noise on every matrix: right often, wrong often enough."""
     model = build(config, seed)
     target = save(model, directory / "target")

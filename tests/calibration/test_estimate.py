@@ -12,7 +12,7 @@ from expected import expected_tokens
 from fake_device import FakeDevice
 from shell import shell
 from test_device_planner import CONFIGS, PAIRS
-from tiny import FAMILIES, build, save, save_pair, save_tokenizer
+from tiny import FAMILIES, Pair, build, save, save_pair, save_tokenizer
 
 import offload
 from offload.bench.latency.prediction import paper_rows
@@ -126,7 +126,7 @@ def test_a_card_of_any_size_is_planned_without_rates(configs: list[str]) -> None
     assert any("not here" in note for note in got.notes)
 
 
-def profile_of(directories: tuple[Path, Path]) -> Profile:
+def profile_of(directories: Pair) -> Profile:
     """For this machine; a sweep computes for 0.5 s, a draft step for 0.01 s."""
     target, draft = (open_checkpoint(path) for path in directories)
     identity = Identity.of(target, draft, Sampling(), "match", Machine.here("float32"))

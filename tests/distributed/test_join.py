@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from processes import Ranks
-from tiny import FAMILIES, build, save
+from tiny import FAMILIES, Pair, build, save
 
 from offload.checkpoint import identity
 from offload.checkpoint.identity import PARTS, ModelIdentity
@@ -194,7 +194,7 @@ def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
             report((str(error).split(": ", 1)[1], len(phases)))
 
 
-def _by_rank(place: RankInfo, report, own: tuple[Path, Path], cache: Path, has_samples: bool) -> None:
+def _by_rank(place: RankInfo, report, own: Pair, cache: Path, has_samples: bool) -> None:
     os.environ["XDG_CACHE_HOME"] = str(cache)
     _meet(place, report, own[place.rank], has_samples=has_samples)
 

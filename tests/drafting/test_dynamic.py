@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from bigrams import NUM_TOKENS, BigramModel
-from tiny import VOCAB_SIZE
+from tiny import VOCAB_SIZE, Pair
 from torch import Tensor
 
 import offload
@@ -175,7 +175,7 @@ def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(scope="module")
-def model(pair: tuple[Path, Path]) -> Iterator[StreamedModel]:
+def model(pair: Pair) -> Iterator[StreamedModel]:
     model = resident_model(open_checkpoint(pair[1]), "float32")
     yield model
     model.close()
@@ -254,7 +254,7 @@ def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
     assert sharpness.exponent == exponent
 
 
-def test_decoding_teaches_each_kind_of_sampling_by_itself(pair: tuple[Path, Path]) -> None:
+def test_decoding_teaches_each_kind_of_sampling_by_itself(pair: Pair) -> None:
     with load(*pair, ram="1GiB", context=128, tree="grown:24x6", threads=1) as decoder:
         drafter = decoder.drafter
         assert isinstance(drafter, ModelDrafter)
@@ -270,7 +270,7 @@ def test_decoding_teaches_each_kind_of_sampling_by_itself(pair: tuple[Path, Path
 
 
 @pytest.mark.parametrize("rule", ["match", "topk"])
-def test_rules_that_repeat_draws_give_the_same_ids(pair: tuple[Path, Path], rule: str) -> None:
+def test_rules_that_repeat_draws_give_the_same_ids(pair: Pair, rule: str) -> None:
     sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 2, "max_new_tokens": 60}
     with load(*pair, ram="1GiB", context=128, tree="grown:32x8", rule=rule, threads=1) as decoder:
         plain, tree = (decoder.generate(PROMPT, tree=tree, **sampling) for tree in ("none", None))
@@ -281,7 +281,7 @@ def test_rules_that_repeat_draws_give_the_same_ids(pair: tuple[Path, Path], rule
 
 @pytest.mark.parametrize(("num_nodes", "depth"), [(16, 8), (64, 8), (64, 24), (128, 20), (300, 16)])
 def test_a_growth_takes_no_more_draft_steps_than_are_planned_for(
-    num_nodes: int, depth: int, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    num_nodes: int, depth: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths, bounds = list[int](), DynamicShape(num_nodes, depth)
     with load(*pair, "1GiB", f"grown:{num_nodes}x{depth}", context=64, threads=1) as decoder:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCAB_SIZE, save_pair
+from tiny import FAMILIES, VOCAB_SIZE, Pair, save_pair
 from transformers import AutoModelForCausalLM
 
 import offload
@@ -31,12 +31,12 @@ DRAWN = {"greedy": {}, "warm": {"temperature": 0.8, "seed": 3}, "min-p": {"tempe
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"), noise=0.003)
 
 
 @pytest.fixture(scope="module")
-def decoder(models: tuple[Path, Path]) -> Iterator[Decoder]:
+def decoder(models: Pair) -> Iterator[Decoder]:
     with offload.load(
         *models, "1GiB", "16x6", context=160, dtype="float32", threads=1, profile="none", rule="sequoia", lookup=False
     ) as decoder:
@@ -67,9 +67,7 @@ def test_one_seed_gives_one_text_with_every_tree(decoder: Decoder, setting: str,
 
 
 @pytest.mark.parametrize("has_draft", [True, False])
-def test_guesses_of_the_text_itself_change_nothing(
-    decoder: Decoder, models: tuple[Path, Path], has_draft: bool
-) -> None:
+def test_guesses_of_the_text_itself_change_nothing(decoder: Decoder, models: Pair, has_draft: bool) -> None:
     """They are point masses, from whatever they were copied; one that is penalised is only a poor guess."""
     how, pair = SETTINGS["presence"] | DRAWN["warm"], models if has_draft else models[:1]
     with offload.load(
@@ -100,13 +98,13 @@ def by_transformers(target: Path, how: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize(
     "how", [SETTINGS["repeat"], SETTINGS["bias"], SETTINGS["repeat"] | SETTINGS["bias"]], ids=["repeat", "bias", "both"]
 )
-def test_greedy_text_is_that_of_transformers(decoder: Decoder, models: tuple[Path, Path], how: dict[str, Any]) -> None:
+def test_greedy_text_is_that_of_transformers(decoder: Decoder, models: Pair, how: dict[str, Any]) -> None:
     wanted = by_transformers(models[0], how)
     for tree in ("none", *TREES):
         assert written(decoder, how, tree).token_ids == wanted
 
 
-def test_counts_of_openai(decoder: Decoder, models: tuple[Path, Path]) -> None:
+def test_counts_of_openai(decoder: Decoder, models: Pair) -> None:
     """Presence and frequency by their formula on logits of a pass over the whole text, token after token."""
     how = SETTINGS["presence"] | SETTINGS["frequency"]
     ids = list(PROMPT)
@@ -162,7 +160,7 @@ HOWS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8, "repeat_pen
     ("tree", "rule"), [("none", "match"), ("8x3", "match"), ("dynamic:16x6", "topk"), ("8x3", "sequoia")]
 )
 def test_they_are_those_of_transformers(
-    decoder: Decoder, models: tuple[Path, Path], how: dict[str, Any], tree: str, rule: str
+    decoder: Decoder, models: Pair, how: dict[str, Any], tree: str, rule: str
 ) -> None:
     """They follow from the model's own logits, whatever is done to these before a token is drawn."""
     result = written(decoder, how, tree, rule, num_logprobs=3)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import advance, streaming_ram
+from tiny import Pair, advance, streaming_ram
 
 import offload
 from offload.drafting import dynamic
@@ -61,7 +61,7 @@ TREES = ["none", "dynamic:12x5", "8x3", "chain:4"]
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_each_text_has_the_tokens_that_it_has_alone(pair: tuple[Path, Path], tree: str, sampling: Sampling) -> None:
+def test_each_text_has_the_tokens_that_it_has_alone(pair: Pair, tree: str, sampling: Sampling) -> None:
     wanted = alone(pair, sampling, tree="none")
     with opened(pair, tree=tree, parallel=3) as decoder:
         assert together(decoder, requests(sampling)) == wanted
@@ -73,14 +73,14 @@ def test_each_text_has_the_tokens_that_it_has_alone(pair: tuple[Path, Path], tre
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "topk"])
-def test_rules_draw_for_each_text_by_itself(pair: tuple[Path, Path], rule: str) -> None:
+def test_rules_draw_for_each_text_by_itself(pair: Pair, rule: str) -> None:
     """A ratio rule's draws depend on the tree, so these are static, and the same beside others."""
     wanted = alone(pair, WARM, tree="8x3", rule=rule)
     with opened(pair, tree="8x3", rule=rule, parallel=3) as decoder:
         assert together(decoder, requests(WARM)) == wanted
 
 
-def test_bits_do_not_depend_on_who_is_there(pair: tuple[Path, Path]) -> None:
+def test_bits_do_not_depend_on_who_is_there(pair: Pair) -> None:
     """Layers are streamed and computed in bfloat16, where texts part as soon as a sum is rounded otherwise."""
     how = {"dtype": "bfloat16", "invariant": True, "ram": streaming_ram(*pair, num_nodes=48) + (8 << 20)}
     with opened(pair, tree="none", **how) as decoder:
@@ -90,7 +90,7 @@ def test_bits_do_not_depend_on_who_is_there(pair: tuple[Path, Path]) -> None:
         assert together(decoder, requests(WARM)) == wanted
 
 
-def test_a_pass_is_made_once_for_all(pair: tuple[Path, Path]) -> None:
+def test_a_pass_is_made_once_for_all(pair: Pair) -> None:
     with opened(pair, tree="none", parallel=6) as decoder:
         runs, num_passes = [decoder.start(Request([index + 1], GREEDY, 8)) for index in range(6)], 0
         while not all(run.is_finished for run in runs):
@@ -100,7 +100,7 @@ def test_a_pass_is_made_once_for_all(pair: tuple[Path, Path]) -> None:
         assert {run.sequence.last_pass.num_texts for run in runs if run.sequence.last_pass} == {6}
 
 
-def test_a_long_prompt_leaves_room_for_others(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_leaves_room_for_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = alone(pair, GREEDY, tree="none")
     with opened(pair, tree="dynamic:12x5", parallel=3) as decoder:
         monkeypatch.setattr(decoder._speculation, "_max_prompt_rows", 16)
@@ -114,7 +114,7 @@ def test_a_long_prompt_leaves_room_for_others(pair: tuple[Path, Path], monkeypat
         assert [short.sequence.new_ids, long.sequence.new_ids] == [wanted[0], wanted[4]]
 
 
-def test_places_are_given_back_and_what_is_alike_is_kept(pair: tuple[Path, Path]) -> None:
+def test_places_are_given_back_and_what_is_alike_is_kept(pair: Pair) -> None:
     with opened(pair, tree="none", parallel=2) as decoder:
         first, second = (decoder.start(Request(PROMPTS[index], GREEDY, 4)) for index in (1, 4))
         with pytest.raises(offload.UserError, match="2 texts are being written"):
@@ -135,14 +135,14 @@ def test_places_are_given_back_and_what_is_alike_is_kept(pair: tuple[Path, Path]
     assert kept.sequence.new_ids == plain
 
 
-def test_rows_of_another_text_are_caught(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_text_are_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, right = alone(pair, GREEDY, tree="none"), Target.score
     monkeypatch.setattr(Target, "score", lambda self, planted: right(self, planted)[::-1])
     with opened(pair, tree="none", parallel=3) as decoder:
         assert together(decoder, requests(GREEDY)) != wanted
 
 
-def test_candidates_of_all_texts_compete(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_of_all_texts_compete(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees of one forest differ in size, and none loses a node that is likelier than one of another tree."""
     seen, right = [], dynamic._Best.cut
     monkeypatch.setattr(dynamic._Best, "cut", lambda best, num: (right(best, num), seen.append(best.candidates.copy())))
@@ -183,7 +183,7 @@ def of_seeds(prompt: list[int], num: int) -> list[Request]:
 
 
 @pytest.mark.parametrize(("prompt", "num_lone"), [(LONG, 1), (SHORT, 0)], ids=["long", "short"])
-def test_all_samples_join_once_the_prompt_is_there(pair: tuple[Path, Path], prompt: list[int], num_lone: int) -> None:
+def test_all_samples_join_once_the_prompt_is_there(pair: Pair, prompt: list[int], num_lone: int) -> None:
     """The second pass has all of them; a prompt that nobody would copy is not waited for."""
     widths = list[int]()
     with opened(pair, tree="none", parallel=4) as decoder:
@@ -193,9 +193,7 @@ def test_all_samples_join_once_the_prompt_is_there(pair: tuple[Path, Path], prom
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
-def test_one_that_fails_under_way_fails_alone(
-    pair: tuple[Path, Path], parallel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_fails_under_way_fails_alone(pair: Pair, parallel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a grammar may that comes to where no token of the model is left."""
     requests, right = of_seeds(LONG, 4), Text.accept
     with opened(pair, tree="none", parallel=parallel) as decoder:
@@ -214,9 +212,7 @@ def test_one_that_fails_under_way_fails_alone(
         assert isinstance(outcome, Generation) and outcome.token_ids == wanted[number].token_ids
 
 
-def test_a_place_is_free_again_where_a_text_cannot_begin(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_place_is_free_again_where_a_text_cannot_begin(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even while somebody holds the error, and with it all that was under way then."""
     with opened(pair, tree="none", parallel=2) as decoder:
         with monkeypatch.context() as patch:
@@ -231,7 +227,7 @@ def test_a_place_is_free_again_where_a_text_cannot_begin(
         assert len(errors) == 2 and len(runs) == 2
 
 
-def test_waiting_for_nobody_is_caught(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_nobody_is_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_is_coming", lambda *_: False)
     widths = list[int]()
     with opened(pair, tree="none", parallel=4) as decoder:

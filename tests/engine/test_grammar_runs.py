@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_adjusted_runs import adjust_the_target_alone
-from tiny import FAMILIES, save_pair, save_tokenizer
+from tiny import FAMILIES, Pair, save_pair, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
@@ -165,7 +165,7 @@ def test_greedy_text_is_that_of_transformers_with_llguidance(decoder: Decoder, n
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Random models without a token for their end; a draft that is often right."""
     pair = save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("tiny"), noise=0.03)
     for folder in pair:
@@ -174,7 +174,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def tiny_decoder(tiny: tuple[Path, Path]) -> Iterator[Decoder]:
+def tiny_decoder(tiny: Pair) -> Iterator[Decoder]:
     with offload.load(
         *tiny, "1GiB", "16x4", context=64, dtype="float32", threads=1, profile="none", rule="sequoia", lookup=False
     ) as decoder:
@@ -185,7 +185,7 @@ WARM = 4.0  # so that every text is drawn now and then
 
 
 @pytest.fixture(scope="module")
-def law(tiny: tuple[Path, Path]) -> dict[str, float]:
+def law(tiny: Pair) -> dict[str, float]:
     """Return the chances of the texts that `[abc]{2}` allows: by the target's own chances, token after token."""
     tokenizer, model = AutoTokenizer.from_pretrained(tiny[0]), AutoModelForCausalLM.from_pretrained(tiny[0])
     law: dict[str, float] = {}

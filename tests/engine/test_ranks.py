@@ -14,7 +14,7 @@ from matrix import matrix
 from processes import Ranks
 from quantised import save_quantised
 from rank_threads import as_started_by_torchrun, rank_threads
-from tiny import FAMILIES, VOCAB_SIZE, displaced, save_pair, streaming_ram
+from tiny import FAMILIES, VOCAB_SIZE, Pair, displaced, save_pair, streaming_ram
 
 import offload
 from offload.engine.decoder import Decoder
@@ -26,7 +26,6 @@ from offload.rank_roles import RankInfo
 PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 NUM_NEW = 24
 TREE = "dynamic:16x6"
-Pair = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from plans import plan_memory
 from quantised import save_quantised
-from tiny import VOCAB_SIZE, random_ids, streaming_ram
+from tiny import VOCAB_SIZE, Pair, random_ids, streaming_ram
 
 import offload
 from offload.bench.harness.gate import Written, draws_hold, prove
@@ -65,16 +65,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
+def decoder(pair: Pair) -> Iterator[Decoder]:
     with offload.load(*pair, "1GiB", "32x12", context=256, threads=1, profile="none") as decoder:
         yield decoder
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("usual_rows")
-def test_a_tune_counts_what_grown_trees_yield(
-    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tune_counts_what_grown_trees_yield(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "bounds_to_count", bounds_to_count)
     tuned = run(pair, text, num_tokens=2 * NUM_NEW)
     counted = tuned.profile.dynamic_yields
@@ -135,7 +133,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def run(pair: tuple[Path, Path], text: Path, sampling: Sampling | None = None, **options: object) -> TuneResult:
+def run(pair: Pair, text: Path, sampling: Sampling | None = None, **options: object) -> TuneResult:
     how = {"num_tokens": NUM_NEW, "is_teacher_forced": False}
     how |= {name: options.pop(name) for name in how.keys() & options.keys()}
     loading = LoadOptions(**{"tree": "64x16", **SETTINGS, **options})
@@ -149,7 +147,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture
-def usual(pair: tuple[Path, Path], text: Path, kept: dict[str, Any]) -> TuneResult:
+def usual(pair: Pair, text: Path, kept: dict[str, Any]) -> TuneResult:
     """What such a tune finds, with its profile where `load` looks for it."""
     if "tuned" not in kept:
         kept["tuned"] = run(pair, text)
@@ -159,7 +157,7 @@ def usual(pair: tuple[Path, Path], text: Path, kept: dict[str, Any]) -> TuneResu
     return tuned._replace(path=profiles_folder() / tuned.path.name)
 
 
-def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], usual: TuneResult) -> None:
+def test_profile_is_used_by_load_and_by_nobody_else(pair: Pair, usual: TuneResult) -> None:
     profile = usual.profile
     assert profile.num_tokens == NUM_NEW and profile.num_threads == 1
     assert sum(profile.acceptance) <= 1 and profile.acceptance[0] > 0.3
@@ -184,9 +182,7 @@ class Counting:
     uses_LE, num_rows = np.array([[3, 0], [1, 2]]), 3
 
 
-def test_uses_of_experts_come_into_the_profile(
-    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uses_of_experts_come_into_the_profile(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was counted while tracing, not while timing."""
     measure, pool = tuning.measure_costs, Counting()
 
@@ -203,7 +199,7 @@ def test_uses_of_experts_come_into_the_profile(
     assert expert_uses(pool) is None and expert_uses(None) is None
 
 
-def test_named_profile_must_hold(pair: tuple[Path, Path], usual: TuneResult) -> None:
+def test_named_profile_must_hold(pair: Pair, usual: TuneResult) -> None:
     path = str(usual.path)
     with offload.load(*pair, profile=path, context=256, **SETTINGS) as decoder:
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
@@ -220,13 +216,13 @@ def test_named_profile_must_hold(pair: tuple[Path, Path], usual: TuneResult) -> 
 
 
 @pytest.mark.usefixtures("usual")
-def test_other_thread_count_measures_times_again(pair: tuple[Path, Path]) -> None:
+def test_other_thread_count_measures_times_again(pair: Pair) -> None:
     with offload.load(*pair, "1GiB", context=256, threads=2) as decoder:
         assert decoder.num_threads == 2
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
 
 
-def test_tree_is_chosen_without_a_profile(pair: tuple[Path, Path]) -> None:
+def test_tree_is_chosen_without_a_profile(pair: Pair) -> None:
     started = time.process_time()  # what else runs on this machine is not counted
     with offload.load(*pair, context=256, **SETTINGS) as decoder:
         assert time.process_time() - started < 5
@@ -236,7 +232,7 @@ def test_tree_is_chosen_without_a_profile(pair: tuple[Path, Path]) -> None:
 
 
 def test_interrupted_tune_goes_on_behind_its_last_window(
-    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
 
@@ -279,7 +275,7 @@ def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch:
     assert traces(0) == wanted and asked == [0, 1], "what is not sound counts for nothing"
 
 
-def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> None:
+def test_teacher_forced_tune_says_so(pair: Pair, text: Path) -> None:
     profile = run(pair, text, num_tokens=2 * NUM_NEW, is_teacher_forced=True).profile
     assert (
         profile.is_teacher_forced
@@ -298,7 +294,7 @@ def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> Non
         (None, "cannot read the text"),
     ],
 )
-def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[Path, Path], text: Path) -> None:
+def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: Pair, text: Path) -> None:
     text.unlink() if content is None else text.write_bytes(content)
     with pytest.raises(UserError, match=reason):
         run(pair, text)
@@ -309,9 +305,7 @@ def test_line_ends_of_texts_are_those_that_models_write(tmp_path: Path) -> None:
     assert read_text(tmp_path / "text") == "one\ntwo\n"
 
 
-def test_a_tune_is_of_the_device_that_is_named(
-    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tune_is_of_the_device_that_is_named(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "open_run", None)
     with pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
         tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(device="cpu", gpu_memory="4GiB", **SETTINGS))
@@ -319,7 +313,7 @@ def test_a_tune_is_of_the_device_that_is_named(
 
 @pytest.mark.usefixtures("usual_rows")
 def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload.memory.planner.available_gpu_bytes", None)
     files = ModelFiles(*map(open_checkpoint, pair))
@@ -336,9 +330,7 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
         )
 
 
-def test_a_tune_reads_the_config_that_was_named(
-    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tune_reads_the_config_that_was_named(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = list[object]()
 
     def opened(model: object, config: object) -> None:
@@ -351,9 +343,7 @@ def test_a_tune_reads_the_config_that_was_named(
     assert named == [pair[0]]
 
 
-def test_what_computes_in_another_type_than_it_says_is_found_again(
-    pair: tuple[Path, Path], text: Path, tmp_path: Path
-) -> None:
+def test_what_computes_in_another_type_than_it_says_is_found_again(pair: Pair, text: Path, tmp_path: Path) -> None:
     """Coded weights in float16 are computed with in bfloat16 on a CPU: by tune, by plan and by a run alike."""
     target = save_quantised(pair[0], "awq", tmp_path / "coded").directory
     config = target / "config.json"
@@ -410,7 +400,7 @@ def test_traces_of_given_text_rank_what_the_target_would_write(decoder: Decoder,
     ],
 )
 def test_growing_again_repeats_the_decoder_sweep_by_sweep(
-    bounds: DynamicShape, temperature: float, rule: str, pair: tuple[Path, Path]
+    bounds: DynamicShape, temperature: float, rule: str, pair: Pair
 ) -> None:
     """In a decoder of its own, because how far the scores are trusted is learned on the way."""
     tree, sampling = f"dynamic:{bounds.num_nodes}x{bounds.depth}", Sampling(temperature=temperature, seed=3)
@@ -424,7 +414,7 @@ def test_growing_again_repeats_the_decoder_sweep_by_sweep(
 
 
 @pytest.mark.parametrize("rule", ["topk", "sequoia", "specinfer", "spectr"])
-def test_traces_of_every_rule_predict_what_decoding_yields(pair: tuple[Path, Path], rule: str) -> None:
+def test_traces_of_every_rule_predict_what_decoding_yields(pair: Pair, rule: str) -> None:
     """Ratio rules toss fresh coins, so only means can agree; with `topk` the sweeps themselves do."""
     settings = {"temperature": 0.6, "max_new_tokens": NUM_NEW}
     with offload.load(*pair, "1GiB", "24x6", rule, context=256, threads=1, profile="none") as decoder:
@@ -457,9 +447,7 @@ def test_a_rank_is_that_of_the_token_that_was_written() -> None:
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer"])
-def test_one_child_of_a_given_text_is_accepted_as_often_as_the_distributions_overlap(
-    pair: tuple[Path, Path], rule: str
-) -> None:
+def test_one_child_of_a_given_text_is_accepted_as_often_as_the_distributions_overlap(pair: Pair, rule: str) -> None:
     """Rank 0 comes true with chance sum(min(p, q)), the optimal transport (Leviathan et al., section 3.3)."""
     sampling, tokens = Sampling(temperature=1.0, seed=1), random_ids(200, 5)
     with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:

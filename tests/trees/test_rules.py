@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from bigrams import BigramModel
 from matrix import matrix
 from tables import distributions, p_value
-from tiny import FAMILIES, VOCAB_SIZE, save_pair
+from tiny import FAMILIES, VOCAB_SIZE, Pair, save_pair
 from transformers import AutoModelForCausalLM
 
 import offload
@@ -32,20 +31,20 @@ load = partial(offload.load, ram="1GiB", context=160, tree="16x4", threads=1)
 
 
 @pytest.fixture(scope="module")
-def small_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     config = FAMILIES["llama"]()
     config.vocab_size, config.num_hidden_layers = SMALL_VOCAB, 1
     return save_pair(config, tmp_path_factory.mktemp("small"), noise=0.03)
 
 
 @pytest.fixture(scope="module")
-def greedy_ids(pair: tuple[Path, Path]) -> list[int]:
+def greedy_ids(pair: Pair) -> list[int]:
     with load(pair[0], tree="none") as alone:
         return alone.generate(PROMPT, max_new_tokens=40).token_ids
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_greedy_text_is_the_same_under_every_rule(rule: str, pair: tuple[Path, Path], greedy_ids: list[int]) -> None:
+def test_greedy_text_is_the_same_under_every_rule(rule: str, pair: Pair, greedy_ids: list[int]) -> None:
     with load(*pair, rule=rule) as decoder:
         for tree in TREES:
             got = decoder.generate(PROMPT, max_new_tokens=40, tree=tree)
@@ -54,7 +53,7 @@ def test_greedy_text_is_the_same_under_every_rule(rule: str, pair: tuple[Path, P
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_seed_one_text(rule: str, pair: tuple[Path, Path]) -> None:
+def test_one_seed_one_text(rule: str, pair: Pair) -> None:
     sampling = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "max_new_tokens": 40}
     with load(*pair, rule=rule) as decoder:
         texts = [decoder.generate(PROMPT, seed=seed, **sampling).token_ids for seed in (1, 1, 2)]
@@ -64,7 +63,7 @@ def test_one_seed_one_text(rule: str, pair: tuple[Path, Path]) -> None:
 
 
 @matrix("rule", RULES, always=["match"], daily=1)
-def test_first_tokens_have_the_target_distribution(rule: str, small_models: tuple[Path, Path]) -> None:
+def test_first_tokens_have_the_target_distribution(rule: str, small_models: Pair) -> None:
     """The distribution of both together over some hundred seeds, against `transformers` in float32."""
     sampling, count_VV = Sampling(temperature=1.0, top_p=0.95), np.zeros((SMALL_VOCAB, SMALL_VOCAB))
     with load(*small_models, rule=rule, tree="8x3", context=32) as decoder:
@@ -82,7 +81,7 @@ def next_distributions(model: torch.nn.Module, prompts: list[list[int]], samplin
         return distributions(model(torch.tensor(prompts)).logits[:, -1], sampling)
 
 
-def test_what_the_plan_has_no_room_for_is_refused(pair: tuple[Path, Path]) -> None:
+def test_what_the_plan_has_no_room_for_is_refused(pair: Pair) -> None:
     wanted = "`rule` must be one of match, sequoia, specinfer, spectr, topk, got 'tree'"
     with pytest.raises(offload.UserError, match=wanted):
         load(*pair, rule="tree")
