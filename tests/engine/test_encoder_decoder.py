@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 import offload
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
-from offload.model.encoder_decoder import EncoderDecoderModel, SourceCache
+from offload.model.encoder_decoder import SourceCache
 
 TREES = ("none", "8x3", "32x8", "chain:6", "sequences:4x4", "grown:32x8")
 CONTEXT = 96
@@ -159,37 +159,6 @@ def test_an_interrupt_leaves_no_half_of_a_prompt(
 def test_a_prompt_of_nothing_is_refused(decoder: Decoder) -> None:
     with pytest.raises(offload.UserError, match="a prompt must have a token"):
         decoder.step(decoder.begin([], offload.Sampling()))
-
-
-def test_a_bias_by_row_is_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers counts: node 5 of a tree would lie five positions behind its root."""
-    wanted = decoder.generate(prompts()[1], max_new_tokens=24, tree="none").token_ids
-    right = EncoderDecoderModel._build_masks
-
-    def by_row(model: EncoderDecoderModel, position_U: Tensor, ancestor_TU: Tensor, cache: SourceCache) -> object:
-        masks = right(model, position_U, ancestor_TU, cache)
-        num_rows, num_columns = model._distance_TS.shape
-        first_row = num_columns - num_rows
-        model._distance_TS = torch.arange(num_columns) - torch.arange(first_row, num_columns)[:, None]
-        return masks
-
-    monkeypatch.setattr(EncoderDecoderModel, "_build_masks", by_row)
-    assert decoder.generate(prompts()[1], max_new_tokens=8, tree="none").token_ids == wanted[:8]
-    assert decoder.generate(prompts()[1], max_new_tokens=24, tree="32x8").token_ids != wanted
-
-
-def test_keys_of_the_prompt_before_are_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = decoder.generate(prompts()[1], max_new_tokens=8, tree="none").token_ids
-    right = SourceCache.read
-
-    def keep(cache: SourceCache, source: list[int], hidden_1SD: Tensor) -> None:
-        crossed = cache.cross
-        right(cache, source, hidden_1SD)
-        cache.cross = crossed
-
-    decoder.generate(prompts()[2], max_new_tokens=2, tree="none")
-    monkeypatch.setattr(SourceCache, "read", keep)
-    assert decoder.generate(prompts()[1], max_new_tokens=8, tree="none").token_ids != wanted
 
 
 def test_what_the_encoder_and_the_decoder_have_no_room_for_is_refused(decoder: Decoder) -> None:
