@@ -12,7 +12,7 @@ from offload.drafting import dynamic
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
-from offload.engine.scheduler import Scheduler, write_all
+from offload.engine.scheduler import write_all
 from offload.engine.sequence import Sequence as Text
 from offload.engine.step import share_out
 from offload.engine.text import TextStream
@@ -225,11 +225,3 @@ def test_a_place_is_free_again_where_a_text_cannot_begin(pair: Pair, monkeypatch
                     errors.append(error)
         runs = [decoder.start(Request(LONG, Sampling(), 2)) for _ in range(2)]
         assert len(errors) == 2 and len(runs) == 2
-
-
-def test_waiting_for_nobody_is_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_is_coming", lambda *_: False)
-    widths = list[int]()
-    with opened(pair, tree="none", parallel=4) as decoder:
-        list(write_all(decoder, of_seeds(LONG, 4), lambda runs: widths.append(len(runs))))
-    assert widths[0] == 4

@@ -8,11 +8,10 @@ import pytest
 from tiny import FAMILIES, save_pair, streaming_ram
 
 import offload
-from offload.engine.resolve import Assumptions, ResolvedRun, resolve
+from offload.engine.resolve import Assumptions, resolve
 from offload.errors import UserError
 from offload.planning.hardware import KNOWN
 from offload.planning.load_options import LoadOptions
-from offload.reports import estimate as estimating
 from offload.reports.estimate import estimate
 from offload.reports.tune import tune
 from offload.sampling_options import Sampling
@@ -60,19 +59,6 @@ def plans(pair: tuple[str, str], **options: Any) -> tuple[object, object]:
 def test_a_plan_is_that_of_the_run(name: str, pair: tuple[str, str]) -> None:
     planned, run = plans(pair, **RUNS[name])
     assert planned == run
-
-
-def test_a_way_of_its_own_is_noticed(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a plan that counts one text, as it did where trees of one text were larger than those of many."""
-
-    def alone(*one: Any, **more: Any) -> ResolvedRun:
-        run = resolve(*one, **more)
-        options = replace(run.options, parallel=1)
-        return replace(run, options=options, budget=replace(run.budget, parallel=1))
-
-    monkeypatch.setattr(estimating, "resolve", alone)
-    planned, run = plans(pair, **RUNS["several texts"])
-    assert planned != run
 
 
 def test_a_tree_that_is_chosen_is_planned_as_large_as_memory_has_room_for(pair: tuple[str, str]) -> None:
