@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -17,10 +17,8 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.distributed.draft import DraftNodeUpdate, DraftTree, serve_draft
 from offload.distributed.orders import reset_message
 from offload.distributed.transport import Channel, Kind, Message
-from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration
 from offload.engine.build import resident_model
-from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -148,35 +146,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamedModel]:
     model.close()
 
 
-def fresh_and_moved_agree(model: StreamedModel) -> bool:
-    pairs = (told_after_moves(model, random.Random(seed), VOCAB_SIZE) for seed in range(4))
-    return all(got == wanted for got, wanted in pairs)
-
-
 def test_rows_that_stay_are_those_of_their_paths(model: StreamedModel) -> None:
-    assert fresh_and_moved_agree(model)
-
-
-def reversed_rows(patch: pytest.MonkeyPatch) -> None:
-    commit = KVCache.commit
-    patch.setattr(KVCache, "commit", lambda self, path, kept=(): commit(self, path, list(kept)[::-1]))
-
-
-def sees_itself_alone(patch: pytest.MonkeyPatch) -> None:
-    run = Draft.run
-
-    def run_blind(draft: Draft, token_W: Tensor, position_U: Tensor, sees_WU: Tensor) -> Tensor:
-        return run(draft, token_W, position_U, torch.eye(sees_WU.shape[1], dtype=torch.bool)[-len(token_W) :])
-
-    patch.setattr(Draft, "run", run_blind)
-
-
-@pytest.mark.parametrize("mistake", [reversed_rows, sees_itself_alone])
-def test_a_tree_that_errs_would_show(
-    mistake: Callable[[pytest.MonkeyPatch], None], model: StreamedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mistake(monkeypatch)
-    assert not fresh_and_moved_agree(model)
+    for seed in range(4):
+        got, wanted = told_after_moves(model, random.Random(seed), VOCAB_SIZE)
+        assert got == wanted
 
 
 def test_what_is_accepted_teaches_how_sure_to_be() -> None:

@@ -5,10 +5,8 @@ import random
 import pytest
 from simulator import Speeds, World, own_text, simulated, written
 
-from offload.distributed import head
 from offload.distributed.head import Least, Price, RisingCut, RowPrice
 from offload.distributed.runs import RunNode, RunTable
-from offload.errors import RankError
 from offload.rank_roles import PaperCut, PipelineOptions, Roles
 
 ON, A, MAT, RUG, HAT = range(10, 15)
@@ -138,59 +136,6 @@ def test_any_schedule_gives_the_targets_own_text(part: int) -> None:
         world.run_out()
         last = world.stages[-1]
         assert all(stage.num_orders == last.num_orders for stage in world.stages), "a stage has not done everything"
-
-
-class RenumbersLate(RunTable):
-    """When an answer arrives instead of when the COMMIT is sent."""
-
-    due: tuple[tuple[RunNode, int | None], ...] = ()
-
-    def _renumber(self, passed):
-        before = [(node, node.row) for node in self._rows]
-        found = super()._renumber(passed)
-        self.due = tuple((node, node.row) for node, _ in before)
-        for node, row in before:
-            node.row = row
-        return found
-
-    def drawn(self, *args):
-        for node, row in self.due:
-            node.row = row
-        self.due = ()
-        super().drawn(*args)
-
-
-class KeepsDeadRows(RunTable):
-    def _stays(self, node: RunNode) -> bool:
-        return node.row is not None
-
-
-class CancelsALiveRun(RunTable):
-    def _newly_dead(self) -> list[int]:
-        return super()._newly_dead() + self.alive[:1]
-
-
-class SeesASibling(RunTable):
-    """A row too many, of the same run."""
-
-    def issue(self, nodes):
-        issued = super().issue(nodes)
-        if len(nodes) > 1:
-            issued.sees[-1][:] = sorted({*issued.sees[-1], nodes[0].row})
-        return issued
-
-
-@pytest.mark.parametrize("mistaken", [RenumbersLate, KeepsDeadRows, CancelsALiveRun, SeesASibling])
-def test_a_planted_mistake_shows(mistaken: type[RunTable], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "RunTable", mistaken)
-    options, num_caught = PipelineOptions(micro_batch=3), 0
-    for seed in range(10):
-        world = simulated(options, seed, accuracy=0.5)
-        try:
-            assert written(world, [1, 2], END) == own_text([1, 2], END)
-        except (AssertionError, RankError):
-            num_caught += 1
-    assert num_caught == 10
 
 
 def test_a_row_has_to_be_worth_its_time() -> None:

@@ -279,26 +279,3 @@ def test_several_readers_work_at_once(file: Path, opened: Open, monkeypatch: pyt
     monkeypatch.setattr(os, "preadv", meet)
     for future in [store.read(one_piece(file), allocate(2 << 20))[0] for _ in range(host_store.NUM_READERS)]:
         future.result()
-
-
-def plant_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, views, max(0, at - BLOCK_BYTES)))
-
-
-def plant_unfinished_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: len(views[0]))
-
-
-@pytest.mark.parametrize("plant", [plant_wrong_offset, plant_unfinished_read])
-def test_a_planted_mistake_is_noticed(
-    plant: Callable[[pytest.MonkeyPatch], None],
-    tmp_path: Path,
-    opened: Open,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    checkpoint = random_checkpoint(tmp_path, 0)
-    store = opened(checkpoint.shards)
-    plant(monkeypatch)
-    with pytest.raises(AssertionError, match="differ from what safetensors reads"):
-        assert_reads_like_safetensors(checkpoint, store)
