@@ -88,27 +88,6 @@ def test_every_node_of_a_tree_chooses_as_its_path_alone_would(kind: str, tmp_pat
         assert_follows_trees(tmp_path)
 
 
-MISTAKES = {
-    "the whole tree": (indexed, "_seen", lambda rows, num: torch.ones(len(rows.walk_TL), num, dtype=torch.bool)),
-    "a sibling's key": (
-        indexed._CacheOf,
-        "update_indexer",
-        lambda self, keys, layer, own=indexed._CacheOf.update_indexer: own(self, keys.flip(1), layer),
-    ),
-    "no choice": (indexed, "choose", None),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_would_show(mistake: str, glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, name, other = MISTAKES[mistake]
-    if other is None:
-        where, name, other = indexed, "choose", lambda choice, seen, *_: seen
-    monkeypatch.setattr(where, name, other)
-    with pytest.raises(AssertionError):
-        assert_follows_trees(glm)
-
-
 def num_nodes_of(tree: str) -> int:
     return {"none": 1, "chain:8": 9}.get(tree) or int(tree.split(":")[-1].split("x")[0])
 

@@ -25,9 +25,6 @@ from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
-from offload.kernels.path_attention import AttentionChunk
-from offload.model import meta as temperature
-from offload.model import streamed as weights
 from offload.model.headers import describe
 from offload.streaming.disk import DiskReader
 
@@ -153,32 +150,6 @@ def test_scores_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     """Greedy text does not tell whether they are scaled, or bounded, as sampling needs them."""
     got_TV, wanted_TV = scores(kind, tmp_path)
     assert torch.allclose(got_TV, wanted_TV, rtol=1e-5, atol=1e-5)
-
-
-def test_scores_that_are_not_scaled_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(temperature, "_scaled_scores", lambda logits_1TV, _: logits_1TV)
-    got_TV, wanted_TV = scores("granite_docling", tmp_path)
-    assert not torch.allclose(got_TV, wanted_TV, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("mistake", ["a chunk as a window", "a chunk too wide", "rows one after the other"])
-def test_mistakes_with_llama_4_would_show(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved("llama4", tmp_path)
-    right, _ = streamed(tmp_path)
-    if mistake == "rows one after the other":  # as transformers counts them
-        hear = temperature._Tuning.hear
-
-        def hear_in_order(self: Any, layer: Any, args: Any, more: dict[str, Any]) -> None:
-            row_1T = more["position_ids"]
-            hear(self, layer, args, {"position_ids": row_1T[:, :1] + torch.arange(row_1T.shape[1])})
-
-        monkeypatch.setattr(temperature._Tuning, "hear", hear_in_order)
-    else:
-        windows, is_window = weights.attention_windows, mistake == "a chunk as a window"
-        wrong = lambda chunk: chunk and (chunk.size if is_window else AttentionChunk(chunk.size + 1))  # noqa: E731
-        monkeypatch.setattr(weights, "attention_windows", lambda *args: list(map(wrong, windows(*args))))
-    got, _ = streamed(tmp_path)
-    assert (got.token_ids, got.stats.tokens_per_sweep) != (right.token_ids, right.stats.tokens_per_sweep)
 
 
 LAYOUTS = {
