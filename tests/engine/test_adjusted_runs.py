@@ -128,11 +128,6 @@ def adjust_the_target_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sampler, "adjusted", lambda self, logits_TV, paths: logits_TV)
 
 
-def forget_the_path(patch: pytest.MonkeyPatch) -> None:
-    adjusted = Sampler.adjusted
-    patch.setattr(Sampler, "adjusted", lambda self, logits_TV, paths: adjusted(self, logits_TV, [()] * len(paths)))
-
-
 @pytest.mark.parametrize("tree", TREES)
 def test_guesses_stay_good(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tree: str) -> None:
     """A draft that knows nothing of a strong penalty guesses what was said before, and that never comes."""
@@ -142,14 +137,6 @@ def test_guesses_stay_good(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tr
     poor = written(decoder, how, tree)
     assert poor.token_ids == good.token_ids, "what a draft guesses must not matter"
     assert good.stats.tokens_per_sweep > 1.3 * poor.stats.tokens_per_sweep
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_a_path_that_is_forgotten_would_show(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tree: str) -> None:
-    alone = written(decoder, SETTINGS["every"])
-    forget_the_path(monkeypatch)
-    assert written(decoder, SETTINGS["every"]).token_ids == alone.token_ids, "without a tree there are no paths"
-    assert written(decoder, SETTINGS["every"], tree).token_ids != alone.token_ids
 
 
 HOWS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8, "repeat_penalty": 1.4, "seed": 3}]

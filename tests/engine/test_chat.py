@@ -86,15 +86,6 @@ def test_a_turn_is_that_of_a_fresh_decoder(
             assert alone.token_ids == token_ids and alone.stats.num_kept_tokens == 0
 
 
-def test_a_prefix_that_is_not_shared_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: keeping what later turns do not begin with is seen in their tokens."""
-    monkeypatch.setattr("offload.engine.sharing.num_shared", lambda held, keep: min(len(held), len(keep)))
-    with open_pair("llama", tmp_path, "8x3") as decoder:
-        chat = offload.Chat(decoder, max_new_tokens=NUM_NEW)
-        turns = [said(chat, question) for question in QUESTIONS]
-        assert any(decoder.generate(asked, max_new_tokens=NUM_NEW).token_ids != ids for asked, ids in turns)
-
-
 def test_everything_is_kept_where_the_template_gives_it_back(letters: Path) -> None:
     """But for the last token, when it was emitted and never computed with."""
     with offload.load(letters, letters, "1GiB", "8x3", context=CONTEXT, threads=1) as decoder:

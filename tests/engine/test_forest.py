@@ -17,7 +17,6 @@ from offload.engine.sequence import Sequence as Text
 from offload.engine.step import share_out
 from offload.engine.text import TextStream
 from offload.errors import UserError
-from offload.model.target import Target
 from offload.sampling_options import Sampling
 
 GREEDY, WARM = Sampling(), Sampling(temperature=0.8, seed=5)
@@ -133,13 +132,6 @@ def test_places_are_given_back_and_what_is_alike_is_kept(pair: Pair) -> None:
     with opened(pair, tree="none") as decoder:
         plain = decoder.generate([*PROMPTS[4], 3, 5], max_new_tokens=4).token_ids
     assert kept.sequence.new_ids == plain
-
-
-def test_rows_of_another_text_are_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, right = alone(pair, GREEDY, tree="none"), Target.score
-    monkeypatch.setattr(Target, "score", lambda self, planted: right(self, planted)[::-1])
-    with opened(pair, tree="none", parallel=3) as decoder:
-        assert together(decoder, requests(GREEDY)) != wanted
 
 
 def test_candidates_of_all_texts_compete(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from offload.engine.request import Request
 from offload.errors import UserError
 from offload.options import CHAT_PAIR
 from offload.sampling.grammar import Grammar, find_grammar
-from offload.sampling.grammar_mask import GrammarMask
 from offload.sampling_options import Sampling
 
 llguidance = pytest.importorskip("llguidance")
@@ -237,15 +236,6 @@ def test_a_grammar_makes_guesses_better_and_a_draft_without_it_worse(
     of_target_alone = tokens_per_sweep(GRAMMARS["schema"])
     assert with_it >= without
     assert with_it > 1.2 * of_target_alone
-
-
-def test_a_mask_that_forgets_the_path_shows(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    adjust = GrammarMask.adjust
-    monkeypatch.setattr(
-        GrammarMask, "adjust", lambda self, logits_TV, paths, send: adjust(self, logits_TV, [()] * len(paths), send)
-    )
-    with pytest.raises(UserError, match="cannot be followed any further"):
-        written(decoder, GRAMMARS["schema"], tree="16x4")
 
 
 def test_arguments_of_generate_and_stream(decoder: Decoder) -> None:

@@ -281,15 +281,6 @@ def test_a_checkpoint_may_ship_no_tokenizer(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path) is None
 
 
-def test_a_text_handed_out_too_early_would_show(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TextStream, "_certain", lambda self, whole: whole)
-    stream = TextStream(tokenizer, ids_of(tokenizer, "a"))
-    pieces, _ = stream_to_end(stream, [[token] for token in ids_of(tokenizer, "日")])
-    assert "".join(pieces) != "日"
-
-
 CLASSES = [None, "LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "of nobody"]
 
 

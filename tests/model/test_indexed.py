@@ -344,14 +344,6 @@ def test_a_prompt_chooses_row_by_row() -> None:
             assert got[row] == wanted(choice, paths[row], query_THK[row], weight_TH[row], state_SW)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_a_choice_in_the_whole_tree_would_show(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a row chooses among all columns, its cousins' among them."""
-    monkeypatch.setattr(indexed, "_seen", lambda rows, num: torch.ones(len(rows.walk_TL), num, dtype=torch.bool))
-    with pytest.raises(AssertionError):
-        assert_chooses(CHOICES[choice], 30, 64, 0)
-
-
 def test_texts_that_share_a_pass_choose_among_their_own() -> None:
     one, other = case(40, 9, seed=3), case(70, 12, seed=4)
     query_THK, weight_TH = (torch.cat([one[2][at], other[2][at]]) for at in range(2))

@@ -21,11 +21,7 @@ from tiny import advance
 from torch import Tensor
 
 import offload
-from offload.drafting import model as drafting
 from offload.engine.request import Request
-from offload.model.kv_cache import KVCache
-from offload.sampling import sampler
-from offload.sampling.adjustments import Penalties
 from offload.sampling_options import Sampling
 from offload.streaming import device as staging
 from offload.streaming.device import StagingRing
@@ -228,46 +224,3 @@ def test_nothing_gets_to_the_card_but_by_send(
 ) -> None:
     num_sent = write(STEPS[name], counted, base, monkeypatch)
     assert num_sent > 3 and counted.astray == []
-
-
-def learn_by_a_copy(patch: pytest.MonkeyPatch) -> str:
-    """The mistake that was."""
-    learn = drafting.DraftCalibration.learn
-
-    def copied(self: Any, score_TV: Tensor, token_T: Tensor) -> None:
-        learn(self, score_TV, torch.tensor(token_T.tolist(), device=score_TV.device))
-
-    patch.setattr(drafting.DraftCalibration, "learn", copied)
-    return "dynamic"
-
-
-def commit_by_a_copy(patch: pytest.MonkeyPatch) -> str:
-    commit = KVCache.commit
-
-    def copied(self: KVCache, *rows: Any) -> None:
-        before, self._send = self._send, lambda row_A: row_A.to(place())
-        commit(self, *rows)
-        self._send = before
-
-    patch.setattr(KVCache, "commit", copied)
-    return "static"
-
-
-def adjust_by_a_copy(patch: pytest.MonkeyPatch) -> str:
-    adjust = Penalties.adjust
-    patch.setattr(
-        Penalties, "adjust", lambda self, scores, paths, send: adjust(self, scores, paths, lambda one: one.to(place()))
-    )
-    return "adjusted, static"
-
-
-def draw_by_a_copy(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(sampler.Sampler, "send", lambda self, tensor, scores: tensor.to(scores.device))
-    return "specinfer"
-
-
-@pytest.mark.parametrize("plant", [learn_by_a_copy, commit_by_a_copy, adjust_by_a_copy, draw_by_a_copy])
-def test_a_way_past_send_is_found(plant: Any, counted: Counted, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = STEPS[plant(monkeypatch)]
-    write(step, counted, base, monkeypatch)
-    assert counted.astray
