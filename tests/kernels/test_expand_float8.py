@@ -82,19 +82,6 @@ def test_numbers_are_those_of_a_product_rounded_once(
         assert are_equal(out_NK.cpu(), wanted_NK), (num_rows, num_columns, block)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_mistakes_would_be_seen(kind: torch.dtype, dtype: torch.dtype) -> None:
-    block = (2, 4)
-    weight_NK, scale_AB = weights(64, 128, kind), scales(64, 128, block)
-    mistakes = {
-        "a scale that was rounded first": product(weight_NK, scale_AB.bfloat16().float(), block, dtype),
-        "that of the block beside it": product(weight_NK, scale_AB.roll(1), block, dtype),
-    }
-    wanted_NK = product(weight_NK, scale_AB, block, dtype)
-    assert [what for what, mistake_NK in mistakes.items() if are_equal(mistake_NK, wanted_NK)] == []
-
-
 @pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 def test_threads_write_all_rows_and_no_other(threads: int) -> None:
     for num_rows in (1, 15, 16, 31, 47, 48, 100):
