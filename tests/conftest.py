@@ -220,6 +220,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of one file's tests, for models that are written once."""
+    return tmp_path_factory.mktemp("models")
+
+
 @pytest.fixture
 def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:

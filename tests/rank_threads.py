@@ -48,27 +48,23 @@ def rank_threads(
     num_ranks: int, target: Path, draft: Path | None, options: Options, delay: Delay = lambda *_: 0.0,
     hooks: Hooks = _NOBODY,
 ) -> Iterator[Decoder]:  # fmt: skip
-    """The head's decoder, and its hooks. On leaving, all other ranks have ended as they should."""
+    """The head's decoder, and its hooks, as torchrun starts it. On leaving, the others have ended as they should."""
     transports = in_memory(num_ranks, delay)
 
     def load(transport: InMemory) -> Decoder:
         own = hooks if transport.rank == 0 else _NOBODY
         return open_decoder(str(target), draft and str(draft), options(transport.rank), transport=transport, hooks=own)
 
-    others = _Others(transports[1:], load)
-    try:
-        with load(transports[0]) as decoder:
-            yield decoder
-    except BaseException:
-        transports[0].close()
-        raise
-    finally:
-        others.join()
+    with pytest.MonkeyPatch.context() as patch:  # what options look for; which rank a thread is, its transport says
+        for name, value in {"RANK": 0, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+            patch.setenv(name, str(value))
+        others = _Others(transports[1:], load)
+        try:
+            with load(transports[0]) as decoder:
+                yield decoder
+        except BaseException:
+            transports[0].close()
+            raise
+        finally:
+            others.join()
     assert all(isinstance(error, SystemExit) for error in others.errors), others.errors
-
-
-def as_started_by_torchrun(patch: pytest.MonkeyPatch, num_ranks: int) -> None:
-    """What options look for; which rank a thread is, its transport says."""
-    place = {"RANK": "0", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in place.items():
-        patch.setenv(name, value)

@@ -157,8 +157,11 @@ class Typist:
         os.close(theirs)
         self.seen = ""
 
-    def types(self, keys: str) -> None:
+    def types(self, keys: str, *shown: str) -> None:
+        """Wait until all that comes of it is shown, one after the other."""
         os.write(self._ours, keys.encode())
+        for wanted in shown:
+            self.sees(wanted)
 
     def sees(self, wanted: str, act: Callable[[], object] = lambda: None) -> str:
         """Whatever is shown before this, which must come. `act` is done at first, and while nothing comes."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from offload.checkpoint import packaged as module
 
@@ -27,9 +27,10 @@ TARGET_BYTES = 4_000_000
 
 
 def save_small(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Write a random Llama with a tied head whose every weight matters, norms included."""
+    """Write a random Llama with a tied head, or the model of a `config`, whose every weight matters, norms included."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": True, **changes}))
+    config = changes.pop("config", LlamaConfig)(**{**SIZES, "tie_word_embeddings": True, **changes})
+    model = AutoModelForCausalLM.from_config(config)
     for weight in model.parameters():
         weight.data.normal_(mean=float(weight.ndim == 1), std=0.3)
     model.to(dtype).save_pretrained(folder)

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from plans import plan_memory
 from rounding import Promise, assert_same_bits
 from test_families import config_of, tiny_model
 from test_tiny import prompts
-from tiny import FAMILIES, build, save, save_pair
+from tiny import FAMILIES, build, save, save_pair, streaming_ram
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
@@ -32,13 +31,6 @@ def packed(model: Path) -> Path:
 def half(folder: Path, config: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
     """In bfloat16, or in float16 that was bfloat16 once."""
     return save(build(FAMILIES[config](), seed).bfloat16().to(dtype), folder)
-
-
-def little_ram(model: Path, draft: Path, dtype: str) -> int:
-    """For two slots."""
-    files = (open_checkpoint(model), open_checkpoint(draft))
-    roomy = plan_memory(files, ram=1 << 40, dtype=dtype, context=256, num_nodes=64)
-    return roomy.fixed_bytes + 2 * max(roomy.layer_bytes) + 100
 
 
 def logits(folder: Path, dtype: str, expansion=REFERENCE) -> torch.Tensor:
@@ -78,7 +70,7 @@ def test_streamed_and_resident_ids_are_the_same_with_every_tree(
     folder, wanted, resident = packed(target), dict[str, list[int]](), list[int]()
     sampling = {"temperature": 0.7, "seed": 3, "max_new_tokens": 24, "top_p": 0.95}
     for model in (target, folder):
-        for ram in (little_ram(model, draft, dtype), "1GiB"):
+        for ram in (streaming_ram(model, draft, num_nodes=64, num_slots=2, dtype=dtype), "1GiB"):
             options = {"ram": ram, "context": 256, "tree": "64x16", "threads": 1, "dtype": dtype}
             with offload.load(model, draft, **options) as decoder:
                 resident.append(decoder.plan.num_resident)

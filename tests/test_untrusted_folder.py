@@ -110,15 +110,7 @@ def commands_of(folder: Path) -> list[list[str]]:
         ["generate", *few, "-n", "2", "-p", "Hello"],
         ["plan", "-m", str(folder), "--ram", "1GiB"],
         ["chat", *few],
-        [
-            "datastore",
-            "build",
-            "--tokenizer",
-            str(folder),
-            "--out",
-            str(folder.parent / "s"),
-            str(folder / "notes.txt"),
-        ],
+        f"datastore build --tokenizer {folder} --out {folder.parent / 's'} {folder / 'notes.txt'}".split(),
     ]
 
 

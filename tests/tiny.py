@@ -29,7 +29,8 @@ from offload.checkpoint.safetensors import open_checkpoint
 
 VOCAB_SIZE = 199
 LINE_BYTES = 64  # of a processor's cache
-_SIZES = {
+Pair = tuple[Path, Path]  # folders of a target and of its draft
+SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -52,17 +53,17 @@ _SLIDING = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers
 _EXPERTS = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3_ROPE),
-    "llama-tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
-    "qwen2": lambda: Qwen2Config(**_SIZES),
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16),
-    "qwen3-sliding": lambda: Qwen3Config(**_SIZES, head_dim=16, **_SLIDING),
-    "mistral-sliding": lambda: MistralConfig(**_SIZES, sliding_window=24),
-    "phi3": lambda: Phi3Config(**_SIZES, sliding_window=24),
-    "gemma2": lambda: Gemma2Config(**_SIZES, head_dim=16, sliding_window=24),
-    "gemma3": lambda: Gemma3TextConfig(**_SIZES, head_dim=16, sliding_window=24),
-    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, head_dim=16, **_EXPERTS),
+    "llama": lambda: LlamaConfig(**SIZES, rope_parameters=_LLAMA3_ROPE),
+    "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
+    "qwen3-sliding": lambda: Qwen3Config(**SIZES, head_dim=16, **_SLIDING),
+    "mistral-sliding": lambda: MistralConfig(**SIZES, sliding_window=24),
+    "phi3": lambda: Phi3Config(**SIZES, sliding_window=24),
+    "gemma2": lambda: Gemma2Config(**SIZES, head_dim=16, sliding_window=24),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=24),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, head_dim=16, **_EXPERTS),
 }
 
 
@@ -95,7 +96,7 @@ def displaced(directory: Path, behind: int) -> Path:
     return directory
 
 
-def save_pair(config: PreTrainedConfig, directory: Path, *, noise: float = 0.006, seed: int = 0) -> tuple[Path, Path]:
+def save_pair(config: PreTrainedConfig, directory: Path, *, noise: float = 0.006, seed: int = 0) -> Pair:
     """A target, and as its draft the same model with noise on every matrix: right often, wrong often enough."""
     model = build(config, seed)
     target = save(model, directory / "target")
@@ -105,11 +106,16 @@ def save_pair(config: PreTrainedConfig, directory: Path, *, noise: float = 0.006
     return target, save(model, directory / "draft")
 
 
-def streaming_ram(target: Path, draft: Path | None = None, *, context: int = 256, num_nodes: int = 9) -> int:
-    """A budget with room for three slots and no more; without a draft the model is its own."""
+def streaming_ram(target: Path, draft: Path | None = None, *, num_slots: int = 3, **how: Any) -> int:
+    """A budget with room for so many slots and no more; without a draft the model is its own."""
     files = (open_checkpoint(target), open_checkpoint(draft or target))
-    roomy = plan_memory(files, ram=1 << 40, dtype="auto", context=context, num_nodes=num_nodes)
-    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
+    roomy = plan_memory(files, ram=1 << 40, **({"dtype": "auto", "context": 256, "num_nodes": 9} | how))
+    return roomy.fixed_bytes + num_slots * max(roomy.layer_bytes) + 100
+
+
+def random_ids(num_tokens: int, seed: int = 1) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 
 
 def advance(decoder: Any, runs: Sequence[Any]) -> list[str]:

@@ -334,10 +334,7 @@ def follow_threads(patch: pytest.MonkeyPatch, device: ClockDevice) -> None:
     patch.setattr(Future, "add_done_callback", called)
     patch.setattr(ThreadPoolExecutor, "submit", submitted)
     patch.setattr(ThreadPoolExecutor, "shutdown", shut)
-    for kind, names in (
-        (carriers.Sender, ("_sending",)),
-        (carriers.DeviceExpertCarrier, ("_lock",)),
-    ):
+    for kind, names in ((carriers.Sender, ("_sending",)), (carriers.DeviceExpertCarrier, ("_lock",))):
         patch.setattr(kind, "__init__", _with_locks(kind.__init__, names, clocks))
     patch.setattr(carriers.Bounces, "__init__", _with_buffers(carriers.Bounces.__init__, clocks))
     patch.setattr(carriers.Bounces, "send", _with_writes(carriers.Bounces.send, clocks))

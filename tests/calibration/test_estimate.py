@@ -1,4 +1,4 @@
-"""What `offload plan` says of machines that are not here and of models that are not here, against sums done by hand."""
+"""What `offload plan` says of machines and models that are not here, against sums by hand; pairs that cannot be."""
 
 import json
 from collections.abc import Sequence
@@ -13,11 +13,13 @@ from fake_device import FakeDevice
 from paper_l40 import paper_rows
 from shell import shell
 from test_device_planner import CONFIGS, PAIRS
-from tiny import FAMILIES, save_pair
+from tiny import FAMILIES, Pair, build, save, save_pair, save_tokenizer
 
+import offload
 from offload.calibration import link as device_link
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import resolve as resolving
+from offload.engine.request import Request
 from offload.errors import UserError
 from offload.memory import planner as plan
 from offload.planning.acceptance import DynamicYield
@@ -124,7 +126,7 @@ def test_a_card_of_any_size_is_planned_without_rates(configs: list[str]) -> None
     assert any("not here" in note for note in got.notes)
 
 
-def profile_of(directories: tuple[Path, Path]) -> Profile:
+def profile_of(directories: Pair) -> Profile:
     """For this machine; a sweep computes for 0.5 s, a draft step for 0.01 s."""
     target, draft = (open_checkpoint(path) for path in directories)
     identity = Identity.of(target, draft, Sampling(), "match", Machine.here("float32"))
@@ -207,8 +209,6 @@ def test_a_card_is_predicted_from_the_profile_that_was_made_on_it(
     ("options", "words"),
     [
         (("--device", "cuda"), "--device cuda needs a CUDA device"),
-        (("--device", "cpu", "--gpu-mem", "4GiB"), "--gpu-mem limits a CUDA device"),
-        (("--device", "gpu"), "--device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         (("--device", "cuda", "--hardware", "l40"), "--device cuda is of this machine, --hardware names another"),
     ],
 )
@@ -308,3 +308,38 @@ def test_a_disk_speed_stands_for_that_of_any_machine(configs: list[str], tmp_pat
     assert here.link_bytes_per_s == 3e9 and here.basis.startswith("profile ") and here.predictions[0].s_per_token == 0.5
     with pytest.raises(UserError, match="`disk_speed` must be a size such as"):
         ask(pair, disk_speed="fast")
+
+
+OPTIONS = LoadOptions(ram="1GiB", device="cpu")
+IMPOSSIBLE = [("num_hidden_layers", 2 * 10**6), ("num_hidden_layers", 10**12), ("head_dim", "16"), ("head_dim", [16]),
+              ("num_key_value_heads", "2"), ("num_key_value_heads", [2]), ("hidden_size", 10**30)]  # fmt: skip
+
+
+@pytest.mark.usefixtures("_instant_link")
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_sizes_that_are_none_are_refused_at_once(family: str, name: str, value: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]().to_dict() | {name: value}))
+    with pytest.raises(
+        UserError, match=f"{name} (in config.json )?must be a whole number|model type mixtral is not supported"
+    ):
+        estimate(str(tmp_path / "config.json"), None, OPTIONS)
+
+
+@pytest.mark.usefixtures("_instant_link")
+def test_a_pair_of_two_vocabularies_is_refused(tmp_path: Path) -> None:
+    models = [save(build(FAMILIES["llama"]()), tmp_path / name) for name in ("target", "draft")]
+    for model, piece in zip(models, (" one", " un"), strict=True):
+        save_tokenizer(model, [piece])
+    with pytest.raises(UserError, match="draft must share the target's vocabulary, draft has 199 entries"):
+        estimate(*map(str, models), OPTIONS)
+    save_tokenizer(models[1], [" one"])
+    estimate(*map(str, models), OPTIONS)
+
+
+def test_nobody_is_told_to_raise_a_context_that_is_the_longest(tmp_path: Path) -> None:
+    model, request = save(build(FAMILIES["llama"]()), tmp_path), Request([5] * 512)
+    with pytest.raises(UserError, match="context of 512, the longest that this model was made for: shorten the prompt"):
+        offload.load(model, ram="1GiB", threads=1, request=request)
+    with pytest.raises(UserError, match="context of 511: raise `context`, shorten the prompt"):
+        offload.load(model, ram="1GiB", threads=1, context=511, request=request)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from plans import plan_memory
-from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers  # noqa: F401
+from test_device_path import BUDGETS, TIERS, device, pair_of, place_layers  # noqa: F401
 from test_families import config_of, tiny_model
 from test_tiny import prompts
 from tiny import FAMILIES, save

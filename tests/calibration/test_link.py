@@ -10,12 +10,7 @@ from fake_device import FakeDevice
 
 from offload.calibration import link as calibrate
 from offload.calibration import link as device_link
-from offload.calibration.link import (
-    LOCAL_BYTES_PER_S,
-    copy_bytes_per_s,
-    device_link_bytes_per_s,
-    link_bytes_per_s,
-)
+from offload.calibration.link import LOCAL_BYTES_PER_S, copy_bytes_per_s, device_link_bytes_per_s, link_bytes_per_s
 from offload.streaming.disk import DiskReader, allocate
 
 

@@ -97,16 +97,13 @@ def test_names_of_places_and_other_files_are_no_difference(folder: Path) -> None
     assert same_model(summed(folder), summed(other)) == ""
 
 
-def test_another_model_of_the_same_shapes_is_told_at_start(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_another_model_of_the_same_shapes_is_told_at_start(is_tuned: bool, folder: Path, tmp_path: Path) -> None:
+    """A fine-tune of one matrix, too."""
     other = copy_of(folder)
-    shutil.copy(saved(1, tmp_path / "tuned") / "model.safetensors", other)
-    assert same_model(identity(folder), identity(other)) == "weights differ"
-
-
-def test_a_fine_tune_of_one_matrix_is_told_at_start(folder: Path) -> None:
-    other, name = copy_of(folder), "model.layers.1.self_attn.q_proj.weight"
-    tensors = load_file(other / "model.safetensors")
-    tensors[name] += 1e-3
+    tensors = load_file((folder if is_tuned else saved(1, tmp_path / "another")) / "model.safetensors")
+    if is_tuned:
+        tensors["model.layers.1.self_attn.q_proj.weight"] += 1e-3
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     assert same_model(identity(folder), identity(other)) == "weights differ"
 

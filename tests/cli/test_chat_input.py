@@ -50,10 +50,9 @@ print("END", flush=True)
 """
 
 
-def typist_at(term: str, folder: Path) -> Typist:
-    return Typist(
-        [sys.executable, "-c", READS], {"TERM": term, "XDG_CACHE_HOME": str(folder), "ANSWERED": f"{folder}/answered"}
-    )
+def typist_at(term: str, folder: Path, first: str = "") -> Typist:
+    how = {"TERM": term, "XDG_CACHE_HOME": str(folder), "ANSWERED": f"{folder}/answered"}
+    return Typist([sys.executable, "-c", first + READS], how)
 
 
 @pytest.fixture(params=["xterm", "dumb"])
@@ -96,26 +95,19 @@ def test_blocks_and_commands(text: str, wanted: str) -> None:
 
 
 def test_a_block_is_typed_line_by_line(typist: Typist) -> None:
-    typist.types('"""\n')
-    typist.sees("... ")
-    typist.types("one\n")
-    typist.sees("... ")
-    typist.types('two"""\n')
-    typist.sees("GOT '' 'one\\ntwo'")
+    typist.types('"""\n', "... ")
+    typist.types("one\n", "... ")
+    typist.types('two"""\n', "GOT '' 'one\\ntwo'")
 
 
 def test_a_pasted_block_is_one_question(typist: Typist, request: pytest.FixtureRequest) -> None:
     is_bracketed = "xterm" in request.node.name
-    typist.types("\x1b[200~one\r\rtwo\x1b[201~\r" if is_bracketed else "one\r\rtwo\r")
-    typist.sees("GOT '' 'one\\n\\ntwo'")
-    typist.sees("> ")
-    typist.types("three\r")
-    typist.sees("GOT '' 'three'")
+    typist.types("\x1b[200~one\r\rtwo\x1b[201~\r" if is_bracketed else "one\r\rtwo\r", "GOT '' 'one\\n\\ntwo'", "> ")
+    typist.types("three\r", "GOT '' 'three'")
 
 
 def test_what_is_typed_during_an_answer_is_not_shown_but_kept(typist: Typist, tmp_path: Path) -> None:
-    typist.types("answer\n")
-    typist.sees("ANSWERING")
+    typist.types("answer\n", "ANSWERING")
     time.sleep(0.2)
     assert not typist.echoes()
     typist.types("ne")
@@ -129,79 +121,60 @@ def test_what_is_typed_during_an_answer_is_not_shown_but_kept(typist: Typist, tm
 
 
 def test_lines_typed_ahead_come_one_by_one(typist: Typist, tmp_path: Path) -> None:
-    typist.types("answer\n")
-    typist.sees("ANSWERING")
+    typist.types("answer\n", "ANSWERING")
     time.sleep(0.2)
     typist.types("/stats\nsecond\nthird\n")
     (tmp_path / "answered").touch()
     for wanted in ("GOT '/stats' ''", "GOT '' 'second'", "GOT '' 'third'"):
         typist.sees(wanted)
     typist.sees("> ")
-    typist.types("half\n")
-    typist.sees("GOT '' 'half'")
+    typist.types("half\n", "GOT '' 'half'")
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_lines_typed_ahead_outlive_the_answer_that_is_stopped(term: str, tmp_path: Path) -> None:
     """Its own terminal sends the signal, and by itself would throw away what was typed."""
     owns = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
-    how = {"TERM": term, "XDG_CACHE_HOME": str(tmp_path), "ANSWERED": "/never"}
-    typist = Typist([sys.executable, "-c", owns + READS], how)
+    typist = typist_at(term, tmp_path, owns)
     typist.sees("> ")
-    typist.types("answer\n")
-    typist.sees("ANSWERING")
-    typist.types("second\nthird\n\x03")
-    for wanted in ("STOPPED", "GOT '' 'second'", "GOT '' 'third'"):
-        typist.sees(wanted)
+    typist.types("answer\n", "ANSWERING")
+    typist.types("second\nthird\n\x03", "STOPPED", "GOT '' 'second'", "GOT '' 'third'")
     typist.leaves()
 
 
 def test_the_terminal_is_as_it_was_after_a_failure(typist: Typist, tmp_path: Path) -> None:
     (tmp_path / "answered").touch()
-    typist.types("/fail answer\n")
-    typist.sees("ANSWERING")
-    typist.sees("REFUSED failed")
-    typist.sees("> ")
-    typist.types("\x04")
-    typist.sees("END")
+    typist.types("/fail answer\n", "ANSWERING", "REFUSED failed", "> ")
+    typist.types("\x04", "END")
     assert typist.running.wait(timeout=60) == 0 and typist.echoes()
 
 
 def test_the_terminal_is_as_it_was_after_the_end_of_the_process(tmp_path: Path) -> None:
     ends = "import signal; from offload.__main__ import _end; signal.signal(signal.SIGTERM, _end)"
-    typist = Typist(
-        [sys.executable, "-c", ends + READS], {"TERM": "dumb", "XDG_CACHE_HOME": str(tmp_path), "ANSWERED": "/never"}
-    )
+    typist = typist_at("dumb", tmp_path, ends)
     typist.sees("> ")
-    typist.types("answer\n")
-    typist.sees("ANSWERING")
+    typist.types("answer\n", "ANSWERING")
     typist.running.terminate()
     assert typist.running.wait(timeout=60) == 128 + signal.SIGTERM and typist.echoes()
     typist.leaves()
 
 
 def test_the_end_of_input_ends_a_line_and_an_interrupt_a_block(typist: Typist) -> None:
-    typist.types('"""\n')
-    typist.sees("... ")
-    typist.types("half\n")
-    typist.sees("... ")
+    typist.types('"""\n', "... ")
+    typist.types("half\n", "... ")
     typist.sees("HINT", act=lambda: typist.running.send_signal(2))
     typist.sees("GOT '' ''")
     typist.sees("> ")
-    typist.types("whole\n\x04")
-    typist.sees("GOT '' 'whole'")
+    typist.types("whole\n\x04", "GOT '' 'whole'")
     assert typist.sees("END").endswith("\r\n"), "the shell's prompt begins a line of its own"
 
 
 def test_lines_of_an_earlier_day_come_back(tmp_path: Path) -> None:
-    for keys, wanted in (("first\n", "first"), ("\x1b[A\n", "first")):
+    for keys in ("first\n", "\x1b[A\n"):
         typist = typist_at("xterm", tmp_path)
         typist.sees("> ")
-        typist.types(keys)
-        typist.sees(f"GOT '' '{wanted}'")
-        typist.sees("> ")
-        typist.types("\x04")
-        typist.sees("END")
+        typist.types(keys, "GOT '' 'first'", "> ")
+        typist.types("\x04", "END")
         assert typist.running.wait(timeout=60) == 0
         typist.leaves()
 
@@ -210,12 +183,10 @@ def test_two_conversations_at_a_time_keep_both_their_lines(tmp_path: Path) -> No
     typists = [typist_at("xterm", tmp_path) for _ in range(2)]
     for typist, line in zip(typists, ("first", "second"), strict=True):
         typist.sees("> ")
-        typist.types(f"{line}\n")
-        typist.sees(f"GOT '' '{line}'")
+        typist.types(f"{line}\n", f"GOT '' '{line}'")
     for typist in typists:
         typist.sees("> ")
-        typist.types("\x04")
-        typist.sees("END")
+        typist.types("\x04", "END")
         assert typist.running.wait(timeout=60) == 0
         typist.leaves()
     found = next(path for path in tmp_path.rglob("chat-history"))

@@ -1,5 +1,6 @@
-"""What is printed about a run: trees by their kind, memory beside all that it may take, nothing without meaning."""
+"""What is printed about a run: trees by their kind and whole, memory beside all that it may take."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +19,17 @@ from offload.cli.console import (
     place_line,
     turn_line,
 )
-from offload.cli.demo_run import DemoResult, comparison_lines, proof_details, proof_line
+from offload.cli.demo_run import (
+    DemoResult,
+    ShownPass,
+    comparison_lines,
+    proof_details,
+    proof_line,
+    tree_lines,
+    usual_pass,
+)
 from offload.cli.live_line import LiveLine
+from offload.engine.sequence import PassFigures
 from offload.memory.plan import LayerTier, MemoryPlan
 from offload.options import OutputOptions
 from offload.planning.cost_model import Prediction, StepTime
@@ -155,14 +165,14 @@ def test_more_tokens_than_there_is_room_for_are_told() -> None:
     assert told.startswith(f"at most 7 new tokens and not 9000: the context of {plan.context} has no more room")
 
 
-@pytest.mark.parametrize("size", ["8GB", "8g", "400 MB", "1.5T"])
-def test_sizes_are_told_in_powers_of_ten_where_they_are_given_so(size: str) -> None:
-    assert is_decimal(size) and format_bytes(4 * 10**9, is_decimal=True) == "4 GB"
-
-
-@pytest.mark.parametrize("size", ["8GiB", "512mi", "4096", 4096, None])
-def test_sizes_are_told_in_powers_of_two_otherwise(size: str | int | None) -> None:
-    assert not is_decimal(size) and format_bytes(4 << 30) == "4 GiB"
+@pytest.mark.parametrize(
+    ("size", "is_ten"),
+    [*dict.fromkeys(("8GB", "8g", "400 MB", "1.5T"), True).items(),
+     *dict.fromkeys(("8GiB", "512mi", "4096", 4096, None), False).items()],
+)  # fmt: skip
+def test_sizes_are_told_in_powers_of_ten_where_they_are_given_so(size: str | int | None, is_ten: bool) -> None:
+    assert is_decimal(size) == is_ten
+    assert format_bytes(4 * 10**9, is_decimal=True) == "4 GB" and format_bytes(4 << 30) == "4 GiB"
 
 
 def test_a_line_said_in_a_phase_leaves_the_phase() -> None:
@@ -174,3 +184,54 @@ def test_a_line_said_in_a_phase_leaves_the_phase() -> None:
         console.clear()
         console.say("the end")
         assert show.call_count == 2
+
+
+#        root
+#       / | | |
+#      1   2  3   4     1 is kept
+#     / | |
+#    5   6  7           5 is kept
+PARENTS = [-1, 0, 0, 0, 0, 1, 1, 2]
+WORDS = ["(", "self", " x", "*", "key", ",", "=", "\x1b[31m", "\n        "]
+
+
+def a_pass(parents: list[int], accepted: list[int], root: int = 0) -> PassFigures:
+    moved: Any = None
+    return PassFigures(parents, [root, *range(1, len(parents))], accepted, 1, 0.1, 0.5, moved)
+
+
+def lines(passed: PassFigures) -> list[str]:
+    return tree_lines(ShownPass(3, 9, passed, 8), lambda token: WORDS[token]).splitlines()
+
+
+def test_the_path_is_whole_and_the_rest_is_counted() -> None:
+    assert lines(a_pass(PARENTS, [0, 1, 5])) == [
+        "pass 3 of 9, a usual one: of 7 guesses the model keeps 2 (*), and adds a token of its own (+)",
+        "  (",
+        "  ├─ ␣x  and 1 behind it",
+        "  ├─ *",
+        "  ├─ 1 more",
+        "  └* self",
+        "     ├─ =",
+        "     └* ,",
+        "        └+ ↵␣␣␣␣␣␣␣␣",
+    ]
+
+
+@pytest.mark.parametrize("accepted", [[0], [0, 1], [0, 2, 7], [0, 1, 6]])
+def test_every_guess_is_drawn_or_counted(accepted: list[int]) -> None:
+    told = lines(a_pass(PARENTS, accepted))
+    body = "\n".join(told[2:])
+    num_drawn = len(re.findall(r"├─ (?!\d+ more)|└\*", body))
+    num_counted = sum(int(number) for number in re.findall(r"(\d+) (?:more|behind it)", body))
+    assert num_drawn + num_counted == len(PARENTS) - 1
+    assert body.count("└+") == 1 and "\x1b" not in body
+
+
+def test_a_usual_pass_has_the_median_and_is_not_the_last() -> None:
+    kept = [[0], [0, 1], [0, 1, 5], [0, 1], [0, 1, 5]]
+    passes = [a_pass([-1], [0]), *(a_pass(PARENTS, one, root=index) for index, one in enumerate(kept))]
+    shown = usual_pass(passes)
+    assert shown is not None and shown.num_kept == 1 and shown.number in (3, 5) and shown.num_passes == 6
+    assert shown.own_token == passes[shown.number].tokens[0]
+    assert usual_pass([a_pass([-1], [0]), a_pass(PARENTS, [0])]) is None, "no pass but the last has guesses"

@@ -1,21 +1,28 @@
-"""The packaged pair: exact in float32 on real text, inflated and streamed by the command that newcomers run first."""
+"""The packaged pairs: exact in float32 on real text, inflated and streamed by the commands that newcomers run first."""
 
 import json
 import re
+import urllib.request
 from pathlib import Path
 
 import pytest
-import torch
 from refusals import assert_refused
-from rounding import beyond_doubt
+from served import serving
 from shell import Outcome, shell
-from transformers import AutoModelForCausalLM
+from test_tiny import reference
 
 import offload
-from offload.checkpoint.packaged import PAIR, PROMPT
+from offload.checkpoint.files import locked_anew
+from offload.checkpoint.packaged import PAIR, PROMPT, inflated_target
+from offload.cli import demo
+from offload.cli.console import Console
 from offload.cli.demo import budget as run_budget
 from offload.cli.main import main
+from offload.engine.load import open_decoder
 from offload.engine.text import load_tokenizer
+from offload.errors import UserError
+from offload.options import CHAT_PAIR, OutputOptions
+from offload.planning.load_options import LoadOptions
 from offload.reports.proof import draw_gaps, rounding
 from offload.sampling_options import Sampling
 
@@ -29,18 +36,10 @@ PROMPTS = {
 NUM_NEW = 64
 
 
-def reference(prompt_ids: list[int], num_tokens: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
-    ids = torch.tensor([prompt_ids])
-    how = {"max_new_tokens": num_tokens, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-    return beyond_doubt(torch.cat(out.logits)).tolist()
-
-
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["settings", "walk", "stack"])
 def test_greedy_float32_equals_transformers(prompt: str) -> None:
     with offload.load(PAIR / "target", PAIR / "draft", dtype="float32", tree="64x16", threads=1) as decoder:
-        wanted = reference(decoder.encode(prompt), NUM_NEW)
+        wanted = reference(PAIR / "target", decoder.encode(prompt), NUM_NEW)
         results = {tree: decoder.generate(prompt, max_new_tokens=NUM_NEW, tree=tree) for tree in PROMPTS[prompt]}
     assert {tree: result.token_ids for tree, result in results.items()} == dict.fromkeys(results, wanted)
     yields = {tree: result.stats.tokens_per_sweep for tree, result in results.items()}
@@ -71,7 +70,7 @@ def test_demo_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert result["speedup"] == pytest.approx(plain_s / tree_s)
 
 
-def demo(*arguments: object) -> Outcome:
+def run_demo(*arguments: object) -> Outcome:
     return shell("demo", "--tree", "16x8", *arguments)
 
 
@@ -79,11 +78,11 @@ def demo(*arguments: object) -> Outcome:
 def test_demo_of_a_small_size_finds_its_own_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of it would not hold two layers; and what comes with the prompt's sweep has no speed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    outcome = demo("--size", "40MB", "-n", "3", "--json")
+    outcome = run_demo("--size", "40MB", "-n", "3", "--json")
     result = json.loads(outcome.out)
     assert outcome.code == 0 and result["tree"]["plan"]["tiers"]["disk"]["num_layers"] > 0
     assert result["tree"]["stats"]["tpot_s"] == 0 and result["speedup"] is None
-    said = demo("--size", "40MB", "-n", "3").err.splitlines()
+    said = run_demo("--size", "40MB", "-n", "3").err.splitlines()
     assert "too few tokens to tell how fast: raise -n" in said
     (proof,) = (line for line in said if line.startswith("proof: the model alone"))
     assert proof.endswith(": all 6 tokens compared") and said[-1].lstrip().startswith("offload plan -m MODEL")
@@ -93,11 +92,9 @@ def test_demo_of_a_small_size_finds_its_own_budget(tmp_path: Path, monkeypatch: 
 
 def test_demo_is_refused_before_a_target_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    refused = demo("--size", "300MB", "--ram", "50MB")
+    refused = run_demo("--size", "300MB", "--ram", "50MB")
     assert_refused(refused, "for two layer slots", "budget is 50 MB", "raise --ram to")
     assert "--context" not in refused.err, "which it does not have"
-    assert_refused(demo("-p", ""), "the prompt is empty, -p holds nothing", "give some text")
-    assert_refused(demo("-n", 1), "-n of 2 or more")
     least_mb = re.search(r"raise --ram to (\d+)MB", refused.err)
     assert least_mb is not None and not list(tmp_path.rglob("*.safetensors"))
     assert run_budget(300_000_000, None, "16x8", "match") == pytest.approx(int(least_mb[1]) * 10**6, abs=10**6)
@@ -113,3 +110,83 @@ def test_demo_refuses_to_print_a_speed_for_wrong_tokens(tmp_path: Path, monkeypa
         monkeypatch.setattr(demo_run, "draw_gaps", lambda *_: [0.0, 2.5])
         with pytest.raises(offload.UserError, match=r"misses the original model's draw by 2\.5"):
             demo_run.compare(decoder, PROMPT, Sampling(), num_tree=2, show=lambda _, pieces: [*pieces] and None)
+
+
+QUESTION = "Hello"
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target is made larger, but not by much."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(demo, "_CHAT_BYTES", 40_000_000)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_chat_opens_without_a_model() -> None:
+    outcome = shell("chat", "--demo", "--greedy", stdin=f"{QUESTION}\n".encode())
+    assert outcome.code == 0, outcome.err
+    assert "I am a very small model" in outcome.out
+    assert "from disk" in outcome.err, "it streams as a large model does"
+
+
+@pytest.mark.usefixtures("small")
+def test_a_server_opens_without_a_model() -> None:
+    target, options = demo.packaged_chat(LoadOptions(parallel=2, threads=1), lambda *_: None)
+    decoder = open_decoder(target, CHAT_PAIR / "draft", options)
+    with serving(decoder) as server:
+        body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "offload": {"passes": True}}
+        request = urllib.request.Request(
+            f"{server.address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            said = json.load(response)
+    (choice,) = said["choices"]
+    assert "I am a very small model" in choice["message"]["content"] and choice["finish_reason"] == "stop"
+    assert decoder.plan.is_streamed
+
+
+def test_what_was_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "inflated_target", lambda *_: Path("made"))
+    named = LoadOptions(ram="700MB", tree="8x3", context=256, device="cpu")
+    _, options = demo.packaged_chat(named, lambda *_: None)
+    assert options == named
+    _, chosen = demo.packaged_chat(LoadOptions(), lambda *_: None)
+    assert (chosen.tree, chosen.device, chosen.context) == ("auto", "cpu", 1024)
+    assert chosen.ram is not None and int(chosen.ram) >= demo._CHAT_BYTES // 4
+
+
+def test_what_is_made_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gigabyte stays on a newcomer's disk: once, and not in silence."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = []
+    for _ in range(2):
+        with Console(OutputOptions()) as console, console.making_target() as landed:
+            inflated_target(40_000_000, landed)
+        told.append(capsys.readouterr().err)
+    assert f"which stay in {tmp_path}/offload" in told[0] and told[1] == ""
+
+
+def test_two_commands_that_make_the_demo_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    being_made = tmp_path / "offload" / ".demo-40MB.inflating"
+    with locked_anew(being_made), pytest.raises(UserError, match="making the packaged model just now: try again"):
+        inflated_target(40_000_000, lambda *_: None)
+
+
+def test_a_model_and_the_demo_exclude_each_other() -> None:
+    for command in ("chat", "serve"):
+        assert_refused(shell(command, "--demo", "-m", "big"), "--demo brings its own models", "leave out --model")
+        assert_refused(shell(command), "--model says what is to run", "or --demo for the packaged one")
+
+
+def test_the_template_keeps_what_was_said() -> None:
+    """Each answer goes on where the one before has ended, token by token: only what is new is read."""
+    tokenizer = load_tokenizer(CHAT_PAIR / "target")
+    turns = [{"role": "user", "content": "Hello"}]
+    first = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    turns += [{"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Who are you?"}]
+    second = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert first == "<|endoftext|>Q: Hello\nA:\n" and second == f"{first}Hi.<|endoftext|>Q: Who are you?\nA:\n"

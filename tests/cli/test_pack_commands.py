@@ -1,9 +1,13 @@
-"""`offload pack` and `offload unpack` as a person meets them, and what `offload plan` says of packing beforehand."""
+"""`offload pack`, `unpack` and `verify` as a person and a program meet them, and what `plan` says of packing."""
 
 import json
+import os
+import random
+import shutil
 from pathlib import Path
 
 import pytest
+from flipping import flip, random_place
 from gguf_files import MODELS, write_gguf
 from quantised import save_quantised
 from refusals import assert_refused
@@ -11,6 +15,9 @@ from shell import shell
 from tiny import FAMILIES, build, save, save_tokenizer
 
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli.verify_command import verify
+from offload.errors import UserError
+from offload.options import CHAT_PAIR, OutputOptions, VerifyOptions
 
 
 @pytest.fixture(scope="session")
@@ -88,3 +95,89 @@ def test_plan_of_a_config_says_what_is_usual(tmp_path: Path) -> None:
     assert "packing   unknown: float16 loses a quarter where it stems from bfloat16" in shell(*asked).out
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
     assert json.loads(shell(*asked, "--json").out)["packing"] is None and "packing" not in shell(*asked).out
+
+
+def test_sound_then_damaged_then_sound(sound: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(sound, tmp_path / "model"))
+    before = sorted(model.iterdir())
+    outcome = shell("verify", model)
+    assert outcome.code == 0 and outcome.err == ""
+    assert outcome.out.startswith(f"{model}: sound; ") and "written to" not in outcome.out
+    assert outcome.out.endswith(
+        "nothing to compare its bits with; --write keeps checksums to compare them with next time\n"
+    )
+    assert sorted(model.iterdir()) == before, "what verifies only reads"
+    outcome = shell("verify", model, "--write")
+    assert outcome.code == 0 and "checksums written to " in outcome.out
+    outcome = shell("verify", model)
+    assert outcome.code == 0 and outcome.out.endswith("as in offload_sums.json\n") and "written" not in outcome.out
+    paths = sorted(model.glob("*.safetensors"))
+    path, name, at, bit = random_place(random.Random(1), paths)
+    flip(path, at, bit)
+    outcome = shell("verify", model)
+    first, last = outcome.out.splitlines()
+    assert outcome.code == 1 and first.startswith(f"{path.name}: {name}: its bytes are not those of offload_sums.json")
+    assert last.startswith(f"{model}: DAMAGED in 1 file; ")
+    told = json.loads(shell("verify", model, "--json").out)
+    assert told["is_sound"] is False and [one["tensor"] for one in told["damage"]] == [name]
+    flip(path, at, bit)
+    told = json.loads(shell("verify", model, "--json").out)
+    assert told["is_sound"] is True and told["num_as_before"] == len(paths) == told["num_files"]
+    assert told["bytes_per_s"] > 0 and told["manifest"] == str(model / "offload_sums.json")
+
+
+def test_much_damage_is_told_briefly(sound: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(sound, tmp_path / "model"))
+    shell("verify", model, "--write")
+    rng, places = random.Random(2), set[tuple[str, str]]()
+    paths = sorted(model.glob("*.safetensors"))
+    while len(places) < 15:
+        path, name, at, bit = random_place(rng, paths)
+        if (path.name, name) not in places:
+            places.add((path.name, name))
+            flip(path, at, bit)
+    outcome = shell("verify", model)
+    assert outcome.code == 1 and len(outcome.out.splitlines()) == 12 and "and 5 more, in " in outcome.out
+    assert len(json.loads(shell("verify", model, "--json").out)["damage"]) == 15
+
+
+def test_what_cannot_be_asked_is_one_line(sound: Path, tmp_path: Path) -> None:
+    assert_refused(shell("verify", tmp_path / "nowhere"), "no model at", "give a folder")
+    assert_refused(shell("verify", "nobody/nothing"), "nobody/nothing", "download it first")
+    (tmp_path / "sums.json").write_text("{}")
+    assert_refused(shell("verify", sound, "--manifest", tmp_path / "sums.json"), "is no manifest", "--manifest")
+    assert (tmp_path / "sums.json").read_text() == "{}"
+    assert not (sound / "offload_sums.json").exists()
+    assert_refused(shell("verify", sound, "--manifest", tmp_path / "no.json"), "no manifest at", "--write")
+    assert not (tmp_path / "no.json").exists()
+    outcome = shell("verify", sound, "--manifest", tmp_path / "no.json", "--write")
+    assert outcome.code == 0 and f"checksums written to {tmp_path / 'no.json'}" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(24, "Too many open files"), "Too many open files; raise the limit"),
+        (MemoryError(), "memory ran out"),
+        (RuntimeError("can't start new thread"), "the system starts no more threads"),
+        (UserError("no such model"), "^no such model$"),
+    ],
+)
+def test_what_the_machine_refuses_is_not_told_as_damage(
+    error: Exception, line: str, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("offload.integrity.verify", refuse)
+    with pytest.raises(UserError, match=line):
+        verify(str(sound), VerifyOptions(), OutputOptions(quiet=True))
+
+
+def test_of_what_could_not_be_read_no_speed_is_told(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(CHAT_PAIR / "target", tmp_path / "model"))
+    (path,) = model.glob("*.safetensors")
+    os.truncate(path, path.stat().st_size - 100)
+    outcome = shell("verify", model)
+    assert outcome.code == 1 and "truncated: download the checkpoint again" in outcome.out
+    assert outcome.out.endswith(f"{model}: DAMAGED in 1 file; no file was read\n")

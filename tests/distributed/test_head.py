@@ -51,11 +51,7 @@ def test_a_prompt_goes_in_parts_each_committed_at_once_before_anything_comes_bac
     world.head.begin(prompt, Sampling(), len(prompt) + 2)
     orders = [message for _, _, message in sent(world, Kind.RUN, Kind.COMMIT)]
     assert [order.kind for order in orders] == [Kind.RUN, Kind.COMMIT] * 3 and world.now_s == 0
-    assert [tuple(order.numbers[2:4]) for order in orders[::2]] == [
-        (PROMPT_ROWS, 0),
-        (PROMPT_ROWS, 0),
-        (176, 1),
-    ]
+    assert [tuple(order.numbers[2:4]) for order in orders[::2]] == [(PROMPT_ROWS, 0), (PROMPT_ROWS, 0), (176, 1)]
     assert world.head.advance() + world.head.advance() == own_text(prompt, len(prompt) + 2)
 
 

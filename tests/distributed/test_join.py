@@ -1,23 +1,32 @@
-"""Ranks that find each other, or learn why not: who has not come, who is another, who shares a disk."""
+"""Ranks that find each other, or learn why not: who has not come, who is another or has other weights; headers."""
 
 import json
+import os
+import shutil
 import time
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 from processes import Ranks
+from tiny import FAMILIES, Pair, build, save
 
+from offload.checkpoint import identity
 from offload.checkpoint.identity import PARTS, ModelIdentity
+from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.launch import free_port
-from offload.distributed.join import (
-    Joined,
-    RankHandshake,
-    compare,
-    joined,
-    leave_reason,
-    meet,
-    require_same_weights,
-)
+from offload.distributed import join as meeting
+from offload.distributed.join import Joined, RankHandshake, compare, joined, leave_reason, meet, require_same_weights
+from offload.distributed.transport import Kind, Message, end_header, header_of, read_header
+from offload.engine.hooks import Hooks
+from offload.engine.resolve import ResolvedRun
 from offload.errors import TOLD, RankError, UserError
+from offload.memory.planner import ModelFiles
+from offload.planning import load_options as options
+from offload.planning.budget import budget_of
+from offload.planning.load_options import LoadOptions
 from offload.rank_roles import RankInfo
 
 SHORT_S = 1.5
@@ -139,3 +148,113 @@ def _leave_the_store(place: RankInfo, report) -> None:
     store = meet(place, 20)
     while not store.check(["card/1"]):
         time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a copy of it, and one of which a single byte differs."""
+    folder = tmp_path_factory.mktemp("ranks")
+    save(build(FAMILIES["llama"](), 0), folder / "0")
+    for name in ("copy", "edited", "template"):
+        shutil.copytree(folder / "0", folder / name)
+    checkpoint = open_checkpoint(folder / "edited")
+    vector = min(checkpoint.tensors.values(), key=lambda one: one.hi - one.lo)  # which is sampled whole
+    path = checkpoint.shards[vector.shard]
+    content = bytearray(path.read_bytes())
+    content[vector.lo] ^= 1
+    path.write_bytes(content)
+    (folder / "template" / "chat_template.jinja").write_text("a")
+    return folder
+
+
+def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
+    phases = list[str]()
+    checkpoint = open_checkpoint(folder)
+    with patch.object(options, "require_place", lambda: place):
+        shards = LoadOptions(ranks="shards")
+    run = ResolvedRun(
+        files=ModelFiles(checkpoint, None),
+        options=shards,
+        tree=shards.tree_spec(has_draft=False),
+        device=None,
+        budget=budget_of(shards),
+        hooks=Hooks(phases.append),
+    )
+    samples = identity._sampled if has_samples else lambda checkpoint: "0" * 32
+    with patch.object(meeting, "require_place", lambda: place), patch.object(identity, "_sampled", samples):
+        try:
+            with ExitStack() as resources:
+                meeting.meet_ranks(run, resources, None)
+                report(("met", len(phases)))
+        except UserError as error:
+            report((str(error), len(phases)))
+        except RankError as error:
+            # a rank that comes to the same verdict later may hear it from the other one first
+            assert error.is_refusal
+            report((str(error).split(": ", 1)[1], len(phases)))
+
+
+def _by_rank(place: RankInfo, report, own: Pair, cache: Path, has_samples: bool) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    _meet(place, report, own[place.rank], has_samples=has_samples)
+
+
+@pytest.mark.parametrize(
+    ("other", "has_samples", "words", "num_phases"),
+    [
+        ("0", True, "met", 1),
+        ("copy", True, "met", 2),
+        ("edited", True, "ranks must have the same weights, got '", 1),
+        ("edited", False, "ranks must have the same weights, to the last byte, got others on rank 1 than on rank 0", 2),
+        ("template", True, "ranks must have the same chat template, got '", 1),
+    ],
+)
+def test_ranks_have_the_same_model(
+    other: str, has_samples: bool, words: str, num_phases: int, folders: Path, tmp_path: Path
+) -> None:
+    """Files that nobody can have changed are not read; a copy is, once."""
+    reports = Ranks(2, _by_rank, (folders / "0", folders / other), tmp_path, has_samples).reports()
+    for rank in (0, 1):
+        [(line, phases)] = reports[rank]
+        assert line.startswith(words) and phases == num_phases
+
+
+@pytest.mark.parametrize("payload", [None, torch.zeros(()), torch.zeros(3, 0), torch.ones(2, 3, dtype=torch.bool)])
+def test_a_header_says_what_follows(payload):
+    kind, num_numbers, dtype, shape = read_header(header_of(Message(Kind.TREE, [7, -1], payload)))
+    assert (kind, num_numbers) == (Kind.TREE, 2)
+    assert (dtype, shape) == ((None, ()) if payload is None else (payload.dtype, tuple(payload.shape)))
+
+
+def test_the_last_header_is_told_from_all_others():
+    assert read_header(end_header()) is None
+
+
+def _first(kind: int = 0, dtype: int = 0, num_dimensions: int = 0) -> int:
+    return kind | dtype << 8 | num_dimensions << 16
+
+
+@pytest.mark.parametrize(
+    ("header", "complaint"),
+    [
+        ([_first(kind=11), 0], "kind 11"),
+        ([-2, 0], "kind 254"),
+        ([0, -1], "-1 numbers"),
+        ([0, 2**30], "1073741824 numbers"),
+        ([_first(dtype=9), 0], "type 9"),
+        ([_first(dtype=1, num_dimensions=3), 0], "3 dimensions"),
+        ([_first(dtype=1, num_dimensions=-1), 0], "-1 dimensions"),
+        ([_first(dtype=1, num_dimensions=1), 0, -1], "not possible"),
+        ([_first(dtype=1, num_dimensions=2), 0, -(2**20), -(2**20)], "not possible"),
+        ([_first(dtype=2, num_dimensions=1), 0, 2**27 + 1], "larger than"),
+        ([_first(dtype=7, num_dimensions=2), 0, 2**31 - 1, 2**31 - 1], "larger than"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_before_anything_is_allocated(header, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        read_header(torch.tensor(header + [0] * (4 - len(header)), dtype=torch.int32))
+
+
+def test_four_draws_return_in_sixteen_bytes_each():
+    drawn = Message(Kind.DRAWN, [7, 0, *range(4)])
+    assert header_of(drawn).nbytes + 8 * len(drawn.numbers) == 16 * 4

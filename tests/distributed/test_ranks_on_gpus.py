@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from fake_device import FakeDevice
 from in_memory import InMemory
-from rank_threads import as_started_by_torchrun, rank_threads
+from rank_threads import rank_threads
 from strict_place import OnCard, StrictDevice, place
 
 import offload
@@ -55,15 +55,13 @@ def test_ranks_on_gpus_write_what_one_process_writes(
 ) -> None:
     with offload.load(*pair, ram="1GiB", context=64, tree="8x3", threads=1, profile="none") as decoder:
         wanted = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
-    as_started_by_torchrun(monkeypatch, 2)
     on_cards(monkeypatch, ranks)
     with StrictDevice(), rank_threads(2, *pair, lambda rank: options_of(ranks, rank)) as decoder:
         assert decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids == wanted
         assert any("by way of host memory" in note for note in decoder.notes)
 
 
-def test_ranks_on_hosts_are_told_nothing_of_gpus(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    as_started_by_torchrun(monkeypatch, 2)
+def test_ranks_on_hosts_are_told_nothing_of_gpus(pair: tuple[Path, Path]) -> None:
     with rank_threads(2, *pair, lambda rank: options_of(set(), rank)) as decoder:
         assert not any("host memory" in note for note in decoder.notes)
 
@@ -71,7 +69,6 @@ def test_ranks_on_hosts_are_told_nothing_of_gpus(pair: tuple[Path, Path], monkey
 def test_rows_that_stay_on_a_gpu_are_refused(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake that was: the head gave a tensor of its GPU, and others gave one of their hosts."""
     monkeypatch.setattr(Exchange, "share", lambda self, rows: self._transport.broadcast(rows))
-    as_started_by_torchrun(monkeypatch, 2)
     on_cards(monkeypatch, {0})
     refused = pytest.raises(AssertionError)
     with refused, StrictDevice(), rank_threads(2, *pair, lambda rank: options_of({0}, rank)) as decoder:

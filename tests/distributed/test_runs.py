@@ -5,10 +5,8 @@ import random
 import pytest
 from simulator import Speeds, World, own_text, simulated, written
 
-from offload.distributed import head
-from offload.distributed.head import RowPrice
+from offload.distributed.head import CutOff, Least, RowPrice
 from offload.distributed.runs import RunNode, RunTable
-from offload.errors import RankError
 from offload.rank_roles import PaperCut, PipelineOptions, Roles
 
 ON, A, MAT, RUG, HAT = range(10, 15)
@@ -140,54 +138,28 @@ def test_any_schedule_gives_the_targets_own_text(part: int) -> None:
         assert all(stage.num_orders == last.num_orders for stage in world.stages), "a stage has not done everything"
 
 
-class RenumbersLate(RunTable):
-    """When an answer arrives instead of when the COMMIT is sent."""
-
-    due: tuple[tuple[RunNode, int | None], ...] = ()
-
-    def _renumber(self, passed):
-        before = [(node, node.row) for node in self._rows]
-        found = super()._renumber(passed)
-        self.due = tuple((node, node.row) for node, _ in before)
-        for node, row in before:
-            node.row = row
-        return found
-
-    def drawn(self, *args):
-        for node, row in self.due:
-            node.row = row
-        self.due = ()
-        super().drawn(*args)
+def test_a_row_has_to_be_worth_its_time() -> None:
+    price = CutOff(row_s=0.002)
+    assert price.least(token_s=0) == Least(0.0, 0.0), "nothing is known yet"
+    assert price.least(token_s=0.1) == Least(0.02, 0.0)
+    assert price.least(token_s=0.001) == Least(1.0, 0.0), "only what is certain"
+    assert not price.failed()
 
 
-class KeepsDeadRows(RunTable):
-    def _stays(self, node: RunNode) -> bool:
-        return node.row is not None
+def test_the_papers_cut_rises_with_every_batch_falls_with_failures_and_is_reset_by_acceptance() -> None:
+    cut = CutOff(0.0, PaperCut(start=0.3, recovery=0.4, decay=0.25))
+    found = [cut.least(1.0).p]
+    cut.speculated()
+    found.append(cut.least(1.0).p)
+    assert cut.failed()
+    found.append(cut.least(1.0).p)
+    cut.accepted()
+    assert [*found, cut.least(1.0).p] == pytest.approx([0.3, 0.7, 0.45, 0.3])
+    assert cut.least(1.0).f == 0
 
 
-class CancelsALiveRun(RunTable):
-    def _newly_dead(self) -> list[int]:
-        return super()._newly_dead() + self.alive[:1]
-
-
-class SeesASibling(RunTable):
-    """A row too many, of the same run."""
-
-    def issue(self, nodes):
-        issued = super().issue(nodes)
-        if len(nodes) > 1:
-            issued.sees[-1][:] = sorted({*issued.sees[-1], nodes[0].row})
-        return issued
-
-
-@pytest.mark.parametrize("mistaken", [RenumbersLate, KeepsDeadRows, CancelsALiveRun, SeesASibling])
-def test_a_planted_mistake_shows(mistaken: type[RunTable], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "RunTable", mistaken)
-    options, num_caught = PipelineOptions(micro_batch=3), 0
-    for seed in range(10):
-        world = simulated(options, seed, accuracy=0.5)
-        try:
-            assert written(world, [1, 2], END) == own_text([1, 2], END)
-        except (AssertionError, RankError):
-            num_caught += 1
-    assert num_caught == 10
+def test_attempts_end_where_anything_would_do() -> None:
+    cut = CutOff(0.0, PaperCut(start=0.5, recovery=0.0, decay=0.125))
+    assert [cut.failed() for _ in range(6)] == [True, True, True, True, False, False]
+    assert cut.least(1.0).p == 0
+    assert not CutOff(0.0, PaperCut(0.3, 0.4, 0.0)).failed(), "a cut that never falls needs no other attempt"

@@ -1,32 +1,40 @@
-"""Dynamic trees against their definition: the N best of all paths, each scored and kept as if it were the only one."""
+"""Dynamic trees by definition: the N best of all paths, each scored as if it were the only one, at any pace."""
 
+import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB_SIZE
+from bigrams import NUM_TOKENS, BigramModel
+from tiny import VOCAB_SIZE, Pair
 from torch import Tensor
 
+import offload
+from offload.checkpoint.packaged import PAIR
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.drafting import dynamic
 from offload.drafting.base import Drafted, DraftText
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, DraftPassPolicy, GrowingTree, grow_forest
 from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.model import ModelDrafter
 from offload.engine.build import resident_model
+from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
+from offload.reports.trace_acceptance import dynamic_again, write
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
-from offload.trees.topology import DynamicShape, GrowthSchedule, k_ary, most_rows
+from offload.trees.topology import PACES, DynamicShape, GrowthSchedule, k_ary, most_rows
 
-NUM_TOKENS, ROOT_AT = 5, 1  # of the bigram model; where its root stands
+ROOT_AT = 1  # where the root stands
 PROMPT = [7, 11, 3, 42, 5]
 GREEDY, WARM, NUCLEUS = Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.0, top_p=0.8, seed=4)
 CASES = [
@@ -35,25 +43,6 @@ CASES = [
     (NUCLEUS, ChildSampling.COUPLED),
     (WARM, ChildSampling.TOP_K),
 ]
-
-
-class BigramModel:
-    """Scores after a token, whatever came before it."""
-
-    num_layers, vocab_size, send = 1, NUM_TOKENS, None
-    logits_VV = 2 * torch.randn(NUM_TOKENS, NUM_TOKENS, generator=torch.Generator().manual_seed(3))
-
-    def __init__(self) -> None:
-        self.num_rows: list[int] = []
-
-    def take_in(self, *_: object) -> None:
-        """There is no encoder."""
-
-    def forward(self, token_T: Tensor, *_: object, num_logits: int = 0) -> Tensor:
-        self.num_rows.append(len(token_T))
-        return self.logits_VV[token_T][-num_logits:]
-
-    forward_chain = forward
 
 
 def draft_of_bigrams(model: BigramModel) -> Draft:
@@ -98,7 +87,7 @@ def best_paths(bounds: DynamicShape, sampler: Sampler, exponent: float) -> set[t
         for path in product(range(NUM_TOKENS), repeat=depth):
             log_f, parent = 0.0, 0
             for position, token in enumerate(path, start=ROOT_AT + 1):
-                logits_1V = BigramModel.logits_VV[parent][None]
+                logits_1V = BigramModel().logits_VV[parent][None]
                 is_coupled = sampler.drafting is ChildSampling.COUPLED
                 score_V = (sampler.perturbed(logits_1V, position) if is_coupled else logits_1V)[0].double().numpy()
                 log_f += float(np.log(np.exp(exponent * score_V)[token] / np.exp(exponent * score_V).sum()))
@@ -178,14 +167,15 @@ def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) 
     logits_VV = torch.zeros(NUM_TOKENS, NUM_TOKENS)
     for token, follower in ((0, 1), (0, 2), (1, 3), (3, 1), (2, 4), (4, 2)):
         logits_VV[token, follower] = 1e4
-    monkeypatch.setattr(BigramModel, "logits_VV", logits_VV)
-    tree = grow_bigrams(BigramModel(), DynamicShape(40, 30), Sampler(GREEDY, NUM_TOKENS), 2.5).tree
+    model = BigramModel()
+    model.logits_VV = logits_VV
+    tree = grow_bigrams(model, DynamicShape(40, 30), Sampler(GREEDY, NUM_TOKENS), 2.5).tree
     assert tree.topology.num_children_N.tolist() == [2] + [1] * 37 + [0] * 2
     assert path_of(tree, 39) == (1, 3) * 10 and path_of(tree, 38) == (2, 4) * 9 + (2,)
 
 
 @pytest.fixture(scope="module")
-def model(pair: tuple[Path, Path]) -> Iterator[StreamedModel]:
+def model(pair: Pair) -> Iterator[StreamedModel]:
     model = resident_model(open_checkpoint(pair[1]), "float32")
     yield model
     model.close()
@@ -264,7 +254,7 @@ def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
     assert sharpness.exponent == exponent
 
 
-def test_decoding_teaches_each_kind_of_sampling_by_itself(pair: tuple[Path, Path]) -> None:
+def test_decoding_teaches_each_kind_of_sampling_by_itself(pair: Pair) -> None:
     with load(*pair, ram="1GiB", context=128, tree="grown:24x6", threads=1) as decoder:
         drafter = decoder.drafter
         assert isinstance(drafter, ModelDrafter)
@@ -280,7 +270,7 @@ def test_decoding_teaches_each_kind_of_sampling_by_itself(pair: tuple[Path, Path
 
 
 @pytest.mark.parametrize("rule", ["match", "topk"])
-def test_rules_that_repeat_draws_give_the_same_ids(pair: tuple[Path, Path], rule: str) -> None:
+def test_rules_that_repeat_draws_give_the_same_ids(pair: Pair, rule: str) -> None:
     sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 2, "max_new_tokens": 60}
     with load(*pair, ram="1GiB", context=128, tree="grown:32x8", rule=rule, threads=1) as decoder:
         plain, tree = (decoder.generate(PROMPT, tree=tree, **sampling) for tree in ("none", None))
@@ -291,13 +281,70 @@ def test_rules_that_repeat_draws_give_the_same_ids(pair: tuple[Path, Path], rule
 
 @pytest.mark.parametrize(("num_nodes", "depth"), [(16, 8), (64, 8), (64, 24), (128, 20), (300, 16)])
 def test_a_growth_takes_no_more_draft_steps_than_are_planned_for(
-    num_nodes: int, depth: int, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    num_nodes: int, depth: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths, bounds = list[int](), DynamicShape(num_nodes, depth)
     with load(*pair, "1GiB", f"grown:{num_nodes}x{depth}", context=64, threads=1) as decoder:
         text, run = decoder.begin(PROMPT, Sampling()), Draft.run
         monkeypatch.setattr(Draft, "run", lambda self, *rows: widths.append(len(rows[0])) or run(self, *rows))
         decoder.drafter.grow([DraftText(bounds, text.tokens, text.sampler, text.caches.draft)])[0]
-    # A draft that is sure of nothing fills a tree by its rows alone; tests/drafting/test_pace.py has one that is.
+    # A draft that is sure of nothing fills a tree by its rows alone; the packaged pair, below, is sure of much.
     assert bounds.pace.num_parts <= len(widths) + 1 <= len(bounds.draft_widths) + 1
     assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.4)
+
+
+NUM_NODES, DEPTH, NUM_NEW = 64, 32, 128
+SLOW = GrowthSchedule(16, 9, 1.0)  # as it was once
+PROMPTS = ("import os\n\n\ndef walk(top):\n", 'def parse_args(argv):\n    """Read the command line."""\n')
+SAMPLINGS = (Sampling(), Sampling(temperature=0.6, seed=1))
+Text = tuple[list[int], list[int]]  # prompt, and what the target wrote
+
+
+def opened(draft: Path) -> Decoder:
+    tree = f"dynamic:{NUM_NODES}x{DEPTH}"
+    return offload.load(PAIR / "target", draft, "2GiB", tree, dtype="float32", context=512, threads=1, profile="none")
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[Sampling, list[Text]]:
+    tree = f"dynamic:{NUM_NODES}x{DEPTH}"
+    with opened(PAIR / "draft") as decoder:
+        encoded = [decoder.encode(prompt, raw=True) for prompt in PROMPTS]
+        return {one: [(ids, write(decoder, ids, one, NUM_NEW, tree)) for ids in encoded] for one in SAMPLINGS}
+
+
+class Again:
+    """What growing again along texts has taken, per sweep."""
+
+    def __init__(self, decoder: Decoder, texts: list[Text], sampling: Sampling, pace: GrowthSchedule) -> None:
+        widths, run, bounds = list[int](), Draft.run, DynamicShape(NUM_NODES, DEPTH, pace)
+        assert isinstance(decoder.drafter, ModelDrafter)
+        decoder.drafter._calibration.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Draft, "run", lambda draft, *rows: widths.append(len(rows[0])) or run(draft, *rows))
+            bursts = [one for text in texts for one in dynamic_again(decoder, *text, sampling, bounds)]
+        self.tokens, self.passes = sum(bursts) / len(bursts), 1 + len(widths) / len(bursts)
+        self.rows = 1 + sum(widths) / len(bursts)
+
+
+@contextmanager
+def as_it_was() -> Iterator[None]:
+    """No row more than nodes, which unlikely candidates take as well; an exponent of 3.2 at most."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic, "_LOG_FAR", math.inf)
+        patch.setattr(dynamic, "most_rows", lambda num_nodes: num_nodes)
+        patch.setattr(dynamic, "_GRID", tuple(beta for beta in dynamic._GRID if beta <= 3.2))
+        yield
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm"])
+def test_large_passes_grow_trees_as_good(texts: dict[Sampling, list[Text]], sampling: Sampling) -> None:
+    with opened(PAIR / "draft") as decoder:
+        with as_it_was():
+            slow = Again(decoder, texts[sampling], sampling, SLOW)
+        others = [Again(decoder, texts[sampling], sampling, pace) for pace in PACES]
+    for pace, again in zip(PACES, others, strict=True):
+        assert again.tokens == pytest.approx(slow.tokens, rel=0.06)
+        widths = [1, *pace.widths(NUM_NODES)]
+        assert again.passes == pytest.approx(len(widths), abs=3) and again.rows == pytest.approx(sum(widths), rel=0.2)
+    assert others[0].passes <= 0.75 * slow.passes, "0.6 on more texts that are less easy"

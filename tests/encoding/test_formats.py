@@ -4,7 +4,6 @@ And weights against what each format's own library makes of the same tensors, to
 AutoAWQ and AutoGPTQ cannot be installed beside the other libraries: their own arithmetic is written out here.
 """
 
-from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -73,43 +72,6 @@ def test_threads_share_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = as_stored(name, stored)
     got = expanded(stored.tensors, RECIPES[name].config, tuple(wanted.shape), torch.bfloat16, COMPILED)
     assert are_equal(got, wanted.bfloat16())
-
-
-def swapped(words: Tensor) -> Tensor:
-    """Both halves of each byte change places."""
-    byte = words.contiguous().view(torch.uint8)
-    return ((byte << 4) | (byte >> 4)).view(words.dtype)
-
-
-def moved_by_one(words: Tensor) -> Tensor:
-    """The last bit of each byte is another one."""
-    return (words.contiguous().view(torch.uint8) ^ 1).view(words.dtype)
-
-
-def beside(scale: Tensor) -> Tensor:
-    """Scales of the group, row or block beside."""
-    return scale.contiguous().view(torch.uint8 if scale.element_size() == 1 else scale.dtype).flatten().roll(
-        1).view(scale.shape).view(scale.dtype)  # fmt: skip
-
-
-_MISTAKES = [
-    *((name, ("_blocks", ".weight_packed", ".qweight", ".weight"), swapped)
-      for name in ("ct-w4", "awq", "gptq", "gptq-v2", "nf4", "nvfp4", "mxfp4")),
-    *((name, ("_scales", ".weight_scale_inv", ".weight_scale", ".scales", ".weight.absmax"), beside)
-      for name in ("fp8-block", "fp8-channel", "ct-w4", "ct-int8", "awq", "gptq", "nf4", "nvfp4", "mxfp4")),
-    *((name, (".weight_zero_point", ".qzeros"), moved_by_one) for name in ("ct-w4-zeros", "awq", "gptq", "gptq-v2")),
-    *((name, (".weight_g_idx", ".g_idx"), beside) for name in ("ct-w4-order", "gptq-order")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "suffixes", "mistake"), _MISTAKES)
-def test_mistakes_would_be_seen(name: str, suffixes: tuple[str, ...], mistake: Callable[[Tensor], Tensor]) -> None:
-    stored = RECIPES[name].store(weight_of(shapes_of(name)[0]))
-    wanted = as_stored(name, stored)
-    suffix = next(suffix for suffix in suffixes if suffix in stored.tensors)
-    tensors = {**stored.tensors, suffix: mistake(stored.tensors[suffix])}
-    got = expanded(tensors, RECIPES[name].config, tuple(wanted.shape))
-    assert not are_equal(got, wanted)
 
 
 SHAPES = [(96, 160), (24, 64)]

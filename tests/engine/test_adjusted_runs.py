@@ -1,17 +1,19 @@
-"""Penalties and biases under speculation: the text is that of no tree, and of transformers, and guesses stay good."""
+"""Penalties, biases and log-probabilities under speculation: those of no tree, and of transformers."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, save_pair
+from tiny import FAMILIES, VOCAB_SIZE, Pair, save_pair
 from transformers import AutoModelForCausalLM
 
 import offload
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
+from offload.engine.request import Request
 from offload.sampling.sampler import AdjustedRows, Rows, Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
@@ -29,20 +31,22 @@ DRAWN = {"greedy": {}, "warm": {"temperature": 0.8, "seed": 3}, "min-p": {"tempe
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"), noise=0.003)
 
 
 @pytest.fixture(scope="module")
-def decoder(models: tuple[Path, Path]) -> Iterator[Decoder]:
+def decoder(models: Pair) -> Iterator[Decoder]:
     with offload.load(
         *models, "1GiB", "16x6", context=160, dtype="float32", threads=1, profile="none", rule="sequoia", lookup=False
     ) as decoder:
         yield decoder
 
 
-def written(decoder: Decoder, how: dict[str, Any], tree: str = "none", rule: str = "match") -> Generation:
-    run = decoder.run(PROMPT, Sampling(**how), max_new_tokens=NUM_NEW, tree=tree, rule=rule)
+def written(
+    decoder: Decoder, how: dict[str, Any], tree: str = "none", rule: str = "match", *, num_logprobs: int | None = None
+) -> Generation:
+    run = decoder.start(Request(PROMPT, Sampling(**how), NUM_NEW, num_logprobs=num_logprobs), tree=tree, rule=rule)
     for _ in run:
         pass
     return run.result()
@@ -63,9 +67,7 @@ def test_one_seed_gives_one_text_with_every_tree(decoder: Decoder, setting: str,
 
 
 @pytest.mark.parametrize("has_draft", [True, False])
-def test_guesses_of_the_text_itself_change_nothing(
-    decoder: Decoder, models: tuple[Path, Path], has_draft: bool
-) -> None:
+def test_guesses_of_the_text_itself_change_nothing(decoder: Decoder, models: Pair, has_draft: bool) -> None:
     """They are point masses, from whatever they were copied; one that is penalised is only a poor guess."""
     how, pair = SETTINGS["presence"] | DRAWN["warm"], models if has_draft else models[:1]
     with offload.load(
@@ -96,13 +98,13 @@ def by_transformers(target: Path, how: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize(
     "how", [SETTINGS["repeat"], SETTINGS["bias"], SETTINGS["repeat"] | SETTINGS["bias"]], ids=["repeat", "bias", "both"]
 )
-def test_greedy_text_is_that_of_transformers(decoder: Decoder, models: tuple[Path, Path], how: dict[str, Any]) -> None:
+def test_greedy_text_is_that_of_transformers(decoder: Decoder, models: Pair, how: dict[str, Any]) -> None:
     wanted = by_transformers(models[0], how)
     for tree in ("none", *TREES):
         assert written(decoder, how, tree).token_ids == wanted
 
 
-def test_counts_of_openai(decoder: Decoder, models: tuple[Path, Path]) -> None:
+def test_counts_of_openai(decoder: Decoder, models: Pair) -> None:
     """Presence and frequency by their formula on logits of a pass over the whole text, token after token."""
     how = SETTINGS["presence"] | SETTINGS["frequency"]
     ids = list(PROMPT)
@@ -126,11 +128,6 @@ def adjust_the_target_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sampler, "adjusted", lambda self, logits_TV, paths: logits_TV)
 
 
-def forget_the_path(patch: pytest.MonkeyPatch) -> None:
-    adjusted = Sampler.adjusted
-    patch.setattr(Sampler, "adjusted", lambda self, logits_TV, paths: adjusted(self, logits_TV, [()] * len(paths)))
-
-
 @pytest.mark.parametrize("tree", TREES)
 def test_guesses_stay_good(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tree: str) -> None:
     """A draft that knows nothing of a strong penalty guesses what was said before, and that never comes."""
@@ -142,9 +139,55 @@ def test_guesses_stay_good(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tr
     assert good.stats.tokens_per_sweep > 1.3 * poor.stats.tokens_per_sweep
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_a_path_that_is_forgotten_would_show(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tree: str) -> None:
-    alone = written(decoder, SETTINGS["every"])
-    forget_the_path(monkeypatch)
-    assert written(decoder, SETTINGS["every"]).token_ids == alone.token_ids, "without a tree there are no paths"
-    assert written(decoder, SETTINGS["every"], tree).token_ids != alone.token_ids
+HOWS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8, "repeat_penalty": 1.4, "seed": 3}]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=["greedy", "adjusted"])
+@pytest.mark.parametrize(
+    ("tree", "rule"), [("none", "match"), ("8x3", "match"), ("dynamic:16x6", "topk"), ("8x3", "sequoia")]
+)
+def test_they_are_those_of_transformers(
+    decoder: Decoder, models: Pair, how: dict[str, Any], tree: str, rule: str
+) -> None:
+    """They follow from the model's own logits, whatever is done to these before a token is drawn."""
+    result = written(decoder, how, tree, rule, num_logprobs=3)
+    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([[*PROMPT, *result.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+    logprob_TV = logits_TV.log_softmax(1)
+    assert result.logprobs is not None and len(result.logprobs) == NUM_NEW
+    for told, token, logprob_V in zip(result.logprobs, result.token_ids, logprob_TV, strict=True):
+        best = logprob_V.topk(3)
+        assert told.token == token
+        assert told.logprob == pytest.approx(float(logprob_V[token]), abs=1e-4)
+        assert [one for one, _ in told.top] == best.indices.tolist()
+        assert [number for _, number in told.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("how", HOWS, ids=["greedy", "adjusted"])
+def test_asking_changes_nothing(decoder: Decoder, how: dict[str, Any]) -> None:
+    asked, plain = (written(decoder, how, "8x3", num_logprobs=num_top) for num_top in (0, None))
+    assert asked.token_ids == plain.token_ids
+    assert asked.logprobs is not None and all(one.top == () for one in asked.logprobs)
+    assert plain.logprobs is None and "logprobs" not in plain.as_dict()
+
+
+def test_they_are_part_of_the_object(decoder: Decoder) -> None:
+    result = written(decoder, {}, "8x3", num_logprobs=2)
+    told = json.loads(json.dumps(result.as_dict()["logprobs"]))
+    assert [one["token"] for one in told] == result.token_ids
+    assert all(one["top"][0] == [one["token"], one["logprob"]] for one in told), "greedy text is the likeliest"
+
+
+def test_more_than_there_are_is_all_of_them(decoder: Decoder) -> None:
+    result = decoder.generate(PROMPT, max_new_tokens=2, num_logprobs=10**6)
+    assert result.logprobs is not None and all(len(one.top) == VOCAB_SIZE for one in result.logprobs)
+
+
+def test_a_cut_text_has_those_of_its_tokens(decoder: Decoder) -> None:
+    run = decoder.start(Request(PROMPT, max_new_tokens=NUM_NEW, num_logprobs=0), tree="8x3")
+    for _ in run:
+        pass
+    run.sequence.cut(4)
+    assert [one.token for one in run.result().logprobs or ()] == run.sequence.new_ids == run.result().token_ids
+    assert len(run.sequence.new_ids) == 4

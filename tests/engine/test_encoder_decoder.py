@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_t5 import LAYOUTS, START, VOCAB_SIZE, build, reference, save, save_pair, streaming_ram
-from tiny import FAMILIES, save_tokenizer
+from tiny import FAMILIES, Pair, save_tokenizer
 from tiny import build as build_decoder
 from tiny import save as save_decoder
 from torch import Tensor
@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 import offload
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
-from offload.model.encoder_decoder import EncoderDecoderModel, SourceCache
+from offload.model.encoder_decoder import SourceCache
 
 TREES = ("none", "8x3", "32x8", "chain:6", "sequences:4x4", "grown:32x8")
 CONTEXT = 96
@@ -29,12 +29,12 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return save_pair("v1.1", tmp_path_factory.mktemp("t5"))
 
 
 @pytest.fixture
-def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
+def decoder(pair: Pair) -> Iterator[Decoder]:
     """Everything streamed."""
     ram = streaming_ram(*pair, context=CONTEXT, num_nodes=32)
     with offload.load(*pair, ram=ram, context=CONTEXT, tree="32x8", threads=1) as opened:
@@ -62,7 +62,7 @@ def test_greedy_ids_equal_transformers(layout: str, tmp_path: Path) -> None:
     assert min(yields) == 1, "the tree-less run must take one sweep a token"
 
 
-def test_same_seed_same_ids_for_every_tree_and_memory(pair: tuple[Path, Path], decoder: Decoder) -> None:
+def test_same_seed_same_ids_for_every_tree_and_memory(pair: Pair, decoder: Decoder) -> None:
     sampling = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 12}
     with offload.load(pair[0], ram="1GiB", context=CONTEXT, threads=1) as alone:
         assert alone.plan.encoder_bytes, "the encoder stays where everything does"
@@ -98,7 +98,7 @@ def test_what_a_prompt_shares_with_the_one_before_is_kept_or_read_anew(decoder: 
 
 
 @pytest.mark.parametrize("at", [1, 4])  # of the layers of the first sweep
-def test_a_prompt_that_was_cut_short_goes_on(at: int, pair: tuple[Path, Path]) -> None:
+def test_a_prompt_that_was_cut_short_goes_on(at: int, pair: Pair) -> None:
     class Enough(Exception):  # noqa: N818
         pass
 
@@ -161,37 +161,6 @@ def test_a_prompt_of_nothing_is_refused(decoder: Decoder) -> None:
         decoder.step(decoder.begin([], offload.Sampling()))
 
 
-def test_a_bias_by_row_is_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers counts: node 5 of a tree would lie five positions behind its root."""
-    wanted = decoder.generate(prompts()[1], max_new_tokens=24, tree="none").token_ids
-    right = EncoderDecoderModel._build_masks
-
-    def by_row(model: EncoderDecoderModel, position_U: Tensor, ancestor_TU: Tensor, cache: SourceCache) -> object:
-        masks = right(model, position_U, ancestor_TU, cache)
-        num_rows, num_columns = model._distance_TS.shape
-        first_row = num_columns - num_rows
-        model._distance_TS = torch.arange(num_columns) - torch.arange(first_row, num_columns)[:, None]
-        return masks
-
-    monkeypatch.setattr(EncoderDecoderModel, "_build_masks", by_row)
-    assert decoder.generate(prompts()[1], max_new_tokens=8, tree="none").token_ids == wanted[:8]
-    assert decoder.generate(prompts()[1], max_new_tokens=24, tree="32x8").token_ids != wanted
-
-
-def test_keys_of_the_prompt_before_are_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = decoder.generate(prompts()[1], max_new_tokens=8, tree="none").token_ids
-    right = SourceCache.read
-
-    def keep(cache: SourceCache, source: list[int], hidden_1SD: Tensor) -> None:
-        crossed = cache.cross
-        right(cache, source, hidden_1SD)
-        cache.cross = crossed
-
-    decoder.generate(prompts()[2], max_new_tokens=2, tree="none")
-    monkeypatch.setattr(SourceCache, "read", keep)
-    assert decoder.generate(prompts()[1], max_new_tokens=8, tree="none").token_ids != wanted
-
-
 def test_what_the_encoder_and_the_decoder_have_no_room_for_is_refused(decoder: Decoder) -> None:
     decoder.generate([2] * CONTEXT, max_new_tokens=1)
     with pytest.raises(offload.UserError, match=f"at most `context` tokens, {CONTEXT}, got a prompt of {CONTEXT + 1}"):
@@ -214,7 +183,7 @@ def test_sessions_are_refused(decoder: Decoder, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_weights")
-def test_what_cannot_go_on_is_refused_early(pair: tuple[Path, Path]) -> None:
+def test_what_cannot_go_on_is_refused_early(pair: Pair) -> None:
     for request, words in (
         (Request(prompts()[2], is_kept=True), "`session` keeps a text that goes on"),
         (Request([{"role": "user", "content": "Hello"}]), "cannot chat: use offload generate"),
@@ -239,7 +208,7 @@ def test_starts_must_be_of_the_vocabulary_and_the_same(tmp_path: Path) -> None:
         offload.load(target)
 
 
-def test_a_draft_is_timed_behind_a_prompt(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_is_timed_behind_a_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     sources, right = set[int](), SourceCache.read
     monkeypatch.setattr(SourceCache, "read", lambda cache, source, hidden: (
         sources.add(len(source)), right(cache, source, hidden)))  # fmt: skip
@@ -248,7 +217,7 @@ def test_a_draft_is_timed_behind_a_prompt(pair: tuple[Path, Path], monkeypatch: 
 
 
 @pytest.mark.usefixtures("_no_weights")
-def test_what_does_not_go_with_an_encoder_is_refused_early(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_does_not_go_with_an_encoder_is_refused_early(pair: Pair, tmp_path: Path) -> None:
     alone = save_decoder(build_decoder(FAMILIES["llama"]()), tmp_path / "llama")
     with pytest.raises(offload.UserError, match="must both have an encoder or none, got t5 and llama"):
         offload.load(pair[0], alone)
@@ -278,7 +247,7 @@ def test_text_has_no_sentinels_and_ends_where_the_model_ends_it(tmp_path: Path) 
     assert got.text == tokenizer.decode(got.token_ids[:-1], skip_special_tokens=True)
 
 
-def test_penalties_are_of_the_decoders_own_text(pair: tuple[Path, Path], decoder: Decoder) -> None:
+def test_penalties_are_of_the_decoders_own_text(pair: Pair, decoder: Decoder) -> None:
     """As with transformers: what the encoder reads was not said."""
     model, (_, _, prompt) = AutoModelForSeq2SeqLM.from_pretrained(pair[0], dtype=torch.float32), prompts()
     how = {"do_sample": False, "max_new_tokens": 16, "repetition_penalty": 1.3, "use_cache": False}

@@ -1,6 +1,7 @@
-"""Texts that keep a grammar: whole and valid, the same with every tree, and those of transformers with llguidance."""
+"""Texts that keep a grammar: whole and valid, with every tree, and those of transformers; 200 answers in JSON."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, save_pair, save_tokenizer
+from test_adjusted_runs import adjust_the_target_alone
+from tiny import FAMILIES, Pair, save_pair, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
@@ -18,27 +20,30 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.request import Request
 from offload.errors import UserError
+from offload.options import CHAT_PAIR
 from offload.sampling.grammar import Grammar, find_grammar
-from offload.sampling.grammar_mask import GrammarMask
-from offload.sampling.sampler import AdjustedRows, Rows, Sampler
 from offload.sampling_options import Sampling
-from offload.trees.token_tree import TokenTree
 
 llguidance = pytest.importorskip("llguidance")
 
 PAIR = Path(offload.__file__).parent / "demo_pair"
 PROMPT, NUM_NEW = "Describe a person as JSON: ", 80
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_pattern": "[ \\n]{0,2}"},
-}
+
+
+def object_of(**properties: Any) -> dict[str, Any]:
+    """A schema that wants all of these and nothing else."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def text_of(most: int) -> dict[str, Any]:
+    return {"type": "string", "maxLength": most}
+
+
+SCHEMA = object_of(
+    name=text_of(12),
+    age={"type": "integer", "minimum": 0, "maximum": 99},
+    tags={"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+) | {"x-guidance": {"whitespace_pattern": "[ \\n]{0,2}"}}
 BLANKS = {"whitespace_pattern": "[ ]"}  # ours, where a schema does not speak of them
 TREES = ["none", "16x4", "dynamic:32x6", "chain:4"]
 DRAWN = {"greedy": Sampling(), "warm": Sampling(temperature=1.0, seed=3), "top-p": Sampling(temperature=1.3, top_p=0.7)}
@@ -159,7 +164,7 @@ def test_greedy_text_is_that_of_transformers_with_llguidance(decoder: Decoder, n
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Random models without a token for their end; a draft that is often right."""
     pair = save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("tiny"), noise=0.03)
     for folder in pair:
@@ -168,7 +173,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def tiny_decoder(tiny: tuple[Path, Path]) -> Iterator[Decoder]:
+def tiny_decoder(tiny: Pair) -> Iterator[Decoder]:
     with offload.load(
         *tiny, "1GiB", "16x4", context=64, dtype="float32", threads=1, profile="none", rule="sequoia", lookup=False
     ) as decoder:
@@ -179,7 +184,7 @@ WARM = 4.0  # so that every text is drawn now and then
 
 
 @pytest.fixture(scope="module")
-def law(tiny: tuple[Path, Path]) -> dict[str, float]:
+def law(tiny: Pair) -> dict[str, float]:
     """Return the chances of the texts that `[abc]{2}` allows: by the target's own chances, token after token."""
     tokenizer, model = AutoTokenizer.from_pretrained(tiny[0]), AutoModelForCausalLM.from_pretrained(tiny[0])
     law: dict[str, float] = {}
@@ -217,16 +222,6 @@ def test_drawn_texts_have_the_masked_targets_law(tiny_decoder: Decoder, law: dic
     assert chi_square(counts, dict.fromkeys(law, 1 / 9), num_drawn) > 26.1, "a control: they are not equally likely"
 
 
-def mask_the_target_alone(patch: pytest.MonkeyPatch) -> None:
-    adjusted = Sampler.adjusted
-
-    def adjusted_rows(self: Sampler, tree: TokenTree, logits: Rows) -> Rows:
-        return AdjustedRows(logits, lambda node, row_V: adjusted(self, row_V[None], [tree.path(node)])[0])
-
-    patch.setattr(Sampler, "adjusted_rows", adjusted_rows)
-    patch.setattr(Sampler, "adjusted", lambda self, logits_TV, paths: logits_TV)
-
-
 def test_a_grammar_makes_guesses_better_and_a_draft_without_it_worse(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,27 +232,16 @@ def test_a_grammar_makes_guesses_better_and_a_draft_without_it_worse(
         return sum(len(one.token_ids) for one in results) / sum(one.stats.num_sweeps for one in results)
 
     with_it, without = tokens_per_sweep(GRAMMARS["schema"]), tokens_per_sweep(None)
-    mask_the_target_alone(monkeypatch)
+    adjust_the_target_alone(monkeypatch)
     of_target_alone = tokens_per_sweep(GRAMMARS["schema"])
     assert with_it >= without
     assert with_it > 1.2 * of_target_alone
-
-
-def test_a_mask_that_forgets_the_path_shows(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    adjust = GrammarMask.adjust
-    monkeypatch.setattr(
-        GrammarMask, "adjust", lambda self, logits_TV, paths, send: adjust(self, logits_TV, [()] * len(paths), send)
-    )
-    with pytest.raises(UserError, match="cannot be followed any further"):
-        written(decoder, GRAMMARS["schema"], tree="16x4")
 
 
 def test_arguments_of_generate_and_stream(decoder: Decoder) -> None:
     assert decoder.generate(PROMPT, regex="[0-9]{3}").text.isdigit()
     require_person("".join(decoder.stream(PROMPT, json_schema=json.dumps(SCHEMA))))
     assert decoder.generate(PROMPT, grammar='start: "yes" | "no"').text in ("yes", "no")
-    with pytest.raises(UserError, match="one grammar at most"):
-        decoder.generate(PROMPT, regex="a", grammar="b")
     with pytest.raises(UserError, match="`regex` cannot be compiled"):
         decoder.stream(PROMPT, regex="(")
 
@@ -307,3 +291,90 @@ def test_answers_of_a_small_model_are_not_cut_by_blanks(decoder: Decoder) -> Non
     )
     assert [one.finish_reason for one in answers] == ["stop"] * 16
     assert all(json.loads(one.text) and "\n" not in one.text for one in answers)
+
+
+NUM_TOKENS = 256
+AGE: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 150}
+SIZE: dict[str, Any] = {"type": ["integer", "null"], "minimum": 0, "maximum": 9999}
+ROW = object_of(kind={"enum": ["list", "dict", "set"]}, size=SIZE, note=text_of(15))
+TAGS = {"type": "array", "items": text_of(10), "minItems": 1, "maxItems": 4}
+SCHEMAS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "person": ("Describe a person as JSON.", 67, object_of(name=text_of(20), age=AGE)),
+    "tags": ("What is a list? Answer as JSON.", 67, object_of(title=text_of(30), tags=TAGS, done={"type": "boolean"})),
+    "rows": ("Give rows as JSON.", 66, {"type": "array", "minItems": 1, "maxItems": 3, "items": ROW}),
+}
+TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "null": type(None)}
+
+
+def breaches(value: Any, schema: dict[str, Any], place: str = "$") -> Iterator[str]:
+    """Return what of a value breaks a schema made of the words above."""
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else types
+    if types and type(value) not in [TYPES[one] for one in types]:
+        yield f"{place} is {value!r}, none of {types}"
+        return
+    if "enum" in schema and value not in schema["enum"]:
+        yield f"{place} is {value!r}, not in {schema['enum']}"
+    if isinstance(value, str) and len(value) > schema.get("maxLength", len(value)):
+        yield f"{place} is longer than {schema['maxLength']}: {value!r}"
+    if type(value) is int and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
+        yield f"{place} is out of bounds: {value}"
+    if isinstance(value, list):
+        if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
+            yield f"{place} has {len(value)} items"
+        for index, one in enumerate(value):
+            yield from breaches(one, schema["items"], f"{place}[{index}]")
+    if isinstance(value, dict):
+        if not {*schema["required"]} <= {*value} <= {*schema["properties"]}:
+            yield f"{place} has {[*value]}"
+        for name in value.keys() & schema["properties"].keys():
+            yield from breaches(value[name], schema["properties"][name], f"{place}.{name}")
+
+
+BROKEN: list[tuple[str, Any]] = [
+    ("person", []),
+    ("person", {"name": "a"}),
+    ("person", {"name": "a", "age": 151}),
+    ("person", {"name": "a", "age": True}),
+    ("person", {"name": "a" * 21, "age": 3}),
+    ("person", {"name": "a", "age": 3, "more": 0}),
+    ("tags", {"title": "", "tags": [], "done": True}),
+    ("tags", {"title": "", "tags": ["a" * 11], "done": True}),
+    ("tags", {"title": "", "tags": ["a"], "done": 1}),
+    ("rows", [{"kind": "tuple", "size": 1, "note": ""}]),
+    ("rows", [{"kind": "set", "size": 1.5, "note": ""}]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BROKEN)
+def test_what_breaks_a_schema_is_seen(name: str, value: Any) -> None:
+    _, _, schema = SCHEMAS[name]
+    assert len([*breaches(value, schema)]) == 1
+
+
+@pytest.fixture(scope="module")
+def chat_decoder() -> Iterator[Decoder]:
+    with offload.load(
+        CHAT_PAIR / "target", CHAT_PAIR / "draft", "1GiB", "dynamic:32x6", threads=1, profile="none"
+    ) as chat_decoder:
+        yield chat_decoder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_answers_are_whole_and_valid(chat_decoder: Decoder, name: str) -> None:
+    """Each of them, and all texts are not one."""
+    question, num_answers, schema = SCHEMAS[name]
+    texts = list[str]()
+    longest = 0
+    for seed in range(num_answers):
+        how: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "temperature": 1.0, "seed": seed, "json_schema": schema}
+        answer = chat_decoder.generate(question, **how)
+        assert answer.finish_reason == "stop", f"seed {seed} is cut: {answer.text[-80:]!r}"
+        assert [*breaches(json.loads(answer.text), schema)] == [], f"seed {seed}"
+        between = re.sub(r'"(?:[^"\\]|\\.)*"', '""', answer.text)
+        longest = max(longest, *map(len, re.findall(r"\s*", between)))
+        texts.append(answer.text)
+    print(f"{name}: {num_answers} valid, {len({*texts})} different, at most {longest} blanks between two parts")
+    assert longest <= 1
+    assert len({*texts}) > num_answers / 2

@@ -10,7 +10,7 @@ from matrix import matrix
 from plans import plan_memory
 from quantised import save_quantised
 from test_families import WORKING, config_of
-from tiny import FAMILIES, build, save, save_pair
+from tiny import FAMILIES, Pair, build, save, save_pair
 
 import offload
 from offload.checkpoint.held import Held
@@ -58,7 +58,7 @@ def test_the_text_is_the_same_with_a_copy_and_without(family: str, draft: str, t
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_the_text_is_the_same_with_a_draft_in_fewer_bits(dtype: str, pair: tuple[Path, Path]) -> None:
+def test_the_text_is_the_same_with_a_draft_in_fewer_bits(dtype: str, pair: Pair) -> None:
     target, draft = pair
     alone, plain, held = run(target, None), run(target, draft), run(target, draft, draft_dtype=dtype)
     assert alone.ids == plain.ids == held.ids
@@ -73,7 +73,7 @@ def test_a_router_is_no_product_though_it_is_derived_from_one(tmp_path: Path) ->
 
 
 @matrix("how", ["fp8-block", "packed"], daily=1)
-def test_coded_weights_are_rounded_as_well(how: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_coded_weights_are_rounded_as_well(how: str, pair: Pair, tmp_path: Path) -> None:
     """A copy of a coded target, and a coded draft: what is held has no words left to expand."""
     if how == "packed":
         halves = [save(build(FAMILIES["llama"](), seed).bfloat16(), tmp_path / f"half{seed}") for seed in (0, 1)]
@@ -109,7 +109,7 @@ def test_what_is_held_is_what_was_planned_and_the_model_runs(family: str, bits: 
     model.close()
 
 
-def test_a_copy_has_no_embeddings_of_its_own(pair: tuple[Path, Path]) -> None:
+def test_a_copy_has_no_embeddings_of_its_own(pair: Pair) -> None:
     with offload.load(str(pair[0]), "self:int4", tree=TREE, profile="none", context=CONTEXT) as decoder:
         own, theirs = decoder.drafter.model.meta_model, decoder.target._model.meta_model
         for name in ("get_input_embeddings", "get_output_embeddings"):
@@ -119,9 +119,7 @@ def test_a_copy_has_no_embeddings_of_its_own(pair: tuple[Path, Path]) -> None:
     assert small.shares_rest and sum(small.layer_bytes) < 0.5 * sum(shape.layer_bytes)
 
 
-def test_scales_of_the_wrong_group_cost_guesses_and_change_no_text(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scales_of_the_wrong_group_cost_guesses_and_change_no_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     right = run(pair[0], "self:int4")
     from offload.model import quantised_draft as held
 
@@ -137,7 +135,7 @@ def test_scales_of_the_wrong_group_cost_guesses_and_change_no_text(
 
 
 @pytest.fixture(scope="module")
-def refused(pair: tuple[Path, Path]) -> Iterator[list[tuple[dict[str, object], str]]]:
+def refused(pair: Pair) -> Iterator[list[tuple[dict[str, object], str]]]:
     draft = str(pair[1])
     yield [
         ({"draft": "self"}, "try self:int4"),
@@ -150,7 +148,7 @@ def refused(pair: tuple[Path, Path]) -> Iterator[list[tuple[dict[str, object], s
 
 
 def test_what_makes_no_sense_is_refused_before_weights_are_read(
-    pair: tuple[Path, Path], refused: list[tuple[dict[str, object], str]], _no_weights: None
+    pair: Pair, refused: list[tuple[dict[str, object], str]], _no_weights: None
 ) -> None:
     for options, said in refused:
         with pytest.raises(UserError) as caught:

@@ -57,12 +57,7 @@ def test_a_notebook_shows_few_lines_that_say_something(talker: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [
-        ({"sampling": 0.7}, "`sampling` must be a Sampling, got 0.7"),
-        ({"system": 5}, "`system` must be text, got 5"),
-        ({"max_new_tokens": -1}, "`max_new_tokens` must be 0 or more, got -1"),
-        ({"stop": ["b", 5]}, "`stop` must be text"),
-    ],
+    [({"sampling": 0.7}, "`sampling` must be a Sampling, got 0.7"), ({"system": 5}, "`system` must be text, got 5")],
 )
 def test_a_chat_names_its_arguments_at_once(given: dict[str, Any], words: str, decoder: Decoder) -> None:
     with pytest.raises(offload.UserError, match=words):

@@ -13,8 +13,8 @@ from in_memory import Delay
 from matrix import matrix
 from processes import Ranks
 from quantised import save_quantised
-from rank_threads import as_started_by_torchrun, rank_threads
-from tiny import FAMILIES, VOCAB_SIZE, displaced, save_pair, streaming_ram
+from rank_threads import rank_threads
+from tiny import FAMILIES, VOCAB_SIZE, Pair, displaced, save_pair, streaming_ram
 
 import offload
 from offload.engine.decoder import Decoder
@@ -26,11 +26,12 @@ from offload.rank_roles import RankInfo
 PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 NUM_NEW = 24
 TREE = "dynamic:16x6"
-Pair = tuple[Path, Path]
+Pairs = Callable[[str], Pair]
+Wanted = Callable[[str], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     @functools.cache
     def pair(family: str) -> Pair:
         target, draft = save_pair(FAMILIES[family](), tmp_path_factory.mktemp(family))
@@ -40,7 +41,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 
 
 @pytest.fixture(scope="module")
-def wanted(pairs: Callable[[str], Pair]) -> Callable[[str], list[list[int]]]:
+def wanted(pairs: Pairs) -> Wanted:
     """What one process writes without a tree."""
 
     @functools.cache
@@ -71,36 +72,25 @@ FAMILIES_BY_RANKS = [("llama", 2), ("llama", 3), ("qwen2", 2), ("qwen3-sliding",
 
 
 @matrix("family, num_ranks", FAMILIES_BY_RANKS, daily=2)
-def test_shards_write_what_one_process_writes(
-    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
-    family: str, num_ranks: int,
-) -> None:  # fmt: skip
-    as_started_by_torchrun(monkeypatch, num_ranks)
-    pair = pairs(family)
-    options = _options("shards", _streaming(pair), tree=TREE)
-    with rank_threads(num_ranks, *pair, lambda _: options) as decoder:
+def test_shards_write_what_one_process_writes(pairs: Pairs, wanted: Wanted, family: str, num_ranks: int) -> None:
+    ram = _streaming(pairs(family))
+    with rank_threads(num_ranks, *pairs(family), lambda _: _options("shards", ram, tree=TREE)) as decoder:
         assert _texts(decoder) == wanted(family)
         assert _texts(decoder) == wanted(family)  # nothing of the first is left
 
 
 @matrix("more", [{"tree": "none"}, {"tree": "16x5"}, {"tree": "chain:4"}, {"lookup": True}], daily=1)
-def test_shards_with_other_trees_and_uneven_shares(
-    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
-    more: dict[str, Any],
-) -> None:  # fmt: skip
-    as_started_by_torchrun(monkeypatch, 2)
-    pair = pairs("llama")
-    ram = _streaming(pair)
-    with rank_threads(2, *pair, lambda rank: _options("shards", ram + rank * 100_000, **more)) as decoder:
+def test_shards_with_other_trees_and_uneven_shares(pairs: Pairs, wanted: Wanted, more: dict[str, Any]) -> None:
+    ram = _streaming(pairs("llama"))
+    with rank_threads(2, *pairs("llama"), lambda rank: _options("shards", ram + rank * 100_000, **more)) as decoder:
         assert _texts(decoder) == wanted("llama")
 
 
 @matrix("family, num_ranks, is_streamed", [("llama", 3, True), ("phi3", 2, False)], daily=1)
 def test_each_rank_reads_and_sends_what_is_planned(
-    pairs: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, family: str, num_ranks: int,
+    pairs: Pairs, family: str, num_ranks: int,
     is_streamed: bool,
 ) -> None:  # fmt: skip
-    as_started_by_torchrun(monkeypatch, num_ranks)
     pair = pairs(family)
     ram = _streaming(pair)
     with rank_threads(num_ranks, *pair, lambda rank: _options("shards", ram - rank, tree=TREE)) as decoder:
@@ -127,34 +117,26 @@ def _random_delays(seed: int) -> Delay:
     ("gemma3", "stages:0-1,draft:2", 3), ("phi3", "stages:0-1", 2),
 ], daily=2)  # fmt: skip
 def test_stages_write_what_one_process_writes(
-    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
+    pairs: Pairs, wanted: Wanted,
     family: str, ranks: str, num_ranks: int,
 ) -> None:  # fmt: skip
-    as_started_by_torchrun(monkeypatch, num_ranks)
-    options = _options(ranks, _streaming(pairs(family)) + (3 << 20))
-    with rank_threads(num_ranks, *pairs(family), lambda _: options, _random_delays(num_ranks)) as decoder:
+    ram = _streaming(pairs(family)) + (3 << 20)
+    with rank_threads(num_ranks, *pairs(family), lambda _: _options(ranks, ram), _random_delays(num_ranks)) as decoder:
         assert _texts(decoder) == wanted(family)
         assert _texts(decoder) == wanted(family)
 
 
 @matrix("pipeline", ["plain", "sync,rows=12", "async,rows=3,runs=4", "async,cut=0.3/0.4/0.01",
                                       "async,no-cancel", "async,no-continuous"], daily=2)  # fmt: skip
-def test_every_pipeline_writes_the_same(
-    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
-    pipeline: str,
-) -> None:  # fmt: skip
-    as_started_by_torchrun(monkeypatch, 3)
-    options = _options("stages:0-1,draft:2", "4GiB", pipeline=pipeline)
-    with rank_threads(3, *pairs("llama"), lambda _: options, _random_delays(1)) as decoder:
+def test_every_pipeline_writes_the_same(pairs: Pairs, wanted: Wanted, pipeline: str) -> None:
+    how: dict[str, Any] = {"ranks": "stages:0-1,draft:2", "ram": "4GiB", "pipeline": pipeline}
+    with rank_threads(3, *pairs("llama"), lambda _: _options(**how), _random_delays(1)) as decoder:
         assert _texts(decoder) == wanted("llama")
 
 
 @matrix("ranks", ["shards", "stages:0-1,draft:2"], daily=1)
-def test_a_text_that_is_broken_off_leaves_the_next_one_right(
-    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch, ranks: str
-) -> None:
+def test_a_text_that_is_broken_off_leaves_the_next_one_right(pairs: Pairs, wanted: Wanted, ranks: str) -> None:
     """As Ctrl-C does in a chat: at any moment at which the decoder says that stopping is safe."""
-    as_started_by_torchrun(monkeypatch, 3)
     left = [0]  # moments
 
     def break_off() -> None:
@@ -162,8 +144,8 @@ def test_a_text_that_is_broken_off_leaves_the_next_one_right(
         if left[0] == 0:
             raise TimeoutError
 
-    options = _options(ranks, "4GiB")
-    with rank_threads(3, *pairs("llama"), lambda _: options, hooks=Hooks(on_layer=break_off)) as decoder:
+    hooks = Hooks(on_layer=break_off)
+    with rank_threads(3, *pairs("llama"), lambda _: _options(ranks, "4GiB"), hooks=hooks) as decoder:
         for left[0] in (1, 11, 16):
             with pytest.raises(TimeoutError):
                 decoder.generate(PROMPT[:30], max_new_tokens=80)
@@ -171,37 +153,34 @@ def test_a_text_that_is_broken_off_leaves_the_next_one_right(
 
 
 @pytest.mark.parametrize("ranks", ["shards", "stages:0-1"])
-def test_a_rank_with_too_little_memory_is_named(
-    pairs: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, ranks: str
-) -> None:
-    as_started_by_torchrun(monkeypatch, 2)
-    options = [_options(ranks, "4GiB"), _options(ranks, "100MiB")]
-    with pytest.raises(UserError, match=r"rank 1.* MiB.*raise"), rank_threads(2, *pairs("llama"), options.__getitem__):
+def test_a_rank_with_too_little_memory_is_named(pairs: Pairs, ranks: str) -> None:
+    refused = pytest.raises(UserError, match=r"rank 1.* MiB.*raise")
+    with refused, rank_threads(2, *pairs("llama"), lambda rank: _options(ranks, ["4GiB", "100MiB"][rank])):
         pass
 
 
 def test_a_draft_with_other_words_is_refused_before_any_weight_is_read(
-    pairs: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pairs: Pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    as_started_by_torchrun(monkeypatch, 3)
     for reads in ("draft.resident_model", "stage.load_section"):
         monkeypatch.setattr(f"offload.distributed.{reads}", None)
     config = FAMILIES["llama"]()
     config.vocab_size += 8
-    pair, options = (pairs("llama")[0], save_pair(config, tmp_path)[1]), _options("stages:0-1,draft:2", "4GiB")
-    with pytest.raises(UserError, match="rank 2: the draft must share"), rank_threads(3, *pair, lambda _: options):
+    target, draft = pairs("llama")[0], save_pair(config, tmp_path)[1]
+    refused = pytest.raises(UserError, match="rank 2: the draft must share")
+    with refused, rank_threads(3, target, draft, lambda _: _options("stages:0-1,draft:2", "4GiB")):
         pass
 
 
 @pytest.mark.parametrize("ranks", ["shards", "stages:0-1"])
 def test_a_script_that_torchrun_starts_goes_on_at_rank_0_and_ends_at_the_others(
-    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], ranks: str
+    pairs: Pairs, wanted: Wanted, ranks: str
 ) -> None:
     reports = Ranks(2, _script, *pairs("llama"), ranks).reports()
     assert reports == {0: [wanted("llama"), "went on"], 1: ["ended with 0"]}
 
 
-def test_coded_ranks_meet_and_run_as_stages_only(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+def test_coded_ranks_meet_and_run_as_stages_only(pairs: Pairs, tmp_path: Path) -> None:
     """Headers that tell of codings are compared as well."""
     target = save_quantised(pairs("llama")[0], "ct-w4", tmp_path / "target").directory
     draft = pairs("llama")[1]

@@ -25,8 +25,6 @@ pytestmark = pytest.mark.usefixtures("_instant_link")
         (Request([1.5]), r"must be text, messages or token ids, got \[1.5\]"),  # type: ignore[list-item]
         (Request(7), "must be text, messages or token ids, got 7"),  # type: ignore[arg-type]
         (Request("Count: caf\udce9"), "text must be Unicode, got half a character at 10"),
-        (Request("Count:", max_new_tokens=-1), "`max_new_tokens` must be 0 or more, got -1"),
-        (Request("Count:", max_new_tokens=1, stop=["a", ""]), "`stop` must not be empty"),
     ],
 )
 def test_the_first_request_is_checked_by_load(request_: Request, words: str, sound: Path) -> None:
@@ -40,20 +38,11 @@ def test_a_model_that_is_no_name_is_refused(models: tuple[Any, ...], sound: Path
         offload.load(*(str(sound) if name == "no/such" else name for name in models), ram="1GiB")
 
 
-WRONG: list[tuple[str, object, str]] = [
-    ("temperature", None, "`temperature` must be a number, got None"),
-    ("stop", b"end", "`stop` must be text"),
-    ("tree", 5, "`tree` must be"),
-    ("rule", 5, "`rule` must be one of"),
-]
-
-
 def test_arguments_of_another_type_are_named(sound: Path) -> None:
     with offload.load(sound, sound, "1GiB", "4x2", context=64, threads=1) as decoder:
-        for name, value, words in WRONG:
-            given: dict[str, Any] = {"max_new_tokens": 2, name: value}
-            with pytest.raises(UserError, match=words):
-                decoder.generate("Count:", **given)
+        for name in ("tree", "rule"):
+            with pytest.raises(UserError, match=f"`{name}` must be"):
+                decoder.generate("Count:", max_new_tokens=2, **{name: 5})
         for prompt in (5, None, b"Count:", [5, "a"], [None], {"role": "user"}, [{"role": "user", "content": [5]}]):
             with pytest.raises(UserError):
                 decoder.generate(prompt, max_new_tokens=2)  # type: ignore[arg-type]

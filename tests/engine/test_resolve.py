@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import plan_memory
-from tiny import FAMILIES, save_pair
+from tiny import FAMILIES, save_pair, streaming_ram
 
 import offload
-from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine.resolve import Assumptions, ResolvedRun, resolve
+from offload.engine.resolve import Assumptions, resolve
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles
 from offload.planning.hardware import KNOWN
 from offload.planning.load_options import LoadOptions
-from offload.reports import estimate as estimating
 from offload.reports.estimate import estimate
 from offload.reports.tune import tune
 from offload.sampling_options import Sampling
@@ -39,13 +35,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def tight_ram(pair: tuple[str, str], num_nodes: int) -> int:
-    """Bytes with which no tree is larger than this one."""
-    files = ModelFiles(*map(open_checkpoint, pair))
-    roomy = plan_memory(files, ram=1 << 40, dtype="auto", context=128, num_nodes=num_nodes, rule="match")
-    return roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
-
-
+# with which no tree is larger
+TIGHT: dict[str, Any] = {"context": 128, "num_nodes": 64, "num_slots": 2, "rule": "match"}
 RUNS: dict[str, dict[str, Any]] = {
     "a tree": {"tree": "8x3"},
     "a tree with fewer nodes than its name": {"tree": "40x1"},
@@ -57,7 +48,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def plans(pair: tuple[str, str], **options: Any) -> tuple[object, object]:
     if options.get("ram") == 0:
-        options["ram"] = tight_ram(pair, 64)
+        options["ram"] = streaming_ram(*pair, **TIGHT)
     how = {"ram": "1GiB", **HOW, **options}
     planned = estimate(*pair, LoadOptions(**how), has_packing=False).plan
     with offload.load(*pair, **how) as decoder:
@@ -70,22 +61,9 @@ def test_a_plan_is_that_of_the_run(name: str, pair: tuple[str, str]) -> None:
     assert planned == run
 
 
-def test_a_way_of_its_own_is_noticed(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a plan that counts one text, as it did where trees of one text were larger than those of many."""
-
-    def alone(*one: Any, **more: Any) -> ResolvedRun:
-        run = resolve(*one, **more)
-        options = replace(run.options, parallel=1)
-        return replace(run, options=options, budget=replace(run.budget, parallel=1))
-
-    monkeypatch.setattr(estimating, "resolve", alone)
-    planned, run = plans(pair, **RUNS["several texts"])
-    assert planned != run
-
-
 def test_a_tree_that_is_chosen_is_planned_as_large_as_memory_has_room_for(pair: tuple[str, str]) -> None:
     """A plan used to refuse what loads with a smaller tree."""
-    options = LoadOptions(ram=tight_ram(pair, 8), **HOW)
+    options = LoadOptions(ram=streaming_ram(*pair, **{**TIGHT, "num_nodes": 8}), **HOW)
     found = estimate(*pair, options, has_packing=False)
     assert 1 < found.plan.num_nodes <= 8
     with pytest.raises(UserError, match="needs"):
@@ -100,7 +78,7 @@ def test_a_tree_deeper_than_the_context_is_refused_by_both(pair: tuple[str, str]
 
 
 def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str], asked: list[dict[str, Any]]) -> None:
-    options = LoadOptions(ram=tight_ram(pair, 64), link_limit="1MB", **HOW)
+    options = LoadOptions(ram=streaming_ram(*pair, **TIGHT), link_limit="1MB", **HOW)
     estimate(*pair, options, has_packing=False)
     assert [one["limit_bytes_per_s"] for one in asked] == [1_000_000]
 

@@ -79,14 +79,6 @@ def test_many_ends_of_a_long_beginning_have_room(target: tuple[str, Path]) -> No
     )
 
 
-def test_rows_that_see_another_branch_are_caught(target: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring._Branches, "sees", lambda own: torch.ones(own.num_rows, own.num_rows).tril().bool())
-    with opened(target[1]) as decoder:
-        scores = decoder.score_texts(TEXTS)
-    pairs = zip(scores, wanted_of(target[0]), strict=True)
-    assert any(abs(score.logprob - logprob) > 1e-2 for score, (logprob, _) in pairs)
-
-
 @pytest.mark.parametrize(("text", "said"), [
     (([7, 8], 0), "behind its first"), (([7] * 202, 1), "into the context of 200"), (([7, 999], 1), "must lie in"),
 ])  # fmt: skip

@@ -133,20 +133,6 @@ def test_a_step_that_was_cut_short_is_run_again(
     assert resumed(decoder, shape, owner, method, number) == wanted
 
 
-def test_caches_that_are_ahead_of_the_text_would_show(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a text that loses a token which its caches have."""
-    accept = Sequence.accept
-
-    def forgetful(self: Sequence, *what: Any) -> list[int]:
-        counted = accept(self, *what)
-        self.tokens.pop()
-        return counted
-
-    monkeypatch.setattr(Sequence, "accept", forgetful)
-    with pytest.raises(AssertionError, match="ahead of the text"):
-        resumed(decoder, SHAPES[0], ModelDrafter, "commit", 3)
-
-
 def test_a_text_that_begins_like_the_one_before_keeps_what_was_computed(decoder: Decoder) -> None:
     first = written(decoder, PROMPT, Sampling(), SHAPES[0])
     known = first.tokens[:-1]

@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from reciting import PROMPT, failing_reads, open_decoder, recited
+from waiting import PATIENCE_S, until
 
 import offload
 from offload.engine import service
@@ -24,7 +25,7 @@ from offload.engine.text import TextStream
 from offload.errors import ReadError, UserError
 from offload.sampling_options import Sampling
 
-PATIENCE_S, FOR_EVER = 60, 200
+FOR_EVER = 200
 
 
 def request(num_new: int = 12, **sampling: Any) -> Request:
@@ -53,13 +54,6 @@ def held_passes() -> Iterator[threading.Semaphore]:
             yield passes
         finally:
             passes.release(1 << 20)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    begun = time.monotonic()
-    while not holds():
-        assert time.monotonic() - begun < PATIENCE_S
-        time.sleep(0.002)
 
 
 def test_each_caller_gets_what_it_would_get_alone(looper: Path) -> None:

@@ -186,12 +186,9 @@ def test_repetitions_are_drawn_anew_and_settings_reach_the_sampler(ours: Any) ->
 @pytest.mark.parametrize("settings, refusal", [
     ({"num_beams": 4}, "num_beams=4"), ({"max_gen_toks": 5000}, "less than the context"),
 ])  # fmt: skip
-def test_settings_that_nothing_heeds_are_refused(ours: Any, settings: dict[str, Any], refusal: str) -> None:
+def test_what_nothing_heeds_or_has_no_room_is_refused(ours: Any, settings: dict[str, Any], refusal: str) -> None:
     with pytest.raises(UserError, match=refusal):
         ours.generate_until([request("import", {"until": ["x"], **settings})], disable_tqdm=True)
-
-
-def test_what_is_scored_must_have_room(ours: Any) -> None:
     with pytest.raises(UserError, match="between 1 and 1024 tokens"):
         ours.loglikelihood([request("import", LONG)], disable_tqdm=True)
 

@@ -7,11 +7,7 @@ from coded_weights import forbid_operators
 from torch import Tensor
 
 from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.encode_exponents import (
-    ExponentWords,
-    encode_exponents_compiled,
-    encode_exponents_reference,
-)
+from offload.kernels.encode_exponents import ExponentWords, encode_exponents_compiled, encode_exponents_reference
 from offload.kernels.expand_exponents import (
     expand_exponents_compiled,
     expand_exponents_kernel,

@@ -10,17 +10,9 @@ from rounding import LOGARITHMS
 from scipy import stats
 from torch import Tensor
 
-from offload.kernels.draw_without_replacement import (
-    draw_without_replacement_kernel,
-    draw_without_replacement_reference,
-)
+from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_reference
 from offload.kernels.jit import HAS_TRITON
-from offload.kernels.keyed_gumbel import (
-    keyed_gumbel_kernel,
-    keyed_gumbel_reference,
-    row_keys,
-    uniform,
-)
+from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_reference, row_keys, uniform
 from offload.kernels.kv_commit import are_alike, kv_commit_kernel, kv_commit_reference
 from offload.kernels.match_rows import match_rows_kernel, match_rows_reference
 from offload.kernels.registry import REFERENCES

@@ -45,17 +45,10 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
 
 
 @needs_triton
-def test_rows_with_gaps_are_taken() -> None:
-    wide, weight_D = numbers(6, 64), numbers(40)
-    got = rms_norm_kernel(wide[:, 8:48], weight_D, 1e-6, FORMS[0])
-    torch.testing.assert_close(got, rms_norm_reference(wide[:, 8:48], weight_D, 1e-6, FORMS[0]))
-
-
-@needs_triton
-def test_rows_that_lie_across_are_taken() -> None:
-    rows, weight_D = numbers(1, 7, 5).transpose(1, 2), numbers(7)
-    got = rms_norm_kernel(rows, weight_D, 1e-6, FORMS[0])
-    torch.testing.assert_close(got, rms_norm_reference(rows, weight_D, 1e-6, FORMS[0]))
+@pytest.mark.parametrize("rows", [numbers(6, 64)[:, 8:48], numbers(1, 7, 5).transpose(1, 2)], ids=["gaps", "across"])
+def test_rows_with_gaps_and_across_are_taken(rows: Tensor) -> None:
+    how = (rows, numbers(rows.shape[-1]), 1e-6, FORMS[0])
+    torch.testing.assert_close(rms_norm_kernel(*how), rms_norm_reference(*how))
 
 
 @needs_triton

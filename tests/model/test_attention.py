@@ -24,12 +24,7 @@ from offload.model.kv_cache import KVCache
 from offload.trees.token_tree import ancestors
 from offload.trees.topology import Topology
 
-TREES = {
-    "root": [-1],
-    "chain": [-1, 0, 1, 2, 3],
-    "bush": [-1, 0, 0, 0, 1, 1, 3, 4, 4, 6],
-    "star": [-1, 0, 0, 0, 0],
-}
+TREES = {"root": [-1], "chain": [-1, 0, 1, 2, 3], "bush": [-1, 0, 0, 0, 1, 1, 3, 4, 4, 6], "star": [-1, 0, 0, 0, 0]}
 
 
 def sees(topology: Topology, row: int, node: int) -> bool:

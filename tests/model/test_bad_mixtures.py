@@ -5,16 +5,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from test_mapping import (
-    _ROUTED,
-    _SIZES,
-    REFUSED,
-    our_state,
-    rewrite,
-    rows_of_another_expert,
-    saved,
-    set_config,
-)
+from test_mapping import _ROUTED, _SIZES, REFUSED, our_state, rewrite, rows_of_another_expert, saved, set_config
 from tiny import build
 from transformers import Glm4MoeConfig
 

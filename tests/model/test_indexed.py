@@ -1,15 +1,16 @@
-"""Layers that choose by an index what they attend to: every promise of a decoder holds for them as for any other.
+"""Layers that choose by an index what they attend to, by each row's own path: every promise of a decoder holds.
 
 All texts here are longer than what a layer chooses, 16 tokens, or 4 pools of 4, but where a length is told.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from matrix import matrix
-from plans import plan_memory
 from rounding import choices_beyond_doubt
 from safetensors.torch import load_file, safe_open
 from test_families import config_of, greedy_choices, meta_model_of, tiny_model
@@ -22,10 +23,10 @@ from test_recurrent import (
     assert_texts_share_passes,
     forward,
     opened,
-    prompt_of,
 )
 from test_wrappers import saved
-from tiny import save
+from tiny import random_ids, save, streaming_ram
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import offload
@@ -33,8 +34,12 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
+from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.memory.planner import ModelFiles, require_no_states
 from offload.model import indexed
+from offload.model.indexed import Choice, Pool, choose, index_scores
+from offload.model.parts import BatchMask, PartMask
+from offload.model.path_attention import path_attention, path_rows
 
 # with an index for each layer, with one that layers share, and of pools, beside a recurrence
 KINDS = ("deepseek_v32", "glm_moe_dsa", "qwen4_exp_text")
@@ -83,37 +88,14 @@ def test_every_node_of_a_tree_chooses_as_its_path_alone_would(kind: str, tmp_pat
         assert_follows_trees(tmp_path)
 
 
-MISTAKES = {
-    "the whole tree": (indexed, "_seen", lambda rows, num: torch.ones(len(rows.walk_TL), num, dtype=torch.bool)),
-    "a sibling's key": (
-        indexed._CacheOf,
-        "update_indexer",
-        lambda self, keys, layer, own=indexed._CacheOf.update_indexer: own(self, keys.flip(1), layer),
-    ),
-    "no choice": (indexed, "choose", None),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_would_show(mistake: str, glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, name, other = MISTAKES[mistake]
-    if other is None:
-        where, name, other = indexed, "choose", lambda choice, seen, *_: seen
-    monkeypatch.setattr(where, name, other)
-    with pytest.raises(AssertionError):
-        assert_follows_trees(glm)
-
-
-def spec_of(tree: str) -> dict[str, Any]:
-    num_nodes = 1 if tree == "none" else 9 if tree == "chain:8" else int(tree.split(":")[-1].split("x")[0])
-    return {"tree": tree, "num_nodes": num_nodes}
+def num_nodes_of(tree: str) -> int:
+    return {"none": 1, "chain:8": 9}.get(tree) or int(tree.split(":")[-1].split("x")[0])
 
 
 def decoder_of(folder: Path, tree: str, *, is_resident: bool = False, context: int = 720, **more: Any) -> Any:
     """A decoder whose draft is the model itself."""
-    sizes: dict[str, Any] = {"context": context, "num_nodes": spec_of(tree)["num_nodes"], "dtype": "float32"}
-    roomy = plan_memory((open_checkpoint(folder),) * 2, ram=1 << 40, experts="layers", **sizes)
-    ram = "4GiB" if is_resident else roomy.fixed_bytes + 2 * max(roomy.layer_bytes) + 100
+    sizes = {"context": context, "num_nodes": num_nodes_of(tree), "dtype": "float32", "experts": "layers"}
+    ram = "4GiB" if is_resident else streaming_ram(folder, num_slots=2, **sizes)
     how = {"ram": ram, "context": context, "tree": tree, "threads": 1, "experts": "layers", "dtype": "float32"}
     return offload.load(folder, folder, **(how | more))
 
@@ -128,7 +110,7 @@ def test_texts_are_transformers(tree: str, is_resident: bool, folder: Path) -> N
     with decoder_of(folder, tree, is_resident=is_resident) as decoder:
         assert decoder.plan.is_streamed != is_resident
         for num_tokens in filter(seeds.get, lengths):
-            prompt = prompt_of(num_tokens, seeds[num_tokens])
+            prompt = random_ids(num_tokens, seeds[num_tokens])
             got = decoder.generate(prompt, max_new_tokens=96)
             with choices_beyond_doubt():
                 assert got.token_ids == greedy_choices(theirs, got.token_ids, prompt)
@@ -145,7 +127,7 @@ def test_the_same_seed_gives_the_same_text(folder: Path) -> None:
     texts = []
     for tree in ("none", "64x12", "dynamic:64x12"):
         with decoder_of(folder, tree, context=160) as decoder:
-            got = decoder.generate(prompt_of(30), max_new_tokens=32, temperature=0.8, seed=4)
+            got = decoder.generate(random_ids(30), max_new_tokens=32, temperature=0.8, seed=4)
             texts.append(got.token_ids)
     assert texts[0] == texts[1] == texts[2] and len({*texts[0]}) > 3
 
@@ -156,7 +138,7 @@ def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
     for tree in ("none", "dynamic:16x4"):
         with decoder_of(folder, tree, dtype="bfloat16", context=160, ram="2GiB", invariant=True) as decoder:
             assert decoder.invariance.holds, decoder.invariance.reason
-            got = decoder.generate(prompt_of(70), max_new_tokens=20, num_logprobs=2)
+            got = decoder.generate(random_ids(70), max_new_tokens=20, num_logprobs=2)
             texts.append((got.token_ids, got.logprobs))
     assert all(one == texts[0] for one in texts) and len({*texts[0][0]}) > 3
 
@@ -188,9 +170,9 @@ def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     shape, model = model_shape(checkpoint, "float32"), resident_model(checkpoint, "float32")
     cache = model.new_cache(80)
     cache.promise(30)
-    forward(model, cache, [*range(-1, 29)], prompt_of(30))
+    forward(model, cache, [*range(-1, 29)], random_ids(30))
     cache.commit(range(30))
-    forward(model, cache, PARENTS, prompt_of(len(PARENTS)))
+    forward(model, cache, PARENTS, random_ids(len(PARENTS)))
     held = [(name, one.nbytes) for layer in cache.layers for name, one in layer.held.items()]
     index_bytes = sum(size for name, size in held if name == "index")
     assert index_bytes == 80 * shape.index_bytes_per_token > 0
@@ -202,8 +184,8 @@ def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
 def test_a_session_with_other_index_keys_is_refused(glm: Path, tmp_path: Path) -> None:
     path = tmp_path / "session"
     with opened(glm, invariant=True) as decoder:
-        wanted = decoder.generate(prompt_of(30), max_new_tokens=12).token_ids
-        decoder.generate(prompt_of(30), max_new_tokens=4)
+        wanted = decoder.generate(random_ids(30), max_new_tokens=12).token_ids
+        decoder.generate(random_ids(30), max_new_tokens=4)
         decoder.save_session(path)
         held = decoder.load_session(path).tokens
         run = decoder.run(held, offload.Sampling(), max_new_tokens=8, continues=True)
@@ -230,10 +212,10 @@ def test_a_copy_of_itself_in_few_bits_drafts(tmp_path: Path) -> None:
     config.mlp_layer_types = ["dense"] * 3
     save(tiny_model(config), tmp_path)
     with offload.load(tmp_path, "self:int8", ram="1GiB", context=160, tree="dynamic:16x4", threads=1) as decoder:
-        got = decoder.generate(prompt_of(30), max_new_tokens=24)
+        got = decoder.generate(random_ids(30), max_new_tokens=24)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with choices_beyond_doubt():
-        assert got.token_ids == greedy_choices(theirs, got.token_ids, prompt_of(30))
+        assert got.token_ids == greedy_choices(theirs, got.token_ids, random_ids(30))
     assert got.stats.tokens_per_sweep > 1.5
 
 
@@ -275,3 +257,126 @@ def test_an_index_of_another_make_is_refused_by_name(tmp_path: Path, monkeypatch
             meta_model_of(config_of("axk2"), tmp_path)
     finally:
         indexed._follower_of.cache_clear()
+
+
+NUM_HEADS, WIDTH = 3, 8
+MEANS = Pool(4, lambda raw_JRW, first_J: raw_JRW.mean(1) + first_J[:, None])
+
+
+def random_tree(num_rows: int, seed: int) -> np.ndarray:
+    """Which rows lie on the path to each; chains that branch now and then, and some from the start."""
+    chance = np.random.default_rng(seed)
+    sees_NN = np.eye(num_rows, dtype=bool)
+    for row in range(1, num_rows):
+        parent = row - 1 if chance.random() < 0.7 else int(chance.integers(-1, row))
+        if parent >= 0:
+            sees_NN[row] |= sees_NN[parent]
+    return sees_NN
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Small whole ones, so that sums are exact and many scores are equal."""
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def case(num_prefix: int, num_rows: int, seed: int, num_earlier: int = 0) -> tuple[PathRows, list[list[int]], Any]:
+    """Rows of a pass, the columns of each one's path, and queries, weights and states for them."""
+    sees_NN = random_tree(num_earlier + num_rows, seed)[num_earlier:]
+    rows = path_rows(num_prefix, torch.from_numpy(sees_NN), path_attention)
+    paths = [[*range(num_prefix), *(num_prefix + np.flatnonzero(sees)).tolist()] for sees in sees_NN]
+    query_THK = numbers(num_rows, NUM_HEADS, WIDTH, seed=seed)
+    weight_TH = numbers(num_rows, NUM_HEADS, seed=seed + 1)
+    state_SW = numbers(num_prefix + num_earlier + num_rows, WIDTH, seed=seed + 2)
+    return rows, paths, (query_THK, weight_TH, state_SW)
+
+
+def wanted(choice: Choice, path: list[int], query_HK: Tensor, weight_H: Tensor, state_SW: Tensor) -> set[int]:
+    """The columns that a row with this path chooses, by itself."""
+    size = choice.pool.size if choice.pool else 1
+    pools = [path[lo : lo + size] for lo in range(0, len(path) - size + 1, size)]
+    keys = [
+        choice.pool.keys(state_SW[pool][None], torch.tensor([index * size]))[0] if choice.pool else state_SW[pool[0]]
+        for index, pool in enumerate(pools)
+    ]
+    scores = [float((weight_H * (query_HK @ key).relu()).sum()) for key in keys]
+    best = sorted(range(len(pools)), key=lambda index: (-scores[index], index))[: choice.num_keys]
+    return {column for index in best for column in pools[index]} | {*path[len(pools) * size :]}
+
+
+def chosen(rows: PathRows, paths: list[list[int]]) -> list[set[int]]:
+    """The columns that each row sees."""
+    if rows.chosen_TS is None:
+        return [{*path} for path in paths]
+    return [{*path} & {*own.nonzero().flatten().tolist()} for path, own in zip(paths, rows.chosen_TS, strict=True)]
+
+
+def assert_chooses(choice: Choice, num_prefix: int, num_rows: int, seed: int, num_earlier: int = 0) -> None:
+    rows, paths, (query_THK, weight_TH, state_SW) = case(num_prefix, num_rows, seed, num_earlier)
+    got = choose(choice, rows, query_THK, weight_TH, state_SW)
+    for row, own in enumerate(chosen(got, paths)):
+        assert own == wanted(choice, paths[row], query_THK[row], weight_TH[row], state_SW), row
+    if got.chosen_TS is not None:
+        found = ({*own.nonzero().flatten().tolist()} for own in got.chosen_TS)
+        assert all(own <= {*path} for own, path in zip(found, paths, strict=True)), "nothing beside the path"
+
+
+CHOICES = {"tokens": Choice(12), "pools": Choice(3, MEANS), "odd pools": Choice(2, MEANS._replace(size=5))}
+SIZES = [(0, 1), (0, 40), (5, 24), (63, 64), (64, 30), (130, 24), (600, 9)]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(("num_prefix", "num_rows"), SIZES)
+def test_each_row_chooses_on_its_own_path(choice: str, num_prefix: int, num_rows: int) -> None:
+    for seed in range(3):
+        assert_chooses(CHOICES[choice], num_prefix, num_rows, seed)
+    assert_chooses(CHOICES[choice], num_prefix, num_rows, 7, num_earlier=11)
+
+
+def test_a_prompt_chooses_row_by_row() -> None:
+    """Rows that lie in order, most of which end before the blocks that all have in common."""
+    rows = path_rows(70, torch.ones(150, 150, dtype=torch.bool).tril(), path_attention)
+    paths = [[*range(70 + row + 1)] for row in range(150)]
+    query_THK, weight_TH = numbers(150, NUM_HEADS, WIDTH), numbers(150, NUM_HEADS, seed=1)
+    state_SW = numbers(220, WIDTH)
+    for choice in CHOICES.values():
+        got = chosen(choose(choice, rows, query_THK, weight_TH, state_SW), paths)
+        for row in (0, 5, 57, 58, 120, 149):
+            assert got[row] == wanted(choice, paths[row], query_THK[row], weight_TH[row], state_SW)
+
+
+def test_texts_that_share_a_pass_choose_among_their_own() -> None:
+    one, other = case(40, 9, seed=3), case(70, 12, seed=4)
+    query_THK, weight_TH = (torch.cat([one[2][at], other[2][at]]) for at in range(2))
+    gap_SW = torch.full((7, WIDTH), torch.nan)  # slots that nothing was written to
+    state_SW = torch.cat([one[2][2], gap_SW, other[2][2]])
+    num_first = len(one[2][2])
+    parts = (PartMask(0, 9, 0, num_first, one[0]), PartMask(9, 21, num_first + 7, len(state_SW), other[0]))
+    for choice in CHOICES.values():
+        got = choose(choice, BatchMask(parts), query_THK, weight_TH, state_SW)
+        for part, (rows, paths, what) in zip(got.parts, (one, other), strict=True):
+            assert chosen(part.mask, paths) == chosen(choose(choice, rows, *what), paths)
+
+
+def test_scores_are_added_up_over_heads() -> None:
+    query_THK, weight_TH = torch.randn(40, NUM_HEADS, WIDTH), torch.randn(40, NUM_HEADS)
+    key_JK = torch.randn(700, WIDTH)
+    wanted_TJ = ((query_THK @ key_JK.T).relu() * weight_TH[..., None]).sum(1)
+    torch.testing.assert_close(index_scores(query_THK, weight_TH, key_JK), wanted_TJ, atol=1e-4, rtol=1e-5)
+    even_TJ = (query_THK @ key_JK.T).relu().sum(1)
+    torch.testing.assert_close(index_scores(query_THK, None, key_JK), even_TJ, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_prefix", "num_rows"), SIZES[1:])
+def test_attention_sees_what_was_chosen(num_prefix: int, num_rows: int) -> None:
+    rows, paths, (query_THK, weight_TH, state_SW) = case(num_prefix, num_rows, seed=5)
+    rows = choose(CHOICES["tokens"], rows, query_THK, weight_TH, state_SW)
+    query_HTK, key_GSK, value_GSV = torch.randn(4, num_rows, 16), *torch.randn(2, 2, len(state_SW), 16)
+    got_THV = path_attention(query_HTK, key_GSK, value_GSV, rows, ScoreTerms(0.3))
+    without = path_attention(query_HTK, key_GSK, value_GSV, replace(rows, chosen_TS=None), ScoreTerms(0.3))
+    for row, own in enumerate(chosen(rows, paths)):
+        columns = sorted(own)
+        for head in range(4):
+            weight_C = (0.3 * key_GSK[head // 2, columns] @ query_HTK[head, row]).softmax(0)
+            wanted_V = weight_C @ value_GSV[head // 2, columns]
+            torch.testing.assert_close(got_THV[row, head], wanted_V, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(got_THV, without, atol=1e-2), "a choice that is not heeded would show"

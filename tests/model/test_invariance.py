@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from offload.calibration.invariance import make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
-from offload.kernels.path_attention import HEADER, AttentionChunk, ScoreTerms, Window
+from offload.kernels.path_attention import AttentionChunk, ScoreTerms, Window
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model import path_attention
 from offload.model.invariant import InvariantRows, in_whole_vectors
@@ -38,11 +38,6 @@ from offload.trees.topology import Topology, chain
 NUM_TOKENS = 84  # beyond one block of keys and three windows
 TEXT = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
 CUTS = ((NUM_TOKENS,), (13, 51, 20))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
 
 
 def invariant_model(family: str, dtype: str, base: Path) -> StreamedModel:
@@ -113,11 +108,14 @@ def test_logits_do_not_depend_on_the_rows_beside(family: str, dtype: str, base: 
     model = invariant_model(family, dtype, base)
     plain = taken_in(model, (1,) * NUM_TOKENS)
     assert [int((taken_in(model, cut) != plain).sum()) for cut in CUTS] == [0] * len(CUTS)
+    assert_paths_are(plain, model)
+
+
+def assert_paths_are(plain: Tensor, model: StreamedModel) -> None:
     for num_prefix in (1, 40, 58):  # with paths before, across and beyond the end of the first block
         got = on_path(model, num_prefix)
-        assert_same_bits(
-            got, plain[num_prefix : num_prefix + len(got)], Promise.INVARIANT, f"behind {num_prefix} tokens"
-        )
+        wanted = plain[num_prefix : num_prefix + len(got)]
+        assert_same_bits(got, wanted, Promise.INVARIANT, f"behind {num_prefix} tokens")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
@@ -132,34 +130,11 @@ def test_float16_and_other_numbers_of_threads(family: str, base: Path) -> None:
         torch.set_num_threads(1)
 
 
-def test_one_scattered_key_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted mistake: what lies on a path is added up from its end."""
-    model, walk = invariant_model("llama", "float32", base), path_rows
-    plain = taken_in(model, (1,) * NUM_TOKENS)
-
-    def from_the_end(*what: Any) -> Any:
-        rows = walk(*what)
-        for row_L in rows.walk_TL:
-            own = row_L[HEADER : HEADER + max(0, int(row_L[0] - row_L[1]))]
-            own.copy_(own.flip(0))
-        return rows
-
-    monkeypatch.setattr("offload.model.streamed.path_rows", from_the_end)
-    got = on_path(model, 40)
-    assert not torch.equal(got, plain[40 : 40 + len(got)])
-    torch.testing.assert_close(got, plain[40 : 40 + len(got)], atol=1e-3, rtol=1e-3)
-
-
 def test_attention_by_products_of_torch_has_the_same_bits(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where no machine code can be, and on a GPU without a kernel."""
     monkeypatch.setattr(path_attention, "can_attend", lambda *_: False)
     model = invariant_model("llama", "float32", base)
-    plain = taken_in(model, (1,) * NUM_TOKENS)
-    for num_prefix in (1, 40, 58):
-        got = on_path(model, num_prefix)
-        assert_same_bits(
-            got, plain[num_prefix : num_prefix + len(got)], Promise.INVARIANT, f"behind {num_prefix} tokens"
-        )
+    assert_paths_are(taken_in(model, (1,) * NUM_TOKENS), model)
 
 
 def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:

@@ -97,11 +97,6 @@ def launches_of(
     return most
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 # What a trial may find: that cuBLAS gives a row the same bits in each of these, or in none but the first.
 ALL_SIZES, FIRST_SIZE = (256, 512, 1024, 2048), (256,)
 CALLS = [(1, 4000), (64, 1024), (768, 128), (2048, 1024)]

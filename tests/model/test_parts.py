@@ -10,7 +10,6 @@ from torch import Tensor
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
-from offload.model import kv_cache
 from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
@@ -21,11 +20,6 @@ from offload.trees.topology import Topology
 TREE = Topology.from_parents([-1, 0, 0, 1, 1, 3])
 TEXTS = [list(range(5, 5 + length)) for length in (41, 3, 70)]
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
 
 
 def model_of(family: str, base: Path) -> StreamedModel:
@@ -85,15 +79,6 @@ def test_bits_stay_where_rows_are_invariant(base: Path) -> None:
     wanted = [alone(model, text) for text in TEXTS]
     got = together(model, [model.new_cache(100) for _ in TEXTS])
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
-
-
-def test_one_column_too_far_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama", base)
-    wanted, lent = [alone(model, text) for text in TEXTS], [model.new_cache(100) for _ in TEXTS]
-    right = KVCache.first_slot.fget
-    monkeypatch.setattr(kv_cache.KVCache, "first_slot", property(lambda cache: right(cache) - (cache is lent[1])))
-    got = together(model, lent)
-    assert not torch.allclose(got[1], wanted[1], **CLOSE) and torch.allclose(got[2], wanted[2], **CLOSE)
 
 
 def test_masks_that_are_calculated_with_are_refused(base: Path) -> None:

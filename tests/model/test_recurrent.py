@@ -1,19 +1,21 @@
-"""Hybrids: layers with a state follow token trees, and every promise of a decoder holds for them as for any other."""
+"""Hybrids: layers with a state follow token trees, step by step, and every promise of a decoder holds for them."""
 
 import json
+import math
 import shutil
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from plans import plan_memory
 from safetensors.torch import load_file
 from test_families import config_of, greedy_choices, meta_model_of, tiny_model
-from tiny import VOCAB_SIZE, save
+from tiny import random_ids, save, streaming_ram
 from transformers import AutoModelForCausalLM
 
 import offload
@@ -26,7 +28,7 @@ from offload.model import recurrences
 from offload.model.meta import build_meta_model
 from offload.model.recurrent import _by_device
 from offload.model.recurrent_cache import RecurrentCache
-from offload.model.recurrent_rows import BASE
+from offload.model.recurrent_rows import BASE, RowTree, previous_inputs
 from offload.model.streamed import StreamedModel
 from offload.model.thread_team import TEAM
 
@@ -34,11 +36,6 @@ KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear", "mi
 NUM_NODES = {"none": 1, "chain:3": 4, "8x3": 8, "dynamic:16x4": 16}
 _HOW: dict[str, Any] = {"context": 160, "tree": "dynamic:16x4", "threads": 1}
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]
-
-
-def prompt_of(num_tokens: int, seed: int = 1) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -61,11 +58,15 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def opened(folder: Path, *, tree: str = "8x3", context: int = 160, **more: Any) -> Iterator[offload.Decoder]:
     """A decoder whose layers stream, and whose draft is the model itself."""
-    files, sizes = (open_checkpoint(folder),) * 2, {"context": context, "parallel": more.get("parallel", 1)}
+    sizes = {"context": context, "parallel": more.get("parallel", 1), "experts": "layers"}
     sizes |= {"num_nodes": NUM_NODES[tree] * sizes["parallel"], "dtype": more.get("dtype", "auto")}
-    roomy = plan_memory(files, ram=1 << 40, experts="layers", **sizes)
-    ram = roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
-    how = {"ram": ram, "context": context, "tree": tree, "threads": 1, "experts": "layers"} | more
+    how = {
+        "ram": streaming_ram(folder, **sizes),
+        "context": context,
+        "tree": tree,
+        "threads": 1,
+        "experts": "layers",
+    } | more
     with offload.load(folder, folder, **how) as decoder:
         yield decoder
 
@@ -87,14 +88,14 @@ def path_to(node: int) -> list[int]:
 def assert_follows_trees(folder: Path) -> None:
     """Every node of two trees, behind a prompt in two passes, against transformers over its path alone."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ours, ids = resident_model(open_checkpoint(folder), "float32"), prompt_of(40)
+    ours, ids = resident_model(open_checkpoint(folder), "float32"), random_ids(40)
     cache = ours.new_cache(80)
     for chunk in (ids[:23], ids[23:]):
         cache.promise(len(chunk))
         forward(ours, cache, [*range(-1, len(chunk) - 1)], chunk)
         cache.commit(range(len(chunk)))
     for step, end in enumerate((8, 10)):
-        tokens = prompt_of(len(PARENTS), seed=step)
+        tokens = random_ids(len(PARENTS), seed=step)
         logits_NV = forward(ours, cache, PARENTS, tokens)
         for node in (0, 3, 5, 8, 9, 10):
             path = [tokens[one] for one in path_to(node)]
@@ -110,40 +111,13 @@ def test_trees_and_commits_equal_plain_decoding(folder: Path) -> None:
     assert_follows_trees(folder)
 
 
-@pytest.mark.parametrize("mistake", ["a sibling's state", "a tail one input too short", "inputs of other rows"])
-def test_mistakes_would_show(mistake: str, qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if mistake == "a sibling's state":
-        from offload.model.recurrent_rows import RowTree
-
-        add = RowTree.add
-        monkeypatch.setattr(RowTree, "add", lambda self, sees: (add(self, sees), _swap(self.parents)))
-    elif mistake == "a tail one input too short":
-        from offload.model import recurrent_cache
-
-        sum_taps = recurrent_cache._sum_taps
-        monkeypatch.setattr(recurrent_cache, "_sum_taps", lambda taps, *more: sum_taps([taps[1], *taps[1:]], *more))
-    else:
-        run = recurrences.GatedDelta.run
-        swapped = lambda self, state, rows, *more, **how: run(  # noqa: E731
-            self, state, {name: row_T.flip(0) for name, row_T in rows.items()}, *more, **how
-        )
-        monkeypatch.setattr(recurrences.GatedDelta, "run", swapped)
-    with pytest.raises(AssertionError):
-        assert_follows_trees(qwen)
-
-
-def _swap(parents: list[int]) -> None:
-    if len(parents) > 5:
-        parents[4] = 2
-
-
 def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
     """In bfloat16, where every difference of order shows: texts and the chances of their tokens, for every tree."""
     texts, trees = [], NUM_NODES if "qwen" in folder.name else ("none", "dynamic:16x4")
     for tree in trees:
         with opened(folder, tree=tree, dtype="bfloat16") as decoder:
             assert decoder.invariance.holds, decoder.invariance.reason
-            got = decoder.generate(prompt_of(30), max_new_tokens=24, num_logprobs=2)
+            got = decoder.generate(random_ids(30), max_new_tokens=24, num_logprobs=2)
             texts.append((got.token_ids, got.logprobs))
     assert all(one == texts[0] for one in texts) and len({*texts[0][0]}) > 3
 
@@ -258,8 +232,8 @@ def test_prompts_of_any_length_are_read(num_tokens: int, is_resident: bool, qwen
     theirs = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
     more = {"ram": "2GiB"} if is_resident else {}
     with opened(qwen, tree="dynamic:16x4", context=200, **more) as decoder:
-        new_ids = decoder.generate(prompt_of(num_tokens), max_new_tokens=48).token_ids
-    assert new_ids == greedy_choices(theirs, new_ids, prompt_of(num_tokens))
+        new_ids = decoder.generate(random_ids(num_tokens), max_new_tokens=48).token_ids
+    assert new_ids == greedy_choices(theirs, new_ids, random_ids(num_tokens))
 
 
 def assert_goes_on_after_interrupts(folder: Path, broken: tuple[int, int, int], **how: Any) -> None:
@@ -272,7 +246,7 @@ def assert_goes_on_after_interrupts(folder: Path, broken: tuple[int, int, int], 
         if num_layers in broken:
             raise KeyboardInterrupt
 
-    prompt = prompt_of(30)
+    prompt = random_ids(30)
     with opened(folder, **how) as decoder:
         wanted = decoder.generate(prompt, max_new_tokens=24).token_ids
     with opened(folder, on_layer=on_layer, **how) as decoder:
@@ -292,7 +266,7 @@ def test_a_step_that_is_cut_short_leaves_the_committed_state(model: Path) -> Non
 
 def assert_goes_on(folder: Path, num_alike: int, num_kept_alike: int, **how: Any) -> None:
     """Texts that begin as the one before, as turns of a chat do, or edited behind so many tokens."""
-    prompt, more = prompt_of(30), prompt_of(9, seed=3)
+    prompt, more = random_ids(30), random_ids(9, seed=3)
     with opened(folder, **how) as decoder:
         first = decoder.generate(prompt, max_new_tokens=12).token_ids
         whole, edited = [*prompt, *first, *more], [*prompt[:num_alike], *more]
@@ -311,7 +285,7 @@ def test_a_text_goes_on_from_its_end_or_from_its_prompt(model: Path) -> None:
 
 def assert_texts_share_passes(folder: Path, **how: Any) -> None:
     """Two texts, and two samples of one prompt, are what each is by itself."""
-    prompts = [prompt_of(30), prompt_of(41, seed=5)]
+    prompts = [random_ids(30), random_ids(41, seed=5)]
     drawn: dict[str, Any] = {"max_new_tokens": 16, "temperature": 0.8}
     with opened(folder, **how) as decoder:
         wanted = [decoder.generate(prompt, seed=4, **drawn).token_ids for prompt in prompts]
@@ -328,8 +302,8 @@ def test_texts_share_passes_and_the_state_of_a_prompt(model: Path) -> None:
 
 def test_scores_of_texts_are_transformers(qwen: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
-    start = prompt_of(20)
-    texts = [([*start, *prompt_of(6, seed)], 20) for seed in (2, 3, 4)]
+    start = random_ids(20)
+    texts = [([*start, *random_ids(6, seed)], 20) for seed in (2, 3, 4)]
     with opened(qwen) as decoder:
         for (tokens, first), score in zip(texts, decoder.score_texts(texts), strict=True):
             with torch.inference_mode():
@@ -343,9 +317,9 @@ def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     cache = model.new_cache(80)
     assert isinstance(cache, RecurrentCache)
     cache.promise(30)
-    forward(model, cache, [*range(-1, 29)], prompt_of(30))
+    forward(model, cache, [*range(-1, 29)], random_ids(30))
     cache.commit(range(30))
-    forward(model, cache, PARENTS, prompt_of(len(PARENTS)))
+    forward(model, cache, PARENTS, random_ids(len(PARENTS)))
     kept = sum(one.nbytes for inputs in cache._kept.values() for one in inputs.values())
     point = cache.point_at(30)
     assert sum(one.nbytes for one in [*point.tails.values(), *point.states.values()]) == shape.recurrent.state_bytes
@@ -356,7 +330,7 @@ def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
 def test_a_session_with_other_states_is_refused(qwen: Path, tmp_path: Path) -> None:
     path = tmp_path / "session"
     with opened(qwen) as decoder:
-        decoder.generate(prompt_of(30), max_new_tokens=4)
+        decoder.generate(random_ids(30), max_new_tokens=4)
         decoder.save_session(path)
         tensors = load_file(path)
         from safetensors import safe_open
@@ -405,7 +379,7 @@ def assert_experts_come_one_by_one(folder: Path) -> None:
     texts = []
     for experts in ("layers", "demand"):
         with offload.load(folder, folder, ram="1GiB", experts=experts, **_HOW) as decoder:
-            texts.append(decoder.generate(prompt_of(30), max_new_tokens=16).token_ids)
+            texts.append(decoder.generate(random_ids(30), max_new_tokens=16).token_ids)
             assert decoder.plan.has_experts == (experts == "demand")
     assert texts[0] == texts[1]
 
@@ -418,12 +392,116 @@ def test_experts_come_one_by_one_beside_states(kind: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("draft_dtype", ["int8", "int4"])
 def test_a_copy_of_itself_in_few_bits_drafts(draft_dtype: str, qwen: Path) -> None:
     with offload.load(qwen, f"self:{draft_dtype}", ram="1GiB", **_HOW) as decoder:
-        got = decoder.generate(prompt_of(30), max_new_tokens=24)
+        got = decoder.generate(random_ids(30), max_new_tokens=24)
     theirs = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
-    assert got.token_ids == greedy_choices(theirs, got.token_ids, prompt_of(30))
+    assert got.token_ids == greedy_choices(theirs, got.token_ids, random_ids(30))
     assert got.stats.tokens_per_sweep > 1.5
 
 
 def test_ranks_are_refused(qwen: Path) -> None:
     with pytest.raises(offload.UserError, match="states stay on one rank: leave `ranks` out"):
         require_no_states(ModelFiles(open_checkpoint(qwen)), "auto")
+
+
+def random_parents(num_rows: int, seed: int) -> list[int]:
+    """Chains that branch now and then; rows come in any order behind their parents."""
+    chance = np.random.default_rng(seed)
+    return [row - 1 if chance.random() < 0.6 else int(chance.integers(BASE, row)) for row in range(num_rows)]
+
+
+def sees(parents: list[int]) -> np.ndarray:
+    """Which rows lie on the path to each."""
+    sees_NN = np.eye(len(parents), dtype=bool)
+    for row, parent in enumerate(parents):
+        if parent != BASE:
+            sees_NN[row] |= sees_NN[parent]
+    return sees_NN
+
+
+def tree_of(parents: list[int]) -> RowTree:
+    tree = RowTree()
+    tree.add(sees(parents))
+    return tree
+
+
+def most_states(parents: list[int], order: list[int]) -> int:
+    """That wait for children at one time."""
+    left, held, most = Counter(parents), {BASE}, 1
+    for row in order:
+        parent = parents[row]
+        assert parent in held, "a row behind its parent"
+        left[parent] -= 1
+        held -= set() if left[parent] else {parent}
+        held |= {row} if left[row] else set()
+        most = max(most, len(held) + 1)  # and what is being made
+    return most
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("num_rows", [1, 2, 64, 256])
+def test_branch_by_branch_few_states_are_held(num_rows: int, seed: int) -> None:
+    parents = random_parents(num_rows, seed)
+    tree = tree_of(parents)
+    assert tree.parents == parents
+    order = [row for (row,) in tree.steps(tree.with_ancestors(range(num_rows)), is_wide=False)]
+    assert sorted(order) == [*range(num_rows)]
+    assert most_states(parents, order) <= math.log2(num_rows) + 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("num_rows", [1, 2, 64, 256])
+def test_a_slot_holds_the_parent_of_each_row(num_rows: int, seed: int) -> None:
+    parents = random_parents(num_rows, seed)
+    tree = tree_of(parents)
+    held, most = {BASE: BASE}, 0
+    for row, source, target in tree.slots(tree.with_ancestors(range(num_rows))):
+        assert held[source] == parents[row] and target != BASE
+        held[target], most = row, max(most, target)
+    assert most + 1 <= math.log2(num_rows) + 2
+
+
+def test_the_lightest_branch_last_would_show() -> None:
+    """Planted: a comb whose long side comes first holds a state for every tooth."""
+    parents = [BASE, *(row - 1 if row % 2 else row - 2 for row in range(1, 256))]
+    parents[2::2] = [row - 2 for row in range(2, 256, 2)]
+    heavy_first = sorted(range(256), key=lambda row: (row % 2, row))
+    assert most_states(parents, heavy_first) > 20
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_levels_come_whole_and_passes_may_be_many(seed: int) -> None:
+    parents, tree = random_parents(60, seed), RowTree()
+    sees_NN = sees(parents)
+    for lo, hi in ((0, 7), (7, 8), (8, 41), (41, 60)):
+        tree.add(sees_NN[lo:hi, :hi])
+    assert tree.parents == parents
+    needed = tree.with_ancestors(range(41, 60))
+    levels = [*tree.steps(needed, is_wide=True)]
+    assert sorted(row for level in levels for row in level) == sorted(needed)
+    for before, level in zip([[BASE], *levels], levels, strict=False):
+        assert {parents[row] for row in level} <= {*before}
+
+
+@pytest.mark.parametrize("num_taps", [1, 2, 4])
+def test_a_convolution_sees_its_path(num_taps: int) -> None:
+    parents = random_parents(40, seed=3)
+    places = previous_inputs(parents, num_taps)
+    for row in range(40):
+        path, node = list[int](), row
+        while node != BASE:
+            path.insert(0, node)
+            node = parents[node]
+        seen = [*range(num_taps - 1), *(num_taps - 1 + one for one in path)][-num_taps:]
+        assert places[row].tolist() == seen
+
+
+def test_what_is_kept_hangs_behind_the_path() -> None:
+    tree = tree_of([BASE, 0, 0, 1, 1, 2, 3])
+    tree.check([0, 1, 3])
+    tree.keep([0, 1], [3, 4, 6])
+    assert tree.parents == [BASE, BASE, 0]
+    with pytest.raises(AssertionError, match="a path follows the tree"):
+        tree.check([1, 2])
+    tree.keep([0], [1])  # which hung elsewhere
+    with pytest.raises(AssertionError, match="dropped"):
+        tree.with_ancestors([0])

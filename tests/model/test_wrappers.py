@@ -25,9 +25,6 @@ from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
-from offload.kernels.path_attention import AttentionChunk
-from offload.model import meta as temperature
-from offload.model import streamed as weights
 from offload.model.headers import describe
 from offload.streaming.disk import DiskReader
 
@@ -155,32 +152,6 @@ def test_scores_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     assert torch.allclose(got_TV, wanted_TV, rtol=1e-5, atol=1e-5)
 
 
-def test_scores_that_are_not_scaled_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(temperature, "_scaled_scores", lambda logits_1TV, _: logits_1TV)
-    got_TV, wanted_TV = scores("granite_docling", tmp_path)
-    assert not torch.allclose(got_TV, wanted_TV, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("mistake", ["a chunk as a window", "a chunk too wide", "rows one after the other"])
-def test_mistakes_with_llama_4_would_show(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved("llama4", tmp_path)
-    right, _ = streamed(tmp_path)
-    if mistake == "rows one after the other":  # as transformers counts them
-        hear = temperature._Tuning.hear
-
-        def hear_in_order(self: Any, layer: Any, args: Any, more: dict[str, Any]) -> None:
-            row_1T = more["position_ids"]
-            hear(self, layer, args, {"position_ids": row_1T[:, :1] + torch.arange(row_1T.shape[1])})
-
-        monkeypatch.setattr(temperature._Tuning, "hear", hear_in_order)
-    else:
-        windows, is_window = weights.attention_windows, mistake == "a chunk as a window"
-        wrong = lambda chunk: chunk and (chunk.size if is_window else AttentionChunk(chunk.size + 1))  # noqa: E731
-        monkeypatch.setattr(weights, "attention_windows", lambda *args: list(map(wrong, windows(*args))))
-    got, _ = streamed(tmp_path)
-    assert (got.token_ids, got.stats.tokens_per_sweep) != (right.token_ids, right.stats.tokens_per_sweep)
-
-
 LAYOUTS = {
     "inside, with a model of its own": ("language_model.model.", "language_model.lm_head.", "vision_tower."),
     "in the model": ("model.language_model.", "lm_head.", "model.vision_tower."),
@@ -245,11 +216,16 @@ def test_a_plan_says_what_is_left_out(tmp_path: Path) -> None:
     assert found["left_out"] == left_out and found["num_bytes"] == text_bytes
 
 
-def test_towers_alone_are_refused(tmp_path: Path) -> None:
-    saved("llava", tmp_path)
-    rewritten(tmp_path, {"vision_tower.layers.0.weight": torch.ones(3)})
-    with pytest.raises(offload.UserError, match=r"no tensors of a language model, vision alone: give the folder"):
-        open_checkpoint(tmp_path)
+def test_towers_alone_and_a_language_model_that_is_stored_twice_are_refused(tmp_path: Path) -> None:
+    model = saved("llava", tmp_path)
+    twice = {**model.state_dict(), "language_model.lm_head.weight": model.lm_head.weight.detach().clone()}
+    for tensors, words in (
+        ({"vision_tower.layers.0.weight": torch.ones(3)}, "no tensors of a language model, vision alone"),
+        (twice, r"lm_head\.weight of the language model is stored twice"),
+    ):
+        rewritten(tmp_path, tensors)
+        with pytest.raises(offload.UserError, match=words):
+            open_checkpoint(tmp_path)
 
 
 def test_a_text_part_that_lacks_something_is_refused(tmp_path: Path) -> None:
@@ -260,14 +236,6 @@ def test_a_text_part_that_lacks_something_is_refused(tmp_path: Path) -> None:
     rewritten(tmp_path, tensors)
     with pytest.raises(offload.UserError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing: download"):
         offload.load(tmp_path, ram="1GiB", context=64)
-
-
-def test_a_language_model_that_is_stored_twice_is_refused(tmp_path: Path) -> None:
-    model = saved("llava", tmp_path)
-    head = model.lm_head.weight.detach()
-    rewritten(tmp_path, {**model.state_dict(), "language_model.lm_head.weight": head.clone()})
-    with pytest.raises(offload.UserError, match=r"lm_head\.weight of the language model is stored twice"):
-        open_checkpoint(tmp_path)
 
 
 def test_a_wrapper_may_carry_extra_layers_too(tmp_path: Path) -> None:

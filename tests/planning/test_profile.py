@@ -73,14 +73,6 @@ def test_what_is_saved_is_found_again(cache: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name], "a scratch file was left behind"
 
 
-@pytest.mark.parametrize("schema", [1, 2, SCHEMA + 1])
-def test_a_profile_of_another_version_is_refused(schema: int) -> None:
-    path = save_profile(profile())
-    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": schema}))
-    with pytest.raises(UserError, match=f"has schema {schema}, this version reads {SCHEMA}: run offload tune again"):
-        read_profile(path, IDENTITY)
-
-
 def test_uses_of_experts_are_kept_where_there_are_any() -> None:
     uses = ExpertUses(((5, 0, 10), (2, 8, 5)), 10)
     path = save_profile(profile(expert_uses=uses))
@@ -167,8 +159,11 @@ COSTS = json.loads(format_json(profile().as_dict()))["costs"]
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"schema": SCHEMA + 1}, f"has schema {SCHEMA + 1}, this version reads {SCHEMA}"),
-        ({"schema": None}, "has schema None"),
+        *(
+            ({"schema": one}, f"has schema {one}, this version reads {SCHEMA}: run offload tune again")
+            for one in (1, 2, SCHEMA + 1, None)
+        ),
+        *(({"identity": {"proofs": one}}, "malformed") for one in ({"target": 5}, {"target": {"sum": 5}}, [], 7)),
         ({"acceptance": [1.5, 0.0]}, r"must lie in \[0, 1\]"),
         ({"acceptance": [0.9, 0.2]}, "sum to 1 at most"),
         ({"acceptance": [float("nan"), 0.0]}, r"must lie in \[0, 1\]"),
@@ -209,22 +204,20 @@ COSTS = json.loads(format_json(profile().as_dict()))["costs"]
 )
 def test_malformed_profiles_are_refused(change: dict[str, Any], reason: str) -> None:
     path = save_profile(profile())
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    values = json.loads(path.read_text())
+    changed = {name: values[name] | one if name == "identity" and one else one for name, one in change.items()}
+    path.write_text(json.dumps(values | changed))
     with pytest.raises(UserError, match=reason):
         read_profile(path, IDENTITY)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", '{"schema": 1}', "null", "[" * 100_000])
-def test_files_that_are_no_profile_are_refused(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"schema": 1}', "null", "[" * 100_000, None])
+def test_files_that_are_no_profile_are_refused(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "some.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=r"some\.json"):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match="some.json" if text is not None else "cannot read the profile .*some.json"):
         read_profile(path, IDENTITY)
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read the profile .*absent"):
-        read_profile(tmp_path / "absent.json", IDENTITY)
 
 
 def test_a_user_without_a_home_has_no_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,16 +269,6 @@ def test_a_copy_of_a_model_has_its_profile_until_sums_tell_them_apart(tmp_path: 
     copied["target"]["sum"] = "b"
     found, why = find_profile(replace(copy, proofs=copied))
     assert found is None and "other target weights, by their checksums" in why
-
-
-@pytest.mark.parametrize("proofs", [{"target": 5}, {"target": {"sum": 5}}, [], 7])
-def test_proofs_of_strangers_are_checked(proofs: Any) -> None:
-    path = save_profile(profile())
-    values = json.loads(path.read_text())
-    values["identity"]["proofs"] = proofs
-    path.write_text(json.dumps(values))
-    with pytest.raises(UserError, match="malformed"):
-        read_profile(path, IDENTITY)
 
 
 def test_greedy_settings_are_one_identity(tmp_path: Path) -> None:

@@ -27,18 +27,11 @@ from offload.planning.profile import Identity, Machine, Profile, find_profile, s
 from offload.planning.search import TreeSearch, range_for
 from offload.planning.selector import TreeChoice, TreeSelector
 from offload.reports import estimate as estimating
-from offload.reports.estimate import estimate
+from offload.reports.estimate import compare_drafts, estimate
 from offload.reports.tune import choice_from
 from offload.sampling_options import Sampling
 from offload.trees.spec import label_of, parse_tree
-from offload.trees.topology import (
-    DEFAULT_ACCEPTANCE,
-    DynamicShape,
-    Topology,
-    best_first,
-    chain,
-    isotonic,
-)
+from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Topology, best_first, chain, isotonic
 
 CONTEXT, RAM = 128, 2 << 30
 NAMED = ("none", "64x16", "24x6", "8x3", "40x2", "dynamic:24x6", "grown:64x16", "chain:4", "sequences:3x5")
@@ -321,3 +314,37 @@ def test_there_is_one_way_from_options_to_a_run() -> None:
     sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
     for way, files in ways.items():
         assert sorted(name for name, source in sources.items() if way in source) == files, way
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "dtype": "bfloat16",
+         "max_position_embeddings": 8192, "tie_word_embeddings": False}  # fmt: skip
+LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+         "num_key_value_heads": 8}  # fmt: skip
+SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+         "num_key_value_heads": 8}  # fmt: skip
+# A fast device with room for a copy, the same beside a link that is nearly as fast as it, and a slow one.
+DRAFT_MACHINES = {
+    "fast": {"gpu_bytes": "64GiB", "memory_bytes_per_s": 3e12, "flops_per_s": 9e14, "link_bytes_per_s": 12e9},
+    "wide": {"gpu_bytes": "64GiB", "memory_bytes_per_s": 3e11, "flops_per_s": 4e14, "link_bytes_per_s": 200e9},
+    "slow": {"gpu_bytes": "64GiB", "memory_bytes_per_s": 1e11, "flops_per_s": 2e13, "link_bytes_per_s": 25e9},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    paths = [tmp_path_factory.mktemp(name) / "config.json" for name in ("large", "small")]
+    for path, sizes in zip(paths, (LARGE, SMALL), strict=True):
+        path.write_text(json.dumps({**LLAMA, **sizes}))
+    return str(paths[0]), str(paths[1])
+
+
+@pytest.mark.parametrize(("name", "best"), [("fast", "copy"), ("wide", "small"), ("slow", "small")])
+def test_the_best_draft_follows_from_the_machine(name: str, best: str, models: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps({**DRAFT_MACHINES[name], "ram_bytes": "512GiB"}))
+    ways = compare_drafts(*models, LoadOptions(context=2048), str(path))
+    assert all(one.prediction for one in ways[:3]), [one.refusal for one in ways]
+    plain = {one.draft: one for one in ways if not one.draft_dtype}
+    kinds = {"small": models[1], "copy": "self:int4", "none": None}
+    seconds = {kind: plain[draft].prediction.s_per_token for kind, draft in kinds.items()}  # type: ignore[union-attr]
+    assert min(seconds, key=seconds.__getitem__) == best, seconds

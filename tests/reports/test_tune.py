@@ -1,10 +1,12 @@
-"""Tuning: what grown trees yield is counted, work survives an interruption, and load() makes use of it."""
+"""Tuning counts what trees yield, whatever interrupts it; traces and the proof say what the decoder does, by pass."""
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +15,44 @@ import pytest
 import torch
 from plans import plan_memory
 from quantised import save_quantised
-from tiny import VOCAB_SIZE, streaming_ram
+from tiny import VOCAB_SIZE, Pair, random_ids, streaming_ram
 
 import offload
+from offload.bench.harness.gate import Written, draws_hold, prove
+from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
+from offload.engine.load import load
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
 from offload.memory import prompt_rows
 from offload.memory.plan import PROMPT_ROWS
 from offload.memory.planner import MemoryBudget, ModelFiles
-from offload.planning.acceptance import bounds_to_count
+from offload.planning.acceptance import bounds_to_count, bursts
 from offload.planning.cost_model import Costs
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder, read_text
 from offload.planning.selector import TreeSelector
+from offload.reports import trace_acceptance as tracer
 from offload.reports import tune as tuning
 from offload.reports import windows
 from offload.reports.estimate import estimate
+from offload.reports.proof import BF16_NOISE, draw_gaps, gaps_of
+from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
 from offload.reports.tune import TuneResult, tune
-from offload.reports.windows import (
-    TracedWindow,
-    TuneQuestion,
-    cut_windows,
-    expert_uses,
-    trace_window,
-    trace_windows,
-)
+from offload.reports.windows import TracedWindow, TuneQuestion, cut_windows, expert_uses, trace_window, trace_windows
+from offload.rules import ChildSampling
+from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.spec import TreeSpec, parse_tree
+from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DynamicShape
 
 NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
 
-IDENTITY = Identity(
-    target="a",
-    draft="b",
-    rule="match",
-    temperature=0.0,
-    top_p=1.0,
-    top_k=0,
-    machine=Machine(cpu="", num_cores=1, torch="", dtype="", device=""),
-)
+MACHINE = Machine(cpu="", num_cores=1, torch="", dtype="", device="")
+IDENTITY = Identity(target="a", draft="b", rule="match", temperature=0.0, top_p=1.0, top_k=0, machine=MACHINE)
 SETTINGS = {"ram": "1GiB", "threads": 1}
 
 
@@ -68,20 +65,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
+def decoder(pair: Pair) -> Iterator[Decoder]:
     with offload.load(*pair, "1GiB", "32x12", context=256, threads=1, profile="none") as decoder:
         yield decoder
 
 
-def window(seed: int) -> list[int]:
-    return torch.randint(3, VOCAB_SIZE, (NUM_PROMPT,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("usual_rows")
-def test_a_tune_counts_what_grown_trees_yield(
-    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tune_counts_what_grown_trees_yield(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "bounds_to_count", bounds_to_count)
     tuned = run(pair, text, num_tokens=2 * NUM_NEW)
     counted = tuned.profile.dynamic_yields
@@ -142,7 +133,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def run(pair: tuple[Path, Path], text: Path, sampling: Sampling | None = None, **options: object) -> TuneResult:
+def run(pair: Pair, text: Path, sampling: Sampling | None = None, **options: object) -> TuneResult:
     how = {"num_tokens": NUM_NEW, "is_teacher_forced": False}
     how |= {name: options.pop(name) for name in how.keys() & options.keys()}
     loading = LoadOptions(**{"tree": "64x16", **SETTINGS, **options})
@@ -156,7 +147,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture
-def usual(pair: tuple[Path, Path], text: Path, kept: dict[str, Any]) -> TuneResult:
+def usual(pair: Pair, text: Path, kept: dict[str, Any]) -> TuneResult:
     """What such a tune finds, with its profile where `load` looks for it."""
     if "tuned" not in kept:
         kept["tuned"] = run(pair, text)
@@ -166,7 +157,7 @@ def usual(pair: tuple[Path, Path], text: Path, kept: dict[str, Any]) -> TuneResu
     return tuned._replace(path=profiles_folder() / tuned.path.name)
 
 
-def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], usual: TuneResult) -> None:
+def test_profile_is_used_by_load_and_by_nobody_else(pair: Pair, usual: TuneResult) -> None:
     profile = usual.profile
     assert profile.num_tokens == NUM_NEW and profile.num_threads == 1
     assert sum(profile.acceptance) <= 1 and profile.acceptance[0] > 0.3
@@ -191,9 +182,7 @@ class Counting:
     uses_LE, num_rows = np.array([[3, 0], [1, 2]]), 3
 
 
-def test_uses_of_experts_come_into_the_profile(
-    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uses_of_experts_come_into_the_profile(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was counted while tracing, not while timing."""
     measure, pool = tuning.measure_costs, Counting()
 
@@ -210,7 +199,7 @@ def test_uses_of_experts_come_into_the_profile(
     assert expert_uses(pool) is None and expert_uses(None) is None
 
 
-def test_named_profile_must_hold(pair: tuple[Path, Path], usual: TuneResult) -> None:
+def test_named_profile_must_hold(pair: Pair, usual: TuneResult) -> None:
     path = str(usual.path)
     with offload.load(*pair, profile=path, context=256, **SETTINGS) as decoder:
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
@@ -227,23 +216,23 @@ def test_named_profile_must_hold(pair: tuple[Path, Path], usual: TuneResult) -> 
 
 
 @pytest.mark.usefixtures("usual")
-def test_other_thread_count_measures_times_again(pair: tuple[Path, Path]) -> None:
+def test_other_thread_count_measures_times_again(pair: Pair) -> None:
     with offload.load(*pair, "1GiB", context=256, threads=2) as decoder:
         assert decoder.num_threads == 2
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
 
 
-def test_tree_is_chosen_without_a_profile(pair: tuple[Path, Path]) -> None:
+def test_tree_is_chosen_without_a_profile(pair: Pair) -> None:
     started = time.process_time()  # what else runs on this machine is not counted
     with offload.load(*pair, context=256, **SETTINGS) as decoder:
         assert time.process_time() - started < 5
-        result = decoder.generate(window(3), max_new_tokens=40)
+        result = decoder.generate(random_ids(NUM_PROMPT, 3), max_new_tokens=40)
     assert "default acceptance" in result.tree_choice.why and len(result.tree_choice.candidates) > 1
     assert result.stats.tree_num_nodes <= result.plan.num_nodes
 
 
 def test_interrupted_tune_goes_on_behind_its_last_window(
-    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
 
@@ -273,7 +262,7 @@ def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch:
         return trace_windows(decoder, question(seed), lambda *_: None)
 
     def question(seed: int) -> TuneQuestion:
-        windows = (tuple(window(0)), tuple(window(1)))
+        windows = (tuple(random_ids(NUM_PROMPT, 0)), tuple(random_ids(NUM_PROMPT, 1)))
         return TuneQuestion(identity=IDENTITY, sampling=Sampling(seed=seed), windows=windows, is_teacher_forced=False)
 
     wanted = [TracedWindow([0], []), TracedWindow([1], [])]
@@ -286,7 +275,7 @@ def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch:
     assert traces(0) == wanted and asked == [0, 1], "what is not sound counts for nothing"
 
 
-def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> None:
+def test_teacher_forced_tune_says_so(pair: Pair, text: Path) -> None:
     profile = run(pair, text, num_tokens=2 * NUM_NEW, is_teacher_forced=True).profile
     assert (
         profile.is_teacher_forced
@@ -305,7 +294,7 @@ def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> Non
         (None, "cannot read the text"),
     ],
 )
-def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[Path, Path], text: Path) -> None:
+def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: Pair, text: Path) -> None:
     text.unlink() if content is None else text.write_bytes(content)
     with pytest.raises(UserError, match=reason):
         run(pair, text)
@@ -316,9 +305,7 @@ def test_line_ends_of_texts_are_those_that_models_write(tmp_path: Path) -> None:
     assert read_text(tmp_path / "text") == "one\ntwo\n"
 
 
-def test_a_tune_is_of_the_device_that_is_named(
-    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tune_is_of_the_device_that_is_named(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "open_run", None)
     with pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
         tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(device="cpu", gpu_memory="4GiB", **SETTINGS))
@@ -326,7 +313,7 @@ def test_a_tune_is_of_the_device_that_is_named(
 
 @pytest.mark.usefixtures("usual_rows")
 def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload.memory.planner.available_gpu_bytes", None)
     files = ModelFiles(*map(open_checkpoint, pair))
@@ -343,9 +330,7 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
         )
 
 
-def test_a_tune_reads_the_config_that_was_named(
-    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tune_reads_the_config_that_was_named(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = list[object]()
 
     def opened(model: object, config: object) -> None:
@@ -358,9 +343,7 @@ def test_a_tune_reads_the_config_that_was_named(
     assert named == [pair[0]]
 
 
-def test_what_computes_in_another_type_than_it_says_is_found_again(
-    pair: tuple[Path, Path], text: Path, tmp_path: Path
-) -> None:
+def test_what_computes_in_another_type_than_it_says_is_found_again(pair: Pair, text: Path, tmp_path: Path) -> None:
     """Coded weights in float16 are computed with in bfloat16 on a CPU: by tune, by plan and by a run alike."""
     target = save_quantised(pair[0], "awq", tmp_path / "coded").directory
     config = target / "config.json"
@@ -371,3 +354,139 @@ def test_what_computes_in_another_type_than_it_says_is_found_again(
     assert found.basis.startswith("profile ") and any("computing in bfloat16" in note for note in found.notes)
     with offload.load(target, pair[1], context=256, **SETTINGS) as decoder:
         assert decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why.count("profile of ")
+
+
+window = partial(random_ids, NUM_PROMPT)
+TREES = ("32x12", "8x3", "chain:6", "sequences:4x4")
+
+
+def written_trace(decoder: Decoder, prompt: list[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
+    return ranks_of(decoder, prompt, write(decoder, prompt, sampling, num_new, tree), sampling)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.6, seed=3), Sampling(temperature=1.0, top_k=20)]
+)
+def test_traces_repeat_the_decoder_sweep_by_sweep(decoder: Decoder, sampling: Sampling) -> None:
+    trace = written_trace(decoder, window(1), sampling, NUM_NEW, "8x3")
+    assert len(trace) == NUM_NEW and len(set(trace)) > 2, "the draft must be right often and wrong often enough"
+    for text in TREES:
+        settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": sampling.seed}
+        got = decoder.generate(window(1), max_new_tokens=NUM_NEW, tree=text, **settings)
+        sweeps = [got.stats.num_first_tokens, *got.stats.accepted_per_sweep]
+        assert bursts(parse_tree(text).build(), trace) == sweeps, text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_traces_of_given_text_rank_what_the_target_would_write(decoder: Decoder, temperature: float) -> None:
+    """On the target's own text both ways are one; the largest tree holds only half of it, so it takes two sweeps."""
+    sampling = Sampling(temperature=temperature, seed=5)
+    written = decoder.generate(window(2), max_new_tokens=NUM_NEW, temperature=temperature, seed=5).token_ids
+    wanted = written_trace(decoder, window(2), sampling, NUM_NEW, "32x12")
+    assert given_trace(decoder, [*window(2), *written], NUM_PROMPT, sampling) == wanted
+    other = given_trace(decoder, random_ids(NUM_PROMPT + NUM_NEW, 2), NUM_PROMPT, sampling)
+    assert len(other) == NUM_NEW and other.count(0) > 0.2 * NUM_NEW, (
+        "random text, but the draft still guesses the target"
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "temperature", "rule"),
+    [
+        (DynamicShape(64, 16), 0.0, "match"),
+        (DynamicShape(64, 16), 0.8, "topk"),
+        (DynamicShape(12, 3), 0.8, "match"),
+        (DynamicShape(12, 3), 0.0, "topk"),
+    ],
+)
+def test_growing_again_repeats_the_decoder_sweep_by_sweep(
+    bounds: DynamicShape, temperature: float, rule: str, pair: Pair
+) -> None:
+    """In a decoder of its own, because how far the scores are trusted is learned on the way."""
+    tree, sampling = f"dynamic:{bounds.num_nodes}x{bounds.depth}", Sampling(temperature=temperature, seed=3)
+    with offload.load(*pair, "1GiB", tree, rule, context=256, threads=1, profile="none") as decoder:
+        got = decoder.generate(window(1), max_new_tokens=NUM_NEW, temperature=temperature, seed=3)
+    sweeps = [got.stats.num_first_tokens, *got.stats.accepted_per_sweep]
+    with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:
+        again = dynamic_again(decoder, window(1), got.token_ids, sampling, bounds)
+    assert again == sweeps[: len(again)] and len(set(again)) > 1
+    assert NUM_NEW - bounds.depth <= sum(again) <= NUM_NEW, "all but those that the end may have cut"
+
+
+@pytest.mark.parametrize("rule", ["topk", "sequoia", "specinfer", "spectr"])
+def test_traces_of_every_rule_predict_what_decoding_yields(pair: Pair, rule: str) -> None:
+    """Ratio rules toss fresh coins, so only means can agree; with `topk` the sweeps themselves do."""
+    settings = {"temperature": 0.6, "max_new_tokens": NUM_NEW}
+    with offload.load(*pair, "1GiB", "24x6", rule, context=256, threads=1, profile="none") as decoder:
+        traces, sweeps = [], []
+        for seed in range(1 if rule == "topk" else 4):
+            sampling = Sampling(temperature=0.6, seed=seed)
+            traces.append(written_trace(decoder, window(seed), sampling, NUM_NEW, "24x6"))
+            stats = decoder.generate(window(seed), seed=seed, **settings).stats
+            sweeps.append([stats.num_first_tokens, *stats.accepted_per_sweep])
+    simulated = [bursts(parse_tree("24x6").build(), trace) for trace in traces]
+    assert all(sum(burst) == NUM_NEW for burst in simulated)
+    if rule == "topk":
+        assert simulated == sweeps
+    assert sum(map(len, simulated)) == pytest.approx(sum(map(len, sweeps)), rel=0.15)
+
+
+def test_a_rank_is_that_of_the_token_that_was_written() -> None:
+    """Those outcomes alone of a ratio rule's count that emit it, by a child or in place of all of them."""
+    logits_2V = 2 * torch.randn(2, 40, generator=torch.Generator().manual_seed(4))
+    sampler, stars = Sampler(Sampling(temperature=1.0, seed=2), 40, ChildSampling.WITH_REPLACEMENT), list[TokenTree]()
+
+    def draw() -> TokenTree:
+        stars.append(tracer._draw_star(logits_2V[:1], sampler, 3, 40))
+        return stars[-1]
+
+    for token in logits_2V[1].topk(3).indices.tolist() * 5:
+        rank = tracer._accepted_rank(draw, logits_2V[1], sampler, token)
+        assert rank == -1 or stars[-1].tokens[1 + rank] == token
+    assert len(stars) > 15, "no outcome emitted another token"
+
+
+@pytest.mark.parametrize("rule", ["sequoia", "specinfer"])
+def test_one_child_of_a_given_text_is_accepted_as_often_as_the_distributions_overlap(pair: Pair, rule: str) -> None:
+    """Rank 0 comes true with chance sum(min(p, q)), the optimal transport (Leviathan et al., section 3.3)."""
+    sampling, tokens = Sampling(temperature=1.0, seed=1), random_ids(200, 5)
+    with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:
+        found = [given_trace(decoder, tokens, 20, replace(sampling, seed=seed)).count(0) / 180 for seed in range(8)]
+        text = decoder.begin(tokens, sampling)
+        scores = decoder.drafter.score(tokens, 20, text.caches.draft)
+        drafted = [text.sampler.distribution(logits_1V)[0] for logits_1V in scores]
+        targeted = [
+            text.sampler.distribution(logits_V[None])[0] for logits_V in tracer._target_logits(decoder, text, 20)
+        ]
+    overlap = sum(float(torch.minimum(p, q).sum()) for p, q in zip(targeted, drafted, strict=True)) / 180
+    assert sum(found) / 8 == pytest.approx(overlap, abs=4 * 0.5 / (8 * 180) ** 0.5)
+
+
+def test_gaps_are_zero_for_drawn_tokens_and_large_for_others() -> None:
+    sampling = Sampling(temperature=0.7, seed=4)
+    with load(PAIR / "target", dtype="float32", threads=1) as decoder:
+        prompt_ids = decoder.encode(PROMPT)
+        new_ids = decoder.generate(PROMPT, max_new_tokens=20, temperature=0.7, seed=4).token_ids
+    assert max(draw_gaps(PAIR / "target", prompt_ids, new_ids, sampling)) == 0
+    wrong_ids = [*new_ids[:10], (new_ids[10] + 1) % 4096]
+    assert draw_gaps(PAIR / "target", prompt_ids, wrong_ids, sampling)[10] > BF16_NOISE
+
+
+def test_a_greedy_gap_is_one_of_logits_and_not_stretched_by_a_temperature() -> None:
+    draws_hold([0.0, BF16_NOISE], Sampling())
+    with pytest.raises(UserError, match="new token 1 is wrong"):
+        draws_hold([0.0, 2 * BF16_NOISE], Sampling())
+    draws_hold([0.0, 2 * BF16_NOISE], Sampling(temperature=0.4))
+    with pytest.raises(UserError, match="new token 1 is wrong"):
+        draws_hold([0.0, 2 * BF16_NOISE], Sampling(temperature=0.6))
+
+
+@pytest.mark.parametrize("rule", ["match", "sequoia"])
+def test_a_reference_that_has_no_numbers_proves_nothing(rule: str) -> None:
+    """Every comparison with NaN is false, also the one that would refuse."""
+    logits_TV = torch.zeros(3, 5)
+    logits_TV[1, 2] = torch.nan
+    assert gaps_of(logits_TV, 7, [0, 0, 0], Sampling()) == [0.0, math.inf, 0.0]
+    run = Written([1], [0, 0, 0], Sampling(temperature=1.0), rule)
+    with pytest.raises(UserError, match="no speed is worth printing"):
+        prove([run], lambda prompt_ids, new_ids: logits_TV)

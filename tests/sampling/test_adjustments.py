@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from offload.errors import UserError
 from offload.sampling.adjustments import Penalties, Send, stay
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -103,27 +101,6 @@ def test_others_adjust_behind_the_penalties(how: Sampling) -> None:
     scores_TV = sampler.perturbed(sampler.adjusted(LOGITS_TV, PATHS), 5)
     assert scores_TV.argmax(1).tolist() == [3 + len(path) for path in PATHS]
     assert sampler.is_adjusted and not sampler.draws_rows
-
-
-WRONG: list[tuple[str, Any, str]] = [
-    ("min_p", 1.1, "`min_p` must lie in"),
-    ("min_p", float("nan"), "`min_p` must lie in"),
-    ("repeat_penalty", 0, "`repeat_penalty` must lie between"),
-    ("repeat_penalty", float("inf"), "`repeat_penalty` must lie between"),
-    ("presence_penalty", float("nan"), "`presence_penalty` must lie between"),
-    ("frequency_penalty", 101, "`frequency_penalty` must lie between"),
-    ("logit_bias", {3: float("inf")}, "numbers of `logit_bias`"),
-    ("logit_bias", {-3: 1.0}, "tokens of `logit_bias`"),
-    ("logit_bias", {"a": 1.0}, "a token of `logit_bias`"),
-    ("logit_bias", [(3, 1.0), (3, 2.0)], "one number"),
-    ("logit_bias", 3, "pairs of token and number"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "told"), WRONG)
-def test_what_makes_no_sense_is_refused(name: str, value: Any, told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        Sampling(**{name: value})
 
 
 def test_a_long_past_costs_little() -> None:

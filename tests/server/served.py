@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 from reciting import open_decoder
+from waiting import PATIENCE_S
 
 from offload.engine.decoder import Decoder
 from offload.engine.service import Engine
@@ -20,7 +21,7 @@ from offload.server.listening import bind
 from offload.server.network import Listening
 from offload.server.protocol import ServerSettings
 
-MODEL_ID, PATIENCE_S = "reciter", 60.0
+MODEL_ID = "reciter"
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY = {"temperature": 0.0}
 
@@ -95,10 +96,3 @@ def held_passes() -> Iterator[threading.Event]:
             yield begun
         finally:
             let_go.set()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    begun = time.monotonic()
-    while not holds():
-        assert time.monotonic() - begun < PATIENCE_S
-        time.sleep(0.005)

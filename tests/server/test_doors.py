@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, until  # noqa: F401
+from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving  # noqa: F401
+from waiting import until
 
 from offload.server import network as listening
 from offload.server.network import Guard

@@ -1,5 +1,9 @@
-"""OpenAI's own client against a real server: what it asks for is what it gets, to the letter."""
+"""OpenAI's own client, and curl, against a real server: what is asked for is what comes, to the letter."""
 
+import json
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 from reciting import NUM_SAID, SAID
-from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passes, until  # noqa: F401
+from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passes  # noqa: F401
+from waiting import PATIENCE_S
 
 from offload.sampling_options import Sampling
 
@@ -178,3 +183,36 @@ def _request(prompt: str, num_new: int, **sampling: Any) -> Any:
     from offload.engine.request import Request
 
     return Request(prompt, Sampling(**sampling), num_new, raw=True)
+
+
+KEY = "sesame"
+has_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+
+
+@pytest.fixture(scope="module")
+def keyed(talker: Path) -> Iterator[Served]:
+    with serving(talker, api_keys=(KEY,)) as found:
+        yield found
+
+
+def run(*command: str, **environment: str) -> str:
+    told = {**os.environ, **environment}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=told, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@has_curl
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_curl(keyed: Served, is_streamed: bool) -> None:
+    body = json.dumps({"messages": HELLO, "temperature": 0, "stream": is_streamed})
+    headers = ["-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
+    out = run("curl", "-sSN", f"{keyed.address}/v1/chat/completions", *headers, "-d", body)
+    if not is_streamed:
+        assert json.loads(out)["choices"][0]["message"]["content"] == SAID
+        return
+    *events, last = [event.removeprefix("data: ") for event in out.split("\n\n") if event.startswith("data: ")]
+    assert last == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events) == SAID

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import PATIENCE_S, Served, _afresh, held_passes, serving, slow_passes, until  # noqa: F401
+from served import Served, _afresh, held_passes, serving, slow_passes  # noqa: F401
+from waiting import PATIENCE_S, until
 
 from offload.server import network as listening
 from offload.streaming.disk import NUM_READERS

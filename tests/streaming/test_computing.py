@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_device import FakeDevice
-from test_device_path import BUDGETS, TIERS, base, pair_of, place_layers
+from test_device_path import BUDGETS, TIERS, pair_of, place_layers
 from test_tiny import prompts
 
 import offload
@@ -21,7 +21,6 @@ from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.sampling_options import Sampling
 
-__all__ = ["base"]  # a fixture
 COMPUTES = ((StreamedModel, "_call"), (KVCache, "commit"), (KVCache, "copy_from"), (ModelDrafter, "commit"))
 
 

@@ -17,7 +17,7 @@ import torch
 from fake_device import FakeDevice, fake_arena
 from quantised import save_quantised
 from strict_place import OnCard, StrictDevice, place
-from test_device_path import BUDGETS, base, device, pair_of
+from test_device_path import BUDGETS, device, pair_of
 from test_experts import logits_of, whole_layers
 from test_families import config_of, tiny_model
 from test_path_rows import CLOSE
@@ -37,7 +37,7 @@ from offload.streaming.carriers import DeviceExpertCarrier
 from offload.streaming.disk import DiskReader
 from offload.streaming.experts import ExpertPool, open_pool
 
-__all__ = ["base", "device"]  # fixtures
+__all__ = ["device"]  # a fixture
 LOAD: dict[str, Any] = {"context": 128, "threads": 1, "experts": "demand", **BUDGETS}
 TREES, NUM_NEW = ("none", "8x3", "grown:16x6"), 10
 SIZES = {"least": (2, 2), "some": (9, 5), "few here, many there": (4, 30), "all": (48, 2)}

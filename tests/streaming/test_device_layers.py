@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_device import FakeDevice, ThreadStore, fake_arena, forget_waits
+from waiting import until
 
+from offload.bench.harness.steps import Event
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
 from offload.memory.plan import LayerTier
@@ -117,7 +119,7 @@ def test_a_forgotten_wait_shows(whose: str, kind: str, monkeypatch: pytest.Monke
 def test_the_pinned_buffers_wait_for_their_copies() -> None:
     """With copies that nobody hurries, the reader stops at the buffers it has."""
     with streaming(TIERS["disk"], num_slots=3, haste=0.0) as (stream, device, store):
-        wait_for(lambda: len(store.asked) >= 2)
+        until(lambda: len(store.asked) >= 2)
         assert not sweeps(stream, device, count=2)
 
 
@@ -136,7 +138,7 @@ def test_a_slow_disk_does_not_hold_up_layers_behind_it() -> None:
     tiers = [D, H, H, H, H, H, H]
     with streaming(tiers, num_slots=3) as (stream, device, store):
         assert not sweeps(stream, device, count=1)
-        wait_for(lambda: len(stream.stage._transfers) == 3 and stream.stage._transfers[0].parts[0].done())
+        until(lambda: len(stream.stage._transfers) == 3 and stream.stage._transfers[0].parts[0].done())
         store.delay_s = 0.3
         assert not sweeps(stream, device, count=1)  # layer 0 was there; layer 0 of the next sweep is now slow
         transfers = stream.stage._transfers
@@ -312,8 +314,80 @@ def test_a_reader_thread_that_breaks_is_heard(monkeypatch: pytest.MonkeyPatch) -
             stream.acquire(0)
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    stop = time.perf_counter() + 60
-    while not holds():
-        assert time.perf_counter() < stop, "it never came true"
-        time.sleep(0.002)
+KERNEL_S = 3.0
+
+
+def timed_sweep(stream: Layers, device: FakeDevice) -> None:
+    def work() -> None:
+        device.compute.now += KERNEL_S
+
+    stream.begin_sweep()
+    for layer in range(NUM_LAYERS):
+        stream.acquire(layer)
+        device.launch(work)
+        stream.release(layer)
+
+
+def spans_of(kind: str, *, num_slots: int = 2, limit_bytes: float = float("inf")) -> dict[str, list[Event]]:
+    """Return the spans of two sweeps, by kind, in the order of their starts."""
+    told: list[Event] = []
+    with streaming(TIERS[kind], num_slots, limit_bytes=limit_bytes) as (stream, device, _):
+        timed_sweep(stream, device)
+        device.finish()
+        stream.carrier.spans.listener = lambda *span: told.append(Event(*span))
+        assert stream.carrier.spans.listener is not None
+        waits = device.num_host_waits
+        for _ in range(2):
+            timed_sweep(stream, device)
+        until(lambda: all(transfer.parts[0].done() for transfer in stream.stage._transfers))
+        device.finish()
+        if kind == "host" and limit_bytes:
+            assert device.num_host_waits == waits, "the host waited for the device to learn the times"
+        assert not told, "nothing is told before it is asked for"
+        stream.carrier.spans.listener = None
+        assert stream.carrier.spans.listener is None
+        timed_sweep(stream, device)
+        device.finish()
+    assert {event.kind for event in told} <= {"copy", "wait", "compute"}
+    by_start = sorted(told, key=lambda event: (event.start_s, event.end_s))
+    return {kind: [event for event in by_start if event.kind == kind] for kind in ("copy", "wait", "compute")}
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_every_layer_is_told_in_the_order_of_its_use(kind: str) -> None:
+    spans = spans_of(kind)
+    streamed = [layer for layer, tier in enumerate(TIERS[kind]) if tier is not LayerTier.RESIDENT]
+    assert [event.layer for event in spans["compute"]] == [*range(NUM_LAYERS)] * 2
+    assert [event.layer for event in spans["wait"]] == streamed * 2
+    copies = spans["copy"]
+    if kind in ("host", "disk"):  # a layer from disk may be sent after one behind it that lies in memory
+        begins = streamed.index(copies[0].layer)
+        assert [event.layer for event in copies] == [*streamed * 4][begins : begins + len(copies)]
+    assert {event.layer for event in copies} == set(streamed)
+    for event in copies:
+        assert event.end_s - event.start_s == pytest.approx(1), "a copy is told without the wait for its slot"
+    for event in spans["compute"]:
+        assert event.end_s - event.start_s == pytest.approx(KERNEL_S), "waiting is no part of it"
+    for one, two in pairwise(copies):
+        assert one.end_s <= two.start_s + 1e-9, "copies follow one another"
+
+
+def test_a_slot_is_copied_into_when_its_layer_is_no_longer_used() -> None:
+    """With two slots, the copy of a layer begins when the one two places before it has been computed with."""
+    spans = spans_of("host")
+    uses = {(event.layer, index // NUM_LAYERS): event for index, event in enumerate(spans["compute"])}
+    for (layer, number), used in uses.items():
+        behind = (layer + 2) % NUM_LAYERS
+        following = uses.get((behind, number + (behind < layer)))
+        if following is None:
+            continue
+        own = [e for e in spans["copy"] if e.layer == behind and used.end_s - 1e-9 <= e.start_s < following.start_s]
+        assert len(own) == 1 and own[0].end_s <= following.start_s + 1e-9, (layer, number)
+
+
+def test_pieces_through_a_bounce_buffer_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.streaming import carriers
+
+    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1000)
+    spans = spans_of("host", limit_bytes=0)
+    assert spans["copy"] and all(event.end_s - event.start_s >= 5 - 1e-9 for event in spans["copy"])

@@ -39,11 +39,6 @@ def pair_of(family: str, base: Path) -> tuple[Path, Path, list[int]]:
     return target, draft, reference(target, prompts()[1], NUM_NEW)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pairs")
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """`load` finds a device; slots hold NaN unless something valid lies in them."""

@@ -22,7 +22,7 @@ from test_device_expert_path import SIZES as POOLS
 from test_device_expert_path import place_experts
 from test_device_experts import NUM_EXPERTS, RECORDS, SIZES, chosen
 from test_device_layers import LAYOUTS, NUM_LAYERS, TIERS
-from test_device_path import BUDGETS, base, pair_of, place_layers
+from test_device_path import BUDGETS, pair_of, place_layers
 from test_device_path import TIERS as PLACED
 from test_tiny import prompts
 from tiny import FAMILIES, build, save
@@ -43,7 +43,6 @@ from offload.streaming.device import StagingRing
 from offload.streaming.experts import open_pool
 from offload.streaming.layers import Layers
 
-__all__ = ["base"]  # a fixture
 Run = Callable[[ClockDevice], None]
 
 
@@ -291,15 +290,15 @@ def written(family: str, base: Path, patch: pytest.MonkeyPatch, **options: Any) 
     return device
 
 
-def test_decoding_races_with_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place_layers(monkeypatch, *PLACED["all three"])
-    assert not written("llama", base, monkeypatch).clocks.races
-
-
-@pytest.mark.parametrize("sizes", ["least", "some"])
-def test_decoding_with_experts_races_with_nothing(sizes: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place_experts(monkeypatch, *POOLS[sizes], "DISK", "HOST")
-    assert not written("qwen3-moe", base, monkeypatch, experts="demand", invariant=False).clocks.races
+@pytest.mark.parametrize("sizes", [None, "least", "some"])
+def test_decoding_races_with_nothing(sizes: str | None, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers alone, and experts one by one."""
+    if sizes is None:
+        place_layers(monkeypatch, *PLACED["all three"])
+        assert not written("llama", base, monkeypatch).clocks.races
+    else:
+        place_experts(monkeypatch, *POOLS[sizes], "DISK", "HOST")
+        assert not written("qwen3-moe", base, monkeypatch, experts="demand", invariant=False).clocks.races
 
 
 def test_a_decoder_that_waits_for_nothing_shows(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from fake_device import FakeDevice
 from matrix import matrix
 from strict_place import OnCard, StrictDevice, attend_on_card, place
 from test_cuda_graphs import passes
-from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
+from test_device_path import BUDGETS, TIERS, device, pair_of, place_layers
 from test_families import config_of, tiny_model
 from test_path_rows import CLOSE, logits_of_two_trees
 from test_tiny import prompts
@@ -33,7 +33,7 @@ from offload.sampling_options import Sampling
 from offload.streaming.disk import DiskReader
 from offload.trees.topology import DynamicShape
 
-__all__ = ["base", "device"]  # fixtures
+__all__ = ["device"]  # a fixture
 LOAD = {"context": 128, "threads": 1, **BUDGETS}
 PER_LAYER = ("gemma3n_text", "gemma4_text")  # have a table of inputs to every layer
 

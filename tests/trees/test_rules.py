@@ -2,23 +2,20 @@
 
 import re
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from bigrams import BigramModel
 from matrix import matrix
 from tables import distributions, p_value
-from tiny import FAMILIES, VOCAB_SIZE, save_pair
-from torch import Tensor
+from tiny import FAMILIES, VOCAB_SIZE, Pair, save_pair
 from transformers import AutoModelForCausalLM
 
 import offload
 from offload.drafting.base import DraftText
 from offload.drafting.model import ModelDrafter
 from offload.memory.plan import DRAW_BYTES
-from offload.model.kv_cache import KVCache
 from offload.rules import RULES, ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -34,20 +31,20 @@ load = partial(offload.load, ram="1GiB", context=160, tree="16x4", threads=1)
 
 
 @pytest.fixture(scope="module")
-def small_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     config = FAMILIES["llama"]()
     config.vocab_size, config.num_hidden_layers = SMALL_VOCAB, 1
     return save_pair(config, tmp_path_factory.mktemp("small"), noise=0.03)
 
 
 @pytest.fixture(scope="module")
-def greedy_ids(pair: tuple[Path, Path]) -> list[int]:
+def greedy_ids(pair: Pair) -> list[int]:
     with load(pair[0], tree="none") as alone:
         return alone.generate(PROMPT, max_new_tokens=40).token_ids
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_greedy_text_is_the_same_under_every_rule(rule: str, pair: tuple[Path, Path], greedy_ids: list[int]) -> None:
+def test_greedy_text_is_the_same_under_every_rule(rule: str, pair: Pair, greedy_ids: list[int]) -> None:
     with load(*pair, rule=rule) as decoder:
         for tree in TREES:
             got = decoder.generate(PROMPT, max_new_tokens=40, tree=tree)
@@ -56,7 +53,7 @@ def test_greedy_text_is_the_same_under_every_rule(rule: str, pair: tuple[Path, P
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_one_seed_one_text(rule: str, pair: tuple[Path, Path]) -> None:
+def test_one_seed_one_text(rule: str, pair: Pair) -> None:
     sampling = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "max_new_tokens": 40}
     with load(*pair, rule=rule) as decoder:
         texts = [decoder.generate(PROMPT, seed=seed, **sampling).token_ids for seed in (1, 1, 2)]
@@ -66,7 +63,7 @@ def test_one_seed_one_text(rule: str, pair: tuple[Path, Path]) -> None:
 
 
 @matrix("rule", RULES, always=["match"], daily=1)
-def test_first_tokens_have_the_target_distribution(rule: str, small_models: tuple[Path, Path]) -> None:
+def test_first_tokens_have_the_target_distribution(rule: str, small_models: Pair) -> None:
     """The distribution of both together over some hundred seeds, against `transformers` in float32."""
     sampling, count_VV = Sampling(temperature=1.0, top_p=0.95), np.zeros((SMALL_VOCAB, SMALL_VOCAB))
     with load(*small_models, rule=rule, tree="8x3", context=32) as decoder:
@@ -84,7 +81,7 @@ def next_distributions(model: torch.nn.Module, prompts: list[list[int]], samplin
         return distributions(model(torch.tensor(prompts)).logits[:, -1], sampling)
 
 
-def test_what_the_plan_has_no_room_for_is_refused(pair: tuple[Path, Path]) -> None:
+def test_what_the_plan_has_no_room_for_is_refused(pair: Pair) -> None:
     wanted = "`rule` must be one of match, sequoia, specinfer, spectr, topk, got 'tree'"
     with pytest.raises(offload.UserError, match=wanted):
         load(*pair, rule="tree")
@@ -119,26 +116,11 @@ def test_rules_stand_in_one_table() -> None:
     assert sorted(named[1:]) == sorted(RULES), "the table in the docstring"
 
 
-class BigramModel:
-    """A draft of four tokens beside a target of six."""
-
-    num_layers, vocab_size, send = 1, 4, None
-    logits_VV = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
-
-    def new_cache(self, num_slots: int, gather: Any) -> KVCache:
-        return KVCache(self.num_layers, num_slots, gather)
-
-    def take_in(self, *_: object) -> None:
-        """There is no encoder."""
-
-    def forward(self, token_T: Tensor, *_: object, num_logits: int = 0) -> Tensor:
-        return self.logits_VV[token_T][-num_logits:]
-
-    forward_chain = forward
+NARROW = BigramModel(4, 1.0)  # a draft of four tokens beside a target of six
 
 
 def grow_bigrams(topology: Topology, tokens: list[int], sampler: Sampler, vocab_size: int = 6) -> TokenTree:
-    drafter = ModelDrafter(BigramModel(), vocab_size, 64)  # type: ignore[arg-type]
+    drafter = ModelDrafter(NARROW, vocab_size, 64)  # type: ignore[arg-type]
     return drafter.grow([DraftText(topology, tokens, sampler, drafter.new_state())])[0].tree
 
 
@@ -151,7 +133,7 @@ def test_a_tree_carries_the_distributions_of_the_nodes_that_have_children(drafti
     assert tree.proposals.probs_EV.shape == (len(expanded), 6)
     for row, node in enumerate(expanded):
         # What the draft does not know reads as its last token: the root here, and the fall-back's children.
-        wanted_V = sampler.distribution(BigramModel.logits_VV[min(tree.tokens[node], 3)][None])[0]
+        wanted_V = sampler.distribution(NARROW.logits_VV[min(tree.tokens[node], 3)][None])[0]
         assert tree.proposals.row_N[node] == row
         assert torch.equal(tree.proposals.probs_EV[row], torch.cat([wanted_V, torch.zeros(2)]))
     assert {tree.proposals.row_N[node] for node in range(12) if node not in expanded} == {-1}

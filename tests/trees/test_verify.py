@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from test_token_tree import random_topology
+from test_topology import random_topology
 from torch import Tensor
 
 from offload.drafting.static import draw_children

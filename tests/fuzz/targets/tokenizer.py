@@ -9,15 +9,7 @@ from pathlib import Path
 from case import Target
 from damage import BYTES, JSON, only, other, special, text
 from model_files import TEMPLATE, generate, save_files
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 _KEYS = ("tokenizer_class", "auto_map", "model_max_length", "chat_template", "added_tokens_decoder", "eos_token",
@@ -102,10 +94,7 @@ def _save_notes(folder: Path) -> None:
 
 _NOTES = ("special_tokens_map.json", "added_tokens.json", "chat_template.json")
 _SETTINGS = (only(*_KEYS), only(*_KEYS), *JSON)
-_FILES = {
-    "tokenizer.json": (only(*_PARTS), only(*_PARTS), _put_hostile, *JSON),
-    "tokenizer_config.json": _SETTINGS,
-}
+_FILES = {"tokenizer.json": (only(*_PARTS), only(*_PARTS), _put_hostile, *JSON), "tokenizer_config.json": _SETTINGS}
 TARGETS = [
     Target("tokenizer/bpe", save_files, _FILES, generate),
     Target("tokenizer/unigram", _save_unigram, _FILES, generate),
