@@ -26,7 +26,7 @@ from offload.bench.harness.promises import verdict_lines, verdicts
 from offload.bench.harness.record import Row, add_row, read_rows
 from offload.checkpoint.files import replacing
 
-_ON_DEVICE = "streaming/test_on_a_device streaming/test_copies_on_gpu streaming/test_device_path "
+_ON_DEVICE = "streaming/test_on_a_device streaming/test_device_path "
 _ON_DEVICE += "streaming/test_pinned sampling/test_sampler"
 _OF_KERNELS = "kernels/test_kernels kernels/test_path_attention kernels/test_rms_norm kernels/test_expand_float8 "
 _OF_KERNELS += "calibration/test_kernel_selection"

@@ -187,8 +187,7 @@ class Decoder(TokenDecoder):
         )
         sequence.stats.num_prompt_tokens = len(prompt_ids)
         sequence.num_logprobs = request.num_logprobs
-        is_invariant = self.invariance.holds and acceptance.is_exact
-        setup = RunInfo(self.plan, choice, self.comparisons, is_invariant, acceptance.lenience)
+        setup = RunInfo(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)
         return Run(self.step, self._turn, sequence, text, setup)
 
     def check(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from offload.calibration.invariance import Invariance
 from offload.calibration.trial import ComparisonOutcome, rows_of
 from offload.engine.sequence import Sequence, TokenLogprob
 from offload.engine.sharing import DecoderLock
@@ -30,7 +31,7 @@ class RunInfo(NamedTuple):
     plan: MemoryPlan
     tree_choice: TreeChoice
     comparisons: tuple[ComparisonOutcome, ...]  # of kernels, where it runs on a GPU
-    is_invariant: bool  # whether the text is bit for bit that of every other tree
+    invariance: Invariance  # whether tokens have the same bits with every tree
     lenience: float = 1.0  # with less the text is not the target's
 
 
@@ -196,7 +197,12 @@ class Run:
             stats=stats,
             logprobs=logprobs,
             token_texts=self._text.texts_of(named),
-            **self._setup._asdict(),
+            plan=self._setup.plan,
+            tree_choice=self._setup.tree_choice,
+            comparisons=self._setup.comparisons,
+            # asked at the end: a product may have been refused under way
+            is_invariant=self._setup.invariance.holds and self._setup.lenience == 1,
+            lenience=self._setup.lenience,
         )
 
     def _take(self) -> str:
