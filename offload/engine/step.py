@@ -84,6 +84,7 @@ class SpeculationStep:
         moved = self._target.moved.since(moved)
         times = _Times(len(batch), grown - started, ended - grown, moved)
         gained = list[list[int]]()
+        num_accepted = list[int]()
         for (text, entry), one, rows in zip(batch, drafted, scored, strict=True):
             text.stats.threads = modes
             text.stats.peak_device_bytes = self._target.peak_device_bytes
@@ -95,9 +96,10 @@ class SpeculationStep:
             adjusted = text.sampler.adjusted_rows(one.tree, rows)
             accepted = text.rule.verify(one.tree, adjusted, text.sampler, len(text.tokens) - 1)
             gained.append(self._commit(text, one, accepted, rows))
+            num_accepted.append(len(accepted.tokens))
             self._note(text, one, accepted, times, began)
         if not num_pending:
-            self._learn_from(shapes, gained, num_rows, times)
+            self._learn_from(shapes, drafted, num_accepted, times)
         by_text = {id(text): own for (text, _), own in zip(batch, gained, strict=True)}
         return [by_text.get(id(text), []) for text in texts]
 
@@ -161,18 +163,21 @@ class SpeculationStep:
     def _learn_from(
         self,
         shapes: Sequence[Shape],
-        gained: Sequence[Sequence[int]],
-        num_rows: int,
+        drafted: Sequence[Drafted | None],
+        num_accepted: Sequence[int],
         times: "_Times",
     ) -> None:
-        """Let later passes of trees alone profit from what this one took and yielded."""
+        """Let later passes of trees alone profit from what this one took and yielded.
+
+        What counts is what was accepted, also beyond the end of a text.
+        """
         draft_s = times.draft_s
         sweep_s = times.sweep_s
-        self._threads.took(_rows_alike(num_rows), draft_s=draft_s, sweep_s=sweep_s)
-        tokens = list(map(len, gained))
+        nodes = [one.tree.num_nodes for one in drafted if one]
+        self._threads.took(_rows_alike(sum(nodes)), draft_s=draft_s, sweep_s=sweep_s)
         moved = times.moved
         link = (moved.stall_s, moved.num_bytes, moved.reading_s)
-        self._learn(ObservedPass(shapes, num_rows, tokens, draft_s, sweep_s, *link))
+        self._learn(ObservedPass(shapes, nodes, num_accepted, draft_s, sweep_s, *link))
 
 
 class _Times(NamedTuple):

@@ -8,6 +8,7 @@ clock. Invariant: only the last passes are kept, since machines drift.
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from offload.trees.topology import Floats, Shape
 _MOST_SEEN = 48  # passes kept for each number of texts
 _MOST_OF_SIZE = 5  # last passes that count for each number of rows
 _TRIED = 2  # passes after which a size is known
+_WORTH_CHANGING = 1.25  # times as fast as the tree that a lone text has
 _WORTH_TRYING = 1.02  # speedup over the best tree that makes another worth a trial
 _WAITED = 0.1  # share of a sweep: with a longer stall the link limited it
 _MISSES = tuple(2.0 ** (step / 4) for step in range(-8, 7))  # factors on the assumed misses
@@ -30,9 +32,9 @@ _ASSUMED_TREES = 32  # how many observed trees the assumed acceptance is worth
 class ObservedPass(NamedTuple):
     """One pass over the weights in which each text had a tree and none took in a prompt."""
 
-    shapes: Sequence[Shape]  # of each text's tree, or their bounds
-    num_rows: int  # that the pass had: of dynamic trees, those that were worth it
-    tokens: Sequence[int]  # gained by each text
+    shapes: Sequence[Shape]  # of each text's tree, or its bounds
+    nodes: Sequence[int]  # of each tree: of a dynamic one, those that were worth their rows
+    tokens: Sequence[int]  # accepted by each text
     draft_s: float
     sweep_s: float
     stall_s: float  # part of `sweep_s`: computing waited for the link
@@ -45,6 +47,21 @@ class ObservedPass(NamedTuple):
         return sum(shape.num_nodes for shape in self.shapes)
 
     @property
+    def counted_sizes(self) -> Sequence[tuple[int, int]]:
+        """Return the nodes and the depth of each text's tree, see `counted_rows`."""
+        if len(self.nodes) == 1:
+            return [(self.nodes[0], self.shapes[0].depth)]
+        return [(shape.num_nodes, shape.depth) for shape in self.shapes]
+
+    @property
+    def counted_rows(self) -> int:
+        """Return the rows that the pass counts for.
+
+        A lone text's are those that it had; texts that compete for the nodes of all have bounds.
+        """
+        return self.nodes[0] if len(self.nodes) == 1 else self.most_rows
+
+    @property
     def has_waited(self) -> bool:
         """Return whether the link limited the pass."""
         return self.stall_s > _WAITED * self.sweep_s
@@ -54,13 +71,11 @@ class ObservedPass(NamedTuple):
 class ObservedPasses:
     """The last passes, by how many texts shared them."""
 
-    num_texts: int = 1  # of the last pass
     _passes: dict[int, deque[ObservedPass]] = field(default_factory=dict)
 
     def add(self, one: ObservedPass) -> None:
         """Add a finished pass."""
-        self.num_texts = len(one.shapes)
-        self._passes.setdefault(self.num_texts, deque(maxlen=_MOST_SEEN)).append(one)
+        self._passes.setdefault(len(one.shapes), deque(maxlen=_MOST_SEEN)).append(one)
 
     def among(self, num_texts: int) -> Sequence[ObservedPass]:
         """Return the passes of so many texts, or of the nearest number."""
@@ -69,7 +84,7 @@ class ObservedPasses:
         return self._passes[min(self._passes, key=lambda num: abs(math.log(num / num_texts)))]
 
     def costs(self, known: Costs, num_texts: int, slots_bytes: int) -> Costs:
-        """Return the known costs by the bounds of trees, corrected by these passes.
+        """Return the known costs, corrected by these passes.
 
         Args:
             slots_bytes: what can be there before a sweep begins.
@@ -80,22 +95,30 @@ class ObservedPasses:
         expected_s = sum(_draft_s(known, one) for one in passes)
         drafted = sum(one.draft_s for one in passes) / expected_s if expected_s else 1.0
         steps_s = tuple(drafted * one for one in known.draft_step_s.seconds)
+        computed_s = _computed_s(passes)
+        ratios = {rows: seconds / known.compute_s.at(rows) for rows, seconds in computed_s.items()}
         return replace(
-            _corrected(known, passes, slots_bytes, lambda one: one.most_rows),
+            known,
+            compute_s=_scaled(known.compute_s, ratios),
             draft_step_s=Curve(known.draft_step_s.sizes, steps_s),
+            link_bytes_per_s=_link_bytes_per_s(passes, known.link_bytes_per_s, slots_bytes),
         )
 
-    def costs_of_rows(self, known: Costs, slots_bytes: int) -> Costs:
-        """Return the known costs by the rows that passes have, corrected by the latest passes.
+    def choose(
+        self, ranked: Sequence[Prediction], num_texts: int, current: Shape | None
+    ) -> Prediction:
+        """Return the prediction to follow, of those that these passes have corrected.
 
-        What draft steps cost stays: of dynamic trees it is not known how wide theirs were.
+        A lone text keeps its tree unless another promises far more: what it would gain by trying
+        neighbours, it loses in its few passes.
         """
-        passes = self.among(self.num_texts)
-        if not passes:
-            return known
-        return _corrected(known, passes, slots_bytes, lambda one: one.num_rows)
+        if num_texts > 1:
+            return self._pick(ranked, num_texts)
+        best = ranked[0]
+        own = next((one for one in ranked if current and _is_alike(one.shape, current)), best)
+        return own if own.s_per_token < _WORTH_CHANGING * best.s_per_token else best
 
-    def pick(self, ranked: Sequence[Prediction], num_texts: int) -> Prediction:
+    def _pick(self, ranked: Sequence[Prediction], num_texts: int) -> Prediction:
         """Return the best tree, or a neighbour that might be better and is not known yet.
 
         More rows compute no faster, and fewer rows take no less than their share: so the best
@@ -122,37 +145,44 @@ class ObservedPasses:
         return best
 
     def corrected_acceptance(
-        self, p_K: Floats, expected: Callable[[Floats, Shape], float]
+        self, p_K: Floats, expected: Callable[[Floats, int, int], float]
     ) -> Floats:
         """Return the assumed acceptance, with as many misses as the gained tokens suggest.
 
         Args:
-            expected: tokens of a tree by an acceptance vector.
+            expected: tokens of a tree by an acceptance vector, its nodes and its depth.
         """
-        gained = Counter[Shape]()
-        times = Counter[Shape]()
-        for passes in self._passes.values():
-            for one in passes:
-                for shape, tokens in zip(one.shapes, one.tokens, strict=True):
-                    gained[shape] += tokens
-                    times[shape] += 1
+        gained = Counter[tuple[int, int]]()
+        times = Counter[tuple[int, int]]()
+        for one in (one for passes in self._passes.values() for one in passes):
+            for size, tokens in zip(one.counted_sizes, one.tokens, strict=True):
+                # a tree without a guess tells nothing of guesses
+                if size[0] > 1:
+                    gained[size] += tokens
+                    times[size] += 1
         if not times:
             return p_K
-        assumed = {shape: expected(p_K, shape) for shape in times}
+        assumed = sum(count * expected(p_K, *size) for size, count in times.items())
         scale = _ASSUMED_TREES / times.total()
-        wanted = gained.total() + scale * sum(
-            count * assumed[shape] for shape, count in times.items()
-        )
+        wanted = (gained.total() + scale * assumed) / (1 + scale)
         # with more misses, rank 0 would be less likely than rank 1
         most = 1 / (1 - p_K[0] + p_K[1]) if p_K.size > 1 and p_K[0] < 1 else 1.0
+        misses = [one for one in _MISSES if one <= most]
 
-        def error(misses: float) -> float:
-            told = sum(
-                count * expected(with_misses(p_K, misses), shape) for shape, count in times.items()
-            )
-            return abs(math.log((1 + scale) * told / wanted))
+        def told(index: int) -> float:
+            p_K_so = with_misses(p_K, misses[index])
+            return sum(count * expected(p_K_so, *size) for size, count in times.items())
 
-        return with_misses(p_K, min((one for one in _MISSES if one <= most), key=error))
+        # the more misses the fewer tokens
+        first_below = bisect_left(range(len(misses)), -wanted, key=lambda index: -told(index))
+        near = range(max(0, first_below - 1), min(first_below + 1, len(misses)))
+        return with_misses(
+            p_K, misses[min(near, key=lambda index: abs(math.log(told(index) / wanted)))]
+        )
+
+
+def _is_alike(one: Shape, other: Shape) -> bool:
+    return (one.num_nodes, one.depth) == (other.num_nodes, other.depth)
 
 
 def with_misses(p_K: Floats, times: float) -> Floats:
@@ -168,25 +198,7 @@ def _at_best_s(one: Prediction, best: Prediction, *, is_link_known: bool) -> flo
     return step.total_s / one.tokens_per_sweep
 
 
-def _corrected(
-    known: Costs,
-    passes: Sequence[ObservedPass],
-    slots_bytes: int,
-    rows_of: Callable[[ObservedPass], int],
-) -> Costs:
-    """Return the costs with what these passes tell of computing and of the link."""
-    computed_s = _computed_s(passes, rows_of)
-    ratios = {rows: seconds / known.compute_s.at(rows) for rows, seconds in computed_s.items()}
-    return replace(
-        known,
-        compute_s=_scaled(known.compute_s, ratios),
-        link_bytes_per_s=_link_bytes_per_s(passes, known.link_bytes_per_s, slots_bytes),
-    )
-
-
-def _computed_s(
-    passes: Sequence[ObservedPass], rows_of: Callable[[ObservedPass], int]
-) -> dict[int, float]:
+def _computed_s(passes: Sequence[ObservedPass]) -> dict[int, float]:
     """Return for each number of rows the least of the last few times, and of those of more rows.
 
     Disturbances only make a pass late. Sizes that occurred once count only where none occurred
@@ -194,7 +206,7 @@ def _computed_s(
     """
     found = dict[int, list[float]]()
     for one in passes:
-        found.setdefault(rows_of(one), []).append(one.sweep_s - one.stall_s)
+        found.setdefault(one.counted_rows, []).append(one.sweep_s - one.stall_s)
     most = min(_TRIED, max(map(len, found.values())))
     least = {
         rows: min(times[-_MOST_OF_SIZE:]) for rows, times in found.items() if len(times) >= most

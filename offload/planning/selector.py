@@ -162,8 +162,12 @@ class _Selection:
         self._max_depth = DEPTHS[-1] if known.context is None else known.context - 1
         self._costs = known.costs_of(profile)
 
-    def choose(self, spec: TreeSpec) -> TreeChoice:
-        """Return the tree for this spec. Raises `UserError` if the rule does not allow it."""
+    def choose(self, spec: TreeSpec, current: Shape | None = None) -> TreeChoice:
+        """Return the tree for this spec. Raises `UserError` if the rule does not allow it.
+
+        Args:
+            current: what was chosen before passes have shown more.
+        """
         if not self._known.has_draft:
             return self._of_guesses(spec)
         spec.check_rule(self._rule)
@@ -172,7 +176,7 @@ class _Selection:
         if spec.kind != "auto":
             return self._named(spec)
         if self._costs is not None:
-            return self._best(self._costs)
+            return self._best(self._costs, current)
         default = TreeSpec(
             "dynamic" if self._is_dynamic and min(self._most - 1, self._max_depth) else "best",
             min(AUTO_NODES, self._most),
@@ -208,7 +212,7 @@ class _Selection:
             chain(depth) if spec.is_chosen else spec.build(), "as far as guesses reach"
         )
 
-    def _best(self, costs: Costs) -> TreeChoice:
+    def _best(self, costs: Costs, current: Shape | None) -> TreeChoice:
         trees_of = partial(self._trees, max_depth=DEPTHS[-1])
         if self._is_dynamic and (traffic := self._traffic(1)):
             costs = self._known.seen.costs(costs, self._num_texts, traffic.slots_bytes)
@@ -224,7 +228,9 @@ class _Selection:
         )
         if not ranked:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        best = self._known.seen.pick(ranked, self._num_texts) if self._is_dynamic else ranked[0]
+        best = ranked[0]
+        if self._is_dynamic:
+            best = self._known.seen.choose(ranked, self._num_texts, current)
         why = self._basis
         if isinstance(best.shape, DynamicShape):
             counted = sum(one.num_sweeps for one in trees.counted)
@@ -294,10 +300,10 @@ class _Selection:
             known.dynamic_yields,
         )
 
-    def _expected(self, p_K: Floats, shape: Shape) -> float:
+    def _expected(self, p_K: Floats, num_nodes: int, depth: int) -> float:
         """Return the tokens of a tree by the product form."""
-        trees = known_trees(tuple(p_K.tolist()), max_nodes=max(_FEW_NODES, shape.num_nodes))
-        return trees.expected(shape.num_nodes, shape.depth)
+        trees = known_trees(tuple(p_K.tolist()), max_nodes=max(_FEW_NODES, num_nodes))
+        return trees.expected(num_nodes, depth)
 
     @property
     def _most(self) -> int:
@@ -350,11 +356,14 @@ class TreeSelector:
     usual: AcceptancePrior = SMALL  # stands in for a profile
     routing: ExpertRouting | None = None  # where experts were counted
     parallel: int = 1  # texts that may share a pass
-    _known: dict[tuple[TreeSpec, str, str, int], TreeChoice] = field(default_factory=dict)
+    # choices, and when they were made
+    _known: dict[tuple[TreeSpec, str, str, int], tuple[TreeChoice, int]] = field(
+        default_factory=dict
+    )
     # passes of this decoder
     seen: ObservedPasses = field(default_factory=ObservedPasses)
     _since_s: float = 0.0  # of passes that no choice has used
-    _costs_of_rows: Costs | None = None  # as passes have corrected them
+    _num_learnt: int = 0  # how often choices became old
 
     @classmethod
     def without_trees(cls, plan: MemoryPlan) -> "TreeSelector":
@@ -372,14 +381,10 @@ class TreeSelector:
     def took(self, one: ObservedPass) -> None:
         """Record a pass; a later choice uses it."""
         self.seen.add(one)
-        self._costs_of_rows = None
         self._since_s += one.draft_s + one.sweep_s
         if self._since_s > _SELDOM * _CHOICE_S:
             self._since_s = 0.0
-            # a copy, since another thread may be adding to it
-            for key in [*self._known]:
-                if key[0].kind == "auto":
-                    self._known.pop(key, None)
+            self._num_learnt += 1
 
     def check(self, sampling: Sampling, rule: str) -> None:
         """Raise `UserError`, before measuring, for a named tree or profile that cannot serve."""
@@ -438,6 +443,8 @@ class TreeSelector:
     def _most_alike(self, num_nodes: int) -> int:
         """Return the most nodes, up to `_GROWTH` times as many, whose plan moves the same bytes."""
         own = self.traffic_at(num_nodes)
+        if own is None:
+            return num_nodes
         sizes = (size for size in reversed(SIZES) if num_nodes < size <= _GROWTH * num_nodes)
         return next((size for size in sizes if self.traffic_at(size) == own), num_nodes)
 
@@ -476,7 +483,6 @@ class TreeSelector:
         """Limit trees to those that memory is now planned for."""
         traffic = Traffic.of(plan)
         self.traffic_of = lambda _: traffic
-        self._costs_of_rows = None
         self.max_nodes = plan.num_nodes
         self.context = plan.context
 
@@ -491,13 +497,15 @@ class TreeSelector:
         profile, note = self._profile(spec, sampling, rule)
         # a note names its profile: without one any sampling has the same tree
         key = (spec, note, rule, num_texts)
-        choice = self._known.get(key)
-        if choice is None:
-            choice = self._selection(spec, profile, note, rule, num_texts).choose(spec)
-            self._check(choice.shape, tree)
+        choice, num_learnt = self._known.get(key, (None, 0))
+        is_old = spec.kind == "auto" and num_learnt < self._num_learnt
+        if choice is None or is_old:
+            selection = self._selection(spec, profile, note, rule, num_texts)
+            choice = selection.choose(spec, choice and choice.shape)
+            self._check(choice.shape, tree, spec)
             if len(self._known) >= _MOST_KNOWN:  # a server is asked for any settings
                 self._known.clear()
-            self._known[key] = choice
+            self._known[key] = choice, self._num_learnt
         return choice
 
     def _profile(self, spec: TreeSpec, sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
@@ -531,12 +539,9 @@ class TreeSelector:
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
         """Return the seconds of a step from its rows; constant where nothing was measured."""
         traffic = self.traffic_at(num_rows)
-        costs = self._costs_of_rows or self.costs_of(None)
+        costs = self.costs_of(None)
         if costs is None or traffic is None:
             return 1.0
-        if self._costs_of_rows is None:
-            costs = self.seen.costs_of_rows(costs, traffic.slots_bytes)
-            self._costs_of_rows = costs
         return step_of(costs, traffic, num_rows, draft_widths).total_s
 
     def costs_of(self, profile: Profile | None) -> Costs | None:
@@ -554,8 +559,10 @@ class TreeSelector:
         )
         return replace(costs, link_bytes_per_s=self.link_bytes_per_s, compute_s=compute_s)
 
-    def _check(self, shape: Shape, tree: str | None) -> None:
-        most = self.max_nodes // self.parallel if tree is not None else self.max_nodes
+    def _check(self, shape: Shape, tree: str | None, spec: TreeSpec) -> None:
+        # a tree that is chosen is bounded where it is
+        is_named = tree is not None and not spec.is_chosen
+        most = self.max_nodes // self.parallel if is_named else self.max_nodes
         if shape.num_nodes > most:
             raise UserError(
                 f"tree {tree} has {shape.num_nodes} nodes, memory was planned for {most}: "

@@ -34,8 +34,10 @@ class ByteSource(Protocol):
     paths: Sequence[Path]
     # reads are slowed down to this rate, for studies
     rate_limit_bytes_per_s: float | None
-    # seconds in which any read was under way
-    reading_s: float
+
+    @property
+    def reading_s(self) -> float:
+        """Return the seconds in which any read was under way."""
 
     @property
     def note(self) -> str | None:
@@ -153,10 +155,17 @@ class DiskReader(ByteSource):
         self._throttle = _Throttle(rate_limit_bytes_per_s) if rate_limit_bytes_per_s else None
         self._count = threading.Lock()
         self.bytes_read = 0
-        self.reading_s = 0.0
+        self._reading_s = 0.0
         self._num_reading = 0
         self._reading_since = 0.0
         self._has_bounced = False
+
+    @property
+    def reading_s(self) -> float:
+        with self._count:
+            is_reading = self._num_reading > 0
+            now_s = time.perf_counter() - self._reading_since if is_reading else 0.0
+            return self._reading_s + now_s
 
     @property
     def note(self) -> str | None:
@@ -235,7 +244,7 @@ class DiskReader(ByteSource):
             with self._count:
                 self._num_reading -= 1
                 if not self._num_reading:
-                    self.reading_s += time.perf_counter() - self._reading_since
+                    self._reading_s += time.perf_counter() - self._reading_since
 
     def _fill(self, request: SlabRead, view: memoryview) -> None:
         """Read [lo, hi) of a shard, or up to its end.

@@ -4,7 +4,6 @@ A machine is a true cost of passes by rows and texts, and a true acceptance. Wha
 either the truth, or what a trial with weights in the processor's cache, one text and no reader beside it would say.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,7 +15,7 @@ import pytest
 from matrix import matrix
 from ranking import rank_trees
 
-from offload.planning.cost_model import Costs, Curve, Traffic, step_of, step_time
+from offload.planning.cost_model import Costs, Curve, Traffic, step_time
 from offload.planning.profile import Profile
 from offload.planning.search import TreeSearch
 from offload.planning.seen import ObservedPass, with_misses
@@ -130,9 +129,9 @@ def passes(machine: Machine, trees: TreeSelector, num_texts: int, num_passes: in
         late = rng.normal(1.0, 0.03) * (1.5 if rng.random() < 0.05 else 1.0)
         sweep_s, tokens = step.sweep_s * late, [tokens_of(machine, shape, rng) for _ in range(num_texts)]
         stall_s = max(0.0, step.sweep_s - step.compute_s) * (step.link_s > step.compute_s)
-        num_rows, times = num_texts * shape.num_nodes, (step.draft_s, sweep_s, stall_s)
+        nodes, times = [shape.num_nodes] * num_texts, (step.draft_s, sweep_s, stall_s)
         link = (machine.streamed_bytes, machine.streamed_bytes / GB)
-        trees.took(ObservedPass([shape] * num_texts, num_rows, tokens, *times, *link))
+        trees.took(ObservedPass([shape] * num_texts, nodes, tokens, *times, *link))
 
 
 def believed(machine: Machine, how: str, num_texts: int) -> Costs:
@@ -170,7 +169,9 @@ AXES = (MACHINES, (1, 2, 4, 8, 16), ("truth", "half", "twice", "slow link"))
 
 @matrix("name, num_texts, how", product(*AXES), daily=12)
 def test_passes_correct_what_was_believed(name: str, num_texts: int, how: str) -> None:
-    assert mean_cost(MACHINES[name], how, num_texts, seed=num_texts) <= ALLOWED
+    """A lone text, whose passes are few, leaves its tree only where another promises far more."""
+    allowed = ALLOWED if num_texts > 1 else 1.25 * ALLOWED
+    assert mean_cost(MACHINES[name], how, num_texts, seed=num_texts) <= allowed
 
 
 def test_what_was_believed_alone_would_be_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,13 +181,12 @@ def test_what_was_believed_alone_would_be_far_off(monkeypatch: pytest.MonkeyPatc
     assert max(found) > 1.2, found
 
 
-def test_rows_that_seemed_free_cost_what_a_pass_took() -> None:
-    """A drafter weighs its nodes by these seconds, so one pass has to be enough."""
+def test_a_lone_text_keeps_a_tree_that_is_good_and_leaves_one_that_is_not() -> None:
+    """A disk that seemed slow makes rows seem free: then the first trees are far too large."""
     machine = MACHINES["computing"]
-    trees = trees_with(machine, believed(machine, "slow link", 1))
-    seemed = trees.step_s(64, ()) / trees.step_s(1, ())
-    deque(passes(machine, trees, 1, 1, seed=0), maxlen=0)
-    true_s = [step_of(machine.costs(1), machine.traffic, rows, ()).total_s for rows in (1, 64)]
-    cost = trees.step_s(64, ()) / trees.step_s(1, ())
-    assert seemed < 0.3 * cost
-    assert cost == pytest.approx(true_s[1] / true_s[0], rel=0.1)
+    shapes = list(passes(machine, trees_with(machine, believed(machine, "slow link", 1)), 1, 24, seed=0))
+    assert shapes[0].num_nodes > 4 * shapes[-1].num_nodes
+    costs = [machine.s_per_token(shape, 1) / least_s(machine, 1) for shape in shapes]
+    assert costs[0] > 1.5 and costs[3] < 1.25
+    kept = set(passes(machine, trees_with(machine, machine.costs(1)), 1, 24, seed=0))
+    assert len({(shape.num_nodes, shape.depth) for shape in kept}) == 1

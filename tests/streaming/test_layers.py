@@ -325,9 +325,12 @@ class MemorySource(ByteSource):
 
     def __init__(self, paths: Sequence[Path], rate_limit_bytes_per_s: float | None = None, **_: object) -> None:
         self.paths, self.rate_limit_bytes_per_s, self.num_reads = paths, rate_limit_bytes_per_s, 0
-        self.reading_s = 0.0
         self._files = [np.fromfile(path, np.uint8) for path in paths]
         self.opened.append(self)
+
+    @property
+    def reading_s(self) -> float:
+        return 0.0
 
     @property
     def note(self) -> str | None:
