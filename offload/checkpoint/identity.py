@@ -125,10 +125,10 @@ def identity_of(checkpoint: Checkpoint) -> ModelIdentity:
     Raises `ReadError`, also where a file was replaced since it was opened, and `UserError` for
     small files that make no sense.
     """
+    # first what tells whether a file was replaced
+    parts = {"weights": _sampled(checkpoint), "config": _config(checkpoint)}
     settings = generation_settings(checkpoint)
-    parts = {
-        "weights": _sampled(checkpoint),
-        "config": _config(checkpoint),
+    parts |= {
         "generation config": _json_digest({name: settings.get(name) for name in _SPECIAL_TOKENS}),
         **_text_files(checkpoint.tokenizer_path),
     }

@@ -59,6 +59,8 @@ class ChatCommands:
         self._chat = chat
         self._own_bytes = own_bytes
         self.session = session
+        # by `--session`; kept again where it is loaded again
+        self._named = session
         self._console = console
         self._table: dict[str, Callable[[str], Any]] = {
             "/help": lambda _: self._say(_HELP),
@@ -89,7 +91,7 @@ class ChatCommands:
     def _clear(self) -> None:
         self._chat.clear()
         but = ", but for the system prompt" if self._chat.system else ""
-        too = f"; {self.session} forgets it too" if self.session else ""
+        too = f"; {self.session} begins anew" if self.session else ""
         self._say(f"the conversation is forgotten{but}{too}")
 
     def _save(self, name: str) -> None:
@@ -100,16 +102,26 @@ class ChatCommands:
 
     def _load(self, name: str) -> None:
         path = self._file(name)
+        before = self.session
+        # Not while another conversation takes the place of this one: what ends the program now
+        # would write it over the first file.
+        self.session = None
         self._console.wait("reading the session")
         try:
             self._chat.load(path)
+        except UserError:
+            self.session = before
+            raise
         finally:
             self._console.clear()
+        if self._named is not None and path.resolve() == self._named.resolve():
+            self.session = self._named
         num_asked = sum(message["role"] == "user" for message in self._chat.messages)
         self._say(f"going on with {path}: {plural(num_asked, 'question')}")
-        if self.session is not None and path.resolve() != self.session.resolve():
-            self._say(f"{self.session} stays as it is: /save FILE keeps what follows")
-            self.session = None
+        if before is not None and self.session is None:
+            self._say(
+                f"{before} stays as it is, and answers are kept no more: /save FILE keeps them"
+            )
 
     def _file(self, name: str) -> Path:
         if not name and self.session is not None:

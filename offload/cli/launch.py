@@ -144,10 +144,10 @@ def _announced(plan: Launch) -> Iterator[None]:
     """Tell what is under way until the ranks have lines of their own: torch's launcher takes seconds
     to import, and several hosts wait for each other.
     """
-    is_quiet = bool({"-q", "--quiet"} & {*plan.command})
+    is_quiet = bool({"-q", "--quiet", "--json"} & {*plan.command})
     line = LiveLine(is_off=is_quiet)
-    line.show(Phase(f"starting {plural(plan.num_here, 'rank')}"))
     try:
+        line.show(Phase(f"starting {plural(plan.num_here, 'rank')}"))
         yield
     finally:
         line.close()

@@ -100,8 +100,9 @@ def append(
     Raises what `build` raises.
     """
     room = chunk_room(ram_bytes, coder)
-    if not path.is_dir():
-        read_store(path)  # which says what is missing
+    with _refusing_bad_places(path):
+        if not path.is_dir():
+            read_store(path)  # which says what is missing
     with _refusing_bad_places(path), locked(path):
         store = read_store(path)
         require_tokenizer(store, coder.vocabulary)

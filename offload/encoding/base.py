@@ -214,9 +214,9 @@ def group_size(num_columns: int, num_groups: int, said: object) -> int:
         return 0
     if type(said) is int and said > 0 and math.ceil(num_columns / said) == num_groups:
         return said
-    rule = f"group_size must divide {num_columns} columns into {num_groups} groups"
-    fits = num_groups > 0 and num_columns % num_groups == 0
-    must(fits, rule, f"is {said!r:.20}", "mend config.json")
+    if num_groups <= 0 or num_columns % num_groups:
+        rule = f"group_size must divide {num_columns} columns into {num_groups} groups"
+        must(False, rule, f"is {said!r:.20}", "mend config.json")
     return num_columns // num_groups
 
 

@@ -335,7 +335,7 @@ def _bits_and_group(num_words: int, num_groups: int, settings: Settings) -> tupl
         if size is not None and type(size) is not int:
             continue
         per_word = 32 // bits
-        is_wide = size is None or size < 0 or num_words <= math.ceil(size / per_word)
+        is_wide = size is None or size < 0 or num_words <= -(-size // per_word)
         if num_groups == 1 and is_wide:
             fitting.add((bits, 0))
         elif size is not None and size > 0:

@@ -124,9 +124,6 @@ class Ticket:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.take = job.take
-        self.listen = job.listen
-        self.cancel = job.cancel
 
     # no `weakref.finalize`, which would keep the job, its error, and what that passed by
     def __del__(self) -> None:
@@ -135,6 +132,21 @@ class Ticket:
     def __repr__(self) -> str:
         state = "done" if self.is_done else "cancelled" if self._job.is_cancelled else "under way"
         return f"Ticket({state})"
+
+    def take(self) -> list[TextPiece]:
+        """Return what has come by now and was not taken yet, without waiting."""
+        return self._job.take()
+
+    def listen(self, heard: Callable[[], None] | None) -> None:
+        """Call this whenever something has come, from another thread, and once at once.
+
+        It is for callers that cannot wait.
+        """
+        self._job.listen(heard)
+
+    def cancel(self) -> None:
+        """End the request before the next pass; nothing happens if it has ended already."""
+        self._job.cancel()
 
     def __iter__(self) -> Iterator[TextPiece]:
         while True:

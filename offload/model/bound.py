@@ -197,6 +197,8 @@ class BoundModel:
         companions_of = self._beside.companions(slab)
         self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
         self._expanded.keep(companions_of)
+        # the rest is read into memory that these would take beside it
+        del slab, companions_of
         if target is not None and self.checkpoint.is_copy:
             share(target._rest_places, self._rest_places, self.place)
             self._expanded_rest = {}

@@ -134,7 +134,7 @@ class LoadOptions(ModelOptions):
             ):
                 read_store(store)
             elif store is not None:
-                _require_readable(Path(store))
+                _require_readable(Path(store).expanduser())
         require(
             self.lookup in (None, True, False),
             "`lookup` must be True or False",

@@ -155,17 +155,24 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
     assert f"kept in {path}" in chat(letters, "/save", "--session", path, quiet=False).err, "it needs no name"
     held = chat(letters, f"/system\n/load {tmp_path / 'copy'}\n/undo\n/undo\n/undo\n/undo", "--session", path)
     loaded = f"going on with {tmp_path / 'copy'}: 3 questions"
-    stays = f"{path} stays as it is: /save FILE keeps what follows"
+    stays = f"{path} stays as it is, and answers are kept no more: /save FILE keeps them"
     forgotten = [f"forgotten: {one}" for one in ("Again", "Say it", "Say")]
     assert held.err.splitlines()[:6] == ["No.", loaded, stays, *forgotten]
     assert chat(letters, "/undo", "--session", path).err == "forgotten: Say\n", "what was loaded replaced nothing"
     assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked"), "that is kept, too"
 
 
+def test_a_session_that_is_loaded_again_is_kept_again(letters: Path, tmp_path: Path) -> None:
+    path, copy = tmp_path / "talk", tmp_path / "copy"
+    chat(letters, f"Say\n/save {copy}\nSay it\n/load {copy}\n/load {path}\nAgain", "--session", path)
+    forgotten = chat(letters, "/undo\n/undo", "--session", path).err.splitlines()
+    assert forgotten[:2] == ["forgotten: Again", "forgotten: Say it"]
+
+
 def test_forgetting_tells_of_the_file_that_forgets_too(letters: Path, tmp_path: Path) -> None:
     path = tmp_path / "talk"
     told = chat(letters, "Say\n/clear", "--session", path)
-    assert told.err.splitlines()[-1] == f"the conversation is forgotten; {path} forgets it too"
+    assert told.err.splitlines()[-1] == f"the conversation is forgotten; {path} begins anew"
     assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked")
 
 
