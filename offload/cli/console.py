@@ -233,13 +233,15 @@ def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> st
 def _expectation(choice: "TreeChoice") -> str:
     from offload.trees.spec import label_of  # which brings numpy along
 
-    speed = f"{choice.tokens_per_sweep:.1f} tokens a pass"
+    speed = f"{choice.tokens_per_sweep:.1f} tokens a pass expected"
     if choice.candidates:
         speed = f"{1 / choice.candidates[0].s_per_token:.2f} tokens/s"
+        # by a usual draft, and as if nothing else used the machine
+        speed = f"{speed} expected" if choice.is_measured else f"at best {speed}"
     tree = f"tree {label_of(choice.shape)}"
     if choice.chains:
         tree = f"chains, of {choice.shape.depth} at first"
-    return f"{tree}, {speed} expected"
+    return f"{tree}, {speed}"
 
 
 def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:

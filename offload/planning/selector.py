@@ -97,6 +97,8 @@ class TreeChoice(NamedTuple):
     candidates: tuple[Prediction, ...] = ()
     # with `chain:auto` the policy for later chains; `shape` is the first one
     chains: ChainPolicy | None = None
+    # whether the prediction rests on a profile of this pair
+    is_measured: bool = False
 
     @property
     def is_dynamic(self) -> bool:
@@ -240,7 +242,11 @@ class _Selection:
                 else ", as if static: dynamic trees yield more"
             )
         return TreeChoice(
-            best.shape, why, best.tokens_per_sweep / self._num_texts, tuple(ranked[:NUM_SHOWN])
+            best.shape,
+            why,
+            best.tokens_per_sweep / self._num_texts,
+            tuple(ranked[:NUM_SHOWN]),
+            is_measured=self._profile is not None,
         )
 
     def _chain(self) -> TreeChoice:

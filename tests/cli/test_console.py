@@ -102,7 +102,7 @@ def test_hits_without_misses_are_told() -> None:
 
 def test_what_runs_is_told_in_two_lines() -> None:
     best = predicted("dynamic:64x8")
-    choice = TreeChoice(best.shape, "measured", 4.0, (best,))
+    choice = TreeChoice(best.shape, "measured", 4.0, (best,), is_measured=True)
     decoder: Any = SimpleNamespace(plan=planned(), notes=[], sources="")
     names = ModelNames.of("/models/Llama-70B/", "someone/Llama-1B")
     assert opening_lines(names, decoder, choice, is_decimal=True).splitlines() == [
@@ -112,6 +112,8 @@ def test_what_runs_is_told_in_two_lines() -> None:
     assert ModelNames.of("/models/Llama-70B/", None, "shards").model == "Llama-70B on rank 0"
     alone = opening_lines(names._replace(draft=None), decoder, TreeChoice(chain(0), "named"))
     assert alone == "Llama-70B: 1 of 4 layers in RAM (1.86 GiB allowed), 2.79 GiB a pass from disk"
+    assumed = opening_lines(names, decoder, choice._replace(is_measured=False), is_decimal=True)
+    assert assumed.endswith("\ndraft Llama-1B, tree dynamic:64x8, at best 8.00 tokens/s"), "no profile, no promise"
     named = opening_lines(names, decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))
     assert named.endswith("\ndraft Llama-1B, tree 64x8, 3.2 tokens a pass expected")
     folder = opening_lines(names._replace(draft="draft"), decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))
