@@ -158,8 +158,8 @@ def trace_window(decoder: Decoder, question: TuneQuestion, index: int) -> Traced
     tree = f"{min(_WRITING_NODES, decoder.plan.num_nodes)}x{_WRITING_DEPTH}"
     written = write(decoder, window, sampling, NUM_NEW, tree)
     grow = partial(dynamic_again, decoder, window, written, sampling)
-    ranks = ranks_of(decoder, window, written, sampling)
-    return TracedWindow(ranks, list(map(grow, question.bounds)))
+    bursts_B = list(map(grow, question.bounds))
+    return TracedWindow(ranks_of(decoder, window, written, sampling), bursts_B)
 
 
 class CountsExperts(Protocol):
