@@ -91,7 +91,8 @@ def test_trees_and_drafts(dtype: str, drafts: Iterable[str]) -> None:
 
 def test_without_invariance_logits_differ() -> None:
     """The comparison sees what it is to see; ids may well be the same."""
-    with offload.load(PAIR / "target", PAIR / "draft", dtype="bfloat16", tree="64x16", threads=1) as decoder:
+    how: dict[str, Any] = {"dtype": "bfloat16", "tree": "64x16", "threads": 1, "invariant": False}
+    with offload.load(PAIR / "target", PAIR / "draft", **how) as decoder:
         assert not decoder.invariance.holds
         plain, tree = (write(decoder, PROMPT, Sampling(), tree, 8) for tree in ("none", "64x16"))
     assert num_different(plain, tree) > 0
