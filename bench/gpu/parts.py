@@ -34,7 +34,7 @@ class Amounts(NamedTuple):
     # the one of these sizes whose compute must hide behind the link
     hidden_size: int = 768
     # from the third on promised
-    trees: tuple[str, ...] = ("none", "sequences:16x48", "768x24", "grown:768x24")
+    trees: tuple[str, ...] = ("none", "sequences:16x48", "768x24", "grown:768x24", "auto")
     num_new: int = 96  # tokens of each tree
     num_gate: int = 60  # ... of each run of the gate
     num_soak: int = 10  # sweeps
@@ -49,7 +49,9 @@ class Amounts(NamedTuple):
         return f"{max(self.sizes)}x24"
 
 
-TINY = Amounts((1, 8, 24), 24, ("none", "sequences:4x4", "24x8"), 6, 6, 3, 1.5, 1, 512, 4 << 20)
+TINY = Amounts(
+    (1, 8, 24), 24, ("none", "sequences:4x4", "24x8", "auto"), 6, 6, 3, 1.5, 1, 512, 4 << 20
+)
 
 
 @dataclass
@@ -171,7 +173,7 @@ def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
     """Trace two steps by the device's own clock."""
     if job.trace is not None:
         ids = decoder.encode(PROMPT, raw=True)
-        timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-1], 2)
+        timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-2], 2)
         job.setting.prove([Written(ids, new_ids)])
         timeline.write(job.trace)
         yield row(f"two steps in {job.trace}", float(len(timeline.events())), "events")

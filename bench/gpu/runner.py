@@ -25,6 +25,7 @@ from offload.bench.harness.process import die_with_parent
 from offload.bench.harness.promises import verdict_lines, verdicts
 from offload.bench.harness.record import Row, add_row, read_rows
 from offload.checkpoint.files import replacing
+from offload.machine import available_ram_bytes
 
 _ON_DEVICE = "streaming/test_on_a_device streaming/test_device_path "
 _ON_DEVICE += "streaming/test_pinned sampling/test_sampler"
@@ -71,15 +72,22 @@ def _parts(names: str) -> tuple[str, ...]:
 # stream all the same.
 ON_GPU = ("--device", "cuda", "--gpu-mem", "32GiB", "--ram", "100GiB")
 ON_HOST = ("--device", "pretend")
+# of host memory for the 67 of 80 layers that 45 GiB of a GPU have no room for, and for the program
+_WHOLE_BYTES = 116 << 30
+
+
+def _large_model() -> tuple[str, ...]:
+    """Return the whole model in the memory of an L40, or what this machine's memory holds of it."""
+    if available_ram_bytes() < _WHOLE_BYTES:
+        return (*ON_GPU, "--layers", "40")
+    return ("--device", "cuda", "--gpu-mem", "45GiB", "--ram", "128GiB", "--layers", "80")
 
 
 def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
-    """Return the table on this machine.
-
-    `many` layers of the synthetic model are for what is left of a second call.
-    """
-    place, layers = (ON_HOST, ("8", "8")) if is_rehearsal else (ON_GPU, ("18", "40"))
-    few, many = (("--layers", count) for count in layers)
+    """Return the table on this machine; the large model is for what is left of a second call."""
+    place, layers = (ON_HOST, "8") if is_rehearsal else (ON_GPU, "18")
+    few = ("--layers", layers)
+    many = (*ON_HOST, *few) if is_rehearsal else _large_model()
     rows = ("--rows", "{rows}")
     workers = ("-p", "xdist", "-n", "8") if find_spec("xdist") else ()
     promised = "enqueue sweeps drafting trees trace soak memory link accelerate"
@@ -87,7 +95,7 @@ def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
     def parts(names: str, *flags: str) -> tuple[str, ...]:
         return _bench("device", *_parts(names), *flags, *place, *few)
 
-    large = _bench("device", *_parts("sweeps trees"), *place, *many)
+    large = _bench("device", *_parts("sweeps trees memory"), *many)
     trace = ("--trace", "{out}/trace.json")
     gate = ("gate",)
     return (

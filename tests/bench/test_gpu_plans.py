@@ -13,13 +13,13 @@ import pytest
 import torch
 from shell import shell
 
-from offload.bench.gpu import promised
+from offload.bench.gpu import promised, runner
 from offload.bench.gpu.runner import Step, all_steps
 from offload.bench.harness import models
 from offload.bench.latency import exact, passes
 from offload.engine import opening
 from offload.engine.resolve import ResolvedRun
-from offload.memory.plan import MemoryPlan
+from offload.memory.plan import LayerTier, MemoryPlan
 
 PLANNED = ("gate", "device", "plain", "large")  # what opens models of a size that is named
 
@@ -66,11 +66,22 @@ def named(name: str) -> Step:
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_every_step_is_admitted(name: str, plans: list[MemoryPlan], tmp_path: Path) -> None:
+    is_admitted(name, 32 << 30, plans, tmp_path)
+
+
+def test_the_whole_model_is_admitted(plans: list[MemoryPlan], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where a machine has memory for it."""
+    monkeypatch.setattr(runner, "available_ram_bytes", lambda: 124 << 30)
+    is_admitted("large", 45 << 30, plans, tmp_path)
+    assert len(plans[0].layer_bytes) == 80 and plans[0].bytes_in(LayerTier.HOST) < 110 << 30
+
+
+def is_admitted(name: str, gpu_bytes: int, plans: list[MemoryPlan], tmp_path: Path) -> None:
     assert refused(named(name), tmp_path) == [] and plans
     if name != "gate":
         (plan,) = plans
         num_layers = len(plan.layer_bytes)
-        assert plan.num_nodes == max(passes.ON_DEVICE.sizes) and plan.gpu_bytes == 32 << 30
+        assert plan.num_nodes == max(passes.ON_DEVICE.sizes) and plan.gpu_bytes == gpu_bytes
         assert plan.streamed_bytes > 0 and not plan.disk_streamed_bytes, "the link is what is measured"
         assert sum(plan.is_resident) < num_layers / 2, "a sweep has to move most of the model"
 

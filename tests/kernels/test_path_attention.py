@@ -267,7 +267,7 @@ def test_sums_in_another_order_would_show(monkeypatch: pytest.MonkeyPatch) -> No
     states = (text.query_HPK[:, 130:], text.key_GPK, text.value_GPK)
     rows = path_rows(130, torch.ones(10, 10, dtype=torch.bool).tril(), path_attention, _to_device)
     walk_TL = rows.walk_TL
-    order = torch.arange(int(walk_TL[0, 1]))
+    order = torch.arange(int(walk_TL[0, 1]), device=walk_TL.device)
     moved_TL = torch.cat([walk_TL[:, :HEADER], order.roll(32).int().expand(10, -1), walk_TL[:, HEADER:]], 1)
     moved_TL[:, 1] = 0
     got = path_attention_kernel(*states, replace(rows, walk_TL=moved_TL), terms)

@@ -16,7 +16,7 @@ from test_tiny import prompts
 import offload
 from offload.bench.gpu import experts
 from offload.bench.gpu import promised as bench
-from offload.bench.harness import models
+from offload.bench.harness import synthetic
 from offload.bench.harness.models import place_of, resident_pair
 from offload.bench.harness.steps import record_steps
 from offload.bench.harness.synthetic import TINY, TINY_DRAFT
@@ -44,8 +44,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PLACE = torch.device("cuda", 0)
 GATES = [
     "gate: float32 greedy ids equal transformers",
-    *(f"gate: {dtype}, ids of all trees are those of none" for dtype in ("bfloat16", "float16")),
     *(f"gate: bf16, {tree}: gap of the reference where ids part" for tree in ("none", "64x16")),
+    *(f"gate: {dtype}, ids of all trees are those of none" for dtype in ("bfloat16", "float16")),
 ]
 HOW: dict[str, Any] = {"device": "cuda", "gpu_memory": "2GiB", "ram": "4GiB", "context": 128, "profile": "none"}
 
@@ -171,26 +171,31 @@ def test_recordings_on_one_cache_after_another(pair: tuple[Path, Path, list[int]
     assert torch.cuda.current_stream(PLACE) == before
 
 
-def test_the_command_line_writes_on_the_card(pair: tuple[Path, Path, list[int]]) -> None:
-    target, draft, _ = pair
+def test_the_command_line_writes_on_the_card() -> None:
+    models_of = ("-m", PAIR / "target", "-d", PAIR / "draft")
     options = ("--device", "cuda", "--gpu-mem", "2GiB", "--ram", "4GiB", "--context", "128", "--profile", "none")
-    outcome = shell("generate", "-m", PAIR / "target", "-d", PAIR / "draft", *options, "-p", PROMPT, "-n", 20, "--json")
+    outcome = shell("generate", *models_of, *options, "-p", PROMPT, "-n", 20, "--json")
     assert outcome.code == 0, outcome.err
     result = json.loads(outcome.out)
     assert result["text"] and result["stats"]["peak_device_bytes"] <= 2 << 30
-    outcome = shell("generate", "-m", target, "-d", draft, *options[:2], "--gpu-mem", "1MiB", "-p", PROMPT)
+    outcome = shell("generate", *models_of, *options[:2], "--gpu-mem", "1MiB", "-p", PROMPT)
     assert outcome.code == 2 and "raise --gpu-mem to" in outcome.err and outcome.err.count("\n") == 1
 
 
 def test_the_bench_runs_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever line of it breaks on a GPU breaks here, in seconds."""
-    monkeypatch.setattr(models, "LLAMA_2_70B", TINY)
-    monkeypatch.setattr(models, "LLAMA_2_7B", TINY_DRAFT)
+    monkeypatch.setattr(synthetic, "LLAMA_2_70B", TINY)
+    monkeypatch.setattr(synthetic, "LLAMA_2_7B", TINY_DRAFT)
     monkeypatch.setattr(bench, "Amounts", lambda: bench.TINY._replace(sizes=(1, 8, 64), hidden_size=64, trees=TREES))
-    outcome = shell("bench", "device", "--layers", "8", "--gpu-mem", "1200MiB")
-    result = json.loads(outcome.out.splitlines()[-1])
-    assert not [row for row in result["rows"] if "error" in row]
-    assert {one["promise"] for one in result["promises"] if one["is_met"]} >= {"exact", "soak", "memory"}
+    results = list[dict[str, Any]]()
+    # the reference of the gate needs room of its own; all else has so little that layers stream
+    for parts, gpu_memory in ((["gate", "experts"], "3GiB"), ([*bench.PROMISED][2:], "1200MiB")):
+        flags = [word for part in parts for word in ("--part", part)]
+        outcome = shell("bench", "device", "--layers", "8", "--gpu-mem", gpu_memory, *flags)
+        results.append(json.loads(outcome.out.splitlines()[-1]))
+    assert not [row for result in results for row in result["rows"] if "error" in row]
+    promises = [one for result in results for one in result["promises"]]
+    assert {one["promise"] for one in promises if one["is_met"]} >= {"exact", "soak", "memory"}, promises
 
 
 class Place(NamedTuple):
@@ -238,7 +243,7 @@ def test_a_recording_does_not_wait_for_layers(place: Place) -> None:
     card, layer = place.card, torch.from_numpy(place.arena.allocate(1 << 30).array)
     slot, number = card.allocate(len(layer)), torch.zeros(8, device=card.place)
     record = CudaRecorder(torch.cuda.Stream(card.place))
-    record(lambda: number.add_(1))  # the first allocates
+    first = record(lambda: number.add_(1))  # allocates, and holds the memory of all
     card.synchronize(card.record(card.compute))
     for _ in range(4):
         card.copy(slot, layer, card.copies)
@@ -246,4 +251,5 @@ def test_a_recording_does_not_wait_for_layers(place: Place) -> None:
     replay = record(lambda: number.add_(1))
     assert not copied.query(), "the recording has waited for copies, or these take no time"
     replay()
-    assert number.tolist() == [5.0] * 8, "two runs to warm up, and three replays"
+    first()
+    assert number.tolist() == [6.0] * 8, "two runs to warm up, and four replays"
