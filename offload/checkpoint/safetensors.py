@@ -61,6 +61,7 @@ _MOST_NAMES = 1000  # of a folder, among which one may be meant
 _INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def remembered(
@@ -410,6 +411,25 @@ def _not_there(path: Path) -> UserError:
 def has_tokenizer(directory: Path) -> bool:
     """Return whether a folder has files that a tokenizer is made of."""
     return any(os.path.isfile(directory / name) for name in _TOKENIZERS)
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Return whether a folder has what tells a conversation's speakers apart.
+
+    True as well for kinds of tokenizers that bring their own.
+    """
+    if any(os.path.exists(directory / name) for name in (*_TEMPLATES, "tekken.json")):
+        return True
+    path = directory / "tokenizer_config.json"
+    return os.path.isfile(path) and bool(read_json(path).get("chat_template"))
+
+
+def no_chat_template() -> UserError:
+    """Return the error for a conversation with a model that knows of none."""
+    return UserError(
+        "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
+        "or give it a text to go on with (offload generate -p without `system`, /v1/completions)"
+    )
 
 
 def read_config(path: Path) -> dict[str, Any]:

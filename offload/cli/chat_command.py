@@ -39,7 +39,7 @@ def chat(
 
     model, draft = models.given
     options = LoadOptions.of(model_options)
-    check_run(model, draft, options)
+    check_run(model, draft, options, needs_template=True)
     from offload.cli.chat_input import SilentTerminal
 
     is_elsewhere = is_worker(model_options.ranks)

@@ -14,7 +14,8 @@ from offload.sampling_options import Sampling
 from offload.units import parse_size
 
 _NEXT = """next: offload chat --demo, which answers questions about Python; or a model of your own:
-      offload plan -m MODEL tells whether it fits, and how fast it will be"""
+      offload plan -m MODEL tells whether it fits, and how fast it will be
+      this pair, for any command: -m {target} -d {draft}"""
 
 
 @flags.command(
@@ -56,7 +57,6 @@ def demo(
         with console.making_target() as landed:
             target = inflated_target(size_bytes, landed)
         with run.open_demo(target, options, console, request) as decoder:
-            console.detail(f"target in {target}")
             names = ModelNames(target.name, "of the package")
             console.open(names, decoder, decoder.tree_choice(sampling))
             num_prompt = len(decoder.encode(prompt, raw=True))
@@ -69,4 +69,4 @@ def demo(
         print(json.dumps({**both, "speedup": result.speedup, "num_identical": result.num_same}))
     console.say(run.comparison_lines(result))
     console.detail(run.proof_details(result))
-    console.say(_NEXT)
+    console.say(_NEXT.format(target=target, draft=packaged.PAIR / "draft"))

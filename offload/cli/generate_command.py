@@ -51,7 +51,8 @@ def generate(
         prompt = asked_prompt(text_options, is_needed=session is None)
     model, draft = models.given
     options = LoadOptions.of(model_options)
-    check_run(model, draft, options, needs_text=session is None)
+    needs_template = text_options.system is not None
+    check_run(model, draft, options, needs_text=session is None, needs_template=needs_template)
     if grammar is not None and not is_elsewhere:
         from offload.sampling.grammar import tried_source
 

@@ -203,7 +203,8 @@ _LIMITS = {
 def _prompt_words(prompt: "PromptPass", *, is_least: bool) -> str:
     form = ".3g" if prompt.tokens_per_s < 1000 else ",.0f"
     speed = f"{prompt.tokens_per_s:{form}} tokens/s"
-    words = f"{speed}, {prompt.num_rows:,} in a pass of {seconds_words(prompt.seconds)} s"
+    took = seconds_words(prompt.seconds)
+    words = f"read at {speed}, in passes of {prompt.num_rows:,} tokens that take {took} s each"
     # elsewhere computing is counted for all passes, or for none
     return f"{words}; with computing, as this processor did it just now" if is_least else words
 

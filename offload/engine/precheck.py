@@ -11,7 +11,13 @@ from pathlib import Path
 
 from offload.checkpoint.gguf import gguf_file, require_reader
 from offload.checkpoint.hub import headers_here, open_headers
-from offload.checkpoint.safetensors import Checkpoint, has_tokenizer, tokenizer_folder
+from offload.checkpoint.safetensors import (
+    Checkpoint,
+    has_chat_template,
+    has_tokenizer,
+    no_chat_template,
+    tokenizer_folder,
+)
 from offload.checkpoint.sizes import config_sizes
 from offload.engine.resolve import settle
 from offload.errors import UserError
@@ -29,12 +35,14 @@ def check_run(
     options: LoadOptions,
     *,
     needs_text: bool = True,
+    needs_template: bool = False,
     needs_context: bool = True,
 ) -> None:
     """Raise `UserError` for models that cannot be read, and for too little memory.
 
     Args:
         needs_text: whether the target must have a tokenizer.
+        needs_template: whether that must know who speaks in a conversation.
         needs_context: whether memory must have room for the context of `options`, or for a short
             one only.
     """
@@ -56,6 +64,11 @@ def check_run(
             options = replace(options, context=min(_SHORT, longest))
         if is_on_cpu:
             settle(files, options).admit()
+    if needs_template and headers[0] is not None:
+        place = headers[0].tokenizer_path
+        # what a GGUF file says of templates is left to the library that reads it
+        if os.path.isdir(place) and not has_chat_template(place):
+            raise no_chat_template()
 
 
 def tokenizer_place(model: str) -> Path:

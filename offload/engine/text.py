@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from offload.checkpoint.gguf import require_reader
 from offload.checkpoint.hub import are_same, check_tokenizer_files, other_vocabulary
-from offload.checkpoint.safetensors import has_tokenizer, read_json
+from offload.checkpoint.safetensors import has_tokenizer, no_chat_template, read_json
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
 from offload.errors import UserError, ensure, refusing
 from offload.memory.planner import ModelFiles
@@ -149,10 +149,7 @@ def encode_messages(
             thing.
     """
     if not tokenizer.chat_template:
-        raise UserError(
-            "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
-            "or give it a text to go on with (offload generate -p without `system`, /v1/completions)"
-        )
+        raise no_chat_template()
     return _in_template(
         tokenizer,
         messages,

@@ -171,6 +171,8 @@ CASES: dict[str, tuple[str, ...]] = {  # command line: words of its refusal
     "plan -m bloom": ("bloom: model type bloom is not supported",),
     "generate -m mute -p x": ("mute has no tokenizer: put its tokenizer.json beside it",),
     "chat -m mute": ("mute has no tokenizer",),
+    "chat -m sound": ("no chat template", "offload generate -p without --system"),
+    "generate -m sound --system Be. -p x": ("no chat template", "offload generate -p without --system"),
     "serve -m mute": ("mute has no tokenizer",),
     "generate -m mute.gguf -p x": ("mute.gguf has no tokenizer: give --config ORG/NAME",),
     "generate -m sound -p x --regex [a": ("(unclosed character class)",),

@@ -85,7 +85,9 @@ def test_demo_of_a_small_size_finds_its_own_budget(tmp_path: Path, monkeypatch: 
     said = run_demo("--size", "40MB", "-n", "3").err.splitlines()
     assert "too few tokens to tell how fast: raise -n" in said
     (proof,) = (line for line in said if line.startswith("proof: the model alone"))
-    assert proof.endswith(": all 6 tokens compared") and said[-1].lstrip().startswith("offload plan -m MODEL")
+    assert proof.endswith(": all 6 tokens compared") and said[-2].lstrip().startswith("offload plan -m MODEL")
+    pair = said[-1].split(" -m ")[1].split(" -d ")
+    assert all((Path(folder) / "config.json").is_file() for folder in pair), "which other commands take"
     told = [line for line in said if line.startswith("---")]
     assert [line.split(",")[0] for line in told] == ["--- the prompt", "--- without guesses", "--- with guesses"]
 
