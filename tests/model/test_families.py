@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from matrix import matrix
 from rounding import beyond_doubt, choices_beyond_doubt
 from tiny import FAMILIES, SIZES, VOCAB_SIZE, build, save, streaming_ram
@@ -131,7 +132,8 @@ OWN: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "beam": {"mlp_layer_types": ["sparse"] * 4},
     "flint": {"mlp_only_layers": []},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0,
+                                                                   "mrope_section": [3, 3, 2]}}},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip
 _SEEDS = {"minimax": 1, "phi": 1, "qwen2_moe": 2, "starcoder2": 2}  # with seed 0 their texts are one word
@@ -155,7 +157,12 @@ def config_of(family: str) -> PreTrainedConfig:
         pytest.skip(f"this transformers has no {family}")
     usual = CONFIG_MAPPING[family]().to_dict()
     known = {key: value for key, value in {**_SIZES, **_IF_KNOWN}.items() if key in usual}
-    return CONFIG_MAPPING[family](**{**known, **OWN.get(family, {})})
+    try:
+        return CONFIG_MAPPING[family](**{**known, **OWN.get(family, {})})
+    except StrictDataclassClassValidationError:
+        if family in INDEXED:  # the oldest that is admitted has other names for them
+            pytest.skip(f"this transformers has no {family} with such kinds of layers")
+        raise
 
 
 def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
