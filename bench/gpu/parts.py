@@ -11,7 +11,7 @@ import torch
 from offload.bench.harness.gate import Written
 from offload.bench.harness.promises import attempt, row
 from offload.bench.harness.prompts import Prompt
-from offload.bench.harness.rates import copy_rates
+from offload.bench.harness.rates import copy_rates, lock_rates
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import Setting
 from offload.bench.harness.steps import PassRunner, record_steps, repeated_scores
@@ -78,6 +78,8 @@ def link(job: Job) -> Iterator[Row]:
     yield row(found.how, found.bytes_per_s / 1e9, "GB/s")
     name = "copies from behind a page, as weights lie in files"
     yield row(name, found.odd_bytes_per_s / 1e9, "GB/s", found.bytes_per_s / 1e9)
+    for way, rate in lock_rates(job.device, job.amounts.layer_bytes):
+        yield row(f"locking memory of a layer: {way}", rate / 1e9, "GB/s")
 
 
 def enqueue(job: Job, decoder: Decoder) -> Iterator[Row]:

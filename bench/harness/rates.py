@@ -7,7 +7,7 @@ ceiling of its own making.
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 
 from offload.calibration.link import copy_bytes_per_s
 from offload.streaming.device import Device
+from offload.streaming.pinned import RefusedError
 from offload.timer import timed
 from offload.units import format_bytes
 
@@ -99,6 +100,21 @@ def copy_rates(device: Device, num_bytes: int) -> CopyRates:
         if device.place.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device.place)
+
+
+def lock_rates(device: Device, num_bytes: int) -> Iterator[tuple[str, float]]:
+    """Time the locking of so much host memory by every method that is open, bytes a second.
+
+    A model is loaded no faster than that.
+    """
+    for method in device.open_allocator().methods:
+        started = time.perf_counter()
+        try:
+            array = method.allocate(num_bytes)
+        except RefusedError:
+            continue
+        yield method.name, num_bytes / (time.perf_counter() - started)
+        method.free(array)
 
 
 def flops_per_s(device: Device | None, num_out: int, num_in: int) -> float:

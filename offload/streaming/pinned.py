@@ -184,21 +184,21 @@ class RegisteredPinning(PinningMethod):
 
 
 class PinnedAllocator:
-    """Host buffers for one device, locked in the first of `ways` that works.
+    """Host buffers for one device, locked in the first of `methods` that works.
 
-    `refusals` say why better ways are missing.
+    `refusals` say why better ones are missing.
     """
 
-    def __init__(self, ways: Sequence[PinningMethod], refusals: Sequence[str] = ()) -> None:
-        self._ways = list(ways)
+    def __init__(self, methods: Sequence[PinningMethod], refusals: Sequence[str] = ()) -> None:
+        self.methods = list(methods)
         self._refusals = list(refusals)
-        self._limits_bytes = [_NO_LIMIT] * len(self._ways)
+        self._limits_bytes = [_NO_LIMIT] * len(self.methods)
         self._owners: list[tuple[PinningMethod, np.ndarray]] = []
         self.pinned_bytes = self.pageable_bytes = 0
 
     def allocate(self, num_bytes: int) -> HostBuffer:
         """Return a buffer of exactly this size, locked if any way is left."""
-        for index, way in enumerate(self._ways):
+        for index, way in enumerate(self.methods):
             if not 0 < num_bytes < self._limits_bytes[index]:
                 continue
             try:
