@@ -10,9 +10,10 @@ from itertools import repeat
 from pathlib import Path
 from unittest.mock import patch
 
+import typer
 from case import Damage, Target
 from damage import flip
-from shell import Outcome, cli, shell
+from shell import Outcome, shell
 
 from offload.errors import ReadError, UserError
 
@@ -38,7 +39,7 @@ def _failing(error: Exception) -> Callable[[Path], Outcome]:
     """The command line, in which something fails that nobody expects there."""
 
     def fail(folder: Path) -> Outcome:
-        with patch.object(cli.typer.main, "get_command", side_effect=error):
+        with patch.object(typer.main, "get_command", side_effect=error):
             return shell("plan")
 
     return fail
