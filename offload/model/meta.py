@@ -20,6 +20,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -359,6 +360,8 @@ _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
 _INDEXED = ("indexed_attention",)
+# what older transformers call them
+_INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
 _KIND_LISTS = ("layer_types", "layers_block_type")
 _BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
 
@@ -531,6 +534,13 @@ def _kinds_of(config: Any) -> list[str]:
 
 
 def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
+    if kinds & {*_INDEXED_BEFORE}:
+        what = "layers that choose by an index, which are made otherwise here"
+        remedy = "pip install -U transformers, to 5.23 or newer"
+        raise UserError(
+            f"{checkpoint.directory.name}: transformers {transformers.__version__} is too old for "
+            f"model type {checkpoint.config.get('model_type')} ({what}): {remedy}"
+        )
     if kinds:
         what = f"layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled back to a "
         raise unsupported(checkpoint, f"{what}tree's path")
