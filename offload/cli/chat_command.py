@@ -35,10 +35,12 @@ def chat(
     given = GivenSampling.of(sampling)
     found_session(text_options.session, model_options.ranks)
     from offload.engine.precheck import check_run
+    from offload.engine.request import Request
     from offload.planning.load_options import LoadOptions
 
     model, draft = models.given
     options = LoadOptions.of(model_options)
+    Request(stop=text_options.stop).check()
     check_run(model, draft, options, needs_template=True)
     from offload.cli.chat_input import SilentTerminal
 

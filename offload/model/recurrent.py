@@ -63,7 +63,8 @@ def _follow(layer: nn.Module, index: int) -> bool:
         if hasattr(module, _DECAYS[0]):
             for name in _DECAYS:
                 del module._buffers[name]
-            slope_H11 = module.get_slope_rate(torch.device("cpu")).float()
+            with torch.device("cpu"):
+                slope_H11 = module.get_slope_rate().float()
             module.register_buffer("decay_H", torch.exp(-slope_H11)[:, 0, 0], persistent=False)
         if hasattr(module, "rg_lru"):
             module.layer_idx = index  # which it is not told

@@ -164,9 +164,13 @@ def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tens
     ]
     odd = width % 2
     rows = torch.cat([halves[0], halves[0][:, order], halves[0].new_zeros(MAX_ROWS + 1, odd)], 1)
-    columns = torch.cat([halves[1], -halves[1][:, order], halves[1].new_zeros(num_columns, odd)], 1)
     stack = (_FACTORS,) if factor.ndim > 2 else ()
-    like = _strided_like(factor, stack).copy_(columns if is_transposed else columns.mT)
+    like = _strided_like(factor, stack)
+    # in place: what is made for a large matrix lies in memory once
+    columns = like if is_transposed else like.mT
+    columns[..., : width // 2] = halves[1]
+    columns[..., width // 2 : width - odd] = halves[1][:, order].neg_()
+    columns[..., width - odd :] = 0
     return rows.expand(*stack, -1, -1).contiguous(), like
 
 

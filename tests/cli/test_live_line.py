@@ -21,7 +21,7 @@ from offload.bench import suite
 from offload.cli import launch
 from offload.cli.console import Console
 from offload.cli.live_line import LiveLine, Phase, TextProgress, column_after, duration, fitted, plural
-from offload.options import OutputOptions
+from offload.options import CHAT_PAIR, OutputOptions
 from offload.stats import Stats
 
 NUM_ROWS = 6  # so that text scrolls
@@ -129,8 +129,14 @@ def spy(self, progress, **_):
 live_line.LiveLine.show = spy
 main.main()
 """
-    for command in (("generate", "-p", PROMPT), ("chat",), ("tune", "--text", __file__)):
-        outcome = process(command[0], *settings(ender)[:6], *command[1:], python=("-c", code), is_cold=True)
+    pair = settings(ender)[:6]
+    commands = (
+        ("generate", *pair, "-p", PROMPT),
+        ("chat", "-m", CHAT_PAIR / "target"),
+        ("tune", *pair, "--text", __file__),
+    )
+    for command in commands:
+        outcome = process(*command, python=("-c", code), is_cold=True)
         assert outcome.err == "importing torch and transformers set()\n"
 
 
