@@ -60,6 +60,15 @@ class _Tiles(NamedTuple):
     num_positions: int
 
 
+def compile_for(dtype: torch.dtype) -> None:
+    """Compile what `attention_of` runs for numbers of this type, where it would run at all.
+
+    The compiler takes as much memory for a moment as a layer of a small model.
+    """
+    if dtype in _TYPES and fused_lanes() > 0:
+        code_for(dtype)
+
+
 def can_attend(key_GSK: Tensor, value_GSK: Tensor) -> bool:
     """Tell whether `attention_of` takes these keys and values on this machine."""
     return (

@@ -35,11 +35,11 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     # loads it. By default it looks ten times as often, on a core that others need; if it slept at
     # once, small products would take longer.
     os.environ["GOMP_SPINCOUNT"] = "30000"
-# Of 16-bit products oneDNN keeps code for every number of rows, up to 0.4 MB each, and torch keeps
+# Of 16-bit products oneDNN keeps code for every number of rows, up to 0.6 MB each, and torch keeps
 # it once more beside that. Passes have another number of rows each time, and at their default of
 # 1024 a process grows by hundreds of MB within hours. To make one takes .4 to 2 ms, and a text of
 # hundreds of passes makes some 130; torch's own copies save nothing that could be measured.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 
 _HOMES = {

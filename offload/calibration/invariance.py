@@ -16,6 +16,7 @@ from torch import Tensor
 from offload.checkpoint.layout import SlabLayout
 from offload.errors import UserError
 from offload.kernels.machine_code import ORDER, fused_lanes
+from offload.kernels.path_attention_cpu import compile_for
 from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryPlan
 from offload.model.indexed import choosing_few
@@ -77,6 +78,12 @@ class Invariance(NamedTuple):
 
 class _DifferError(Exception):
     """Two ways to compute a row gave different bits; the message says of what."""
+
+
+def prepare_invariance(model: StreamedModel, options: LoadOptions, device: Device | None) -> None:
+    """Compile what gives a row the same bits on a CPU, before weights lie beside the compiler."""
+    if device is None and options.invariant is not False:
+        compile_for(model.dtype)
 
 
 def settle_invariance(

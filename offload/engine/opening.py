@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.calibration.invariance import settle_invariance
+from offload.calibration.invariance import prepare_invariance, settle_invariance
 from offload.calibration.startup import calibrate, pick_kernels
 from offload.calibration.threads import thread_policy
 from offload.drafting.hybrid import drafter_of
@@ -57,6 +57,7 @@ def _open(run: ResolvedRun, request: Request, team: Team, resources: ExitStack) 
     # a sum of all weights is taken on the way where all of them are read
     is_summed = request.is_for_file and team.is_alone and not run.plan_for(1).has_experts
     pair = open_pair(run, request, resources, team.adapt, is_summed=is_summed)
+    prepare_invariance(pair.target, run.options, run.device)
     config = _settle(pair, trees, team, settings, resources)
     plan = config.plan
     run.hooks.on_phase("reading layers that stay")
