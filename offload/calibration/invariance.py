@@ -80,9 +80,35 @@ class _DifferError(Exception):
     """Two ways to compute a row gave different bits; the message says of what."""
 
 
-def prepare_invariance(model: StreamedModel, options: LoadOptions, device: Device | None) -> None:
+def _why_not(
+    model: StreamedModel,
+    options: LoadOptions,
+    plan: MemoryPlan,
+    *,
+    device: Device | None,
+    is_alone: bool,
+) -> str:
+    """Return why the same bits are not asked for, or nothing."""
+    if not is_alone:
+        return "several ranks share its rows"
+    if options.invariant is False:
+        return "it is not wanted"
+    is_widened = device is None and model.has_rows_alone and widens_products(model.dtype)
+    if options.invariant is None and not plan.is_streamed and not is_widened:
+        return "nothing is streamed, so that it would take time"
+    return ""
+
+
+def prepare_invariance(
+    model: StreamedModel,
+    options: LoadOptions,
+    plan: MemoryPlan,
+    *,
+    device: Device | None,
+    is_alone: bool,
+) -> None:
     """Compile what gives a row the same bits on a CPU, before weights lie beside the compiler."""
-    if device is None and options.invariant is not False:
+    if device is None and not _why_not(model, options, plan, device=device, is_alone=is_alone):
         compile_for(model.dtype)
 
 
@@ -107,13 +133,8 @@ def settle_invariance(
         is_alone: no other rank computes rows of the model.
 
     """
-    if not is_alone:
-        return Invariance(reason="several ranks share its rows")
-    if options.invariant is False:
-        return Invariance(reason="it is not wanted")
-    is_widened = device is None and model.has_rows_alone and widens_products(model.dtype)
-    if options.invariant is None and not plan.is_streamed and not is_widened:
-        return Invariance(reason="nothing is streamed, so that it would take time")
+    if reason := _why_not(model, options, plan, device=device, is_alone=is_alone):
+        return Invariance(reason=reason)
     if model.place.type != "cpu" and model.attend is None:
         return Invariance(reason="the kernel of its attention does not run here")
     on_phase("checking that all trees give the same bits")

@@ -57,7 +57,9 @@ def _open(run: ResolvedRun, request: Request, team: Team, resources: ExitStack) 
     # a sum of all weights is taken on the way where all of them are read
     is_summed = request.is_for_file and team.is_alone and not run.plan_for(1).has_experts
     pair = open_pair(run, request, resources, team.adapt, is_summed=is_summed)
-    prepare_invariance(pair.target, run.options, run.device)
+    prepare_invariance(
+        pair.target, run.options, run.plan_for(1), device=run.device, is_alone=team.is_alone
+    )
     config = _settle(pair, trees, team, settings, resources)
     plan = config.plan
     run.hooks.on_phase("reading layers that stay")
