@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from offload.errors import ReadError, UserError, reason
+from offload.interrupts import held_back
 from offload.machine import num_cores
 
 PART_BYTES = 8 << 20
@@ -170,14 +171,20 @@ def becoming(destination: Path, scratch: Path) -> Iterator[Path]:
 
     It is removed when the body fails.
     """
-    with locked_anew(scratch):
-        for leftover in scratch.iterdir():
-            leftover.unlink()
+    with ExitStack() as held:
+        is_ours = False
         try:
+            # a folder that is there and not ours yet would stay behind Ctrl-C
+            with held_back():
+                held.enter_context(locked_anew(scratch))
+                is_ours = True
+            for leftover in scratch.iterdir():
+                leftover.unlink()
             yield scratch
             scratch.replace(destination)
         except BaseException:
-            shutil.rmtree(scratch)
+            if is_ours:
+                shutil.rmtree(scratch)
             raise
 
 

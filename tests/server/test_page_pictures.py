@@ -18,7 +18,8 @@ def test_the_figures_of_passes_are_shown(page: Any) -> None:
     ask(page, "say " + "word " * 40)
     num_passes, per_pass = int(page.inner_text("#num-passes")), float(page.inner_text("#tokens-per-pass"))
     assert num_passes > 5 and round(num_passes * per_pass) in (40, 41)  # the last blank may be a token
-    assert re.search(r"4[01] tokens in \d+ passes · .* tokens/s · seed \d+", page.inner_text(".figures"))
+    # a speed where the last token came measurably later than the first
+    assert re.search(r"4[01] tokens in \d+ passes · (.* tokens/s · )?seed \d+", page.inner_text(".figures"))
     assert page.inner_text("#read") == "1.62 GB at 2.25 GB/s" and page.inner_text("#stall-s") == "400 ms"
     assert page.inner_text("#compute-s") == "320 ms" and page.inner_text("#draft-s") == "110 ms"
     parts = page.evaluate("[...$('spent').children].map(part => part.offsetWidth / $('spent').offsetWidth)")
