@@ -175,7 +175,7 @@ def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
     """Trace two steps by the device's own clock."""
     if job.trace is not None:
         ids = decoder.encode(PROMPT, raw=True)
-        timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-2], 2)
+        timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-1], 2)
         job.setting.prove([Written(ids, new_ids)])
         timeline.write(job.trace)
         yield row(f"two steps in {job.trace}", float(len(timeline.events())), "events")

@@ -32,9 +32,6 @@ def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
         is_other = set(dict(module.named_parameters())) - {"weight"} or list(module.children())
         if _eps_of(module) is None or is_other or (weight is not None and weight.ndim != 1):
             continue
-        # what takes a gate beside its rows is another function wherever it is given one
-        if len(signature(type(module).forward).parameters) != len(("self", "rows")):
-            continue
         kind = (type(module), None if weight is None else weight.shape[-1])
         if kind not in form_of:
             form_of[kind] = _form_of(module)
@@ -75,6 +72,9 @@ def _eps_of(module: nn.Module) -> float | None:
 @torch.inference_mode()
 def _form_of(module: nn.Module) -> NormForm | None:
     """Find the form on made-up rows and a made-up weight."""
+    # what takes a gate beside its rows is another function wherever it is given one
+    if len(signature(type(module).forward).parameters) != len(("self", "rows")):
+        return None
     chance = torch.Generator().manual_seed(0)
     weight = getattr(module, "weight", None)
     width = _WIDTH_WITHOUT_WEIGHT if weight is None else weight.shape[-1]

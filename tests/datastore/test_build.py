@@ -35,6 +35,19 @@ def assert_same(index: SuffixIndex, texts: list[str]) -> None:
         assert rows_of(index.continuations(found)) == rows_of(wanted.continuations(expected))
 
 
+def test_ctrl_c_as_the_folder_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Path.mkdir
+
+    def interrupted(folder: Path, *how: int, **more: bool) -> None:
+        make(folder, *how, **more)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "store", TEXTS)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("room", "num_chunks"), [(1 << 20, 1), (60, 2), (26, 4)])
 def test_a_store_finds_what_its_documents_hold(
     room: int, num_chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,7 +92,17 @@ class Gated(Odd):
 
 
 def test_what_computes_something_else_is_left_alone() -> None:
-    by_head = type(find_norms(tiny_model(config_named("llama")))[0][0])(32)
+    usual: Any = type(find_norms(tiny_model(config_named("llama")))[0][0])
+
+    class MayBeGated(usual):
+        """A plain norm, unless it is given a gate."""
+
+        def forward(self, rows: Tensor, gate: Any = None) -> Tensor:
+            normed = super().forward(rows)
+            return normed if gate is None else normed * gate
+
+    assert find_norms(nn.Sequential(MayBeGated(32))) == [] and find_norms(nn.Sequential(usual(32)))
+    by_head = usual(32)
     by_head.weight = nn.Parameter(torch.ones(4, 32))
     assert find_norms(nn.Sequential(Odd(), Gated(), by_head)) == []
 

@@ -36,7 +36,7 @@ from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
 from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.memory.planner import ModelFiles, require_no_states
-from offload.model import indexed
+from offload.model import indexed, meta
 from offload.model.indexed import Choice, Pool, choose, index_scores
 from offload.model.parts import BatchMask, PartMask
 from offload.model.path_attention import path_attention, path_rows
@@ -254,6 +254,17 @@ def test_an_index_of_another_make_is_refused_by_name(tmp_path: Path, monkeypatch
     indexed._follower_of.cache_clear()
     try:
         with pytest.raises(offload.UserError, match="layers of kind indexed_attention"):
+            meta_model_of(config_of("axk2"), tmp_path)
+    finally:
+        indexed._follower_of.cache_clear()
+
+
+def test_an_older_transformers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta, "_kinds_of", lambda config: ["deepseek_sparse_attention"] * len(config.layer_types))
+    monkeypatch.setattr(indexed, "_MAKES", ())
+    indexed._follower_of.cache_clear()
+    try:
+        with pytest.raises(offload.UserError, match=r"too old for model type axk2 .*pip install -U transformers"):
             meta_model_of(config_of("axk2"), tmp_path)
     finally:
         indexed._follower_of.cache_clear()
