@@ -58,9 +58,6 @@ _LARGE_SHARE = 1 / 16  # of the target's weights: from here on a draft counts as
 _TRIED_NODES = 128
 _TRIED_DEPTH = 16
 _LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance
-# Times the least seconds per token: less is beyond what is known of acceptance, and a smaller tree
-# leaves its memory to layers and to the rows of a prompt, and its computing to others.
-_ALIKE = 1.02
 _FIRST_NODES = 512  # larger trees are ordered only where they might be better
 _SPARE = 3  # times the largest tree's nodes are ordered, since a bound on the depth drops some
 
@@ -308,10 +305,9 @@ def _ranked(
 ) -> list[_Candidate]:
     """Return all trees that memory can hold, the one with the most tokens per second first.
 
-    Before it comes a smaller one that is hardly slower. With several texts in a pass each has such
-    a tree, and a candidate is for all of them together.
+    With several texts in a pass each has such a tree, and a candidate is for all of them together.
     """
-    candidates = list[_Candidate]()
+    candidates = []
     for size in (size for size in SIZES if size <= trees.max_nodes):
         traffic = traffic_of(num_texts * size)
         if traffic is None:
@@ -326,13 +322,7 @@ def _ranked(
             widths = [num_texts * width for width in shape.draft_widths]
             step = step_of(costs, traffic, num_texts * size, widths, is_grown=is_grown)
             candidates.append(_Candidate(depth, shape, step, num_texts * tokens))
-    candidates.sort(key=lambda candidate: candidate.s_per_token)
-    alike = [one for one in candidates if one.s_per_token <= _ALIKE * candidates[0].s_per_token]
-    if alike:
-        smallest = min(alike, key=lambda one: one.shape.num_nodes)
-        candidates.remove(smallest)
-        candidates.insert(0, smallest)
-    return candidates
+    return sorted(candidates, key=lambda candidate: candidate.s_per_token)
 
 
 def search(
@@ -348,9 +338,8 @@ def search(
 ) -> tuple[TreeSearch, list[Prediction]]:
     """Return the trees of the whole grid that memory can hold, and where they come from.
 
-    The one to take comes first: the one with the most tokens per second, or a smaller one that is
-    hardly slower. With several texts in a pass each has such a tree, and a prediction is for all of
-    them together.
+    The one with the most tokens per second comes first. With several texts in a pass each has such
+    a tree, and a prediction is for all of them together.
 
     Args:
         traffic_of: what a sweep moves when memory is planned for so many nodes; None where that
