@@ -60,9 +60,6 @@ LOOKUP_NODES = 64  # of trees of retrieved guesses alone, as in REST (2311.08252
 LOOKUP_DEPTH = 32  # of such trees; copied passages may be long
 NUM_SHOWN = 5
 _SPARE_TRAFFIC = 1.01  # bytes of a sweep with room for guesses over one without, at most
-# Times the least seconds per token, before a pass has shown more: a smaller tree leaves memory to
-# layers and to the rows of a prompt, and so little is beyond what is known of acceptance.
-_ALIKE = 1.02
 _GROWTH = 4  # times the nodes of a tree that may yet change
 _FEW_NODES = 64  # of trees whose nodes are ordered at once
 _MOST_KNOWN = 256  # choices that are kept
@@ -96,8 +93,7 @@ class TreeChoice(NamedTuple):
     shape: Shape
     why: str
     tokens_per_sweep: float = 1.0  # as predicted
-    # the best few, the fastest first, or a smaller one that is hardly slower; empty where nothing
-    # was chosen
+    # the best few, best first; empty where nothing was chosen
     candidates: tuple[Prediction, ...] = ()
     # with `chain:auto` the policy for later chains; `shape` is the first one
     chains: ChainPolicy | None = None
@@ -234,12 +230,9 @@ class _Selection:
         )
         if not ranked:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        if self._is_dynamic and self._known.seen.has_passes:
+        best = ranked[0]
+        if self._is_dynamic:
             best = self._known.seen.choose(ranked, self._num_texts, current)
-        else:
-            alike = [one for one in ranked if one.s_per_token <= _ALIKE * ranked[0].s_per_token]
-            best = min(alike, key=lambda one: one.shape.num_nodes)
-            ranked = [best, *(one for one in ranked if one is not best)]
         why = self._basis
         if isinstance(best.shape, DynamicShape):
             counted = sum(one.num_sweeps for one in trees.counted)

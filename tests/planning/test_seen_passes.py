@@ -194,16 +194,3 @@ def test_a_lone_text_keeps_a_tree_that_is_good_and_leaves_one_that_is_not() -> N
     assert costs[0] > 1.5 and costs[3] < 1.25
     kept = set(passes(machine, trees_with(machine, machine.costs(1)), 1, 24, seed=0))
     assert len({(shape.num_nodes, shape.depth) for shape in kept}) == 1
-
-
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("num_texts", [1, 8])
-def test_of_trees_that_are_hardly_slower_the_smallest_is_taken(name: str, num_texts: int) -> None:
-    machine = MACHINES[name]
-    costs = machine.costs(num_texts)
-    choice = trees_with(machine, costs).for_run(Sampling(), "match", num_texts=num_texts)
-    forest = trees_of(1.0, num_texts)
-    known = rank_trees(forest, costs, lambda _: machine.traffic, is_dynamic=True, num_texts=num_texts)
-    alike = [one for one in known if one.s_per_token <= 1.02 * known[0].s_per_token]
-    assert choice.shape.num_nodes == min(one.shape.num_nodes for one in alike)
-    assert choice.candidates[0].shape == choice.shape

@@ -292,7 +292,7 @@ def test_sizes_follow_what_rows_cost(headers: list[str], described: ModelFiles, 
     names = ("slow link", "l40", "h200", "server", "laptop")
     trees = [named(described, headers, MACHINES[name], tmp_path)["plan"] for name in names]
     link, l40, h200, server, laptop = (int(tree.split(":")[1].split("x")[0]) for tree in trees)
-    assert link >= l40 > 512 > h200 > max(server, laptop), trees
+    assert link == 2048 >= l40 > 512 > h200 > max(server, laptop), trees
 
 
 @pytest.mark.parametrize("caller", ["plan", "generate", "tune"])
