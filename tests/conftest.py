@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -194,22 +194,26 @@ def _num_readers() -> int:
     return sum(thread.name.startswith("offload-read") for thread in threading.enumerate())
 
 
-@pytest.fixture(scope="session")
-def ender(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Says its text once."""
-    from reciting import PIECES
-    from tiny import save_reciter
+def _reciter(name: str, pieces: Sequence[str] = (), *, is_chat: bool = False, **how: Any) -> Any:
+    """Return the fixture of a model that says these pieces, or those of all."""
 
-    return save_reciter(tmp_path_factory.mktemp("ender"), PIECES, ends=True)
+    @pytest.fixture(scope="session", name=name)
+    def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        from reciting import PIECES, TEMPLATE
+        from tiny import save_reciter
+
+        template = TEMPLATE if is_chat else None
+        return save_reciter(tmp_path_factory.mktemp(name), pieces or PIECES, chat_template=template, **how)
+
+    return model
 
 
-@pytest.fixture(scope="session")
-def looper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Says its text for ever, with the colon between."""
-    from reciting import PIECES
-    from tiny import save_reciter
-
-    return save_reciter(tmp_path_factory.mktemp("looper"), PIECES)
+ender = _reciter("ender", ends=True)  # says its text once
+looper = _reciter("looper")  # for ever, with the colon between
+sound = _reciter("sound", (":", " one", " two", " three"))  # several shards with an index, and a tokenizer
+talker = _reciter("talker", is_chat=True, ends=True)  # answers everything with the same text
+# in tokens that its text is made of when it is read again
+letters = _reciter("letters", (":", "O", "k", "."), is_chat=True, ends=True)
 
 
 @pytest.fixture(scope="session")
@@ -241,14 +245,6 @@ def _instant_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in several shards with an index and a tokenizer."""
-    from tiny import save_reciter
-
-    return save_reciter(tmp_path_factory.mktemp("sound"), [":", " one", " two", " three"])
-
-
-@pytest.fixture(scope="session")
 def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in one file."""
     from tiny import FAMILIES, build, save, save_tokenizer
@@ -256,24 +252,6 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("sound_file"), max_shard_size="1GB")
     save_tokenizer(directory)
     return directory
-
-
-@pytest.fixture(scope="session")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers everything with the same text."""
-    from reciting import PIECES, TEMPLATE
-    from tiny import save_reciter
-
-    return save_reciter(tmp_path_factory.mktemp("talker"), PIECES, ends=True, chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="session")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return it in tokens that its text is made of when it is read again."""
-    from reciting import TEMPLATE
-    from tiny import save_reciter
-
-    return save_reciter(tmp_path_factory.mktemp("letters"), (":", "O", "k", "."), ends=True, chat_template=TEMPLATE)
 
 
 @pytest.fixture

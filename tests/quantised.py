@@ -94,8 +94,12 @@ def group_of(num_columns: int, group: int) -> Tensor:
     return torch.arange(num_columns) // group
 
 
-def _grouped(weight: Tensor, group_K: Tensor, bits: int, *, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Codes (N, K), scales (N, G) and zero points (N, G), all of them round to nearest."""
+def _grouped(
+    weight: Tensor, bits: int, group: int | None, *, dtype: torch.dtype, symmetric: bool = True, ordered: bool = False
+) -> tuple[Tensor, ...]:
+    """Codes (N, K), scales (N, G) and zero points (N, G), round to nearest; each column's group, and the numbers."""
+    size = group or weight.shape[1]
+    group_K = _order(weight.shape[1], size) if ordered else group_of(weight.shape[1], size).int()
     num_groups, top = int(group_K.max()) + 1, (1 << bits) - 1
     columns = [weight[:, group_K == group] for group in range(num_groups)]
     lo = torch.stack([one.amin(1) for one in columns], 1).clamp(max=0)
@@ -106,12 +110,9 @@ def _grouped(weight: Tensor, group_K: Tensor, bits: int, *, symmetric: bool, dty
         scale = (hi - lo) / top
         zero = (-lo / scale).round().clamp(1, top)
     scale = scale.to(dtype)
-    codes = (weight / scale.float()[:, group_K] + zero[:, group_K]).round().clamp(0, top)
-    return codes.int(), scale, zero.int()
-
-
-def _product(codes: Tensor, scale: Tensor, zero: Tensor, group_K: Tensor) -> Tensor:
-    return (codes - zero[:, group_K]).float() * scale.float()[:, group_K]
+    each = scale.float()[:, group_K]
+    codes = (weight / each + zero[:, group_K]).round().clamp(0, top)
+    return codes.int(), scale, zero.int(), group_K, (codes - zero[:, group_K]) * each
 
 
 def _order(num_columns: int, group: int) -> Tensor:
@@ -146,36 +147,28 @@ def compressed(
     """compressed-tensors' `pack-quantized`."""
 
     def store(weight: Tensor) -> Stored:
-        size = group or weight.shape[1]
-        group_K = _order(weight.shape[1], size) if ordered else group_of(weight.shape[1], size)
-        codes, scale, zero = _grouped(weight, group_K, bits, symmetric=symmetric, dtype=torch.bfloat16)
+        how = {"symmetric": symmetric, "ordered": ordered}
+        codes, scale, zero, group_K, values = _grouped(weight, bits, group, dtype=torch.bfloat16, **how)
         shape = torch.tensor(weight.shape)
         tensors = {".weight_packed": pack(codes, bits, 1), ".weight_scale": scale, ".weight_shape": shape}
         tensors |= {} if symmetric else {".weight_zero_point": pack(zero, bits, 0)}
         tensors |= {".weight_g_idx": group_K} if ordered else {}
-        return Stored(tensors, _product(codes, scale, zero, group_K))
+        return Stored(tensors, values)
 
     return store
 
 
 def int8(weight: Tensor) -> Stored:
     """compressed-tensors' `int-quantized`, one scale for each row."""
-    group_K = torch.zeros(weight.shape[1], dtype=torch.int64)
-    codes, scale, zero = _grouped(weight, group_K, 8, symmetric=True, dtype=torch.bfloat16)
-    tensors = {".weight": (codes - 128).to(torch.int8), ".weight_scale": scale}
-    return Stored(tensors, _product(codes, scale, zero, group_K))
+    codes, scale, _, _, values = _grouped(weight, 8, None, dtype=torch.bfloat16)
+    return Stored({".weight": (codes - 128).to(torch.int8), ".weight_scale": scale}, values)
 
 
 def awq(weight: Tensor) -> Stored:
     """AutoAWQ's `gemm`."""
-    group_K = group_of(weight.shape[1], GROUP)
-    codes, scale, zero = _grouped(weight, group_K, 4, symmetric=False, dtype=torch.float16)
-    tensors = {
-        ".qweight": pack(codes.t(), 4, 1, AWQ_ORDER),
-        ".qzeros": pack(zero.t(), 4, 1, AWQ_ORDER),
-        ".scales": scale.t(),
-    }
-    return Stored(tensors, _product(codes, scale, zero, group_K))
+    codes, scale, zero, _, values = _grouped(weight, 4, GROUP, symmetric=False, dtype=torch.float16)
+    words = {".qweight": pack(codes.t(), 4, 1, AWQ_ORDER), ".qzeros": pack(zero.t(), 4, 1, AWQ_ORDER)}
+    return Stored({**words, ".scales": scale.t()}, values)
 
 
 def gptq(
@@ -184,16 +177,10 @@ def gptq(
     """AutoGPTQ's, whose first version stores zero points less one."""
 
     def store(weight: Tensor) -> Stored:
-        size = group or weight.shape[1]
-        group_K = _order(weight.shape[1], size) if ordered else group_of(weight.shape[1], size).int()
-        codes, scale, zero = _grouped(weight, group_K, bits, symmetric=symmetric, dtype=torch.float16)
-        tensors = {
-            ".qweight": pack(codes.t(), bits, 0),
-            ".qzeros": pack(zero.t() - (2 - version), bits, 1),
-            ".scales": scale.t(),
-            ".g_idx": group_K,
-        }
-        return Stored(tensors, _product(codes, scale, zero, group_K))
+        how = {"symmetric": symmetric, "ordered": ordered}
+        codes, scale, zero, group_K, values = _grouped(weight, bits, group, dtype=torch.float16, **how)
+        words = {".qweight": pack(codes.t(), bits, 0), ".qzeros": pack(zero.t() - (2 - version), bits, 1)}
+        return Stored({**words, ".scales": scale.t(), ".g_idx": group_K}, values)
 
     return store
 

@@ -18,6 +18,7 @@ from tiny import streaming_ram
 
 import offload
 from offload.engine.decoder import Decoder
+from offload.engine.step import SpeculationStep
 from offload.model.target import Target
 from offload.streaming import disk as host_store
 
@@ -84,6 +85,17 @@ def at_call(owner: type, method: str, number: int, act: Callable[[], object]) ->
         return original(self, *arguments)
 
     return patch.object(owner, method, counted)
+
+
+def before_steps(act: Callable[[], object]) -> Any:
+    """Patch the decoder so that `act` runs just before every step."""
+    original = SpeculationStep.step
+
+    def step(self: SpeculationStep, *arguments: Any) -> Any:
+        act()
+        return original(self, *arguments)
+
+    return patch.object(SpeculationStep, "step", step)
 
 
 def interrupt() -> None:

@@ -168,21 +168,32 @@ def every_tree(probs_VV: Floats, topology: Topology, root: int, draw: Draw) -> I
         yield chance, TokenTree(topology, torch.tensor(tokens), Proposals(blank.draw_N, blank.row_N, probs_EV))
 
 
-def emitted(tree: TokenTree, target_VV: Floats, trials: Trials, node: int = 0) -> Floats:
-    """Exact distribution of what a walk from `node` emits: two tokens (V, V) at the root, one token (V,) below."""
-    size, is_root = len(target_VV), node == 0
-    distribution, left, residual_V = np.zeros((size, size) if is_root else size), 1.0, target_VV[tree.tokens[node]]
-    for child, chance, remainder_V in trials(residual_V, tree.offers(node)):
-        token = tree.tokens[child]
-        distribution[token] += left * chance * (emitted(tree, target_VV, trials, child) if is_root else 1.0)
-        left, residual_V = left * (1 - chance), remainder_V
-    # The walk ends here: the next step, another tree, gives the second token.
-    return distribution + left * (residual_V[:, None] * target_VV if is_root else residual_V)
+def outcomes(
+    trials: Trials, target_V: Floats, offers: list[Offer], lenience: float = 1.0
+) -> tuple[list[tuple[Offer, float]], float, Floats]:
+    """The exact chance of each child to be accepted, that of none, and what the token is drawn from then."""
+    accepted, left, residual_V, offer_of = [], 1.0, target_V, {offer.child: offer for offer in offers}
+    for child, chance, remainder_V in trials(target_V, offers):
+        lenient = min(1.0, chance / lenience)
+        accepted.append((offer_of[child], left * lenient))
+        left, residual_V = left * (1 - lenient), remainder_V
+    return accepted, left, residual_V
 
 
-def acceptance(trials: Trials, target_V: Floats, offers: list[Offer]) -> float:
-    """The exact chance that one of the children is accepted."""
-    rejected = 1.0
-    for _, chance, _ in trials(target_V, offers):
-        rejected *= 1 - chance
-    return 1 - rejected
+def emitted_token(trials: Trials, target_V: Floats, offers: list[Offer], lenience: float = 1.0) -> Floats:
+    """The exact distribution (V,) of the token that a node yields."""
+    accepted, left, residual_V = outcomes(trials, target_V, offers, lenience)
+    probs_V = left * residual_V
+    for offer, chance in accepted:
+        probs_V[offer.token] += chance
+    return probs_V
+
+
+def emitted(tree: TokenTree, target_VV: Floats, trials: Trials) -> Floats:
+    """The exact distribution (V, V) of two tokens: where a walk ends with the first, another tree gives the second."""
+    accepted, left, residual_V = outcomes(trials, target_VV[tree.tokens[0]], list(tree.offers(0)))
+    probs_VV = left * residual_V[:, None] * target_VV
+    for offer, chance in accepted:
+        second_V = emitted_token(trials, target_VV[offer.token], list(tree.offers(offer.child)))
+        probs_VV[offer.token] += chance * second_V
+    return probs_VV

@@ -91,15 +91,9 @@ def test_what_always_runs_and_what_is_drawn_is_not_full(monkeypatch: pytest.Monk
     assert all(len(day) == 6 and {3, 99} <= day for day in days)
     assert set().union(*days) == {*range(20), 99}, "each has its day"
     assert days[7] == values(rows_on("7", monkeypatch, always=[3, "named"], daily=4), False)
-
-
-def test_every_row_is_there_and_keeps_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rows_on("1", monkeypatch)
-    assert values(found, True) == {*range(20), 99}
+    assert values(found, True) == {*range(20), 99}, "every row is there"
     assert {mark.name for mark in found[-1].marks} == {"gpu", "full"} and found[-1].id == "named"
-
-
-def test_a_row_that_there_is_not_is_no_row_that_always_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match=r"\[21\] are no rows of the table of number"):
         rows_on("1", monkeypatch, always=[21])
 

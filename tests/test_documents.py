@@ -39,24 +39,22 @@ def broken_links(page: Path, text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    assert list(broken_links(page, page.read_text())) == []
+def test_links_lead_somewhere_and_commands_are_those_of_the_program(page: Path) -> None:
+    """No page holds what a merge that was not finished leaves."""
+    text = page.read_text()
+    assert list(broken_links(page, text)) == [] and unmerged_lines(text) == [] and unknown(text) == []
+
+
+def test_a_breach_is_found() -> None:
+    for planted in ("[a](docs/none.md)", "[a](docs/flags.md#none)", "![a](none.png)", "[a](../x.md)"):
+        assert list(broken_links(README, planted)), planted
+    assert unmerged_lines("a\n<<<<<<< HEAD\nb\n")
+    assert unknown("```sh\noffload dance\noffload plan --rma 3GB  # x\n```") == ["dance", "plan --rma"]
 
 
 def unmerged_lines(text: str) -> list[str]:
     """Return what a merge that was not finished leaves in a page."""
     return re.findall(r"^(?:<{7}|>{7}) .*$", text, re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_page_holds_two_versions(page: Path) -> None:
-    assert unmerged_lines(page.read_text()) == []
-    assert unmerged_lines("a\n<<<<<<< HEAD\nb\n")
-
-
-@pytest.mark.parametrize("planted", ["[a](docs/none.md)", "[a](docs/flags.md#none)", "![a](none.png)", "[a](../x.md)"])
-def test_a_broken_link_is_found(planted: str) -> None:
-    assert list(broken_links(README, planted))
 
 
 def test_readme_is_for_somebody_with_60_seconds() -> None:
@@ -91,15 +89,6 @@ def unknown(text: str) -> list[str]:
             own = {flag for param in known[name].params for flag in [*param.opts, *param.secondary_opts]}
             found += [f"{name} {flag}" for flag in flags if flag not in own]
     return found
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_of_a_page_are_those_of_the_program(page: Path) -> None:
-    assert unknown(page.read_text()) == []
-
-
-def test_a_command_that_there_is_not_is_found() -> None:
-    assert unknown("```sh\noffload dance\noffload plan --rma 3GB  # x\n```") == ["dance", "plan --rma"]
 
 
 def test_pictures_are_there_and_small() -> None:

@@ -108,11 +108,9 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("flag", ("--made-up must lie in [0, 1], got 2.0: 0.5 is usual",)),
         ("a variable", ("got 3.0", "(--made-up is set by OFFLOAD_MADE_UP)")),
         ("config.toml", ("got 4.0", "(--made-up is set by ", "config.toml)")),
-        ("HTTP", ("made_up",)),
-        ("a file of prompts", ("made_up",)),
+        *((door, ("made_up",)) for door in ("HTTP", "a file of prompts", "lm-eval")),
         ("/set", ("made-up",)),
         ("page", ('<label>Made-up<input id="made_up" type="number" min="0" max="1" step="any"',)),
-        ("lm-eval", ("made_up",)),
         ("docs", ("| `--made-up` `X` | generate, chat | `0.5` |", "`/set` `made-up`", "nothing at all")),
         ("arguments", ("    made_up: float",)),
     ],
@@ -120,10 +118,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_an_option_is_found_at_every_door(door: str, words: tuple[str, ...], doors: dict[str, str]) -> None:
     for word in words:
         assert word in doors[door], doors[door]
-
-
-def test_its_value_reaches_a_text(doors: dict[str, str]) -> None:
-    assert doors["Python"] == doors["ranks"] == 0.25
+    assert doors["Python"] == doors["ranks"] == 0.25, "its value reaches a text"
 
 
 def test_other_names_of_an_option_are_taken_at_the_doors_of_programs() -> None:
@@ -239,13 +234,10 @@ def test_sizes_print_themselves(given: str | int, words: str) -> None:
     assert type(parse_size(size, "`ram`")) is int, "what computes, or names files, has a plain number"
 
 
-def test_rates_print_themselves() -> None:
+def test_rates_print_themselves_and_options_hold_what_is_parsed() -> None:
     rate = Rate.parse("400MB/s", "`link_limit`")
     assert rate == parse_rate("400MB", "`link_limit`") == 400 * 10**6 and str(rate) == "400 MB/s"
     assert Rate.parse(rate, "`link_limit`") is rate and parse_rate(None, "`link_limit`") is None
-
-
-def test_options_hold_what_is_parsed() -> None:
     options = LoadOptions(ram="8GB", gpu_memory="24GiB", link_limit="1GB/s")
     assert [*map(str, (options.ram, options.gpu_memory, options.link_limit))] == ["8 GB", "24 GiB", "1 GB/s"]
     assert LoadOptions.of(options) == options

@@ -1,17 +1,19 @@
-"""What only shows from outside: other packages beside ours, the folders of the wheel, the weight of an import."""
+"""What only shows from outside: other packages beside ours, the wheel, the weight of an import, audits and licences."""
 
+import json
 import os
+import runpy
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
-from importlib.metadata import version
+from importlib.metadata import PathDistribution, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-
-ROOT = Path(__file__).resolve().parents[1]
+from shell import ROOT
 
 # What transformers takes from Hugging Face's `kernels` at import, when it finds a version that it supports.
 HF_KERNELS_STAND_IN = """
@@ -28,39 +30,28 @@ use_kernelized_func = use_kernel_forward_from_hub
 """
 
 
-def run_python(code: str, *search_path: Path) -> subprocess.CompletedProcess[str]:
+def assert_runs(code: str, *search_path: Path) -> None:
     """Run `code` in the repository root, which `-c` puts first on the path, as `python -m` does."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, search_path))}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
-def assert_runs(code: str, *search_path: Path) -> None:
-    done = run_python(code, *search_path)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-as_of_today = pytest.mark.skipif(
+@pytest.mark.skipif(
     tuple(map(int, version("transformers").split(".")[:2])) < (5, 23),
     reason="older transformers take other versions of Hugging Face's kernels, and other names from it",
 )
-
-
-@pytest.fixture
-def hf_kernels(tmp_path: Path) -> Path:
-    """A folder for the search path that holds a distribution `kernels` 0.18.2, with the names transformers asks for."""
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").write_text(HF_KERNELS_STAND_IN)
+def test_our_kernels_leave_room_for_hugging_faces(tmp_path: Path) -> None:
+    """A folder of the search path holds a distribution `kernels` 0.18.2, with the names transformers asks for."""
     info = tmp_path / "kernels-0.18.2.dist-info"
-    info.mkdir()
+    for folder in (tmp_path / "kernels", info):
+        folder.mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text(HF_KERNELS_STAND_IN)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
-    return tmp_path
-
-
-@as_of_today
-def test_our_kernels_leave_room_for_hugging_faces(hf_kernels: Path) -> None:
     is_in_use = "from transformers.utils import is_kernels_available; assert is_kernels_available(), 'not found'"
-    is_theirs = f"import kernels; assert kernels.__file__.startswith({str(hf_kernels)!r}), kernels.__file__"
-    assert_runs(f"{is_in_use}\n{is_theirs}\nfrom transformers import LlamaForCausalLM", hf_kernels)
+    is_theirs = f"import kernels; assert kernels.__file__.startswith({str(tmp_path)!r}), kernels.__file__"
+    assert_runs(f"{is_in_use}\n{is_theirs}\nfrom transformers import LlamaForCausalLM", tmp_path)
 
 
 def test_folders_of_the_wheel_exist() -> None:
@@ -101,14 +92,64 @@ def test_every_file_has_its_import_path(folder: str) -> None:
     assert_runs(f"{find}\nfor f in {files}: assert find_spec(f'offload.{folder}.{{f}}'), f")
 
 
-def test_importing_the_package_does_not_import_torch() -> None:
-    assert_runs("import sys, offload; assert not {'torch', 'transformers'} & sys.modules.keys()")
-
-
-def test_the_interface_shows_itself() -> None:
+def test_the_interface_shows_itself_and_imports_no_torch() -> None:
     """To completion and `help` before any of it was used, and its types to type checkers."""
     assert_runs(
-        "import offload, sys; assert set(offload.__all__) <= set(dir(offload)); assert 'torch' not in sys.modules"
+        "import offload, sys; assert set(offload.__all__) <= set(dir(offload))\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+        "assert all(getattr(offload, name).__doc__ for name in offload.__all__)"
     )
-    assert_runs("import offload; assert all(getattr(offload, name).__doc__ for name in offload.__all__)")
     assert (ROOT / "offload" / "py.typed").is_file()
+
+
+SOUND = {"name": "a", "version": "1", "vulns": []}
+HOLE = {"name": "b", "version": "2", "vulns": [{"id": "CVE-1", "fix_versions": ["3"]}]}
+UNSEEN = {"name": "torch", "skip_reason": "Dependency not found on PyPI"}
+
+
+def supply(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, ROOT / ".ci" / "supply.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "words"),
+    [
+        ([SOUND], 0, "1 of 1 packages audited, 0 advisories"),
+        ([SOUND, HOLE], 1, "b 2: CVE-1, mended in 3"),
+        ([SOUND, UNSEEN], 1, "NOT audited: 1 packages, such as ['torch"),
+        ([UNSEEN], 1, "0 of 1 packages audited"),
+        ([], 1, "NOT audited"),
+        (None, 1, "the advisory database cannot be reached"),
+    ],
+)
+def test_an_audit_is_judged(found: Any, code: int, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "audit.json"
+    if found is not None:
+        path.write_text(json.dumps({"dependencies": found}))
+    told = supply("judge", path)
+    assert told.returncode == code and words in told.stdout + told.stderr
+
+
+def test_licences_of_all_that_the_wheel_needs() -> None:
+    told = supply("licences")
+    assert told.returncode == 0, told.stdout
+    names = {line.split()[0] for line in told.stdout.splitlines()}
+    assert {"torch", "transformers", "jinja2", "safetensors", "uvicorn"} <= names and "pytest" not in names
+
+
+@pytest.mark.parametrize(("file", "is_none"), [("toolkit-1.dist-info/WHEEL", True), ("toolkit/cuda.so", False)])
+def test_a_package_of_packages_needs_no_licence(file: str, is_none: bool, tmp_path: Path) -> None:
+    info = tmp_path / "toolkit-1.dist-info"
+    info.mkdir()
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    (info / "RECORD").write_text(f"toolkit-1.dist-info/METADATA,,\n{file},,\n")
+    holds_nothing = runpy.run_path(str(ROOT / ".ci" / "supply.py"))["holds_nothing"]
+    assert holds_nothing(PathDistribution(info)) is is_none
+
+
+def test_pins_name_what_is_installed() -> None:
+    wheel, whole = (set(supply("pins", which).stdout.split()) for which in ("wheel", "environment"))
+    assert wheel <= whole and any(one.startswith("pytest==") for one in whole - wheel)
+    assert not any("+" in one or one.startswith("offload==") for one in whole), "an index has no such build"

@@ -118,6 +118,13 @@ def random_ids(num_tokens: int, seed: int = 1) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 
 
+def finished(run: Any) -> Any:
+    """Read a run to its end, and return its result."""
+    for _ in run:
+        pass
+    return run.result()
+
+
 def advance(decoder: Any, runs: Sequence[Any]) -> list[str]:
     """One pass for all of these runs: the piece of text that each has gained by it."""
     decoder.sweep(runs)

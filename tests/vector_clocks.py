@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from fake_device import FakeWay
 from torch import Tensor
 
 from offload.streaming import carriers
 from offload.streaming.disk import allocate
-from offload.streaming.pinned import PinnedAllocator, RefusedError
+from offload.streaming.pinned import PinnedAllocator
 
 Clock = dict[str, int]
 BLOCK = 256
@@ -247,19 +248,17 @@ def caller(depth: int = 2) -> str:
     return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}:{frame.f_lineno}"
 
 
-class ClockWay:
+class ClockWay(FakeWay):
     """Locked memory, looked after until it is unlocked."""
 
-    name, is_seen = "clocks", True
+    name = "clocks"
 
     def __init__(self, clocks: Clocks, limit_bytes: float) -> None:
-        self._clocks, self._left_bytes = clocks, limit_bytes
+        super().__init__(limit_bytes)
+        self._clocks = clocks
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        if num_bytes > self._left_bytes:
-            raise RefusedError("no more")
-        self._left_bytes -= num_bytes
-        array = allocate(num_bytes)
+        array = super().allocate(num_bytes)
         self._clocks.know(array)
         return array
 
@@ -334,30 +333,22 @@ def follow_threads(patch: pytest.MonkeyPatch, device: ClockDevice) -> None:
     patch.setattr(Future, "add_done_callback", called)
     patch.setattr(ThreadPoolExecutor, "submit", submitted)
     patch.setattr(ThreadPoolExecutor, "shutdown", shut)
-    for kind, names in ((carriers.Sender, ("_sending",)), (carriers.DeviceExpertCarrier, ("_lock",))):
-        patch.setattr(kind, "__init__", _with_locks(kind.__init__, names, clocks))
-    patch.setattr(carriers.Bounces, "__init__", _with_buffers(carriers.Bounces.__init__, clocks))
+    for kind, lock in ((carriers.Sender, "_sending"), (carriers.DeviceExpertCarrier, "_lock")):
+        _behind(patch, kind, lambda own, lock=lock: setattr(own, lock, _Locked(clocks)))
+    # where no memory could be locked for them, too
+    _behind(patch, carriers.Bounces, lambda own: [clocks.know(buffer.array) for buffer in own.buffers])
     patch.setattr(carriers.Bounces, "send", _with_writes(carriers.Bounces.send, clocks))
 
 
-def _with_locks(make: Callable[..., None], names: tuple[str, ...], clocks: Clocks) -> Callable[..., None]:
-    def made(self: Any, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        for name in names:
-            setattr(self, name, _Locked(clocks))
-
-    return made
-
-
-def _with_buffers(make: Callable[..., None], clocks: Clocks) -> Callable[..., None]:
-    """Bounce buffers are looked after where no memory could be locked for them, too."""
+def _behind(patch: pytest.MonkeyPatch, kind: Any, act: Callable[[Any], object]) -> None:
+    """Let `act` follow the making of an object of this kind."""
+    make = kind.__init__
 
     def made(self: Any, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
-        for buffer in self.buffers:
-            clocks.know(buffer.array)
+        act(self)
 
-    return made
+    patch.setattr(kind, "__init__", made)
 
 
 def _with_writes(send: Callable[..., Any], clocks: Clocks) -> Callable[..., Any]:

@@ -74,10 +74,7 @@ def test_ways_to_leave(leave: str, letters: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (
-            "/regenerate",
-            "commands are /help /clear /system /save /load /read /retry /undo /set /stats /bye, got /regenerate: a",
-        ),
+        ("/regenerate", "/load /read /retry /undo /set /stats /bye, got /regenerate: a question that begins"),
         ("/", "got /: a question that begins with / needs a space before it"),
         ("/hlep", "got /hlep. Did you mean /help?"),
         ("/undo", "nothing was asked yet"),
@@ -96,9 +93,12 @@ def test_what_cannot_be_obeyed_is_one_line_and_ends_nothing(command: str, words:
     assert outcome.err.startswith("offload: ") and outcome.err.count("\n") == 1 and words in outcome.err
 
 
-def test_a_question_may_be_in_a_file(babbler: Path, tmp_path: Path) -> None:
+def test_a_question_may_be_in_a_file_and_draws_go_on_where_they_were(babbler: Path, tmp_path: Path) -> None:
     (tmp_path / "question").write_text("Say")
-    assert babble(babbler, f"/read {tmp_path / 'question'}\nWhat?") == babble(babbler, "Say\nWhat?")
+    whole = babble(babbler, "Say\nWhat?")
+    assert babble(babbler, f"/read {tmp_path / 'question'}\nWhat?") == whole
+    first, second = (babble(babbler, question, "--session", tmp_path / "talk") for question in ("Say", "What?"))
+    assert first + second == whole
 
 
 def test_another_answer_is_another_draw_and_replaces_the_first(babbler: Path) -> None:
@@ -162,23 +162,20 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
     assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked"), "that is kept, too"
 
 
-def test_a_session_that_is_loaded_again_is_kept_again(letters: Path, tmp_path: Path) -> None:
+def test_commands_tell_what_they_did(letters: Path, tmp_path: Path) -> None:
     path, copy = tmp_path / "talk", tmp_path / "copy"
+    told = chat(letters, f"Say\n/save {copy}\n/clear\n/load {copy}\n/retry")
+    assert told.out == 2 * "Ok.\n"
+    assert told.err.splitlines() == [
+        f"kept in {copy}", "the conversation is forgotten", f"going on with {copy}: 1 question",
+        "greedy, so the answer will be the same: /set temperature 0.7 draws another",
+    ]  # fmt: skip
     chat(letters, f"Say\n/save {copy}\nSay it\n/load {copy}\n/load {path}\nAgain", "--session", path)
     forgotten = chat(letters, "/undo\n/undo", "--session", path).err.splitlines()
-    assert forgotten[:2] == ["forgotten: Again", "forgotten: Say it"]
-
-
-def test_forgetting_tells_of_the_file_that_forgets_too(letters: Path, tmp_path: Path) -> None:
-    path = tmp_path / "talk"
+    assert forgotten[:2] == ["forgotten: Again", "forgotten: Say it"], "what is loaded again is kept again"
     told = chat(letters, "Say\n/clear", "--session", path)
     assert told.err.splitlines()[-1] == f"the conversation is forgotten; {path} begins anew"
     assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked")
-
-
-def test_the_draws_go_on_where_they_were(babbler: Path, tmp_path: Path) -> None:
-    first, second = (babble(babbler, question, "--session", tmp_path / "talk") for question in ("Say", "What"))
-    assert first + second == babble(babbler, "Say\nWhat\n")
 
 
 def test_what_is_said_is_kept_however_it_ends(talker: Path, tmp_path: Path) -> None:
@@ -240,17 +237,6 @@ def test_one_interrupt_never_ends_a_conversation(
     assert ("(0 tokens, stopped" in outcome.err) == (num_said == 1)
 
 
-def test_an_interrupt_waits_for_the_session_to_be_written(talker: Path, tmp_path: Path) -> None:
-    path = tmp_path / "talk"
-    with at_call(Decoder, "save_session", 1, lambda: (interrupt(), interrupt())):
-        assert chat(talker, "Say\n", "--session", path).code == 130
-    assert chat(talker, "/undo", "--session", path).err == "forgotten: Say\n"
-    path = tmp_path / "text"
-    with at_call(Decoder, "save_session", 1, interrupt):
-        assert generate(talker, "-p", "Say:", "-n", 4, "--session", path).code == 130
-    assert path.exists()
-
-
 @pytest.mark.parametrize(("number_of_failures", "code"), [(1, 0), (2, 2)])
 def test_a_session_that_could_not_be_written_is_tried_again_at_the_end(
     number_of_failures: int, code: int, talker: Path, tmp_path: Path
@@ -279,16 +265,10 @@ def test_only_a_run_with_a_token_writes_its_session(looper: Path, tmp_path: Path
     with at_sweep(1, interrupt):
         assert generate(looper, "-p", "wrong", "-n", 9, "--session", path).code == 130
     assert path.read_bytes() == before
-
-
-def test_commands_tell_what_they_did(letters: Path, tmp_path: Path) -> None:
-    path = tmp_path / "talk"
-    told = chat(letters, f"Say\n/save {path}\n/clear\n/load {path}\n/retry")
-    assert told.out == 2 * "Ok.\n"
-    assert told.err.splitlines() == [
-        f"kept in {path}", "the conversation is forgotten", f"going on with {path}: 1 question",
-        "greedy, so the answer will be the same: /set temperature 0.7 draws another",
-    ]  # fmt: skip
+    path.unlink()
+    with at_call(Decoder, "save_session", 1, interrupt):
+        assert generate(looper, "-p", "Say:", "-n", 4, "--session", path).code == 130
+    assert path.exists(), "an interrupt waits for it to be written"
 
 
 def generate(model: Path, *arguments: object, stdin: str = "") -> Outcome:
@@ -321,25 +301,21 @@ def test_an_interrupted_text_is_kept(looper: Path, tmp_path: Path) -> None:
 
 def test_sessions_that_cannot_be_are_refused(ender: Path, letters: Path, looper: Path, tmp_path: Path) -> None:
     path, talk = tmp_path / "text", tmp_path / "talk"
-    assert_refused(generate(ender, "-p", "x", "--session", tmp_path), "it is a folder", "name another file")
-    assert_refused(
-        generate(ender, "-p", "x", "--session", tmp_path / "no" / "text"), "is no folder that can be written"
-    )
-    assert_refused(generate(ender, "--session", path), "the prompt is empty")
+
+    def refuse(words: str, model: Path, *flags: object, prompt: tuple[str, ...] = ("-p", "x")) -> None:
+        assert_refused(generate(model, *prompt, "--session", *flags), words)
+
+    refuse("(it is a folder): name another file", ender, tmp_path)
+    refuse("is no folder that can be written", ender, tmp_path / "no" / "text")
+    refuse("the prompt is empty", ender, path, prompt=())
     assert generate(ender, "-p", "Say:", "-n", 1, "--session", path).code == 0
     assert chat(letters, "Say", "--session", talk).code == 0
     before = talk.read_bytes()
-    assert_refused(
-        generate(looper, "-p", "x", "--session", path),
-        "computed with another model (weights differ)",
-        "delete it to begin anew",
-    )
-    assert_refused(generate(ender, "-p", "x", "--session", path, "--dtype", "float16"), "computed with other --dtype")
-    assert_refused(
-        generate(letters, "-p", "x", "--session", talk, "--context", 384), "holds a conversation", "offload chat"
-    )
+    refuse("computed with another model (weights differ): name another file, or delete it to begin anew", looper, path)
+    refuse("computed with other --dtype", ender, path, "--dtype", "float16")
+    refuse("holds a conversation", letters, talk, "--context", 384)
     path.write_bytes(b"\0" * 99)
-    assert_refused(generate(ender, "-p", "x", "--session", path), "is broken")
+    refuse("is broken", ender, path)
     assert talk.read_bytes() == before and path.read_bytes() == b"\0" * 99
 
 

@@ -94,10 +94,17 @@ def test_blocks_and_commands(text: str, wanted: str) -> None:
     assert piped(text) == "\n".join(filter(None, ["READY", wanted, "END"])) + "\n"
 
 
-def test_a_block_is_typed_line_by_line(typist: Typist) -> None:
+def test_a_block_is_typed_line_by_line_and_an_interrupt_ends_it(typist: Typist) -> None:
     typist.types('"""\n', "... ")
     typist.types("one\n", "... ")
-    typist.types('two"""\n', "GOT '' 'one\\ntwo'")
+    typist.types('two"""\n', "GOT '' 'one\\ntwo'", "> ")
+    typist.types('"""\n', "... ")
+    typist.types("half\n", "... ")
+    typist.sees("HINT", act=lambda: typist.running.send_signal(2))
+    typist.sees("GOT '' ''")
+    typist.sees("> ")
+    typist.types("whole\n\x04", "GOT '' 'whole'")
+    assert typist.sees("END").endswith("\r\n"), "the shell's prompt begins a line of its own"
 
 
 def test_a_pasted_block_is_one_question(typist: Typist, request: pytest.FixtureRequest) -> None:
@@ -159,38 +166,27 @@ def test_the_terminal_is_as_it_was_after_the_end_of_the_process(tmp_path: Path) 
     typist.leaves()
 
 
-def test_the_end_of_input_ends_a_line_and_an_interrupt_a_block(typist: Typist) -> None:
-    typist.types('"""\n', "... ")
-    typist.types("half\n", "... ")
-    typist.sees("HINT", act=lambda: typist.running.send_signal(2))
-    typist.sees("GOT '' ''")
+def ends(typist: Typist) -> None:
     typist.sees("> ")
-    typist.types("whole\n\x04", "GOT '' 'whole'")
-    assert typist.sees("END").endswith("\r\n"), "the shell's prompt begins a line of its own"
+    typist.types("\x04", "END")
+    assert typist.running.wait(timeout=60) == 0
+    typist.leaves()
 
 
-def test_lines_of_an_earlier_day_come_back(tmp_path: Path) -> None:
+def test_lines_of_an_earlier_day_come_back_of_every_conversation(tmp_path: Path) -> None:
     for keys in ("first\n", "\x1b[A\n"):
         typist = typist_at("xterm", tmp_path)
         typist.sees("> ")
-        typist.types(keys, "GOT '' 'first'", "> ")
-        typist.types("\x04", "END")
-        assert typist.running.wait(timeout=60) == 0
-        typist.leaves()
-
-
-def test_two_conversations_at_a_time_keep_both_their_lines(tmp_path: Path) -> None:
+        typist.types(keys, "GOT '' 'first'")
+        ends(typist)
     typists = [typist_at("xterm", tmp_path) for _ in range(2)]
-    for typist, line in zip(typists, ("first", "second"), strict=True):
+    for typist, line in zip(typists, ("second", "third"), strict=True):
         typist.sees("> ")
         typist.types(f"{line}\n", f"GOT '' '{line}'")
     for typist in typists:
-        typist.sees("> ")
-        typist.types("\x04", "END")
-        assert typist.running.wait(timeout=60) == 0
-        typist.leaves()
+        ends(typist)
     found = next(path for path in tmp_path.rglob("chat-history"))
-    assert found.read_text().split() == ["first", "second"]
+    assert found.read_text().split()[-2:] == ["second", "third"], "both at a time keep theirs"
 
 
 def test_a_terminal_is_silent_until_it_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from offload.options import OutputOptions
 from offload.planning.cost_model import Prediction, StepTime
 from offload.planning.selector import TreeChoice
 from offload.stats import Stats
-from offload.trees.spec import label_of, parse_tree
+from offload.trees.spec import label_of
 from offload.trees.topology import DynamicShape, Shape, best_first, chain
 from offload.units import format_bytes, is_decimal
 
@@ -64,14 +64,9 @@ def predicted(label: str) -> Prediction:
     return Prediction(label, SHAPES[label], StepTime(0.0, 0.0, 0.5, 0.0), (4.0, 4.0))
 
 
-@pytest.mark.parametrize("label", SHAPES)
-def test_a_label_is_what_the_flag_would_call_it(label: str) -> None:
-    assert label_of(SHAPES[label]) == label
-    assert (parse_tree(label).kind == "dynamic") == isinstance(SHAPES[label], DynamicShape)
-
-
 @pytest.mark.parametrize("label", ["dynamic:64x8", "64x8"])
 def test_every_line_tells_dynamic_from_static(label: str) -> None:
+    assert [label_of(one) for one in SHAPES.values()] == [*SHAPES], "as the flag would call it"
     shape, is_dynamic = SHAPES[label], label.startswith("dynamic")
     words = f"{'dynamic tree of at most' if is_dynamic else 'tree of'} 64 nodes, 8 deep"
     assert f"(2 passes, {words})" in closing_lines(stats(shape), planned(), 1 << 20)
@@ -94,30 +89,24 @@ def test_a_proof_is_one_plain_sentence() -> None:
     assert "no text is compared" in proof_line(drawn) and proof_details(drawn) == ""
 
 
-def test_hits_without_misses_are_told() -> None:
-    told = Stats(expert_hits=7).as_dict()
-    assert (told["expert_hits"], told["expert_misses"]) == (7, 0)
-    assert "expert_hits" not in Stats().as_dict(), "where they come with their layers"
-
-
 def test_what_runs_is_told_in_two_lines() -> None:
     best = predicted("dynamic:64x8")
-    choice = TreeChoice(best.shape, "measured", 4.0, (best,), is_measured=True)
+    measured = TreeChoice(best.shape, "measured", 4.0, (best,), is_measured=True)
+    named = TreeChoice(SHAPES["64x8"], "named", 3.25)
     decoder: Any = SimpleNamespace(plan=planned(), notes=[], sources="")
     names = ModelNames.of("/models/Llama-70B/", "someone/Llama-1B")
-    assert opening_lines(names, decoder, choice, is_decimal=True).splitlines() == [
-        "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a pass from disk",
-        "draft Llama-1B, tree dynamic:64x8, 8.00 tokens/s expected",
-    ]
     assert ModelNames.of("/models/Llama-70B/", None, "shards").model == "Llama-70B on rank 0"
+    place = "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a pass from disk"
+    for draft, choice, told in (
+        ("Llama-1B", measured, "draft Llama-1B, tree dynamic:64x8, 8.00 tokens/s expected"),
+        ("Llama-1B", measured._replace(is_measured=False), "draft Llama-1B, tree dynamic:64x8, at best 8.00 tokens/s"),
+        ("Llama-1B", named, "draft Llama-1B, tree 64x8, 3.2 tokens a pass expected"),
+        ("draft", named, "draft, tree 64x8, 3.2 tokens a pass expected"),  # a folder called draft is named once
+    ):
+        lines = opening_lines(names._replace(draft=draft), decoder, choice, is_decimal=True).splitlines()
+        assert lines == [place, told]
     alone = opening_lines(names._replace(draft=None), decoder, TreeChoice(chain(0), "named"))
     assert alone == "Llama-70B: 1 of 4 layers in RAM (1.86 GiB allowed), 2.79 GiB a pass from disk"
-    assumed = opening_lines(names, decoder, choice._replace(is_measured=False), is_decimal=True)
-    assert assumed.endswith("\ndraft Llama-1B, tree dynamic:64x8, at best 8.00 tokens/s"), "no profile, no promise"
-    named = opening_lines(names, decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))
-    assert named.endswith("\ndraft Llama-1B, tree 64x8, 3.2 tokens a pass expected")
-    folder = opening_lines(names._replace(draft="draft"), decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))
-    assert folder.endswith("\ndraft, tree 64x8, 3.2 tokens a pass expected"), "a folder called draft is named once"
 
 
 def test_places_are_those_of_the_plan() -> None:
@@ -139,6 +128,9 @@ def test_one_is_not_many_and_no_link_is_not_slow() -> None:
     assert told.startswith("2 tokens, ") and "(1 pass, " in told and "link" not in told
     few.bytes_streamed = 1
     assert "link" in closing_lines(few, planned(), 0)
+    assert "expert_hits" not in Stats().as_dict(), "where they come with their layers"
+    told = Stats(expert_hits=7).as_dict()
+    assert (told["expert_hits"], told["expert_misses"]) == (7, 0)
 
 
 def test_peak_memory_stands_beside_all_that_it_may_take() -> None:
@@ -152,19 +144,15 @@ def test_a_text_that_was_cut_off_says_so() -> None:
     figures, plan = stats(chain(0)), planned()
     figures.num_prompt_tokens, figures.num_new_tokens = 10, 5
     assert cut_line(figures, "stop", plan) == cut_line(figures, "interrupted", plan) == ""
-    assert cut_line(figures, "length", plan).startswith("the text is cut off after 5 tokens: -n -1 writes")
+    for num_new, words in ((5, "after 5 tokens: -n -1 writes"), (plan.context - 10, "where the context of 64 ends")):
+        figures.num_new_tokens = num_new
+        assert cut_line(figures, "length", plan).startswith(f"the text is cut off {words}")
     figures.num_new_tokens = 0
     assert cut_line(figures, "length", plan) == "", "none were asked for"
-    figures.num_new_tokens = plan.context - 10
-    assert cut_line(figures, "length", plan).startswith(f"the text is cut off where the context of {plan.context} ends")
     assert turn_line(figures, "length").count("cut off by its limit") == 1
-
-
-def test_more_tokens_than_there_is_room_for_are_told() -> None:
-    plan = planned()
     assert clipped_line(5, 5, 3, plan) == ""
     told = clipped_line(9000, 7, 3, plan)
-    assert told.startswith(f"at most 7 new tokens and not 9000: the context of {plan.context} has no more room")
+    assert told.startswith("at most 7 new tokens and not 9000: the context of 64 has no more room")
 
 
 @pytest.mark.parametrize(

@@ -80,15 +80,12 @@ def test_json_tells_what_was_done(looper: Path, texts: Path, tmp_path: Path) -> 
     assert sound == {**told, "is_sound": True}
 
 
-def test_info_and_verify_say_it_in_lines(store: Path, looper: Path) -> None:
+def test_info_and_verify_say_it_in_lines_and_a_store_grows(store: Path, looper: Path, tmp_path: Path) -> None:
     size, tokenizer, sorting = shell("datastore", "info", store).out.splitlines()
     assert size.startswith(f"{store}: 41 tokens of 3 documents in 1 chunk, ")
     assert tokenizer.startswith(f"tokenizer of {looper}: 199 ids in 2 bytes each, sha256 ")
     assert sorting == "sorting its largest chunk took 450 B beside the process's own memory"
     assert shell("datastore", "verify", store).out == f"{size}: sound\n"
-
-
-def test_a_store_grows(store: Path, texts: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("hello you there")
     outcome = shell("datastore", "append", store, tmp_path / "more.txt")
     assert outcome.code == 0 and f"{store}: 56 tokens of 4 documents in 2 chunks" in outcome.err
@@ -108,9 +105,6 @@ def test_conversations_take_the_models_template(tmp_path: Path) -> None:
     assert tokenizer.decode(row[row >= 0]) == "assistant:Ho</s>"
 
 
-# What is refused
-
-
 def test_bad_files_are_named_or_skipped(looper: Path, texts: Path, tmp_path: Path) -> None:
     (texts / "latin.txt").write_bytes(b"gr\xfc\xdfe")
     (texts / "lines.jsonl").write_text('{"question": 1}\n{"text": "good"}\n')
@@ -123,32 +117,33 @@ def test_bad_files_are_named_or_skipped(looper: Path, texts: Path, tmp_path: Pat
     assert f"skipped: {texts / 'lines.jsonl'}:1 must be an object with text, messages" in outcome.err
 
 
-def test_an_empty_corpus_is_refused(looper: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
+def test_what_no_store_can_be_made_of_is_refused(looper: Path, texts: Path, tmp_path: Path) -> None:
+    for folder in ("empty", "bare"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "empty" / "a.txt").touch()
-    for corpus in (tmp_path / "empty", tmp_path / "empty" / "a.txt"):
-        assert_refused(build(looper, tmp_path / "store", corpus, "-q"), "a corpus must hold some text, got none: ")
-    assert not (tmp_path / "store").exists()
+    for model, corpus, flags, words in (
+        (looper, tmp_path / "empty", (), "a corpus must hold some text, got none: "),
+        (looper, tmp_path / "empty" / "a.txt", (), "a corpus must hold some text, got none: "),
+        (tmp_path / "bare", texts, (), "has no tokenizer"),
+        (tmp_path / "nowhere", texts, (), "no model directory at"),
+        (looper, texts, ("--ram", "1MiB"), "--ram must be at least "),
+    ):
+        assert_refused(build(model, tmp_path / "store", corpus, *flags, "-q"), words)
+        assert not (tmp_path / "store").exists()
 
 
-def test_a_store_of_another_tokenizer_is_refused(store: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_store_of_another_tokenizer_is_refused(store: Path, texts: Path, tmp_path: Path, looper: Path) -> None:
+    """A moved one can be named: what a store remembers of its tokenizer is where it was."""
     save_tokenizer(tmp_path / "other", ["another"])
     before = contents(store)
     refused = shell("datastore", "append", store, texts, "--tokenizer", tmp_path / "other", "-q")
     assert_refused(refused, "a store must have the model's tokenizer", "199 ids", "offload datastore build --tokenizer")
     assert contents(store) == before
-
-
-def test_a_model_without_tokenizer_is_refused(texts: Path, tmp_path: Path) -> None:
-    (tmp_path / "bare").mkdir()
-    for model, words in ((tmp_path / "bare", "has no tokenizer"), (tmp_path / "nowhere", "no model directory at")):
-        assert_refused(build(model, tmp_path / "store", texts, "-q"), words)
-
-
-@pytest.mark.parametrize(("ram", "words"), [("lots", "--ram must be a size"), ("1MiB", "--ram must be at least ")])
-def test_a_budget_that_is_none_is_refused(ram: str, words: str, looper: Path, texts: Path, tmp_path: Path) -> None:
-    assert_refused(build(looper, tmp_path / "store", texts, "--ram", ram, "-q"), words)
-    assert not (tmp_path / "store").exists()
+    content = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps({**content, "tokenizer": str(tmp_path / "gone")}))
+    assert_refused(shell("datastore", "append", store, texts, "-q"), "no model directory at ", "gone")
+    moved = shutil.copytree(looper, tmp_path / "moved", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert shell("datastore", "append", store, texts, "--tokenizer", moved, "-q") == Outcome(0, "", "")
 
 
 def test_ctrl_c_in_a_process_of_its_own(looper: Path, texts: Path, tmp_path: Path) -> None:
@@ -164,24 +159,9 @@ def test_ctrl_c_in_a_process_of_its_own(looper: Path, texts: Path, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
 
 
-# What it takes
-
-
 @pytest.mark.parametrize("command", ["info", "verify"])
 def test_looking_at_a_store_imports_nothing_heavy(command: str, store: Path) -> None:
     outcome = process("datastore", command, store, python=("-c", LISTS_IMPORTS), is_cold=True)
     assert outcome.code == 0 and outcome.err == "\n" and str(store) in outcome.out
-
-
-def test_a_group_without_a_command_says_what_there_is() -> None:
     outcome = shell("datastore")
-    assert outcome.code == 0 and all(name in outcome.out for name in ("build", "append", "info", "verify"))
-
-
-def test_a_moved_tokenizer_can_be_named(store: Path, looper: Path, texts: Path, tmp_path: Path) -> None:
-    """What a store remembers of its tokenizer is where it was."""
-    content = json.loads((store / "store.json").read_text())
-    (store / "store.json").write_text(json.dumps({**content, "tokenizer": str(tmp_path / "gone")}))
-    assert_refused(shell("datastore", "append", store, texts, "-q"), "no model directory at ", "gone")
-    moved = shutil.copytree(looper, tmp_path / "moved", ignore=shutil.ignore_patterns("*.safetensors"))
-    assert shell("datastore", "append", store, texts, "--tokenizer", moved, "-q") == Outcome(0, "", "")
+    assert outcome.code == 0 and command in outcome.out

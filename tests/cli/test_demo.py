@@ -36,6 +36,11 @@ PROMPTS = {
 NUM_NEW = 64
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["settings", "walk", "stack"])
 def test_greedy_float32_equals_transformers(prompt: str) -> None:
     with offload.load(PAIR / "target", PAIR / "draft", dtype="float32", tree="64x16", threads=1) as decoder:
@@ -52,8 +57,7 @@ def is_drawn(token_ids: list[int]) -> bool:
     return max(draw_gaps(PAIR / "target", prompt_ids, token_ids, Sampling())) <= rounding(Sampling())
 
 
-def test_demo_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_demo_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--size", "100MB", "--ram", "230MB", "-n", "24", "--tree", "16x8", "--temp", "0", "--json"]
     monkeypatch.setattr("sys.argv", ["offload", "demo", *arguments])
     with pytest.raises(SystemExit) as exit_:
@@ -75,9 +79,8 @@ def run_demo(*arguments: object) -> Outcome:
 
 
 @pytest.mark.full
-def test_demo_of_a_small_size_finds_its_own_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_of_a_small_size_finds_its_own_budget() -> None:
     """A quarter of it would not hold two layers; and what comes with the prompt's sweep has no speed."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     outcome = run_demo("--size", "40MB", "-n", "3", "--json")
     result = json.loads(outcome.out)
     assert outcome.code == 0 and result["tree"]["plan"]["tiers"]["disk"]["num_layers"] > 0
@@ -92,8 +95,7 @@ def test_demo_of_a_small_size_finds_its_own_budget(tmp_path: Path, monkeypatch: 
     assert [line.split(",")[0] for line in told] == ["--- the prompt", "--- without guesses", "--- with guesses"]
 
 
-def test_demo_is_refused_before_a_target_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_demo_is_refused_before_a_target_is_made(tmp_path: Path) -> None:
     refused = run_demo("--size", "300MB", "--ram", "50MB")
     assert_refused(refused, "for two layer slots", "budget is 50 MB", "raise --ram to")
     assert "--context" not in refused.err, "which it does not have"
@@ -103,7 +105,7 @@ def test_demo_is_refused_before_a_target_is_made(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.full
-def test_demo_refuses_to_print_a_speed_for_wrong_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_refuses_to_print_a_speed_for_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     from offload.cli import demo_run
 
     with offload.load(PAIR / "target", PAIR / "draft", tree="8x3", threads=1) as decoder:
@@ -118,9 +120,8 @@ QUESTION = "Hello"
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target is made larger, but not by much."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(demo, "_CHAT_BYTES", 40_000_000)
 
 
@@ -158,27 +159,20 @@ def test_what_was_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen.ram is not None and int(chosen.ram) >= demo._CHAT_BYTES // 4
 
 
-def test_what_is_made_is_told_with_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_is_made_is_told_with_its_place_and_made_by_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A gigabyte stays on a newcomer's disk: once, and not in silence."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "offload").mkdir()
+    making = pytest.raises(UserError, match="making the packaged model just now: try again")
+    with locked_anew(tmp_path / "offload" / ".demo-40MB.inflating"), making:
+        inflated_target(40_000_000, lambda *_: None)
     told = []
     for _ in range(2):
         with Console(OutputOptions()) as console, console.making_target() as landed:
             inflated_target(40_000_000, landed)
         told.append(capsys.readouterr().err)
     assert f"which stay in {tmp_path}/offload" in told[0] and told[1] == ""
-
-
-def test_two_commands_that_make_the_demo_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    being_made = tmp_path / "offload" / ".demo-40MB.inflating"
-    with locked_anew(being_made), pytest.raises(UserError, match="making the packaged model just now: try again"):
-        inflated_target(40_000_000, lambda *_: None)
-
-
-def test_a_model_and_the_demo_exclude_each_other() -> None:
     for command in ("chat", "serve"):
         assert_refused(shell(command, "--demo", "-m", "big"), "--demo brings its own models", "leave out --model")
         assert_refused(shell(command), "--model says what is to run", "or --demo for the packaged one")

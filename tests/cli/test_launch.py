@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -131,16 +130,7 @@ def test_what_one_rank_refuses_is_said_once(misfortune: str) -> None:
 
 @pytest.mark.full
 def test_what_all_ranks_refuse_is_said_once() -> None:
-    outcome = Started(*LAUNCH, "--temp", "-1").end()
-    assert_refused(outcome, "--temp must be 0 or more, got -1.0")
-
-
-def test_what_cannot_be_started_is_refused() -> None:
-    for arguments, words in [
-        (("launch", "-n", "2", "--hosts", "127.0.0.1,127.0.0.2", "chat"), ("this host once", "--host-index 0 to 1")),
-        ((*GENERATE, "--ranks", "shards", "--session", "kept"), ("--session keeps", "leave one of them out")),
-    ]:
-        assert_refused(shell(*arguments), *words)
+    assert_refused(Started(*LAUNCH, "--temp", "-1").end(), "--temp must be 0 or more, got -1.0")
 
 
 def test_a_job_that_has_ranks_of_its_own_changes_nothing(ender: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,15 +147,11 @@ def test_a_job_that_has_ranks_of_its_own_changes_nothing(ender: Path, monkeypatc
     assert_refused(shell(*GENERATE), "MASTER_PORT must be a whole number")
 
 
-@pytest.fixture
-def _named_alpha(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def test_a_host_finds_itself_by_name_or_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ("launch", "-n", "2", "--hosts", "127.0.0.1,127.0.0.2", "chat")
+    assert_refused(shell(*hosts), "must name this host once", "--host-index 0 to 1")
     monkeypatch.setattr(launch.socket, "gethostname", lambda: "alpha")
     monkeypatch.setattr(launch.socket, "getfqdn", lambda: "alpha.lan")
-    yield
-
-
-@pytest.mark.usefixtures("_named_alpha")
-def test_a_host_finds_itself_by_name_or_address() -> None:
     for hosts, index in [("alpha,192.0.2.7", 0), ("192.0.2.7,ALPHA.lan", 1), ("192.0.2.7,127.0.0.1", 1)]:
         plan = launch.plan_launch(4, hosts, None, None, ["chat"])
         assert (plan.host_index, plan.num_here, plan.port, plan.address) == (index, 2, 29500, hosts.split(",")[0])
@@ -174,32 +160,32 @@ def test_a_host_finds_itself_by_name_or_address() -> None:
         launch.plan_launch(2, "192.0.2.7,192.0.2.8", None, None, ["chat"])
 
 
+KILLED, SILENT = "rank {} was killed (signal {})", ["rank 0 has been silent for too long"]
+
+
 @pytest.mark.parametrize(
     ("exit_codes", "code", "lines"),
     [
-        ({1: -9, 0: launch.EXIT_UNSAID}, 1, ["rank 1 was killed (signal 9)"]),
-        ({2: -9, 1: 1, 0: 143}, 1, ["rank 2 was killed (signal 9)"]),
-        ({2: -15, 0: launch.EXIT_UNSAID, 1: -15}, 1, ["rank 2 was killed (signal 15)"]),
+        ({1: -9, 0: launch.EXIT_UNSAID}, 1, [KILLED.format(1, 9)]),
+        ({2: -9, 1: 1, 0: 143}, 1, [KILLED.format(2, 9)]),
+        ({2: -15, 0: launch.EXIT_UNSAID, 1: -15}, 1, [KILLED.format(2, 15)]),
         ({2: 7, 0: launch.EXIT_UNSAID, 1: 1}, 1, ["rank 2 is gone (exit code 7)"]),
         ({0: 1, 1: -9}, 1, []),
         ({0: 2, 1: -15}, 2, []),
         ({0: 130}, 130, []),
-        ({0: -9, 1: 1}, 1, ["rank 0 was killed (signal 9)"]),
-        ({2: -15, 1: -11}, 1, ["rank 1 was killed (signal 11)"]),
+        ({0: -9, 1: 1}, 1, [KILLED.format(0, 9)]),
+        ({2: -15, 1: -11}, 1, [KILLED.format(1, 11)]),
         ({3: 2}, 2, []),
         ({0: 143, 1: 1}, 1, []),
-        ({1: launch.EXIT_HEAD_SILENT, 0: -9}, 1, ["rank 0 has been silent for too long"]),
-        ({2: launch.EXIT_HEAD_SILENT, 1: 0, 0: 143}, 1, ["rank 0 has been silent for too long"]),
+        ({1: launch.EXIT_HEAD_SILENT, 0: -9}, 1, SILENT),
+        ({2: launch.EXIT_HEAD_SILENT, 1: 0, 0: 143}, 1, SILENT),
         ({1: launch.EXIT_HEAD_SILENT, 0: 2}, 2, []),  # it has come back, and said why it ends
     ],
 )
 def test_exit_codes_of_ranks_become_one(exit_codes: dict[int, int], code: int, lines: list[str]) -> None:
     assert launch.verdict(exit_codes, has_head=0 in exit_codes) == (code, lines)
     assert launch.verdict({**exit_codes, 0: 1}, is_interrupted=True) == (130, [])
-
-
-def test_what_happens_after_the_end_of_rank_0_is_no_failure() -> None:
-    assert launch.verdict({2: 1, 1: -9}) == (0, [])
+    assert launch.verdict({2: 1, 1: -9}) == (0, []), "what happens after the end of rank 0"
 
 
 def test_no_torch_before_ranks_are_started() -> None:

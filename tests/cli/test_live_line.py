@@ -7,8 +7,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -98,25 +97,36 @@ def test_the_line_moves_while_nobody_tells_of_progress() -> None:
 
 
 def test_an_interrupt_as_the_line_begins_leaves_a_line_that_ends() -> None:
-    with Terminal(40):
+    with Terminal(80) as terminal:
         line = LiveLine(is_off=False)
         with at_call(threading.Thread, "start", 1, interrupt), pytest.raises(KeyboardInterrupt):
             line.show(Phase("loading"))
         line.close()
-    assert not any(thread.name == "offload-line" for thread in threading.enumerate())
+        assert not any(thread.name == "offload-line" for thread in threading.enumerate())
+        terminal.read()
+        line = LiveLine(is_off=True)
+        line.show(Phase("importing"))
+        line.write("text\n")
+        line.close()
+        assert terminal.read() == "text\r\n", "nothing is shown when it is off"
 
 
-def test_a_log_is_told_at_once_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of what follows it hears now and then, as before."""
+def test_a_log_is_told_at_once_what_takes_long_and_now_and_then_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     err = io.StringIO()
     monkeypatch.setattr(sys, "stderr", err)
-    with Console(OutputOptions()) as console:
-        console.announce("importing")
-        console.wait("reading headers")
+    for is_quiet in (False, True):
+        with Console(OutputOptions(quiet=is_quiet)) as console:
+            console.announce("importing")
+            console.wait("reading headers")
         assert err.getvalue() == "importing\n"
-    with Console(OutputOptions(quiet=True)) as console:
-        console.announce("importing")
-    assert err.getvalue() == "importing\n"
+    monkeypatch.setattr("offload.cli.live_line._FILE_S", 0.05)
+    line = LiveLine(is_off=False)
+    line.show(Phase("reading layers", 3, 12))
+    assert err.getvalue() == "importing\n", "nothing at once"
+    while err.getvalue().count("\n") < 3:
+        time.sleep(0.01)
+    line.close()
+    assert set(err.getvalue().splitlines()[1:]) == {"reading layers: 3 of 12"}
 
 
 def test_it_is_shown_before_anything_heavy_is_imported(ender: Path) -> None:
@@ -175,51 +185,24 @@ def test_a_dumb_terminal_gets_plain_lines(ender: Path) -> None:
     assert lines[0] == "importing torch and transformers" and SAID.rstrip("\n") in lines
 
 
-def test_a_pipe_gets_a_plain_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    err = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", err)
-    monkeypatch.setattr("offload.cli.live_line._FILE_S", 0.05)
-    line = LiveLine(is_off=False)
-    line.show(Phase("reading layers", 3, 12))
-    assert err.getvalue() == "", "nothing at once"
-    while err.getvalue().count("\n") < 2:
-        time.sleep(0.01)
-    line.close()
-    assert set(err.getvalue().splitlines()) == {"reading layers: 3 of 12"}
-
-
-def test_nothing_is_shown_when_it_is_off() -> None:
-    with Terminal(80) as terminal:
-        line = LiveLine(is_off=True)
-        line.show(Phase("importing"))
-        line.write("text\n")
-        line.close()
-        assert terminal.read() == "text\r\n"
-
-
 # What it says
 
 
-def writing(**figures: object) -> TextProgress:
+def writing(num_layers: int, **figures: object) -> TextProgress:
+    counts = {"layers_per_sweep": 8, "num_prompt_sweeps": 2, "max_new_tokens": 100}
     stats = Stats(tree_depth=3, **figures)  # type: ignore[arg-type]
-    return TextProgress(
-        stats, layers_per_sweep=8, num_prompt_sweeps=2, max_new_tokens=100, started_s=time.monotonic() - 10
-    )
-
-
-def test_a_prompt_tells_how_many_layers_are_left() -> None:
-    progress = writing()
-    progress.num_layers = 4
-    assert progress.parts() == ["reading the prompt", "layer 4 of 16", "30 s left"]
+    progress = TextProgress(stats, **counts, started_s=time.monotonic() - 10)
+    progress.num_layers = num_layers
+    return progress
 
 
 def test_a_text_tells_layer_speed_and_time_left() -> None:
-    progress = writing(num_first_tokens=4, accepted_per_sweep=[6, 2], num_sweeps=2, ttft_s=2.0, decode_s=4.0)
-    progress.num_layers = 8 * 4 + 3
-    told = progress.parts()
+    assert writing(4).parts() == ["reading the prompt", "layer 4 of 16", "30 s left"]
+    done = {"num_first_tokens": 4, "accepted_per_sweep": [6, 2], "num_sweeps": 2, "ttft_s": 2.0, "decode_s": 4.0}
+    told = writing(8 * 4 + 3, **done).parts()
     assert told[:3] == ["12 of 100 tokens", "layer 3 of 8", "2.00 tokens/s"]
     assert told[3:] == ["40 s left", "4.0 tokens a pass"], "88 tokens take 44 s, 4 of which are over"
-    progress.num_layers = 8 * 4
+    progress = writing(8 * 4, **done)
     assert progress.parts()[1] == "drafting"
     progress.max_new_tokens = None
     assert progress.parts() == ["12 tokens", "drafting", "2.00 tokens/s", "4.0 tokens a pass"]
@@ -257,72 +240,53 @@ class Wide(io.StringIO):
         return True
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+def test_lines_break_between_words_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of commands stays a list on a narrow one: what is said of a name goes on below itself."""
     monkeypatch.setenv("COLUMNS", "40")
-    return Wide()
-
-
-def test_lines_break_between_words_on_a_terminal_alone(narrow: io.StringIO) -> None:
     text = "the first one is longer than forty columns, is it not?\n\n   a table    with gaps\n" + "x" * 50
-    lines = fitted(text, narrow).split("\n")
-    assert lines == [
-        "the first one is longer than forty",
-        "  columns, is it not?",
-        "",
-        "   a table    with gaps",
-        "x" * 50,
-    ]
-    assert fitted(text, io.StringIO()) == text
-
-
-def test_what_is_said_of_a_name_goes_on_below_itself(narrow: io.StringIO) -> None:
-    """A list of commands stays a list on a narrow terminal."""
-    first, *others = fitted("/save FILE       keep the conversation and its cache for later", narrow).split("\n")
+    broken = text.replace("forty columns", "forty\n  columns")
+    assert fitted(text, Wide()) == broken and fitted(text, io.StringIO()) == text
+    first, *others = fitted("/save FILE       keep the conversation and its cache for later", Wide()).split("\n")
     assert first == "/save FILE       keep the conversation" and others == [f"{'':17}and its cache for later"]
 
 
-def test_columns_are_counted_as_terminals_count() -> None:
-    assert (
-        column_after("ab\tc", 0, 80) == 9 and column_after("日本", 1, 80) == 5 and column_after("e\u0301", 0, 80) == 1
-    )
-    assert column_after("x" * 20, 0, 20) == 20, "the next one wraps"
-    assert column_after("日", 19, 20) == 2 and column_after("a\nbc", 7, 80) == 2
+@pytest.mark.parametrize(
+    ("text", "column", "width", "wanted"),
+    [
+        ("ab\tc", 0, 80, 9), ("日本", 1, 80, 5), ("e\u0301", 0, 80, 1), ("x" * 20, 0, 20, 20),  # the next one wraps
+        ("日", 19, 20, 2), ("a\nbc", 7, 80, 2),
+    ],
+)  # fmt: skip
+def test_columns_are_counted_as_terminals_count(text: str, column: int, width: int, wanted: int) -> None:
+    assert column_after(text, column, width) == wanted
+
+
+HOSTS_MEET = "this is host 1 of 2, from 0 on; hosts meet at alpha:29500, for 120 s at most"
 
 
 @pytest.mark.parametrize(
     ("hosts", "flags", "during", "after"),
     [
-        (["alpha"], [], ["starting 2 ranks"], [""]),
-        (
-            ["alpha", "beta"],
-            [],
-            ["starting 2 ranks"],
-            ["this is host 1 of 2, from 0 on; hosts meet at alpha:29500, for 120 s at most"],
-        ),
-        (["alpha", "beta"], ["--quiet"], [""], [""]),
+        (["alpha"], [], "starting 2 ranks", ""),
+        (["alpha", "beta"], [], "starting 2 ranks", HOSTS_MEET),
+        (["alpha", "beta"], ["--quiet"], "", ""),
+        ([], [], "importing what bench decode needs", ""),
     ],
 )
-def test_a_launch_tells_what_it_waits_for(
-    hosts: list[str], flags: list[str], during: list[str], after: list[str]
+def test_a_launch_and_a_bench_tell_what_they_wait_for(
+    hosts: list[str], flags: list[str], during: str, after: str
 ) -> None:
-    screen = Screen(NUM_ROWS, 100)
-    with Terminal(100) as terminal:
+    def announced() -> AbstractContextManager[None]:
         plan = launch.Launch(2, hosts, len(hosts) - 1, 29500, ["generate", *flags])
-        with launch._announced(plan):
-            screen.feed(terminal.read())
-            assert screen.lines == during
-        screen.feed(terminal.read())
-    assert screen.lines == after
+        return launch._announced(plan) if hosts else suite._announced("decode")
 
-
-def test_a_bench_tells_what_it_waits_for() -> None:
     screen = Screen(NUM_ROWS, 100)
     with Terminal(100) as terminal:
-        with suite._announced("decode"):
+        with announced():
             screen.feed(terminal.read())
-            assert screen.lines == ["importing what bench decode needs"]
+            assert screen.lines == [during]
         screen.feed(terminal.read())
-        assert screen.lines == [""]
-    with Terminal(100, "dumb") as terminal, suite._announced("decode"):
-        assert terminal.read() == "", "what cannot be taken back is not written"
+    assert screen.lines == [after]
+    if not hosts:
+        with Terminal(100, "dumb") as terminal, announced():
+            assert terminal.read() == "", "what cannot be taken back is not written"

@@ -1,12 +1,13 @@
-"""The commands as a person or a script uses them: what goes to stdout and to stderr, where prompts and models are."""
+"""The commands as a person or a script uses them: what goes to stdout and to stderr, where prompts are, help."""
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 from reciting import (
     NUM_SAID,
     PROMPT,
@@ -24,20 +25,12 @@ from shell import Outcome, process, shell
 from tiny import FAMILIES, save_pair
 
 import offload
+from offload.bench.suite import COMMANDS, MEASURES, STUDIES
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine.decoder import Decoder
+from offload.commands import every_command
+from offload.declaration import GROUPS, options_of
 from offload.machine import has_cuda_driver
-
-
-def test_a_full_device_is_one_line(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
-
-    monkeypatch.setattr("offload.streaming.device.open_device", full)
-    outcome = generate(looper)
-    assert outcome.code == 1 and outcome.out == "" and outcome.err.count("\n") == 1
-    assert outcome.err.startswith("offload: device memory ran out") and "lower --context" in outcome.err
-
+from offload.options import RECORDS
 
 # What a run prints
 
@@ -64,21 +57,14 @@ def test_details_are_for_those_who_ask(ender: Path) -> None:
     assert told[-1].startswith("alpha 1.000") and "alpha" not in "".join(brief)
 
 
-def test_quiet_says_nothing_on_stderr(ender: Path) -> None:
+def test_what_is_not_there_is_not_told(ender: Path) -> None:
     assert generate(ender, "--quiet") == Outcome(0, SAID + "\n", "")
-
-
-def test_nothing_to_stream_is_said(ender: Path) -> None:
-    outcome = shell(
-        "generate", "-m", ender, "-p", PROMPT, "--ram", "1GiB", "--context", 64, "-n", 20, "--threads", 1, "--no-lookup"
-    )
-    assert outcome.out == SAID + "\n" and "all 4 layers fit into RAM" in outcome.err
-    assert "no tree" in outcome.err and "link" not in outcome.err and "draft" not in outcome.err
-
-
-def test_no_tokens_are_generated_on_request(ender: Path) -> None:
     outcome = generate(ender, "-n", "0")
     assert outcome.code == 0 and outcome.out == "\n" and "no tokens generated" in outcome.err
+    roomy = ("--ram", "1GiB", "--context", 64, "-n", 20, "--threads", 1, "--no-lookup")
+    outcome = shell("generate", "-m", ender, "-p", PROMPT, *roomy)
+    assert outcome.out == SAID + "\n" and "all 4 layers fit into RAM" in outcome.err
+    assert "no tree" in outcome.err and "link" not in outcome.err and "draft" not in outcome.err
 
 
 def test_all_that_is_read_at_start_is_told(looper: Path) -> None:
@@ -93,21 +79,15 @@ def test_all_that_is_read_at_start_is_told(looper: Path) -> None:
     assert sum(told[end][1] for end in ends) == pytest.approx(2 * open_checkpoint(looper).num_bytes, rel=0.2)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 512, 513, 514, 1025, 1026])
-def test_a_long_prompt_takes_as_many_sweeps_as_its_bar_expects(
-    num_tokens: int, long_reader: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream, sweeps = long_reader.target.stream, list[None]()
-    begin = stream.begin_sweep
-    monkeypatch.setattr(stream, "begin_sweep", lambda: sweeps.append(begin()))
-    long_reader.generate([5] * num_tokens, max_new_tokens=1)
-    assert len(sweeps) == long_reader.plan.num_prompt_sweeps(num_tokens)
-
-
-@pytest.fixture(scope="module")
-def long_reader(looper: Path) -> Iterator[Decoder]:
+def test_a_long_prompt_takes_as_many_sweeps_as_its_bar_expects(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with offload.load(looper, ram="1GiB", context=2048, threads=1) as decoder:
-        yield decoder
+        stream, sweeps = decoder.target.stream, list[None]()
+        begin = stream.begin_sweep
+        monkeypatch.setattr(stream, "begin_sweep", lambda: sweeps.append(begin()))
+        for num_tokens in (1, 512, 513, 514, 1025, 1026):
+            sweeps.clear()
+            decoder.generate([5] * num_tokens, max_new_tokens=1)
+            assert len(sweeps) == decoder.plan.num_prompt_sweeps(num_tokens), num_tokens
 
 
 TOP_FIELDS = {"text", "token_ids", "num_prompt_tokens", "num_new_tokens", "finish_reason", "seed", "plan", "stats"}
@@ -138,9 +118,9 @@ def test_json_fields_agree_with_each_other(tree: str, looper: Path) -> None:
 
 @pytest.mark.parametrize(("tree", "shape"), [("none", (1, 0)), ("chain:7", (8, 7)), ("sequences:2x4", (9, 4))])
 def test_json_names_the_tree(tree: str, shape: tuple[int, int], looper: Path) -> None:
-    depth = shape[1]
+    num_nodes, depth = shape
     stats = generate_json(looper, "-n", 4 * (depth + 1), tree=tree)["stats"]
-    assert (stats["tree"]["num_nodes"], stats["tree"]["depth"]) == shape
+    assert (stats["tree"]["num_nodes"], stats["tree"]["depth"]) == (num_nodes, depth)
     assert stats["tokens_per_sweep"] == depth + 1, "a draft that is always right fills every path"
 
 
@@ -210,10 +190,14 @@ def test_commands_that_compute_nothing_import_nothing_heavy(command: str, looper
     assert outcome.code == 0 and outcome.err == "\n" and outcome.out
 
 
-def test_help_is_what_a_newcomer_gets() -> None:
+@pytest.mark.parametrize(("word", "told"), [("run", "offload chat"), ("pull", "-m ORG/NAME"), ("help", "--help")])
+def test_a_newcomer_gets_help_and_words_of_other_programs_lead_on(word: str, told: str) -> None:
     outcome = shell()
-    assert outcome == shell("--help") and outcome.code == 0
+    assert outcome == shell("--help") == shell("-h") and outcome.code == 0 and shell("plan", "-h").code == 0
     assert "generate" in outcome.out and "Start here: offload demo" in outcome.out
+    assert shell("--version").out == f"offload {offload.__version__}\n"
+    refused = shell(word, "llama")
+    assert refused.code == 2 and refused.err.startswith(f"offload: No such command '{word}': ") and told in refused.err
 
 
 def test_models_are_listed_and_what_does_not_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +219,84 @@ def cached(folder: Path, name: str) -> Path:
     return folder / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / "0123456789"
 
 
-@pytest.mark.parametrize(("word", "told"), [("run", "offload chat"), ("pull", "-m ORG/NAME"), ("help", "--help")])
-def test_words_of_other_programs_lead_on(word: str, told: str) -> None:
-    refused = shell(word, "llama")
-    assert refused.code == 2 and refused.err.startswith(f"offload: No such command '{word}': ") and told in refused.err
+LONG = ("generate", "chat", "serve", "plan", "tune")
+SHORT = ("demo", "verify", "pack", "datastore build")
+
+
+def options(name: str) -> list[str]:
+    """The names that a command's options are looked for by; without those for help, and hidden ones."""
+    first, *words = name.split()
+    command = every_command()[first]
+    for word in words:
+        command = command.commands[word]
+    shown = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
+    names = [next((flag for flag in one.opts if flag.startswith("--")), one.opts[0]) for one in shown]
+    return [flag for flag in names if flag != "--help-all"]
+
+
+def explained(text: str) -> set[str]:
+    """Options that begin a line: what is in the middle of one is only named."""
+    return {flag for line in re.findall(r"^  (?=-)(.*)", text, re.MULTILINE) for flag in re.findall(r"--[\w-]+", line)}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_help_explains_what_matters_first_and_names_the_others(name: str) -> None:
+    told, whole = shell(*name.split(), "--help").out, shell(*name.split(), "--help-all").out
+    first, _, rest = told.partition(f"More, which offload {name} --help-all explains:")
+    main = explained(first) & {*options(name)}
+    assert 5 <= len(main) <= 8 and "--model" in main, main
+    named = set(re.findall(r"--[\w-]+", rest.partition("Examples:")[0]))
+    assert named == {*options(name)} - main, "each is somewhere"
+    assert explained(whole) >= {*options(name)} and len(first.splitlines()) < 40
+    assert not re.search(r"-$", rest.partition("Examples:")[0], re.MULTILINE), "no name is broken"
+
+
+def test_all_options_stand_in_their_groups() -> None:
+    for record in RECORDS:
+        for one in options_of(record).values():
+            assert one.group in GROUPS and record.GROUP in GROUPS, one.name  # type: ignore[attr-defined]
+    for name in LONG:
+        whole = shell(name, "--help-all").out
+        titles = re.findall(r"^(\w+):$", whole, re.MULTILINE)
+        assert titles[0] == "Options" and titles[1:] == [group for group in GROUPS if group in titles]
+        assert {"Model", "Memory", "Guessing", "Output"} <= {*titles}
+        guessing = whole.partition("Guessing:")[2].partition("\n\n")[0]
+        assert "--tree" in guessing and "--ram" not in guessing
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_command_with_few_options_shows_them_all(name: str) -> None:
+    told = shell(*name.split(), "--help").out
+    assert explained(told) >= {*options(name)} and "--help-all" not in told
+    assert shell(*name.split(), "--help-all").code == 2
+
+
+@pytest.mark.parametrize("name", [*LONG, *SHORT, "list", "unpack", "launch", "datastore append"])
+def test_lines_are_those_of_a_narrow_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples can be copied, none ends within a flag, and arguments are names."""
+    for width in (60, 80, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        told, _, end = shell(*name.split(), "--help").out.partition("Examples:")
+        broken = [line for line in told.splitlines() if re.search(r"(^|[ /,])--?[\w-]*-$", line)]
+        assert not broken and "\N{NON-BREAKING HYPHEN}" not in told
+        assert not re.search(r"[{}]|<(str|list|path)|\.{4}", told, re.IGNORECASE)
+        examples = [line for line in end.splitlines() if line.strip()]
+        assert examples, "there are some"
+        if width == 80:
+            assert all(re.match("  (offload|cat|head) ", line) for line in examples), "one is broken into lines"
+
+
+def test_bench_lists_what_users_run_apart_from_studies() -> None:
+    told = shell("bench", "--help").out
+    first, studies = told.split("Studies, by which this program is developed:")
+    for names, part in ((MEASURES, first), (STUDIES, studies)):
+        assert re.findall(r"^  ([a-z][\w-]+) ", part.partition("Commands:")[2] or part, re.MULTILINE) == [*names]
+    assert {"decode", "many", "peers", "compare"} <= {*MEASURES} and {"moe-pair", "kernels"} <= {*STUDIES}
+    assert COMMANDS.keys() == MEASURES.keys() | STUDIES.keys()
+
+
+def test_help_of_the_program_imports_no_command() -> None:
+    code = "import sys; sys.argv = ['offload', '--help']; from offload.cli.main import main\n"
+    code += "try: main()\nexcept SystemExit: print(*(name for name in sys.modules if name.endswith('_commands')))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.splitlines()[-1] == "" and [*every_command()] == re.findall(r"^  (\w+)  +[A-Z]", told, re.MULTILINE)

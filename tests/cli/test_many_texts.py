@@ -3,7 +3,8 @@
 import fcntl
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from flipping import flip
 from reciting import CONTEXT, NUM_SAID, PROMPT, SAID, at_sweep, failing_reads, interrupt, open_decoder, settings
 from shell import Outcome, shell
 
@@ -19,6 +21,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.batch_file import read_tasks
 from offload.cli.live_line import BatchProgress
 from offload.cli.results_file import ResultsFile
+from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.sampling.grammar import Grammar
@@ -120,7 +123,7 @@ def test_what_is_written_is_not_repeated(ender: Path, prompts: Write, tmp_path: 
     assert generate(ender, "-f", file, "--out", out).code == 0
     whole = out.read_bytes()
     lines = whole.splitlines(keepends=True)
-    with _counted_runs() as counted:
+    with counted_runs() as counted:
         assert generate(ender, "-f", file, "--out", out).code == 0 and counted == []
         for kept in (lines[0] + lines[1], lines[0] + lines[1] + lines[2][:30], lines[0] + lines[1] + lines[2][:4]):
             out.write_bytes(kept)
@@ -130,7 +133,7 @@ def test_what_is_written_is_not_repeated(ender: Path, prompts: Write, tmp_path: 
             assert out.read_bytes() == whole and len(counted) == 1
 
 
-def test_interrupted_it_keeps_what_is_finished(looper: Path, prompts: Write, tmp_path: Path) -> None:
+def test_cut_short_it_keeps_what_is_finished(looper: Path, prompts: Write, tmp_path: Path) -> None:
     file, out = prompts(*({"prompt": PROMPT, "max_tokens": 1} for _ in range(6))), tmp_path / "out"
     with at_sweep(4, interrupt), patch("offload.engine.decoder.Decoder.num_parallel", 1):
         outcome = generate(looper, "-f", file, "--out", out)
@@ -138,13 +141,10 @@ def test_interrupted_it_keeps_what_is_finished(looper: Path, prompts: Write, tmp
     assert [line["index"] for line in objects(out.read_text())] == [0, 1, 2]
     assert generate(looper, "-f", file, "--out", out).code == 0
     assert sorted(line["index"] for line in objects(out.read_text())) == [*range(6)]
-
-
-def test_a_disk_that_fails_keeps_what_is_finished(looper: Path, prompts: Write, tmp_path: Path) -> None:
-    file, out = prompts({"prompt": PROMPT, "max_tokens": 1}, {"prompt": PROMPT, "max_tokens": 200}), tmp_path / "out"
+    file, out = prompts(*({"prompt": PROMPT, "max_tokens": count} for count in (1, 200))), tmp_path / "other"
     with failing_reads(60):
-        outcome = generate(looper, "-f", file, "--out", out)
-    assert outcome.code == 1 and [line["index"] for line in objects(out.read_text())] == [0]
+        assert generate(looper, "-f", file, "--out", out).code == 1, "the disk fails"
+    assert [line["index"] for line in objects(out.read_text())] == [0]
 
 
 @pytest.mark.parametrize(
@@ -181,42 +181,31 @@ def test_files_of_something_else_stay_as_they_are(
     assert outcome.code == 2 and refusal in outcome.err and out.read_text() == written
 
 
-def edited_weights(folder: Path) -> None:
-    path = sorted(folder.glob("*.safetensors"))[1]
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-
-
-def edited_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-
-
-def edited_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
-
-
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("part", "words"),
     [
-        (edited_weights, "weights differ"),
-        (edited_template, "chat template differs"),
-        (edited_tokenizer, "tokenizer differs"),
+        ("weights", "weights differ"),
+        ("chat_template.jinja", "chat template differs"),
+        ("tokenizer.json", "tokenizer differs"),
         (None, ""),
     ],
 )
 def test_results_of_another_model_of_that_name_are_refused(
-    edit: Callable[[Path], None] | None, words: str, looper: Path, prompts: Write, tmp_path: Path
+    part: str | None, words: str, looper: Path, prompts: Write, tmp_path: Path
 ) -> None:
     """A copy of the same model goes on."""
-    first, second = (shutil.copytree(looper, tmp_path / name / "final") for name in ("a", "b"))
+    first, second = (Path(shutil.copytree(looper, tmp_path / name / "final")) for name in ("a", "b"))
     out, line = tmp_path / "out", {"prompt": PROMPT, "max_tokens": 1}
     assert generate(first, "-f", prompts(line), "--out", out).code == 0
     before = out.read_text()
-    if edit is not None:
-        edit(second)
+    if part == "weights":
+        shard = sorted(second.glob("*.safetensors"))[1]
+        flip(shard, shard.stat().st_size - 5)
+    elif part is not None:
+        with (second / part).open("a") as edited:
+            edited.write(" ")
     outcome = generate(second, "-f", prompts(line, {**line, "max_tokens": 2}), "--out", out)
-    if edit is None:
+    if part is None:
         assert outcome.code == 0 and len(objects(out.read_text())) == 2
         return
     assert outcome.code == 2 and f"{out}, line 1 is not of this model ({words}): name another file" in outcome.err
@@ -253,34 +242,32 @@ def test_digests_follow_what_a_text_depends_on(prompts: Write) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize("line, refusal", [
-    ({"id": 3}, "one of prompt and messages"),
-    ({"messages": []}, "list of objects"),
-    ({"messages": ["Hello"]}, "list of objects"),
-    ("[1]", "must be a JSON object"), ("{", "must be JSON"), ("[" * 100_000, "must be JSON"),
-])  # fmt: skip
-def test_bad_lines_are_named(ender: Path, prompts: Write, line: object, refusal: str, _no_weights: None) -> None:
-    file = prompts({"prompt": PROMPT}, line)
-    outcome = generate(ender, "-f", file)
+@pytest.mark.parametrize(
+    ("content", "flags", "words"),
+    [
+        ('{"id": 3}', (), "FILE, line 1: a line must have one of prompt and messages"),
+        ('{"messages": []}', (), "FILE, line 1: messages must be a list of objects"),
+        ('{"messages": ["Hello"]}', (), "FILE, line 1: messages must be a list of objects"),
+        ("[1]", (), "FILE, line 1: a line must be a JSON object"),
+        ("{", (), "FILE, line 1: a line must be JSON"),
+        ("[" * 100_000, (), "FILE, line 1: a line must be JSON"),
+        ("", (), "must hold prompts"),
+        ("\udcff", (), "must be UTF-8"),
+        ('{"prompt": "x"}', ("--samples", 2), "line 2: samples of greedy text"),
+        ('{"prompt": "x"}', ("--session", "kept"), "--session keeps one text"),
+        (None, (), "cannot read prompts"),
+        (None, ("-p", "x", "--samples", 2, "--session", "kept"), "--session keeps one text"),
+    ],
+)
+def test_what_is_no_file_of_prompts_is_refused(
+    content: str | None, flags: tuple[object, ...], words: str, ender: Path, tmp_path: Path, _no_weights: None
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    if content is not None:
+        file.write_text(f"\n{content}\n", errors="surrogateescape")
+    outcome = generate(ender, *(() if "-p" in flags else ("-f", file)), *flags)
     assert outcome.code == 2 and outcome.out == ""
-    assert f"{file}, line 2: " in outcome.err and refusal in outcome.err and ": " in outcome.err.split(refusal)[1]
-
-
-def test_bad_wishes_are_refused(ender: Path, prompts: Write, tmp_path: Path, _no_weights: None) -> None:
-    file, session = prompts({"prompt": PROMPT}), ("--session", tmp_path / "kept")
-    cases: list[tuple[Sequence[object], str]] = [
-        (["-f", file, *session], "--session keeps one text"),
-        (["-p", "x", "--samples", 2, *session], "--session keeps one text"),
-        (["-f", file, "--samples", 2], "line 1: samples of greedy text"),
-        (["-f", file.with_name("none.jsonl")], "cannot read prompts"),
-    ]
-    for arguments, refusal in cases:
-        outcome = generate(ender, *arguments)
-        assert outcome.code == 2 and refusal in outcome.err, arguments
-    file.write_bytes(b'{"prompt": "\xff"}\n')
-    assert "must be UTF-8" in generate(ender, "-f", file).err
-    file.write_text("\n\n")
-    assert "must hold prompts" in generate(ender, "-f", file).err
+    assert words.replace("FILE, line 1", f"{file}, line 2") in outcome.err
 
 
 # Samples of one prompt
@@ -309,34 +296,21 @@ def test_the_line_tells_of_all_texts() -> None:
     progress.finish(30)
     progress.started_s -= 10
     progress.num_layers = 13
-    texts, under_way, speed, left, _, layer = progress.parts()
-    assert (texts, under_way, speed, left, layer) == (
-        "1 of 4 texts",
-        "0 under way",
-        "3.00 tokens/s",
-        "30 s left",
-        "layer 3 of 10",
-    )
+    told = progress.parts()
+    assert told[:4] == ["1 of 4 texts", "0 under way", "3.00 tokens/s", "30 s left"] and told[5:] == ["layer 3 of 10"]
 
 
-class _counted_runs(list[object]):  # noqa: N801  a context manager
+@contextmanager
+def counted_runs() -> Iterator[list[Request]]:
     """The requests that a decoder has begun."""
+    begun, start = list[Request](), Decoder.start
 
-    def __enter__(self) -> "_counted_runs":
-        from offload.engine.decoder import Decoder
+    def counted(decoder: Decoder, request: Request, **how: Any) -> Any:
+        begun.append(request)
+        return start(decoder, request, **how)
 
-        start = Decoder.start
-
-        def counted(decoder: Decoder, request: Request, **how: Any) -> Any:
-            self.append(request)
-            return start(decoder, request, **how)
-
-        self._patch = patch.object(Decoder, "start", counted)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.stop()
+    with patch.object(Decoder, "start", counted):
+        yield begun
 
 
 def test_a_result_of_a_prompt_that_has_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

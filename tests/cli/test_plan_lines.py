@@ -16,11 +16,8 @@ import offload
 from offload.calibration import link as rates
 from offload.cli.flags import as_flags
 from offload.cli.plan_lines import _count
-from offload.errors import UserError
 from offload.memory import planner as plan
-from offload.planning import load_options as options
 from offload.planning.load_options import LoadOptions
-from offload.rank_roles import RankInfo
 from offload.reports.estimate import estimate
 from offload.units import format_bytes
 
@@ -100,6 +97,7 @@ def test_ways_to_draft_stand_one_below_another(pair: tuple[str, ...]) -> None:
 
     rows = [line for line in lines if "s per token with" in line or "no draft: " in line]
     assert len(rows) >= 3 and str(Path(pair[1]).parent) not in "".join(lines)
+    assert "drafts" not in printed(*pair[:2], "--hardware", "rtx3090", "--gpu-mem", "6300MiB"), "one way is no list"
     figures = json.loads(shell("plan", *flags, "--disk-speed", "1GB", "--json").out)
     slower = [one["prediction"]["s_per_token"] for one in figures["drafts"] if one["prediction"]]
     usual = [one["prediction"]["s_per_token"] for one in json.loads(shell("plan", *flags, "--json").out)["drafts"]
@@ -107,23 +105,17 @@ def test_ways_to_draft_stand_one_below_another(pair: tuple[str, ...]) -> None:
     assert min(slower) > 2 * min(usual), "the disk that was named is a fifth as fast"
 
 
-def test_one_way_to_draft_is_no_list(pair: tuple[str, ...]) -> None:
-    target = pair[:2]
-    assert "drafts" not in printed(*target, "--hardware", "rtx3090", "--gpu-mem", "6300MiB")
-
-
-def test_what_is_assumed_of_a_machine_is_marked(pair: tuple[str, ...]) -> None:
+def test_what_is_assumed_of_a_machine_is_marked_and_sizes_have_the_unit_of_the_flag(pair: tuple[str, ...]) -> None:
     told = one_line(*pair, "--hardware", "l40")
     assert "256 GiB of memory" in told and "(assumed: --ram and --disk-speed say otherwise)" in told
-    named = one_line(*pair, "--hardware", "l40", "--disk-speed", "3GB")
-    assert "a disk of 3 GB/s" in named
+    assert "a disk of 3 GB/s" in one_line(*pair, "--hardware", "l40", "--disk-speed", "3GB")
+    out = printed(*pair, "--ram", "34GB", "--disk-speed", "3GB", "--context", "512", "-v")
+    assert "34 GB of memory" in out and "GiB" not in out
 
 
-@pytest.mark.parametrize(
-    ("number", "words"), [(15_700_000, "15.7 million"), (70_553_706_496, "70.6 billion"), (120_000, "0.12 million")]
-)
-def test_parameters_are_counted_in_words_of_their_size(number: int, words: str) -> None:
-    assert _count(number) == words
+def test_parameters_are_counted_in_words_of_their_size() -> None:
+    words = {15_700_000: "15.7 million", 70_553_706_496: "70.6 billion", 120_000: "0.12 million"}
+    assert {number: _count(number) for number in words} == words
 
 
 def test_the_headline_is_seconds_per_token(pair: tuple[str, ...]) -> None:
@@ -141,11 +133,6 @@ def test_all_terms_are_shown_where_they_are_asked_for(pair: tuple[str, ...]) -> 
     assert "layers in pinned memory" in out and "12.2 a pass with the tree 768x22: tokens per pass as given" in out
     assert "counted as the static one" in printed(*pair, *GPU, "-v").replace("\n            ", " ")
     assert out.splitlines()[-1].split()[:2] == ["768x22", "12.18"] and out.splitlines()[-1].endswith("disk")
-
-
-def test_sizes_have_the_unit_of_the_flag(pair: tuple[str, ...]) -> None:
-    out = printed(*pair, "--ram", "34GB", "--disk-speed", "3GB", "--context", "512", "-v")
-    assert "34 GB of memory" in out and "GiB" not in out
 
 
 def test_a_model_is_built_without_the_compiler(tmp_path: Path) -> None:
@@ -269,10 +256,3 @@ def test_families_that_multiply_all_experts_stream_layers(how: str, tmp_path: Pa
         assert outcome.code == 2 and "got model type granitemoe: try --experts layers" in outcome.err
     else:
         assert outcome.code == 0 and "experts" not in json.loads(outcome.out)
-
-
-def test_flags_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "require_place", lambda: RankInfo(0, 2, 0, 0, 2, "localhost", 1))
-    with pytest.raises(UserError, match="`experts` demand works in one process alone, got `ranks` shards"):
-        LoadOptions(ranks="shards", experts="demand")
-    assert LoadOptions(ranks="shards").experts == "auto"

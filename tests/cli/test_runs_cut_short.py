@@ -1,11 +1,15 @@
-"""Runs that end before their text does: interrupted, without a reader, or on a machine that fails at any place.
+"""Runs that end before their text does: interrupted, with streams that are full or closed, on a failing machine.
 
 Invariant: what was accepted is printed, as text or as valid JSON, and nothing goes on in the background.
 """
 
 import errno
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -13,7 +17,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from reciting import PIECES, PROMPT, at_sweep, failing_reads, generate, interrupt, num_readers, only_object, recited
+from forked import ROOT, popen
+from reciting import (
+    PIECES,
+    PROMPT,
+    SAID,
+    at_sweep,
+    failing_reads,
+    generate,
+    interrupt,
+    num_readers,
+    only_object,
+    recited,
+    settings,
+)
 from shell import Outcome, process, start
 from tiny import save_reciter
 
@@ -25,27 +42,20 @@ def test_interrupt_prints_what_was_accepted(looper: Path) -> None:
         outcome = generate(looper, tree="chain:1")
     assert outcome.code == 130 and outcome.out == " Hello wörld \ufffd\n", "a character cut short is shown as such"
     assert outcome.err.splitlines()[-1] == "offload: interrupted" and "6 tokens" in outcome.err
+    with patch("offload.engine.build.load_tokenizer", lambda _: interrupt()):
+        assert generate(looper) == Outcome(130, "", "offload: interrupted\n"), "while it loads"
 
 
-def test_interrupt_leaves_valid_json(looper: Path) -> None:
-    with at_sweep(4, interrupt):
+@pytest.mark.parametrize(("sweep", "num_tokens"), [(4, 6), (1, 0)])
+def test_interrupt_leaves_valid_json(sweep: int, num_tokens: int, looper: Path) -> None:
+    with at_sweep(sweep, interrupt):
         outcome = generate(looper, "--json", tree="chain:1")
     result = only_object(outcome.out)
     assert outcome.code == 130 and outcome.err == "offload: interrupted\n"
-    assert result["finish_reason"] == "interrupted" and result["text"].startswith(" Hello wörld ")
-    assert len(result["token_ids"]) == result["num_new_tokens"] == 6 and result["stats"]["num_sweeps"] == 2
-
-
-def test_interrupt_before_the_first_token(looper: Path) -> None:
-    with at_sweep(1, interrupt):
-        outcome = generate(looper, "--json")
-    assert outcome.code == 130 and outcome.err == "offload: interrupted\n"
-    assert only_object(outcome.out)["token_ids"] == []
-
-
-def test_interrupt_while_loading(looper: Path) -> None:
-    with patch("offload.engine.build.load_tokenizer", lambda _: interrupt()):
-        assert generate(looper) == Outcome(130, "", "offload: interrupted\n")
+    assert result["finish_reason"] == "interrupted"
+    assert len(result["token_ids"]) == result["num_new_tokens"] == num_tokens
+    if num_tokens:
+        assert result["text"].startswith(" Hello wörld ") and result["stats"]["num_sweeps"] == 2
 
 
 def endless(model: Path) -> list[object]:
@@ -135,11 +145,15 @@ def test_read_error_in_mid_run_keeps_the_text(looper: Path) -> None:
         )
 
 
-def test_read_error_while_loading(looper: Path) -> None:
+def test_the_disk_or_the_card_fails_while_loading(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with failing_reads(12):
         outcome = generate(looper)
     assert_ended_by_disk(outcome, "failed: Input/output error")
     assert outcome.out == "" and outcome.err.count("\n") == 1
+    monkeypatch.setattr("offload.streaming.device.open_device", lambda *_, **__: failing(FULL)())
+    outcome = generate(looper)
+    assert outcome.code == 1 and outcome.out == "" and outcome.err.count("\n") == 1
+    assert outcome.err.startswith("offload: device memory ran out") and "lower --context" in outcome.err
 
 
 def test_file_cut_short_in_mid_run_keeps_the_text(tmp_path: Path) -> None:
@@ -155,41 +169,32 @@ def test_file_cut_short_in_mid_run_keeps_the_text(tmp_path: Path) -> None:
     assert outcome.out.startswith(" Hello w")
 
 
-def file_refused() -> NoReturn:
-    raise OSError(errno.EIO, "Input/output error", "/some/file")
+def failing(error: BaseException) -> Callable[[], NoReturn]:
+    def refuse() -> NoReturn:
+        raise error
 
-
-def files_used_up() -> NoReturn:
-    raise OSError(errno.EMFILE, "Too many open files")
-
-
-def memory_used_up() -> NoReturn:
-    raise MemoryError
+    return refuse
 
 
 def torch_has_no_memory() -> None:
     torch.empty(1 << 60, dtype=torch.uint8)
 
 
-def device_full() -> NoReturn:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
-
-
-def threads_used_up() -> NoReturn:
-    raise RuntimeError("can't start new thread")
-
-
-def ended_from_outside() -> NoReturn:
-    raise SystemExit(143)
-
-
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+FILE_REFUSED = failing(OSError(errno.EIO, "Input/output error", "/some/file"))
 REFUSALS: list[tuple[Callable[[], object], str]] = [
-    (file_refused, "the system refused (/some/file): Input/output error; look at the disk"),
-    (files_used_up, "Too many open files; raise the limit of open files (ulimit -n)"),
-    (memory_used_up, "memory ran out, more was needed than there is: lower --ram"),
+    (FILE_REFUSED, "the system refused (/some/file): Input/output error; look at the disk"),
+    (
+        failing(OSError(errno.EMFILE, "Too many open files")),
+        "Too many open files; raise the limit of open files (ulimit -n)",
+    ),
+    (failing(MemoryError()), "memory ran out, more was needed than there is: lower --ram"),
     (torch_has_no_memory, "memory ran out, more was needed than there is: lower --ram"),
-    (device_full, "device memory ran out, more was needed than planned: lower --context"),
-    (threads_used_up, "the system starts no more threads: raise the limit of processes (ulimit -u)"),
+    (failing(FULL), "device memory ran out, more was needed than planned: lower --context"),
+    (
+        failing(RuntimeError("can't start new thread")),
+        "the system starts no more threads: raise the limit of processes (ulimit -u)",
+    ),
 ]
 
 
@@ -211,30 +216,178 @@ def test_a_path_that_is_too_long_is_its_givers(flag: str, looper: Path) -> None:
 
 
 def test_an_end_from_outside_keeps_the_text(looper: Path) -> None:
-    with at_sweep(4, ended_from_outside):
+    with at_sweep(4, failing(SystemExit(143))):
         outcome = generate(looper, "--json", tree="chain:1")
     assert outcome.code == 143 and len(only_object(outcome.out)["token_ids"]) == 6
 
 
 def test_where_it_was_is_told_to_who_asks(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_TRACEBACK", "1")
-    with at_sweep(4, file_refused):
+    with at_sweep(4, FILE_REFUSED):
         outcome = generate(looper, "--json", tree="chain:1")
-    assert outcome.code == 1 and "in file_refused" in outcome.err and "Traceback" in outcome.err
+    assert outcome.code == 1 and "in refuse" in outcome.err and "Traceback" in outcome.err
     assert outcome.err.splitlines()[-1].startswith("offload: the system refused (/some/file)")
-
-
-def test_what_stands_behind_a_refusal_is_told_to_who_asks(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(*_: object) -> NoReturn:
-        raise KeyError("a fault of ours")
-
-    monkeypatch.setenv("OFFLOAD_TRACEBACK", "1")
-    monkeypatch.setattr("offload.engine.text._check_names", fault)
+    monkeypatch.setattr("offload.engine.text._check_names", lambda *_: failing(KeyError("a fault of ours"))())
     outcome = generate(looper)
-    assert outcome.code == 2 and "KeyError: 'a fault of ours'" in outcome.err and "in fault" in outcome.err
+    assert outcome.code == 2 and "KeyError: 'a fault of ours'" in outcome.err, "what stands behind a refusal"
     assert outcome.err.splitlines()[-1].startswith("offload: cannot read the tokenizer in")
+    for error in (RuntimeError("shapes cannot be multiplied"), KeyError("x")):
+        assert machine_failure(error) is None, "other errors are no refusals"
 
 
-def test_other_errors_are_no_refusals() -> None:
-    assert machine_failure(RuntimeError("shapes cannot be multiplied")) is None
-    assert machine_failure(KeyError("x")) is None
+# What a shell does before a program starts.
+REDIRECTS = {
+    "> /dev/full": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+    "<&-": "os.close(0); sys.stdin = None",
+    "<&- >&-": "os.close(0); os.close(1); sys.stdin = sys.stdout = None",
+}
+
+
+def redirected(redirection: str, *arguments: object, **environment: str) -> Outcome:
+    """Run `offload ARGUMENTS` with its streams redirected, in a warm process or, where that says so, in a shell."""
+    told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    pipe, words = subprocess.PIPE, [*map(str, arguments)]
+    if redirection in REDIRECTS:
+        code = f"import os, sys; {REDIRECTS[redirection]}; from offload.__main__ import main; main()"
+        running = popen(
+            [sys.executable, "-c", code, *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=told
+        )
+    else:
+        command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "offload", *words]
+        running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=told)
+    out, err = running.communicate(timeout=300)
+    return Outcome(running.returncode, out.decode(), err.decode())
+
+
+@pytest.mark.parametrize(("command", "unbuffered"), [("generate", ""), ("plan", "1"), ("help", "")])
+def test_a_full_output_is_one_line(command: str, unbuffered: str, ender: Path) -> None:
+    arguments = {
+        "generate": ["generate", *settings(ender), "-p", PROMPT, "--quiet"],
+        "plan": ["plan", "-m", ender, "--ram", "1GiB", "--device", "cpu"],
+        "help": ["--help"],
+    }[command]
+    outcome = redirected("> /dev/full", *arguments, PYTHONUNBUFFERED=unbuffered)
+    assert outcome == Outcome(1, "", "offload: cannot write to standard output (No space left on device)\n")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "<&- >&-"])
+def test_closed_streams_are_done_without(redirection: str, ender: Path) -> None:
+    """And to what is ASCII alone a question mark stands for any other character."""
+    outcome = redirected(redirection, "generate", *settings(ender), "-p", PROMPT, PYTHONIOENCODING="ascii")
+    assert outcome.code == 0
+    assert outcome.out == (SAID.encode("ascii", "replace").decode() + "\n" if redirection == "2>&-" else "")
+    assert ("tokens/s" in outcome.err) is ("2>&-" not in redirection) and "Traceback" not in outcome.err
+
+
+def test_closed_input_is_an_empty_prompt(ender: Path) -> None:
+    outcome = redirected("<&-", "generate", "-m", ender)
+    assert outcome.code == 2 and "the prompt is empty, standard input holds nothing" in outcome.err
+
+
+INTERRUPTS = """
+import os, signal, sys
+class AtImport:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, AtImport())
+from offload.__main__ import main
+main()
+"""
+AT_IMPORTS = (
+    "typer",  # before anything was understood
+    "torch._C",
+    "transformers.models.llama.modeling_llama",  # when the model is built
+)
+
+
+@pytest.mark.parametrize("name", AT_IMPORTS)
+def test_interrupt_during_an_import(name: str, ender: Path) -> None:
+    arguments = ("generate", *settings(ender), "-p", PROMPT, "--quiet")
+    outcome = process(*arguments, python=("-c", INTERRUPTS.format(name=name)), is_cold=True)
+    assert outcome.code == 130 and outcome.err in ("", "offload: interrupted\n")
+
+
+INTERRUPTS_DESTRUCTOR = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from offload import __main__
+from offload.cli import generate_command
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+generate_command.asked_prompt = lambda *_, **__: (Dying(), "Say:")[1]
+__main__.main()
+"""
+
+
+def test_interrupt_in_a_destructor_is_not_swallowed(ender: Path) -> None:
+    outcome = process("generate", *settings(ender), "--quiet", python=("-c", INTERRUPTS_DESTRUCTOR))
+    assert outcome.code == 130 and outcome.err == "offload: interrupted\n"
+
+
+@pytest.fixture
+def warned_of(ender: Path, tmp_path: Path) -> Path:
+    """A model of which transformers says that it does not know all of its config."""
+    model = Path(shutil.copytree(ender, tmp_path / "warned_of"))
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"]["colour"] = "green"
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def test_warnings_of_libraries_are_lines(warned_of: Path) -> None:
+    """Each once, marked by where it comes from."""
+    outcome = process("generate", *settings(warned_of), "-p", PROMPT, is_cold=True)
+    told = [line for line in outcome.err.splitlines() if "colour" in line]
+    assert outcome.code == 0 and len(told) == 1 and told[0].startswith("transformers: ")
+
+
+def test_ranks_meet_without_the_compiler() -> None:
+    """It is found by torch.distributed, and takes seconds and 150 MiB where it is imported."""
+    code = """
+import sys
+from offload.cli.console import Console
+from offload.cli.libraries import libraries
+from offload.options import OutputOptions
+with libraries(Console(OutputOptions(quiet=True))):
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+print("torch._dynamo.eval_frame" in sys.modules)
+"""
+    assert process(python=("-c", code), is_cold=True).out == "False\n"
+
+
+LISTS_UNUSED = """
+import os, sys
+os.environ["TRANSFORMERS_VERBOSITY"] = "warning"  # --quiet comes first
+from offload.__main__ import main
+unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "fastapi", "uvicorn", "starlette"}
+unused |= {"offload.reports.trace_acceptance", "offload.server.app"}
+try:
+    main()
+finally:
+    print(*unused & sys.modules.keys(), file=sys.stderr)
+"""
+
+
+def test_a_quiet_process_prints_text_and_imports_no_more_than_it_needs(
+    warned_of: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is printed, whatever libraries have to say."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    outcome = process(
+        "generate", *settings(warned_of), "-p", PROMPT, "--quiet", python=("-c", LISTS_UNUSED), is_cold=True
+    )
+    assert outcome == Outcome(0, SAID + "\n", "\n"), "an empty list"
+
+
+def test_interrupt_that_was_ignored_stays_ignored() -> None:
+    """As in the background of a shell."""
+    told = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); from offload.__main__ import main; "
+    told += "sys.argv = ['offload', '--help']\ntry: main()\nfinally: print(signal.getsignal(2), file=sys.stderr)"
+    outcome = process(python=("-c", told))
+    assert outcome.code == 0 and str(signal.SIG_IGN) in outcome.err

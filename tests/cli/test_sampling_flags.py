@@ -44,17 +44,21 @@ def test_penalties_reach_the_sampler(looper: Path) -> None:
 def test_logprobs_are_part_of_the_object(ender: Path) -> None:
     result = generate_json(ender, "--logprobs", 2)
     assert [one["token"] for one in result["logprobs"]] == result["token_ids"]
-    assert all(one["top"][0] == [one["token"], one["logprob"]] and len(one["top"]) == 2 for one in result["logprobs"])
-    texts = [one["text"] for one in result["logprobs"]]
-    assert "".join(texts).startswith(" Hello w\u00f6rld "), "half a character is none"
-    assert all(one["top_texts"][0] == one["text"] and len(one["top_texts"]) == 2 for one in result["logprobs"])
+    for one in result["logprobs"]:
+        assert one["top"][0] == [one["token"], one["logprob"]] and len(one["top"]) == 2
+        assert one["top_texts"][0] == one["text"] and len(one["top_texts"]) == 2
+    whole = "".join(one["text"] for one in result["logprobs"])
+    assert whole.startswith(" Hello w\u00f6rld "), "half a character is none"
     assert "logprobs" not in generate_json(ender)
 
 
-def test_a_system_prompt_is_told_first(talker: Path) -> None:
+def test_a_system_prompt_is_told_first_and_needs_a_prompt(talker: Path, sound: Path, tmp_path: Path) -> None:
     told, plain = (generate_json(talker, *flags, prompt="Say") for flags in (("--system", "Be brief."), ()))
     assert told["text"] == plain["text"] == SAID and len(told["token_ids"]) == NUM_SAID + 1
     assert told["num_prompt_tokens"] - plain["num_prompt_tokens"] == len("<system:Be brief.")
+    (tmp_path / "text.session").write_bytes(b"x")
+    outcome = generate(sound, "--session", tmp_path / "text.session", "--system", "Be.")
+    assert_refused(outcome, "--system is told before a prompt, and there is none")
 
 
 def test_a_chat_is_penalised_too(talker: Path) -> None:
@@ -63,14 +67,6 @@ def test_a_chat_is_penalised_too(talker: Path) -> None:
     outcome = shell("chat", "-m", talker, *flags, stdin=script)
     assert outcome.code == 0
     assert "greedy, repeat penalty 1.5, presence penalty 0.25, seed 0" in outcome.err
-
-
-@pytest.mark.usefixtures("_no_weights")
-def test_a_system_prompt_needs_a_prompt(sound: Path, tmp_path: Path) -> None:
-    session = tmp_path / "text.session"
-    session.write_bytes(b"x")
-    outcome = generate(sound, "--session", session, "--system", "Be.")
-    assert_refused(outcome, "--system is told before a prompt, and there is none")
 
 
 @pytest.mark.parametrize(

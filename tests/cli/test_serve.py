@@ -45,54 +45,43 @@ def served(model: Path, *flags: object) -> Iterator[tuple[subprocess.Popen[bytes
         running.communicate()
 
 
-def post(address: str, body: Any) -> Any:
+def asked(address: str, **body: Any) -> Any:
+    """A request for the text behind `Say:`, or other fields."""
+    fields = {"prompt": "Say:", "temperature": 0, **body}
     request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{address}/v1/completions", json.dumps(fields).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        return json.load(response)
+    return urllib.request.urlopen(request, timeout=PATIENCE_S)
 
 
 @pytest.mark.usefixtures("_no_weights")
 @pytest.mark.parametrize(
-    ("flags", "line"),
+    ("keys", "host", "line"),
     [
-        (
-            ["--host", "no.such.host.invalid", "--api-key-file", "KEYS"],
-            "cannot listen on --host 'no.such.host.invalid'",
-        ),
-        (["--api-key-file", "missing"], "cannot read the keys in missing"),
-        (["--api-key-file", "missing"], "(No such file or directory): check the path"),
-        (["--api-key-file", "EMPTY"], "must hold a key of printable ASCII a line"),
-        (["--api-key-file", "COMMENTED"], "without spaces and comments"),
-        (["--api-key-file", "PROSE"], "without spaces and comments"),
-        (["--host", "192.0.2.1", "--api-key-file", "KEYS"], "name an address of this machine as --host"),
+        ("sesame\n", "no.such.host.invalid", "cannot listen on --host 'no.such.host.invalid'"),
+        ("sesame\n", "192.0.2.1", "name an address of this machine as --host"),
+        (None, "127.0.0.1", "/KEYS (No such file or directory): check the path"),
+        ("\n \n", "127.0.0.1", "must hold a key of printable ASCII a line"),
+        ("#mine\nsesame", "127.0.0.1", "without spaces and comments"),
+        ("open sesame", "127.0.0.1", "without spaces and comments"),
+        ("sesame\n", "taken", "(Address already in use): give another --port"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_line(looper: Path, tmp_path: Path, flags: list[str], line: str) -> None:
-    for name, text in {
-        "KEYS": "sesame\n",
-        "EMPTY": "\n \n",
-        "COMMENTED": "#mine\nsesame",
-        "PROSE": "open sesame",
-    }.items():
-        (tmp_path / name).write_text(text)
-        flags = [str(tmp_path / name) if flag == name else flag for flag in flags]
-    outcome = shell("serve", "-m", looper, "--port", 0, *flags)
+def test_what_cannot_be_served_is_refused_in_a_line(
+    looper: Path, tmp_path: Path, keys: str | None, host: str, line: str
+) -> None:
+    if keys is not None:
+        (tmp_path / "KEYS").write_text(keys)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if host == "taken" else 0
+        host = host.replace("taken", "127.0.0.1")
+        flags = ("--port", port, "--host", host, "--api-key-file", tmp_path / "KEYS")
+        outcome = shell("serve", "-m", looper, *flags)
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
     assert line in outcome.err
 
 
-@pytest.mark.usefixtures("_no_weights")
-def test_a_port_that_is_taken(looper: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        outcome = shell("serve", "-m", looper, "--port", port)
-    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
-    assert f"cannot listen on 127.0.0.1:{port} (Address already in use): give another --port" in outcome.err
-
-
-def test_keys_are_lines(tmp_path: Path) -> None:
+def test_keys_are_lines_and_both_addresses_are_told(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n two \n")
     assert read_keys(tmp_path / "keys", "127.0.0.1") == ("one", "two")
     for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"):
@@ -100,6 +89,11 @@ def test_keys_are_lines(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.168.1.2", "localhost.example"):
         with pytest.raises(UserError, match="api-key-file"):
             read_keys(None, host)
+    assert serving_lines("big", "http://127.0.0.1:8080").splitlines() == [
+        "serving big, Ctrl-C ends it",
+        "  chat page  http://127.0.0.1:8080/",
+        "  API        http://127.0.0.1:8080/v1",
+    ]
 
 
 def test_sampling_is_the_models_or_openais(tmp_path: Path) -> None:
@@ -147,20 +141,12 @@ def test_early_answers_are_those_of_the_server_that_loads() -> None:
         silent = socket.create_connection((host, int(port)))
         socket.create_connection((host, int(port))).close()
         with pytest.raises(urllib.error.HTTPError) as told:
-            post(early.address, {"prompt": "x" * 20_000})
+            asked(early.address, prompt="x" * 20_000)
         assert told.value.code == refusal.status and json.load(told.value) == refusal.as_dict()
         silent.close()
         bound = early.hand_over()
     assert bound.fileno() >= 0, "who has it now closes it"
     bound.close()
-
-
-def test_both_addresses_are_told() -> None:
-    assert serving_lines("big", "http://127.0.0.1:8080").splitlines() == [
-        "serving big, Ctrl-C ends it",
-        "  chat page  http://127.0.0.1:8080/",
-        "  API        http://127.0.0.1:8080/v1",
-    ]
 
 
 @pytest.mark.full
@@ -171,7 +157,8 @@ def test_sigterm_lets_texts_end(looper: Path) -> None:
 
         def ask(name: str) -> None:
             try:
-                answers[name] = post(address, {"prompt": "Say:", "max_tokens": 60, "temperature": 0})
+                with asked(address, max_tokens=60) as response:
+                    answers[name] = json.load(response)
             except urllib.error.HTTPError as error:
                 answers[name] = (error.code, json.load(error))
 
@@ -193,12 +180,7 @@ def test_sigterm_lets_texts_end(looper: Path) -> None:
 @pytest.mark.full
 def test_without_grace_a_pass_ends_at_its_next_layer(looper: Path) -> None:
     with served(looper, "--grace", 0, "--link-limit", "1MB") as (running, address):
-        asked = urllib.request.Request(
-            f"{address}/v1/completions",
-            json.dumps({"prompt": "Say:", "max_tokens": 200, "temperature": 0, "stream": True}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as response:
+        with asked(address, max_tokens=200, stream=True) as response:
             until_metric(address, "offload_requests_active", 1)
             begun = time.monotonic()
             running.send_signal(signal.SIGINT)

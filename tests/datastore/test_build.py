@@ -110,52 +110,43 @@ print((peak_rss_bytes() - before) / sorting_bytes(1_500_000 * text.width.num_byt
         assert 0.8 < share < 1.3, "with what the library takes for texts of any size"
 
 
-def no_room(patch: pytest.MonkeyPatch, number: int) -> None:
-    """Where writing late finds no room: the so-many-th file cannot be brought to disk."""
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    patch.setattr(building.os, "fsync", failing(os.fsync, number, error=error))
+FAULTS = [*(("fsync", number, errno.ENOSPC) for number in range(1, 7)), ("open", 1, errno.EIO)]
 
 
-def no_lock(patch: pytest.MonkeyPatch, number: int) -> None:
-    patch.setattr(building.os, "open", failing(os.open, number, error=OSError(errno.EIO, os.strerror(errno.EIO))))
-
-
-@pytest.fixture
-def _small_files() -> Iterator[None]:
-    """Writing fails within the first file, as it does where there is no more room."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-FAULTS = [*((no_room, number, "No space left on device") for number in (1, 2, 3, 4, 5, 6)),
-          (no_lock, 1, "Input/output error")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fail", "number", "words"), FAULTS)
+@pytest.mark.parametrize(("call", "number", "fault"), FAULTS)
 def test_a_disk_that_fails_leaves_nothing_or_the_old_store(
-    fail: Callable[..., None], number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, number: int, fault: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where writing late finds no room the so-many-th file cannot be brought to disk; the lock may not be had."""
+
+    def fail(patch: pytest.MonkeyPatch) -> None:
+        error = OSError(fault, os.strerror(fault))
+        patch.setattr(building.os, call, failing(getattr(os, call), number, error=error))
+
     of_small_chunks(monkeypatch, 60)
     with monkeypatch.context() as patch:
-        fail(patch, number)
-        with pytest.raises(UserError, match=rf"cannot write .*store .{words}.: nothing of it was kept"):
+        fail(patch)
+        with pytest.raises(UserError, match=rf"cannot write .*store .{os.strerror(fault)}.: nothing of it was kept"):
             build(tmp_path / "store")
     assert not any(tmp_path.iterdir())
     build(tmp_path / "store")
     before = contents(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot write "):
-        fail(patch, number)
+        fail(patch)
         append(tmp_path / "store", TEXTS)
     assert contents(tmp_path) == before
     assert len(append(tmp_path / "store", TEXTS).chunks) == 4
 
 
-@pytest.mark.usefixtures("_small_files")
 def test_a_write_cut_short_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot write .*store .File too large.: "):
-        build(tmp_path / "store")
+    """It fails within the first file, as it does where there is no more room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*store .File too large.: "):
+            build(tmp_path / "store")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not any(tmp_path.iterdir())
 
 
@@ -204,13 +195,21 @@ def test_an_interruption_is_heard_while_a_library_sorts(tmp_path: Path, monkeypa
     release.set()
 
 
-def test_what_a_killed_build_left_is_in_nobodys_way(tmp_path: Path) -> None:
-    leftover = tmp_path / ".store.building"
+def test_nothing_is_written_over_but_what_a_killed_build_left(tmp_path: Path) -> None:
+    for path in (tmp_path / "file", tmp_path / "folder" / "file"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    before = contents(tmp_path)
+    for name in ("file", "folder"):
+        with pytest.raises(UserError, match=r"a new store must have a name of its own, .* exists: take another"):
+            build(tmp_path / name)
+    assert contents(tmp_path) == before
+    leftover = tmp_path / ".empty.building"
     leftover.mkdir()
     (leftover / "chunk-00007.tokens").write_bytes(b"half")
-    build(tmp_path / "store")
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
-    assert not (tmp_path / "store" / "chunk-00007.tokens").exists()
+    (tmp_path / "empty").mkdir()
+    build(tmp_path / "empty")
+    assert not leftover.exists() and not (tmp_path / "empty" / "chunk-00007.tokens").exists()
 
 
 def while_building(act: Callable[[], object]) -> Iterator[str]:
@@ -265,19 +264,6 @@ def test_who_has_a_store_open_goes_on_while_it_grows(tmp_path: Path) -> None:
         reader.stdin.close()
     found = open_datastore(tmp_path / "store", VOCABULARY).longest(b"the cat")
     assert (found.length, found.count) == (7, 3)
-
-
-def test_nothing_is_written_over(tmp_path: Path) -> None:
-    for path in (tmp_path / "file", tmp_path / "folder" / "file"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-    before = contents(tmp_path)
-    for name in ("file", "folder"):
-        with pytest.raises(UserError, match=r"a new store must have a name of its own, .* exists: take another"):
-            build(tmp_path / name)
-    assert contents(tmp_path) == before
-    (tmp_path / "empty").mkdir()
-    build(tmp_path / "empty")
 
 
 EMPTY, STRANGER = "must hold some text, got none: name other files", {**VOCABULARY, "<0>": 1, "<1>": 0}

@@ -136,17 +136,10 @@ def test_a_long_text_is_cut_at_the_end_of_a_line(tmp_path: Path, monkeypatch: py
     assert documents(tmp_path / "a.txt", tmp_path / "b.jsonl") == [*wanted, "0123456789 one\n", "two"]
 
 
+FINE, CUT = b"fine\n" * 300_000 + b"gr\xfc\xdfe\n", b"fine " + "日".encode()[:2]
 BAD_FILES: list[tuple[Callable[[Path], object], str, bool]] = [
-    (
-        lambda path: path.write_bytes(b"fine\n" * 300_000 + b"gr\xfc\xdfe\n"),
-        "must be UTF-8, it is not at byte 1500002",
-        True,
-    ),
-    (
-        lambda path: path.write_bytes(b"fine " + "日".encode()[:2]),
-        "must be UTF-8, it is not at byte 5: convert it",
-        True,
-    ),
+    (lambda path: path.write_bytes(FINE), "must be UTF-8, it is not at byte 1500002", True),
+    (lambda path: path.write_bytes(CUT), "must be UTF-8, it is not at byte 5: convert it", True),
     (lambda path: path.write_bytes(b"MZ\0\0"), "is no text, it has zero bytes: take it out", False),
     (lambda path: path.symlink_to(path.parent / "nowhere"), "(No such file or directory): check ", True),
     (os.mkfifo, "(it is no regular file): check ", False),

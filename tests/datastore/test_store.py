@@ -75,7 +75,20 @@ def test_a_file_that_is_cut_while_it_is_mapped_ends_a_look_up_and_not_the_proces
         index.longest([97, 98], least=0)
 
 
-def test_a_missing_file_is_refused(store: Path) -> None:
+def test_what_is_missing_or_no_store_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = store.parent
+    (folder / "file").write_text("text")
+    (folder / "folder").mkdir()
+    for name in ("nowhere", "file", "folder"):
+        wanted = f"a store must be a folder with store.json, {folder / name} is none: check the path"
+        assert refused(folder / name).startswith(wanted)
+    monkeypatch.chdir(store)
+    assert read_store(".").num_documents == 4, "where one stands is a path too"
+    monkeypatch.chdir(folder)
+    for path in (".", "..", "/"):
+        assert "is none: check the path" in refused(Path(path))
+        with pytest.raises(UserError, match="a new store must have a name of its own"):
+            build(Path(path))
     (store / "chunk-00001.tokens").unlink()
     assert "chunk-00001.tokens (No such file or directory): build it again" in refused(store)
     (store / "chunk-00001.tokens").mkdir()
@@ -104,24 +117,6 @@ MANIFESTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 def test_an_edited_manifest_is_refused(change: Callable[[dict[str, Any]], object], words: str, store: Path) -> None:
     edited(store, change)
     assert words in refused(store)
-
-
-def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("text")
-    (tmp_path / "folder").mkdir()
-    for name in ("nowhere", "file", "folder"):
-        wanted = f"a store must be a folder with store.json, {tmp_path / name} is none: check the path"
-        assert refused(tmp_path / name).startswith(wanted)
-
-
-def test_where_one_stands_is_a_path_too(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(store)
-    assert read_store(".").num_documents == 4
-    monkeypatch.chdir(store.parent)
-    for path in (".", "..", "/"):
-        assert "is none: check the path" in refused(Path(path))
-        with pytest.raises(UserError, match="a new store must have a name of its own"):
-            build(Path(path))
 
 
 @pytest.mark.parametrize("name", ["chunk-00000.tokens", "chunk-00001.positions"])

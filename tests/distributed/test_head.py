@@ -80,13 +80,19 @@ def test_one_run_at_a_time_is_a_tree_and_guesses_wait_for_it() -> None:
         assert order[2].kind != Kind.GROW or on_way <= 0, "asked while a run was on its way"
 
 
-def test_runs_are_on_their_way_while_the_caller_has_the_tokens() -> None:
+def test_runs_are_on_their_way_while_the_caller_has_the_tokens_and_all_are_told_to_stop() -> None:
     world = simulated(parse_pipeline("async"), 1)
     world.head.begin([1], Sampling(), 60)
+    table = world.head._table
     while world.head.advance():
-        assert (
-            world.head._table.is_complete or world.head._table.root.run is not None or not world.head._table.has_credit
-        )
+        assert table.is_complete or table.root.run is not None or not table.has_credit
+    world = simulated(parse_pipeline("async"), 8)
+    world.head.begin([1], Sampling(), 60)
+    world.head.advance()
+    world.head.stop()
+    stops = {(to, channel) for to, channel, _ in sent(world, Kind.STOP)}
+    assert stops == {*((rank, Channel.CONTROL) for rank in range(4)), (0, Channel.DATA), (3, Channel.DRAFT)}
+    assert world.head._table.alive == []
 
 
 def test_the_head_sleeps_until_something_arrives() -> None:
@@ -161,9 +167,6 @@ def test_what_listeners_hear_is_whole() -> None:
             on_way.remove(event.run)
         most = max(most, len(on_way))
     assert most == 3 and sum(event.num for event in world.events if event.what == "emitted") == 78
-
-
-def test_the_time_of_a_token_leaves_the_prompt_out() -> None:
     token_time = TokenTime()
     for num, now_s in ((1, 10.0), (2, 14.0), (1, 26.0)):
         token_time.emitted(num, now_s)
@@ -192,27 +195,14 @@ def test_a_failing_rank_ends_the_text_with_its_reason(source, channel, message, 
             pass
 
 
-def test_scores_that_are_no_numbers_are_told_where_they_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_go_on_is_told_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="guesses need a draft"):
+        simulated(parse_pipeline("async"), 0, roles=Roles(2, (0, 1)))
     monkeypatch.setattr("simulator.target", lambda path: -1)
     world = simulated(parse_pipeline("plain"), 0)
     world.head.begin([1], Sampling(), 60)
     with pytest.raises(UserError, match="not finite"):
         world.head.advance()
-
-
-def test_guesses_need_a_draft() -> None:
-    with pytest.raises(UserError, match="guesses need a draft"):
-        simulated(parse_pipeline("async"), 0, roles=Roles(2, (0, 1)))
-
-
-def test_everybody_is_told_to_stop() -> None:
-    world = simulated(parse_pipeline("async"), 8)
-    world.head.begin([1], Sampling(), 60)
-    world.head.advance()
-    world.head.stop()
-    stops = {(to, channel) for to, channel, _ in sent(world, Kind.STOP)}
-    assert stops == {*((rank, Channel.CONTROL) for rank in range(4)), (0, Channel.DATA), (3, Channel.DRAFT)}
-    assert world.head._table.alive == []
 
 
 def test_ranks_of_threads_wait_for_whatever_is_due_first() -> None:

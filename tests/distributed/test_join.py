@@ -42,6 +42,9 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     assert kind == "UserError" and is_told
     assert line == "all 4 ranks must come within 1.5 s, got none of ranks 1 and 3: see why there"
     assert waited_s < SHORT_S + 10 and len(reports[2]) == 1, "which is refused as well, or sees rank 0 leave"
+    port = free_port()
+    with pytest.raises(UserError, match=rf"rank 1 must reach 127\.0\.0\.1:{port} within 1 s, .*is it started there"):
+        meet(RankInfo(1, 2, 0, 1, 2, "127.0.0.1", port), 1.0)
 
 
 def _join(place: RankInfo, report) -> None:
@@ -66,12 +69,6 @@ def _fail_early(place: RankInfo, report) -> None:
         _join(place, report)
     else:
         report(leave_reason(place, "--ram must be a size", meet_s=20, heard_s=20))
-
-
-def test_a_meeting_place_that_is_not_there_is_named() -> None:
-    port = free_port()
-    with pytest.raises(UserError, match=rf"rank 1 must reach 127\.0\.0\.1:{port} within 1 s, .*is it started there"):
-        meet(RankInfo(1, 2, 0, 1, 2, "127.0.0.1", port), 1.0)
 
 
 def test_ranks_that_are_not_alike_are_refused_everywhere() -> None:
@@ -115,12 +112,9 @@ def test_other_weights_are_refused_as_soon_as_that_is_known() -> None:
 def test_cards_of_strangers_are_checked() -> None:
     card = RankHandshake.of_this(model("abc"), "text", [])
     assert RankHandshake.parse(json.dumps(card._asdict()).encode(), 1) == card
-    for content in (
-        b"", b"\xff", b"[]", b"{}", b"null", b"[" * 50_000, json.dumps({**card._asdict(), "more": 1}).encode(),
-        json.dumps({**card._asdict(), "host": 7}).encode(), json.dumps({**card._asdict(), "disks": {}}).encode(),
-        json.dumps({**card._asdict(), "proofs": []}).encode(),
-        json.dumps({**card._asdict(), "host": "x" * 70_000}).encode(),
-    ):  # fmt: skip
+    odd = [{"more": 1}, {"host": 7}, {"disks": {}}, {"proofs": []}, {"host": "x" * 70_000}]
+    cards = [json.dumps({**card._asdict(), **one}).encode() for one in odd]
+    for content in (b"", b"\xff", b"[]", b"{}", b"null", b"[" * 50_000, *cards):
         with pytest.raises(UserError, match="rank 1 says of itself what is no handshake"):
             RankHandshake.parse(content, 1)
 
@@ -220,41 +214,34 @@ def test_ranks_have_the_same_model(
 
 
 @pytest.mark.parametrize("payload", [None, torch.zeros(()), torch.zeros(3, 0), torch.ones(2, 3, dtype=torch.bool)])
-def test_a_header_says_what_follows(payload):
+def test_a_header_says_what_follows(payload: torch.Tensor | None) -> None:
     kind, num_numbers, dtype, shape = read_header(header_of(Message(Kind.TREE, [7, -1], payload)))
     assert (kind, num_numbers) == (Kind.TREE, 2)
     assert (dtype, shape) == ((None, ()) if payload is None else (payload.dtype, tuple(payload.shape)))
-
-
-def test_the_last_header_is_told_from_all_others():
-    assert read_header(end_header()) is None
-
-
-def _first(kind: int = 0, dtype: int = 0, num_dimensions: int = 0) -> int:
-    return kind | dtype << 8 | num_dimensions << 16
+    assert read_header(end_header()) is None, "the last one is told from all others"
+    drawn = Message(Kind.DRAWN, [7, 0, *range(4)])
+    assert header_of(drawn).nbytes + 8 * len(drawn.numbers) == 16 * 4, "draws return in sixteen bytes each"
 
 
 @pytest.mark.parametrize(
-    ("header", "complaint"),
+    ("kind", "dtype", "num_dimensions", "sizes", "complaint"),
     [
-        ([_first(kind=11), 0], "kind 11"),
-        ([-2, 0], "kind 254"),
-        ([0, -1], "-1 numbers"),
-        ([0, 2**30], "1073741824 numbers"),
-        ([_first(dtype=9), 0], "type 9"),
-        ([_first(dtype=1, num_dimensions=3), 0], "3 dimensions"),
-        ([_first(dtype=1, num_dimensions=-1), 0], "-1 dimensions"),
-        ([_first(dtype=1, num_dimensions=1), 0, -1], "not possible"),
-        ([_first(dtype=1, num_dimensions=2), 0, -(2**20), -(2**20)], "not possible"),
-        ([_first(dtype=2, num_dimensions=1), 0, 2**27 + 1], "larger than"),
-        ([_first(dtype=7, num_dimensions=2), 0, 2**31 - 1, 2**31 - 1], "larger than"),
+        (11, 0, 0, [0], "kind 11"),
+        (-2, 0, 0, [0], "kind 254"),
+        (0, 0, 0, [-1], "-1 numbers"),
+        (0, 0, 0, [2**30], "1073741824 numbers"),
+        (0, 9, 0, [0], "type 9"),
+        (0, 1, 3, [0], "3 dimensions"),
+        (0, 1, -1, [0], "-1 dimensions"),
+        (0, 1, 1, [0, -1], "not possible"),
+        (0, 1, 2, [0, -(2**20), -(2**20)], "not possible"),
+        (0, 2, 1, [0, 2**27 + 1], "larger than"),
+        (0, 7, 2, [0, 2**31 - 1, 2**31 - 1], "larger than"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_before_anything_is_allocated(header, complaint):
+def test_sizes_that_cannot_be_are_refused_before_anything_is_allocated(
+    kind: int, dtype: int, num_dimensions: int, sizes: list[int], complaint: str
+) -> None:
+    header = [kind | dtype << 8 | num_dimensions << 16, *sizes]
     with pytest.raises(ValueError, match=complaint):
         read_header(torch.tensor(header + [0] * (4 - len(header)), dtype=torch.int32))
-
-
-def test_four_draws_return_in_sixteen_bytes_each():
-    drawn = Message(Kind.DRAWN, [7, 0, *range(4)])
-    assert header_of(drawn).nbytes + 8 * len(drawn.numbers) == 16 * 4

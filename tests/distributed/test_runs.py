@@ -69,15 +69,12 @@ def test_the_best_come_parents_first_and_leave_a_row_for_the_root() -> None:
     assert table.best(9)[-3:] == chain, "a chance that is no number is none"
 
 
-def test_chances_are_those_below_the_root() -> None:
+def test_chances_are_those_below_the_root_and_answers_those_that_were_asked_for() -> None:
     table, node = picture()
     assert node["mat"].f == pytest.approx(0.72)
     table.drawn(table.issue([node["on"]]).run, False, [A])
     table.walk()
     assert (node["mat"].f, node["hat"].f) == (0.8, 0.05)
-
-
-def test_answers_that_were_not_asked_for_are_refused() -> None:
     table, node = picture()
     run = table.issue([node["on"]]).run
     with pytest.raises(ValueError, match="not on its way"):
@@ -156,10 +153,7 @@ def test_the_papers_cut_rises_with_every_batch_falls_with_failures_and_is_reset_
     cut.accepted()
     assert [*found, cut.least(1.0).p] == pytest.approx([0.3, 0.7, 0.45, 0.3])
     assert cut.least(1.0).f == 0
-
-
-def test_attempts_end_where_anything_would_do() -> None:
     cut = CutOff(0.0, PaperCut(start=0.5, recovery=0.0, decay=0.125))
-    assert [cut.failed() for _ in range(6)] == [True, True, True, True, False, False]
+    assert [cut.failed() for _ in range(6)] == [True, True, True, True, False, False], "anything would do"
     assert cut.least(1.0).p == 0
     assert not CutOff(0.0, PaperCut(0.3, 0.4, 0.0)).failed(), "a cut that never falls needs no other attempt"

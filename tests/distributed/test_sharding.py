@@ -46,22 +46,20 @@ def test_rows_are_split_exactly(seed: int) -> None:
     assert all(abs(rows.hi - hi) <= step * num_ranks for rows, hi in zip(parts, wanted, strict=False))
 
 
-def test_of_gguf_the_coding_of_blocks_is_named(checkpoints: dict[str, Checkpoint]) -> None:
-    """Not that of norms, which are plain numbers with 1 added."""
-    made = checkpoints["gemma3"]
-    norms_first = sorted(made.tensors, key=lambda name: "norm" not in name)
-    tensors = {
-        name: made.tensors[name]._replace(coded=Coded(GgufBlocks("F32" if "norm" in name else "Q4_K")))
-        for name in norms_first
-    }
-    with pytest.raises(UserError, match="weights are stored as Q4_K: run it as stages"):
-        share_layers(replace(made, tensors=tensors), EVEN_3)
-
-
-def test_fewer_rows_than_ranks_are_refused() -> None:
+def test_what_cannot_be_cut_is_refused(checkpoints: dict[str, Checkpoint]) -> None:
+    """Of GGUF the coding of blocks is named, not that of norms, which are plain numbers with 1 added."""
     assert [rows.num for rows in split_rows(32, EVEN_3)] == [11, 10, 11]
     with pytest.raises(UserError, match="a matrix of 2 rows cannot be shared by 3 ranks"):
         split_rows(2, EVEN_3)
+    for family in ("mixtral", "qwen3-moe"):
+        with pytest.raises(UserError, match=r"layers cannot be shared, .* cannot be cut by rows: run it on one rank"):
+            share_layers(checkpoints[family], (0.5, 0.5))
+    made, tensors = checkpoints["gemma3"], {}
+    for name in sorted(made.tensors, key=lambda name: "norm" not in name):  # norms first
+        kind = "F32" if "norm" in name else "Q4_K"
+        tensors[name] = made.tensors[name]._replace(coded=Coded(GgufBlocks(kind)))
+    with pytest.raises(UserError, match="weights are stored as Q4_K: run it as stages"):
+        share_layers(replace(made, tensors=tensors), EVEN_3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral-sliding"])
@@ -77,12 +75,6 @@ def test_llama_like_layers_are_cut_by_heads(checkpoints: dict[str, Checkpoint], 
 def test_more_ranks_than_heads_and_fused_matrices_are_cut_by_rows_alone(checkpoints: dict[str, Checkpoint]) -> None:
     assert _roles(share_layers(checkpoints["llama"], EVEN_3)) == {ShardRole.GATHERED}
     assert _roles(share_layers(checkpoints["phi3"], (0.5, 0.5))) == {ShardRole.GATHERED}
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
-def test_experts_are_refused(checkpoints: dict[str, Checkpoint], family: str) -> None:
-    with pytest.raises(UserError, match=r"layers cannot be shared, .* cannot be cut by rows: run it on one rank"):
-        share_layers(checkpoints[family], (0.5, 0.5))
 
 
 @pytest.mark.parametrize("fractions", [(0.5, 0.5), (0.3, 0.7), EVEN_3])

@@ -12,6 +12,7 @@ from in_memory import Delay, InMemory, in_memory
 from test_section import opened, plan_of, sections
 from tiny import FAMILIES, VOCAB_SIZE, build, save
 from torch import Tensor
+from waiting import until
 
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.distributed.orders import read_run, reset_message
@@ -276,19 +277,15 @@ def test_a_run_is_stopped_between_two_layers(is_streamed: bool, checkpoint: Chec
         assert layers == [0, 0, 1, 2, 3]
 
 
-def test_what_the_slots_hold_is_not_thrown_away(checkpoint: Checkpoint) -> None:
+def test_cancelled_runs_are_stopped_where_slots_allow_it_and_forgotten(checkpoint: Checkpoint) -> None:
     for is_streamed, may_stop in ((True, [True, False, False, False]), (False, [True, True, True, False])):
         with serving(checkpoint, (0, 4), lambda *_: 0.0, is_streamed=is_streamed) as (_, stages):
             assert [stages[0]._may_stop(layer) for layer in range(4)] == may_stop
-
-
-def test_cancelled_runs_behind_us_are_forgotten(checkpoint: Checkpoint, whole: StreamedModel) -> None:
     (transport,) = in_memory(1)
     cancellations = _Cancellations(transport)
     transport.send(0, Channel.CONTROL, Message(Kind.CANCEL, [3, 5, 8]))
     transport.send(0, Channel.CONTROL, Message(Kind.STOP))
-    while 8 not in cancellations:
-        time.sleep(0.001)
+    until(lambda: 8 in cancellations)
     cancellations.forget_before(5)
     assert 3 not in cancellations and 5 in cancellations and cancellations._dead == {5, 8}
 

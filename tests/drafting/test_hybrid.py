@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 from tables import SHAPES, TableSampler, count_pairs, distributions, grow, p_value, pair, pair_distribution
-from test_dynamic import grow_best, path_of
+from test_dynamic import draft_of, grow_best, path_of
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.datastore.index import heaviest
 from offload.drafting.base import Drafted, DraftText
-from offload.drafting.draft_model import Draft
 from offload.drafting.hybrid import HybridDrafter, _without_least, graft
 from offload.drafting.lookup import (
     Copying,
@@ -26,7 +25,6 @@ from offload.drafting.lookup import (
 )
 from offload.drafting.model import ModelDrafter
 from offload.engine.build import resident_model
-from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -50,10 +48,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamedModel]:
 
 def hybrid(model: StreamedModel) -> HybridDrafter:
     return HybridDrafter(ModelDrafter(model, VOCAB_SIZE, 256), GuessSources([Copying(MatchLength(2, 16))]))
-
-
-def draft_of(model: StreamedModel, cache: KVCache | None = None) -> Draft:
-    return Draft(model, VOCAB_SIZE, cache or KVCache(model.num_layers, 256))
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:

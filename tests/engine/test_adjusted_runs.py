@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCAB_SIZE, Pair, save_pair
+from tiny import FAMILIES, VOCAB_SIZE, Pair, finished, save_pair
 from transformers import AutoModelForCausalLM
 
 import offload
@@ -46,10 +46,8 @@ def decoder(models: Pair) -> Iterator[Decoder]:
 def written(
     decoder: Decoder, how: dict[str, Any], tree: str = "none", rule: str = "match", *, num_logprobs: int | None = None
 ) -> Generation:
-    run = decoder.start(Request(PROMPT, Sampling(**how), NUM_NEW, num_logprobs=num_logprobs), tree=tree, rule=rule)
-    for _ in run:
-        pass
-    return run.result()
+    request = Request(PROMPT, Sampling(**how), NUM_NEW, num_logprobs=num_logprobs)
+    return finished(decoder.start(request, tree=tree, rule=rule))
 
 
 @pytest.mark.parametrize(
@@ -172,22 +170,16 @@ def test_asking_changes_nothing(decoder: Decoder, how: dict[str, Any]) -> None:
     assert plain.logprobs is None and "logprobs" not in plain.as_dict()
 
 
-def test_they_are_part_of_the_object(decoder: Decoder) -> None:
+def test_they_are_part_of_the_object_and_as_many_as_there_are(decoder: Decoder) -> None:
     result = written(decoder, {}, "8x3", num_logprobs=2)
     told = json.loads(json.dumps(result.as_dict()["logprobs"]))
     assert [one["token"] for one in told] == result.token_ids
     assert all(one["top"][0] == [one["token"], one["logprob"]] for one in told), "greedy text is the likeliest"
-
-
-def test_more_than_there_are_is_all_of_them(decoder: Decoder) -> None:
-    result = decoder.generate(PROMPT, max_new_tokens=2, num_logprobs=10**6)
-    assert result.logprobs is not None and all(len(one.top) == VOCAB_SIZE for one in result.logprobs)
-
-
-def test_a_cut_text_has_those_of_its_tokens(decoder: Decoder) -> None:
+    most = decoder.generate(PROMPT, max_new_tokens=2, num_logprobs=10**6).logprobs
+    assert most is not None and all(len(one.top) == VOCAB_SIZE for one in most)
     run = decoder.start(Request(PROMPT, max_new_tokens=NUM_NEW, num_logprobs=0), tree="8x3")
-    for _ in run:
-        pass
+    finished(run)
     run.sequence.cut(4)
-    assert [one.token for one in run.result().logprobs or ()] == run.sequence.new_ids == run.result().token_ids
-    assert len(run.sequence.new_ids) == 4
+    cut = run.result()
+    assert [one.token for one in cut.logprobs or ()] == run.sequence.new_ids == cut.token_ids
+    assert len(cut.token_ids) == 4

@@ -94,15 +94,12 @@ def test_alpha_is_told_where_the_drafts_distribution_is_known(decoder: Decoder) 
     assert 0 < one.total % 1 < 1, "an overlap is no count"
 
 
-def test_guesses_behind_the_end_of_a_text_are_not_counted(models: Pair) -> None:
-    with offload.load(models[0], models[0], "1GiB", "chain:6", **HOW) as decoder:
-        stats = decoder.generate(PROMPT, max_new_tokens=3).stats
+def test_only_what_was_guessed_within_the_text_is_counted(models: Pair, decoder: Decoder) -> None:
+    with offload.load(models[0], models[0], "1GiB", "chain:6", **HOW) as itself:
+        stats = itself.generate(PROMPT, max_new_tokens=3).stats
     assert stats.first_guess.total == stats.first_guess.count == 3, "a model agrees with itself"
-
-
-def test_nothing_is_told_where_nothing_was_guessed(decoder: Decoder) -> None:
-    stats = decoder.generate(PROMPT, max_new_tokens=5, tree="none").as_dict()["stats"]
-    assert isinstance(stats, dict) and stats["alpha"] is None and stats["first_guess"]["mean"] is None
+    told = decoder.generate(PROMPT, max_new_tokens=5, tree="none").as_dict()["stats"]
+    assert isinstance(told, dict) and told["alpha"] is None and told["first_guess"]["mean"] is None
 
 
 def test_lenience_says_that_it_is_not_exact(models: Pair) -> None:
@@ -122,23 +119,15 @@ def test_lenience_says_that_it_is_not_exact(models: Pair) -> None:
     assert texts[1.0] != texts[0.01]
 
 
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ("match", "`lenience` 0.5 scales a ratio that `rule` match does not take.*`rule` sequoia"),
-        ("topk", "`rule` topk does not take"),
-    ],
-)
-@pytest.mark.usefixtures("_no_weights")
-def test_lenience_without_a_use_is_refused_early(models: Pair, rule: str, words: str) -> None:
-    request = Request(PROMPT, Sampling(**WARM))
-    with pytest.raises(UserError, match=words):
-        offload.load(*models, "1GiB", "chain:3", rule, lenience=0.5, request=request, **HOW)
-
-
-def test_lenience_without_a_use_is_refused_at_every_run(models: Pair) -> None:
+def test_lenience_without_a_use_is_refused_early_and_at_every_run(models: Pair, request: pytest.FixtureRequest) -> None:
     with offload.load(*models, "1GiB", "chain:3", "sequoia", lenience=0.5, **HOW) as decoder:
         assert not decoder.generate(PROMPT, max_new_tokens=9, **WARM).is_exact
         assert not decoder.generate(PROMPT, max_new_tokens=9, rule="match").is_exact
         with pytest.raises(UserError, match="`rule` match does not take"):
             decoder.generate(PROMPT, max_new_tokens=9, rule="match", **WARM)
+    request.getfixturevalue("_no_weights")
+    for rule in ("match", "topk"):
+        words = f"`lenience` 0.5 scales a ratio that `rule` {rule} does not take.*`rule` sequoia"
+        with pytest.raises(UserError, match=words):
+            asked = Request(PROMPT, Sampling(**WARM))
+            offload.load(*models, "1GiB", "chain:3", rule, lenience=0.5, request=asked, **HOW)

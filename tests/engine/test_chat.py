@@ -184,44 +184,45 @@ def test_models_that_do_not_know_turns_are_refused(sound: Path, tmp_path: Path) 
     assert_refused(chat(strict, "Say", "--system", "Be."), "chat template failed", "some know no system prompt")
 
 
+NO_TEXT = "a message must have a role and a content of text"
+NOT_READ = "images and sound are not read, got {}: leave it out"
+
+
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **more}
+
+
 @pytest.mark.usefixtures("_no_weights")
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ([{"role": "user"}], "a message must have a role and a content of text, got {'role': 'user'}"),
-        ([{"role": "user", "content": "a"}, 5], "a message must have a role and a content of text, got 5"),
-        ([{"role": "user", "content": 5}], "a message must have a role and a content of text"),
-        (
-            [{"role": "user", "content": [{"type": "image", "url": "x"}, {"type": "text", "text": "What?"}]}],
-            "messages must be text: images and sound are not read, got image: leave it out",
-        ),
-        ([{"role": "user", "content": [{"type": "audio"}, {"type": "video"}]}], "got audio, video: leave it out"),
-        ([{"role": "user", "content": "What?", "images": ["x"]}], "are not read, got images: leave it out"),
-        ([{"role": "user", "content": [{"image": "x"}]}], "are not read, got image: leave it out"),
-        ([{"role": "user", "content": [{"text": "What?"}]}], "are not read, got a part without a type: leave it out"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "a message must have a role and a content of text"),
-        ([{"role": "user", "content": ["Say"]}], "a message must have a role and a content of text"),
+        ([{"role": "user"}], f"{NO_TEXT}, got {{'role': 'user'}}"),
+        ([user("a"), 5], f"{NO_TEXT}, got 5"),
+        ([user(5)], NO_TEXT),
+        ([user([{"type": "image", "url": "x"}, {"type": "text", "text": "What?"}])], NOT_READ.format("image")),
+        ([user([{"type": "audio"}, {"type": "video"}])], NOT_READ.format("audio, video")),
+        ([user("What?", images=["x"])], NOT_READ.format("images")),
+        ([user([{"image": "x"}])], NOT_READ.format("image")),
+        ([user([{"text": "What?"}])], NOT_READ.format("a part without a type")),
+        ([user([{"type": "text"}])], NO_TEXT),
+        ([user(["Say"])], NO_TEXT),
     ],
 )
-def test_messages_are_checked(prompt: list[dict[str, str]], words: str, talker: Path) -> None:
+def test_messages_are_checked(prompt: list[Any], words: str, talker: Path) -> None:
     with pytest.raises(UserError) as error:
         offload.load(talker, ram="1GiB", context=64, threads=1, request=Request(prompt))
     assert words in str(error.value)
 
 
-def test_messages_exclude_raw(talker: Path) -> None:
+def test_messages_exclude_raw_and_parts_of_text_are_one_text(talker: Path) -> None:
     with offload.load(talker, ram="1GiB", context=256, threads=1) as decoder:
         with pytest.raises(UserError, match="messages need the chat template, got raw=True: give text"):
-            decoder.generate([{"role": "user", "content": "a"}], raw=True)
-        assert decoder.generate([{"role": "user", "content": "Say"}]).text == SAID
+            decoder.generate([user("a")], raw=True)
+        whole = [user("Say")]
+        assert decoder.generate(whole).text == SAID
         assert decoder.generate("Say").text == SAID and decoder.generate("Say:", raw=True).text == SAID
-
-
-def test_parts_of_text_are_one_text(talker: Path) -> None:
-    with offload.load(talker, ram="1GiB", threads=1) as decoder:
         parts = [{"type": "text", "text": "Sa"}, {"type": "text", "text": "y"}]
-        whole = decoder.encode([{"role": "user", "content": "Say"}])
-        assert decoder.encode([{"role": "user", "content": parts}]) == whole
+        assert decoder.encode([user(parts)]) == decoder.encode(whole)
 
 
 def test_a_terminal_is_asked_and_answered(talker: Path) -> None:

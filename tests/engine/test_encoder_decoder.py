@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small_t5 import LAYOUTS, START, VOCAB_SIZE, build, reference, save, save_pair, streaming_ram
-from tiny import FAMILIES, Pair, save_tokenizer
+from tiny import FAMILIES, Pair, finished, save_tokenizer
 from tiny import build as build_decoder
 from tiny import save as save_decoder
 from torch import Tensor
@@ -35,17 +36,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture
 def decoder(pair: Pair) -> Iterator[Decoder]:
-    """Everything streamed."""
-    ram = streaming_ram(*pair, context=CONTEXT, num_nodes=32)
-    with offload.load(*pair, ram=ram, context=CONTEXT, tree="32x8", threads=1) as opened:
+    with streamed(*pair) as opened:
         yield opened
+
+
+def streamed(target: Path, draft: Path, **more: Any) -> Decoder:
+    """Of both nothing stays."""
+    ram = streaming_ram(target, draft, context=CONTEXT, num_nodes=32)
+    return offload.load(target, draft, ram=ram, context=CONTEXT, tree="32x8", threads=1, **more)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_greedy_ids_equal_transformers(layout: str, tmp_path: Path) -> None:
     target, draft = save_pair(layout, tmp_path)
-    ram = streaming_ram(target, draft, context=CONTEXT, num_nodes=32)
-    with offload.load(target, draft, ram=ram, context=CONTEXT, tree="32x8", threads=1) as decoder:
+    with streamed(target, draft) as decoder:
         assert (decoder.plan.num_slots, decoder.plan.num_resident, decoder.plan.encoder_bytes) == (3, 0, 0)
         yields, seen = [], set[int]()
         every = TREES[::2] if layout == "v1.1" else TREES[:3:2]
@@ -91,10 +95,9 @@ def test_what_a_prompt_shares_with_the_one_before_is_kept_or_read_anew(decoder: 
     for prompt, continues in runs:
         wanted = decoder.generate(prompt, max_new_tokens=5, tree="8x3").token_ids
         decoder.generate(first, max_new_tokens=5)
-        run = decoder.run(prompt, offload.Sampling(), max_new_tokens=5, tree="8x3", continues=continues)
-        assert list(run) and run.result().token_ids == wanted
+        result = finished(decoder.run(prompt, offload.Sampling(), max_new_tokens=5, tree="8x3", continues=continues))
         is_same = continues and prompt == first
-        assert run.sequence.stats.num_kept_tokens == (len(first) if is_same else 0)
+        assert result.token_ids == wanted and result.stats.num_kept_tokens == (len(first) if is_same else 0)
 
 
 @pytest.mark.parametrize("at", [1, 4])  # of the layers of the first sweep
@@ -109,8 +112,7 @@ def test_a_prompt_that_was_cut_short_goes_on(at: int, pair: Pair) -> None:
         if left[0] == 0:
             raise Enough
 
-    ram = streaming_ram(*pair, context=CONTEXT, num_nodes=32)
-    with offload.load(*pair, ram=ram, context=CONTEXT, tree="32x8", threads=1, on_layer=on_layer) as decoder:
+    with streamed(*pair, on_layer=on_layer) as decoder:
         run = decoder.run(prompts()[1], offload.Sampling(), max_new_tokens=8)
         with pytest.raises(Enough):
             list(run)
@@ -156,56 +158,49 @@ def test_an_interrupt_leaves_no_half_of_a_prompt(
     assert list(run) and run.result().token_ids == wanted
 
 
-def test_a_prompt_of_nothing_is_refused(decoder: Decoder) -> None:
+def test_what_an_encoder_does_not_take_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    decoder.generate([2] * CONTEXT, max_new_tokens=1)
+    for prompt, num_new, words in (
+        ([2] * (CONTEXT + 1), 1, f"at most `context` tokens, {CONTEXT}, got a prompt of {CONTEXT + 1}"),
+        ([2], CONTEXT, f"{CONTEXT} new tokens exceed the context of {CONTEXT}: raise `context`"),
+        ([2, START, 3], 1, f"must not contain the token {START}, .*: leave it out"),
+        ([{"role": "user", "content": "Hello"}], 1, "reads every prompt anew and cannot chat: use offload generate"),
+    ):
+        with pytest.raises(offload.UserError, match=words):
+            decoder.generate(prompt, max_new_tokens=num_new)
     with pytest.raises(offload.UserError, match="a prompt must have a token"):
         decoder.step(decoder.begin([], offload.Sampling()))
-
-
-def test_what_the_encoder_and_the_decoder_have_no_room_for_is_refused(decoder: Decoder) -> None:
-    decoder.generate([2] * CONTEXT, max_new_tokens=1)
-    with pytest.raises(offload.UserError, match=f"at most `context` tokens, {CONTEXT}, got a prompt of {CONTEXT + 1}"):
-        decoder.generate([2] * (CONTEXT + 1), max_new_tokens=1)
-    with pytest.raises(
-        offload.UserError, match=f"{CONTEXT} new tokens exceed the context of {CONTEXT}: raise `context`"
-    ):
-        decoder.generate([2], max_new_tokens=CONTEXT)
-    with pytest.raises(offload.UserError, match=f"must not contain the token {START}, .*: leave it out"):
-        decoder.generate([2, START, 3])
-    with pytest.raises(offload.UserError, match="reads every prompt anew and cannot chat: use offload generate"):
-        decoder.generate([{"role": "user", "content": "Hello"}])
-
-
-def test_sessions_are_refused(decoder: Decoder, tmp_path: Path) -> None:
-    decoder.generate(prompts()[2], max_new_tokens=2)
     with pytest.raises(offload.UserError, match="`session` keeps a text that goes on"):
         decoder.save_session(tmp_path / "a.session")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("_no_weights")
-def test_what_cannot_go_on_is_refused_early(pair: Pair) -> None:
-    for request, words in (
-        (Request(prompts()[2], is_kept=True), "`session` keeps a text that goes on"),
-        (Request([{"role": "user", "content": "Hello"}]), "cannot chat: use offload generate"),
+def test_what_does_not_go_with_an_encoder_is_refused_early(pair: Pair, tmp_path: Path) -> None:
+    alone = save_decoder(build_decoder(FAMILIES["llama"]()), tmp_path / "llama")
+    nameless = save(build("v1.0"), tmp_path / "nameless", "v1.0")
+    (nameless / "generation_config.json").unlink()
+    target, draft = save_pair("v1.1", tmp_path)
+    begun_with(1, draft)
+    kept, told = Request(prompts()[2], is_kept=True), Request([{"role": "user", "content": "Hello"}])
+    for models, request, words in (
+        ((pair[0],), kept, "`session` keeps a text that goes on"),
+        ((pair[0],), told, "cannot chat: use offload generate"),
+        ((pair[0], alone), None, "must both have an encoder or none, got t5 and llama"),
+        ((alone, pair[1]), None, "must both have an encoder or none, got llama and t5"),
+        ((nameless,), None, "decoder_start_token_id must be a token id, got None"),
+        ((target, draft), None, r"draft: decoder_start_token_id must be the target's, 0, got 1: "),
     ):
         with pytest.raises(offload.UserError, match=words):
-            offload.load(pair[0], request=request)
+            offload.load(*models, request=request)
+    begun_with(VOCAB_SIZE, target)
+    with pytest.raises(offload.UserError, match=f"must be less than {VOCAB_SIZE}, got {VOCAB_SIZE}: mend"):
+        offload.load(target)
 
 
 def begun_with(start: int, model: Path) -> None:
     path = model / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder_start_token_id": start}))
-
-
-@pytest.mark.usefixtures("_no_weights")
-def test_starts_must_be_of_the_vocabulary_and_the_same(tmp_path: Path) -> None:
-    target, draft = save_pair("v1.1", tmp_path)
-    begun_with(1, draft)
-    with pytest.raises(offload.UserError, match=r"draft: decoder_start_token_id must be the target's, 0, got 1: "):
-        offload.load(target, draft)
-    begun_with(VOCAB_SIZE, target)
-    with pytest.raises(offload.UserError, match=f"must be less than {VOCAB_SIZE}, got {VOCAB_SIZE}: mend"):
-        offload.load(target)
 
 
 def test_a_draft_is_timed_behind_a_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,19 +209,6 @@ def test_a_draft_is_timed_behind_a_prompt(pair: Pair, monkeypatch: pytest.Monkey
         sources.add(len(source)), right(cache, source, hidden)))  # fmt: skip
     with offload.load(*pair, ram="1GiB", context=CONTEXT, threads=1):
         assert max(sources) > 8
-
-
-@pytest.mark.usefixtures("_no_weights")
-def test_what_does_not_go_with_an_encoder_is_refused_early(pair: Pair, tmp_path: Path) -> None:
-    alone = save_decoder(build_decoder(FAMILIES["llama"]()), tmp_path / "llama")
-    with pytest.raises(offload.UserError, match="must both have an encoder or none, got t5 and llama"):
-        offload.load(pair[0], alone)
-    with pytest.raises(offload.UserError, match="must both have an encoder or none, got llama and t5"):
-        offload.load(alone, pair[1])
-    nameless = save(build("v1.0"), tmp_path / "nameless", "v1.0")
-    (nameless / "generation_config.json").unlink()
-    with pytest.raises(offload.UserError, match="decoder_start_token_id must be a token id, got None"):
-        offload.load(nameless)
 
 
 def test_text_has_no_sentinels_and_ends_where_the_model_ends_it(tmp_path: Path) -> None:

@@ -1,32 +1,44 @@
-"""Many texts in one pass: each has the tokens that it has alone, whoever joins, leaves or fails meanwhile."""
+"""Many texts in one pass: each has the tokens that it has alone, whoever joins, leaves or fails; and their memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from plans import plan_memory
 from tiny import Pair, advance, streaming_ram
 
 import offload
-from offload.drafting import dynamic
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.drafting import draft_model, dynamic
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
+from offload.engine.sequence import Caches
 from offload.engine.sequence import Sequence as Text
 from offload.engine.step import share_out
 from offload.engine.text import TextStream
 from offload.errors import UserError
+from offload.memory.planner import ModelFiles, least_budget
+from offload.model.streamed import StreamedModel
+from offload.planning.cost_model import Traffic
+from offload.planning.selector import TreeSelector
 from offload.sampling_options import Sampling
+from offload.trees.spec import parse_tree
 
 GREEDY, WARM = Sampling(), Sampling(temperature=0.8, seed=5)
 PROMPTS = [[7, 3, 90, 14], list(range(20, 60)), [5], [7, 3, 90, 14, 88], list(range(9, 150)), [101, 2]]
 NUM_NEW = [24, 9, 40, 30, 16, 33]
 
 
-def opened(pair: Sequence[Path | None], **more: Any) -> Decoder:
+def opened(pair: Sequence[Path | None], tree: str = "none", **more: Any) -> Decoder:
     how = {"ram": "512MiB", "dtype": "float32", "context": 256, "profile": "none", "threads": 1, "invariant": False}
-    return offload.load(*pair, **{**how, **more})
+    return offload.load(*pair, tree=tree, **{**how, **more})
 
 
 def requests(sampling: Sampling) -> list[Request]:
@@ -157,12 +169,8 @@ def test_candidates_of_all_texts_compete(pair: Pair, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_prompts_share_out_the_rows(missing: list[int], num_rows: int, wanted: list[tuple[int, bool]]) -> None:
-    class Text:
-        def __init__(self, num_missing: int) -> None:
-            self.tokens = list(range(num_missing + 1))
-            self.caches = type("Caches", (), {"target": type("Cache", (), {"length": 0})})
-
-    texts: Any = [Text(num) for num in missing]
+    caches = SimpleNamespace(target=SimpleNamespace(length=0))
+    texts: Any = [SimpleNamespace(tokens=list(range(num + 1)), caches=caches) for num in missing]
     assert [(entry.num_pending, entry.is_whole) for _, entry in share_out(texts, num_rows)] == wanted
 
 
@@ -204,16 +212,150 @@ def test_one_that_fails_under_way_fails_alone(pair: Pair, parallel: int, monkeyp
         assert isinstance(outcome, Generation) and outcome.token_ids == wanted[number].token_ids
 
 
-def test_a_place_is_free_again_where_a_text_cannot_begin(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even while somebody holds the error, and with it all that was under way then."""
-    with opened(pair, tree="none", parallel=2) as decoder:
+LENGTHY, OTHER = PROMPTS[4], list(range(150, 90, -1))
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_keys_and_values_of_all_texts_take_what_was_planned(pair: Pair, parallel: int) -> None:
+    with opened(pair, "8x3", parallel=parallel) as decoder:
+        decoder.generate([5, 9], max_new_tokens=2)
+        buffers = decoder._pool.caches.target._buffers.of_layer
+        assert sum(states.nbytes for held in buffers.values() for states in held.values()) == decoder.plan.kv_bytes
+
+
+def test_what_a_cancelled_text_had_not_taken_in_yet_is_copied(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(pair, parallel=2) as decoder:
+        first = decoder.start(Request(LENGTHY, GREEDY, 20))
+        advance(decoder, [first])
         with monkeypatch.context() as patch:
-            patch.setattr(TextStream, "__init__", lambda *_: 1 / 0)
-            errors = list[Exception]()
-            for _ in range(2):
-                try:
-                    decoder.start(Request(LONG, Sampling(), 2))
-                except ZeroDivisionError as error:
-                    errors.append(error)
-        runs = [decoder.start(Request(LONG, Sampling(), 2)) for _ in range(2)]
-        assert len(errors) == 2 and len(runs) == 2
+            patch.setattr(decoder._speculation, "_max_prompt_rows", 16)
+            goner = decoder.start(Request(LENGTHY, GREEDY, 20))
+            advance(decoder, [goner])
+            decoder.release(goner)
+        again = decoder.start(Request(LENGTHY, GREEDY, 20), continues=True)
+        assert again.sequence.stats.num_kept_tokens == len(LENGTHY) - 1
+
+
+def test_a_copy_that_was_cut_short_is_kept_by_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(pair, parallel=2) as decoder:
+        wanted = decoder.generate(LENGTHY, max_new_tokens=12).token_ids
+        first = decoder.start(Request(LENGTHY, GREEDY, 12))
+        second = decoder.start(Request(OTHER, GREEDY, 12))
+        advance(decoder, [first, second])
+        decoder.release(second)
+        with monkeypatch.context() as patch:
+            patch.setattr(Caches, "copy_from", lambda *_: _interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                decoder.start(Request(LENGTHY, GREEDY, 12), continues=True)
+        first.sequence.caches.clear()  # so that nothing is to be copied
+        decoder.release(first)
+        runs = [decoder.start(Request(LENGTHY, GREEDY, 12), continues=True) for _ in range(2)]
+        while not all(run.is_finished for run in runs):
+            advance(decoder, runs)
+        assert [run.sequence.new_ids for run in runs] == [wanted, wanted]
+
+
+def test_what_fails_or_is_interrupted_takes_no_place_along(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error may be held for long, and with it all that was under way, as a notebook does."""
+    with opened(pair, parallel=2) as decoder:
+        for where, name, fail in (
+            (TextStream, "__init__", lambda *_: 1 / 0),
+            (decoder, "_pass", lambda *_: _interrupt()),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, fail)
+                errors = [_held(lambda: decoder.generate([5, 9], max_new_tokens=2)) for _ in range(4)]
+            assert all(isinstance(error, ZeroDivisionError | KeyboardInterrupt) for error in errors)
+            runs = [decoder.start(Request(LONG, Sampling(), 2)) for _ in range(2)]
+            for run in runs:
+                decoder.release(run)
+
+
+@pytest.mark.parametrize("tree", ["dynamic:12x5", "chain:auto"])
+def test_chains_that_grow_leave_room_for_those_of_others(pair: Pair, tree: str) -> None:
+    """Their lengths change as steps go by: what memory was planned for is shared out before."""
+    with opened(pair, tree, parallel=3) as decoder:
+        *_, choice = decoder.check(Request(LENGTHY, GREEDY, 4), tree="chain:auto")
+        chains = choice.chains
+        assert chains is not None and 3 * (1 + chains.max_length) <= decoder.plan.num_nodes
+
+
+@pytest.mark.parametrize(("tree", "has_draft", "wanted"), [("chain:auto", True, 40), ("auto", False, 32)])
+def test_trees_of_all_texts_have_room_together(tree: str, has_draft: bool, wanted: int) -> None:
+    """Chains have five nodes each, guesses four: what one text has room for is too much for eight."""
+    room = Traffic(1000, 100)
+    trees = TreeSelector(parse_tree(tree), lambda *_: (None, ""), lambda num: room if num <= 40 else None, context=200)
+    assert replace(trees, parallel=8, has_draft=has_draft).most_nodes == wanted
+
+
+def test_a_draft_takes_in_no_more_at_once_than_planned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "_CHUNK", 20)
+    prompts, widths, right = [LENGTHY[start : start + 18] for start in (0, 20, 40)], list[int](), StreamedModel.run
+    with opened(pair) as decoder:
+        wanted = [decoder.generate(ids, max_new_tokens=10).token_ids for ids in prompts]
+    with opened(pair, "dynamic:12x5", parallel=3) as decoder:
+        model = decoder.drafter.model  # type: ignore[attr-defined]
+
+        def run(own: StreamedModel, token_T: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
+            widths.extend([len(token_T)] if own is model else [])
+            return right(own, token_T, *arguments, **more)
+
+        monkeypatch.setattr(StreamedModel, "run", run)
+        assert [one.token_ids for one in decoder.generate(prompts, max_new_tokens=10)] == wanted
+    assert 15 < max(widths) <= 20
+
+
+def test_rows_of_a_forest_take_memory_as_they_are_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text may have all rows, but not all texts together."""
+    grown, right = list[dynamic.GrowingTree](), dynamic.GrowingTree.__init__
+    monkeypatch.setattr(dynamic.GrowingTree, "__init__", lambda own, *given: (right(own, *given), grown.append(own))[0])
+    with opened(pair, "dynamic:40x5", parallel=12) as decoder:
+        prompts = [[seed, seed + 1] for seed in range(3, 15)]
+        many = decoder.generate(prompts, max_new_tokens=12)
+        assert [one.token_ids for one in many] == [
+            decoder.generate(ids, max_new_tokens=12).token_ids for ids in prompts
+        ]
+    assert max(own.num_run for own in grown) > 40
+    assert all(len(own._position_U) <= 2 * max(32, own.num_run) for own in grown)
+
+
+def _held(act: Callable[[], object]) -> BaseException | None:
+    try:
+        act()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def ram_bytes(pair: Pair) -> int:
+    """With which all layers stay beside one node, and some must pass beside 64."""
+    files = ModelFiles(*map(open_checkpoint, pair))
+    plan = partial(plan_memory, files, dtype="auto", context=CONTEXT)
+    least = least_budget(lambda ram: require_whole(plan(ram=ram, num_nodes=1)))
+    many = least_budget(lambda ram: require_whole(plan(ram=ram, num_nodes=64)))
+    assert least < many - 1
+    return many - 1
+
+
+def require_whole(plan: Any) -> None:
+    if plan.is_streamed:
+        raise offload.UserError("layers pass")
+
+
+@pytest.mark.parametrize("num_nodes", [1, 64])
+def test_a_larger_tree_that_is_not_chosen_takes_nothing(
+    num_nodes: int, pair: Pair, ram_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal bits are promised where layers are streamed: where the chosen tree makes them, and nowhere else."""
+    monkeypatch.setattr(TreeSelector, "nodes_to_plan", lambda *_: num_nodes)
+    with offload.load(*pair, ram_bytes, "auto", context=CONTEXT, threads=1, profile="none") as decoder:
+        assert decoder.plan.num_nodes == num_nodes and decoder.plan.is_streamed == (num_nodes == 64)
+        assert decoder.invariance.holds == decoder.plan.is_streamed, decoder.invariance.reason

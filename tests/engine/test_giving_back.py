@@ -83,32 +83,22 @@ def test_failed_loads_give_back_threads_and_files(looper: Path, tmp_path: Path) 
     assert num_readers() == 0 and len(os.listdir("/proc/self/fd")) == files
 
 
-def test_closed_decoder_refuses(looper: Path) -> None:
-    decoder = open_decoder(looper)
-    decoder.close()
+def test_what_was_abandoned_goes_on_and_what_was_closed_refuses(looper: Path) -> None:
+    with open_decoder(looper) as decoder:
+        wanted = decoder.generate(PROMPT, max_new_tokens=40)
+        for _, __ in zip(decoder.stream(PROMPT, max_new_tokens=40), range(2), strict=False):
+            pass
+        with at_sweep(3, interrupt), pytest.raises(KeyboardInterrupt):
+            decoder.generate(PROMPT, max_new_tokens=40)
+        assert decoder.generate(PROMPT, max_new_tokens=40).token_ids == wanted.token_ids
+        run = decoder.run(PROMPT, Sampling(), max_new_tokens=40)
+        first = next(iter(run))
+        assert first + "".join(run) == wanted.text, "its reader came back"
+        before = run.result()
+        assert list(run) == [] and run.result() == before, "there is nothing behind the end"
     decoder.close()
     with pytest.raises(offload.UserError, match="closed: load the model again"):
         decoder.generate(PROMPT)
-
-
-def test_decoder_goes_on_after_an_abandoned_run(looper: Path) -> None:
-    with open_decoder(looper) as decoder:
-        wanted = decoder.generate(PROMPT, max_new_tokens=30).token_ids
-        for _, __ in zip(decoder.stream(PROMPT, max_new_tokens=30), range(2), strict=False):
-            pass
-        with at_sweep(3, interrupt), pytest.raises(KeyboardInterrupt):
-            decoder.generate(PROMPT, max_new_tokens=30)
-        assert decoder.generate(PROMPT, max_new_tokens=30).token_ids == wanted
-
-
-def test_a_run_goes_on_when_its_reader_comes_back(looper: Path) -> None:
-    with open_decoder(looper) as decoder:
-        wanted = decoder.generate(PROMPT, max_new_tokens=40).text
-        run = decoder.run(PROMPT, Sampling(), max_new_tokens=40)
-        first = next(iter(run))
-        assert first + "".join(run) == wanted
-        before = run.result()
-        assert list(run) == [] and run.result() == before, "there is nothing behind the end"
 
 
 def test_memory_between_what_is_still_held_goes_back_to_the_system(looper: Path) -> None:

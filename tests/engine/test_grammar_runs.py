@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_adjusted_runs import adjust_the_target_alone
-from tiny import FAMILIES, Pair, save_pair, save_tokenizer
+from tiny import FAMILIES, Pair, finished, save_pair, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
@@ -66,12 +66,9 @@ def decoder() -> Iterator[Decoder]:
 
 def written(
     decoder: Decoder, grammar: Grammar | None, sampling: Sampling = DRAWN["greedy"], *, tree: str = "none",
-    rule: str = "match", num_new: int = NUM_NEW, prompt: Any = PROMPT,
+    rule: str = "match", num_new: int = NUM_NEW, prompt: Any = PROMPT, **more: Any,
 ) -> Generation:  # fmt: skip
-    run = decoder.start(Request(prompt, sampling, num_new, grammar=grammar), tree=tree, rule=rule)
-    for _ in run:
-        pass
-    return run.result()
+    return finished(decoder.start(Request(prompt, sampling, num_new, grammar=grammar, **more), tree=tree, rule=rule))
 
 
 @pytest.mark.parametrize("name", ["object", "regex"])
@@ -238,26 +235,22 @@ def test_a_grammar_makes_guesses_better_and_a_draft_without_it_worse(
     assert with_it > 1.2 * of_target_alone
 
 
-def test_arguments_of_generate_and_stream(decoder: Decoder) -> None:
+def test_arguments_of_generate_and_stream(decoder: Decoder, request: pytest.FixtureRequest) -> None:
     assert decoder.generate(PROMPT, regex="[0-9]{3}").text.isdigit()
     require_person("".join(decoder.stream(PROMPT, json_schema=json.dumps(SCHEMA))))
     assert decoder.generate(PROMPT, grammar='start: "yes" | "no"').text in ("yes", "no")
     with pytest.raises(UserError, match="`regex` cannot be compiled"):
         decoder.stream(PROMPT, regex="(")
+    request.getfixturevalue("_no_weights")
+    with pytest.raises(UserError, match="`regex` cannot be compiled"):
+        asked = Request(PROMPT, grammar=Grammar("regex", "("))
+        offload.load(PAIR / "target", context=256, ram="1GiB", request=asked, profile="none")
 
 
 def test_an_answer_may_be_cut_short_and_a_stop_string_ends_it(decoder: Decoder) -> None:
     assert written(decoder, GRAMMARS["schema"], num_new=5).finish_reason == "length"
-    run = decoder.start(Request(PROMPT, stop='"age"', grammar=GRAMMARS["schema"]))
-    for _ in run:
-        pass
-    assert run.result().finish_reason == "stop" and '"age"' not in run.result().text
-
-
-def test_bad_grammars_are_refused_before_weights_are_read(_no_weights: None) -> None:
-    request = Request(PROMPT, grammar=Grammar("regex", "("))
-    with pytest.raises(UserError, match="`regex` cannot be compiled"):
-        offload.load(PAIR / "target", context=256, ram="1GiB", request=request, profile="none")
+    stopped = written(decoder, GRAMMARS["schema"], stop='"age"')
+    assert stopped.finish_reason == "stop" and '"age"' not in stopped.text
 
 
 @pytest.mark.parametrize("tree", ["none", "8x3", "dynamic:16x4"])

@@ -1,13 +1,16 @@
-"""What `resolve` decides holds for all who ask: a plan is that of the run, and both refuse the same."""
+"""What `resolve` decides holds for all who ask: a plan is that of the run; and what cannot run is refused early."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import assert_refused
+from shell import shell
 from tiny import FAMILIES, save_pair, streaming_ram
 
 import offload
+from offload.engine.request import Request
 from offload.engine.resolve import Assumptions, resolve
 from offload.errors import UserError
 from offload.planning.hardware import KNOWN
@@ -70,10 +73,15 @@ def test_a_tree_that_is_chosen_is_planned_as_large_as_memory_has_room_for(pair: 
         estimate(*pair, replace(options, tree="64x16"), has_packing=False)
 
 
-def test_a_tree_deeper_than_the_context_is_refused_by_both(pair: tuple[str, str]) -> None:
+def test_what_one_refuses_the_others_refuse(pair: tuple[str, str], tmp_path: Path) -> None:
     how = {**HOW, "context": 8, "ram": "1GiB", "tree": "64x16"}
     for ask in (lambda: estimate(*pair, LoadOptions(**how)), lambda: offload.load(*pair, **how)):
         with pytest.raises(UserError, match=r"the tree is \d+ deep, the context has 8 positions"):
+            ask()
+    (tmp_path / "text").write_text("word " * 100)
+    wrong = LoadOptions(draft_dtype="int3")
+    for ask in (lambda: tune(*pair, [tmp_path / "text"], Sampling(), wrong), lambda: resolve(*pair, wrong)):
+        with pytest.raises(UserError, match="`draft_dtype` must be int8 or int4"):
             ask()
 
 
@@ -81,14 +89,6 @@ def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str],
     options = LoadOptions(ram=streaming_ram(*pair, **TIGHT), link_limit="1MB", **HOW)
     estimate(*pair, options, has_packing=False)
     assert [one["limit_bytes_per_s"] for one in asked] == [1_000_000]
-
-
-def test_a_tune_refuses_what_loading_refuses(pair: tuple[str, str], tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("word " * 100)
-    wrong = LoadOptions(draft_dtype="int3")
-    for ask in (lambda: tune(*pair, [tmp_path / "text"], Sampling(), wrong), lambda: resolve(*pair, wrong)):
-        with pytest.raises(UserError, match="`draft_dtype` must be int8 or int4"):
-            ask()
 
 
 def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
@@ -100,3 +100,49 @@ def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
     assert profile is None and why
     with pytest.raises(UserError, match="is of this machine"):
         resolve(*pair, LoadOptions(device="cpu"), assumed=Assumptions(machine))
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request([5] * 60), "60 tokens and 128 new ones exceed the context of 64"),
+        (Request([]), "the prompt is empty"),
+        (Request([10**6]), "prompt ids must lie in"),
+        (Request(["a"]), r"must be text, messages or token ids, got \['a'\]"),  # type: ignore[list-item]
+        (Request([1.5]), r"must be text, messages or token ids, got \[1.5\]"),  # type: ignore[list-item]
+        (Request(7), "must be text, messages or token ids, got 7"),  # type: ignore[arg-type]
+        (Request("Count: caf\udce9"), "text must be Unicode, got half a character at 10"),
+    ],
+)
+def test_the_first_request_is_checked_by_load(request_: Request, words: str, sound: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        offload.load(sound, sound, "1GiB", context=64, threads=1, request=request_)
+
+
+@pytest.mark.parametrize("models", [(None,), (5,), (["a"],), ("no/such", 5)])
+def test_a_model_that_is_no_name_is_refused(models: tuple[Any, ...], sound: Path) -> None:
+    with pytest.raises(UserError, match="a model must be a folder, a GGUF file or a hub id"):
+        offload.load(*(str(sound) if name == "no/such" else name for name in models), ram="1GiB")
+
+
+def test_arguments_of_another_type_are_named(sound: Path) -> None:
+    with offload.load(sound, sound, "1GiB", "4x2", context=64, threads=1) as decoder:
+        for name in ("tree", "rule"):
+            with pytest.raises(UserError, match=f"`{name}` must be"):
+                decoder.generate("Count:", max_new_tokens=2, **{name: 5})
+        for prompt in (5, None, b"Count:", [5, "a"], [None], {"role": "user"}, [{"role": "user", "content": [5]}]):
+            with pytest.raises(UserError):
+                decoder.generate(prompt, max_new_tokens=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_nothing_is_measured_in_vain(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, command = tmp_path / "short.txt", ("tune", "-m", sound, "-d", sound, "--ram", "1GiB", "--text")
+    short.write_text("x")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert_refused(shell(*command, short), "a text must have 64 tokens")
+    assert_refused(shell(*command, short, "--tree", "oak"), "--tree must be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(short))
+    for where in ((*command, short), ("demo", "--size", "60MB")):
+        assert_refused(shell(*where), "cannot write", "Not a directory", "set XDG_CACHE_HOME")

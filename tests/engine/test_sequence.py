@@ -16,7 +16,6 @@ from offload.engine.decoder import Decoder
 from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.sharing import CachePool
 from offload.engine.text import TextStream
-from offload.model.kv_cache import KVCache
 from offload.model.target import Target
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -73,13 +72,6 @@ def test_a_text_follows_what_passes_have_taught(decoder: Decoder, monkeypatch: p
     assert result.token_ids == wanted
     assert taught[:2] == [16, 16] and set(taught[2:]) == {6}
     assert result.stats.tree_num_nodes == 6
-
-
-def test_models_hold_no_text(decoder: Decoder) -> None:
-    before = [dict(vars(model)) for model in (decoder.target, decoder.drafter)]
-    written(decoder, PROMPT, Sampling(), SHAPES[0])
-    assert before == [vars(model) for model in (decoder.target, decoder.drafter)]
-    assert not any(isinstance(value, KVCache) for attributes in before for value in attributes.values())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["static", "dynamic"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reciting import PROMPT, failing_reads, open_decoder, recited
+from reciting import PROMPT, before_steps, failing_reads, open_decoder, recited
 from waiting import PATIENCE_S, until
 
 import offload
@@ -20,7 +20,6 @@ from offload.engine.decoder import Decoder
 from offload.engine.job import MOST_PIECES, Cancelled, Job, Ticket
 from offload.engine.request import Request
 from offload.engine.service import Closing, Engine, QueueFull
-from offload.engine.step import SpeculationStep
 from offload.engine.text import TextStream
 from offload.errors import ReadError, UserError
 from offload.sampling_options import Sampling
@@ -42,55 +41,35 @@ def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
 @contextmanager
 def held_passes() -> Iterator[threading.Semaphore]:
     """A pass takes place for every release."""
-    passes, original = threading.Semaphore(0), SpeculationStep.step
-
-    def step(self: SpeculationStep, *arguments: Any) -> Any:
-        assert passes.acquire(timeout=PATIENCE_S)
-        return original(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpeculationStep, "step", step)
+    passes = threading.Semaphore(0)
+    with before_steps(lambda: passes.acquire(timeout=PATIENCE_S) or _fail()):
         try:
             yield passes
         finally:
             passes.release(1 << 20)
 
 
-def test_each_caller_gets_what_it_would_get_alone(looper: Path) -> None:
-    wishes: list[Any] = [{"temperature": 9.0, "seed": seed} for seed in range(6)]
+def test_each_caller_gets_what_it_would_get_alone_and_texts_share_passes(looper: Path) -> None:
+    """They leave one after the other as they end, and one is cancelled in between."""
+    wishes: list[Any] = [(num, {"temperature": 9.0, "seed": seed}) for seed, num in enumerate((30, 5, 18, 9, 24))]
     with open_decoder(looper) as decoder:
-        wanted = [decoder.generate(PROMPT, max_new_tokens=12, **wish).token_ids for wish in wishes]
+        wanted = [decoder.generate(PROMPT, max_new_tokens=num, **wish).token_ids for num, wish in wishes]
         assert len(set(map(tuple, wanted))) > 1, "else the test could not tell them apart"
-        with Engine(decoder) as engine, ThreadPoolExecutor(6) as pool:
-            got = list(pool.map(lambda wish: engine.submit(request(**wish)).result(PATIENCE_S).token_ids, wishes))
-            assert got == wanted
-            figures = engine.figures()
-            assert (figures.num_done, figures.num_tokens) == (6, sum(map(len, wanted)))
-            assert (figures.num_active, figures.num_waiting) == (0, 0)
-            assert figures.num_passes == len(figures.recent) > 0
-            assert figures.moved.num_bytes == sum(one.moved.num_bytes for one in figures.recent) > 0
-
-
-def test_texts_share_passes_and_have_the_tokens_that_they_have_alone(looper: Path) -> None:
-    """They come one after the other, and each leaves when it has ended; one is cancelled in between."""
-    wishes: list[Any] = [{"temperature": 9.0, "seed": seed} for seed in range(5)]
-    lengths = [30, 5, 18, 9, 24]
-    with shared_by(looper, 3) as engine:
-        decoder, passes_alone = engine.decoder, list[int]()
-        wanted = []
-        for wish, num in zip(wishes, lengths, strict=True):
-            before = engine.figures().num_passes
-            wanted.append(engine.submit(request(num, **wish)).result(PATIENCE_S).token_ids)
-            passes_alone.append(engine.figures().num_passes - before)
-        before = engine.figures().num_passes
+        with Engine(decoder) as engine:
+            assert [engine.submit(request(num, **wish)).result(PATIENCE_S).token_ids for num, wish in wishes] == wanted
+            alone = engine.figures()
+    assert (alone.num_done, alone.num_tokens) == (5, sum(map(len, wanted)))
+    assert (alone.num_active, alone.num_waiting) == (0, 0) and alone.num_passes == len(alone.recent) > 0
+    assert alone.moved.num_bytes == sum(one.moved.num_bytes for one in alone.recent) > 0
+    with shared_by(looper, 3) as engine, ThreadPoolExecutor(5) as pool:
         goner = engine.submit(request(FOR_EVER))
-        tickets = [engine.submit(request(num, **wish)) for wish, num in zip(wishes, lengths, strict=True)]
+        found = pool.map(lambda one: engine.submit(request(one[0], **one[1])).result(PATIENCE_S).token_ids, wishes)
         next(iter(goner))
         goner.cancel()
-        assert [ticket.result(PATIENCE_S).token_ids for ticket in tickets] == wanted
-        figures = engine.figures()
-        assert figures.num_passes - before < sum(passes_alone), "texts share passes"
-        assert max(one.num_texts for one in figures.recent) == decoder.num_parallel == 3
+        assert list(found) == wanted
+        shared = engine.figures()
+        assert shared.num_passes < alone.num_passes, "texts share passes"
+        assert max(one.num_texts for one in shared.recent) == engine.decoder.num_parallel == 3
 
 
 def test_what_others_have_gained_by_the_pass_of_one_that_fails_is_handed_out(
@@ -147,15 +126,17 @@ def shared_by(model: Path, parallel: int) -> Iterator[Engine]:
         yield engine
 
 
-def test_pieces_are_the_text_in_order(looper: Path) -> None:
+def test_pieces_are_the_text_in_order_and_a_slow_reader_gets_fewer_and_longer_ones(looper: Path) -> None:
     with engine_of(looper) as engine:
-        ticket = engine.submit(request(40))
-        pieces = list(ticket)
-        result = ticket.result()
+        ticket, slow = engine.submit(request(40)), engine.submit(request(FOR_EVER), tree="none")
+        pieces, result = list(ticket), ticket.result()
+        whole = slow.result(PATIENCE_S)
+        longer = list(slow)
     assert "".join(piece.text for piece in pieces) == result.text
     assert [token for piece in pieces for token in piece.token_ids] == result.token_ids
-    assert len(pieces) > 3
-    assert all(piece.last_pass is not None for piece in pieces)
+    assert len(pieces) > 3 and all(piece.last_pass is not None for piece in pieces)
+    assert len(longer) == MOST_PIECES < len(whole.token_ids) and longer[-1].last_pass is None
+    assert "".join(piece.text for piece in longer) == whole.text
 
 
 def test_requests_wait_in_order_and_too_many_are_refused(looper: Path) -> None:
@@ -244,16 +225,6 @@ def test_closing_without_grace_cancels(looper: Path) -> None:
         assert decoder.generate(PROMPT, max_new_tokens=1).finish_reason == "length", "the decoder is free again"
 
 
-def test_a_slow_reader_gets_fewer_and_longer_pieces(looper: Path) -> None:
-    with engine_of(looper) as engine:
-        ticket = engine.submit(request(FOR_EVER), tree="none")
-        result = ticket.result(PATIENCE_S)
-        pieces = list(ticket)
-    assert len(pieces) == MOST_PIECES < len(result.token_ids)
-    assert "".join(piece.text for piece in pieces) == result.text
-    assert pieces[-1].last_pass is None
-
-
 def test_memory_is_given_back_once_behind_each_pause(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And meanwhile whoever comes is heard."""
     heard = list[int]()
@@ -272,7 +243,8 @@ def test_memory_is_given_back_once_behind_each_pause(looper: Path, monkeypatch: 
             assert heard.count(count) == 1
 
 
-def test_nothing_is_kept_of_requests_that_have_ended(looper: Path) -> None:
+def test_nothing_is_kept_of_requests_that_have_ended_or_failed(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error knows the calls that it came by, and these the ticket."""
     with engine_of(looper) as engine:
         before = num_alive()
         for _ in range(5):
@@ -280,13 +252,8 @@ def test_nothing_is_kept_of_requests_that_have_ended(looper: Path) -> None:
         until(lambda: num_alive() == before)
         kept = engine.submit(request(2))
         assert num_alive() == before + 2, "the count can tell"
-        kept.cancel()
-
-
-def test_nothing_is_kept_of_requests_that_have_failed(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error knows the calls that it came by, and these the ticket."""
-    with engine_of(looper) as engine:
-        before = num_alive()
+        kept.result(PATIENCE_S)
+        del kept
         monkeypatch.setattr(Decoder, "begin", lambda *_, **__: _fail())
         for _ in range(5):
             with suppress(ZeroDivisionError):

@@ -13,11 +13,13 @@ import pytest
 import torch
 from refusals import join, split
 from test_chat import CONTEXT, QUESTIONS, open_pair, said
+from tiny import finished
 
 import offload
 from offload.checkpoint import identity
 from offload.checkpoint.identity import PARTS, SUM, ModelIdentity
 from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.session import SessionModels, _caches, check_session
@@ -42,6 +44,19 @@ def counted(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
+def lay_down(decoder: Decoder, path: Path, num_new: int = NUM_FIRST, **how: Any) -> list[int]:
+    """Write a text's beginning and its session: its tokens."""
+    ids = decoder.generate(PROMPT, max_new_tokens=num_new, **how).token_ids
+    decoder.save_session(path)
+    return [*PROMPT, *ids]
+
+
+def gone_on(decoder: Decoder, tokens: list[int], **how: Any) -> Generation:
+    """The rest of a text whose beginning was loaded, or written just before."""
+    num_new = NUM_NEW - len(tokens) + len(PROMPT)
+    return finished(decoder.run(tokens, Sampling(**how), max_new_tokens=num_new, continues=True))
+
+
 @pytest.mark.parametrize(
     ("family", "tree", "temperature"),
     [("llama", "8x3", 0.0), ("llama", "none", 0.9), ("gemma3", "grown:16x4", 0.8), ("mixtral", "chain:3", 0.0)],
@@ -49,40 +64,31 @@ def counted(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_text_goes_on_as_if_it_had_not_stopped(
     family: str, tree: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, sampling = tmp_path / "text.session", Sampling(temperature=temperature, seed=3)
+    how = {"temperature": temperature, "seed": 3}
     with open_pair(family, tmp_path, tree) as decoder:
-        whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, temperature=temperature, seed=3)
-        first = decoder.generate(PROMPT, max_new_tokens=NUM_FIRST, temperature=temperature, seed=3)
-        decoder.save_session(path)
+        whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, **how)
+        first = lay_down(decoder, tmp_path / "text.session", **how)
     with open_pair(family, tmp_path, tree) as decoder:
-        session, taken = decoder.load_session(path), counted(decoder, monkeypatch)
-        assert session.tokens == [*PROMPT, *first.token_ids] and session.messages is None
-        run = decoder.run(session.tokens, sampling, max_new_tokens=NUM_NEW - NUM_FIRST, continues=True)
-        list(run)
-        result = run.result()
-    assert first.token_ids + result.token_ids == whole.token_ids
+        session, taken = decoder.load_session(tmp_path / "text.session"), counted(decoder, monkeypatch)
+        assert session.tokens == first and session.messages is None
+        result = gone_on(decoder, session.tokens, **how)
+    assert first + result.token_ids == PROMPT + whole.token_ids
     assert set(taken) == {0} and len(taken) == result.stats.num_sweeps + 1, "no sweep for the prompt"
     assert result.stats.num_kept_tokens == len(session.tokens) - 1
 
 
 def test_without_its_keys_and_values_the_prompt_would_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above; and with wrong ones, the text would be another."""
-    path = tmp_path / "text.session"
     with open_pair("llama", tmp_path, "8x3") as decoder:
         whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
-        decoder.generate(PROMPT, max_new_tokens=NUM_FIRST)
-        decoder.save_session(path)
+        tokens = lay_down(decoder, tmp_path / "text.session")
         taken = counted(decoder, monkeypatch)
-        tokens = [*PROMPT, *whole[:NUM_FIRST]]
         rest = decoder.generate(tokens, max_new_tokens=NUM_NEW - NUM_FIRST).token_ids
         assert whole[NUM_FIRST:] == rest and taken[0] == len(tokens) - 1
-        decoder.load_session(path)
-        layer = decoder._pool.caches.target.layers[0]
+        decoder.load_session(tmp_path / "text.session")
         with torch.inference_mode():
-            layer.values.zero_()
-        run = decoder.run(tokens, Sampling(), max_new_tokens=NUM_NEW - NUM_FIRST, continues=True)
-        list(run)
-        assert run.result().token_ids != rest
+            decoder._pool.caches.target.layers[0].values.zero_()
+        assert gone_on(decoder, tokens).token_ids != rest
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -105,37 +111,30 @@ def test_a_conversation_goes_on(temperature: float, tmp_path: Path) -> None:
 
 
 def test_another_draft_is_no_hindrance(tmp_path: Path) -> None:
-    path = tmp_path / "text.session"
     with open_pair("llama", tmp_path, "8x3") as decoder:
         whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
-        decoder.generate(PROMPT, max_new_tokens=NUM_FIRST)
-        decoder.save_session(path)
+        lay_down(decoder, tmp_path / "text.session")
     target = tmp_path / "target"
     for draft, tree in ((None, "none"), (target, "8x3")):  # the second of the target's weights
         with offload.load(target, draft, "1GiB", tree, context=CONTEXT, dtype="float32", threads=1) as decoder:
-            session = decoder.load_session(path)
+            session = decoder.load_session(tmp_path / "text.session")
             kept = {part: cache.length for part, cache in _caches(decoder._pool).items()}
             assert kept.pop("target") == len(session.tokens) - 1 and not any(kept.values()), "of another draft nothing"
-            run = decoder.run(session.tokens, Sampling(), max_new_tokens=NUM_NEW - NUM_FIRST, continues=True)
-            list(run)
-            assert run.result().token_ids == whole[NUM_FIRST:] and run.result().stats.num_kept_tokens
+            result = gone_on(decoder, session.tokens)
+            assert result.token_ids == whole[NUM_FIRST:] and result.stats.num_kept_tokens
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    path, told = tmp_path / "text.session", r"cannot write the session to .* \(No space left on device\): name another"
     with open_pair("llama", tmp_path, "8x3") as decoder:
-        path = tmp_path / "text.session"
-        decoder.generate(PROMPT, max_new_tokens=2)
-        decoder.save_session(path)
+        lay_down(decoder, path, 2)
         before = path.read_bytes()
-
-        def full(_: int) -> None:
-            raise OSError(28, "No space left on device")
-
         decoder.generate(PROMPT[:-1], max_new_tokens=2)
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(
-            UserError, match=r"cannot write the session to .* \(No space left on device\): name another"
-        ):
+        with pytest.raises(UserError, match=told):
             decoder.save_session(path)
         assert path.read_bytes() == before and len(list(tmp_path.glob(".*"))) == 0
 
@@ -154,22 +153,24 @@ def test_keys_and_values_are_never_said_to_be_of_files_that_came_later(which: st
     assert not (tmp_path / "text.session").exists()
 
 
+ALONE = LoadOptions(ram="1GiB", tree="none", context=CONTEXT, dtype="float32", threads=1)
+
+
 def test_a_session_that_was_wished_for_is_kept_whatever_comes_to_the_files(tmp_path: Path) -> None:
     """It is of those that were opened, and said to be."""
     open_pair("llama", tmp_path, "8x3").close()
-    options = LoadOptions(ram="1GiB", tree="none", context=CONTEXT, dtype="float32", threads=1)
-    with open_decoder(tmp_path / "target", None, options, Request(is_kept=True)) as decoder:
+    path, config = tmp_path / "text.session", tmp_path / "target" / "config.json"
+    with open_decoder(tmp_path / "target", None, ALONE, Request(is_kept=True)) as decoder:
         wanted = decoder.generate(PROMPT, max_new_tokens=NUM_FIRST).token_ids
-        config = tmp_path / "target" / "config.json"
         before = config.read_bytes()
         config.write_bytes(before.replace(b"rms_norm_eps", b"rms_norm_epz"))
-        decoder.save_session(tmp_path / "text.session")
+        decoder.save_session(path)
     others = pytest.raises(UserError, match=r"was computed with another model \(config differs\)")
-    with open_decoder(tmp_path / "target", None, options) as decoder, others:
-        decoder.load_session(tmp_path / "text.session")
+    with open_decoder(tmp_path / "target", None, ALONE) as decoder, others:
+        decoder.load_session(path)
     config.write_bytes(before)
-    with open_decoder(tmp_path / "target", None, options) as decoder:
-        assert decoder.load_session(tmp_path / "text.session").tokens == [*PROMPT, *wanted]
+    with open_decoder(tmp_path / "target", None, ALONE) as decoder:
+        assert decoder.load_session(path).tokens == [*PROMPT, *wanted]
 
 
 @pytest.mark.parametrize("has_samples", [True, False])
@@ -178,20 +179,18 @@ def test_a_session_of_weights_that_differ_in_one_byte_is_refused(
 ) -> None:
     if not has_samples:
         monkeypatch.setattr(identity, "_sampled", lambda checkpoint: "0" * 32)
-    options = LoadOptions(ram="1GiB", tree="none", context=CONTEXT, dtype="float32", threads=1)
     open_pair("llama", tmp_path, "8x3").close()
-    with open_decoder(tmp_path / "target", None, options, Request(is_kept=True)) as decoder:
-        decoder.generate(PROMPT, max_new_tokens=NUM_FIRST)
-        decoder.save_session(tmp_path / "text.session")
+    with open_decoder(tmp_path / "target", None, ALONE, Request(is_kept=True)) as decoder:
+        lay_down(decoder, tmp_path / "text.session")
     copy = shutil.copytree(tmp_path / "target", tmp_path / "copy")
-    with open_decoder(copy, None, options) as decoder:
+    with open_decoder(copy, None, ALONE) as decoder:
         decoder.load_session(tmp_path / "text.session")
     path = sorted(copy.glob("*.safetensors"))[1]
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"computed with another model \(weights differ\)"):
-        open_decoder(copy, None, options, Request(session=tmp_path / "text.session"))
+        open_decoder(copy, None, ALONE, Request(session=tmp_path / "text.session"))
 
 
 SAME = ModelIdentity(dict.fromkeys(PARTS, "a"), {SUM: "1" * 32})
@@ -223,9 +222,8 @@ def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:
         decoder.begin(PROMPT, Sampling())
         decoder.save_session(tmp_path / "text")
         assert decoder.load_session(tmp_path / "text").tokens == PROMPT
-        run = decoder.run(PROMPT, Sampling(), max_new_tokens=NUM_NEW, continues=True)
-        list(run)
-        assert run.result().token_ids == whole and run.result().stats.num_kept_tokens == 0
+        result = gone_on(decoder, PROMPT)
+        assert result.token_ids == whole and result.stats.num_kept_tokens == 0
 
 
 # What is refused
@@ -235,8 +233,7 @@ def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Decoder, Path]]:
     folder = tmp_path_factory.mktemp("saved")
     with open_pair("llama", folder, "8x3") as decoder:
-        decoder.generate(PROMPT, max_new_tokens=2)
-        decoder.save_session(folder / "sound")
+        lay_down(decoder, folder / "sound", 2)
     pair = (folder / "target", folder / "draft")
     with offload.load(*pair, "1GiB", "8x3", context=CONTEXT, dtype="float32", threads=1) as decoder:
         yield decoder, folder / "sound"
@@ -259,9 +256,18 @@ def notes(**changes: str | None) -> Callable[[bytes], bytes]:
     return edited(change)
 
 
-def changed(header: dict[str, Any], part: str) -> str:
-    """The identity of a model that has another such part."""
-    return json.dumps({**json.loads(header["__metadata__"]["target"]), part: "0" * 32})
+def of_another(part: str) -> Callable[[bytes], bytes]:
+    """The session of a model that has another such part."""
+
+    def change(header: dict[str, Any]) -> None:
+        told = json.loads(header["__metadata__"]["target"])
+        header["__metadata__"]["target"] = json.dumps({**told, part: "0" * 32})
+
+    return edited(change)
+
+
+def renamed(name: str, other: str) -> Callable[[bytes], bytes]:
+    return edited(lambda header: header.update({other: header.pop(name)}))
 
 
 def reshaped(name: str, shape: Callable[..., list[int]], dtype: str = "F32") -> Callable[[bytes], bytes]:
@@ -273,26 +279,28 @@ def flipped(content: bytes) -> bytes:
     return content[:-9] + bytes([content[-9] ^ 4]) + content[-8:]
 
 
+def without_a_layer(content: bytes) -> bytes:
+    """Without the draft's last one, which lies at the end."""
+    header, data = split(content)
+    last = f"draft.keys.{max(int(name.rsplit('.', 1)[1]) for name in header if name.startswith('draft'))}"
+    gone = [header.pop(name)["data_offsets"][0] for name in (last, last.replace("keys", "values"))]
+    return join(json.dumps(header).encode(), data[: min(gone)])
+
+
+OTHER_FORMAT = "is no offload session, version 2, but {}: name another file"
+
+
 @pytest.mark.parametrize(
     ("breaks", "words"),
     [
-        (
-            edited(lambda header: header["__metadata__"].update(target=changed(header, "weights"))),
-            r"was computed with another model \(weights differ\): name another file, or",
-        ),
-        (
-            edited(lambda header: header["__metadata__"].update(target=changed(header, "tokenizer"))),
-            r"was computed with another model \(tokenizer differs\): name another file, or",
-        ),
+        (of_another("weights"), r"was computed with another model \(weights differ\): name another file, or"),
+        (of_another("tokenizer"), r"was computed with another model \(tokenizer differs\): name another file, or"),
         (notes(target=None), "is broken .it does not tell of which model it is"),
         (notes(target="0" * 64), "is broken .it does not tell of which model it is"),
         (notes(target_dtype="bfloat16"), r"other `dtype` \(bfloat16, not float32\): name another file"),
-        (notes(format="x"), "is no offload session, version 2, but x: name another file"),
-        (
-            notes(format="offload session, version 1"),
-            "is no offload session, version 2, but offload session, version 1: name another file, or delete it",
-        ),
-        (notes(format=None), "is no offload session, version 2, but something else: name another file"),
+        (notes(format="x"), OTHER_FORMAT.format("x")),
+        (notes(format="offload session, version 1"), OTHER_FORMAT.format("offload session, version 1")),
+        (notes(format=None), OTHER_FORMAT.format("something else")),
         (notes(messages=None), "is broken .*messages"),
         (notes(messages="{}"), "is broken .messages are a list"),
         (notes(messages='[{"role": 5, "content": ""}]'), "is broken .a message has a role and a content"),
@@ -310,9 +318,10 @@ def flipped(content: bytes) -> bytes:
         (reshaped("target.keys.1", lambda _, g, p, k: [1, g, p, 2 * k], "BF16"), "keys.1 has shape .* type BF16"),
         (reshaped("target.keys.1", lambda _, g, p, k: [g, p * k]), "is broken"),
         (reshaped("tokens", lambda p: [p], "F64"), "is broken .tokens are a row"),
-        (edited(lambda header: header.update({"target.keys.7": header.pop("target.keys.1")})), "do not pair"),
-        (edited(lambda header: header.update({"target.keys.x": header.pop("target.keys.1")})), "is broken"),
-        (edited(lambda header: header.update({"tokenz": header.pop("tokens")})), "is broken"),
+        (renamed("target.keys.1", "target.keys.7"), "do not pair"),
+        (renamed("target.keys.1", "target.keys.x"), "is broken"),
+        (renamed("tokens", "tokenz"), "is broken"),
+        (without_a_layer, r"draft has \d layers with keys and values, not \["),
     ],
 )
 def test_broken_files_are_refused(
@@ -336,17 +345,6 @@ def test_a_decoder_goes_on_behind_a_broken_file(saved: tuple[Decoder, Path], tmp
     decoder.load_session(sound)
 
 
-def test_missing_layers_are_refused(saved: tuple[Decoder, Path], tmp_path: Path) -> None:
-    decoder, sound = saved
-    header, data = split(sound.read_bytes())
-    last = f"draft.keys.{max(int(name.rsplit('.', 1)[1]) for name in header if name.startswith('draft'))}"
-    cut = min(header[last]["data_offsets"][0], header[last.replace("keys", "values")]["data_offsets"][0])
-    header = {n: v for n, v in header.items() if n not in (last, last.replace("keys", "values"))}
-    (tmp_path / "few").write_bytes(join(json.dumps(header).encode(), data[:cut]))
-    with pytest.raises(UserError, match=r"draft has \d layers with keys and values, not \["):
-        decoder.load_session(tmp_path / "few")
-
-
 def test_the_longest_context_cannot_be_raised(saved: tuple[Decoder, Path]) -> None:
     decoder, path = saved
     with pytest.raises(UserError, match="the context 42: name another file"):
@@ -356,12 +354,13 @@ def test_the_longest_context_cannot_be_raised(saved: tuple[Decoder, Path]) -> No
 @pytest.mark.usefixtures("_no_weights")
 def test_a_session_that_cannot_be_used_is_refused_before_weights_are_read(saved: tuple[Decoder, Path]) -> None:
     folder, request = saved[1].parent, Request(PROMPT, max_new_tokens=1, session=saved[1])
-    with pytest.raises(UserError, match=r"has 42 tokens, the context 42: raise `context`"):
-        offload.load(folder / "target", ram="1GiB", context=42, dtype="float32", threads=1, request=request)
-    with pytest.raises(UserError, match="other `dtype`"):
-        offload.load(folder / "target", ram="1GiB", context=99, dtype="bfloat16", threads=1, request=request)
-    with pytest.raises(UserError, match="cannot read the session"):
-        offload.load(folder / "target", ram="1GiB", threads=1, request=Request(session=folder / "none"))
+    for context, dtype, asked, words in (
+        (42, "float32", request, r"has 42 tokens, the context 42: raise `context`"),
+        (99, "bfloat16", request, "other `dtype`"),
+        (99, "float32", Request(session=folder / "none"), "cannot read the session"),
+    ):
+        with pytest.raises(UserError, match=words):
+            offload.load(folder / "target", ram="1GiB", context=context, dtype=dtype, threads=1, request=asked)
 
 
 def test_a_conversation_wants_a_template_and_stop_strings_text(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from matrix import matrix
 from tiny import save_tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from offload.engine import template_process as rendering
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, TemplateProcess
@@ -95,23 +94,20 @@ def test_output_is_limited_by_what_was_told(renderer: TemplateProcess) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
-def test_what_does_not_answer_is_ended(renderer: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_what_does_not_answer_or_has_died_is_replaced(
+    number: int, renderer: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It waits where it computes nothing: stopped, or for a disk."""
     renderer.render("", SAID)
     assert renderer._process is not None
-    os.kill(renderer._process.pid, signal.SIGSTOP)
-    monkeypatch.setattr(rendering, "_WAIT_S", 0.2)
-    with pytest.raises(TemplateExceeded, match="does not answer"):
-        renderer.render("{{ messages[0].content }}", SAID)
-    monkeypatch.undo()
-    assert renderer.render("{{ messages[0].content }}", SAID) == "hi"
-
-
-def test_a_process_that_has_died_is_replaced(renderer: TemplateProcess) -> None:
-    renderer.render("", SAID)
-    assert renderer._process is not None
-    renderer._process.kill()
-    renderer._process.wait()
+    os.kill(renderer._process.pid, number)
+    if number == signal.SIGKILL:
+        renderer._process.wait()
+    else:
+        with monkeypatch.context() as patch, pytest.raises(TemplateExceeded, match="does not answer"):
+            patch.setattr(rendering, "_WAIT_S", 0.2)
+            renderer.render("{{ messages[0].content }}", SAID)
     assert renderer.render("{{ messages[0].content }}", SAID) == "hi"
 
 
@@ -210,40 +206,21 @@ def test_what_is_written_is_what_transformers_writes(name: str, tmp_path: Path) 
     assert encode_messages(tokenizer, said) == list(ids)
 
 
-def _in_config(folder: Path, template: str) -> PreTrainedTokenizerFast:
-    save_tokenizer(folder, chat_template=template)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
-    return load_tokenizer(folder)
-
-
-def _in_file(folder: Path, template: str) -> PreTrainedTokenizerFast:
-    save_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(template)
-    return load_tokenizer(folder)
-
-
-def _of_processor(folder: Path, template: str) -> PreTrainedTokenizerFast:
-    save_tokenizer(folder)
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    return load_tokenizer(folder)
-
-
-def _additional(folder: Path, template: str) -> PreTrainedTokenizerFast:
-    """Beside a sound one; it is taken where tools are told of."""
-    save_tokenizer(folder, chat_template="{{ messages[0].content }}")
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(template)
-    return load_tokenizer(folder)
-
-
-@pytest.mark.parametrize("way", [_in_config, _in_file, _of_processor, _additional])
-def test_limits_hold_whatever_way_a_template_comes(way: Any, renderer: TemplateProcess, tmp_path: Path) -> None:
-    tokenizer = way(tmp_path, "{{ 'x' * (2 * 10 ** 6) }}")
+@pytest.mark.parametrize(
+    "file",
+    ["tokenizer_config.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"],
+)
+def test_limits_hold_whatever_way_a_template_comes(file: str, renderer: TemplateProcess, tmp_path: Path) -> None:
+    """An additional one lies beside a sound one, and is taken where tools are told of."""
+    path, is_additional, template = tmp_path / file, "/" in file, "{{ 'x' * (2 * 10 ** 6) }}"
+    save_tokenizer(tmp_path, chat_template="{{ messages[0].content }}" if is_additional else None)
+    path.parent.mkdir(exist_ok=True)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, "chat_template": template}) if path.suffix == ".json" else template)
+    tokenizer = load_tokenizer(tmp_path)
     with pytest.raises(UserError, match=r"^the model's chat template failed \(it writes 2000000 characters, .*\): "):
         encode_messages(tokenizer, SAID, [{"type": "function", "function": {"name": "f"}}])
-    if way is not _additional:
+    if not is_additional:
         with pytest.raises(UserError, match="leave it out with `raw`"):
             encode_prompt(tokenizer, "hi")
 

@@ -1,9 +1,12 @@
-"""Pieces of text that never have to be taken back: characters split over tokens, stop strings split over bursts."""
+"""Pieces of text that never have to be taken back, and where a text ends, whatever tree and bursts brought it."""
 
+import codecs
 import errno
 import json
 import os
+import random
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from matrix import matrix
+from reciting import NUM_SAID, PROMPT, SAID, TREES, open_decoder
 from tiny import save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from offload.declaration import whole_number
 from offload.engine.request import Request, samples_of
@@ -76,35 +81,42 @@ def test_pieces_make_up_the_whole_text(seed: int, tokenizer: PreTrainedTokenizer
     assert "".join(pieces) == stream.text == stream.whole() == tokenizer.decode(prompt + tokens)[len("Say: ") :]
 
 
-def test_a_character_is_handed_out_when_it_is_complete(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = "é€日😀x"
-    stream, seen = TextStream(tokenizer, ids_of(tokenizer, "a")), []
-    for token in ids_of(tokenizer, text):
-        seen.append(stream.push([token])[0])
-    assert seen == ["", "é", "", "", "€", "", "", "日", "", "", "", "😀", "x"]
-    assert stream.finish() == ""
+CHARACTERS = ["", "é", "", "", "€", "", "", "日", "", "", "", "😀", "x"]
+STREAMS: dict[str, tuple[str, int, tuple[str, ...], list[int], list[str], str | None]] = {
+    # text, how many tokens of it are the prompt's, stops, bursts, what each shows, the rest, or None behind a stop
+    "a character when it is complete": ("aé€日😀x", 1, (), [1] * 13, CHARACTERS, ""),
+    "a character that the prompt begins": ("a日b", 3, (), [0, 2], ["", "日b"], ""),
+    "no special tokens": ("ab</s>c", 1, (), [3], ["bc"], ""),
+    "what may become a stop": ("axENEXyE", 1, ("END", "EX!"), [1] * 7, ["x", "", "", "EN", "", "EXy", ""], "E"),
+    "a stop at once, not that of the prompt": ("ENDEND", 3, ("END",), [3], [""], None),
+}
 
 
-def test_a_character_begun_by_the_prompt_is_not_lost(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Prompts given as ids may end anywhere."""
-    bytes_of_day = ids_of(tokenizer, "日")
-    stream = TextStream(tokenizer, [*ids_of(tokenizer, "a"), *bytes_of_day[:2]])
-    assert stream.push([]) == ("", False)
-    assert stream.push([*bytes_of_day[2:], *ids_of(tokenizer, "b")]) == ("日b", False)
+@pytest.mark.parametrize(("text", "num_prompt", "stops", "sizes", "shown", "rest"), STREAMS.values(), ids=STREAMS)
+def test_what_is_shown_and_when(
+    text: str, num_prompt: int, stops: tuple[str, ...], sizes: list[int], shown: list[str], rest: str | None,
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:  # fmt: skip
+    tokens = iter(ids_of(tokenizer, text))
+    stream = TextStream(tokenizer, [*islice(tokens, num_prompt)], stops)
+    seen = [stream.push([*islice(tokens, size)]) for size in sizes]
+    assert not [*tokens] and [piece for piece, _ in seen] == shown
+    assert [has_stopped for _, has_stopped in seen] == [*[False] * (len(sizes) - 1), rest is None]
+    assert rest is None or stream.finish() == rest
+    assert stream.text == "".join(shown) + (rest or "")
 
 
-def test_the_space_between_prompt_and_text_is_kept(with_spaces: PreTrainedTokenizerFast) -> None:
+def test_spaces_between_prompt_and_text_are_kept_and_not_taken_back(
+    with_spaces: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokenizers drop the space before punctuation when they decode, which by then has been shown."""
     assert with_spaces.decode([2]) == "upon", "the tokenizer drops a leading space: this is what the test is about"
     stream = TextStream(with_spaces, [1])
     assert [stream.push([token])[0] for token in (2, 3, 4, 5)] == [" upon", " a", " time", ","]
     alone = TextStream(with_spaces, [])
     assert alone.push([1, 2])[0] == "Once upon"
-
-
-def test_spaces_are_not_taken_back(with_spaces: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some tokenizers drop the space before punctuation when they decode, which by then has been shown."""
     monkeypatch.setattr(with_spaces, "clean_up_tokenization_spaces", True)
-    assert with_spaces.decode([1, 6, 5]) == "Once,", "this is what the test is about"
+    assert with_spaces.decode([1, 6, 5]) == "Once,", "and one within the text"
     stream = TextStream(with_spaces, [1])
     assert "".join(stream.push([token])[0] for token in (6, 5, 2)) == stream.whole() == " , upon"
 
@@ -115,11 +127,6 @@ def test_a_long_prompt_changes_nothing(tokenizer: PreTrainedTokenizerFast) -> No
         stream = TextStream(tokenizer, prompt[: len(prompt) - cut * 3])
         stream.push(ids_of(tokenizer, "the 日x"))
         assert stream.text.endswith("the 日x")
-
-
-def test_special_tokens_are_not_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(tokenizer, ids_of(tokenizer, "a"))
-    assert stream.push([*ids_of(tokenizer, "b"), tokenizer.eos_token_id, *ids_of(tokenizer, "c")])[0] == "bc"
 
 
 STOPS = {
@@ -150,13 +157,6 @@ def test_stops_do_not_depend_on_how_tokens_arrive(name: str, seed: int, tokenize
     assert len(one.tokens) == len(ids_of(tokenizer, TEXT[:first])), "what came later was accepted in vain"
 
 
-def test_what_may_become_a_stop_is_held_back(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(tokenizer, ids_of(tokenizer, "a"), ["END", "EX!"])
-    seen = [stream.push(ids_of(tokenizer, letter))[0] for letter in "xENEXyE"]
-    assert seen == ["x", "", "", "EN", "", "EXy", ""]
-    assert stream.finish() == "E"
-
-
 def test_a_stop_may_end_before_the_token_does(tokenizer: PreTrainedTokenizerFast) -> None:
     (token,) = (t for t in range(len(tokenizer)) if tokenizer.decode([t]) == " the")
     stream = TextStream(tokenizer, ids_of(tokenizer, "a"), ["th"])
@@ -164,28 +164,15 @@ def test_a_stop_may_end_before_the_token_does(tokenizer: PreTrainedTokenizerFast
     assert stream.tokens == [*ids_of(tokenizer, "x"), token]
 
 
-def test_a_stop_at_once_leaves_no_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(tokenizer, ids_of(tokenizer, "END"), ["END"])
-    assert stream.push(ids_of(tokenizer, "END")) == ("", True), "the prompt's own does not count"
-    assert stream.text == ""
-
-
-def test_stops_without_text_to_look_into_are_refused() -> None:
-    with pytest.raises(UserError, match="no tokenizer: leave it out"):
-        Request([1, 2], stop="END").ids(None, 10, 512)
-
-
-def test_whole_numbers_of_other_libraries_are_taken() -> None:
-    sampling = Sampling(temperature=1.0, top_k=np.int64(3), seed=np.int64(2**62))
+def test_numbers_of_other_libraries_are_taken_and_a_truth_is_one() -> None:
+    """Torch takes no `True` where it wants a number."""
+    sampling, wanted = (
+        Sampling(temperature=1.0, top_k=top_k, seed=seed)
+        for top_k, seed in ((np.int64(3), np.int64(2**62)), (3, 2**62))
+    )
     assert type(sampling.seed) is type(sampling.top_k) is int
-    assert Sampler(sampling, 10).draw(torch.arange(10.0), 3) == Sampler(
-        Sampling(temperature=1.0, top_k=3, seed=2**62), 10
-    ).draw(torch.arange(10.0), 3)
-
-
-def test_a_truth_is_a_number_to_every_library() -> None:
-    """Torch takes no `True` where it wants one."""
-    assert type(whole_number(True, "it")) is int
+    drawn = [Sampler(one, 10).draw(torch.arange(10.0), 3) for one in (sampling, wanted)]
+    assert drawn[0] == drawn[1] and type(whole_number(True, "it")) is int
     with pytest.raises(UserError, match="`stop` must be text"):
         Request([1, 2], stop=torch.tensor(1)).check()  # type: ignore[arg-type]
 
@@ -196,16 +183,22 @@ def test_samples_without_end_are_refused(number: int) -> None:
         next(samples_of(Request([1, 2]), number))
 
 
-def test_without_a_tokenizer_there_is_no_text() -> None:
+def test_without_a_tokenizer_there_is_no_text(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
     stream = TextStream(None, [1, 2])
     assert stream.push([3, 4]) == ("", False) and stream.finish() == "" == stream.text
+    with pytest.raises(UserError, match="no tokenizer: leave it out"):
+        Request([1, 2], stop="END").ids(None, 10, 512)
 
 
-def test_prompts_go_through_the_chat_template_unless_raw(tmp_path: Path) -> None:
+def test_prompts_go_through_the_chat_template_unless_raw(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     chatty = save_tokenizer(tmp_path, chat_template=TEMPLATE)
     assert chatty.decode(encode_prompt(chatty, "hi")) == "<user>hi<bot>"
     assert chatty.decode(encode_prompt(chatty, "hi", raw=True)) == "hi"
     assert chatty.decode(encode_prompt(load_tokenizer(tmp_path), "hi")) == "<user>hi<bot>"
+    assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "hi", "a model without a template takes it as it is"
+    with pytest.raises(UserError, match="the prompt is empty"):
+        encode_prompt(tokenizer, "")
 
 
 PARTS = (  # as LLaVA's: what is not a list of parts has none
@@ -271,16 +264,6 @@ def test_a_config_that_the_disk_does_not_give_is_not_taken_for_none(
     assert load_tokenizer(tmp_path) is not None, "a folder that has none is read as before"
 
 
-def test_without_a_template_the_prompt_is_taken_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "hi"
-    with pytest.raises(UserError, match="the prompt is empty"):
-        encode_prompt(tokenizer, "")
-
-
-def test_a_checkpoint_may_ship_no_tokenizer(tmp_path: Path) -> None:
-    assert load_tokenizer(tmp_path) is None
-
-
 CLASSES = [None, "LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "of nobody"]
 
 
@@ -310,3 +293,92 @@ def test_a_kind_of_model_that_its_usual_sizes_do_not_fit(tmp_path: Path) -> None
     if "gemma4_assistant" not in CONFIG_MAPPING:
         pytest.skip("this transformers has no gemma4_assistant")
     assert type(load_tokenizer(tmp_path)) is type(AutoTokenizer.from_pretrained(tmp_path, local_files_only=True))
+
+
+def test_end_token_stops(ender: Path) -> None:
+    with open_decoder(ender) as decoder:
+        for tree in TREES:
+            result = decoder.generate(PROMPT, tree=tree)
+            assert result.finish_reason == "stop" and result.text == SAID
+            assert len(result.token_ids) == NUM_SAID + 1 and result.token_ids[-1] == 2, "the end is a token, not text"
+
+
+def test_length_stops_inside_a_burst(looper: Path) -> None:
+    with open_decoder(looper) as decoder:
+        for num_tokens in range(1, 14):
+            results = [decoder.generate(PROMPT, max_new_tokens=num_tokens, tree=tree) for tree in TREES]
+            assert {len(result.token_ids) for result in results} == {num_tokens}
+            assert {result.finish_reason for result in results} == {"length"}
+            assert len({result.text for result in results}) == 1
+
+
+SAID_STOPS = [
+    (("wör",), " Hello "),  # begins and ends within tokens
+    (("o wörld 日",), " Hell"),  # over seven tokens, and a character in three parts
+    (("\n",), " Hello wörld 日 😀!"),
+    ((" ",), ""),
+    (("never said",), SAID),
+    (("😀", "日"), " Hello wörld "),  # the order in which they are given does not matter
+    (("日", "😀"), " Hello wörld "),
+    (("lo w", "o"), " Hell"),  # the first one to be complete counts, not the first one to begin
+    (("😀!\n", "Hello there"), " Hello wörld 日 "),
+]
+
+
+def test_stop_strings_end_every_tree_at_the_same_place(ender: Path) -> None:
+    with open_decoder(ender) as decoder:
+        for stops, text in SAID_STOPS:
+            results = [decoder.generate(PROMPT, stop=stops, tree=tree) for tree in TREES]
+            pieces = ["".join(decoder.stream(PROMPT, stop=stops, tree=tree)) for tree in TREES]
+            assert {result.text for result in results} == {text}
+            assert set(pieces) == {text}, "nothing of a stop string was shown before it was complete"
+            assert len({tuple(result.token_ids) for result in results}) == 1
+            assert {result.finish_reason for result in results} == {"stop"}
+
+
+def test_bytes_that_are_no_text_are_shown_once_it_is_certain(tokenizer: PreTrainedTokenizerFast) -> None:
+    lone, letter = ids_of(tokenizer, "日")[0], ids_of(tokenizer, "a")[0]
+    stream = TextStream(tokenizer, ids_of(tokenizer, "äöü 日:"))
+    assert [stream.push([token])[0] for token in (lone, letter, lone)] == ["", "\ufffda", ""]
+    assert stream.whole() == "\ufffda\ufffd" and stream.text == "\ufffda", "looking takes nothing"
+    assert stream.finish() == "\ufffd"
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2's: words bring their space along, and each byte of what the vocabulary lacks is a token."""
+    words = ["<unk>", "<s>", "\u2581", "\u2581a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    raw = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True))
+    spaces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Sequence(spaces)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", unk_token="<unk>")
+
+
+SAMPLES = ["é", "日", "😀", "a", "日本", "\ufffd"]
+
+
+def drawn_bytes(rng: random.Random, num: int) -> bytes:
+    """Characters, half ones, and bytes that begin none."""
+    raw = [rng.choice(SAMPLES).encode() for _ in range(num)]
+    return b"".join(one[rng.choice([0, 0, 1]) : rng.choice([2, 9])] for one in raw)
+
+
+@pytest.mark.parametrize("is_fallback", [True, False])
+@pytest.mark.parametrize("seed", range(60))
+def test_a_character_that_the_prompt_begins_is_new_text_once_it_is_whole(
+    seed: int, is_fallback: bool, tmp_path: Path
+) -> None:
+    """Else what stands for it is the prompt's, and no part of an answer that has to be valid."""
+    rng = random.Random(seed)
+    tokenizer = byte_fallback() if is_fallback else save_tokenizer(tmp_path)
+    before, after = drawn_bytes(rng, rng.randrange(4)), drawn_bytes(rng, 5)
+    names = {b: f"<0x{b:02X}>" if is_fallback else one for b, one in bytes_to_unicode().items()}
+    id_of = {byte: token for byte, name in names.items() if (token := tokenizer.get_vocab().get(name)) is not None}
+    before, after = (bytes(byte for byte in raw if byte in id_of) for raw in (before, after))
+    begun = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    begun.decode(before)
+    half = begun.getstate()[0]
+    joined = (half + after).decode(errors="replace")
+    wanted = joined[1:] if half and joined.startswith("\ufffd") else joined
+    stream = TextStream(tokenizer, [*tokenizer("a b")["input_ids"], *(id_of[byte] for byte in before)])
+    pieces, _ = stream_to_end(stream, bursts_of([id_of[byte] for byte in after], np.random.default_rng(seed)))
+    assert "".join(pieces) == stream.whole() == stream.text == wanted

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import typer
+from refusals import assert_refused
 from shell import shell
 from test_device_planner import CONFIGS
 
@@ -147,9 +148,7 @@ def between(text: str, begin: str, end: str) -> list[str]:
 def refusal(*arguments: object) -> str:
     """What a command line is told, in one line on standard error and nothing else."""
     outcome = shell(*arguments)
-    assert outcome.code == 2 and outcome.out == "", outcome
-    assert outcome.err.count("\n") == 1 and outcome.err.startswith("offload: ") and len(outcome.err) < 600
-    assert outcome.err[:-1].isprintable(), "nothing that moves a terminal's cursor"
+    assert_refused(outcome)
     return outcome.err.strip()
 
 

@@ -1,15 +1,19 @@
-"""Machines and clusters as data: those that are known, those that files describe, and what is refused of a file."""
+"""Machines and clusters: what files describe, who gets how much of a model, what ranks send, and what is refused."""
 
 import json
+import math
+import random
 from collections.abc import Callable
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload.errors import UserError
-from offload.planning.cluster import MAX_RANKS, Cluster, Network, read_cluster
+from offload.planning.cluster import MAX_RANKS, Cluster, Gathers, Hops, Network, read_cluster
 from offload.planning.hardware import KNOWN, Hardware, read_hardware
+from offload.planning.shares import Load, RankCapacity, _link_s, shard_fractions, stage_layers, stage_link_s
 
 GB = 10**9
 
@@ -139,3 +143,217 @@ def test_a_malformed_file_is_refused_in_one_line(
     with pytest.raises(UserError, match=r"\A[^\n]*\Z") as refusal:
         reader(written(tmp_path, content))
     assert words in str(refusal.value) and "mine" in str(refusal.value)
+
+
+LLAMA = Load([1_711_250_000] * 80, num_slots=0)  # Llama-3-70B in bf16; 136.9 GB
+
+
+def laptops(count: int, memory_gb: float = 26) -> list[RankCapacity]:
+    return [RankCapacity(int(memory_gb * GB), 3e9)] * count
+
+
+def shard_link_s(rank: RankCapacity, load: Load, fraction: float) -> float:
+    """What a rank's link needs in every pass for its share of each layer."""
+    held_bytes = load.slots_bytes + load.kv_bytes
+    return _link_s(rank, fraction * load.num_bytes, fraction * load.kv_bytes, fraction * held_bytes)
+
+
+def shard_s(ranks: list[RankCapacity], load: Load) -> float:
+    """Return the seconds of the slowest rank, with the shares that are chosen."""
+    times = []
+    for rank, share in zip(ranks, shard_fractions(ranks, load), strict=True):
+        times.append(max(shard_link_s(rank, load, share), rank.compute_s * share))
+    return max(times)
+
+
+def stage_s(rank: RankCapacity, load: Load, layers: range) -> float:
+    """Return the seconds of one stage; infinite where there is no room for it."""
+    own_bytes = sum(load.layer_bytes[layer] for layer in layers)
+    part = own_bytes / load.num_bytes
+    if min(own_bytes, load.least_slots_bytes) + part * load.kv_bytes > rank.memory_bytes:
+        return math.inf
+    return max(stage_link_s(rank, load, own_bytes), rank.compute_s * part)
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "shards", "stages"),
+    [(26, (37.0, 14.2, 6.5, 2.7), (37.0, 28.3, 19.6, 11.0)), (10, (42.3, 19.5, 11.9, 8.1), ())],
+)
+def test_the_times_of_four_laptops(memory_gb: int, shards: tuple[float, ...], stages: tuple[float, ...]) -> None:
+    for num_ranks, seconds in enumerate(shards, 1):
+        assert shard_s(laptops(num_ranks, memory_gb), LLAMA) == pytest.approx(seconds, abs=0.051)
+    for num_ranks, seconds in enumerate(stages, 1):
+        ranks = laptops(num_ranks, memory_gb)
+        layers = stage_layers(ranks, LLAMA)
+        one_run_s = sum(map(stage_s, ranks, [LLAMA] * num_ranks, layers))
+        assert max(map(len, layers)) - min(map(len, layers)) <= 1
+        assert one_run_s == pytest.approx(seconds, abs=0.051)
+
+
+def test_who_is_slower_gets_less() -> None:
+    # Uneven ranks are done at once.
+    ranks = [RankCapacity(26 * GB, 3e9), RankCapacity(10 * GB, 7e9), RankCapacity(0, 1e9)]
+    seconds = (136.9 - 36) / 11
+    shares = shard_fractions(ranks, LLAMA)
+    assert shares == pytest.approx([(26 + 3 * seconds) / 136.9, (10 + 7 * seconds) / 136.9, seconds / 136.9])
+    assert [shard_link_s(*pair, share) for *pair, share in zip(ranks, [LLAMA] * 3, shares, strict=True)] == (
+        pytest.approx([seconds] * 3)
+    )
+    # Slow processors get less: the second rank's link would do for half of it, its processor for a
+    # tenth.
+    ranks = [RankCapacity(0, 1e9, 10.0), RankCapacity(0, 1e9, 1000.0)]
+    seconds = 1 / (1e9 / LLAMA.num_bytes + 1 / 1000)
+    assert shard_fractions(ranks, LLAMA) == pytest.approx([1e9 * seconds / LLAMA.num_bytes, seconds / 1000])
+    # Between two slots and three nothing stays.
+    ranks, load = [RankCapacity(1_800_000, 1e6), RankCapacity(1_200_000, 1e6)], Load([10**6] * 4)
+    seconds = (1 - 1.8 / 7) / (1 / 7 + 1 / 4)
+    assert shard_fractions(ranks, load) == pytest.approx([(1.8 + seconds) / 7, seconds / 4])
+    assert shard_s(ranks, load) == pytest.approx(seconds)
+
+
+def test_where_all_of_it_fits_computing_decides_and_else_memory() -> None:
+    whole = 2 * LLAMA.num_bytes
+    assert shard_fractions([RankCapacity(whole, 1e9, 1.0), RankCapacity(whole, 9e9, 3.0)], LLAMA) == (
+        pytest.approx([0.75, 0.25])
+    )
+    sizes = [RankCapacity(80 * GB, 1e9), RankCapacity(120 * GB, 9e9)]
+    assert shard_fractions(sizes, LLAMA) == pytest.approx([0.4, 0.6])
+    assert [len(layers) for layers in stage_layers(sizes, LLAMA)] == [32, 48]
+    small = RankCapacity(int(0.2 * LLAMA.num_bytes), 1e9, 1.0)  # may compute half, but can hold no more than a fifth
+    shares = shard_fractions([small, RankCapacity(whole, 1e9, 1.0)], LLAMA)
+    assert shares[0] > 0.2 and shards_are_even([small, RankCapacity(whole, 1e9, 1.0)], LLAMA, shares)
+
+
+def shards_are_even(ranks: list[RankCapacity], load: Load, shares: tuple[float, ...]) -> bool:
+    """Whether no rank could take anything of the slowest and both be earlier."""
+    times = [
+        max(shard_link_s(rank, load, share), rank.compute_s * share) for rank, share in zip(ranks, shares, strict=True)
+    ]
+    slowest = max(times)
+    for rank, share, seconds in zip(ranks, shares, times, strict=True):
+        more = share + 1e-3
+        later = max(shard_link_s(rank, load, more), rank.compute_s * more)
+        if seconds < slowest * (1 - 1e-6) and later < slowest * (1 - 1e-6) and holds(rank, load, more):
+            return False
+    return True
+
+
+def holds(rank: RankCapacity, load: Load, share: float) -> bool:
+    """Whether a rank has room for the slots of such a share, or for all of it."""
+    needed = min(load.num_bytes, load.least_slots_bytes) + load.kv_bytes
+    return share * needed <= rank.memory_bytes and share <= 1
+
+
+def random_ranks(rng: random.Random, num_ranks: int, load: Load) -> list[RankCapacity]:
+    knows_compute = rng.random() < 0.5
+    return [
+        RankCapacity(
+            int(load.num_bytes * rng.choice([0.3, 1.0, 2.0]) * rng.random()) + load.slots_bytes + load.kv_bytes,
+            10 ** rng.uniform(6, 11),
+            10 ** rng.uniform(-3, 2) if knows_compute else 0.0,
+            int(load.num_bytes * rng.random()) if rng.random() < 0.2 else 0,
+            10 ** rng.uniform(6, 10) if rng.random() < 0.3 else math.inf,
+        )
+        for _ in range(num_ranks)
+    ]
+
+
+def random_load(rng: random.Random, num_layers: int) -> Load:
+    layer_bytes = [rng.randrange(10**6, 10**7) for _ in range(num_layers)]
+    return Load(layer_bytes, rng.choice([0, 10**6]), rng.choice([0, 2, 3]))
+
+
+def test_random_ranks_get_all_of_it_and_none_waits_in_vain() -> None:
+    rng = random.Random(14)
+    for _ in range(200):
+        load = random_load(rng, rng.randrange(1, 30))
+        ranks = random_ranks(rng, rng.randrange(1, 6), load)
+        shares = shard_fractions(ranks, load)
+        assert math.fsum(shares) == pytest.approx(1, abs=1e-12) and min(shares) > 0
+        assert shards_are_even(ranks, load, shares)
+        assert all(holds(rank, load, share * (1 - 1e-9)) for rank, share in zip(ranks, shares, strict=True))
+
+
+def test_stages_are_as_good_as_all_others() -> None:
+    rng = random.Random(15)
+    for _ in range(200):
+        load = random_load(rng, rng.randrange(1, 9))
+        num_layers = len(load.layer_bytes)
+        num_ranks = rng.randrange(1, min(4, num_layers) + 1)
+        ranks = random_ranks(rng, num_ranks, load)
+        bounds = ([0, *inner, num_layers] for inner in combinations(range(1, num_layers), num_ranks - 1))
+        cuts = [[range(lo, hi) for lo, hi in pairwise(ends)] for ends in bounds]
+        times = [[stage_s(rank, load, own) for rank, own in zip(ranks, cut, strict=True)] for cut in cuts]
+        stages = list(stage_layers(ranks, load))
+        least = min(map(max, times))
+        assert max(times[cuts.index(stages)]) == pytest.approx(least, rel=1e-9, abs=1e-12)
+        as_good = [sum(own) for own in times if max(own) <= least * (1 + 1e-12)]
+        assert sum(times[cuts.index(stages)]) == pytest.approx(min(as_good), rel=1e-6, abs=1e-12)
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    load, small = Load([10**6] * 4), RankCapacity(900_000, 1e6, name="beta")
+    with pytest.raises(UserError, match=r"^5 stages need as many layers, got 4: take fewer ranks$"):
+        stage_layers([RankCapacity(10**7, 1e6)] * 5, load)
+    with pytest.raises(
+        UserError, match=r"^rank beta has 879 KiB for layers, and two slots .* take 1.91 MiB: give it 1"
+    ):
+        stage_layers([RankCapacity(3 * 10**6, 1e6), small], load)
+    with pytest.raises(UserError, match=r"^all ranks together have 1.81 MiB for layers, and 1.91 MiB is the least"):
+        shard_fractions([RankCapacity(10**6, 1e6), small], load)
+    least = shard_fractions([RankCapacity(10**6, 1e6)] * 2, load)  # two slots of half a layer each
+    assert least == pytest.approx([0.5, 0.5])
+
+
+def test_a_card_behind_a_disk_is_as_slow_as_its_disk() -> None:
+    """40 GB on the card, 60 in pinned memory, and 36.9 of a 136.9 GB model come from the disk."""
+    card = RankCapacity(40 * GB, 25e9, 0.0, 60 * GB, 1e9)
+    assert shard_s([card], LLAMA) == pytest.approx(36.9)
+    assert shard_s([card._replace(host_bytes=100 * GB)], LLAMA) == pytest.approx(96.9 / 25)
+    assert stage_link_s(card, LLAMA, LLAMA.num_bytes) == pytest.approx(36.9)
+
+
+NETWORKS = {  # Gbit/s -> payload per second and latency; packets carry 1448 bytes of 1538 on the wire
+    1: Network(0.94e9 / 8, 100e-6),
+    2.5: Network(2.5 * 0.94e9 / 8, 80e-6),
+    10: Network(10 * 0.94e9 / 8, 50e-6),
+    25: Network(25 * 0.94e9 / 8, 30e-6),
+}
+WIDTHS = (8192, 8192, 28672, 8192)  # heads' output, o, features, down
+TABLE = {  # rows -> Gbit/s -> seconds of two ranks and of four
+    1: {1: (0.07, 0.15), 2.5: (0.04, 0.10), 10: (0.02, 0.05), 25: (0.01, 0.03)},
+    64: {1: (2.4, 3.6), 2.5: (0.97, 1.5), 10: (0.25, 0.40), 25: (0.10, 0.17)},
+    128: {1: (4.7, 7.1), 2.5: (1.9, 2.9), 10: (0.48, 0.75), 25: (0.20, 0.31)},
+    256: {1: (9.4, 14), 2.5: (3.8, 5.7), 10: (0.95, 1.4), 25: (0.39, 0.59)},
+}
+
+
+def even(num_ranks: int) -> Gathers:
+    return Gathers([[width // num_ranks] * num_ranks for width in WIDTHS], 80, 8192, 2)
+
+
+@pytest.mark.parametrize("rows", TABLE)
+@pytest.mark.parametrize("gbit", NETWORKS)
+def test_gathers_of_llama_take_what_the_table_says(rows: int, gbit: float) -> None:
+    for num_ranks, seconds in zip((2, 4), TABLE[rows][gbit], strict=True):
+        assert even(num_ranks).seconds(rows, NETWORKS[gbit]) == pytest.approx(seconds, rel=0.04, abs=0.0051)
+
+
+def test_what_is_sent_and_how_long_it_takes() -> None:
+    # Each rank sends as much as the widest to all others.
+    gathers = Gathers([[3, 5], [10, 6]], 2, 4, 2)
+    assert gathers.sent_bytes(7) == ((2 * 15 + 4) * 7 * 2, 2 * 15 * 7 * 2)
+    two, four = even(2).sent_bytes(128), even(4).sent_bytes(128)
+    assert two[1] == 80 * 128 * 2 * sum(WIDTHS) // 2 and four[3] == 3 * 80 * 128 * 2 * sum(WIDTHS) // 4
+    assert two[0] - two[1] == 128 * 8192 * 2 and even(1).sent_bytes(128) == (0,)
+    # A gather waits for who sends most.
+    network = Network(100.0, 0.5)
+    assert Gathers([[3, 5]], 1, 0, 2).seconds(10, network) == pytest.approx(10 * 5 * 2 / 100 + 2 * 0.5)
+    assert Gathers([[8, 1, 1]], 1, 0, 1).seconds(1, network) == pytest.approx(16 / 100 + 4 * 0.5)  # sent to two others
+    assert Gathers([[8]], 1, 4, 2).seconds(10, network) == 0.0
+    # Stages hand rows on.
+    hops, network = Hops(3, 8, 2), Network(1000.0, 0.25)
+    assert hops.sent_bytes(5) == (80, 80, 40)  # a token of 8 bytes a row comes back
+    assert hops.hop_s(5, network) == pytest.approx(0.08 + 0.25)
+    assert hops.seconds(5, network) == pytest.approx(2 * 0.33 + 0.04 + 0.25)
+    assert Hops(1, 8, 2).seconds(5, network) == 0.0 and Hops(1, 8, 2).sent_bytes(5) == (0,)

@@ -53,7 +53,6 @@ def test_the_papers_l40_is_predicted_from_data_sheets() -> None:
 
 
 def test_a_pass_reads_its_weights_or_multiplies_them() -> None:
-    # A pass reads its weights or multiplies them.
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
     costs = costs_on(TOY, target, draft, num_positions=1000)
     weights = sum(target.layer_bytes) + target.head_bytes
@@ -92,7 +91,6 @@ def test_experts_are_counted_in_the_headers(family: str, share: float, tmp_path:
 
 
 def test_a_step_is_drafting_and_the_slower_side() -> None:
-    # A step is drafting and the slower side.
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
     memory = make_plan(target, draft, TOY.ram_bytes, TOY.gpu_bytes, context=512, num_nodes=64)
     costs = costs_on(TOY, target, draft, 256)
@@ -199,24 +197,19 @@ def test_a_step_takes_what_playing_it_through_says(tree: str, machine: str) -> N
 
 
 def test_every_term_is_in_the_bill_and_more_slots_gain_nothing() -> None:
-    # Slots beyond what drafting takes gain nothing.
-    shape, hardware = TREES["dynamic"], KNOWN["l40"]
-    costs, plan = opened(hardware, shape)
-    step = step_time(costs, Traffic.of(plan, hardware), shape)
-    resident = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
-    tier_L = list(plan.tier_L)
-    tier_L[resident[len(resident) // 2]] = next(tier for tier in tier_L if tier != plan.tier_L[resident[0]])
-    other = replace(plan, tier_L=tuple(tier_L), num_slots=plan.num_slots + 1)
-    assert other.num_resident == plan.num_resident - 1
-    assert played_s(other, costs, step) == pytest.approx(played_s(plan, costs, step), rel=1e-3)
-    # Every term is in the bill: each of them left out makes the step shorter.
     shape, hardware = TREES["dynamic"], KNOWN["l40"]
     costs, plan = opened(hardware, shape)
     traffic = Traffic.of(plan, hardware)
-    whole = step_time(costs, traffic, shape)
+    step = step_time(costs, traffic, shape)
     for name, less in {"grow_s": NOTHING, "host_s": NOTHING, "draft_step_s": NOTHING, "ends_share": 0.0,
                        "verify_s": 0.0}.items():  # fmt: skip
-        assert step_time(replace(costs, **{name: less}), traffic, shape).total_s < whole.total_s, name
+        assert step_time(replace(costs, **{name: less}), traffic, shape).total_s < step.total_s, name
+    resident = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
+    tier_L = list(plan.tier_L)
+    tier_L[resident[len(resident) // 2]] = next(tier for tier in tier_L if tier != plan.tier_L[resident[0]])
+    other = replace(plan, tier_L=tuple(tier_L), num_slots=plan.num_slots + 1)  # beyond what drafting takes
+    assert other.num_resident == plan.num_resident - 1
+    assert played_s(other, costs, step) == pytest.approx(played_s(plan, costs, step), rel=1e-3)
 
 
 def test_kernels_are_launched_or_replayed() -> None:

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from expected import rank_trees
 from mixture_headers import mixture
 from plans import make_plan
-from ranking import rank_trees
 
 from offload.checkpoint.sizes import model_shape
 from offload.memory.planner import MemoryBudget, ModelFiles

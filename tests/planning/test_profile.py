@@ -42,27 +42,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def profile(**changes: Any) -> Profile:
-    values: dict[str, Any] = {
-        "identity": IDENTITY,
-        "target_name": "big",
-        "draft_name": "small",
-        "created": "2026-01-01T00:00:00+00:00",
-        "num_tokens": 6,
-        "is_teacher_forced": False,
-        "acceptance": (0.5, 0.25),
-        "standard_error": (0.1, 0.05),
-        "smoothing": 16.0,
-        "num_threads": 2,
-        "costs": Costs(
-            compute_s=Curve((1, 16), (0.1, 0.2)),
-            draft_step_s=Curve((1,), (0.01,)),
-            verify_s=0.001,
-            link_bytes_per_s=1e9,
-        ),
+    curves = {"compute_s": Curve((1, 16), (0.1, 0.2)), "draft_step_s": Curve((1,), (0.01,))}
+    names = {"target_name": "big", "draft_name": "small", "created": "2026-01-01T00:00:00+00:00"}
+    measured = {"num_tokens": 6, "num_threads": 2, "traces": ((0, 1, -1), (0, 0, 1)), "is_teacher_forced": False}
+    p = {"acceptance": (0.5, 0.25), "standard_error": (0.1, 0.05), "smoothing": 16.0}
+    found = {
+        "costs": Costs(**curves, verify_s=0.001, link_bytes_per_s=1e9),
         "dynamic_yields": (DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),),
-        "traces": ((0, 1, -1), (0, 0, 1)),
     }
-    return Profile(**{**values, **changes})
+    return Profile(**{"identity": IDENTITY, **names, **measured, **p, **found, **changes})  # type: ignore[arg-type]
 
 
 def test_what_is_saved_is_found_again(cache: Path) -> None:
@@ -97,14 +85,11 @@ def test_uses_of_other_experts_are_refused_where_they_were_named_and_else_passed
             known.of_experts(other, is_named=True)
 
 
-def test_file_is_for_people(cache: Path) -> None:
-    lines = save_profile(profile()).read_text().splitlines()
-    assert "  [0, 1, -1]," in lines and ' "acceptance": [0.5, 0.25],' in lines
-
-
-def test_keys_of_the_file_stay() -> None:
+def test_the_file_is_for_people_and_its_keys_stay() -> None:
     """Files of this schema lie on disks."""
-    values = json.loads(save_profile(profile(costs=replace(profile().costs, overlap_penalty=0.2))).read_text())
+    text = save_profile(profile(costs=replace(profile().costs, overlap_penalty=0.2))).read_text()
+    assert "  [0, 1, -1]," in text.splitlines() and ' "acceptance": [0.5, 0.25],' in text.splitlines()
+    values = json.loads(text)
     assert values["grown"] == [{"num_nodes": 16, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]
     assert list(values["costs"]) == ["compute_s", "draft_step_s", "verify_s", "link_bytes_per_s", "friction"]
     assert values["costs"]["friction"] == 0.2 and values["schema"] == SCHEMA == 3
@@ -137,20 +122,16 @@ def test_profile_of_another_run_is_refused(change: dict[str, Any], reason: str) 
     assert other.file_name != IDENTITY.file_name, "the key must tell them apart"
 
 
-def test_found_but_unusable_is_passed_over_with_the_reason() -> None:
-    path = save_profile(profile())
+def test_what_cannot_be_used_is_passed_over_with_the_reason() -> None:
+    path, warm = save_profile(profile()), replace(IDENTITY, temperature=1.0)
+    assert "temperature 0.6, not 1.0" in find_profile(warm)[1], "a near miss"
+    assert "no profile for this pair" in find_profile(replace(IDENTITY, target="c" * 64))[1]
     path.write_text(path.read_text()[:100])
     found, note = find_profile(IDENTITY)
     assert found is None and "not valid JSON" in note
-    save_profile(profile()).rename(path.with_name(replace(IDENTITY, temperature=1.0).file_name))
-    found, note = find_profile(replace(IDENTITY, temperature=1.0))
+    save_profile(profile()).rename(path.with_name(warm.file_name))
+    found, note = find_profile(warm)
     assert found is None and "temperature 0.6, not 1.0" in note, "a renamed file stays what it is"
-
-
-def test_note_names_the_settings_of_a_near_miss() -> None:
-    save_profile(profile())
-    assert "temperature 0.6, not 0.0" in find_profile(replace(IDENTITY, temperature=0.0))[1]
-    assert "no profile for this pair" in find_profile(replace(IDENTITY, target="c" * 64))[1]
 
 
 COSTS = json.loads(format_json(profile().as_dict()))["costs"]
@@ -220,20 +201,19 @@ def test_files_that_are_no_profile_are_refused(text: str | None, tmp_path: Path)
         read_profile(path, IDENTITY)
 
 
-def test_a_user_without_a_home_has_no_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_or_a_folder_to_write_in_has_no_profiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in containers: no HOME, and no entry in the list of users."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME"):
+        save_profile(profile())
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     assert find_profile(IDENTITY) == (None, "this user has no home folder: set XDG_CACHE_HOME to a folder")
     with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
-        save_profile(profile())
-
-
-def test_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME"):
         save_profile(profile())
 
 

@@ -93,7 +93,7 @@ def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_two_ranks")
 def test_options_know_the_ranks_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LoadOptions(ranks="stages:0,draft:1").roles() == Roles(2, (0,), 1)
-    assert LoadOptions().roles() is None
+    assert LoadOptions().roles() is None and LoadOptions(ranks="shards").experts == "auto"
     with pytest.raises(UserError, match="from 0 to 1"):
         LoadOptions(ranks="stages:0-2")
     with pytest.raises(UserError, match="`rule` sequoia"):
@@ -113,6 +113,7 @@ def test_options_know_the_ranks_that_were_started(monkeypatch: pytest.MonkeyPatc
         ({"slow_layer_s": 0.1}, "`slow_layer_s` goes with stages, got `ranks` none"),
         ({"ranks": "shards", "slow_layer_s": 0.1}, "`slow_layer_s` goes with stages, got `ranks` shards"),
         ({"ranks": "stages:0-1", "tree": "64x16"}, "`tree` is for one pass at a time"),
+        ({"ranks": "shards", "experts": "demand"}, "`experts` demand works in one process alone, got `ranks` shards"),
         ({"ranks": "shards", "pipeline": "plain"}, "`pipeline` says how stages run"),
     ],
 )

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from expected import rank_trees
 from matrix import matrix
-from ranking import rank_trees
 
 from offload.planning.cost_model import Costs, Curve, Traffic, step_time
 from offload.planning.profile import Profile

@@ -1,7 +1,6 @@
 """One tree for whoever asks, on each machine: what decodes, plans, tunes and measures mean one shape and one yield."""
 
 import json
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -210,11 +209,6 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in paths]
 
 
-@pytest.fixture
-def described(headers: list[str]) -> ModelFiles:
-    return ModelFiles(*map(describe, headers))
-
-
 def usual_profile(costs: Costs) -> Profile:
     """What a tune of such a machine would have found of a pair that is like the usual one."""
     identity = Identity(target="0" * 64, draft="1" * 64, rule="match", temperature=0.0, top_p=1.0, top_k=0,
@@ -233,24 +227,14 @@ class Capped(ResolvedRun):
         return found
 
 
-def capped(run: ResolvedRun) -> ResolvedRun:
-    return Capped(**{field.name: getattr(run, field.name) for field in fields(run)})
+def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "") -> dict[str, str]:
+    """By caller the tree that it chooses; one of them may have a cap of its own."""
 
+    def seen_by(caller: str, run: ResolvedRun) -> ResolvedRun:
+        is_capped = caller == capped
+        return Capped(**{field.name: getattr(run, field.name) for field in fields(run)}) if is_capped else run
 
-def unchanged(run: ResolvedRun) -> ResolvedRun:
-    return run
-
-
-def named(
-    described: ModelFiles,
-    headers: list[str],
-    machine: Hardware,
-    folder: Path,
-    ways: dict[str, Callable[[ResolvedRun], ResolvedRun]] | None = None,
-) -> dict[str, str]:
-    """By caller the tree that it chooses; `ways` are what callers make of their runs."""
-    ways = {"plan": unchanged, "generate": unchanged, "tune": unchanged} | (ways or {})
-    place = "cuda" if machine.gpu_bytes else None
+    described, place = ModelFiles(*map(describe, headers)), "cuda" if machine.gpu_bytes else None
     options = LoadOptions(context=LONG, ram=machine.ram_bytes, gpu_memory=machine.gpu_bytes)
     room = budget_of(options, place)
     context = room.plan(ModelFiles(described.target), 1).context
@@ -261,13 +245,13 @@ def named(
     told = {field.name: getattr(machine, field.name) for field in fields(machine)}
     said.write_text(json.dumps({name: value for name, value in told.items() if value is not None}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(estimating, "resolve", lambda *one, **more: ways["plan"](resolve(*one, **more)))
+        patch.setattr(estimating, "resolve", lambda *one, **more: seen_by("plan", resolve(*one, **more)))
         plan = estimating.estimate(
             *headers, LoadOptions(context=LONG, profile=str(path)), hardware=str(said), has_packing=False
         )
     options = replace(options, profile="none")
     run = ResolvedRun(files=described, options=options, tree=parse_tree("auto"), device=None, budget=room)
-    trees = ways["generate"](run).trees(Sampling())
+    trees = seen_by("generate", run).trees(Sampling())
     trees.find = lambda *_: (profile, "")
     settled = trees.nodes_to_plan(Sampling(), "match")
     decoded = trees.for_run(Sampling(), "match")
@@ -277,45 +261,29 @@ def named(
     return {
         "plan": label_of(plan.predictions[-1].shape),
         "generate": label_of(decoded.shape),
-        "tune": label_of(choice_from(profile, Sampling(), ways["tune"](run), run).shape),
+        "tune": label_of(choice_from(profile, Sampling(), seen_by("tune", run), run).shape),
     }
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_every_caller_names_the_same_tree(name: str, headers: list[str], described: ModelFiles, tmp_path: Path) -> None:
-    found = named(described, headers, MACHINES[name], tmp_path)
+def test_every_caller_names_the_same_tree(name: str, headers: list[str], tmp_path: Path) -> None:
+    found = named(headers, MACHINES[name], tmp_path)
     assert len(set(found.values())) == 1, found
 
 
-def test_sizes_follow_what_rows_cost(headers: list[str], described: ModelFiles, tmp_path: Path) -> None:
+def test_sizes_follow_what_rows_cost(headers: list[str], tmp_path: Path) -> None:
     """Large where a slow link leaves rows free, small where computing is what takes the time."""
     names = ("slow link", "l40", "h200", "server", "laptop")
-    trees = [named(described, headers, MACHINES[name], tmp_path)["plan"] for name in names]
+    trees = [named(headers, MACHINES[name], tmp_path)["plan"] for name in names]
     link, l40, h200, server, laptop = (int(tree.split(":")[1].split("x")[0]) for tree in trees)
     assert link == 2048 >= l40 > 512 > h200 > max(server, laptop), trees
 
 
 @pytest.mark.parametrize("caller", ["plan", "generate", "tune"])
-def test_a_cap_of_one_caller_is_noticed(caller: str, headers: list[str], described: ModelFiles, tmp_path: Path) -> None:
-    found = named(described, headers, MACHINES["slow link"], tmp_path, {caller: capped})
+def test_a_cap_of_one_caller_is_noticed(caller: str, headers: list[str], tmp_path: Path) -> None:
+    found = named(headers, MACHINES["slow link"], tmp_path, caller)
     assert found[caller] != found["tune" if caller != "tune" else "generate"], found
     assert int(found[caller].split(":")[1].split("x")[0]) == 512
-
-
-def test_there_is_one_way_from_options_to_a_run() -> None:
-    """What used to be assembled by each caller; a second way would soon mean another run."""
-    ways = {
-        "TreeSelector(": ["engine/resolve.py", "reports/forecast.py"],
-        "budget_of(": ["engine/resolve.py", "planning/budget.py"],
-        "settled_dtype(": ["checkpoint/safetensors.py", "engine/resolve.py"],
-        "with_experts(": ["engine/resolve.py", "planning/budget.py"],
-        "with_rates(": ["calibration/link.py", "engine/resolve.py"],
-        "find_profile(": ["engine/resolve.py", "planning/profile.py"],
-    }
-    package = Path(offload.__file__).parent
-    sources = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")}
-    for way, files in ways.items():
-        assert sorted(name for name, source in sources.items() if way in source) == files, way
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "dtype": "bfloat16",

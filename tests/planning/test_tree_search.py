@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from expected import expected_tokens
-from ranking import rank_trees
+from expected import expected_tokens, rank_trees
 
 from offload import timer
 from offload.calibration import threads as probe
@@ -92,21 +91,17 @@ def test_curves_widths_and_steps_are_what_hand_sums_say() -> None:
     assert Curve((8,), (0.5,)).at(100) == 0.5
     assert Curve((1, 2), (2.0, 1.0)).at(9) == 1.0, "beyond the last point time never falls"
     # Draft widths are the nodes with children.
-    assert draft_widths(chain(0)) == []
-    assert draft_widths(chain(3)) == [1, 1, 1]
-    assert draft_widths(sequences(4, 3)) == [1, 4, 4]
+    assert list(map(draft_widths, (chain(0), chain(3), sequences(4, 3)))) == [[], [1, 1, 1], [1, 4, 4]]
     # Step is draft plus the slower side.
-    what = Costs(
-        compute_s=Curve((1, 11), (0.1, 0.2)), draft_step_s=Curve((1,), (0.05,)), verify_s=0.01, link_bytes_per_s=1e9
-    )
-    resident = step_time(what, Traffic(0, 0), chain(10))
-    assert resident.total_s == pytest.approx(0.5 + 0.2 + 0.01) and resident.limit == "draft"
-    bound = step_time(what, Traffic(3 * 10**9, 0), chain(10))
-    assert bound.total_s == pytest.approx(0.5 + 3.0 + 0.01) and bound.limit == "link"
-    prefetched = step_time(what, Traffic(3 * 10**9, 4 * 10**8), chain(10))
-    assert prefetched.total_s == pytest.approx(0.5 + 2.6 + 0.01), "what the slots take in meanwhile is hidden"
-    short = step_time(what, Traffic(3 * 10**9, 2 * 10**9), chain(10))
-    assert short.total_s == pytest.approx(3.0), "no more is hidden than the time that drafting takes"
+    what = replace(costs(draft_s=0.05), compute_s=Curve((1, 11), (0.1, 0.2)), verify_s=0.01)
+    for streamed_bytes, slots_bytes, total_s, limit in (
+        (0, 0, 0.5 + 0.2 + 0.01, "draft"),
+        (3 * 10**9, 0, 0.5 + 3.0 + 0.01, "link"),
+        (3 * 10**9, 4 * 10**8, 0.5 + 2.6 + 0.01, "link"),  # what the slots take in meanwhile is hidden
+        (3 * 10**9, 2 * 10**9, 3.0, "link"),  # and no more than the time that drafting takes
+    ):
+        step = step_time(what, Traffic(streamed_bytes, slots_bytes), chain(10))
+        assert step.total_s == pytest.approx(total_s) and step.limit == limit
 
 
 def test_the_overlap_penalty_counts_where_both_sides_take_about_as_long_and_is_found_again() -> None:
@@ -373,9 +368,7 @@ def test_gains_are_exact_where_counted_and_even_between() -> None:
 
 def test_the_gain_enters_the_choice() -> None:
     """Rows cost so much that static trees stay small; where larger ones gain by growth, the choice follows."""
-    dear = Costs(
-        compute_s=Curve((1, 256), (0.1, 0.5)), draft_step_s=Curve((1,), (0.0,)), verify_s=0.0, link_bytes_per_s=1e9
-    )
+    dear = replace(costs(), compute_s=Curve((1, 256), (0.1, 0.5)))
     plain = TreeSearch(P_K, max_nodes=256)
     sizes = [(64, 16, 1.0), (256, 24, 2.5)]
     better = TreeSearch(

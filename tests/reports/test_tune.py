@@ -203,10 +203,9 @@ def test_named_profile_must_hold(pair: Pair, usual: TuneResult) -> None:
     path = str(usual.path)
     with offload.load(*pair, profile=path, context=256, **SETTINGS) as decoder:
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
-    with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
-        offload.load(*pair, profile=path, context=256, request=Request([5], Sampling(temperature=0.7)), **SETTINGS)
-    with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
-        offload.load(*pair, profile=path, context=256, request=Request(sampling=Sampling(temperature=0.7)), **SETTINGS)
+    for request in (Request([5], Sampling(temperature=0.7)), Request(sampling=Sampling(temperature=0.7))):
+        with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
+            offload.load(*pair, profile=path, context=256, request=request, **SETTINGS)
     values = json.loads(Path(path).read_text())
     Path(path).write_text(json.dumps({**values, "schema": 0}))
     with pytest.raises(UserError, match="schema 0"):
@@ -277,11 +276,8 @@ def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch:
 
 def test_teacher_forced_tune_says_so(pair: Pair, text: Path) -> None:
     profile = run(pair, text, num_tokens=2 * NUM_NEW, is_teacher_forced=True).profile
-    assert (
-        profile.is_teacher_forced
-        and profile.dynamic_yields == ()
-        and [len(trace) for trace in profile.traces] == [NUM_NEW] * 2
-    )
+    assert profile.is_teacher_forced and profile.dynamic_yields == ()
+    assert [len(trace) for trace in profile.traces] == [NUM_NEW] * 2
 
 
 @pytest.mark.parametrize(
@@ -305,10 +301,20 @@ def test_line_ends_of_texts_are_those_that_models_write(tmp_path: Path) -> None:
     assert read_text(tmp_path / "text") == "one\ntwo\n"
 
 
-def test_a_tune_is_of_the_device_that_is_named(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "open_run", None)
-    with pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
-        tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(device="cpu", gpu_memory="4GiB", **SETTINGS))
+def test_a_tune_is_of_the_device_and_the_config_that_are_named(
+    pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tuned_by(**options: Any) -> None:
+        tune(*map(str, pair), [text], Sampling(), LoadOptions(**options, **SETTINGS))
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
+        patch.setattr(tuning, "open_run", None)
+        tuned_by(device="cpu", gpu_memory="4GiB")
+    named = list[object]()
+    monkeypatch.setattr("offload.engine.resolve.open_headers", lambda _, config: named.append(config) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tuned_by(config=pair[0])
+    assert named == [pair[0]]
 
 
 @pytest.mark.usefixtures("usual_rows")
@@ -328,19 +334,6 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
         assert tuning.largest_that_fits(run, run.tree) == replace(
             run, options=LoadOptions(tree=tree.label), budget=budget, tree=tree
         )
-
-
-def test_a_tune_reads_the_config_that_was_named(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = list[object]()
-
-    def opened(model: object, config: object) -> None:
-        named.append(config)
-        raise UserError("seen")
-
-    monkeypatch.setattr("offload.engine.resolve.open_headers", opened)
-    with pytest.raises(UserError, match="seen"):
-        tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(config=pair[0], **SETTINGS))
-    assert named == [pair[0]]
 
 
 def test_what_computes_in_another_type_than_it_says_is_found_again(pair: Pair, text: Path, tmp_path: Path) -> None:
@@ -474,11 +467,10 @@ def test_gaps_are_zero_for_drawn_tokens_and_large_for_others() -> None:
 
 def test_a_greedy_gap_is_one_of_logits_and_not_stretched_by_a_temperature() -> None:
     draws_hold([0.0, BF16_NOISE], Sampling())
-    with pytest.raises(UserError, match="new token 1 is wrong"):
-        draws_hold([0.0, 2 * BF16_NOISE], Sampling())
     draws_hold([0.0, 2 * BF16_NOISE], Sampling(temperature=0.4))
-    with pytest.raises(UserError, match="new token 1 is wrong"):
-        draws_hold([0.0, 2 * BF16_NOISE], Sampling(temperature=0.6))
+    for sampling in (Sampling(), Sampling(temperature=0.6)):
+        with pytest.raises(UserError, match="new token 1 is wrong"):
+            draws_hold([0.0, 2 * BF16_NOISE], sampling)
 
 
 @pytest.mark.parametrize("rule", ["match", "sequoia"])

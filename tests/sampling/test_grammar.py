@@ -177,24 +177,21 @@ def test_a_compiler_that_panics_is_told_of(grammars: Grammars, monkeypatch: pyte
         grammars.mask(Grammar("regex", "panics"))
 
 
-def test_without_the_package_or_a_tokenizer_a_line_says_so(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_or_a_tokenizer_a_line_says_so(
+    tokenizer: Any, grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is wrong with the grammar, where the process that compiles it lacks the package either."""
     with pytest.raises(UserError, match=r"tokenizer\.json"):
         Grammars(None, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'offload\[grammar\]'"):
-        Grammars(tokenizer, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
-
-
-def test_without_the_package_in_the_process_that_compiles_a_line_names_it(
-    grammars: Grammars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is wrong with the grammar."""
     (tmp_path / "llguidance.py").write_text("raise ModuleNotFoundError(\"No module named 'llguidance'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     line = r"package llguidance by .* lacks it \(No module named 'llg.*pip install"
     with pytest.raises(UserError, match=line) as told:
         grammars.mask(Grammar("regex", "[a-c]+ that compiles"))
     assert "`regex`" not in str(told.value) and "a-c" not in str(told.value)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'offload\[grammar\]'"):
+        Grammars(tokenizer, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
 
 
 def test_it_is_imported_when_it_is_asked_for() -> None:

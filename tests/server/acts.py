@@ -1,6 +1,23 @@
 """What a person does on the chat page, for tests."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def opened(chromium: Any, address: str, heard: list[str] | None = None) -> Iterator[Any]:
+    """The page of a server in a profile of its own; errors of its script fail the test."""
+    heard = [] if heard is None else heard
+    context = chromium.new_context(viewport={"width": 1300, "height": 800})
+    context.set_default_timeout(15_000)
+    page = context.new_page()
+    page.on("pageerror", lambda error: heard.append(str(error)))
+    page.on("console", lambda message: heard.append(message.text) if "Content Security" in message.text else None)
+    page.goto(address)
+    yield page
+    context.close()
+    assert heard == []
 
 
 def send(page: Any, text: str) -> None:

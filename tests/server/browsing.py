@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from acts import opened
 from headless import Chromium, find_chromium
 from stub_server import Stub, running_stub
 
@@ -37,12 +38,5 @@ def heard() -> list[str]:
 @pytest.fixture
 def page(chromium: Any, stub: Stub, heard: list[str]) -> Iterator[Any]:
     """The page, just opened; nothing may go wrong in it that a test does not take note of."""
-    context = chromium.new_context(viewport={"width": 1300, "height": 800})
-    context.set_default_timeout(15_000)
-    page = context.new_page()
-    page.on("pageerror", lambda error: heard.append(str(error)))
-    page.on("console", lambda message: heard.append(message.text) if "Content Security" in message.text else None)
-    page.goto(stub.address)
-    yield page
-    context.close()
-    assert heard == []
+    with opened(chromium, stub.address, heard) as page:
+        yield page

@@ -1,7 +1,6 @@
 """A real server over a real socket for tests, in a thread, and the tokens that its models know."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 import torch
-from reciting import open_decoder
+from reciting import before_steps, open_decoder
 from waiting import PATIENCE_S
 
 from offload.engine.decoder import Decoder
 from offload.engine.service import Engine
-from offload.engine.step import SpeculationStep
 from offload.server.app import create_app
 from offload.server.listening import bind
 from offload.server.network import Listening
@@ -67,31 +65,10 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def slow_passes(seconds: float) -> Iterator[None]:
-    """Every pass takes so much longer."""
-    original = SpeculationStep.step
-
-    def step(self: SpeculationStep, *arguments: Any) -> Any:
-        time.sleep(seconds)
-        return original(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpeculationStep, "step", step)
-        yield
-
-
-@contextmanager
 def held_passes() -> Iterator[threading.Event]:
     """No pass ends before this does; gives an event that is set once one has begun."""
-    original, begun, let_go = SpeculationStep.step, threading.Event(), threading.Event()
-
-    def step(self: SpeculationStep, *arguments: Any) -> Any:
-        begun.set()
-        let_go.wait()
-        return original(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpeculationStep, "step", step)
+    begun, let_go = threading.Event(), threading.Event()
+    with before_steps(lambda: begun.set() or let_go.wait()):
         try:
             yield begun
         finally:

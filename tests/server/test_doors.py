@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -41,12 +40,17 @@ def send(served: Served, raw: bytes) -> bytes:
         return found
 
 
-@pytest.mark.parametrize("site", ["cross-site", "same-site", "nonsense"])
-def test_pages_of_others_may_not_ask(served: Served, site: str) -> None:
+@pytest.mark.parametrize(
+    ("site", "status"),
+    [("cross-site", 403), ("same-site", 403), ("nonsense", 403), ("same-origin", 200), ("none", 200), (None, 200)],
+)
+def test_pages_of_others_may_not_ask(served: Served, site: str | None, status: int) -> None:
     """Not even where a browser would let their JSON through; of its own page, and of no browser, it is told apart."""
-    refused = httpx.post(served.address + CHAT, json=ASKED, headers={"sec-fetch-site": site})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "wrong_site")
-    assert httpx.get(served.address + "/", headers={"sec-fetch-site": site}).status_code == 200, "a link leads here"
+    headers = {} if site is None else {"sec-fetch-site": site}
+    told = httpx.post(served.address + CHAT, json=ASKED, headers=headers, timeout=60)
+    assert told.status_code == status
+    assert status == 200 or told.json()["error"]["code"] == "wrong_site"
+    assert httpx.get(served.address + "/", headers=headers).status_code == 200, "a link leads here"
 
 
 GUEST = "http://localhost:3000"
@@ -65,11 +69,6 @@ def test_pages_of_one_origin_may_ask_where_it_is_named(talker: Path, origin: str
         page["origin"] = origin
         for refused in (httpx.options(url, headers={**page, **before}), httpx.post(url, json=ASKED, headers=page)):
             assert refused.status_code in (403, 405) and "access-control-allow-origin" not in refused.headers
-
-
-@pytest.mark.parametrize("headers", [{}, {"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}])
-def test_its_own_page_and_programs_may(served: Served, headers: dict[str, str]) -> None:
-    assert httpx.post(served.address + CHAT, json=ASKED, headers=headers, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
@@ -195,20 +194,3 @@ def test_the_log_takes_no_lines_of_others(served: Served, capsys: pytest.Capture
         send(served, f"{head}\r\nConnection: close\r\n\r\n".encode())
     httpx.post(served.address + CHAT, json=ASKED | {"model": "\x1b[2J\noffload: all is well"})
     assert capsys.readouterr().err == ""
-
-
-TEMPLATES: dict[str, Any] = {"chat_template": "{{ 1 }}", "chat_template_kwargs": {"a": 1}, "documents": [{}],
-                             "add_generation_prompt": False, "continue_final_message": True}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_no_request_brings_a_template(served: Served, name: str) -> None:
-    told = httpx.post(served.address + CHAT, json=ASKED | {name: TEMPLATES[name]})
-    assert told.status_code == 400 and f"Unrecognized request argument supplied: {name}" in told.text
-
-
-@pytest.mark.parametrize("stop", ["x" * 2000, ["y", "x" * 2000]])
-def test_a_stop_string_is_short(served: Served, stop: Any) -> None:
-    """Every pass looks for the beginnings of each in all of the text."""
-    told = httpx.post(served.address + CHAT, json=ASKED | {"stop": stop})
-    assert told.status_code == 400 and told.json()["error"]["param"].startswith("stop")

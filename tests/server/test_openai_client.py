@@ -1,4 +1,4 @@
-"""OpenAI's own client, and curl, against a real server: what is asked for is what comes, to the letter."""
+"""OpenAI's own client, curl and Prometheus against a real server: what is asked for is what comes, to the letter."""
 
 import json
 import os
@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from reciting import NUM_SAID, SAID
-from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passes  # noqa: F401
+from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving  # noqa: F401
 from waiting import PATIENCE_S
 
+from offload.engine.request import Request
+from offload.engine.scheduler import EngineFigures
 from offload.sampling_options import Sampling
+from offload.server.app import metrics_text
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +33,11 @@ def endless(looper: Path) -> Iterator[Served]:
         yield found
 
 
-def test_it_lists_its_model(served: Served) -> None:
+def test_chat(served: Served) -> None:
     (model,) = served.client().models.list()
     assert model.id == served.client().models.retrieve(MODEL_ID).id == MODEL_ID
     with pytest.raises(openai.NotFoundError):
         served.client().models.retrieve("gpt-4")
-
-
-def test_chat(served: Served) -> None:
     done = served.client().chat.completions.create(model=MODEL_ID, messages=HELLO, **GREEDY)
     (choice,) = done.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAID, "stop")
@@ -62,18 +63,19 @@ def test_stream(served: Served, has_usage: bool) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
-def test_length(served: Served, limit: str) -> None:
-    asked: Any = {limit: 3}
-    (choice,) = served.client().chat.completions.create(model=MODEL_ID, messages=HELLO, **asked, **GREEDY).choices
-    assert (choice.message.content, choice.finish_reason) == (" Hello w", "length")
-
-
-@pytest.mark.parametrize("stop", ["ö", ["never said", "ö"]])
-def test_stop(served: Served, stop: Any) -> None:
-    asked: Any = {"model": MODEL_ID, "messages": HELLO, "stop": stop, **GREEDY}
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"max_tokens": 3}, "length"),
+        ({"max_completion_tokens": 3}, "length"),
+        ({"stop": "ö"}, "stop"),
+        ({"stop": ["never said", "ö"]}, "stop"),
+    ],
+)
+def test_where_it_ends(served: Served, asked: Any, reason: str) -> None:
+    asked = {"model": MODEL_ID, "messages": HELLO, **asked, **GREEDY}
     (choice,) = served.client().chat.completions.create(**asked).choices
-    assert (choice.message.content, choice.finish_reason) == (" Hello w", "stop")
+    assert (choice.message.content, choice.finish_reason) == (" Hello w", reason)
     chunks = served.client().chat.completions.create(**asked, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == " Hello w"
 
@@ -89,11 +91,8 @@ def test_completions(endless: Served) -> None:
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len("Say:") + len("Now say:"), 48)
     pieces = endless.client().completions.create(prompt="Say:", stream=True, **asked)
     assert "".join(choice.text for chunk in pieces for choice in chunk.choices) == SAID + ":"
-
-
-def test_completions_are_short_unless_told(endless: Served) -> None:
     done = endless.client().completions.create(model=MODEL_ID, prompt="Say:", **GREEDY)
-    assert done.usage is not None and done.usage.completion_tokens == 16
+    assert done.usage is not None and done.usage.completion_tokens == 16, "they are short unless told"
 
 
 def test_choices_and_seeds(endless: Served) -> None:
@@ -101,17 +100,15 @@ def test_choices_and_seeds(endless: Served) -> None:
     asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 12, "temperature": 9.0, "seed": 5}
     wanted = [endless.client().completions.create(**asked | {"seed": seed}).choices[0].text for seed in (5, 6, 7)]
     assert len(set(wanted)) == 3
+    without = {**asked, "seed": None}
+    drawn = {endless.client().completions.create(**without).choices[0].text for _ in range(3)}
+    assert len(drawn) == 3, "without a seed any is taken"
     assert [choice.text for choice in endless.client().completions.create(**asked, n=3).choices] == wanted
     pieces = ["", "", ""]
     for chunk in endless.client().completions.create(**asked, n=3, stream=True):
         for choice in chunk.choices:
             pieces[choice.index] += choice.text
     assert pieces == wanted
-
-
-def test_without_a_seed_any_is_taken(endless: Served) -> None:
-    asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 12, "temperature": 9.0}
-    assert len({endless.client().completions.create(**asked).choices[0].text for _ in range(3)}) == 3
 
 
 def test_what_a_request_leaves_out_is_the_servers(looper: Path) -> None:
@@ -134,7 +131,7 @@ def test_biases_and_penalties(endless: Served) -> None:
         more: Any = given
         text = endless.client().completions.create(**asked, **more).choices[0].text
         own: Any = {"logit_bias": {hel: -100.0}} if "logit_bias" in given else given.get("extra_body", given)
-        wanted = endless.engine.submit(_request("Say:", 20, **own)).result().text
+        wanted = endless.engine.submit(Request("Say:", Sampling(**own), 20, raw=True)).result().text
         assert text == wanted
         if "logit_bias" in given:
             assert not text.startswith(" Hel")
@@ -179,12 +176,6 @@ def test_a_stream_may_tell_of_passes(endless: Served) -> None:
     assert all(one["num_bytes"] > 0 for one in passes)
 
 
-def _request(prompt: str, num_new: int, **sampling: Any) -> Any:
-    from offload.engine.request import Request
-
-    return Request(prompt, Sampling(**sampling), num_new, raw=True)
-
-
 KEY = "sesame"
 has_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
@@ -216,3 +207,37 @@ def test_curl(keyed: Served, is_streamed: bool) -> None:
     *events, last = [event.removeprefix("data: ") for event in out.split("\n\n") if event.startswith("data: ")]
     assert last == "[DONE]"
     assert "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events) == SAID
+
+
+parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
+
+
+def samples(text: str) -> dict[str, float]:
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        assert family.documentation and family.type in ("counter", "gauge")
+        for sample in family.samples:
+            found[sample.name + "".join(f"/{value}" for value in sample.labels.values())] = sample.value
+    return found
+
+
+def test_figures_are_the_engines(looper: Path) -> None:
+    with serving(looper) as served:
+        served.client().completions.create(model=MODEL_ID, prompt="Say:", max_tokens=12, **GREEDY)
+        response = httpx.get(f"{served.address}/metrics")
+        figures = served.engine.figures()
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    got = samples(response.text)
+    assert got["offload_tokens_total"] == figures.num_tokens == 12
+    assert got["offload_prompt_tokens_total"] == len("Say:")
+    assert got["offload_passes_total"] == figures.num_passes > 0
+    assert got["offload_link_bytes_total"] == figures.moved.num_bytes > 0
+    assert got["offload_tokens_per_pass"] == pytest.approx(12 / figures.num_passes)
+    assert got["offload_link_bytes_per_second"] == pytest.approx(figures.moved.num_bytes / figures.pass_s)
+    assert got["offload_requests_total/done"] == 1
+    assert got["offload_requests_total/queue_full"] == 0 and "offload_requests_total/refused" not in got
+    assert got["offload_requests_active"] == got["offload_requests_waiting"] == 0
+
+
+def test_an_idle_engine_has_no_rates() -> None:
+    assert set(samples(metrics_text(EngineFigures())).values()) == {0}

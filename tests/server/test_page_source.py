@@ -3,14 +3,13 @@
 import base64
 import hashlib
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from acts import opened, press, send
 from reciting import PIECES, SAID, open_decoder
 from served import serving
 
@@ -89,20 +88,16 @@ def test_a_breach_is_found(planted: str) -> None:
     assert breaches(FILE.read_text(encoding="utf-8").replace("</body>", f"{planted}</body>"))
 
 
-def test_hashes_are_those_of_what_is_sent() -> None:
+def test_hashes_are_those_of_what_is_sent(tmp_path: Path) -> None:
     page = read_page()
     text = page.body.decode()
     for tag, source in (("script", "script-src"), ("style", "style-src")):
         inside = text[text.index(f"<{tag}>") + len(tag) + 2 : text.index(f"</{tag}>")]
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         assert f"{source} 'sha256-{digest}'" in page.headers["Content-Security-Policy"]
-
-
-def test_lines_may_end_as_on_windows(tmp_path: Path) -> None:
-    """A browser hashes what it has read, and it reads one kind of ends."""
     copy = tmp_path / "page.html"
     copy.write_bytes(FILE.read_bytes().replace(b"\n", b"\r\n"))
-    assert read_page(copy) == read_page()
+    assert read_page(copy) == page, "a browser hashes what it has read, and it reads one kind of ends"
 
 
 @pytest.mark.parametrize("more", ["<script>f()</script>", "<script src=x></script>", "<style>p {}</style>"])
@@ -116,35 +111,12 @@ def test_a_second_script_or_style_is_refused(tmp_path: Path, more: str) -> None:
 pytest_plugins = ["browsing"]
 
 
-@contextmanager
-def opened(chromium: Any, address: str) -> Iterator[Any]:
-    """The page in a profile of its own; errors of its script fail the test."""
-    context, errors = chromium.new_context(viewport={"width": 1300, "height": 800}), list[str]()
-    context.set_default_timeout(15_000)
-    page = context.new_page()
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(address)
-    yield page
-    context.close()
-    assert errors == []
-
-
-def send(page: Any, text: str) -> None:
-    page.fill("#question", text)
-    page.press("#question", "Enter")
-
-
-def be_greedy(page: Any) -> None:
-    """Else the end of a text may be drawn at any place."""
-    page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Temperature").fill("0")
-    page.get_by_role("button", name="Save").click()
-
-
 def test_an_answer_with_its_passes(chromium: Any, talker: Path) -> None:
     with serving(talker) as served, opened(chromium, served.address) as page:
         page.locator("#model", has_text="reciter").wait_for()
-        be_greedy(page)
+        press(page, "Settings")
+        page.get_by_label("Temperature").fill("0")  # else the end of a text may be drawn at any place
+        press(page, "Save")
         for number in range(2):
             send(page, "Say it.")
             page.locator(".figures").nth(number).wait_for()

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Served, _afresh, held_passes, serving, slow_passes  # noqa: F401
+from reciting import before_steps
+from served import Served, _afresh, held_passes, serving  # noqa: F401
 from waiting import PATIENCE_S, until
 
 from offload.server import network as listening
@@ -67,7 +68,7 @@ def test_the_first_event_comes_at_once(looper: Path) -> None:
 
 
 def test_comments_come_while_nothing_is_written(served: Served) -> None:
-    with slow_passes(0.5), connect(served) as first, connect(served) as second:
+    with before_steps(lambda: time.sleep(0.5)), connect(served) as first, connect(served) as second:
         for client in (first, second):
             client.sendall(request_bytes(ASKED | {"max_tokens": 2}))
         assert read_until(first, b"[DONE]").count(b": waiting\n\n") > 1
@@ -79,7 +80,7 @@ def test_comments_come_while_nothing_is_written(served: Served) -> None:
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole"])
 def test_whoever_hangs_up_is_dropped(served: Served, how: int | None, is_streamed: bool) -> None:
     before = served.engine.figures()
-    with slow_passes(0.02), connect(served) as client:
+    with before_steps(lambda: time.sleep(0.02)), connect(served) as client:
         client.sendall(request_bytes(ASKED | {"stream": is_streamed}))
         until(lambda: served.engine.figures().num_passes > before.num_passes + 1)
         if how is None:

@@ -24,6 +24,7 @@ from tables import (
     count_pairs,
     distributions,
     emitted,
+    emitted_token,
     every_tree,
     grow,
     one_draw,
@@ -135,7 +136,7 @@ def test_distribution_is_exact_at_mixed_nodes(trials: Trials) -> None:
     worst = 0.0
     for order in set(permutations(kinds)):
         probs_V = sum(
-            chance * emitted_by(trials, target_VV[ROOT], node_offers(draft_VV[ROOT], order, tokens))
+            chance * emitted_token(trials, target_VV[ROOT], node_offers(draft_VV[ROOT], order, tokens))
             for chance, tokens in draws(draft_VV[ROOT], order)
         )
         worst = max(worst, total_variation(probs_V, target_VV[ROOT]))
@@ -247,15 +248,6 @@ def node_offers(probs_V: Floats, order: Sequence[Draw], tokens: Sequence[int]) -
     draw_N, row_N = np.array([0, *order]), np.array([0] + [-1] * len(order))
     proposals = Proposals(draw_N, row_N, torch.from_numpy(probs_V[None]).float())
     return list(proposals.offers(0, range(1, 1 + len(order)), tokens))
-
-
-def emitted_by(trials: Trials, target_V: Floats, offers: list[Offer]) -> Floats:
-    """The exact distribution of the one token that a node yields."""
-    probs_V, left, residual_V = np.zeros(len(target_V)), 1.0, target_V
-    for offer, (_, chance, remainder_V) in zip(offers, trials(target_V, offers), strict=False):
-        probs_V[offer.token] += left * chance
-        left, residual_V = left * (1 - chance), remainder_V
-    return probs_V + left * residual_V
 
 
 def count(token_WK: Floats, shape: tuple[int, ...]) -> Floats:
