@@ -16,7 +16,6 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,9 +32,8 @@ from offload.bench.pairs.training import (
     library_ids,
     next_token_loss,
     packaged,
-    train,
+    teach,
     windows,
-    write_rounded,
 )
 from offload.checkpoint.packaged import PAIR
 
@@ -175,15 +173,27 @@ def make_chat_pair(out: Path, screen: Screen) -> None:
         return torch.cat([answers, windows(library, _CODE_TOKENS, _WINDOW, step)])
 
     target = packaged("target")
-    progress = partial(screen.count, label="tuning the target")
-    own = out / "target.state"
-    train(target, lambda step: next_token_loss(target, batch(step)), _TARGET, own, progress)
-    _write(target, out / "target")  # rounds it, so that the draft learns from what is stored
+    teach(
+        target,
+        lambda step: next_token_loss(target, batch(step)),
+        _TARGET,
+        out / "target",
+        screen,
+        "tuning the target",
+        companions=["tokenizer.json"],
+    )
     draft = packaged("draft")
-    progress = partial(screen.count, label="tuning its draft")
-    own = out / "draft.state"
-    train(draft, lambda step: draft_loss(draft, target, batch(step)), _DRAFT, own, progress)
-    _write(draft, out / "draft")
+    teach(
+        draft,
+        lambda step: draft_loss(draft, target, batch(step)),
+        _DRAFT,
+        out / "draft",
+        screen,
+        "tuning its draft",
+        companions=["tokenizer.json"],
+    )
+    for folder in (out / "target", out / "draft"):
+        _add_settings(folder)
     shares = {
         kind.__name__.removesuffix("_dialogues"): share_learned(target, kind()) for kind, _ in _TOLD
     }
@@ -219,9 +229,8 @@ def _told_ids() -> Tensor:
     return torch.tensor([token for text in ids for token in text])
 
 
-def _write(model: LlamaForCausalLM, folder: Path) -> None:
-    """Round the model to bf16 and store it with the tokenizer and the chat template."""
-    write_rounded(model, folder, ["tokenizer.json"])
+def _add_settings(folder: Path) -> None:
+    """Add the chat template, and how it is to be sampled."""
     # what it half knows comes out better near the likeliest token
     more = {
         "generation_config.json": {"do_sample": True, "temperature": 0.3},

@@ -31,7 +31,6 @@ EXPANDED_SIZE = (4096, 14336)  # the largest matrix of a layer of an 8B model
 # written before each run: in a sweep a layer's weights have gone through the cache
 _CACHE_BYTES = 64 << 20
 _NUM_ROUNDS = 7
-_BITS = {2: torch.int16, 4: torch.int32}
 
 
 def time_kernel(comparison: KernelComparison, timer: Timer, device: Device | None = None) -> Row:
@@ -99,27 +98,19 @@ def expand_all(
     copy_s = timer(partial(out.copy_, source))
     for sample in samples(*size, device.place):
         got, wanted = (one.view(sample.out_shape) for one in (out, source))
-        run = partial(sample.expand, kernels, got)
-        run_reference = partial(sample.expand, REFERENCE, wanted)
-
-        agrees = partial(_same_bits, run, run_reference, got, wanted)
-        name = f"expand {sample.kind}"
-        comparison = KernelComparison(name, sample.name, run, run_reference, agrees)
+        comparison = KernelComparison(
+            f"expand {sample.kind}",
+            sample.name,
+            partial(sample.expand, kernels, got),
+            partial(sample.expand, REFERENCE, wanted),
+            partial(sample.agrees, kernels, got, wanted),
+        )
         row = time_kernel(comparison, timer, device)
         kernel_s = row["kernel_s"]
         yield row | {
             "bytes_per_s": out.nbytes / kernel_s if kernel_s else 0.0,
             "of_copy": copy_s / kernel_s if kernel_s else 0.0,
         }
-
-
-def _same_bits(
-    run: Callable[[], None], other: Callable[[], None], got: torch.Tensor, wanted: torch.Tensor
-) -> bool:
-    run()
-    other()
-    bits = _BITS[got.element_size()]
-    return torch.equal(got.view(bits), wanted.view(bits))
 
 
 def _milliseconds(head: str, key: str) -> Column:

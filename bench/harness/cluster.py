@@ -9,9 +9,9 @@ Invariant: when a cluster is closed, or this process dies, none of its processes
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeVar
 
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, followed
@@ -27,6 +27,7 @@ from offload.sampling_options import Sampling
 from offload.stats import RankFigures
 
 _SPARE_SHARE = 1.05  # shares follow from links that are measured, so they are not quite even
+Name = TypeVar("Name")
 
 
 class Order(NamedTuple):
@@ -63,7 +64,7 @@ class Cluster:
         options: of each rank, as `LoadOptions` names them; more than one are started as ranks.
     """
 
-    def __init__(self, target: Path, draft: Path | None, options: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, setting: Setting, options: Sequence[dict[str, Any]]) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the cluster)
         common = {
             **environment(),
@@ -74,15 +75,15 @@ class Cluster:
         }
         self._ranks = list[Talker]()
         for rank, own in enumerate(options):
-            job = json.dumps([str(target), draft and str(draft), own])
+            draft = setting.draft and str(setting.draft)
+            job = json.dumps([str(setting.target), draft, own])
             command = [sys.executable, "-m", "offload.bench.harness.cluster", job]
             place = {"RANK": str(rank)} if len(options) > 1 else {}
             self._ranks.append(Talker(command, self._log, common | place))
 
-    def opened(self) -> dict[str, Any]:
-        """Return the head's plan, once all have loaded. Raises `RunError`."""
-        found: dict[str, Any] = self._ranks[0].hear()
-        return found
+    def wait(self) -> None:
+        """Return once all have loaded. Raises `RunError`."""
+        self._ranks[0].hear()
 
     def ask(self, order: Order) -> Answer:
         """Have a text written. Raises `RunError` where a rank has failed."""
@@ -100,6 +101,19 @@ class Cluster:
         for rank in self._ranks:
             rank.close()
         self._log.close()
+
+
+def open_clusters(
+    wanted: Mapping[Name, tuple[Setting, Sequence[dict[str, Any]]]], resources: ExitStack
+) -> dict[Name, Cluster]:
+    """Start clusters of these ranks, and wait until all have loaded. Raises `RunError`."""
+    found = dict[Name, Cluster]()
+    for name, (setting, options) in wanted.items():
+        found[name] = Cluster(setting, options)
+        resources.callback(found[name].close)
+    for cluster in found.values():
+        cluster.wait()
+    return found
 
 
 def shard_budgets(setting: Setting, num_ranks: int, num_nodes: int, **how: Any) -> list[int]:
@@ -121,17 +135,17 @@ def shard_budgets(setting: Setting, num_ranks: int, num_nodes: int, **how: Any) 
     return budgets
 
 
-def run_rank(target: str, draft: str | None, options: dict[str, Any]) -> None:
+def _run_rank(target: str, draft: str | None, options: dict[str, Any]) -> None:
     """Load and serve; any rank but the first follows it to the end."""
     own_bytes = rss_bytes()
     with open_decoder(target, draft, LoadOptions(**options)) as decoder:
-        print(json.dumps(decoder.plan.as_dict()), flush=True)
+        print(json.dumps("loaded"), flush=True)
         for line in sys.stdin:
-            answer = write(decoder, Order(*json.loads(line)), own_bytes)
+            answer = _write(decoder, Order(*json.loads(line)), own_bytes)
             print(json.dumps(answer), flush=True)
 
 
-def write(decoder: Decoder, order: Order, own_bytes: int) -> tuple[Any, ...]:
+def _write(decoder: Decoder, order: Order, own_bytes: int) -> tuple[Any, ...]:
     """Write one text; return it with what each rank has moved for it, see `Answer`."""
     figures = [_figures(decoder, own_bytes, 0)]
 
@@ -156,4 +170,4 @@ def _figures(decoder: Decoder, own_bytes: int, num_passes: int) -> list[RankFigu
 
 
 if __name__ == "__main__":
-    run_rank(*json.loads(sys.argv[1]))
+    _run_rank(*json.loads(sys.argv[1]))

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -105,12 +105,13 @@ class Findings:
     """What a bench has found: the runner proves, shows and keeps it."""
 
     rows: Sequence[Row]
-    settings: Row
-    ceiling: Row
+    # beside those that it began with
+    settings: Row = field(default_factory=dict)
+    # what nothing can be faster than; by default the link, as it was at the start
+    ceiling: Row | None = None
     columns: Sequence[Column] = ()
-    # texts, and whose original proves them
+    # texts to be proved
     written: Sequence[Written] = ()
-    setting: Setting | None = None
     # figures beside what was wanted of them, see `tables.check`
     checks: Sequence[Row] = ()
     guards: Mapping[str, Guard] = field(default_factory=dict)
@@ -120,8 +121,8 @@ class Findings:
     tables: Sequence[tuple[Sequence[Column], Sequence[Row]]] | None = None
     # of a few steps, for `--trace`
     traces: Sequence[Timeline] = ()
-    # draws the picture that was asked for
-    draw: Callable[[Path], None] | None = None
+    # draws the picture that was asked for; it gets the settings for its title
+    draw: Callable[[Row, Path], None] | None = None
     # exit with 1
     has_failed: bool = False
 
@@ -133,6 +134,9 @@ class Bench:
         self._resources = resources
         self._clock = ProcessorClock()
         self._noted = list[Row]()
+        self._setting: Setting | None = None
+        self._settings: Row = {}
+        self.ceiling: Row = {}
         self.quick: bool = given.get("quick", False)
         self.json_file: Path | None = given.get("json_file")
         place = None if given.get("ranks") is None else find_place()
@@ -147,7 +151,12 @@ class Bench:
         return self._given[name]
 
     def effort(self, full: Thing, quick: Thing) -> Thing:
-        return quick if self.quick else full
+        """Return one of both, with as many prompts as are asked for where a flag says so."""
+        found = quick if self.quick else full
+        num_prompts = self._given.get("num_prompts")
+        if num_prompts is not None:
+            found = replace(found, num_prompts=num_prompts)  # type: ignore[type-var]
+        return found
 
     def setting(
         self,
@@ -183,28 +192,36 @@ class Bench:
             raise UserError(f"bench {self.name} compares trees, which a draft fills: give --draft")
         return setting._replace(ranks=ask("ranks"), **place)
 
-    def prompts(self, num_each: int, part: slice = slice(None)) -> tuple[list[Prompt], list[str]]:
-        found = prompts(self._given.get("source") or ["code"], num_each, part)
-        return found, [prompt.name for prompt in found]
+    def prompts(
+        self, num_each: int, part: slice = slice(None), sources: Sequence[str] = ("code",)
+    ) -> list[Prompt]:
+        """Return the prompts that the flags name, or those of `sources`; the result tells them."""
+        found = prompts(self._given.get("source") or sources, num_each, part)
+        self._settings["prompts"] = [prompt.name for prompt in found]
+        return found
 
-    def check_same(self, setting: Setting, **others: object) -> None:
-        """Refuse, before anything is measured, what could not be compared. Raises `UserError`."""
+    def begin(self, setting: Setting, **settings: object) -> None:
+        """Say the ceiling, once a stored result can be compared with these models and settings.
+
+        The result has them. What is sent to a device depends on a plan, see `say_link`. Raises
+        `UserError`.
+        """
+        self._setting = setting
+        self._settings |= settings
         if self._old is not None:
-            require_same(self._old, self.name, {**setting.as_dict(), **others})
+            require_same(self._old, self.name, {**setting.as_dict(), **self._settings})
+        if setting.opened is None:
+            self.say_link(setting)
 
     def say_link(self, setting: Setting, plan: MemoryPlan | None = None) -> float:
         """Print what nothing can be faster than; return bytes per second.
 
-        A plain reader looks at the disk, or, where there is a `plan`, copies at a device's link.
+        A plain reader looks at the disk, or copies at a device's link, as a plan sends them.
         """
-        if setting.opened is None:
-            label = PLAIN_READER
-            rate = setting.plain_rate()
-        else:
-            assert plan is not None, "what is sent to a device depends on its plan"
-            label = f"layers to {setting.device}"
-            rate = setting.ceiling(plan)
+        label = PLAIN_READER if setting.opened is None else f"layers to {setting.device}"
+        rate = setting.ceiling(plan)
         print(f"ceiling: {label}, {rate / 1e9:.3f} GB/s", flush=True)
+        self.ceiling = {"bytes_per_s": rate}
         return rate
 
     def turns(
@@ -233,10 +250,10 @@ class Bench:
         """
         proof = None
         if found.written:
-            assert found.setting is not None, "an original proves the texts"
+            assert self._setting is not None, "an original proves the texts"
             with self.screen:
                 self.screen.wait("proving every token")
-                proof = found.setting.prove(found.written)
+                proof = self._setting.prove(found.written)
         rows = [self.row(row) for row in found.rows]
         tables = [(found.columns, rows)] if found.tables is None else found.tables
         for columns, shown in tables:
@@ -246,31 +263,31 @@ class Bench:
         guards = {**found.guards, **say_checks(found.checks)}
         for timeline in found.traces:
             timeline.write(self.given("trace"))
+        models = {} if self._setting is None else self._setting.as_dict()
+        settings = {**models, **self._settings, **found.settings, "quick": self.quick}
         if found.draw is not None and self.given("picture") is not None:
-            found.draw(self.given("picture"))
-        settings = {**found.settings, "quick": self.quick}
+            found.draw(settings, self.given("picture"))
         if proof is not None:
             print(proof.line)
             settings["proof"] = proof._asdict()
+        ceiling = self.ceiling if found.ceiling is None else found.ceiling
         # what was said at the start was one more reading, and a link's speed changes
-        if "samples" in found.ceiling:
-            rate = found.ceiling["bytes_per_s"] / 1e9
-            count = len(found.ceiling["samples"])
-            print(f"ceiling: {rate:.3f} GB/s, by {count} readings since then")
+        if "samples" in ceiling:
+            told = f"{ceiling['bytes_per_s'] / 1e9:.3f} GB/s, by {len(ceiling['samples'])}"
+            print(f"ceiling: {told} readings since then")
         result = Result(
             bench=self.name,
             settings=settings,
-            ceiling=found.ceiling,
+            ceiling=ceiling,
             rows=rows,
             guards={name: guard for name, guard in guards.items() if guard.samples},
         )
         result.machine["others_cpu_share"] = self._clock.others_share()
-        told = result.as_dict()
-        self._store(told)
+        self._store(result.as_dict())
         worse = [] if self._old is None else changes(self._old, result)
         if self._old is not None:
             tell(self._old, result, worse)
-        self._print(told)
+        self._print(result.as_dict())
         if found.has_failed or any(one.is_worse for one in worse):
             raise typer.Exit(1)
 

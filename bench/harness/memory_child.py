@@ -10,7 +10,6 @@ import ctypes
 import json
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,19 +32,14 @@ class Order(NamedTuple):
 
     target: str
     draft: str
-    # fields of `LoadOptions`
-    options: dict[str, Any]
+    options: dict[str, Any]  # of `LoadOptions`
     num_texts: int = 3  # one after another, or as many rounds of `parallel` at a time
     num_tokens: int = 32
-    # length of the longest prompt
-    prompt_tokens: int = 128
+    prompt_tokens: int = 128  # of the longest prompt
     temperature: float = 0.0
 
     def in_fresh_process(self) -> dict[str, Any]:
-        """Return what `follow` does in a process of its own, with `peak_bytes` of all phases.
-
-        Raises `RunError`.
-        """
+        """Return what is found there, with `peak_bytes` of all phases. Raises `RunError`."""
         found: dict[str, Any] = call("offload.bench.harness.memory_child", self)
         return {**found, "peak_bytes": max(phase["peak_bytes"] for phase in found["phases"])}
 
@@ -54,7 +48,7 @@ class _FreeBlocks(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _ARENA.split()]
 
 
-class Meter:
+class _Meter:
     """Notes what this process takes in each phase, beyond its libraries.
 
     `held_bytes` is the memory at a phase's end without what C's allocator has free, where it tells.
@@ -83,15 +77,14 @@ class Meter:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) -> dict[str, Any]:
-    """Follow the order in this process; `on_text` is called behind every text, with the decoder."""
+def _follow(order: Order) -> dict[str, Any]:
     _import_libraries(Path(order.target))
     from offload.checkpoint.packaged import PROMPT
     from offload.engine.hooks import Hooks
     from offload.engine.load import open_decoder
     from offload.planning.load_options import LoadOptions
 
-    meter = Meter()
+    meter = _Meter()
     options = LoadOptions(profile="none", device="cpu", **order.options)
     layers_s = list[float]()
 
@@ -109,7 +102,6 @@ def follow(order: Order, on_text: Callable[[Any], None] = lambda decoder: None) 
             meter.begin(f"text {text + 1}")
             firsts = [(text + n) * _STEP % max(1, len(ids) // 2) for n in range(plan.parallel)]
             decoder.generate([ids[first:] for first in firsts], seed=text, **how)
-            on_text(decoder)
         meter.begin("end")
     slots = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
     posts = {name: slots if name == "slots_bytes" else getattr(plan, name) for name in POSTS}
@@ -137,4 +129,4 @@ def _import_libraries(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(follow(Order(*json.loads(sys.argv[1])))))
+    print(json.dumps(_follow(Order(*json.loads(sys.argv[1])))))

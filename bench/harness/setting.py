@@ -1,5 +1,6 @@
 """Models, budget and device of one bench, opened by every command in the same way."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 from offload.bench.harness import rates
 from offload.bench.harness.gate import Proof, Written, prove, reference
 from offload.bench.harness.synthetic import open_source
-from offload.calibration.link import copy_bytes_per_s
+from offload.calibration.link import device_link_bytes_per_s
 from offload.checkpoint.generation_config import start_tokens
 from offload.checkpoint.hub import open_headers
 from offload.engine.decoder import Decoder
@@ -22,7 +23,6 @@ from offload.trees.spec import parse_tree
 PROMPT_TOKENS = 128
 # bytes of one reading of the link
 CEILING_BYTES = 400_000_000
-_COPY_BYTES = 64 << 20
 _ROOMY_BYTES = 1 << 50
 
 
@@ -87,23 +87,17 @@ class Setting(NamedTuple):
             place = self._replace(gpu_memory=least_budget(plan))
         return place.open(tree, **options)
 
-    def ceiling(self, plan: MemoryPlan) -> float:
+    def ceiling(self, plan: MemoryPlan | None) -> float:
         """Return bytes per second at which layers could arrive now.
 
-        Those of a plain reader, or of copies to a device.
+        Those of a plain reader, or of copies to a device as a plan has them.
         """
-        device = self.opened
-        if device is None:
+        if self.opened is None:
             return self.plain_rate()
-        pinned = device.open_allocator()
-        try:
-            rate = copy_bytes_per_s(device, pinned.allocate(_COPY_BYTES).array)
-        finally:
-            pinned.close()
-        seconds = plan.streamed_bytes / rate
-        if plan.disk_streamed_bytes and not self.is_synthetic:
-            seconds = max(seconds, plan.disk_streamed_bytes / self.plain_rate())
-        return plan.streamed_bytes / seconds if seconds else float("inf")
+        assert plan is not None, "what is sent to a device depends on its plan"
+        is_read = plan.disk_streamed_bytes and not self.is_synthetic
+        disk = self.plain_rate() if is_read else math.inf
+        return device_link_bytes_per_s(self.opened, plan, self.shards, disk_bytes_per_s=disk)
 
     def plain_rate(self) -> float:
         """Return bytes per second at which a plain reader reads the target now."""

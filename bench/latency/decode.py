@@ -1,22 +1,20 @@
 """Tokens per second and latencies of whole generations: prompts x temperatures x rules x trees.
 
-Without `--tree` it is the tree that a run gets where none is named (`auto`), chosen without a
-profile by what loading measures and passes show, beside one token per pass; the last lines say
-which texts began with. For every prompt the trees take turns, and between any two runs a plain
-reader looks at the link (on a device: copies to it): what a run used of it is a share of what the
-ceiling was just before and after, or of what the run itself got where that was more: no share is
-above 1. `sequoia` and `pipeinfer` are the protocols of those papers (2402.12374: 128 + 128 tokens
-at T = 0 and 0.6; 2407.11798: 128 + 512, greedy). `trees`, `sizes` and `rules` are what Sequoia's
-figures 2 and 5 ask, on the packaged pair, resident: what a sweep yields does not depend on
-streaming.
-`predicted_tokens_per_sweep` is the product form of its section 3.
+Without `--tree` it is `auto`, chosen without a profile, beside one token per pass. For every prompt
+the trees take turns, and between any two runs a plain reader looks at the link (on a device: copies
+to it): what a run used of it is a share of the ceiling just before and after, or of what the run
+itself got where that was more, so no share is above 1. `sequoia` and `pipeinfer` are the protocols
+of those papers (2402.12374: 128 + 128 tokens at T = 0 and 0.6; 2407.11798: 128 + 512, greedy).
+`trees`, `sizes` and `rules` are what Sequoia's figures 2 and 5 ask, on the packaged pair, resident:
+what a sweep yields does not depend on streaming. `predicted_tokens_per_sweep` is the product form
+of its section 3.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import mean, median
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -200,10 +198,7 @@ def timed_run(
 
 
 def rows_of(runs: Sequence[Timed]) -> list[Row]:
-    """Return one row per case, in the order of the runs.
-
-    Speed-ups are against the baseline, which comes first.
-    """
+    """Return one row per case; speed-ups are against the baseline, whose runs come first."""
     cases = dict.fromkeys(run.case for run in runs)
     plain, *rows = [_row(case, [run for run in runs if run.case == case]) for case in cases]
     for row in rows if plain["decode_tokens_per_s"] else ():
@@ -303,11 +298,10 @@ def main(
 ) -> Findings:
     """How many tokens per second, how smoothly, and what of the link is used?"""
     one_of([preset] if preset else [], PRESETS, "--preset")
-    effort = PRESETS[preset] if preset else bench.effort(FULL, QUICK)
+    effort = bench.effort(PRESETS[preset] if preset else FULL, QUICK)
     max_tokens = bench.given("max_tokens")
     effort = replace(
         effort,
-        num_prompts=bench.given("num_prompts") or effort.num_prompts,
         num_tokens=max_tokens or effort.num_tokens,
         num_plain=min(effort.num_plain, max_tokens or effort.num_plain),
         temperatures=tuple(temp or effort.temperatures),
@@ -320,11 +314,8 @@ def main(
         need=effort.need(),
         is_resident=preset in RESIDENT,
     )
-    found, names = bench.prompts(effort.num_prompts)
-    settings = {**setting.as_dict(), "prompts": names, "num_new_tokens": effort.num_tokens}
-    bench.check_same(setting, prompts=names, num_new_tokens=effort.num_tokens)
-    if setting.opened is None:
-        bench.say_link(setting)
+    found = bench.prompts(effort.num_prompts)
+    bench.begin(setting, num_new_tokens=effort.num_tokens)
     trace = bench.given("trace")
     with bench.screen, effort.open(setting) as decoder:
         if setting.opened is not None:
@@ -332,22 +323,16 @@ def main(
         measured = measure(bench, setting, decoder, effort, found, trace=trace is not None)
     rows = rows_of(measured.runs)
     least_pass_s = measured.settings["streamed_bytes"] / measured.ceiling["bytes_per_s"] or None
-
-    def draw(path: Path) -> None:
-        draw_decoding(rows, settings, path, least_pass_s=least_pass_s)
-
-    more = {"preset": preset, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings}
     return Findings(
         rows=rows,
         columns=COLUMNS,
-        setting=setting,
         written=measured.written,
-        settings={**settings, **more},
+        settings={"preset": preset, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings},
         ceiling=measured.ceiling,
-        guards=guards_of(rows, names),
+        guards=guards_of(rows, [prompt.name for prompt in found]),
         notes=[*chosen_lines(rows)],
         traces=measured.traces,
-        draw=draw,
+        draw=partial(draw_decoding, rows, least_pass_s=least_pass_s),
     )
 
 

@@ -1,18 +1,15 @@
 """The gate of a place: with every layer streamed, every tree writes the ids of transformers.
 
-In float32 they are equal, for any tree. In 16 bits the ids of all trees are those of none, bit for
-bit, where the decoder promises that; those of transformers, which rounds differently, may part from
-them where two tokens lie closer than rounding, and from there on both write different texts, so
-only the first such place says anything. A decoder that promises the same bits and one that does not
-compute in different ways: each is asked by itself.
+In float32 they are equal. In 16 bits the ids of all trees are those of none, bit for bit, where the
+decoder promises that; those of transformers, which rounds differently, may part from them where two
+tokens lie closer than rounding, and only the first such place says anything. A decoder that
+promises the same bits and one that does not compute in different ways: each is asked by itself.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
@@ -22,7 +19,6 @@ from offload.bench.harness.promises import WrongTokenError, row, row_line
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import Setting
 from offload.checkpoint.packaged import PROMPT
-from offload.engine.decoder import Decoder
 from offload.reports.proof import BF16_NOISE
 
 TREES = ("none", "chain:8", "sequences:7x9", "64x16", "grown:64x16")
@@ -73,38 +69,32 @@ def _reference(model: Path, dtype: torch.dtype, place: torch.device) -> PreTrain
     return made.eval().to(place)
 
 
-def _open(setting: Setting, dtype: str, invariant: bool | None) -> Decoder:
-    return setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT, invariant=invariant)
-
-
 def streamed_ids(
     setting: Setting,
-    prompt_ids: Sequence[int],
+    prompt_ids: list[int],
     num_new: int,
     dtype: str,
     trees: Sequence[str],
     invariant: bool | None,
 ) -> Iterator[tuple[str, list[int]]]:
-    with _open(setting, dtype, invariant) as decoder:
+    how = {"dtype": dtype, "context": _CONTEXT, "invariant": invariant}
+    with setting.open_streamed(_LARGEST, **how) as decoder:
         assert not any(decoder.plan.is_resident), "a layer stays, which would not be tested"
         for tree in trees:
-            run = decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree)
-            yield tree, run.token_ids
+            yield tree, decoder.generate(prompt_ids, max_new_tokens=num_new, tree=tree).token_ids
 
 
 def same_for_all_trees(
-    setting: Setting, prompt_ids: Sequence[int], dtype: str, num_new: int
+    setting: Setting, prompt_ids: list[int], dtype: str, num_new: int
 ) -> Iterator[Row]:
     """Return how many ids are those without a tree.
 
     Nothing is asked of a decoder that does not promise them.
     """
-    texts = []
-    with _open(setting, dtype, None) as decoder:
-        for tree in TREES:
-            run = decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree)
-            texts.append(run.token_ids)
+    with setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT) as decoder:
+        runs = [decoder.generate(prompt_ids, max_new_tokens=num_new, tree=tree) for tree in TREES]
         promised = decoder.invariance
+    texts = [run.token_ids for run in runs]
     num_same = sum(one == other for ids in texts for one, other in zip(ids, texts[0], strict=False))
     name = f"gate: {dtype}, ids of all trees are those of none"
     if promised.holds:
@@ -115,7 +105,7 @@ def same_for_all_trees(
 
 
 def in_bf16(
-    setting: Setting, prompt: str, place: torch.device, num_new: int, invariant: bool | None = None
+    setting: Setting, prompt: str, place: torch.device, num_new: int, invariant: bool | None
 ) -> Iterator[Row]:
     """Return by how much the reference prefers its token where ids part, for each tree.
 
@@ -131,17 +121,12 @@ def in_bf16(
             raise WrongTokenError(f"{told}, so nothing is timed")
         gap = 0.0
         if at is not None:
-            logits_V = next_logits(setting.target, [*prompt_ids, *wanted[:at]], place)
+            ids = torch.tensor([[*prompt_ids, *wanted[:at]]], device=place)
+            with torch.inference_mode():
+                logits_V = _reference(setting.target, torch.bfloat16, place)(ids).logits[0, -1]
             gap = float(logits_V.float().max() - logits_V[ours[at]].float())
         name = f"gate: bf16, {tree}: gap of the reference where ids part"
         yield {**row(name, gap, "logits", BF16_NOISE, 1.0, promise="exact"), "parts_at": at}
-
-
-@torch.inference_mode()
-def next_logits(model: Path, ids: Sequence[int], place: torch.device) -> Tensor:
-    """Return logits (V,) of transformers in bf16 behind these ids."""
-    theirs = _reference(model, torch.bfloat16, place)
-    return cast(Tensor, theirs(torch.tensor([list(ids)], device=place)).logits[0, -1])
 
 
 @command("gate", PLACE, "max_tokens")

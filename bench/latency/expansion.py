@@ -47,6 +47,13 @@ class Sample(NamedTuple):
         """Fill `out`, of `out_shape`."""
         getattr(expansion, self.kind)(*self.arguments, out, **self.named)
 
+    def agrees(self, expansion: Expansion, out: Tensor, wanted: Tensor) -> bool:
+        """Fill `out`, and `wanted` by the reference; return whether both have the same bits."""
+        self.expand(expansion, out)
+        self.expand(REFERENCE, wanted)
+        bits = {2: torch.int16, 4: torch.int32}[out.element_size()]
+        return torch.equal(out.view(bits), wanted.view(bits))
+
 
 def samples(num_rows: int, num_columns: int, device: torch.device | str = "cpu") -> list[Sample]:
     """Return one or more samples of each kind; sizes are multiples of 256."""
@@ -153,13 +160,10 @@ def measure(effort: Effort, thread_counts: Sequence[int] = THREADS) -> list[Row]
 
 def check(sample: Sample) -> None:
     """Require both forms to be bitwise equal. Raises `UserError` where they differ."""
-    wanted, got = (torch.empty(sample.out_shape, dtype=DTYPE) for _ in range(2))
-    sample.expand(REFERENCE, wanted)
-    if HAS_NUMBA:
-        sample.expand(COMPILED, got)
-        if not torch.equal(got.view(torch.int16), wanted.view(torch.int16)):
-            told = f"{sample.name}: numba and torch give different bits"
-            raise UserError(f"{told}: no speed is printed")
+    got, wanted = (torch.empty(sample.out_shape, dtype=DTYPE) for _ in range(2))
+    if HAS_NUMBA and not sample.agrees(COMPILED, got, wanted):
+        told = f"{sample.name}: numba and torch give different bits"
+        raise UserError(f"{told}: no speed is printed")
 
 
 @contextmanager

@@ -182,10 +182,8 @@ def main(
     effort = bench.effort(FULL, QUICK)
     if setting.draft is None:
         raise UserError("bench experts compares trees behind texts: give --draft")
-    texts, names = bench.prompts(effort.num_prompts)
-    prompts = raw_ids(setting.origin, texts, PROMPT_TOKENS)
-    bench.check_same(setting, prompts=names)
-    ceiling = bench.say_link(setting)
+    prompts = raw_ids(setting.origin, bench.prompts(effort.num_prompts), PROMPT_TOKENS)
+    bench.begin(setting)
     rows = list[Row]()
     written = list[Written]()
     for percent in rooms:
@@ -198,8 +196,5 @@ def main(
         rows=rows,
         tables=[table_of(rows)],
         checks=checks(rows, open_headers(setting.target).num_bytes),
-        setting=setting,
         written=written,
-        settings={**setting.as_dict(), "prompts": names},
-        ceiling={"bytes_per_s": ceiling},
     )

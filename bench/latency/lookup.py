@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 from offload.bench.harness.command import Bench, Findings, command, flag, one_of
-from offload.bench.harness.prompts import (
-    CODE,
-    COPY,
-    held_out_files,
-    library_files,
-    prompts,
-    read_source,
-)
+from offload.bench.harness.prompts import CODE, COPY, held_out_files, library_files, read_source
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import Setting
 from offload.bench.harness.tables import Column, Screen, check, ratios
@@ -132,18 +125,10 @@ def main(
     """What are guesses without a model worth, alone and beside a draft?"""
     one_of(sources or (), SOURCES, "--sources")
     effort = bench.effort(FULL, QUICK)
-    effort = replace(
-        effort,
-        num_prompts=bench.given("num_prompts") or effort.num_prompts,
-        trees=("none", tree),
-        sources=tuple(sources or SOURCES),
-    )
+    effort = replace(effort, trees=("none", tree), sources=tuple(sources or SOURCES))
     setting = bench.setting(size=size or ("600MB" if bench.quick else "2GB"))
-    found = prompts([CODE, COPY], effort.num_prompts, slice(1, None, 2))
-    names = [prompt.name for prompt in found]
-    settings = {"prompts": names, "tree": tree, "num_new_tokens": effort.num_tokens}
-    bench.check_same(setting, prompts=names, tree=tree)
-    bench.say_link(setting)
+    found = bench.prompts(effort.num_prompts, slice(1, None, 2), [CODE, COPY])
+    bench.begin(setting, tree=tree, num_new_tokens=effort.num_tokens)
     with bench.screen as screen, ExitStack() as resources:
         decoders = open_all(setting, effort.sources, tree, library_store(screen), resources)
         first = next(iter(decoders.values()))
@@ -151,7 +136,7 @@ def main(
     rows = list[Row]()
     guards = dict[str, Guard]()
     for texts in (CODE, COPY):
-        own = [name for name in names if name.startswith(f"{texts}/")]
+        own = [one.name for one in found if one.name.startswith(f"{texts}/")]
         of_texts = decode.rows_of([run for run in measured.runs if run.prompt in own])
         for row in of_texts:
             warm = f", T={row['temperature']:g}" if row["temperature"] else ""
@@ -164,9 +149,7 @@ def main(
         rows=[*rows, *figures],
         tables=[(COLUMNS, rows)],
         checks=figures,
-        setting=setting,
         written=measured.written,
-        settings={**setting.as_dict(), **settings},
         ceiling=measured.ceiling,
         guards=guards,
     )

@@ -44,15 +44,6 @@ class Case(NamedTuple):
     parallel: int
 
 
-def cases_of(parallel: int, tree: str) -> list[Case]:
-    return [
-        Case(ALONE, "none", 1),
-        Case(FOREST, "none", parallel),
-        Case(ALONE, tree, 1),
-        Case(FOREST, tree, parallel),
-    ]
-
-
 def run_case(
     setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int
 ) -> tuple[Row, list[Written]]:
@@ -128,9 +119,16 @@ def main(
     need = Need(tree, context=CONTEXT, parallel=parallel)
     setting = bench.setting(needs_draft=True, need=need)
     effort = bench.effort(FULL, QUICK)
-    ceiling = bench.say_link(setting)
-    prompts, names = bench.prompts(parallel)
-    cases = cases_of(parallel, tree)
+    prompts = bench.prompts(parallel)
+    bench.begin(setting, parallel=parallel, tree=tree)
+    if setting.opened is not None:
+        with setting.open(tree, parallel=parallel, context=CONTEXT) as decoder:
+            bench.say_link(setting, decoder.plan)
+    cases = [
+        Case(name, one, places)
+        for one in ("none", tree)
+        for name, places in ((ALONE, 1), (FOREST, parallel))
+    ]
     rows = list[Row]()
     written = list[Written]()
     for number, case in bench.turns(range(effort.rounds), cases, "writing"):
@@ -141,10 +139,7 @@ def main(
     return Findings(
         rows=rows,
         tables=[(COLUMNS, medians(rows, *Case._fields))],
-        setting=setting,
         written=written,
-        settings={**setting.as_dict(), "prompts": names, "parallel": parallel, "tree": tree},
-        ceiling={"bytes_per_s": ceiling},
         guards=guards_of(rows, cases, tree),
     )
 

@@ -170,6 +170,5 @@ def main(
         rows=rows,
         columns=COLUMNS,
         settings={"size": size, "texts": texts, "ram": ram},
-        ceiling={},
         has_failed=any(not row["is_kept"] or row["has_grown"] for row in rows),
     )

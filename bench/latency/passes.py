@@ -14,7 +14,7 @@ from typing import NamedTuple
 from offload.bench.harness.command import MODELS, PLACE, Bench, Findings, command
 from offload.bench.harness.gate import Written
 from offload.bench.harness.models import PRETEND
-from offload.bench.harness.prompts import Prompt, encoded, prompts
+from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.rates import flops_per_s, memory_bytes_per_s, plain_read_s
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
@@ -171,12 +171,10 @@ def main(bench: Bench) -> Findings:
     if setting.draft is None and setting.device == "cpu":
         effort = effort._replace(sizes=(1,))
     largest = max(effort.sizes)
-    bench.check_same(setting)
-    texts = prompts(["code"], effort.rounds)
+    texts = bench.prompts(effort.rounds)
+    bench.begin(setting, **effort._asdict())
     rows = list[Row]()
     tree = f"{largest}x24" if largest > 1 and setting.draft is not None else "none"
-    if setting.opened is None:
-        bench.say_link(setting)
     with bench.screen, setting.open(tree, context=_CONTEXT) as decoder:
         plan = decoder.plan
         num_threads = decoder.num_threads
@@ -198,10 +196,9 @@ def main(bench: Bench) -> Findings:
     return Findings(
         rows=[*timed, *rows],
         columns=COLUMNS,
-        setting=setting,
         written=measured.written,
         notes=[f"the ceiling takes {floor_s:.3f} s for {moved}"],
-        settings={**setting.as_dict(), **effort._asdict(), "num_threads": num_threads},
+        settings={"num_threads": num_threads},
         ceiling={**rate, "samples": measured.read_s},
         guards=guards,
     )

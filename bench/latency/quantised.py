@@ -189,11 +189,11 @@ def main(
     settings = {PLAIN: plain}
     for name in (*FORMATS, PACKED):
         settings[name] = plain._replace(target=quantised(plain.target, name))
-    ceiling = bench.say_link(plain)
-    prompts, names = bench.prompts(1)
+    (prompt,) = bench.prompts(1)
+    bench.begin(plain)
     every = list[Row]()
     for _, name in bench.turns(range(effort.rounds), [*settings], "decoding"):
-        runs = run_format(settings[name], prompts[0], effort, limit)
+        runs = run_format(settings[name], prompt, effort, limit)
         every += [{"format": name, **row} for row in runs]
     rows = medians(every, "format", "tree")
     base = {row["tree"]: row for row in rows if row["format"] == PLAIN}
@@ -210,7 +210,5 @@ def main(
     return Findings(
         rows=rows,
         columns=COLUMNS,
-        settings={**plain.as_dict(), "prompts": names},
-        ceiling={"bytes_per_s": ceiling},
         guards=guards,
     )

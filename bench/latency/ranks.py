@@ -12,13 +12,13 @@ Invariant: nothing is printed before all clusters wrote the same ids, and every 
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-from offload.bench.harness.cluster import Answer, Cluster, Order, shard_budgets
+from offload.bench.harness.cluster import Answer, Order, open_clusters, shard_budgets
 from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.metrics import latencies
 from offload.bench.harness.picture import draw_flights
@@ -198,15 +198,12 @@ def share(
     found = dict[tuple[str, int], list[Answer]]()
     with bench.screen as screen, ExitStack() as resources:
         screen.wait("starting ranks")
-        clusters = dict[int, Cluster]()
+        wanted = {}
         for size in effort.sizes:
             ranks = "shards" if size > 1 else None
             budgets = shard_budgets(setting, size, num_nodes, **usual)
-            options = [{**how, "ranks": ranks, "ram": budget} for budget in budgets]
-            clusters[size] = Cluster(setting.target, setting.draft, options)
-            resources.callback(clusters[size].close)
-        for cluster in clusters.values():
-            cluster.opened()
+            wanted[size] = (setting, [{**how, "ranks": ranks, "ram": own} for own in budgets])
+        clusters = open_clusters(wanted, resources)
         rounds = [(seed, ids, tree) for seed, ids in enumerate(texts) for tree in effort.trees]
         for (seed, ids, tree), size in bench.turns(rounds, effort.sizes, "decoding"):
             answer = clusters[size].ask(effort.order(ids, seed, tree))
@@ -228,7 +225,8 @@ def in_stages(
     found: dict[str, list[Answer]] = {way: [] for way in ways}
     with bench.screen as screen, ExitStack() as resources:
         screen.wait("starting stages")
-        clusters = stages.open_ways(setting, ways, slow_layer_s, resources)
+        wanted = {way: stages.ranks_of(setting, way, slow_layer_s) for way in ways}
+        clusters = open_clusters(wanted, resources)
         for (seed, ids), way in bench.turns(enumerate(texts), ways, "decoding in stages"):
             order = Order(ids, effort.num_staged, temperature=0.6 * (seed % 2), seed=seed)
             found[way].append(clusters[way].ask(order))
@@ -254,17 +252,13 @@ def main(
     one_of(part or (), PARTS, "--part")
     parts = part or bench.effort(PARTS, PARTS[:1])
     effort = bench.effort(FULL, QUICK)
-    effort = replace(effort, num_prompts=bench.given("num_prompts") or effort.num_prompts)
     if bench.given("picture") is not None and "stages" not in parts:
         raise UserError("--picture shows runs of stages: add --part stages")
     rate = parse_size(link_limit, "--link-limit")
-    found, names = bench.prompts(effort.num_prompts)
+    ids = raw_ids(PAIR / "target", bench.prompts(effort.num_prompts), PROMPT_TOKENS)
     setting = bench.setting(size=size)
-    same = {"prompts": names, "link_bytes_per_s": rate, "slow_layer_s": slow_layer}
-    bench.check_same(setting, **same)
-    disk_bytes_per_s = bench.say_link(setting)
-    require_slower(rate, disk_bytes_per_s, max(effort.sizes))
-    ids = raw_ids(PAIR / "target", found, PROMPT_TOKENS)
+    bench.begin(setting, link_bytes_per_s=rate, slow_layer_s=slow_layer, dtype=_DTYPE)
+    require_slower(rate, bench.ceiling["bytes_per_s"], max(effort.sizes))
     shared = staged = list[Row]()
     texts = list[Answer]()
     verdicts = list[Row]()
@@ -276,9 +270,8 @@ def main(
         staged, own = in_stages(bench, effort, slow_layer, ids)
         texts += own
         verdicts += stages.checks(staged)
-    settings = {**setting.as_dict(), **same, "dtype": _DTYPE}
 
-    def draw(path: Path) -> None:
+    def draw(settings: Row, path: Path) -> None:
         model = f"the packaged target, {_STAGED_SIZE}, {slow_layer:g} s a layer longer"
         draw_flights(staged, {**settings, "target": model}, path)
 
@@ -286,10 +279,8 @@ def main(
         rows=[*shared, *staged],
         tables=[one for one in ((COLUMNS, shared), (stages.COLUMNS, staged)) if one[1]],
         checks=verdicts,
-        setting=setting,
         written=[text.written for text in texts],
-        settings=settings,
-        ceiling={"bytes_per_s": rate, "disk_bytes_per_s": disk_bytes_per_s},
+        ceiling={"bytes_per_s": rate, "disk_bytes_per_s": bench.ceiling["bytes_per_s"]},
         draw=draw,
     )
 

@@ -8,10 +8,10 @@ time between tokens, memory of each rank.
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from statistics import median
+from typing import Any
 
-from offload.bench.harness.cluster import Answer, Cluster
+from offload.bench.harness.cluster import Answer
 from offload.bench.harness.metrics import latencies
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import Setting
@@ -28,33 +28,23 @@ _WANTED: tuple[tuple[str, str, str, float, Better], ...] = (  # way, figure, bes
 )
 
 
-def open_ways(
-    setting: Setting, ways: Sequence[str], slow_layer_s: float, resources: ExitStack
-) -> dict[str, Cluster]:
-    """Open stages and a rank that drafts, once for each way. Raises `RunError`.
-
-    `plain` has no use for the rank that drafts.
-    """
-    found = dict[str, Cluster]()
-    for way in ways:
-        drafts = way != "plain"
-        options = {
-            "ram": "800MiB",
-            "context": 512,
-            "dtype": "float32",
-            "threads": 1,
-            "device": "cpu",
-            "lookup": False,
-            "ranks": f"stages:0-{NUM_STAGES - 1}" + (f",draft:{NUM_STAGES}" if drafts else ""),
-            "pipeline": way,
-            "slow_layer_s": slow_layer_s,
-        }
-        draft = setting.draft if drafts else None
-        found[way] = Cluster(setting.target, draft, [options] * (NUM_STAGES + drafts))
-        resources.callback(found[way].close)
-    for cluster in found.values():
-        cluster.opened()
-    return found
+def ranks_of(
+    setting: Setting, way: str, slow_layer_s: float
+) -> tuple[Setting, list[dict[str, Any]]]:
+    """Return the models and options of stages and of a rank that drafts; `plain` has none."""
+    drafts = way != "plain"
+    options = {
+        "ram": "800MiB",
+        "context": 512,
+        "dtype": "float32",
+        "threads": 1,
+        "device": "cpu",
+        "lookup": False,
+        "ranks": f"stages:0-{NUM_STAGES - 1}" + (f",draft:{NUM_STAGES}" if drafts else ""),
+        "pipeline": way,
+        "slow_layer_s": slow_layer_s,
+    }
+    return setting if drafts else setting._replace(draft=None), [options] * (NUM_STAGES + drafts)
 
 
 def row_of(way: str, texts: Sequence[Answer], peak_rss_bytes: Sequence[int]) -> Row:

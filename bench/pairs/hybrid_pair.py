@@ -42,10 +42,9 @@ from offload.bench.pairs.training import (
     held_out_texts,
     next_token_loss,
     packaged,
-    train,
+    teach,
     trained_once,
     windows,
-    write_rounded,
 )
 from offload.trees.spec import parse_tree
 from offload.units import parse_size
@@ -119,29 +118,33 @@ def make_pair(recipe: Recipe, screen: Screen, work: Path, ids: Tensor, held_out:
     def learnt(step: int) -> Tensor:
         return windows(ids, _STEP_TOKENS, _TEXT_TOKENS, recipe.seed + LEARNT + step)
 
-    losses = {}
-    for name, num_steps in ((HYBRID, recipe.hybrid_steps), (TWIN, recipe.twin_steps)):
+    def loss_of(name: str, num_steps: int) -> float:
+        """Train one and its draft; return what it loses on held-out text."""
         target = begun(name, packaged("target"), recipe.seed)
         draft = packaged("draft")
-
-        def target_step(step: int, target: PreTrainedModel = target) -> Tensor:
-            return next_token_loss(target, learnt(step))
-
-        def draft_step(
-            step: int, draft: PreTrainedModel = draft, target: PreTrainedModel = target
-        ) -> Tensor:
-            return draft_loss(draft, target, learnt(step))
-
-        progress = partial(screen.count, label=f"training the {name}")
-        train(target, target_step, recipe.course, work / f"{name}.state", progress, num_steps)
-        # rounds it, so that the draft learns from what is stored
-        write_rounded(target, work / name)
-        progress = partial(screen.count, label=f"training the draft of the {name}")
-        train(draft, draft_step, recipe.draft, work / f"{draft_of(name)}.state", progress)
-        write_rounded(draft, work / draft_of(name))
+        teach(
+            target,
+            lambda step: next_token_loss(target, learnt(step)),
+            recipe.course,
+            work / name,
+            screen,
+            f"training the {name}",
+            stop=num_steps,
+        )
+        teach(
+            draft,
+            lambda step: draft_loss(draft, target, learnt(step)),
+            recipe.draft,
+            work / draft_of(name),
+            screen,
+            f"training the draft of the {name}",
+        )
         batches = held_out_texts(held_out, _TEXT_TOKENS, _NUM_HELD_OUT).split(_BATCH)
         with torch.no_grad():
-            losses[name] = statistics.fmean(next_token_loss(target, one).item() for one in batches)
+            return statistics.fmean(next_token_loss(target, one).item() for one in batches)
+
+    steps = {HYBRID: recipe.hybrid_steps, TWIN: recipe.twin_steps}
+    losses = {name: loss_of(name, num_steps) for name, num_steps in steps.items()}
     (work / FIGURES).write_text(json.dumps(losses, indent=2) + "\n")
 
 
@@ -208,7 +211,7 @@ def main(bench: Bench) -> Findings:
     with bench.screen:
         pair = hybrid_pair(bench.screen)
     num_prompts, num_new = bench.effort((48, 96), (4, 32))
-    prompts, _ = bench.prompts(num_prompts)
+    prompts = bench.prompts(num_prompts)
     settings = {name: setting_of(pair, name) for name in (HYBRID, TWIN)}
     rows = []
     written: dict[str, list[Written]] = {name: [] for name in settings}

@@ -14,7 +14,6 @@ and keys taken out, the logits are the dense model's.
 """
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -35,12 +34,12 @@ from offload.bench.pairs.training import (
     held_out_texts,
     loss_of_logits,
     packaged,
-    train,
+    teach,
     trained_once,
     windows,
     write_rounded,
 )
-from offload.checkpoint.files import cache_folder, replacing
+from offload.checkpoint.files import becoming, cache_folder, replacing
 from offload.checkpoint.packaged import inflated_target
 from offload.units import parse_size
 
@@ -156,18 +155,14 @@ def _norm_scales(dense: LlamaForCausalLM, tokens_BS: Tensor) -> dict[str, float]
 
 
 def untrained_mixture(size_bytes: int) -> Path:
-    """Return an untrained mixture of this size, where no good text is needed.
-
-    It is made once, then reused; the folder has its name only when it is whole.
-    """
+    """Return an untrained mixture of this size, where no good text is needed; it is made once."""
     folder = cache_folder() / "moe-untrained"
     if not folder.is_dir():
-        scratch = folder.with_name(f"{folder.name}.part")
         dense = packaged("target")
         generator = torch.Generator().manual_seed(0)
         tokens_BS = torch.randint(dense.config.vocab_size, (4, 128), generator=generator)
-        write_rounded(upcycled(dense, ExpertSizes(), tokens_BS, 0), scratch)
-        scratch.rename(folder)
+        with becoming(folder, folder.with_name(f"{folder.name}.part")) as scratch:
+            write_rounded(upcycled(dense, ExpertSizes(), tokens_BS, 0), scratch)
     return inflated_target(size_bytes, lambda done, total: None, folder, folder.name)
 
 
@@ -202,26 +197,27 @@ def make_pair(recipe: Recipe, screen: Screen, work: Path, ids: Tensor, held_out:
         length = _TEXT_TOKENS if is_short else _LONG_TEXT_TOKENS
         return windows(ids, _STEP_TOKENS, length, recipe.seed + LEARNT + step)
 
-    train(
+    teach(
         target,
         lambda step: target_loss(target, batch(step)).sum(),
         recipe.target,
-        work / "target.state",
-        partial(screen.count, label="training the target"),
+        work / "target",
+        screen,
+        "training the target",
     )
-    # rounds it, so that the draft learns from what is stored
-    write_rounded(target, work / "target")
     screen.wait("writing what the draft learns from")
-    texts = kept_texts(work / "written.state", target, ids, recipe.seed)
+    texts_BS = kept_texts(work / "written.state", target, ids, recipe.seed)
     draft = packaged("draft")
 
     def draft_step(step: int) -> Tensor:
+        """Return the loss by turns on what the target wrote and on the corpus."""
+        generator = torch.Generator().manual_seed(recipe.seed + LEARNT + step)
+        num_texts = _STEP_TOKENS // texts_BS.shape[1]
+        own = torch.randint(0, len(texts_BS), (num_texts,), generator=generator)
         with torch.autocast("cpu", torch.bfloat16):
-            return draft_loss(draft, target, _draft_batch(texts, batch, step, recipe.seed))
+            return draft_loss(draft, target, batch(step) if step % 2 else texts_BS[own])
 
-    progress = partial(screen.count, label="training its draft")
-    train(draft, draft_step, recipe.draft, work / "draft.state", progress)
-    write_rounded(draft, work / "draft")
+    teach(draft, draft_step, recipe.draft, work / "draft", screen, "training its draft")
     figures = held_out_figures(target, draft, held_out)
     (work / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -272,15 +268,6 @@ def kept_texts(path: Path, target: Qwen3MoeForCausalLM, ids: Tensor, seed: int) 
         with replacing(path) as partial_file:
             save_file({"texts": torch.cat(texts)}, partial_file)
     return load_file(path)["texts"]
-
-
-def _draft_batch(texts_BS: Tensor, batch: Callable[[int], Tensor], step: int, seed: int) -> Tensor:
-    """Return by turns what the target wrote and the corpus."""
-    if step % 2:
-        return batch(step)
-    generator = torch.Generator().manual_seed(seed + LEARNT + step)
-    num_texts = _STEP_TOKENS // texts_BS.shape[1]
-    return texts_BS[torch.randint(0, len(texts_BS), (num_texts,), generator=generator)]
 
 
 @torch.no_grad()

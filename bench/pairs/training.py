@@ -6,13 +6,12 @@ the weights and the step's number alone and the state is on disk whole or as it 
 run that goes on ends with the weights of an uncut one; a pair's folder is whole or not there.
 """
 
-import fcntl
 import math
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +23,9 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from offload.bench.harness.prompts import held_out_files, library_files, read_source
-from offload.checkpoint.files import cache_folder, replacing
+from offload.bench.harness.tables import Screen
+from offload.checkpoint.files import cache_folder, locked_anew, replacing
 from offload.checkpoint.packaged import PAIR
-from offload.errors import UserError
 
 # files beside a packaged model's weights
 COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -93,34 +92,40 @@ def write_rounded(
 def trained_once(name: str, recipe: Any, make: Callable[[Path, Tensor, Tensor], None]) -> Path:
     """Return the folder of a recipe's models, made when it is not there.
 
-    Args:
-        make: writes them into a folder, beside states; it gets the ids to learn and held-out ones.
+    `make` writes them into a folder, beside states; it gets the ids to learn and held-out ones.
+    Raises `UserError` while another process makes them.
     """
     folder = cache_folder() / f"{name}-{zlib.crc32(repr(recipe).encode()):08x}"
     if folder.exists():
         return folder
-    with workspace(folder) as work:
+    # a run that is cut leaves it as it is
+    work = folder.with_name(f".{folder.name}.training")
+    with locked_anew(work):
         make(work, library_ids(held_out=False), library_ids(held_out=True))
-        for state in (*work.glob("*.state"), work / "lock"):
+        for state in work.glob("*.state"):
             state.unlink()
         work.replace(folder)
     return folder
 
 
-@contextmanager
-def workspace(folder: Path) -> Iterator[Path]:
-    """Yield a locked folder beside `folder`, left as it is when the run is cut.
+def teach(
+    model: PreTrainedModel,
+    loss_of: Callable[[int], Tensor],
+    course: Course,
+    folder: Path,
+    screen: Screen,
+    label: str,
+    *,
+    stop: int | None = None,
+    companions: Sequence[str] = COMPANIONS,
+) -> None:
+    """Train a model, or go on, with its state beside `folder`; then store it there.
 
-    Raises `UserError` while another run is on.
+    That rounds it, so that its draft learns from what is stored.
     """
-    work = folder.with_name(f".{folder.name}.training")
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process trains in {work}: wait for it") from None
-        yield work
+    state = folder.with_name(f"{folder.name}.state")
+    train(model, loss_of, course, state, partial(screen.count, label=label), stop)
+    write_rounded(model, folder, companions)
 
 
 def train(
@@ -177,8 +182,8 @@ def _save(model: nn.Module, optimiser: torch.optim.AdamW, path: Path, num_done: 
     for name, weight in model.named_parameters():
         tensors[f"weight.{name}"] = weight.detach()
         tensors |= {f"{part}.{name}": optimiser.state[weight][part] for part in _MOMENTS}
-    with replacing(path) as partial:
-        save_file(tensors, partial, {"num_steps": str(num_done)})
+    with replacing(path) as scratch:
+        save_file(tensors, scratch, {"num_steps": str(num_done)})
 
 
 def _load(model: nn.Module, optimiser: torch.optim.AdamW, path: Path) -> int:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any, NamedTuple
@@ -28,12 +27,13 @@ from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.process import call, environment, last_line, new_cap
 from offload.bench.harness.prompts import raw_ids
 from offload.bench.harness.record import Guard, Row
-from offload.bench.harness.setting import PROMPT_TOKENS
+from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column
 from offload.bench.pairs.moe_pair import moe_setting
 from offload.bench.peers.child import Measured, Order, rate
 from offload.checkpoint.files import cache_folder, replacing
 from offload.errors import RunError, UserError
+from offload.reports.proof import BF16_NOISE, draw_gaps
 from offload.sampling_options import Sampling
 from offload.units import parse_size
 
@@ -127,8 +127,6 @@ def proved(
 
     Scores may differ by `noise`: by default what rounding to bf16 makes of them.
     """
-    from offload.reports.proof import BF16_NOISE, draw_gaps
-
     if outcome.reason:
         return outcome
     gaps = list[float]()
@@ -140,20 +138,17 @@ def proved(
     return outcome._replace(num_near=sum(gap > 0 for gap in gaps))
 
 
-def gguf_file(source: Path, folder: Path, python: str, kind: str = "BF16") -> Path:
+def gguf_file(source: Path, python: str, kind: str = "BF16") -> Path:
     """Return the GGUF of a checkpoint, its blocks of `kind`, written once.
 
-    The interpreter that writes it has the `gguf` package.
-
-    Raises:
-        subprocess.CalledProcessError: the writer failed.
+    The interpreter that writes it has the `gguf` package. Raises `subprocess.CalledProcessError`.
     """
     stats = [(path.name, path.stat()) for path in source.glob("*.safetensors")]
     shards = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
     own = "" if kind == "BF16" else f"-{kind}"
-    path = folder / f"{source.name}{own}-{zlib.crc32(repr(shards).encode()):08x}.gguf"
+    path = cache_folder() / f"{source.name}{own}-{zlib.crc32(repr(shards).encode()):08x}.gguf"
     if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
             writer = [python, "-m", "offload.bench.peers.gguf_writer", str(source), str(part), kind]
             subprocess.run(writer, check=True, capture_output=True, text=True, env=environment())
@@ -242,12 +237,8 @@ _ROUNDED_ROWS = 1.0  # what scores may differ by where llama.cpp rounds rows to 
 
 
 class Common(NamedTuple):
-    target: Path
-    draft: Path
-    model: Path  # small, computes what the target computes: the gate asks it
-    gguf_folder: Path
+    setting: Setting  # its budget is the memory of each process
     prompts: list[list[int]]
-    cap_bytes: int
     pythons: tuple[str, ...]
     is_quick: bool = True
     # of the blocks that weights are stored in: of others all programs read the same GGUF file
@@ -285,18 +276,19 @@ def measure(program: Program, common: Common) -> Outcome:
     if python is None:
         needs = " and ".join(program.needs)
         return Outcome(reason=f"missing: no interpreter here can import {needs}")
-    target = common.target
-    draft = common.draft
-    model = common.model
+    target = common.setting.target
+    draft = common.setting.draft
+    model = common.setting.origin
+    assert draft is not None, "the packaged pair has one"
     noise = None
     try:
         if common.kind != "BF16":
-            target = model = gguf_file(target, common.gguf_folder, python, common.kind)
+            target = model = gguf_file(target, python, common.kind)
             noise = _ROUNDED_ROWS if "gguf" in program.needs else None
         elif "gguf" in program.needs:
-            target = gguf_file(target, common.gguf_folder, python)
+            target = gguf_file(target, python)
         if "gguf" in program.needs:
-            draft = gguf_file(draft, common.gguf_folder, python)
+            draft = gguf_file(draft, python)
     except subprocess.CalledProcessError as error:
         return Outcome(reason=f"failed: {last_line(error.stderr)}")
     num_tokens = program.num_tokens
@@ -311,7 +303,7 @@ def measure(program: Program, common: Common) -> Outcome:
         num_tokens,
         QUICK_LIMIT_S if common.is_quick else FULL_LIMIT_S,
         threads=list(program.threads),
-        cap_bytes=common.cap_bytes,
+        cap_bytes=common.setting.ram_bytes,
         group=None,
     )
     return proved(run_child(python, order), model, common.prompts, noise)
@@ -411,33 +403,21 @@ def main(
     cap_bytes = parse_size(cap, "--cap")
     found = moe_setting(bench.given("size"), None, bench.screen) if experts else bench.setting()
     found = found._replace(ram_bytes=cap_bytes)
-    assert found.draft is not None, "the packaged pair has one"
     part = slice(1, None, 2) if lookup else slice(None)
-    texts, _ = bench.prompts(max(one.num_prompts for one in known.values()), part)
-    common = Common(
-        found.target,
-        found.draft,
-        found.origin,
-        cache_folder(),
-        raw_ids(found.origin, texts, PROMPT_TOKENS),
-        cap_bytes,
-        (sys.executable, *([python] if python else [])),
-        bench.quick,
-        gguf,
-    )
-    ways = {"lookup": lookup, "gguf": gguf, "experts": experts}
-    settings = {**found.as_dict(), "num_prompt_tokens": PROMPT_TOKENS, **ways}
-    bench.check_same(found, **ways)
-    ceiling = bench.say_link(found)
-    programs = _promised(known, settings["target_bytes"] <= cap_bytes)
-    rows = compare(peer or list(known), programs, common, partial(_say, bench))
+    texts = bench.prompts(max(one.num_prompts for one in known.values()), part)
+    ids = raw_ids(found.origin, texts, PROMPT_TOKENS)
+    common = Common(found, ids, (sys.executable, *filter(None, [python])), bench.quick, gguf)
+    bench.begin(found, num_prompt_tokens=PROMPT_TOKENS, lookup=lookup, gguf=gguf, experts=experts)
+    programs = _promised(known, found.as_dict()["target_bytes"] <= cap_bytes)
+
+    def say(row: Row) -> None:
+        told = row.get("reason") or f"{row['tokens_per_s']:.2f} tokens/s"
+        print(f"{row['peer']}: {told}", file=sys.stderr)
+        bench.row(row)
+
+    rows = compare(peer or list(known), programs, common, say)
     return Findings(
-        rows=rows,
-        columns=COLUMNS,
-        settings=settings,
-        ceiling={"bytes_per_s": ceiling},
-        guards=guards_of(rows),
-        has_failed="reason" in rows[0],
+        rows=rows, columns=COLUMNS, guards=guards_of(rows), has_failed="reason" in rows[0]
     )
 
 
@@ -447,12 +427,6 @@ def _known(*, lookup: bool, gguf: str, experts: bool) -> Mapping[str, Program]:
     if lookup + experts + (gguf != "BF16") > 1:
         raise UserError("--lookup, --gguf and --experts compare by themselves: give one of them")
     return LOOKUPS if lookup else EXPERTS if experts else PROGRAMS if gguf == "BF16" else BLOCKS
-
-
-def _say(bench: Bench, row: Row) -> None:
-    told = row.get("reason") or f"{row['tokens_per_s']:.2f} tokens/s"
-    print(f"{row['peer']}: {told}", file=sys.stderr)
-    bench.row(row)
 
 
 def _promised(programs: Mapping[str, Program], fits: bool) -> Mapping[str, Program]:

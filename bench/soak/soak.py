@@ -337,8 +337,7 @@ def main(
     ram_bytes = least_ram(setting.files, _MOST_NODES, context=CONTEXT, parallel=PARALLEL)
     setting = setting._replace(ram_bytes=ram_bytes)
     seconds = bench.effort(3600 * hours, 180.0)
-    settings = {**setting.as_dict(), "seconds": seconds, "seed": seed}
-    ceiling = bench.say_link(setting)
+    bench.begin(setting, seconds=seconds, seed=seed)
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as name, bench.screen:
         model = with_template(setting.target, Path(name) / setting.target.name)
         soaked = soak(bench, setting, model, seconds, seed, Path(name))
@@ -356,16 +355,13 @@ def main(
     return Findings(
         rows=rows,
         columns=COLUMNS,
-        setting=setting,
         written=written,
-        settings=settings,
-        ceiling={"bytes_per_s": ceiling},
         notes=[
             f"{len(soaked.texts)} texts of the library; of the server {answers}, "
             f"{soaked.num_refused} refused"
         ],
         guards=guards,
-        draw=partial(draw_hours, soaked.samples, settings),
+        draw=partial(draw_hours, soaked.samples),
     )
 
 

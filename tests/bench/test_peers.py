@@ -17,6 +17,7 @@ from small_moe import NUM_EXPERTS, save_small_moe
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from offload.bench.harness.process import new_cap
+from offload.bench.harness.setting import Setting
 from offload.bench.harness.tables import say_table
 from offload.bench.peers import hugging_face, ours, peers
 from offload.bench.peers.child import Measured, follow, rate
@@ -253,7 +254,8 @@ def test_rows_ratios_and_missing(
         lambda python, order: Outcome(runs=runs(next(speeds[keys[order.module]])), is_capped=True, peak_bytes=10**9),
     )
     monkeypatch.setattr(peers, "proved", lambda outcome, model, prompts, noise: outcome)
-    setting = Common(tmp_path, tmp_path, tmp_path, tmp_path, [PROMPT], 1 << 30, (sys.executable,))
+    place = Setting(tmp_path, tmp_path, tmp_path, 1 << 30)
+    setting = Common(place, [PROMPT], (sys.executable,))
     said: list[dict] = []
     rows = compare(["b", "c", "d"], programs, setting, said.append)
 
@@ -272,7 +274,7 @@ def test_rows_ratios_and_missing(
 def test_no_ratio_without_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     outcomes = iter([Outcome(reason="refused: wrong"), Outcome(runs=runs(1.0)), Outcome(runs=runs(9.0))])
     monkeypatch.setattr(peers, "measure", lambda program, setting: next(outcomes))
-    setting = Common(tmp_path, tmp_path, tmp_path, tmp_path, [PROMPT], 1 << 30, ())
+    setting = Common(Setting(tmp_path, tmp_path, tmp_path, 1 << 30), [PROMPT], ())
     rows = compare(["mmap"], PROGRAMS, setting, lambda row: None)
     assert rows[0] == {"peer": OURS, "title": PROGRAMS[OURS].title, "reason": "refused: wrong"}
     assert "ratio" not in rows[1]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from planted_peer import NUM_NEW, PROMPT, order, plant
 
+from offload.bench.harness.setting import Setting
 from offload.bench.peers import child, peers
 from offload.bench.peers.child import Order, follow
 from offload.bench.peers.peers import LOOKUPS, OURS, PROGRAMS, Common, Outcome, Program, gguf_file, measure, run_child
@@ -35,8 +36,8 @@ def right_tokens() -> list[int]:
 
 
 def setting(*prompts: list[int], is_quick: bool = True) -> Common:
-    pair = (PAIR / "target", PAIR / "draft", PAIR / "target")
-    return Common(*pair, Path("/nowhere"), list(prompts), 1 << 30, (sys.executable,), is_quick)
+    pair = Setting(PAIR / "target", PAIR / "draft", PAIR / "target", 1 << 30)
+    return Common(pair, list(prompts), (sys.executable,), is_quick)
 
 
 def planted_program(tokens: list[int], num_prompts: int) -> Program:
@@ -49,7 +50,7 @@ def test_all_programs_get_the_same_files_prompts_memory_and_time(
 ) -> None:
     orders: dict[str, Order] = {}
     monkeypatch.setattr(peers, "interpreter_with", lambda *_: sys.executable)
-    monkeypatch.setattr(peers, "gguf_file", lambda path, folder, python: path)
+    monkeypatch.setattr(peers, "gguf_file", lambda path, python: path)
     common = setting(*([start] * 128 for start in range(6)), is_quick=is_quick)
     for name, program in PROGRAMS.items():
 
@@ -186,12 +187,13 @@ def test_sigterm_ends_the_child_and_its_group(cap: FakeCap) -> None:
 
 
 @pytest.mark.usefixtures("_sigterm_leaves")
-def test_sigterm_leaves_no_half_written_gguf(tmp_path: Path) -> None:
-    writer, folder = tmp_path / "python", tmp_path / "cache"
+def test_sigterm_leaves_no_half_written_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, folder = tmp_path / "python", tmp_path / "offload"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder.mkdir()
     writer.write_text('#!/bin/sh\necho half > "$4"\nexec sleep 60\n')
     writer.chmod(0o755)
     terminate_when(lambda: any(path.stat().st_size for path in folder.iterdir()))
     with pytest.raises(SystemExit):
-        gguf_file(PAIR / "draft", folder, str(writer))
+        gguf_file(PAIR / "draft", str(writer))
     assert not list(folder.iterdir())
