@@ -93,10 +93,7 @@ class LazyCommands(TyperGroup):
 
 
 def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
-    """Refuse unknown flags without the seconds that the parser's imports take.
-
-    Every word of a bench's source counts as known, its flags among them. Raises `UserError`.
-    """
+    """Refuse what is no word of a bench's source, without the seconds that imports take."""
     source = ""
     for module in (_home(name), "offload.bench.harness.command"):
         spec = find_spec(module)
@@ -121,10 +118,7 @@ def _as_flag(word: str) -> str:
 
 
 def load_command(name: str) -> Any:
-    """Return the parser of one command.
-
-    Raises `UserError` where a library for measuring is missing.
-    """
+    """Return the parser of one command. Raises `UserError` where a library is missing."""
     try:
         with _announced(name):
             main = import_module(_home(name)).main

@@ -217,10 +217,7 @@ def share_learned(model: LlamaForCausalLM, dialogues: list[Dialogue], num_asked:
 
 
 def _told_ids() -> Tensor:
-    """Return ids of everything that is told, several times in another order.
-
-    Every question stands before its answer as the chat template has them.
-    """
+    """Return ids of everything that is told, several times in another order, in the template."""
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)
     told = [one for dialogues, times in _TOLD for one in dialogues() * times]
     turns = [f"{_END}Q: {one}\nA:\n{it.answer}" for it in told for one in it.questions]

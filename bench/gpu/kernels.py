@@ -34,10 +34,7 @@ _NUM_ROUNDS = 7
 
 
 def time_kernel(comparison: KernelComparison, timer: Timer, device: Device | None = None) -> Row:
-    """Time both sides in turn, if they agree. Raises what `compare` raises.
-
-    `ratio` is the time without the kernel over the kernel's; 0 where the kernel is not used.
-    """
+    """Time both sides in turn, if they agree; `ratio` is 0 where they do not."""
     outcome = compare(comparison, device)
     row: Row = {**outcome._asdict(), "kernel_s": None, "rival_s": None, "ratio": 0.0}
     if not outcome.reason:
@@ -59,10 +56,7 @@ def verdicts(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def device_timer(device: Device) -> Timer:
-    """Return medians of runs with a cold cache, by events of the compute stream.
-
-    Launches are included.
-    """
+    """Return medians of runs with a cold cache, by the compute stream's events."""
     scratch = device.allocate(_CACHE_BYTES)
 
     def once(work: Callable[[], Any]) -> float:

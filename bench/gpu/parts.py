@@ -83,10 +83,7 @@ def link(job: Job) -> Iterator[Row]:
 
 
 def enqueue(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Time the host's part of one pass beside the device's.
-
-    A pass waits for a host that is not done sooner.
-    """
+    """Time the host's part of one pass, which waits for it, beside the device's."""
     size = job.amounts.hidden_size
     runner = PassRunner(decoder, decoder.encode(PROMPT, raw=True))
     # the first pass takes the prompt in, the first of a size chooses kernels for it
@@ -135,10 +132,7 @@ def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def trees(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Measure tokens per pass and seconds per token of all trees.
-
-    A tree whose tokens are wrong has no figures.
-    """
+    """Measure tokens per pass and seconds per token of each tree whose tokens are right."""
     for tree in job.amounts.trees:
         promise = "step" if tree in job.amounts.trees[2:] else None
         found = one_tree(job, decoder, tree, promise)

@@ -76,10 +76,7 @@ def accelerate(job: Job) -> Iterator[Row]:
 
 
 def measure(job: Job) -> Iterator[Row]:
-    """Yield all rows, each as soon as it is known.
-
-    What is timed in a way whose tokens the gate finds wrong is left out.
-    """
+    """Yield all rows as they are known, without timings of a way whose tokens are wrong."""
     right = set[bool]()  # ways, by whether they promise the same bits
     for is_invariant in (False, True):
         found = list[Row]()

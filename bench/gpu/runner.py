@@ -55,10 +55,7 @@ def _bench(name: str, *flags: str) -> tuple[str, ...]:
 
 
 def _tests(names: str, *flags: str) -> tuple[str, ...]:
-    """Return the tests that only a device can run, file by file.
-
-    One of the other files registers a device of its own.
-    """
+    """Name the files of tests for a device: one of the others registers a device of its own."""
     usual = "-m pytest -q -m gpu -o filterwarnings=default --continue-on-collection-errors -p no:cacheprovider"
     rows = "-p offload.bench.gpu.pytest_rows --rows {rows}"
     return (*usual.split(), *rows.split(), *flags, *(f"tests/{name}.py" for name in names.split()))
@@ -155,11 +152,7 @@ class _Clock:
 
 
 def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
-    """Run every step that is not done yet, and write the summary after each.
-
-    Raises:
-        KeyboardInterrupt: after the running step has been ended and noted.
-    """
+    """Run every step that is not done; at `KeyboardInterrupt` the running one is ended first."""
     found = statuses(read_rows(files.rows))
     done = {name for name, (status, _) in found.items() if status == DONE}
     open_steps = [step for step in steps if step.name not in done or files.is_wrong(step.name)]
@@ -262,10 +255,7 @@ def _end(child: "subprocess.Popen[bytes]") -> int | None:
 
 
 def statuses(rows: Iterable[Row]) -> dict[str, tuple[str, float]]:
-    """Return the last status and seconds of every step.
-
-    A skipped step keeps what an earlier run says of it.
-    """
+    """Return the last status and seconds of each step; a skipped one keeps its earlier ones."""
     found: dict[str, tuple[str, float]] = {}
     for row in rows:
         if row.get("event") == "begin":
@@ -295,10 +285,7 @@ def rows_of(rows: Iterable[Row], step: str) -> list[Row]:
 
 
 def status_of(exit_status: int | None, is_over_budget: bool, rows: Sequence[Row]) -> str:
-    """Return what an exit status means.
-
-    1 is that of a bench, or of tests, of which something is not met: then a row says so.
-    """
+    """Return what an exit status means; 1 may tell of something not met, and then a row says so."""
     if exit_status is None:
         return "stuck, not even SIGKILL ended it"
     if is_over_budget:

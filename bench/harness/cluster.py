@@ -117,10 +117,7 @@ def open_clusters(
 
 
 def shard_budgets(setting: Setting, num_ranks: int, num_nodes: int, **how: Any) -> list[int]:
-    """Return the least budgets with which each rank streams nearly all of its share.
-
-    Prompts are to be taken in passes of the usual size.
-    """
+    """Return the least budgets with which each rank streams most of its share, in usual passes."""
     files = setting.files
     even = share_layers(files.target, [1 / num_ranks] * num_ranks)
     budgets = list[int]()

@@ -244,10 +244,7 @@ class Bench:
         return row
 
     def finish(self, found: Findings) -> None:
-        """Prove, show, store and compare; end with one JSON line where no person reads it.
-
-        Exits with 1 if anything is slower beyond noise, or has failed.
-        """
+        """Prove, show, store and compare; exits with 1 if anything has failed or is slower."""
         proof = None
         if found.written:
             assert self._setting is not None, "an original proves the texts"
@@ -309,10 +306,7 @@ class Bench:
 def command(
     name: str, *shared: str, examples: Sequence[str] = ()
 ) -> Callable[[Callable[..., Findings | None]], Callable[..., None]]:
-    """Make `main(bench, own flags)` the command `offload bench NAME`.
-
-    These flags of `FLAGS` come behind its own.
-    """
+    """Make `main(bench, own flags)` the command `offload bench NAME`, with these `FLAGS`."""
     names = [*" ".join((*shared, _ENDS)).split()]
 
     def wrap(main: Callable[..., Findings | None]) -> Callable[..., None]:

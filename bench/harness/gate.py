@@ -78,11 +78,7 @@ class Proof(NamedTuple):
 
 
 def prove(written: Sequence[Written], score: Score) -> Proof:
-    """Prove every token.
-
-    Raises:
-        UserError: a token is not the reference's, or tokens do not follow its distribution.
-    """
+    """Prove every token. Raises `UserError`, or `WrongTokenError` for a single one."""
     first: dict[tuple[tuple[int, ...], Sampling], Written] = {}
     gaps = list[float]()
     drawn = list[tuple[Tensor, Sequence[int]]]()
@@ -116,10 +112,7 @@ def _require_same(ids: Sequence[int], others: Sequence[int]) -> None:
 
 
 def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
-    """Refuse tokens that miss the reference's draw by more than rounding.
-
-    Raises `WrongTokenError`.
-    """
+    """Raise `WrongTokenError` for a token that misses its draw by more than rounding."""
     limit = rounding(sampling)
     for at, gap in enumerate(gaps):
         if gap > limit:

@@ -49,10 +49,7 @@ class _FreeBlocks(ctypes.Structure):
 
 
 class _Meter:
-    """Notes what this process takes in each phase, beyond its libraries.
-
-    `held_bytes` is the memory at a phase's end without what C's allocator has free, where it tells.
-    """
+    """Notes what this process takes in each phase, held without what C's allocator has free."""
 
     def __init__(self) -> None:
         self.imported_bytes = rss_bytes()

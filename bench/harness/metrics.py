@@ -24,10 +24,7 @@ class Burst(NamedTuple):
 def followed(
     run: Run, on_burst: Callable[[int], None] = lambda number: None
 ) -> tuple[list[Burst], Generation]:
-    """Follow a run to its end, and note the moments at which its bursts arrived.
-
-    `on_burst` is called with the number of every one, from 1 on.
-    """
+    """Follow a run to its end; `on_burst` is called with the number of each burst, from 1 on."""
     times = list[float]()
     started = time.perf_counter()
     for _ in run:

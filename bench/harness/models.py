@@ -38,10 +38,7 @@ def find_setting(
     screen: Screen,
     need: Need = _USUAL,
 ) -> Setting:
-    """Return the named models, or the packaged pair with a target of `size`.
-
-    Without `ram` the budget is that of `need`. Raises `UserError`, before it fetches.
-    """
+    """Return the named models, or the packaged pair. Raises `UserError`, before it fetches."""
     if model is not None:
         names = [model] if draft is None else [model, draft]
         headers = list(map(open_headers, names))
@@ -69,10 +66,7 @@ def resident_pair(ram: str | None) -> Setting:
 
 @contextmanager
 def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -> Iterator[Setting]:
-    """Return the pair in the shape of Llama-2 70B and 7B, with as many layers.
-
-    On the pretend device it has some megabytes.
-    """
+    """Return the pair in the shape of Llama-2 70B and 7B; on the pretend device some megabytes."""
     is_tiny = device is None or device.place.type == "cpu"
     large, small = synthetic.LLAMA_2_70B, synthetic.LLAMA_2_7B
     if is_tiny:

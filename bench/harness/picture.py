@@ -86,10 +86,7 @@ def case_words(tree: str, rule: str, temperature: float) -> str:
 
 
 def draw_flights(rows: Sequence[Row], settings: Row, path: Path) -> None:
-    """Draw a panel for each row with `events` of one text, see `RunEvent`.
-
-    A line is a run, a tick the moment at which tokens were emitted.
-    """
+    """Draw a panel for each row: a line is a run, a tick a moment at which tokens came."""
     question = "How do runs through the stages follow each other?"
     figure = _figure(question, settings, 0.9 + 1.7 * len(rows))
     places = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]

@@ -40,10 +40,7 @@ def environment() -> dict[str, str]:
 def call(
     module: str, order: Any, *, python: str = sys.executable, limit_s: float | None = None
 ) -> Any:
-    """Return the JSON that a module prints last, run as a process with the order as JSON.
-
-    Raises `RunError` with the reason in a line where there is none.
-    """
+    """Return the JSON that a module prints last, run with an order. Raises `RunError` in a line."""
     command = [python, "-m", module, json.dumps(order)]
     try:
         done = subprocess.run(

@@ -74,10 +74,7 @@ def encoded(decoder: Decoder, prompt: Prompt, num_tokens: int) -> list[int]:
 
 
 def raw_ids(model: Path, found: Iterable[Prompt], num_tokens: int) -> list[list[int]]:
-    """Return token ids by a model's own tokenizer, in no template: cut as `encoded` does.
-
-    Raises `UserError` for a model without one.
-    """
+    """Return ids by a model's own tokenizer, cut as `encoded` does. Raises `UserError`."""
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise UserError(f"{model} has no tokenizer: name a model that has one")

@@ -32,10 +32,7 @@ _ODD_BYTES = 8  # behind a page, where the weights of many files begin
 
 
 def plain_read_s(shards: Sequence[Path], num_bytes: int) -> float:
-    """Return the seconds in which `num_bytes` of these files arrive, past the page cache.
-
-    They are read from their beginnings, again and again if need be.
-    """
+    """Return the seconds in which `num_bytes` of these files arrive, past the page cache."""
     sizes = [path.stat().st_size for path in shards]
     block_bytes = min(BLOCK_BYTES, max(sizes) // _PAGE_BYTES * _PAGE_BYTES)
     assert block_bytes, "there is nothing to read"
@@ -66,10 +63,7 @@ def plain_read_s(shards: Sequence[Path], num_bytes: int) -> float:
 
 
 def _touched(num_bytes: int) -> memoryview:
-    """Return huge pages that are there already.
-
-    With small ones O_DIRECT pins each for itself: 1.2 instead of 2.0 GB/s.
-    """
+    """Return huge pages: of small ones O_DIRECT pins each, which gives 1.2 instead of 2.0 GB/s."""
     region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
@@ -103,10 +97,7 @@ def copy_rates(device: Device, num_bytes: int) -> CopyRates:
 
 
 def lock_rates(device: Device, num_bytes: int) -> Iterator[tuple[str, float]]:
-    """Time the locking of so much host memory by every method that is open, bytes a second.
-
-    A model is loaded no faster than that.
-    """
+    """Time each way to lock so much host memory, bytes a second: a model is loaded no faster."""
     for method in device.open_allocator().methods:
         started = time.perf_counter()
         try:

@@ -144,10 +144,7 @@ def store(found: Row, path: Path) -> None:
 
 
 def writable(path: Path | None) -> Path | None:
-    """Return the path, where a file can be written there. Raises `UserError`.
-
-    It is called before anything is measured.
-    """
+    """Return the path, where a file can be written there. Raises `UserError`."""
     if path is None or path == STDOUT:
         return path
     folder = next(one for one in (path.parent, *path.absolute().parents) if one.exists())
@@ -243,10 +240,7 @@ def require_same(old: Result, bench: str, settings: Mapping[str, object]) -> Non
 
 
 def changes(old: Result, new: Result) -> list[Change]:
-    """Return all figures that both results guard.
-
-    Raises `UserError` for results that measure different things.
-    """
+    """Return all figures that both results guard. Raises `UserError` where they measure others."""
     require_same(old, new.bench, new.settings)
     pairs = {
         name: (old.guards[name], new.guards[name]) for name in new.guards if name in old.guards

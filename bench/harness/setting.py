@@ -53,10 +53,7 @@ class Setting(NamedTuple):
         return self.origin.parent == self.target.parent
 
     def open(self, tree: str, **options: Any) -> Decoder:
-        """Open a decoder with room for that tree; `options` are those of `load`.
-
-        Raises `UserError`.
-        """
+        """Open a decoder with room for that tree, as `load` does. Raises `UserError`."""
         if options.get("lenience", 1) != 1:
             rule = "what is measured is proved: `lenience` must be 1, got less"
             raise UserError(f"{rule}: leave it out")
@@ -71,10 +68,7 @@ class Setting(NamedTuple):
         return load(self.target, self.draft, self.ram_bytes, tree, **how)
 
     def open_streamed(self, tree: str, **options: Any) -> Decoder:
-        """Open a decoder with the least budget, so that every layer streams.
-
-        Raises `UserError`.
-        """
+        """Open a decoder with the least budget, so that every layer streams. Raises `UserError`."""
         how = {"context": options["context"], "dtype": options.get("dtype", "auto")}
         num_nodes = parse_tree(tree).num_nodes
         if self.opened is None:
@@ -88,10 +82,7 @@ class Setting(NamedTuple):
         return place.open(tree, **options)
 
     def ceiling(self, plan: MemoryPlan | None) -> float:
-        """Return bytes per second at which layers could arrive now.
-
-        Those of a plain reader, or of copies to a device as a plan has them.
-        """
+        """Return bytes per second of a plain reader, or of a plan's copies to a device."""
         if self.opened is None:
             return self.plain_rate()
         assert plan is not None, "what is sent to a device depends on its plan"
@@ -129,10 +120,7 @@ def least_ram(
     holds: Callable[[MemoryPlan], bool] = lambda plan: True,
     **budget: Any,
 ) -> int:
-    """Return the least bytes for which a plan is made, and one that `holds`.
-
-    `budget` are further fields of `MemoryBudget`.
-    """
+    """Return the least RAM for which a plan is made that `holds`; `budget` has further fields."""
 
     def plan(ram: int) -> MemoryPlan:
         found = MemoryBudget(ram=ram, **budget).plan(files, num_nodes)

@@ -84,10 +84,7 @@ def kernel_rows(decoder: Decoder) -> list[dict[str, Any]]:
 
 
 def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -> Curve:
-    """Return seconds of a draft pass against its rows.
-
-    The widths that a run records are recorded before.
-    """
+    """Return seconds of a draft pass against its rows, recorded before as a run records them."""
     drafter = decoder.drafter
     text = decoder.begin(prompt_ids, Sampling())
     assert isinstance(drafter, ModelDrafter), "there is a draft"
@@ -145,10 +142,7 @@ class Timeline:
 def record_steps(
     decoder: Decoder, prompt_ids: Sequence[int], tree: str, num_steps: int
 ) -> tuple[Timeline, list[int]]:
-    """Take greedy steps behind a prompt; return their events and all new tokens, to be proved.
-
-    The step that takes the prompt in is run but not recorded.
-    """
+    """Take greedy steps behind a prompt's own; return their events and all new tokens."""
     stream = decoder.target.stream
     timeline = Timeline()
     shape = decoder.run(prompt_ids, Sampling(), max_new_tokens=1, tree=tree).tree_choice.shape
@@ -173,10 +167,7 @@ def record_steps(
 def repeated_scores(
     decoder: Decoder, num_rows: int, num_sweeps: int, held_bytes: Callable[[], int]
 ) -> tuple[int, int]:
-    """Run passes with NaN in every slot that is free.
-
-    Returns how many repeat the first scores, and the bytes that are lost.
-    """
+    """Poison free slots; return how many passes repeat the first scores, and lost bytes."""
     target = decoder.target
     tree = TokenTree(best_first(DEFAULT_ACCEPTANCE, num_rows, 12), torch.arange(num_rows) + 3)
     tokens = [5, 6, 7]

@@ -87,10 +87,7 @@ TINY_DRAFT = Shape(256, 4, 4, 128, 384, 5000, 3)
 
 
 def sketch(source: Path, folder: Path, shape: Shape) -> Path:
-    """Write a folder that reads as a checkpoint of that shape through `Maker`.
-
-    It takes some kilobytes of disk.
-    """
+    """Write some kilobytes that read as a checkpoint of that shape through `Maker`."""
     config = json.loads((source / "config.json").read_text())
     config["rms_norm_eps"] *= config["hidden_size"] / shape.hidden
     config |= {
@@ -124,10 +121,7 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
 
 
 def origin(source: Path, folder: Path, shape: Shape) -> Path:
-    """Return the small model in float32 with the norms that the large one rounds to.
-
-    It computes what the large one does.
-    """
+    """Write the small model in float32 with the norms that the large one rounds to; return it."""
     small = load_file(source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     factor = math.sqrt(shape.hidden / config["hidden_size"])

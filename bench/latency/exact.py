@@ -87,10 +87,7 @@ def streamed_ids(
 def same_for_all_trees(
     setting: Setting, prompt_ids: list[int], dtype: str, num_new: int
 ) -> Iterator[Row]:
-    """Return how many ids are those without a tree.
-
-    Nothing is asked of a decoder that does not promise them.
-    """
+    """Count ids that are those without a tree; of a decoder that promises none it is no promise."""
     with setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT) as decoder:
         runs = [decoder.generate(prompt_ids, max_new_tokens=num_new, tree=tree) for tree in TREES]
         promised = decoder.invariance
@@ -107,10 +104,7 @@ def same_for_all_trees(
 def in_bf16(
     setting: Setting, prompt: str, place: torch.device, num_new: int, invariant: bool | None
 ) -> Iterator[Row]:
-    """Return by how much the reference prefers its token where ids part, for each tree.
-
-    0 where they do not part.
-    """
+    """Yield by how much the reference prefers its token where ids part; 0 where they do not."""
     prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.bfloat16, num_new)
     trees = ("none", "64x16")
     for tree, ours in streamed_ids(setting, prompt_ids, num_new, "bfloat16", trees, invariant):

@@ -58,10 +58,7 @@ QUICK = Effort(1, 32, 12.0, 1)
 
 
 def room_bytes(setting: Setting, percent: int) -> int:
-    """Return the least budget for all dense layers and so many routed experts.
-
-    Raises `UserError`.
-    """
+    """Return the least budget for dense layers and so many experts. Raises `UserError`."""
 
     def holds(plan: MemoryPlan) -> bool:
         least = math.ceil(plan.num_experts * percent / 100)
@@ -105,10 +102,7 @@ def measure(
 
 
 def _written(rows: Sequence[Row], prompts: Sequence[list[int]]) -> list[Written]:
-    """Return what all runs have written, each text once, to be proved.
-
-    Raises `UserError` where experts on demand failed.
-    """
+    """Return each text once, to be proved. Raises `UserError` where experts on demand failed."""
     if failed := [row["reason"] for row in rows if row["reason"] and row["experts"] != "layers"]:
         raise UserError(f"experts on demand: {failed[0]}")
     texts = {(run.prompt, tuple(run.token_ids)) for row in rows for run in row["runs"]}

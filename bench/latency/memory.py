@@ -78,11 +78,7 @@ def target_of(kind: str, size_bytes: int) -> Path:
 
 
 def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
-    """Measure one configuration in a process of its own.
-
-    Return what it took, its peak beyond the libraries, its growth, and both verdicts. Raises
-    `UserError`.
-    """
+    """Return what one configuration took, its growth, and both verdicts. Raises `UserError`."""
     shared: dict[str, Any] = {"context": CONTEXT, "parallel": case.parallel}
     if ram is None:
         files = ModelFiles(open_headers(target), open_headers(PAIR / "draft"))

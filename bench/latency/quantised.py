@@ -52,10 +52,7 @@ def int4(weight_NK: Tensor) -> dict[str, Tensor]:
 
 
 def fp8(weight_NK: Tensor) -> dict[str, Tensor]:
-    """Return words as DeepSeek stores them, in blocks of 128 x 128.
-
-    Sizes are multiples of these or smaller.
-    """
+    """Return words as DeepSeek stores them, in blocks of 128 x 128 or fewer rows."""
     rows = weight_NK.float().unflatten(0, (-1, min(_BLOCK, len(weight_NK))))
     blocks = rows.unflatten(2, (-1, _BLOCK))
     scale = (blocks.abs().amax((1, 3)) / _FP8_MAX).clamp(min=1e-12)
@@ -81,10 +78,7 @@ FORMATS = {"int4": (int4, _INT4), "fp8": (fp8, _FP8)}
 
 
 def quantised(source: Path, name: str) -> Path:
-    """Return the checkpoint of `source` in one of `FORMATS`, or packed; made once, then reused.
-
-    Raises `UserError` for layers that do not come in whole groups and blocks.
-    """
+    """Return `source` in one of `FORMATS`, or packed, made once. Raises `UserError`."""
     folder = source.with_name(f"{source.name}-{name}")
     if folder.is_dir():
         return folder

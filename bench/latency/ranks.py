@@ -187,11 +187,7 @@ COLUMNS = (
 def share(
     bench: Bench, setting: Setting, effort: Effort, rate: float, texts: Sequence[list[int]]
 ) -> tuple[list[Row], list[Answer]]:
-    """Measure clusters of all sizes side by side, prompt by prompt and tree by tree.
-
-    Return a row for each tree and number of ranks, one rank first, and all texts. Raises
-    `UserError`.
-    """
+    """Return a row for each tree and number of ranks, one rank first, and all texts."""
     usual = {"context": _CONTEXT, "dtype": _DTYPE}
     how: dict[str, Any] = {**usual, **_HOW, "tree": effort.tree, "link_limit": int(rate)}
     num_nodes = parse_tree(effort.tree).num_nodes

@@ -81,10 +81,7 @@ def timed(layer: nn.Module) -> Iterator[dict[str, float]]:
 
 @torch.inference_mode()
 def one_pass(layer: nn.Module, width: int, num_nodes: int) -> dict[str, float]:
-    """Return what a pass over a tree takes, behind a committed token.
-
-    A node has two children, so that the tree is as deep as it may be wide.
-    """
+    """Time a pass over a tree, behind a committed token; each node has two children."""
     from offload.model.recurrent_cache import RecurrentCache
     from offload.model.thread_team import TEAM
     from offload.model.wide_products import WideProducts, lacks_products

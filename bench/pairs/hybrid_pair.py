@@ -104,10 +104,7 @@ def begun(name: str, dense: LlamaForCausalLM, seed: int) -> PreTrainedModel:
 
 
 def hybrid_pair(screen: Screen) -> Path:
-    """Return the folder of `hybrid`, `twin` and their drafts, trained when it is not there.
-
-    That takes some forty minutes on a core.
-    """
+    """Return the folder of both and their drafts, trained once in some forty minutes on a core."""
     recipe = Recipe()
     return trained_once("hybrid-pair", recipe, partial(make_pair, recipe, screen))
 

@@ -177,10 +177,7 @@ class Recipe(NamedTuple):
 
 
 def moe_pair(screen: Screen) -> Path:
-    """Return the folder of `target` and `draft`, trained when it is not there.
-
-    That takes some twenty minutes on a core.
-    """
+    """Return the folder of `target` and `draft`, trained once in some twenty minutes on a core."""
     recipe = Recipe()
     return trained_once("moe-pair", recipe, partial(make_pair, recipe, screen))
 
@@ -223,10 +220,7 @@ def make_pair(recipe: Recipe, screen: Screen, work: Path, ids: Tensor, held_out:
 
 
 def target_loss(model: Qwen3MoeForCausalLM, tokens_BS: Tensor) -> Tensor:
-    """Return next-token loss in nats, and what is added for the routers.
-
-    Texts have a multiple of `_ROUTED_TOKENS`.
-    """
+    """Return next-token loss and that of routers; texts are multiples of `_ROUTED_TOKENS`."""
     with torch.autocast("cpu", torch.bfloat16):
         out = model(input_ids=tokens_BS, use_cache=False, output_router_logits=True)
     missing = []
@@ -238,10 +232,7 @@ def target_loss(model: Qwen3MoeForCausalLM, tokens_BS: Tensor) -> Tensor:
 
 
 def told_of_text(logits_TSE: Tensor) -> Tensor:
-    """Return the information between text and expert in nats.
-
-    How far a text's mean choice differs from that of all.
-    """
+    """Return in nats how far a text's mean choice of experts differs from that of all texts."""
 
     def entropy(share: Tensor) -> Tensor:
         return -(share * (share + 1e-9).log()).sum(-1)
@@ -252,10 +243,7 @@ def told_of_text(logits_TSE: Tensor) -> Tensor:
 
 @torch.no_grad()
 def kept_texts(path: Path, target: Qwen3MoeForCausalLM, ids: Tensor, seed: int) -> Tensor:
-    """Return what the target writes behind corpus prompts, (texts, tokens).
-
-    From a file, which is written whole when it is not there.
-    """
+    """Return what the target writes behind corpus prompts, (texts, tokens), kept in a file."""
     if not path.exists():
         torch.manual_seed(seed)
         texts = []
@@ -274,10 +262,7 @@ def kept_texts(path: Path, target: Qwen3MoeForCausalLM, ids: Tensor, seed: int) 
 def held_out_figures(
     target: Qwen3MoeForCausalLM, draft: LlamaForCausalLM, ids: Tensor
 ) -> dict[str, float]:
-    """Return losses in nats and `rank_N`, on texts that were kept back.
-
-    `rank_N` is how often the draft's N-th guess is the target's greedy token.
-    """
+    """Return losses, and `rank_N`: how often the draft's N-th guess is the target's token."""
     texts_BS = held_out_texts(ids, _TEXT_TOKENS, _NUM_HELD_OUT)
     wanted_BSV, guessed_BSV = (
         torch.cat([model(input_ids=rows).logits for rows in texts_BS.split(_BATCH)])
@@ -290,10 +275,7 @@ def held_out_figures(
 
 
 def moe_setting(size: str, ram: str | None, screen: Screen) -> Setting:
-    """Return the pair with its target inflated to `size`; both are made when not in the cache.
-
-    Raises `UserError`.
-    """
+    """Return the pair with its target inflated to `size`, made once. Raises `UserError`."""
     size_bytes = parse_size(size, "--size")
     pair = moe_pair(screen)
     progress = partial(screen.bytes_landed, label="making the target")

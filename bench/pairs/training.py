@@ -206,10 +206,7 @@ def loss_of_logits(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
 
 
 def draft_loss(draft: PreTrainedModel, target: PreTrainedModel, tokens_BS: Tensor) -> Tensor:
-    """Return KL from the target's distribution, plus its argmax as a label.
-
-    T > 0 accepts by the first, T = 0 by the second.
-    """
+    """Return KL from the target's law, for T > 0, plus its argmax as a label, for T = 0."""
     with torch.no_grad():
         wanted_NV = target(input_ids=tokens_BS, use_cache=False).logits.flatten(0, 1)
     got_NV = draft(input_ids=tokens_BS, use_cache=False).logits.flatten(0, 1)

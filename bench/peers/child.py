@@ -39,10 +39,7 @@ class Order(NamedTuple):
 
 
 class Peer(Protocol):
-    """A program that decodes greedily and hands over the new tokens of every pass.
-
-    `emit` may raise to end it.
-    """
+    """A program that decodes greedily and hands on the tokens of every pass; `emit` may end it."""
 
     def use_threads(self, count: int) -> None: ...
 
@@ -114,10 +111,7 @@ class _EnoughError(Exception):
 
 
 def _run(peer: Peer, order: Order, prompt: int, num_tokens: int) -> Measured:
-    """Stop after the burst that reaches `num_tokens`, and count it whole.
-
-    A cut burst would count its time in full.
-    """
+    """Stop after the burst that reaches `num_tokens`: a cut one would count its time in full."""
     run = Measured(prompt, [])
     started = time.perf_counter()
 

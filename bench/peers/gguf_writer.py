@@ -57,11 +57,7 @@ _ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
-    """Write `source` as one file, matrices as blocks of `kind`; it appears when it is whole.
-
-    Raises:
-        UserError: not a plain Llama or Qwen3-MoE in bf16.
-    """
+    """Write `source` whole or not at all, matrices as blocks of `kind`. Raises `UserError`."""
     checkpoint = open_checkpoint(source)
     config = {"num_local_experts": checkpoint.config.get("num_experts"), **checkpoint.config}
     rope = _rope(config)
@@ -93,20 +89,14 @@ def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
 
 
 def reordered(rows_RD: np.ndarray, num_heads: int) -> np.ndarray:
-    """Return rows of a query or key projection with both halves of each head interleaved.
-
-    This is llama.cpp's order.
-    """
+    """Interleave both halves of each head of a projection, which is llama.cpp's order."""
     num_rows, width = rows_RD.shape
     halves = rows_RD.reshape(num_heads, 2, num_rows // num_heads // 2, width)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(num_rows, width)
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield norms and routers in float32, matrices in bf16 as uint16, experts stacked.
-
-    Matrices are views of the mapped files.
-    """
+    """Yield norms and routers in float32, matrices as views in bf16 (uint16), experts stacked."""
     config = checkpoint.config
     stacks = dict[str, dict[int, np.ndarray]]()
     heads = dict[str, int]()

@@ -251,11 +251,7 @@ def compare(
     common: Common,
     say: Callable[[Row], Any],
 ) -> list[Row]:
-    """Measure ours, the named programs and ours again; return rows with ratios, ours first.
-
-    Args:
-        say: gets every row once it is known; ratios are only in what is returned.
-    """
+    """Measure ours, the named ones and ours again, each told to `say`; return rows with ratios."""
     outcomes: dict[str, Outcome] = {}
     for name in (OURS, *(name for name in names if name != OURS), OURS):
         outcome = measure(programs[name], common)

@@ -79,10 +79,7 @@ def wishes() -> list[Wish]:
 
 
 def with_template(target: Path, folder: Path) -> Path:
-    """Return the model in another folder, its files linked, with a chat template.
-
-    The packaged pair has none.
-    """
+    """Return a folder of links to the model, and a template, which the pair lacks."""
     folder.mkdir()
     for path in target.iterdir():
         if path.is_file():

@@ -100,10 +100,7 @@ def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 
 def drift(samples: Sequence[Sample]) -> float:
-    """Return the growth of resident memory behind the warm-up, as a share.
-
-    It is taken along the median slope, so that no single look moves it.
-    """
+    """Return memory's growth behind the warm-up by the median slope: no single look moves it."""
     kept = settled(samples)
     slopes = [
         (later.rss_bytes - one.rss_bytes) / (later.time_s - one.time_s)
@@ -115,10 +112,7 @@ def drift(samples: Sequence[Sample]) -> float:
 
 
 def growth(samples: Sequence[Sample]) -> dict[str, int]:
-    """Return by how much counts that should be constant have grown behind the warm-up.
-
-    From its first half to its second.
-    """
+    """Return by how much constant counts have grown from the first half behind the warm-up on."""
     kept = settled(samples)
     half = max(1, len(kept) // 2)
 
@@ -277,10 +271,7 @@ def soak(
 
 
 def texts_of(setting: Setting, model: Path, soaked: Soaked) -> list[Written]:
-    """Return what both have written, to be proved.
-
-    What the server said is compared with texts that are written here. Raises `WrongTokenError`.
-    """
+    """Return all texts to be proved. Raises `WrongTokenError` for one of the server."""
     table = wishes()
     with setting._replace(target=model).open("none", context=CONTEXT) as decoder:
         ids = [wish.ids(decoder) for wish in table]
