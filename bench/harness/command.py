@@ -30,11 +30,10 @@ from offload.bench.harness.record import (
     Result,
     Row,
     add_row,
-    changes,
+    is_worse,
     read,
     require_same,
     store,
-    tell,
     writable,
 )
 from offload.bench.harness.setting import Need, Setting
@@ -281,11 +280,11 @@ class Bench:
         )
         result.machine["others_cpu_share"] = self._clock.others_share()
         self._store(result.as_dict())
-        worse = [] if self._old is None else changes(self._old, result)
-        if self._old is not None:
-            tell(self._old, result, worse)
+        has_failed = found.has_failed
+        if self._old is not None and is_worse(self._old, result):
+            has_failed = True
         self._print(result.as_dict())
-        if found.has_failed or any(one.is_worse for one in worse):
+        if has_failed:
             raise typer.Exit(1)
 
     def end(self, found: Row) -> None:

@@ -23,7 +23,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -254,16 +254,6 @@ def changes(old: Result, new: Result) -> list[Change]:
     return [change(name, *pair) for name, pair in pairs.items()]
 
 
-def tell(old: Result, new: Result, found: Sequence[Change]) -> None:
-    """Print the verdicts, and first what else may explain a change: other machine, other code."""
-    pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in _MACHINE]
-    for name, then, now in (*pairs, ("commit", old.commit, new.commit)):
-        if then != now:
-            print(f"note: {name} was {then}, is {now}")
-    for one in found:
-        print(one.line)
-
-
 def change(name: str, old: Guard, new: Guard) -> Change:
     """Compare one figure; zero samples, as of a text that ended at once, are left out."""
     sign = 1 if new.better == "higher" else -1
@@ -292,14 +282,22 @@ def change(name: str, old: Guard, new: Guard) -> Change:
     return Change(name, *ends, math.exp(sign * gain), spread, is_worse)
 
 
+def is_worse(old: Result, new: Result) -> bool:
+    """Print all verdicts; return whether anything is slower beyond noise. Raises `UserError`."""
+    found = changes(old, new)
+    # first what else may explain a change: other machine, other code
+    pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in _MACHINE]
+    for name, then, now in (*pairs, ("commit", old.commit, new.commit)):
+        if then != now:
+            print(f"note: {name} was {then}, is {now}")
+    print(*(one.line for one in found), sep="\n")
+    return any(one.is_worse for one in found)
+
+
 def main(
     old: Annotated[Path, typer.Argument(help="stored with --json")],
     new: Annotated[Path, typer.Argument(help="the same bench, later")],
 ) -> None:
     """What has become slower beyond noise; exits with 1 if anything has."""
-    before = read(old)
-    after = read(new)
-    found = changes(before, after)
-    tell(before, after, found)
-    if any(one.is_worse for one in found):
+    if is_worse(read(old), read(new)):
         raise typer.Exit(1)

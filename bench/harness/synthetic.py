@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from offload.checkpoint.hub import layer_shapes
 from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.streaming.disk import DiskReader
@@ -52,31 +53,31 @@ class Shape(NamedTuple):
     num_layers: int
 
     @property
-    def layer_bytes(self) -> int:
-        return 2 * sum(math.prod(shape) for _, shape in self._in_layer())
+    def config(self) -> dict[str, Any]:
+        """What a config says of it."""
+        return {
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.ffn,
+            "vocab_size": self.vocabulary,
+            "num_hidden_layers": self.num_layers,
+            "tie_word_embeddings": False,
+        }
 
-    def _in_layer(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        D = self.hidden
-        F = self.ffn
-        Q = self.heads * self.head_dim
-        G = self.kv_heads * self.head_dim
-        yield "input_layernorm", (D,)
-        yield "self_attn.q_proj", (Q, D)
-        yield "self_attn.k_proj", (G, D)
-        yield "self_attn.v_proj", (G, D)
-        yield "self_attn.o_proj", (D, Q)
-        yield "post_attention_layernorm", (D,)
-        yield "mlp.gate_proj", (F, D)
-        yield "mlp.up_proj", (F, D)
-        yield "mlp.down_proj", (D, F)
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * sum(map(math.prod, layer_shapes(self.config).values()))
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield names, without `.weight`, and shapes."""
-        yield "model.embed_tokens", (self.vocabulary, self.hidden)
-        yield "model.norm", (self.hidden,)
-        yield "lm_head", (self.vocabulary, self.hidden)
+        """Yield names and shapes."""
+        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
+        yield "model.norm.weight", (self.hidden,)
+        yield "lm_head.weight", (self.vocabulary, self.hidden)
         for index in range(self.num_layers):
-            for name, shape in self._in_layer():
+            for name, shape in layer_shapes(self.config).items():
                 yield _LAYER.format(index) + name, shape
 
 
@@ -90,16 +91,7 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
     """Write some kilobytes that read as a checkpoint of that shape through `Maker`."""
     config = json.loads((source / "config.json").read_text())
     config["rms_norm_eps"] *= config["hidden_size"] / shape.hidden
-    config |= {
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn,
-        "vocab_size": shape.vocabulary,
-        "num_hidden_layers": shape.num_layers,
-        "tie_word_embeddings": False,
-    }
+    config |= shape.config
     folder.mkdir(parents=True)
     for path in source.glob("*token*.json"):
         shutil.copyfile(path, folder / path.name)
@@ -107,7 +99,7 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
     end = 0
     for name, sizes in shape.tensors():
         offsets = (end, end + 2 * math.prod(sizes))
-        header[f"{name}.weight"] = {"dtype": "BF16", "shape": sizes, "data_offsets": offsets}
+        header[name] = {"dtype": "BF16", "shape": sizes, "data_offsets": offsets}
         end = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     # tensors begin 8 bytes off wide loads, as in half of all real files
@@ -210,7 +202,7 @@ class _Weights:
         else:
             for lo in range(0, len(weight), _POOL_ITEMS):
                 weight[lo : lo + _POOL_ITEMS] = self._pool[: len(weight) - lo]
-        self._place(part, small_name, weight.reshape(self._sizes[name]))
+        self._place(part, small_name, weight.reshape(self._sizes[f"{name}.weight"]))
         if not np.shares_memory(weight, slab):
             slab[:] = weight.view(np.uint8)
 

@@ -18,26 +18,12 @@ from typing import Any
 import numpy as np
 
 from offload.checkpoint.files import replacing
+from offload.checkpoint.gguf_names import ARCHITECTURES, Architecture
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.errors import UserError
 
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_ROUTER = "ffn_gate_inp"
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
-_IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate": _ROUTER,
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 _TOLD = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -77,7 +63,7 @@ def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
             getattr(writer, f"add_{name}")(head_width)
         writer.add_rope_freq_base(rope["rope_theta"])
         writer.add_tokenizer_model("no_vocab")
-        for name, values in _tensors(checkpoint):
+        for name, values in _tensors(checkpoint, ARCHITECTURES[architecture]):
             raw_dtype = None if values.dtype == np.float32 else gguf.GGMLQuantizationType[kind]
             if raw_dtype is not None and kind != "BF16":
                 values = gguf.quants.quantize(_widened(values), raw_dtype)
@@ -95,12 +81,15 @@ def reordered(rows_RD: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(num_rows, width)
 
 
-def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    checkpoint: Checkpoint, architecture: Architecture
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield norms and routers in float32, matrices as views in bf16 (uint16), experts stacked."""
     config = checkpoint.config
     stacks = dict[str, dict[int, np.ndarray]]()
     heads = dict[str, int]()
-    if config["model_type"] == "llama":
+    in_layer = {theirs: own for own, theirs in architecture.parts.items()}
+    if architecture.has_interleaved_heads:
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     shards = [np.memmap(path, dtype=np.uint8, mode="r") for path in checkpoint.shards]
     for name, entry in checkpoint.tensors.items():
@@ -109,7 +98,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
         if stem.startswith("model.layers."):
             _, _, index, part = stem.split(".", 3)
         expert = _EXPERT.fullmatch(part)
-        new_part = _OUTER.get(stem) or _IN_LAYER.get(part)
+        new_part = _OUTER.get(stem) or in_layer.get(part)
         new_part = f"ffn_{expert[2]}_exps" if expert else new_part
         if entry.dtype != "BF16" or new_part is None:
             raise UserError(f"{name} is not bf16 or has no place in that GGUF: leave llama.cpp out")
@@ -120,7 +109,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
         if expert:
             stacks.setdefault(new_name, {})[int(expert[1])] = values
         else:
-            is_wide = values.ndim == 1 or new_part == _ROUTER
+            is_wide = values.ndim == 1 or new_part == "ffn_gate_inp"
             yield new_name, _widened(values) if is_wide else values
     for name, stack in stacks.items():
         yield name, np.stack([stack[expert] for expert in range(len(stack))])
