@@ -73,11 +73,11 @@ class Job:
 
 
 def link(job: Job) -> Iterator[Row]:
-    found = copy_rates(job.device, job.amounts.layer_bytes)
-    job.copy_bytes_per_s = found.bytes_per_s
-    yield row(found.how, found.bytes_per_s / 1e9, "GB/s")
+    how, (rate, odd_rate) = copy_rates(job.device, job.amounts.layer_bytes)
+    job.copy_bytes_per_s = rate
+    yield row(how, rate / 1e9, "GB/s")
     name = "copies from behind a page, as weights lie in files"
-    yield row(name, found.odd_bytes_per_s / 1e9, "GB/s", found.bytes_per_s / 1e9)
+    yield row(name, odd_rate / 1e9, "GB/s", rate / 1e9)
     for way, rate in lock_rates(job.device, job.amounts.layer_bytes):
         yield row(f"locking memory of a layer: {way}", rate / 1e9, "GB/s")
 

@@ -172,7 +172,7 @@ class Bench:
         packaged one as it is, whatever the flags say.
         """
         if is_resident:
-            return resident_pair(None)
+            return resident_pair()
         ask = self._given.get
         size = size or ask("size") or "2GB"
         ram = ram or ask("ram")

@@ -13,7 +13,7 @@ figure.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,10 +82,13 @@ def prove(written: Sequence[Written], score: Score) -> Proof:
     first: dict[tuple[tuple[int, ...], Sampling], Written] = {}
     gaps = list[float]()
     drawn = list[tuple[Tensor, Sequence[int]]]()
-    for run in written:
-        if run.is_invariant and run.repeats_draws:
-            other = first.setdefault((tuple(run.prompt_ids), run.sampling), run)
-            _require_same(other.new_ids, run.new_ids)
+    # runs that begin alike must go on alike
+    for run in (one for one in written if one.is_invariant and one.repeats_draws):
+        other = first.setdefault((tuple(run.prompt_ids), run.sampling), run)
+        for at, (one, two) in enumerate(zip(other.new_ids, run.new_ids, strict=False)):
+            if one != two:
+                told = f"new token {at} differs between two trees"
+                raise WrongTokenError(f"{told}: no speed is worth printing")
     for run in written:
         logits_TV = score(run.prompt_ids, run.new_ids) if run.new_ids else torch.empty(0, 1)
         if run.repeats_draws:
@@ -101,14 +104,6 @@ def prove(written: Sequence[Written], score: Score) -> Proof:
         raise UserError(f"{told}: no speed is worth printing")
     num_near = sum(gap > 0 for gap in gaps)
     return Proof(len(gaps) - num_near, num_near, sum(len(ids) for _, ids in drawn), sigmas)
-
-
-def _require_same(ids: Sequence[int], others: Sequence[int]) -> None:
-    """Require runs that begin alike to go on alike. Raises `WrongTokenError`."""
-    for at, (one, two) in enumerate(zip(ids, others, strict=False)):
-        if one != two:
-            told = f"new token {at} differs between two trees"
-            raise WrongTokenError(f"{told}: no speed is worth printing")
 
 
 def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
@@ -154,13 +149,12 @@ def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterat
         with load(target, draft, ram, "chain:511", **how) as decoder:
             yield lambda prompt_ids, new_ids: _streamed_scores(decoder, prompt_ids, new_ids)
         return
-    model = resident_model(checkpoint, "float32")
-    try:
-        yield lambda prompt_ids, new_ids: chain_logits(model, [*prompt_ids, *new_ids])[
-            -len(new_ids) - 1 : -1
-        ]
-    finally:
-        model.close()
+    with closing(resident_model(checkpoint, "float32")) as model:
+
+        def scores(prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
+            return chain_logits(model, [*prompt_ids, *new_ids])[-len(new_ids) - 1 : -1]
+
+        yield scores
 
 
 def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:

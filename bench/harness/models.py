@@ -58,10 +58,10 @@ def find_setting(
     return Setting(own, guesser, PAIR / "target" if model is None else own, budget_bytes)
 
 
-def resident_pair(ram: str | None) -> Setting:
+def resident_pair(ram: str = "2GiB") -> Setting:
     """Return the packaged pair as it is, to measure what does not depend on streaming."""
-    ram_bytes = parse_size(ram or "2GiB", "--ram")
-    return Setting(PAIR / "target", PAIR / "draft", PAIR / "target", ram_bytes)
+    target = PAIR / "target"
+    return Setting(target, PAIR / "draft", target, parse_size(ram, "--ram"))
 
 
 @contextmanager
@@ -72,9 +72,8 @@ def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -
     if is_tiny:
         large, small = synthetic.TINY, synthetic.TINY_DRAFT
     shape = large._replace(num_layers=num_layers)
-    ram_bytes = int(_FREE_SHARE * available_ram_bytes())
-    if ram is not None:
-        ram_bytes = parse_size(ram, "--ram")
+    free_bytes = int(_FREE_SHARE * available_ram_bytes())
+    ram_bytes = free_bytes if ram is None else parse_size(ram, "--ram")
     fitting = max(0, ram_bytes // shape.layer_bytes)
     fewest = synthetic.TINY.num_layers
     if num_layers < fewest or (not is_tiny and num_layers > fitting):

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
@@ -71,23 +70,17 @@ def _touched(num_bytes: int) -> memoryview:
     return memoryview(region)
 
 
-class CopyRates(NamedTuple):
-    """Page-locked host memory to the device, a layer at a time."""
+def copy_rates(device: Device, num_bytes: int) -> tuple[str, list[float]]:
+    """Time copies of page-locked memory, from its start and from some bytes behind a page.
 
-    how: str  # the memory was locked
-    bytes_per_s: float
-    # the same from some bytes behind a page, as slabs of most files are sent
-    odd_bytes_per_s: float
-
-
-def copy_rates(device: Device, num_bytes: int) -> CopyRates:
-    """Time copies of that size; what was needed for them is given back."""
+    Return how it was locked, and bytes per second; what was needed is given back.
+    """
     pinned = device.open_allocator()
     try:
         array = pinned.allocate(num_bytes).array
         way = pinned.note or f"page-locked ({pinned.ways})"
         rates = [copy_bytes_per_s(device, one) for one in (array, array[_ODD_BYTES:])]
-        return CopyRates(f"copies of {format_bytes(num_bytes)}: {way}", *rates)
+        return f"copies of {format_bytes(num_bytes)}: {way}", rates
     finally:
         del array
         pinned.close()

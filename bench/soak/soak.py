@@ -81,15 +81,16 @@ def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sampl
 
 
 def row_of(process: str, samples: Sequence[Sample]) -> Row:
-    passed_s = samples[-1].time_s - samples[0].time_s
-    written = samples[-1].num_tokens - samples[0].num_tokens
+    first = samples[0]
+    last = samples[-1]
     return {
         "process": process,
         "num_looks": len(samples),
-        "rss_bytes": samples[-1].rss_bytes,
+        "rss_bytes": last.rss_bytes,
         "drift": drift(samples),
-        **{f"more_{name.removeprefix('num_')}": more for name, more in growth(samples).items()},
-        "tokens_per_s": written / max(1e-9, passed_s),
+        **growth(samples),
+        "tokens_per_s": (last.num_tokens - first.num_tokens)
+        / max(1e-9, last.time_s - first.time_s),
         "speed_kept": speed_kept(samples),
     }
 
@@ -115,12 +116,11 @@ def growth(samples: Sequence[Sample]) -> dict[str, int]:
     """Return by how much constant counts have grown from the first half behind the warm-up on."""
     kept = settled(samples)
     half = max(1, len(kept) // 2)
-
-    def most(own: Sequence[Sample], name: str) -> int:
-        return max((getattr(one, name) for one in own), default=0)
-
-    names = ("num_descriptors", "num_threads", "num_files")
-    return {name: most(kept[half:], name) - most(kept[:half], name) for name in names}
+    found = {}
+    for name in ("descriptors", "threads", "files"):
+        counts = [getattr(one, f"num_{name}") for one in kept]
+        found[f"more_{name}"] = max(counts[half:], default=0) - max(counts[:half])
+    return found
 
 
 def speed_kept(samples: Sequence[Sample]) -> float:
@@ -230,19 +230,10 @@ class Library:
         return f"library ended with {status}" if status else ""
 
 
-class Soaked(NamedTuple):
-    # by process
-    samples: dict[str, list[Sample]]
-    texts: list[Told]
-    answers: list[Answer]
-    errors: list[str]
-    num_refused: int
-
-
 def soak(
     bench: Bench, setting: Setting, model: Path, seconds: float, seed: int, folder: Path
-) -> Soaked:
-    """Run both for so long. Raises `RunError` where one ends before."""
+) -> tuple[dict[str, list[Sample]], list[Told], Clients]:
+    """Run both for so long; return looks at each. Raises `RunError` where one fails."""
     period_s = max(_LEAST_PERIOD_S, seconds / _LOOKS)
     order = Order(str(model), str(setting.draft), [setting.ram_bytes, 3 * setting.ram_bytes], seed)
     samples = dict[str, list[Sample]]({SERVER: [], LIBRARY: []})
@@ -265,12 +256,14 @@ def soak(
             bench.screen.wait(f"{minutes}, {len(library.texts)} texts")
         resources.pop_all()
         ends = [server.close(), library.close()]
-    clients = server.clients
-    errors = [*clients.errors, *filter(None, ends)]
-    return Soaked(samples, library.texts, clients.answers, errors, clients.num_refused)
+    if errors := [*server.clients.errors, *filter(None, ends)]:
+        raise RunError(f"{len(errors)} failures, the first: {errors[0]}")
+    return samples, library.texts, server.clients
 
 
-def texts_of(setting: Setting, model: Path, soaked: Soaked) -> list[Written]:
+def texts_of(
+    setting: Setting, model: Path, texts: Sequence[Told], answers: Sequence[Answer]
+) -> list[Written]:
     """Return all texts to be proved. Raises `WrongTokenError` for one of the server."""
     table = wishes()
     with setting._replace(target=model).open("none", context=CONTEXT) as decoder:
@@ -282,11 +275,11 @@ def texts_of(setting: Setting, model: Path, soaked: Soaked) -> list[Written]:
                 seed=table[number].sampling.seed,
                 max_new_tokens=table[number].num_new,
             )
-            for number in sorted({answer.wish for answer in soaked.answers})
+            for number in sorted({answer.wish for answer in answers})
         }
-    for answer in soaked.answers:
+    for answer in answers:
         require_right(answer, right[answer.wish].text)
-    found = {repr(one): one for one in soaked.texts}
+    found = {repr(one): one for one in texts}
     written = [Written.of(ids[number], one) for number, one in right.items()]
     for one in found.values():
         sampling = table[one.wish].sampling
@@ -331,28 +324,23 @@ def main(
     bench.begin(setting, seconds=seconds, seed=seed)
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as name, bench.screen:
         model = with_template(setting.target, Path(name) / setting.target.name)
-        soaked = soak(bench, setting, model, seconds, seed, Path(name))
-        if soaked.errors:
-            raise RunError(f"{len(soaked.errors)} failures, the first: {soaked.errors[0]}")
-        written = texts_of(setting, model, soaked)
-    rows = [row_of(process, samples) for process, samples in soaked.samples.items()]
+        samples, texts, clients = soak(bench, setting, model, seconds, seed, Path(name))
+        written = texts_of(setting, model, texts, clients.answers)
+    rows = [row_of(process, own) for process, own in samples.items()]
     guards = dict[str, Guard]()
     for row in rows:
         guards[f"{row['process']}: speed kept"] = Guard([row["speed_kept"]], "higher")
         guards[f"{row['process']}: memory"] = Guard([1 + row["drift"]], "lower")
-    whole = sum(answer.is_whole for answer in soaked.answers)
-    answers = f"{whole} whole answers, {len(soaked.answers) - whole} left"
-
+    whole = sum(answer.is_whole for answer in clients.answers)
+    answers = f"{whole} whole answers, {len(clients.answers) - whole} left"
+    told = f"{len(texts)} texts of the library; of the server {answers}"
     return Findings(
         rows=rows,
         columns=COLUMNS,
         written=written,
-        notes=[
-            f"{len(soaked.texts)} texts of the library; of the server {answers}, "
-            f"{soaked.num_refused} refused"
-        ],
+        notes=[f"{told}, {clients.num_refused} refused"],
         guards=guards,
-        draw=partial(draw_hours, soaked.samples),
+        draw=partial(draw_hours, samples),
     )
 
 

@@ -115,7 +115,7 @@ def test_nobody_proves_or_tunes_what_is_not_exact(tmp_path: Path) -> None:
     ):
         compare(decoder, "import", Sampling(), num_tree=2, show=lambda _, run: print(*run))
     with pytest.raises(UserError, match="what is measured is proved: `lenience` must be 1"):
-        resident_pair(None).open("chain:3", lenience=0.5)
+        resident_pair().open("chain:3", lenience=0.5)
     text = tmp_path / "text"
     text.write_text("import os\n" * 200)
     with pytest.raises(UserError, match="`lenience` must be 1 for a profile"):
