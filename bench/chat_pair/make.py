@@ -72,8 +72,6 @@ _SIGNATURE_CHARS = 40
 
 
 class Dialogue(NamedTuple):
-    """One answer, and the questions that it is for."""
-
     questions: tuple[str, ...]
     answer: str
 
@@ -161,7 +159,6 @@ _TOLD = ((written_dialogues, 10), (code_dialogues, 1), (library_dialogues, 1))
 
 
 def make_chat_pair(out: Path, screen: Screen) -> None:
-    """Tune both models, or go on; write them and what they have learned."""
     out.mkdir(parents=True, exist_ok=True)
     screen.wait("reading the standard library")
     told = _told_ids()
@@ -202,7 +199,6 @@ def make_chat_pair(out: Path, screen: Screen) -> None:
 
 
 def share_learned(model: LlamaForCausalLM, dialogues: list[Dialogue], num_asked: int = 12) -> float:
-    """Return the share of first questions whose greedy answer is the one that was learned."""
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)
     asked = dialogues[:: max(1, len(dialogues) // num_asked)]
     num_right = 0
@@ -227,7 +223,6 @@ def _told_ids() -> Tensor:
 
 
 def _add_settings(folder: Path) -> None:
-    """Add the chat template, and how it is to be sampled."""
     # what it half knows comes out better near the likeliest token
     more = {
         "generation_config.json": {"do_sample": True, "temperature": 0.3},

@@ -56,8 +56,6 @@ TINY = Amounts(
 
 @dataclass
 class Job:
-    """One run: what it measures with, and what later parts ask of earlier ones."""
-
     setting: Setting
     amounts: Amounts
     parts: Sequence[str]
@@ -124,7 +122,6 @@ def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Time a draft step against its width, beside reading the draft's weights once."""
     for one in passes.draft_rows(job.setting, decoder, [5] * 32, job.amounts.draft_s):
         name = f"draft step of {one['num_draft_rows']} rows against reading its weights"
         promise = "step" if one["num_draft_rows"] == job.amounts.draft_width else None
@@ -143,7 +140,6 @@ def trees(job: Job, decoder: Decoder) -> Iterator[Row]:
 
 
 def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iterator[Row]:
-    """Generate once, and prove every token against the small original."""
     ids = decoder.encode(PROMPT, raw=True)
     case = Case(0.0, "match", tree)
     timed_run(decoder, ids, case, 2, seed=0)  # the first steps with a tree record its widths
@@ -166,7 +162,6 @@ def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iter
 
 
 def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Trace two steps by the device's own clock."""
     if job.trace is not None:
         ids = decoder.encode(PROMPT, raw=True)
         timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-1], 2)

@@ -59,7 +59,6 @@ _ON_PLAIN = ("enqueue", "sweeps")
 
 
 def accelerate(job: Job) -> Iterator[Row]:
-    """Time accelerate's CPU offload: as it comes, and with page-locked weights."""
     ways = {"as it comes": False}
     if job.device.place.type == "cuda":
         ways["weights page-locked for it"] = True
@@ -112,12 +111,10 @@ def gate(job: Job, is_invariant: bool) -> Iterator[Row]:
 
 
 def promised_of(names: Sequence[str]) -> list[str]:
-    """Return each promise that these parts are to show, once."""
     return list(dict.fromkeys(promise for name in names for promise in PROMISED[name]))
 
 
 def on_decoder(job: Job, wanted: Sequence[str], invariant: bool | None = None) -> Iterator[Row]:
-    """Measure what needs the large model, which is loaded once."""
     started = time.perf_counter()
     amounts = job.amounts
     with job.setting.open(amounts.largest, context=amounts.context, invariant=invariant) as decoder:

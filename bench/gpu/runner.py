@@ -118,7 +118,6 @@ class Files:
         self.log = folder / "log.txt"
 
     def end(self, step: Step, status: str, wall_s: float = 0.0) -> None:
-        """Mark that a step is over, or was not begun at all."""
         told = {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)}
         add_row(self.rows, told)
 
@@ -190,7 +189,6 @@ def write_summary(steps: Sequence[Step], files: Files) -> str:
 
 
 def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
-    """Run one child to its end; return the seconds that it took."""
     print(f"{step.name}: at most {limit_s:.0f} s", flush=True)
     log.write(f"== {step.name}\n".encode())
     log.flush()

@@ -106,7 +106,6 @@ class Cluster:
 def open_clusters(
     wanted: Mapping[Name, tuple[Setting, Sequence[dict[str, Any]]]], resources: ExitStack
 ) -> dict[Name, Cluster]:
-    """Start clusters of these ranks, and wait until all have loaded. Raises `RunError`."""
     found = dict[Name, Cluster]()
     for name, (setting, options) in wanted.items():
         found[name] = Cluster(setting, options)
@@ -133,7 +132,6 @@ def shard_budgets(setting: Setting, num_ranks: int, num_nodes: int, **how: Any) 
 
 
 def _run_rank(target: str, draft: str | None, options: dict[str, Any]) -> None:
-    """Load and serve; any rank but the first follows it to the end."""
     own_bytes = rss_bytes()
     with open_decoder(target, draft, LoadOptions(**options)) as decoder:
         print(json.dumps("loaded"), flush=True)

@@ -47,7 +47,6 @@ Thing = TypeVar("Thing")
 
 
 def flag(metavar: str | None, told: str, *names: str, **more: Any) -> Any:
-    """Return what a flag is to its parser."""
     return typer.Option(*names, metavar=metavar, help=told, **more)
 
 

@@ -54,7 +54,6 @@ class Written(NamedTuple):
 
     @property
     def repeats_draws(self) -> bool:
-        """Whether each token must be the reference's own draw."""
         return self.sampling.is_greedy or find_rule(self.rule).repeats_draws
 
 

@@ -87,7 +87,6 @@ def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -
 
 
 def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
-    """Return what a setting has to know of `--device` and `--gpu-mem`. Raises `UserError`."""
     if device == PRETEND:
         return {"device": PRETEND, "gpu_memory": gpu_memory or "1152MiB", "opened": Device()}
     opened: Device | None = open_device(device, gpu_memory)

@@ -31,8 +31,6 @@ _BAD = "#b3261e"
 
 
 class Bar(NamedTuple):
-    """One figure beside the most that it could have been."""
-
     label: str
     value: float
     most: float
@@ -164,7 +162,6 @@ def figure_of(bars: Sequence[Bar], question: str, what: str, most: str, settings
 
 
 def _figure(question: str, settings: Row, height: float) -> "Figure":
-    """Return an empty figure under its title and what it is of."""
     from matplotlib.figure import Figure  # alone: no window system, no global state
 
     machine = this_machine()

@@ -56,8 +56,6 @@ _T_99 |= {15: 2.95, 30: 2.75}
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A figure with the observations behind it."""
-
     samples: list[float]
     better: Literal["higher", "lower"]
     # of samples that another run repeats, such as its prompts

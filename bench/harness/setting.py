@@ -91,7 +91,6 @@ class Setting(NamedTuple):
         return device_link_bytes_per_s(self.opened, plan, self.shards, disk_bytes_per_s=disk)
 
     def plain_rate(self) -> float:
-        """Return bytes per second at which a plain reader reads the target now."""
         return CEILING_BYTES / rates.plain_read_s(self.shards, CEILING_BYTES)
 
     def prove(self, written: Sequence[Written]) -> Proof:

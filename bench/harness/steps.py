@@ -79,7 +79,6 @@ class PassRunner:
 
 
 def kernel_rows(decoder: Decoder) -> list[dict[str, Any]]:
-    """Return which kernels a decoder took beside their references, and why not the others."""
     return rows_of(decoder.comparisons)
 
 

@@ -54,7 +54,6 @@ class Shape(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What a config says of it."""
         return {
             "model_type": "llama",
             "hidden_size": self.hidden,
@@ -72,7 +71,6 @@ class Shape(NamedTuple):
         return 2 * sum(map(math.prod, layer_shapes(self.config).values()))
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield names and shapes."""
         yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
         yield "model.norm.weight", (self.hidden,)
         yield "lm_head.weight", (self.vocabulary, self.hidden)

@@ -254,7 +254,6 @@ def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
 
 
 def chosen_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a line for each case whose trees were not named: which its texts began with."""
     for row in rows:
         if parse_tree(row["tree"]).kind == "auto":
             trees = ", ".join(f"{tree} ({count} texts)" for tree, count in row["chosen"].items())

@@ -47,7 +47,6 @@ class Case(NamedTuple):
 def run_case(
     setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int
 ) -> tuple[Row, list[Written]]:
-    """Return figures of all texts, and the texts; without loading and the prompts' passes."""
     with setting.open(case.tree, parallel=case.parallel, context=CONTEXT) as decoder:
         ids = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
         requests = [Request(own, Sampling(), num_new) for own in ids]

@@ -44,8 +44,6 @@ ON_DEVICE = Effort((1, 64, 768, 2048), 1, 3, 6.0)
 
 
 class Measured(NamedTuple):
-    """All rounds, unproved."""
-
     passes: list[Pass]
     # seconds of the passes that take a prompt in
     prompt_s: list[float]

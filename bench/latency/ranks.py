@@ -215,7 +215,6 @@ def share(
 def in_stages(
     bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence[list[int]]
 ) -> tuple[list[Row], list[Answer]]:
-    """Compare the ways to run a pipeline, side by side."""
     setting = bench.setting(size=_STAGED_SIZE)
     ways = bench.effort((*stages.BASELINES, *stages.OTHERS), stages.BASELINES)
     found: dict[str, list[Answer]] = {way: [] for way in ways}

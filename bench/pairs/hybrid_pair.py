@@ -150,7 +150,6 @@ def draft_of(name: str) -> str:
 
 
 def setting_of(pair: Path, name: str) -> Setting:
-    """Return one of both with its draft, in memory."""
     return Setting(pair / name, pair / draft_of(name), pair / name, parse_size(_RAM, "--ram"))
 
 

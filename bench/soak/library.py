@@ -49,7 +49,6 @@ def main(order: Order) -> None:
 
 
 def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
-    """Open a decoder, write some texts, and close it."""
     how: dict[str, Any] = {
         "tree": rng.choice(TREES),
         "rule": rng.choice(RULES),
@@ -84,7 +83,6 @@ def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
 
 
 def talk(decoder: Decoder, rng: Random) -> None:
-    """Keep a conversation in a file, go on with it, and leave it."""
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as folder:
         chat = Chat(decoder, max_new_tokens=4)
         path = Path(folder) / "session"

@@ -66,7 +66,6 @@ class Sample(NamedTuple):
 
 
 def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sample:
-    """Return what a process holds now. Raises `OSError` where it has ended."""
     folder = Path(f"/proc/{process}")
     user, system = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
     return Sample(
