@@ -135,37 +135,25 @@ class Files:
         )
 
 
-class _Clock:
-    """The budget of all steps: what one leaves unused is the next one's."""
-
-    def __init__(self, budget_s: float, wanted_s: float) -> None:
-        self._end = time.monotonic() + budget_s - GRACE_S
-        self._scale = max(1.0, budget_s / max(1.0, wanted_s))
-        self._unused_s = 0.0
-
-    def limit_s(self, step: Step) -> float:
-        return min(self._scale * step.budget_s + self._unused_s, self._end - time.monotonic())
-
-    def take(self, step: Step, wall_s: float) -> None:
-        self._unused_s = max(0.0, self._unused_s + self._scale * step.budget_s - wall_s)
-
-
 def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
     """Run every step that is not done; at `KeyboardInterrupt` the running one is ended first."""
     found = statuses(read_rows(files.rows))
     done = {name for name, (status, _) in found.items() if status == DONE}
     open_steps = [step for step in steps if step.name not in done or files.is_wrong(step.name)]
-    clock = _Clock(budget_s, sum(step.budget_s for step in open_steps))
+    end_s = time.monotonic() + budget_s - GRACE_S
+    scale = max(1.0, budget_s / max(1.0, sum(step.budget_s for step in open_steps)))
+    unused_s = 0.0
     with files.log.open("ab") as log:
         for step in open_steps:
-            limit_s = clock.limit_s(step)
+            share_s = scale * step.budget_s + unused_s
+            limit_s = min(share_s, end_s - time.monotonic())
             wrong = [one for one in step.skips_after if files.is_wrong(one, step.is_invariant)]
             if wrong:
                 files.end(step, f"skipped: wrong tokens in {wrong[0]}")
             elif limit_s < step.least_s:
                 files.end(step, f"skipped: {max(0.0, limit_s):.0f} s are left")
             else:
-                clock.take(step, _run_step(step, files, limit_s, log))
+                unused_s = max(0.0, share_s - _run_step(step, files, limit_s, log))
             write_summary(steps, files)
 
 
@@ -193,10 +181,10 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
     log.write(f"== {step.name}\n".encode())
     log.flush()
     add_row(files.rows, {"step": step.name, "event": "begin", "limit_s": round(limit_s, 1)})
-    names = {"{rows}": str(files.rows), "{out}": str(files.folder)}
-    words = [sys.executable, *step.command]
-    for mark, name in names.items():
-        words = [word.replace(mark, name) for word in words]
+    words = [
+        word.replace("{rows}", str(files.rows)).replace("{out}", str(files.folder))
+        for word in (sys.executable, *step.command)
+    ]
     started = time.monotonic()
     status = "interrupted"
     try:

@@ -11,11 +11,12 @@ is whole.
 import json
 import shutil
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from offload.bench.harness.command import Bench, Findings, command, flag
@@ -23,6 +24,7 @@ from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, medians
+from offload.checkpoint.files import becoming
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.session import write_tensors
 from offload.errors import UserError, require
@@ -94,25 +96,24 @@ def quantised(source: Path, name: str) -> Path:
             got = f"{num_rows} x {width} in {tensor}"
             require(is_whole, rule, got, "give a larger --size")
     quantise, settings = FORMATS[name]
-    scratch = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(source, scratch, ignore=shutil.ignore_patterns("*safetensors*"))
     held = dict[str, Tensor]()
-    for shard in checkpoint.shards:
-        with safe_open(shard, "pt") as file:
-            for tensor in file.keys():  # noqa: SIM118
-                weight = file.get_tensor(tensor)
-                if weight.ndim < 2 or any(part in tensor for part in _PLAIN):
-                    held[tensor] = weight
-                else:
-                    stem = tensor.removesuffix("weight")
-                    held |= {f"{stem}{key}": one for key, one in quantise(weight).items()}
+    for tensor, weight in chain.from_iterable(load_file(one).items() for one in checkpoint.shards):
+        if weight.ndim < 2 or any(part in tensor for part in _PLAIN):
+            held[tensor] = weight
+        else:
+            stem = tensor.removesuffix("weight")
+            held |= {f"{stem}{key}": one for key, one in quantise(weight).items()}
     # as the format's own writer has them: by type, then by name
     ordered = sorted(held.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    write_tensors(scratch / "model.safetensors", {}, dict(ordered))
-    config = json.loads((source / "config.json").read_text()) | {"quantization_config": settings}
-    (scratch / "config.json").write_text(json.dumps(config))
-    return scratch.rename(folder)
+    with becoming(folder, folder.with_name(f"{folder.name}.part")) as scratch:
+        for path in source.iterdir():
+            if path.is_file() and "safetensors" not in path.name:
+                shutil.copyfile(path, scratch / path.name)
+        write_tensors(scratch / "model.safetensors", {}, dict(ordered))
+        config = json.loads((source / "config.json").read_text())
+        config["quantization_config"] = settings
+        (scratch / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 class Effort(NamedTuple):
@@ -142,14 +143,14 @@ def run_format(setting: Setting, prompt: Prompt, effort: Effort, limit: int | No
                 raise UserError(f"{told}: no speed is printed")
             stats = got.stats
             sweeps = max(1, stats.num_sweeps)
-            row: Row = {"tree": tree, "token_s": 1 / stats.tokens_per_s}
-            row["tokens_per_pass"] = stats.tokens_per_sweep
-            for name, whole in (
-                ("pass_s", stats.sweep_s),
-                ("stall_s", stats.stall_s),
-                ("pass_bytes", stats.bytes_streamed),
-            ):
-                row[name] = whole / sweeps
+            row: Row = {
+                "tree": tree,
+                "token_s": 1 / stats.tokens_per_s,
+                "tokens_per_pass": stats.tokens_per_sweep,
+                "pass_s": stats.sweep_s / sweeps,
+                "stall_s": stats.stall_s / sweeps,
+                "pass_bytes": stats.bytes_streamed / sweeps,
+            }
             rows.append(row)
     return rows
 

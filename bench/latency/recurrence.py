@@ -10,9 +10,10 @@ other work.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -54,29 +55,24 @@ def timed(layer: nn.Module) -> Iterator[dict[str, float]]:
 
     seconds = {"recurrent_s": 0.0, "products_s": 0.0}
 
-    def around(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def clocked(*args: Any, **kwargs: Any) -> Any:
-            start_s = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                seconds[name] += time.perf_counter() - start_s
+    def clocked(name: str, owner: Any, method: str) -> Any:
+        function = getattr(owner, method)
 
-        return clocked
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            seconds[name] += time.perf_counter() - started
+            return result
 
-    own = {name: getattr(RecurrentCache, name) for name in ("convolve", "scan")}
-    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    try:
-        for name, function in own.items():
-            setattr(RecurrentCache, name, around("recurrent_s", function))
-        for module in linears:
-            module.forward = around("products_s", module.forward)  # type: ignore[method-assign]
+        return patch.object(owner, method, run)
+
+    with ExitStack() as patches:
+        for method in ("convolve", "scan"):
+            patches.enter_context(clocked("recurrent_s", RecurrentCache, method))
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                patches.enter_context(clocked("products_s", module, "forward"))
         yield seconds
-    finally:
-        for name, function in own.items():
-            setattr(RecurrentCache, name, function)
-        for module in linears:
-            del module.forward
 
 
 @torch.inference_mode()
