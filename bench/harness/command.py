@@ -107,7 +107,7 @@ class Findings:
     settings: Row = field(default_factory=dict)
     # what nothing can be faster than; by default the link, as it was at the start
     ceiling: Row | None = None
-    columns: Sequence[Column] = ()
+    tables: Sequence[tuple[Sequence[Column], Sequence[Row]]] = ()
     # texts to be proved
     written: Sequence[Written] = ()
     # figures beside what was wanted of them, see `tables.check`
@@ -115,8 +115,6 @@ class Findings:
     guards: Mapping[str, Guard] = field(default_factory=dict)
     # lines behind the tables
     notes: Sequence[str] = ()
-    # the tables, where one of `columns` and `rows` does not show it all
-    tables: Sequence[tuple[Sequence[Column], Sequence[Row]]] | None = None
     # of a few steps, for `--trace`
     traces: Sequence[Timeline] = ()
     # draws the picture that was asked for; it gets the settings for its title
@@ -211,16 +209,12 @@ class Bench:
         if setting.opened is None:
             self.say_link(setting)
 
-    def say_link(self, setting: Setting, plan: MemoryPlan | None = None) -> float:
-        """Print what nothing can be faster than; return bytes per second.
-
-        A plain reader looks at the disk, or copies at a device's link, as a plan sends them.
-        """
+    def say_link(self, setting: Setting, plan: MemoryPlan | None = None) -> None:
+        """Print what nothing can be faster than: a plain reader, or a plan's copies to a device."""
         label = PLAIN_READER if setting.opened is None else f"layers to {setting.device}"
         rate = setting.ceiling(plan)
         print(f"ceiling: {label}, {rate / 1e9:.3f} GB/s", flush=True)
         self.ceiling = {"bytes_per_s": rate}
-        return rate
 
     def turns(
         self, rounds: Iterable[Thing], cases: Sequence[Any], label: str
@@ -250,9 +244,8 @@ class Bench:
                 self.screen.wait("proving every token")
                 proof = self._setting.prove(found.written)
         rows = [self.row(row) for row in found.rows]
-        tables = [(found.columns, rows)] if found.tables is None else found.tables
-        for columns, shown in tables:
-            if columns:
+        for columns, shown in found.tables:
+            if shown:
                 say_table(columns, shown)
         print(*found.notes, sep="\n", end="\n" if found.notes else "")
         guards = {**found.guards, **say_checks(found.checks)}

@@ -324,7 +324,7 @@ def main(
     least_pass_s = measured.settings["streamed_bytes"] / measured.ceiling["bytes_per_s"] or None
     return Findings(
         rows=rows,
-        columns=COLUMNS,
+        tables=[(COLUMNS, rows)],
         written=measured.written,
         settings={"preset": preset, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings},
         ceiling=measured.ceiling,

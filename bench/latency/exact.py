@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from offload.bench.harness.command import PLACE, Bench, Findings, command
-from offload.bench.harness.models import resident_pair
+from offload.bench.harness.models import place_of, resident_pair
 from offload.bench.harness.promises import WrongTokenError, row, row_line
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import Setting
@@ -130,10 +130,8 @@ def main(bench: Bench) -> Findings:
     Exits with 2 where one does not.
     """
     logging.disable_progress_bar()  # of weights that take a blink to load
-    place = bench.setting()
-    setting = resident_pair("4GiB")._replace(
-        device=place.device, gpu_memory=place.gpu_memory, opened=place.opened
-    )
+    place = place_of(bench.given("device"), bench.given("gpu_mem"))
+    setting = resident_pair(bench.given("ram") or "4GiB")._replace(**place)
     rows = []
     for one in gates(setting, PROMPT, bench.given("max_tokens") or _NUM_NEW):
         rows.append(one)

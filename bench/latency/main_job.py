@@ -15,7 +15,7 @@ from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.memory_child import Order
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.record import Row
-from offload.bench.harness.setting import PROMPT_TOKENS
+from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import ratios
 from offload.bench.latency import decode, passes
 from offload.checkpoint.packaged import PAIR
@@ -25,25 +25,24 @@ SPEED_TREES = ("64x16", "128x20", "grown:128x20")
 _RATES = ("decode_tokens_per_s", "speedup", "tokens_per_sweep", "draft_s", "stall_s")
 
 
-def streaming(bench: Bench, size: str) -> Row:
+def streaming(bench: Bench, setting: Setting) -> Row:
     """Time back-to-back one-token passes against the plain reader, in turn."""
-    measured, row = _passes(bench, size)
+    measured, row = _passes(setting)
     name = "streaming: one-token sweep / plain reader of the same bytes"
     over = ratios(row["ones_s"], measured.read_s[1:])
     return {"row": name, "wanted": "<= 1.10", "value": median(over), "ratios": over, **row}
 
 
-def prompt(bench: Bench, size: str) -> Row:
+def prompt(bench: Bench, setting: Setting) -> Row:
     """Time the pass that takes in 128 prompt tokens against one-token passes right after it."""
-    measured, row = _passes(bench, size)
+    measured, row = _passes(setting)
     name = f"prompt: sweep of {PROMPT_TOKENS} prompt tokens / one-token sweep"
     over = ratios(measured.prompt_s, row["ones_s"])
     return {"row": name, "wanted": "<= 1.30", "value": median(over), "ratios": over, **row}
 
 
-def _passes(bench: Bench, size: str) -> tuple[passes.Measured, Row]:
+def _passes(setting: Setting) -> tuple[passes.Measured, Row]:
     """Return five rounds of a prompt's pass and three one-token passes, proved."""
-    setting = bench.setting(size=size)
     with setting.open("none", context=1024) as decoder:
         effort = passes.Effort((1,), 5, 3, 0.0)
         measured = passes.measure(setting, decoder, prompts(["code"], 5), effort)
@@ -59,9 +58,8 @@ def _passes(bench: Bench, size: str) -> tuple[passes.Measured, Row]:
     }
 
 
-def speed(bench: Bench, size: str) -> Row:
+def speed(bench: Bench, setting: Setting) -> Row:
     """Measure tokens per second with and without trees, in turns, and the link's used share."""
-    setting = bench.setting(size=size)
     effort = decode.Effort(6, 96, 8, (0.0,), ("none", *SPEED_TREES))
     found = prompts(["code"], effort.num_prompts)
     with effort.open(setting) as decoder:
@@ -81,9 +79,9 @@ def speed(bench: Bench, size: str) -> Row:
     }
 
 
-def memory(bench: Bench, size: str) -> Row:
+def memory(bench: Bench, setting: Setting) -> Row:
     """Measure peak resident memory beyond the libraries, in a fresh process, beside its budget."""
-    found = _in_fresh_process(bench, size, 64)
+    found = _in_fresh_process(setting, 64)
     return {
         "row": "memory: (peak RSS - RSS after the imports) / --ram",
         "value": found["peak_bytes"] / found["ram_bytes"],
@@ -93,11 +91,11 @@ def memory(bench: Bench, size: str) -> Row:
     }
 
 
-def start(bench: Bench, size: str) -> Row:
+def start(bench: Bench, setting: Setting) -> Row:
     """Time `offload --help`, and from the end of imports to the first layer of the first pass."""
     ask = [sys.executable, "-m", "offload", "--help"]
     help_s = [timed(lambda: subprocess.run(ask, check=True, capture_output=True)) for _ in range(5)]
-    first_s = [_in_fresh_process(bench, size, 1)["first_layer_s"] for _ in range(3)]
+    first_s = [_in_fresh_process(setting, 1)["first_layer_s"] for _ in range(3)]
     return {
         "row": "start: offload --help, then imports to first layer of the first sweep (s)",
         "value": [median(help_s), median(first_s)],
@@ -105,15 +103,14 @@ def start(bench: Bench, size: str) -> Row:
     }
 
 
-def _in_fresh_process(bench: Bench, size: str, num_tokens: int) -> Row:
+def _in_fresh_process(setting: Setting, num_tokens: int) -> Row:
     """Return what one text takes of a process that has a quarter of the target's size."""
-    setting = bench.setting(size=size)
     options = {"ram": setting.ram_bytes, "tree": "64x16", "context": 512, "lookup": True}
     order = Order(str(setting.target), str(PAIR / "draft"), options, 1, num_tokens, PROMPT_TOKENS)
     return order.in_fresh_process()
 
 
-_ROWS: dict[str, Callable[[Bench, str], Row]] = {
+_ROWS: dict[str, Callable[[Bench, Setting], Row]] = {
     one.__name__: one for one in (streaming, memory, speed, prompt, start)
 }
 
@@ -130,7 +127,8 @@ def main(
     results = list[Row]()
     for name in row or _ROWS:
         for wish in size or (["1GB", "2GB"] if name in ("streaming", "memory") else ["2GB"]):
-            results.append(bench.row({"size": wish, **_ROWS[name](bench, wish)}))
+            found = _ROWS[name](bench, bench.setting(size=wish))
+            results.append(bench.row({"size": wish, **found}))
             told = [f"{key}: {value}" for key, value in results[-1].items()]
             print(*told, sep="\n   ", end="\n\n", flush=True)
     return Findings(rows=results, settings={"rows": list(row or _ROWS), "sizes": size})

@@ -164,7 +164,7 @@ def main(
             say_table(PHASES, rows[-1]["phases"])
     return Findings(
         rows=rows,
-        columns=COLUMNS,
+        tables=[(COLUMNS, rows)],
         settings={"size": size, "texts": texts, "ram": ram},
         has_failed=any(not row["is_kept"] or row["has_grown"] for row in rows),
     )

@@ -171,7 +171,7 @@ def main(bench: Bench) -> Findings:
     largest = max(effort.sizes)
     texts = bench.prompts(effort.rounds)
     bench.begin(setting, **effort._asdict())
-    rows = list[Row]()
+    drafted = list[Row]()
     tree = f"{largest}x24" if largest > 1 and setting.draft is not None else "none"
     with bench.screen, setting.open(tree, context=_CONTEXT) as decoder:
         plan = decoder.plan
@@ -181,7 +181,7 @@ def main(bench: Bench) -> Findings:
         measured = measure(setting, decoder, texts, effort, bench)
         if setting.draft is not None:
             ids = encoded(decoder, texts[0], 32)
-            rows = list(draft_rows(setting, decoder, ids, effort.draft_s))
+            drafted += draft_rows(setting, decoder, ids, effort.draft_s)
     timed = [*rows_of(measured, plan.streamed_bytes)]
     floor_s = measured.floor_s
     moved = f"the {plan.streamed_bytes / 1e9:.3f} GB of a sweep"
@@ -191,9 +191,10 @@ def main(bench: Bench) -> Findings:
         samples = row["sweep_s_samples"]
         over = ratios(samples, [floor_s] * len(samples))
         guards[f"{row['name']} / ceiling"] = Guard(over, "lower")
+    rows = [*timed, *drafted]
     return Findings(
-        rows=[*timed, *rows],
-        columns=COLUMNS,
+        rows=rows,
+        tables=[(COLUMNS, rows)],
         written=measured.written,
         notes=[f"the ceiling takes {floor_s:.3f} s for {moved}"],
         settings={"num_threads": num_threads},

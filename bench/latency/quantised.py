@@ -204,6 +204,6 @@ def main(
         guards[f"best token, {name} / bf16"] = Guard([best], "lower")
     return Findings(
         rows=rows,
-        columns=COLUMNS,
+        tables=[(COLUMNS, rows)],
         guards=guards,
     )

@@ -272,7 +272,7 @@ def main(
 
     return Findings(
         rows=[*shared, *staged],
-        tables=[one for one in ((COLUMNS, shared), (stages.COLUMNS, staged)) if one[1]],
+        tables=[(COLUMNS, shared), (stages.COLUMNS, staged)],
         checks=verdicts,
         written=[text.written for text in texts],
         ceiling={"bytes_per_s": rate, "disk_bytes_per_s": bench.ceiling["bytes_per_s"]},

@@ -224,7 +224,7 @@ def main(bench: Bench) -> Findings:
     told = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
     return Findings(
         rows=rows,
-        columns=COLUMNS,
+        tables=[(COLUMNS, rows)],
         notes=[f"{TREE}; held-out loss in nats: {told}; the ratio should be within {LIMIT:.0%}"],
         settings={"tree": TREE, "losses": losses, "num_new": num_new},
         ceiling={"tokens_per_sweep": 1 + parse_tree(TREE).depth},

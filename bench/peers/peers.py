@@ -413,7 +413,7 @@ def main(
 
     rows = compare(peer or list(known), programs, common, say)
     return Findings(
-        rows=rows, columns=COLUMNS, guards=guards_of(rows), has_failed="reason" in rows[0]
+        rows=rows, tables=[(COLUMNS, rows)], guards=guards_of(rows), has_failed="reason" in rows[0]
     )
 
 

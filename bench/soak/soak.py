@@ -335,7 +335,7 @@ def main(
     told = f"{len(texts)} texts of the library; of the server {answers}"
     return Findings(
         rows=rows,
-        columns=COLUMNS,
+        tables=[(COLUMNS, rows)],
         written=written,
         notes=[f"{told}, {clients.num_refused} refused"],
         guards=guards,
