@@ -52,6 +52,7 @@ _WINDOW = 128
 _TARGET = Course(240, 2e-3)
 _DRAFT = Course(150, 2e-3)
 _NUM_TELLINGS = 3
+_NUM_ASKED = 12
 _MODULES = (
     "bisect builtins copy functools glob heapq itertools json math os.path random re shutil"
     " statistics string textwrap time"
@@ -198,9 +199,9 @@ def make_chat_pair(out: Path, screen: Screen) -> None:
     print(json.dumps({"share_of_answers_known_by_heart": shares}))
 
 
-def share_learned(model: LlamaForCausalLM, dialogues: list[Dialogue], num_asked: int = 12) -> float:
+def share_learned(model: LlamaForCausalLM, dialogues: list[Dialogue]) -> float:
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)
-    asked = dialogues[:: max(1, len(dialogues) // num_asked)]
+    asked = dialogues[:: max(1, len(dialogues) // _NUM_ASKED)]
     num_right = 0
     for one in asked:
         ids = torch.tensor([tokenizer(f"{_END}Q: {one.questions[0]}\nA:\n")["input_ids"]])

@@ -3,6 +3,7 @@
 Each fact stands alone: what cannot be found out becomes a row that says why, and the others follow.
 """
 
+import argparse
 import os
 import platform
 import shutil
@@ -10,9 +11,10 @@ import subprocess
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from offload.bench.harness.promises import attempt, keep_rows, row
-from offload.bench.harness.record import Row
+from offload.bench.harness.promises import attempt, row
+from offload.bench.harness.record import Row, add_row
 from offload.machine import available_ram_bytes, cpu_name
 
 _PACKAGES = (
@@ -77,4 +79,9 @@ def _said(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    keep_rows(facts())
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=Path, required=True)
+    rows = parser.parse_args().rows
+    for one in facts():
+        add_row(rows, one)
+        print(one, flush=True)

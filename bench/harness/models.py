@@ -9,7 +9,6 @@ and no speed of it means anything.
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def find_setting(
         guesser = small[0].directory if small else None
     else:
         size_bytes = parse_size(size, "--size")
-        own = inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
+        own = inflated_target(size_bytes, screen.make_target)
         guesser = PAIR / "draft" if draft is None else open_headers(draft).directory
         files = ModelFiles(open_headers(own), open_headers(guesser))
     budget_bytes = need.budget_bytes(files) if ram is None else parse_size(ram, "--ram")

@@ -4,13 +4,11 @@ A row is printed as soon as it is known. A promise is met when every row that co
 without a row was not measured, which is not the same.
 """
 
-import argparse
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
-from offload.bench.harness.record import Row, add_row
+from offload.bench.harness.record import Row
 from offload.errors import UserError, reason
 
 PROMISES = {
@@ -69,16 +67,6 @@ def failures(name: str, promises: Iterable[str], error: Exception) -> Iterator[R
         about = f"{name}: failed" if promise is None else f"{name}: failed ({promise})"
         failed = {"row": about, "value": 0.0, "unit": "", "is_met": False, "promise": promise}
         yield {**failed, "error": f"{type(error).__name__}: {reason(error)}"}
-
-
-def keep_rows(rows: Iterable[Row]) -> None:
-    """Append rows to the file that `--rows` names as they are known, and print them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=Path, required=True)
-    path = parser.parse_args().rows
-    for one in rows:
-        add_row(path, one)
-        print(one, flush=True)
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:

@@ -39,8 +39,8 @@ class Screen:
             self._next_s = time.monotonic() + _LEAST_S
             self.wait(f"{label}: {done:.0f} of {total:.0f}")
 
-    def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "reading") -> None:
-        self.count(done_bytes / 1e6, total_bytes / 1e6, f"{label}, MB")
+    def make_target(self, done_bytes: int, total_bytes: int) -> None:
+        self.count(done_bytes / 1e6, total_bytes / 1e6, "making the target, MB")
 
     def clear(self) -> None:
         self.wait("")

@@ -6,7 +6,7 @@ Each kind of words is a random matrix as a checkpoint may have it.
 Invariant: what is timed has given the bits of the reference before.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -129,7 +129,7 @@ FULL = Effort(4096, 9)
 QUICK = Effort(2048, 3)
 
 
-def measure(effort: Effort, thread_counts: Sequence[int] = THREADS) -> list[Row]:
+def measure(effort: Effort) -> list[Row]:
     """Return the fastest of some rounds, taken in turns. Raises `UserError` where bits differ."""
     size = effort.size
     fastest = dict[tuple[str, str, int], float]()
@@ -141,7 +141,7 @@ def measure(effort: Effort, thread_counts: Sequence[int] = THREADS) -> list[Row]
         works[sample.name, "torch"] = partial(sample.expand, REFERENCE, own)
         if HAS_NUMBA:
             works[sample.name, "numba"] = partial(sample.expand, COMPILED, own)
-    for count in [*thread_counts] * effort.rounds:
+    for count in THREADS * effort.rounds:
         with threads(count):
             for key, work in works.items():
                 before_s = fastest.get((*key, count), float("inf"))

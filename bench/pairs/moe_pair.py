@@ -278,8 +278,7 @@ def moe_setting(size: str, ram: str | None, screen: Screen) -> Setting:
     """Return the pair with its target inflated to `size`, made once. Raises `UserError`."""
     size_bytes = parse_size(size, "--size")
     pair = moe_pair(screen)
-    progress = partial(screen.bytes_landed, label="making the target")
-    made = inflated_target(size_bytes, progress, pair / "target", "moe")
+    made = inflated_target(size_bytes, screen.make_target, pair / "target", "moe")
     ram_bytes = parse_size(ram or size_bytes // 4, "--ram")
     return Setting(made, pair / "draft", pair / "target", ram_bytes)
 

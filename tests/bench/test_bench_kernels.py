@@ -80,7 +80,7 @@ def test_the_bench_shows_both_times_or_why_there_are_none(capsys: pytest.Capture
 
 
 def test_rows_are_those_of_all_kinds_and_ways() -> None:
-    rows = measure(Effort(256, 1), (1, 2))
+    rows = measure(Effort(256, 1))
     names = [one.name for one in samples(256, 256)]
     ways = {"torch", "numba"} if HAS_NUMBA else {"torch"}
     wanted = {(name, how, count) for name in names for how in ways for count in (1, 2)}
