@@ -1,7 +1,5 @@
 """A few minutes with a GPU: steps in order of value per second, within one budget of time.
 
-A failing step costs the others only time.
-
 The file of rows has a mark where each step begins and ends, and rows between are that step's. A
 step that was begun several times counts with all its rows; of two with the same name the later one
 holds. A step is a child in a process group: asked to stop when its time is over, then killed.

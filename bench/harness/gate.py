@@ -1,14 +1,12 @@
 """The gate of every bench: no speed is printed for tokens that were not proved right.
 
-What a rule promises decides how it is proved. Where each token is the target's own draw (greedy,
-`match`, `topk`), every one must be the draw of the reference in float32, up to bf16 rounding; and
-runs of a decoder that promises the same bits for every tree must not differ at all. Rules that draw
-afresh promise a distribution: the surprise -log p(token) of all tokens together must lie as far
-from its mean, the entropy, as chance allows. That test sees tokens of another distribution or
-temperature; a single odd token may slip through it, and behind it are the tests of the rules.
+Where a rule makes each token the target's own draw (greedy, `match`, `topk`), every one must be the
+draw of the reference in float32, up to bf16 rounding; and runs of a decoder that promises the same
+bits for every tree must not differ at all. Rules that draw afresh promise a distribution: the
+surprise -log p(token) of all tokens together must lie as far from its mean, the entropy, as chance
+allows. A single odd token may slip through that, and behind it are the tests of the rules.
 
-Invariant: proofs come after all measuring, so that the reference's memory and time are in no
-figure.
+Invariant: proofs come after all measuring, so that their memory and time are in no figure.
 """
 
 import math

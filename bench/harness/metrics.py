@@ -1,9 +1,8 @@
 """Latencies and throughput from the arrival of tokens, as serving benchmarks name them.
 
-A run is a list of bursts, since one weight pass accepts several tokens at once. All of them reach
-the consumer in the same moment, so the latency between tokens is zero within a burst and a whole
-pass between bursts: its median says nothing about speed here and its p99 everything about
-smoothness. That is why the time per pass stands beside it.
+A run is a list of bursts, since one weight pass accepts several tokens at once: the latency between
+tokens is zero within a burst and a whole pass between bursts. Its median says nothing about speed
+here and its p99 everything about smoothness, so the time per pass stands beside it.
 """
 
 import time

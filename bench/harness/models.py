@@ -1,9 +1,8 @@
 """Finds what a bench measures with: models, budget, device.
 
-Without a model the packaged pair is used, its target inflated, so every command runs on any
-machine. With `--layers N` the pair takes the shape of Llama-2 70B and 7B and is made in memory, for
-devices. `--device pretend` is the host in the role of a device: it shows that the commands work,
-and no speed of it means anything.
+Without a model it is the packaged pair, its target inflated; with `--layers N` the pair in the
+shape of Llama-2 70B and 7B, made in memory, for devices. `--device pretend` is the host in the role
+of a device: it shows that the commands work, and no speed of it means anything.
 """
 
 import tempfile

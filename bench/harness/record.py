@@ -1,19 +1,14 @@
 """What a bench keeps: one result as JSON, and its rows, each on disk before the next is measured;
 and whether a later one is slower.
 
-A result has `bench`, `created`, `commit`, `machine`, `settings`, `ceiling`, `rows` and `guards`;
-the last are the figures that `--compare` watches. Rows of a run under way are a line of JSON each,
-appended by several processes if need be.
+Two results are compared as ratios, flagged only where they lie outside their noise; those of
+another model, budget, temperature or text are not compared at all. Where both runs measured the
+same things (the same prompts), each is compared with itself, so that what differs between prompts
+cancels; else means of logarithms are, with the scatter of both runs. A flag needs a change for the
+worse beyond the 99 % range of Student's t and beyond `FLOOR`, because machines breathe.
 
-Two results are compared as ratios, flagged only where they lie outside their noise. Results of
-another model, budget, temperature or text are not compared at all; another machine is named beside
-them. Where both runs measured the same things (the same prompts), each is compared with itself, so
-that what differs between prompts cancels; else means of logarithms are, with the scatter of both
-runs. A flag needs a change for the worse that is larger than the 99 % range of Student's t and than
-`FLOOR`, because machines breathe.
-
-Invariant: what is stored is what was printed, and a file that lacks any of these names is refused
-when it is read. At whatever point a process is killed, all rows before are read again.
+Invariant: what is stored is what was printed, and a file that lacks any of its names is refused.
+At whatever point a process is killed, all rows before are read again.
 """
 
 import json

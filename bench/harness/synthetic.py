@@ -1,18 +1,13 @@
 """A synthetic checkpoint: the packaged pair in the shape of a large model, made in memory.
 
-The files have headers and holes; reads through `Maker` get the weights. What the large model
-computes is what the small one computes, so acceptance is real and every token can be proved: the
-small weights lie in a corner of the large matrices, everything else is random and meets zeros.
-Three things differ from padding by a power of four:
-
-- A head of 128 contains one of 32 because every fourth of its rotary frequencies is one of the
-small head's.
-
-- sqrt(8192 / 192) is no power of two, so norm weights round. `origin` writes the small model with
-the rounded ones, in float32: the reference of the proof.
-
-- One hidden coordinate is the same for all tokens, too small to be seen by any norm (1e-6). The
-final norm enlarges it, and the head makes of it a logit of -1000 or less for the ids that only the
+The files have headers and holes; reads through `Maker` get the weights. The large model computes
+what the small one does, so acceptance is real and every token can be proved: the small weights lie
+in a corner of the large matrices, everything else is random and meets zeros. Three things differ
+from padding by a power of four: a head of 128 contains one of 32 because every fourth of its rotary
+frequencies is one of the small head's; sqrt(8192 / 192) is no power of two, so norm weights round,
+and `origin` writes the small model with the rounded ones, the reference of the proof; and one
+hidden coordinate is the same for all tokens, too small to be seen by any norm (1e-6), until the
+final norm enlarges it and the head makes of it a logit of -1000 or less for the ids that only the
 large vocabulary has.
 """
 

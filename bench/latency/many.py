@@ -2,8 +2,7 @@
 
 The same prompts are written with every number of places, in turns, because disks drift. A text must
 have the ids that it has alone; where layers are streamed its bits are the same, else it is proved
-like any other. What competition among the texts' candidates gains over trees of equal shares is in
-`LOG.md` (1.12).
+like any other.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,9 @@
 """Seconds of a pass and of a token in bf16, fp8, int4 and packed.
 
-Every layer is streamed. Formats take turns, round after round, because disks drift; each pass
-stands beside the bytes that it reads and the seconds that it waits for them. A quantised target is
-a model of its own: its tokens are proved by those of a run without a tree, and no draft was trained
-for it. It is written by the plainest rule, round to nearest, for speed alone; that its numbers are
-what libraries make of them is up to the tests. Invariant: a folder of it has its name only when it
-is whole.
+Every layer is streamed. Formats take turns, round after round, because disks drift. A quantised
+target is a model of its own: its tokens are proved by those of a run without a tree, and no draft
+was trained for it. It is written by the plainest rule, round to nearest, for speed alone; that its
+numbers are what libraries make of them is up to the tests.
 """
 
 import json

@@ -2,10 +2,9 @@
 
 Links are emulated (`--link-limit`), far below what the disk gives, so that ranks which share it
 here read as if each had its own. Each rank has the least memory that it can do with, so that nearly
-all layers stream with any number of ranks. All clusters are open at once, computing in float32, and
-take turns text by text. A short text may run a little faster than its link: it begins with full
-slots. `stages` is a pipeline, see `latency/stages.py`. Passes over emulated networks, beside
-max(link, drafting + computing + exchange), are in `LOG.md`.
+all layers stream. All clusters are open at once, computing in float32, and take turns text by text.
+A short text may run a little faster than its link: it begins with full slots. `stages` is a
+pipeline, see `latency/stages.py`.
 
 Invariant: nothing is printed before all clusters wrote the same ids, and every one was proved.
 """

@@ -1,12 +1,11 @@
 """Do recurrent layers cost acceptance? Tokens a pass of a hybrid beside its full-attention twin.
 
 Both begin as the packaged target with every mixer of tokens anew: the hybrid has layers of the
-gated delta rule, with full attention in every fourth, the twin full attention throughout. Both are
-trained once and kept in the cache: they see the same windows of the same text in the same order, at
-the same pace, and the one that learns faster stops earlier, so that both have the same loss. Each
-has a draft that learnt from it, in one course for both: a draft of neither, such as the packaged
-one, would tell which of them lies closer to what that draft learnt from. Prompts are held-out code.
-An exact tree changes nothing, so the share of both should be one.
+gated delta rule, with full attention in every fourth, the twin full attention throughout. They see
+the same windows of the same text in the same order, at the same pace, and the one that learns
+faster stops earlier, so that both have the same loss. Each has a draft that learnt from it: a draft
+of neither would tell which of them lies closer to what that draft learnt from. Prompts are held-out
+code. An exact tree changes nothing, so the share of both should be one.
 """
 
 import json

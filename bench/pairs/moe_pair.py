@@ -1,10 +1,9 @@
 """Train a small mixture of experts and its draft, once, and keep them in the cache.
 
 What experts on demand gain depends on how a text routes and on how often a draft is right, so both
-models have to be trained, and benches must run where no model hub can be reached. A target that is
-trained this shortly would route by token alone. Real mixtures prefer some experts within a text, so
-routers are to tell texts apart: the entropy of a text's mean choice lies below that of all texts'
-by as much as `_TEXT_NATS`, and what goes beyond is not rewarded.
+have to be trained, where no model hub can be reached. A target that is trained this shortly would
+route by token alone; real mixtures prefer some experts within a text, so the entropy of a text's
+mean choice is to lie below that of all texts' by `_TEXT_NATS`; more is not rewarded.
 
 The target begins as a trained dense Llama. Every expert is a slice of the dense feed-forward rows;
 experts of one copy share a router row but for some noise, so that a token chooses the slices of one

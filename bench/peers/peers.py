@@ -4,14 +4,10 @@ With `--lookup` no program has a draft: copies of the text itself, and what coun
 pass. With `--experts` the target is a mixture of experts, of which a pass needs a few.
 
 Every program runs in a process and a memory group of its own, whose cap counts the page cache too,
-greedily and on the same prompts; slow ones get fewer of them and fewer new tokens, as the table
-says. Each may use the better of one and two threads; ours chooses for itself. Ours is measured
-first and last, because disks drift. No speed is printed for tokens that the original model,
-resident in float32, would not have chosen.
-
-Programs that are not installed are listed as missing; `--python` names another interpreter that has
-them. Invariant: an `Outcome` without a reason holds tokens that were all found to be the original
-model's own.
+greedily and on the same prompts; slow ones get fewer of them and fewer new tokens. Each may use the
+better of one and two threads; ours chooses for itself, and is measured first and last, because
+disks drift. Programs that are not installed are listed as missing. Invariant: an `Outcome` without
+a reason holds tokens that were all found to be the original model's own, resident in float32.
 """
 
 import shutil

@@ -1,11 +1,8 @@
 """Clients of a server, and the texts that a soak asks for.
 
 There are whole answers and streams, some left in the middle, some refused. Texts are a small table,
-so that each is written again in many ways; a text depends on its request alone: any process, tree,
-memory or neighbours give the same.
-
-Invariant: answers are kept as they came. Whether they are right is found out later, when nothing is
-measured any more.
+so that each is written again in many ways: any process, tree, memory or neighbours give the same.
+Invariant: answers are kept as they came, and judged when nothing is measured any more.
 """
 
 import json

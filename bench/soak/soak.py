@@ -1,10 +1,8 @@
 """Hours: a server with clients and a process that opens and closes models, every text proved.
 
-A quarter of all texts is broken off. Now and then everything stops, both processes are looked at,
-and it goes on: nothing is under way then, so that all that is there is kept, and not in use.
-
-Invariant: texts are proved at the end, so that the proof's memory and time are in no figure; a text
-that was broken off must be the beginning of the right one.
+A quarter of all texts is broken off. Now and then everything stops and both processes are looked
+at: nothing is under way then, so that all that is there is kept, and not in use. Invariant: texts
+are proved at the end, so that the proof's memory and time are in no figure.
 """
 
 import os
