@@ -91,7 +91,7 @@ def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monke
     assert sorted(path.name for path in pair.iterdir()) == made
     assert {*json.loads((pair / "figures.json").read_text())} == {HYBRID, TWIN}
     assert load_file(pair / HYBRID / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
-    monkeypatch.setattr(make, "train", lambda *_: pytest.fail("it trained again"))
+    monkeypatch.setattr(make, "teach", lambda *_, **__: pytest.fail("it trained again"))
     assert hybrid_pair(Screen(is_quiet=True)) == pair
     setting = setting_of(pair, HYBRID)
     assert setting.target == setting.origin and setting.draft == pair / "hybrid-draft"
