@@ -27,8 +27,8 @@ from offload.machine import available_ram_bytes
 
 _ON_DEVICE = "streaming/test_on_a_device streaming/test_device_path "
 _ON_DEVICE += "streaming/test_pinned sampling/test_sampler"
-_OF_KERNELS = "kernels/test_kernels kernels/test_path_attention kernels/test_rms_norm kernels/test_expand_float8 "
-_OF_KERNELS += "calibration/test_kernel_selection"
+_OF_KERNELS = "kernels/test_kernels kernels/test_path_attention kernels/test_rms_norm "
+_OF_KERNELS += "kernels/test_expand_float8 calibration/test_kernel_selection"
 
 DONE = "done"
 GRACE_S = 5.0  # between asking and making
@@ -48,61 +48,53 @@ class Step(NamedTuple):
     is_invariant: bool = True
 
 
-def _bench(name: str, *flags: str) -> tuple[str, ...]:
-    return ("-m", "offload.bench.suite", name, "--rows", "{rows}", *flags)
-
-
-def _tests(names: str, *flags: str) -> tuple[str, ...]:
+def _tests(names: str, more: str = "") -> tuple[str, ...]:
     """Name the files of tests for a device: one of the others registers a device of its own."""
-    usual = "-m pytest -q -m gpu -o filterwarnings=default --continue-on-collection-errors -p no:cacheprovider"
-    rows = "-p offload.bench.gpu.pytest_rows --rows {rows}"
-    return (*usual.split(), *rows.split(), *flags, *(f"tests/{name}.py" for name in names.split()))
+    usual = "-m pytest -q -m gpu -o filterwarnings=default --continue-on-collection-errors"
+    rows = "-p no:cacheprovider -p offload.bench.gpu.pytest_rows --rows {rows}"
+    files = (f"tests/{name}.py" for name in names.split())
+    return (*usual.split(), *rows.split(), *more.split(), *files)
 
 
-def _parts(names: str) -> tuple[str, ...]:
-    return tuple(word for name in names.split() for word in ("--part", name))
+def _device(parts: str, place: str) -> tuple[str, ...]:
+    named = (word for part in parts.split() for word in ("--part", part))
+    return ("-m", "offload.bench.suite", "device", "--rows", "{rows}", *named, *place.split())
 
 
 # With room for a 7B draft's tree of as many nodes as the largest sweep has rows, and layers that
 # stream all the same.
-ON_GPU = ("--device", "cuda", "--gpu-mem", "32GiB", "--ram", "100GiB")
-ON_HOST = ("--device", "pretend")
+_ON_GPU = "--device cuda --gpu-mem 32GiB --ram 100GiB"
 # of host memory for the 67 of 80 layers that 45 GiB of a GPU have no room for, and for the program
 _WHOLE_BYTES = 116 << 30
 
 
-def _large_model() -> tuple[str, ...]:
-    """Return the whole model in the memory of an L40, or what this machine's memory holds of it."""
-    if available_ram_bytes() < _WHOLE_BYTES:
-        return (*ON_GPU, "--layers", "40")
-    return ("--device", "cuda", "--gpu-mem", "45GiB", "--ram", "128GiB", "--layers", "80")
-
-
 def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
-    """Return the table on this machine; the large model is for what is left of a second call."""
-    place, layers = (ON_HOST, "8") if is_rehearsal else (ON_GPU, "18")
-    few = ("--layers", layers)
-    many = (*ON_HOST, *few) if is_rehearsal else _large_model()
-    rows = ("--rows", "{rows}")
-    workers = ("-p", "xdist", "-n", "8") if find_spec("xdist") else ()
+    """Return the table on this machine; the large model is for what is left of a second call.
+
+    It is the whole one in the memory of an L40, or what this machine's memory holds of it.
+    """
+    place = f"{_ON_GPU} --layers 18"
+    large = "--device cuda --gpu-mem 45GiB --ram 128GiB --layers 80"
+    if available_ram_bytes() < _WHOLE_BYTES:
+        large = f"{_ON_GPU} --layers 40"
+    if is_rehearsal:
+        place = large = "--device pretend --layers 8"
+    facts = "-m offload.bench.gpu.machine_facts --rows {rows}"
+    kernels = "-m offload.bench.suite kernels --rows {rows}"
+    workers = "-p xdist -n 8" if find_spec("xdist") else ""
     promised = "enqueue sweeps drafting trees trace soak memory link accelerate"
-
-    def parts(names: str, *flags: str) -> tuple[str, ...]:
-        return _bench("device", *_parts(names), *flags, *place, *few)
-
-    large = _bench("device", *_parts("sweeps trees memory"), *many)
-    trace = ("--trace", "{out}/trace.json")
+    traced = f"--trace {{out}}/trace.json {place}"
     gate = ("gate",)
     return (
-        Step("facts", ("-m", "offload.bench.gpu.machine_facts", *rows), 25, 5),
-        Step("gate", parts("gate"), 140, 60),
-        Step("device", parts(promised, *trace), 260, 120, gate),
-        Step("plain", parts("plain"), 90, 50, gate, is_invariant=False),
-        Step("experts", parts("experts"), 80, 30),
+        Step("facts", tuple(facts.split()), 25, 5),
+        Step("gate", _device("gate", place), 140, 60),
+        Step("device", _device(promised, traced), 260, 120, gate),
+        Step("plain", _device("plain", place), 90, 50, gate, is_invariant=False),
+        Step("experts", _device("experts", place), 80, 30),
         Step("tests", _tests(_ON_DEVICE), 150, 30),
-        Step("kernel-tests", _tests(_OF_KERNELS, *workers), 120, 40),
-        Step("kernels", _bench("kernels"), 80, 30),
-        Step("large", large, 330, 200, gate),
+        Step("kernel-tests", _tests(_OF_KERNELS, workers), 120, 40),
+        Step("kernels", tuple(kernels.split()), 80, 30),
+        Step("large", _device("sweeps trees memory", large), 330, 200, gate),
     )
 
 
