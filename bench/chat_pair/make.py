@@ -16,6 +16,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,25 +172,9 @@ def make_chat_pair(out: Path, screen: Screen) -> None:
         return torch.cat([answers, windows(library, _CODE_TOKENS, _WINDOW, step)])
 
     target = packaged("target")
-    teach(
-        target,
-        lambda step: next_token_loss(target, batch(step)),
-        _TARGET,
-        out / "target",
-        screen,
-        "tuning the target",
-        companions=["tokenizer.json"],
-    )
-    draft = packaged("draft")
-    teach(
-        draft,
-        lambda step: draft_loss(draft, target, batch(step)),
-        _DRAFT,
-        out / "draft",
-        screen,
-        "tuning its draft",
-        companions=["tokenizer.json"],
-    )
+    teach(target, next_token_loss, batch, _TARGET, out / "target", screen)
+    loss = partial(draft_loss, target)
+    teach(packaged("draft"), loss, batch, _DRAFT, out / "draft", screen)
     for folder in (out / "target", out / "draft"):
         _add_settings(folder)
     shares = {

@@ -118,23 +118,9 @@ def make_pair(recipe: Recipe, screen: Screen, work: Path, ids: Tensor, held_out:
         """Train one and its draft; return what it loses on held-out text."""
         target = begun(name, packaged("target"), recipe.seed)
         draft = packaged("draft")
-        teach(
-            target,
-            lambda step: next_token_loss(target, learnt(step)),
-            recipe.course,
-            work / name,
-            screen,
-            f"training the {name}",
-            stop=num_steps,
-        )
-        teach(
-            draft,
-            lambda step: draft_loss(draft, target, learnt(step)),
-            recipe.draft,
-            work / draft_of(name),
-            screen,
-            f"training the draft of the {name}",
-        )
+        own = work / draft_of(name)
+        teach(target, next_token_loss, learnt, recipe.course, work / name, screen, stop=num_steps)
+        teach(draft, partial(draft_loss, target), learnt, recipe.draft, own, screen)
         batches = held_out_texts(held_out, _TEXT_TOKENS, _NUM_HELD_OUT).split(_BATCH)
         with torch.no_grad():
             return statistics.fmean(next_token_loss(target, one).item() for one in batches)

@@ -193,27 +193,23 @@ def make_pair(recipe: Recipe, screen: Screen, work: Path, ids: Tensor, held_out:
         length = _TEXT_TOKENS if is_short else _LONG_TEXT_TOKENS
         return windows(ids, _STEP_TOKENS, length, recipe.seed + LEARNT + step)
 
-    teach(
-        target,
-        lambda step: target_loss(target, batch(step)).sum(),
-        recipe.target,
-        work / "target",
-        screen,
-        "training the target",
-    )
+    teach(target, target_loss, batch, recipe.target, work / "target", screen)
     screen.wait("writing what the draft learns from")
     texts_BS = kept_texts(work / "written.state", target, ids, recipe.seed)
     draft = packaged("draft")
 
-    def draft_step(step: int) -> Tensor:
-        """Return the loss by turns on what the target wrote and on the corpus."""
+    def draft_batch(step: int) -> Tensor:
+        """Return by turns what the target wrote and the corpus."""
         generator = torch.Generator().manual_seed(recipe.seed + LEARNT + step)
         num_texts = _STEP_TOKENS // texts_BS.shape[1]
         own = torch.randint(0, len(texts_BS), (num_texts,), generator=generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            return draft_loss(draft, target, batch(step) if step % 2 else texts_BS[own])
+        return batch(step) if step % 2 else texts_BS[own]
 
-    teach(draft, draft_step, recipe.draft, work / "draft", screen, "training its draft")
+    def loss(draft: LlamaForCausalLM, tokens_BS: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return draft_loss(target, draft, tokens_BS)
+
+    teach(draft, loss, draft_batch, recipe.draft, work / "draft", screen)
     figures = held_out_figures(target, draft, held_out)
     (work / "figures.json").write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -227,7 +223,7 @@ def target_loss(model: Qwen3MoeForCausalLM, tokens_BS: Tensor) -> Tensor:
         told = told_of_text(logits_NE.float().unflatten(0, (-1, _ROUTED_TOKENS)))
         missing.append((_TEXT_NATS - told).clamp(min=0))
     loss = loss_of_logits(out.logits, tokens_BS)
-    return torch.stack([loss, _TEXT_WEIGHT * torch.stack(missing).mean()])
+    return loss + _TEXT_WEIGHT * torch.stack(missing).mean()
 
 
 def told_of_text(logits_TSE: Tensor) -> Tensor:

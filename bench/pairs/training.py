@@ -10,7 +10,7 @@ import math
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,13 +79,11 @@ def packaged(name: str) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(PAIR / name, dtype=torch.float32, use_safetensors=True)
 
 
-def write_rounded(
-    model: PreTrainedModel, folder: Path, companions: Sequence[str] = COMPANIONS
-) -> None:
-    """Round the model to bf16 and store it, with these files of the packaged target."""
+def write_rounded(model: PreTrainedModel, folder: Path) -> None:
+    """Round the model to bf16 and store it, with companions of the packaged target."""
     model.eval().bfloat16().save_pretrained(folder)
     model.float()
-    for name in companions:
+    for name in COMPANIONS:
         shutil.copyfile(PAIR / "target" / name, folder / name)
 
 
@@ -110,22 +108,22 @@ def trained_once(name: str, recipe: Any, make: Callable[[Path, Tensor, Tensor], 
 
 def teach(
     model: PreTrainedModel,
-    loss_of: Callable[[int], Tensor],
+    loss: Callable[[Any, Tensor], Tensor],
+    batch: Callable[[int], Tensor],
     course: Course,
     folder: Path,
     screen: Screen,
-    label: str,
     *,
     stop: int | None = None,
-    companions: Sequence[str] = COMPANIONS,
 ) -> None:
-    """Train a model, or go on, with its state beside `folder`; then store it there.
+    """Train a model on batches by step, or go on, with its state beside `folder`; store it there.
 
     That rounds it, so that its draft learns from what is stored.
     """
     state = folder.with_name(f"{folder.name}.state")
-    train(model, loss_of, course, state, partial(screen.count, label=label), stop)
-    write_rounded(model, folder, companions)
+    progress = partial(screen.count, label=f"training {folder.name}")
+    train(model, lambda step: loss(model, batch(step)), course, state, progress, stop)
+    write_rounded(model, folder)
 
 
 def train(
@@ -205,7 +203,7 @@ def loss_of_logits(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
     return functional.cross_entropy(logits_NV, tokens_BS[:, 1:].flatten())
 
 
-def draft_loss(draft: PreTrainedModel, target: PreTrainedModel, tokens_BS: Tensor) -> Tensor:
+def draft_loss(target: PreTrainedModel, draft: PreTrainedModel, tokens_BS: Tensor) -> Tensor:
     """Return KL from the target's law, for T > 0, plus its argmax as a label, for T = 0."""
     with torch.no_grad():
         wanted_NV = target(input_ids=tokens_BS, use_cache=False).logits.flatten(0, 1)

@@ -72,12 +72,12 @@ def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monke
         seen.setdefault(model.config.model_type, []).append(tokens_BS.flatten().tolist())
         return own(model, tokens_BS)
 
-    def of_a_draft(draft: Any, target: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
+    def of_a_draft(target: Any, draft: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
         assert draft.config.num_hidden_layers == 1
         weight = target.lm_head.weight
         assert torch.equal(weight, weight.bfloat16().float()), "it learns from what is stored"
         taught.append((target.config.model_type, tokens_BS.flatten().tolist()))
-        return own_draft(draft, target, tokens_BS)
+        return own_draft(target, draft, tokens_BS)
 
     monkeypatch.setattr(make, "next_token_loss", loss)
     monkeypatch.setattr(make, "draft_loss", of_a_draft)

@@ -70,7 +70,7 @@ def learn(model: Qwen3MoeForCausalLM, state: Path, num_steps: int, stop_at: int 
     seen = list[float]()
 
     def loss_of(step: int) -> Tensor:
-        loss = target_loss(model, windows(IDS, 512, 128, step)).sum()
+        loss = target_loss(model, windows(IDS, 512, 128, step))
         seen.append(loss.item())
         return loss
 
