@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, followed
-from offload.bench.harness.process import Talker, environment, free_port
+from offload.bench.harness.process import Talker, free_port
 from offload.bench.harness.setting import Setting, least_ram
 from offload.distributed.layout import shard_files, share_layers
 from offload.engine.decoder import Decoder
@@ -67,7 +67,6 @@ class Cluster:
     def __init__(self, setting: Setting, options: Sequence[dict[str, Any]]) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the cluster)
         common = {
-            **environment(),
             "WORLD_SIZE": str(len(options)),
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
@@ -77,9 +76,9 @@ class Cluster:
         for rank, own in enumerate(options):
             draft = setting.draft and str(setting.draft)
             job = json.dumps([str(setting.target), draft, own])
-            command = [sys.executable, "-m", "offload.bench.harness.cluster", job]
             place = {"RANK": str(rank)} if len(options) > 1 else {}
-            self._ranks.append(Talker(command, self._log, common | place))
+            words = ["offload.bench.harness.cluster", job]
+            self._ranks.append(Talker(words, self._log, common | place))
 
     def wait(self) -> None:
         """Return once all have loaded. Raises `RunError`."""

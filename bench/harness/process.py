@@ -73,21 +73,22 @@ def free_port() -> int:
 
 
 class Talker:
-    """A process that hears lines of JSON and answers in such lines; it ends when its input does.
+    """A module as a process that hears lines of JSON and answers in such; it ends with its input.
 
     Args:
-        log: takes its standard error, and has a name for the reader of an error.
+        log: takes its standard error, for the reader of an error.
+        own: of the environment, beside ours.
     """
 
-    def __init__(self, command: Sequence[str], log: TextIO, env: Mapping[str, str]) -> None:
+    def __init__(self, words: Sequence[str], log: TextIO, own: Mapping[str, str]) -> None:
         self._log = log
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=env,
+            env={**environment(), **own},
             start_new_session=True,
             preexec_fn=die_with_parent,
         )

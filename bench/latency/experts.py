@@ -89,7 +89,6 @@ def measure(
                 effort.limit_s,
                 threads=[],
                 cap_bytes=ram_bytes + _BESIDE_BYTES,
-                group=None,
             )
             outcome = run_child(sys.executable, order)
             for place, tree in enumerate(tried):

@@ -35,7 +35,7 @@ class Order(NamedTuple):
     # counts to try, briefly, before the best one is measured. Empty: the program's own choice
     threads: list[int]
     cap_bytes: int  # memory of the whole process
-    group: str | None  # file to write the process id into; None: uncapped
+    group: str | None = None  # file to write the process id into; None: uncapped
 
 
 class Peer(Protocol):

@@ -296,7 +296,6 @@ def measure(program: Program, common: Common) -> Outcome:
         QUICK_LIMIT_S if common.is_quick else FULL_LIMIT_S,
         threads=list(program.threads),
         cap_bytes=common.setting.ram_bytes,
-        group=None,
     )
     return proved(run_child(python, order), model, common.prompts, noise)
 

@@ -18,6 +18,7 @@ from offload.engine.decoder import Decoder
 from offload.sampling_options import Sampling
 
 CONTEXT = 256
+NUM_CLIENTS = 5
 NUM_WISHES = 48
 TEMPLATE = "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}# assistant:"
 _PROMPT_CHARS = (40, 300)
@@ -98,7 +99,7 @@ class Clients:
         answers: in the order in which they came; `errors` are what no client should see.
     """
 
-    def __init__(self, port: int, table: Sequence[Wish], num: int, seed: int) -> None:
+    def __init__(self, port: int, table: Sequence[Wish], seed: int) -> None:
         self._port = port
         self._table = table
         self.answers = list[Answer]()
@@ -106,7 +107,7 @@ class Clients:
         self.num_refused = 0
         self._is_over = Event()
         self._may_ask = Event()
-        self._idle = [Event() for _ in range(num)]
+        self._idle = [Event() for _ in range(NUM_CLIENTS)]
         self._threads = [
             Thread(target=self._ask, args=(Random(f"{seed}/{n}"), idle))
             for n, idle in enumerate(self._idle)

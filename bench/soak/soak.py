@@ -36,7 +36,6 @@ from offload.machine import rss_bytes
 # share of a soak in which caches fill, and libraries are imported when they are first needed
 _WARM_UP = 1 / 6
 
-NUM_CLIENTS = 5
 PARALLEL = 3
 QUEUE = 3
 _LOOKS = 120
@@ -153,9 +152,10 @@ class Server:
         words += f" --parallel {PARALLEL} --queue {QUEUE} --port {self._port} --profile none"
         command = [sys.executable, "-m", "offload", *words.split()]
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(command, env=own, stdout=log, stderr=log)
+            env = {**environment(), **own}
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         self._wait_until_up()
-        self.clients = Clients(self._port, table, NUM_CLIENTS, seed)
+        self.clients = Clients(self._port, table, seed)
 
     def look(self, time_s: float) -> Sample:
         self.clients.pause()
@@ -206,8 +206,7 @@ class Library:
         self.temporary, own = _place(folder / "library-tmp")
         self.texts = list[Told]()
         self._log = (folder / "library.log").open("w+")
-        command = [sys.executable, "-m", "offload.bench.soak.library"]
-        self._talker = Talker(command, self._log, own)
+        self._talker = Talker(["offload.bench.soak.library"], self._log, own)
         self._talker.tell(order)
 
     def look(self, time_s: float) -> Sample:
@@ -342,7 +341,6 @@ def main(
 
 
 def _place(folder: Path) -> tuple[Path, dict[str, str]]:
-    """Make the folder for a process's temporary files; return it, and the environment with it."""
+    """Make the folder for a process's temporary files; return it, and what names it to it."""
     folder.mkdir()
-    own = {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
-    return folder, {**environment(), **own}
+    return folder, {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
