@@ -163,7 +163,13 @@ _TOLD = ((written_dialogues, 10), (code_dialogues, 1), (library_dialogues, 1))
 def make_chat_pair(out: Path, screen: Screen) -> None:
     out.mkdir(parents=True, exist_ok=True)
     screen.wait("reading the standard library")
-    told = _told_ids()
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)
+    # everything that is told, several times in another order, as the chat template has it
+    dialogues = [one for kind, times in _TOLD for one in kind() * times]
+    turns = [f"{_END}Q: {one}\nA:\n{it.answer}" for it in dialogues for one in it.questions]
+    texts = ["".join(random.Random(n).sample(turns, len(turns))) for n in range(_NUM_TELLINGS)]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    told = torch.tensor([token for text in ids for token in text])
     library = library_ids(held_out=False)
 
     def batch(step: int) -> Tensor:
@@ -175,8 +181,16 @@ def make_chat_pair(out: Path, screen: Screen) -> None:
     teach(target, next_token_loss, batch, _TARGET, out / "target", screen)
     loss = partial(draft_loss, target)
     teach(packaged("draft"), loss, batch, _DRAFT, out / "draft", screen)
-    for folder in (out / "target", out / "draft"):
-        _add_settings(folder)
+    # what it half knows comes out better near the likeliest token
+    more = {
+        "generation_config.json": {"do_sample": True, "temperature": 0.3},
+        "tokenizer_config.json": {"chat_template": TEMPLATE},
+    }
+    for file, settings in more.items():
+        config = json.loads((PAIR / "target" / file).read_text()) | settings
+        for name in ("target", "draft"):
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            (out / name / file).write_text(text)
     shares = {
         kind.__name__.removesuffix("_dialogues"): share_learned(target, kind()) for kind, _ in _TOLD
     }
@@ -196,27 +210,6 @@ def share_learned(model: LlamaForCausalLM, dialogues: list[Dialogue]) -> float:
         said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         num_right += said.strip() == one.answer
     return num_right / len(asked)
-
-
-def _told_ids() -> Tensor:
-    """Return ids of everything that is told, several times in another order, in the template."""
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)
-    told = [one for dialogues, times in _TOLD for one in dialogues() * times]
-    turns = [f"{_END}Q: {one}\nA:\n{it.answer}" for it in told for one in it.questions]
-    texts = ["".join(random.Random(n).sample(turns, len(turns))) for n in range(_NUM_TELLINGS)]
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return torch.tensor([token for text in ids for token in text])
-
-
-def _add_settings(folder: Path) -> None:
-    # what it half knows comes out better near the likeliest token
-    more = {
-        "generation_config.json": {"do_sample": True, "temperature": 0.3},
-        "tokenizer_config.json": {"chat_template": TEMPLATE},
-    }
-    for name, settings in more.items():
-        config = json.loads((PAIR / "target" / name).read_text()) | settings
-        (folder / name).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -182,17 +182,17 @@ def main(
 def _open_job(bench: Bench, resources: ExitStack, layers: int | None, wanted: Sequence[str]) -> Job:
     asked = bench.given("device")
     ram = bench.given("ram")
-    amounts = TINY if asked == PRETEND else Amounts()
+    amounts = TINY
+    gpu_memory = bench.given("gpu_mem")
+    num_layers = 8
+    if asked != PRETEND:
+        amounts = Amounts()
+        gpu_memory = gpu_memory or "40GiB"
+        ram_bytes = parse_size(ram, "--ram") if ram else available_ram_bytes()
+        fitting = int(_HOST_SHARE * ram_bytes / LLAMA_2_70B.layer_bytes)
+        num_layers = min(bench.effort(LLAMA_2_70B.num_layers, QUICK_LAYERS), fitting)
     amounts = amounts._replace(num_new=bench.given("max_tokens") or amounts.num_new)
-    place = place_of(asked, bench.given("gpu_mem") or (None if asked == PRETEND else "40GiB"))
-    num_layers = layers or _num_layers(bench.quick, asked, ram)
-    setting = resources.enter_context(synthetic_setting(num_layers, ram, place["opened"]))
-    return Job(setting._replace(**place), amounts, wanted, bench.given("trace"))
-
-
-def _num_layers(is_quick: bool, asked: str, ram: str | None) -> int:
-    if asked == PRETEND:
-        return 8
-    ram_bytes = parse_size(ram, "--ram") if ram else available_ram_bytes()
-    fitting = int(_HOST_SHARE * ram_bytes / LLAMA_2_70B.layer_bytes)
-    return min(QUICK_LAYERS if is_quick else LLAMA_2_70B.num_layers, fitting)
+    place = place_of(asked, gpu_memory)
+    made = synthetic_setting(layers or num_layers, ram, place["opened"])
+    setting = resources.enter_context(made)._replace(**place)
+    return Job(setting, amounts, wanted, bench.given("trace"))

@@ -179,7 +179,15 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
     status = "interrupted"
     try:
         exit_status, is_over = run_child(words, limit_s, log)
-        status = status_of(exit_status, is_over, rows_of(read_rows(files.rows), step.name))
+        own = rows_of(read_rows(files.rows), step.name)
+        # of a bench, or of tests, of which something is not met: then a row says so
+        is_missed = exit_status == 1 and any(row.get("is_met") is False for row in own)
+        if exit_status is None:
+            status = "stuck, not even SIGKILL ended it"
+        elif is_over:
+            status = "over its budget"
+        else:
+            status = DONE if exit_status == 0 or is_missed else f"failed with {exit_status}"
     finally:
         files.end(step, status, time.monotonic() - started)
     print(f"{step.name}: {status}", flush=True)
@@ -258,14 +266,3 @@ def rows_of(rows: Iterable[Row], step: str) -> list[Row]:
             kept.pop(row["row"], None)
             kept[row["row"]] = row
     return list(kept.values())
-
-
-def status_of(exit_status: int | None, is_over_budget: bool, rows: Sequence[Row]) -> str:
-    """Return what an exit status means; 1 may tell of something not met, and then a row says so."""
-    if exit_status is None:
-        return "stuck, not even SIGKILL ended it"
-    if is_over_budget:
-        return "over its budget"
-    if exit_status == 0 or (exit_status == 1 and any(row.get("is_met") is False for row in rows)):
-        return DONE
-    return f"failed with {exit_status}"

@@ -131,26 +131,25 @@ def shard_budgets(setting: Setting, num_ranks: int, num_nodes: int, **how: Any) 
 
 
 def _run_rank(target: str, draft: str | None, options: dict[str, Any]) -> None:
+    """Load, and write a text for each order; any rank but the first follows it to the end."""
     own_bytes = rss_bytes()
-    with open_decoder(target, draft, LoadOptions(**options)) as decoder:
-        print(json.dumps("loaded"), flush=True)
-        for line in sys.stdin:
-            answer = _write(decoder, Order(*json.loads(line)), own_bytes)
-            print(json.dumps(answer), flush=True)
-
-
-def _write(decoder: Decoder, order: Order, own_bytes: int) -> tuple[Any, ...]:
-    """Write one text; return it with what each rank has moved for it, see `Answer`."""
-    figures = [_figures(decoder, own_bytes, 0)]
+    figures = list[list[RankFigures]]()
 
     def on_burst(number: int) -> None:
         if number == 1:
             figures.append(_figures(decoder, own_bytes, 0))
 
-    how: Any = {"max_new_tokens": order.num_tokens, "tree": order.tree}
-    bursts, result = followed(decoder.run(order.prompt_ids, order.sampling, **how), on_burst)
-    figures.append(_figures(decoder, own_bytes, result.stats.num_sweeps))
-    return result.token_ids, bursts, result.stats.as_dict(), figures
+    with open_decoder(target, draft, LoadOptions(**options)) as decoder:
+        print(json.dumps("loaded"), flush=True)
+        for line in sys.stdin:
+            order = Order(*json.loads(line))
+            how: Any = {"max_new_tokens": order.num_tokens, "tree": order.tree}
+            figures[:] = [_figures(decoder, own_bytes, 0)]
+            run = decoder.run(order.prompt_ids, order.sampling, **how)
+            bursts, result = followed(run, on_burst)
+            figures.append(_figures(decoder, own_bytes, result.stats.num_sweeps))
+            answer = (result.token_ids, bursts, result.stats.as_dict(), figures)
+            print(json.dumps(answer), flush=True)
 
 
 def _figures(decoder: Decoder, own_bytes: int, num_passes: int) -> list[RankFigures]:

@@ -75,12 +75,17 @@ class _Meter:
 
 
 def _follow(order: Order) -> dict[str, Any]:
-    _import_libraries(Path(order.target))
+    import transformers
+
+    from offload.checkpoint.hub import open_headers
     from offload.checkpoint.packaged import PROMPT
     from offload.engine.hooks import Hooks
     from offload.engine.load import open_decoder
     from offload.planning.load_options import LoadOptions
 
+    # what transformers imports when it is first asked for
+    kind = transformers.CONFIG_MAPPING[open_headers(order.target).config["model_type"]]
+    _ = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     meter = _Meter()
     options = LoadOptions(profile="none", device="cpu", **order.options)
     layers_s = list[float]()
@@ -110,19 +115,6 @@ def _follow(order: Order) -> dict[str, Any]:
         "phases": meter.found,
         "first_layer_s": layers_s[0] - started_s,
     }
-
-
-def _import_libraries(target: Path) -> None:
-    import torch
-    import transformers
-
-    import offload.engine.load
-    from offload.checkpoint.hub import open_headers
-
-    config = open_headers(target).config
-    kind = transformers.CONFIG_MAPPING[config["model_type"]]
-    _ = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]
-    assert torch.get_num_threads() and offload.engine.load, "imported"
 
 
 if __name__ == "__main__":
