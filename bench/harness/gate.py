@@ -21,7 +21,6 @@ from torch import Tensor
 from offload.bench.harness.promises import WrongTokenError
 from offload.checkpoint.hub import open_headers
 from offload.engine.build import resident_model
-from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import load
 from offload.errors import UserError
@@ -144,7 +143,21 @@ def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterat
     if draft is not None and 3 * num_bytes >= available_ram_bytes():
         how: Any = {"device": "cpu", "dtype": "float32", "profile": "none"}
         with load(target, draft, ram, "chain:511", **how) as decoder:
-            yield lambda prompt_ids, new_ids: _streamed_scores(decoder, prompt_ids, new_ids)
+
+            def streamed(prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
+                ids = [*prompt_ids, *new_ids]
+                rows = []
+                cache = decoder.begin(ids, Sampling()).caches.target
+                for lo in range(len(prompt_ids), len(ids), decoder.plan.num_nodes):
+                    end = min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)
+                    path_N = torch.tensor(ids[lo - 1 : end])
+                    tree = TokenTree(chain(len(path_N) - 1), path_N)
+                    entry = BatchEntry.whole(ids[:lo], cache, tree)
+                    rows.append(decoder.target.score([entry])[0].whole())
+                    decoder.target.commit(range(len(path_N)), lo, cache)
+                return torch.cat(rows)
+
+            yield streamed
         return
     with closing(resident_model(checkpoint, "float32")) as model:
 
@@ -152,15 +165,3 @@ def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterat
             return chain_logits(model, [*prompt_ids, *new_ids])[-len(new_ids) - 1 : -1]
 
         yield scores
-
-
-def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
-    ids = [*prompt_ids, *new_ids]
-    rows = []
-    cache = decoder.begin(ids, Sampling()).caches.target
-    for lo in range(len(prompt_ids), len(ids), decoder.plan.num_nodes):
-        path_N = torch.tensor(ids[lo - 1 : min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)])
-        entry = BatchEntry.whole(ids[:lo], cache, TokenTree(chain(len(path_N) - 1), path_N))
-        rows.append(decoder.target.score([entry])[0].whole())
-        decoder.target.commit(range(len(path_N)), lo, cache)
-    return torch.cat(rows)

@@ -7,7 +7,6 @@ Invariant: what is timed has given the bits of the reference before.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,16 +135,22 @@ def measure(effort: Effort) -> list[Row]:
     source, out = (torch.zeros(size, size, dtype=DTYPE) for _ in range(2))
     works: dict[tuple[str, str], Callable[[], object]] = {(COPY, COPY): partial(out.copy_, source)}
     for sample in samples(size, size):
-        check(sample)
-        own = out.view(sample.out_shape)
+        own, wanted = (one.view(sample.out_shape) for one in (out, source))
         works[sample.name, "torch"] = partial(sample.expand, REFERENCE, own)
         if HAS_NUMBA:
             works[sample.name, "numba"] = partial(sample.expand, COMPILED, own)
-    for count in THREADS * effort.rounds:
-        with threads(count):
+            if not sample.agrees(COMPILED, own, wanted):
+                told = f"{sample.name}: numba and torch give different bits"
+                raise UserError(f"{told}: no speed is printed")
+    before = torch.get_num_threads()
+    try:
+        for count in THREADS * effort.rounds:
+            torch.set_num_threads(count)  # which compiled functions use, too
             for key, work in works.items():
                 before_s = fastest.get((*key, count), float("inf"))
                 fastest[*key, count] = min(before_s, timed(work))
+    finally:
+        torch.set_num_threads(before)
     return [
         {
             "row": f"{name} {how} {count}",
@@ -156,25 +161,6 @@ def measure(effort: Effort) -> list[Row]:
         }
         for (name, how, count), taken_s in fastest.items()
     ]
-
-
-def check(sample: Sample) -> None:
-    """Require both forms to be bitwise equal. Raises `UserError` where they differ."""
-    got, wanted = (torch.empty(sample.out_shape, dtype=DTYPE) for _ in range(2))
-    if HAS_NUMBA and not sample.agrees(COMPILED, got, wanted):
-        told = f"{sample.name}: numba and torch give different bits"
-        raise UserError(f"{told}: no speed is printed")
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Set the threads of torch, which compiled functions use too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @command("expansion", "quick")

@@ -70,8 +70,11 @@ def room_bytes(setting: Setting, percent: int) -> int:
 
 def measure(
     setting: Setting, prompts: Sequence[list[int]], ram_bytes: int, effort: Effort
-) -> list[Row]:
-    """Return a row for each way and tree with that budget; one without runs says why."""
+) -> tuple[list[Row], list[Written]]:
+    """Return a row for each way and tree with that budget, and each text once, to be proved.
+
+    A row says why no run came to a second pass. Raises `UserError` where experts on demand failed.
+    """
     rows = dict[tuple[str, str], Row]()
     for way, trees in [*TREES.items()] * effort.rounds:
         for tried in filter(None, (trees, (AUTO,))):
@@ -97,25 +100,18 @@ def measure(
                 row["runs"] += [run._replace(prompt=run.prompt // len(tried)) for run in own]
                 for name in ("reason", "is_capped", "peak_bytes"):
                     row[name] = getattr(outcome, name)
-    return [*rows.values()]
-
-
-def _written(rows: Sequence[Row], prompts: Sequence[list[int]]) -> list[Written]:
-    """Return each text once, to be proved. Raises `UserError` where experts on demand failed."""
-    if failed := [row["reason"] for row in rows if row["reason"] and row["experts"] != "layers"]:
-        raise UserError(f"experts on demand: {failed[0]}")
-    texts = {(run.prompt, tuple(run.token_ids)) for row in rows for run in row["runs"]}
-    return [Written(prompts[at], [*ids], is_invariant=True) for at, ids in sorted(texts)]
-
-
-def _finished(row: Row) -> Row:
-    """Replace runs by figures; none where no run came to a second pass."""
-    runs = row.pop("runs")
-    sweeps = sum(len(run.bursts) - 1 for run in runs)
-    if not sweeps:
-        return row
-    row |= {"tokens_per_s": rate(runs), "tokens_per_s_by_run": [rate([run]) for run in runs]}
-    return {**row, "tokens_per_pass": sum(run.num_decoded for run in runs) / sweeps}
+    texts = set[tuple[int, tuple[int, ...]]]()
+    for row in rows.values():
+        if row["reason"] and row["experts"] != "layers":
+            raise UserError(f"experts on demand: {row['reason']}")
+        runs = row.pop("runs")
+        texts |= {(run.prompt, tuple(run.token_ids)) for run in runs}
+        if num_sweeps := sum(len(run.bursts) - 1 for run in runs):
+            row["tokens_per_s"] = rate(runs)
+            row["tokens_per_s_by_run"] = [rate([run]) for run in runs]
+            row["tokens_per_pass"] = sum(run.num_decoded for run in runs) / num_sweeps
+    written = [Written(prompts[at], [*ids], is_invariant=True) for at, ids in sorted(texts)]
+    return [*rows.values()], written
 
 
 def checks(rows: Sequence[Row], model_bytes: int) -> list[Row]:
@@ -182,9 +178,9 @@ def main(
     for percent in rooms:
         ram_bytes = room_bytes(setting, percent)
         print(f"room for {percent} % of the experts: {ram_bytes / 1e9:.2f} GB", file=sys.stderr)
-        measured = measure(setting, prompts, ram_bytes, effort)
-        written += _written(measured, prompts)
-        rows += [{"room": percent, "ram_bytes": ram_bytes, **_finished(row)} for row in measured]
+        measured, texts = measure(setting, prompts, ram_bytes, effort)
+        written += texts
+        rows += [{"room": percent, "ram_bytes": ram_bytes, **row} for row in measured]
     return Findings(
         rows=rows,
         tables=[table_of(rows)],

@@ -15,7 +15,6 @@ from typing import Annotated
 from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.prompts import CODE, COPY, held_out_files, library_files, read_source
 from offload.bench.harness.record import Guard, Row
-from offload.bench.harness.setting import Setting
 from offload.bench.harness.tables import Column, Screen, check, ratios
 from offload.bench.latency import decode
 from offload.checkpoint.files import cache_folder
@@ -67,25 +66,6 @@ def library_store(screen: Screen) -> Path:
     return path
 
 
-def open_all(
-    setting: Setting, sources: Sequence[str], tree: str, store: Path, resources: ExitStack
-) -> dict[str, Decoder]:
-    """Open a decoder for each mixture of sources, all layers streamed, with room for the tree."""
-    found = dict[str, Decoder]()
-    for name in sources:
-        parts = name.split("+")
-        place = setting if "draft" in parts else setting._replace(draft=None)
-        opened = place.open_streamed(
-            tree,
-            context=_CONTEXT,
-            lookup="lookup" in parts,
-            datastore=store if "store" in parts else None,
-            ngram=store if "ngram" in parts else None,
-        )
-        found[name] = resources.enter_context(opened)
-    return found
-
-
 def checks(rows: Sequence[Row]) -> list[Row]:
     known = {(row["texts"], row["sources"]): row for row in rows if row["temperature"] == 0.0}
     found = []
@@ -129,7 +109,19 @@ def main(
     found = bench.prompts(effort.num_prompts, slice(1, None, 2), [CODE, COPY])
     bench.begin(setting, tree=tree, num_new_tokens=effort.num_tokens)
     with bench.screen as screen, ExitStack() as resources:
-        decoders = open_all(setting, effort.sources, tree, library_store(screen), resources)
+        store = library_store(screen)
+        decoders = dict[str, Decoder]()
+        for name in effort.sources:
+            parts = name.split("+")
+            place = setting if "draft" in parts else setting._replace(draft=None)
+            opened = place.open_streamed(
+                tree,
+                context=_CONTEXT,
+                lookup="lookup" in parts,
+                datastore=store if "store" in parts else None,
+                ngram=store if "ngram" in parts else None,
+            )
+            decoders[name] = resources.enter_context(opened)
         first = next(iter(decoders.values()))
         measured = decode.measure(bench, setting, first, effort, found, others=decoders)
     rows = list[Row]()

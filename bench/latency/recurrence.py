@@ -32,19 +32,6 @@ QUICK_TREES = (1, 16)
 LIMIT = 0.15  # of the products, for 64 nodes
 
 
-def layer_of(shape: dict[str, Any]) -> nn.Module:
-    """Return a layer that follows trees, with random weights in bfloat16."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
-
-    from offload.model.recurrent import follow_trees
-
-    torch.manual_seed(0)
-    layer = qwen3_5.Qwen3_5DecoderLayer(Qwen3_5TextConfig(**shape), 0).bfloat16().eval()
-    assert follow_trees(nn.ModuleList([layer])) == [True], "a recurrent layer"
-    return layer.requires_grad_(False)
-
-
 @contextmanager
 def timed(layer: nn.Module) -> Iterator[dict[str, float]]:
     """Meanwhile add up what convolution and scan take, and what products do."""
@@ -94,7 +81,15 @@ def one_pass(layer: nn.Module, width: int, num_nodes: int) -> dict[str, float]:
 
 
 def measure(num_rounds: int, trees: tuple[int, ...], shape: dict[str, Any]) -> list[Row]:
-    layer = layer_of(shape)
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+    from offload.model.recurrent import follow_trees
+
+    torch.manual_seed(0)
+    layer = qwen3_5.Qwen3_5DecoderLayer(Qwen3_5TextConfig(**shape), 0).bfloat16().eval()
+    assert follow_trees(nn.ModuleList([layer])) == [True], "a recurrent layer"
+    layer.requires_grad_(False)
     found = []
     for num_nodes in trees:
         rounds = [one_pass(layer, shape["hidden_size"], num_nodes) for _ in range(num_rounds + 1)]

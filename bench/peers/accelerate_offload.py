@@ -50,7 +50,16 @@ def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: b
     for index, layer in enumerate(layers[num_resident:]):
         _give(layer, sources[index % _NUM_SHARED])
         cpu_offload(layer, execution_device=device.place)
-    return _token_s(theirs, device)
+    cache = None
+    seconds = []
+    token = torch.tensor([[5]], device=device.place)
+    for _ in range(_NUM_TOKENS + 1):
+        started = time.perf_counter()
+        with torch.inference_mode():
+            cache = theirs(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+        device.synchronize(device.record(device.compute))
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[1:])
 
 
 def _weights(
@@ -69,16 +78,3 @@ def _give(module: nn.Module, weights: dict[str, nn.Parameter]) -> None:
     for name, weight in weights.items():
         owner, _, key = name.rpartition(".")
         module.get_submodule(owner)._parameters[key] = weight
-
-
-@torch.inference_mode()
-def _token_s(model: nn.Module, device: Device) -> float:
-    cache = None
-    seconds = []
-    token = torch.tensor([[5]], device=device.place)
-    for _ in range(_NUM_TOKENS + 1):
-        started = time.perf_counter()
-        cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
-        device.synchronize(device.record(device.compute))
-        seconds.append(time.perf_counter() - started)
-    return median(seconds[1:])

@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -45,7 +44,8 @@ def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
     """Write `source` whole or not at all, matrices as blocks of `kind`. Raises `UserError`."""
     checkpoint = open_checkpoint(source)
     config = {"num_local_experts": checkpoint.config.get("num_experts"), **checkpoint.config}
-    rope = _rope(config)
+    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **told}
     architecture = _ARCHITECTURES.get(config.get("model_type", ""))
     if architecture is None or rope["rope_type"] != "default":
         what = "only a Llama or a Qwen3-MoE with plain rotary positions is written as GGUF"
@@ -116,11 +116,6 @@ def _tensors(
 
 def _widened(values: np.ndarray) -> np.ndarray:
     return (values.astype(np.uint32) << 16).view(np.float32)
-
-
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **rope}
 
 
 if __name__ == "__main__":

@@ -154,7 +154,16 @@ class Server:
         with self._log.open("w") as log:
             env = {**environment(), **own}
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
-        self._wait_until_up()
+        give_up_s = time.monotonic() + _START_S
+        while True:
+            try:
+                self._get("/health")
+                break
+            except (OSError, URLError):
+                if self.process.poll() is not None or time.monotonic() > give_up_s:
+                    self.process.kill()
+                    raise RunError(f"the server has ended: {self._said()}") from None
+                time.sleep(0.2)
         self.clients = Clients(self._port, table, seed)
 
     def look(self, time_s: float) -> Sample:
@@ -184,18 +193,6 @@ class Server:
     def _figure(self, name: str) -> float:
         lines = self._get("/metrics").splitlines()
         return next(float(one.split()[1]) for one in lines if one.startswith(f"offload_{name} "))
-
-    def _wait_until_up(self) -> None:
-        give_up_s = time.monotonic() + _START_S
-        while True:
-            try:
-                self._get("/health")
-                return
-            except (OSError, URLError):
-                if self.process.poll() is not None or time.monotonic() > give_up_s:
-                    self.process.kill()
-                    raise RunError(f"the server has ended: {self._said()}") from None
-                time.sleep(0.2)
 
     def _said(self) -> str:
         return " ".join(self._log.read_text(errors="replace").split())[-300:]

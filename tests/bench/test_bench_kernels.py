@@ -14,7 +14,7 @@ from offload.bench.gpu import kernels as bench
 from offload.bench.gpu.kernels import Timer, device_timer, expand_all, time_kernel, verdicts
 from offload.bench.harness.tables import say_table
 from offload.bench.latency import expansion
-from offload.bench.latency.expansion import Effort, check, measure, samples
+from offload.bench.latency.expansion import Effort, measure, samples
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS
@@ -112,7 +112,7 @@ def test_other_bits_have_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(expansion, "COMPILED", COMPILED._replace(float8=almost))
     with pytest.raises(UserError, match="fp8, blocks: numba and torch give different bits"):
-        check(samples(256, 256)[0])
+        measure(Effort(256, 1))
 
 
 @pytest.mark.full
