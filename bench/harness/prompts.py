@@ -122,24 +122,20 @@ def _from_file(path: Path) -> Iterator[Prompt]:
         yield from [Prompt(path.name, text)] if text.strip() else []
         return
     for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            place = f"{path.name}:{number}"
-            yield Prompt(place, _question(line, place), is_chat=True)
-
-
-def _question(line: str, place: str) -> str:
-    """Return the first turn of a line of Spec-Bench or MT-Bench, or its `prompt` or `text`."""
-    try:
-        entry: Any = json.loads(line)
-    except ValueError:
-        raise UserError(f"{place} is not JSON: give one object a line") from None
-    entry = entry if isinstance(entry, dict) else {}
-    turns = entry.get("turns")
-    is_turns = isinstance(turns, list) and turns
-    text = turns[0] if is_turns else entry.get("prompt") or entry.get("text")
-    if not isinstance(text, str) or not text.strip():
-        raise UserError(f'{place} has no question: it needs "turns", "prompt" or "text"')
-    return text
+        if not line.strip():
+            continue
+        place = f"{path.name}:{number}"
+        try:
+            entry: Any = json.loads(line)
+        except ValueError:
+            raise UserError(f"{place} is not JSON: give one object a line") from None
+        entry = entry if isinstance(entry, dict) else {}
+        turns = entry.get("turns")
+        is_turns = isinstance(turns, list) and turns
+        question = turns[0] if is_turns else entry.get("prompt") or entry.get("text")
+        if not isinstance(question, str) or not question.strip():
+            raise UserError(f'{place} has no question: it needs "turns", "prompt" or "text"')
+        yield Prompt(place, question, is_chat=True)
 
 
 def held_out_files() -> list[Path]:

@@ -6,8 +6,7 @@ held behind the last tenth of the texts over what was held behind the second fif
 length. Where a peak lies above `--ram`, or a process grows by more than noise, it ends with 1.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
@@ -16,7 +15,7 @@ from offload.bench.harness.memory_child import POSTS, Order
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import least_ram
 from offload.bench.harness.tables import Column, say_table
-from offload.bench.latency.quantised import FORMATS, PACKED, quantised
+from offload.bench.latency.quantised import PACKED, PLAIN, quantised
 from offload.bench.pairs.moe_pair import untrained_mixture
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.packaged import PAIR, inflated_target
@@ -24,12 +23,11 @@ from offload.memory.planner import ModelFiles
 from offload.trees.spec import parse_tree
 from offload.units import parse_size
 
-DENSE = "bf16"
 MIXTURE = "mixture"
 CONTEXT = 1024
 GROWTH_BYTES = 1 << 20  # held: allocations of the interpreter come and go by as much
 _QUICK = ("dense-128", "many-8x16", "layers-64")
-_PLAIN = {"invariant": False}
+_ANY_BITS = {"invariant": False}
 _LAYERS = {"experts": "layers"}
 _DEMAND = {"experts": "demand"}
 _BUDGETED = ("rule", "experts", "dtype")  # options that a memory budget has, too
@@ -46,38 +44,35 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "dense-none": Case(DENSE, "none"),
-    "dense-64": Case(DENSE, "dynamic:64x16"),
-    "dense-128": Case(DENSE, "dynamic:128x20"),
-    "dense-512": Case(DENSE, "dynamic:512x24"),
-    "dense-512-plain": Case(DENSE, "dynamic:512x24", more=_PLAIN),
-    "dense-128-long": Case(DENSE, "dynamic:128x20", prompt_tokens=900),
-    "dense-128-sampled": Case(DENSE, "dynamic:128x20", temperature=0.8),
-    "dense-sequoia": Case(DENSE, "128x20", temperature=0.8, more={"rule": "sequoia"}),
-    "dense-float32": Case(DENSE, "dynamic:128x20", more={"dtype": "float32"}),
-    "many-8x1": Case(DENSE, "none", 8),
-    "many-8x16": Case(DENSE, "dynamic:16x8", 8),
-    "many-8x16-sampled": Case(DENSE, "dynamic:16x8", 8, 0.8, 600),
+    "dense-none": Case(PLAIN, "none"),
+    "dense-64": Case(PLAIN, "dynamic:64x16"),
+    "dense-128": Case(PLAIN, "dynamic:128x20"),
+    "dense-512": Case(PLAIN, "dynamic:512x24"),
+    "dense-512-plain": Case(PLAIN, "dynamic:512x24", more=_ANY_BITS),
+    "dense-128-long": Case(PLAIN, "dynamic:128x20", prompt_tokens=900),
+    "dense-128-sampled": Case(PLAIN, "dynamic:128x20", temperature=0.8),
+    "dense-sequoia": Case(PLAIN, "128x20", temperature=0.8, more={"rule": "sequoia"}),
+    "dense-float32": Case(PLAIN, "dynamic:128x20", more={"dtype": "float32"}),
+    "many-8x1": Case(PLAIN, "none", 8),
+    "many-8x16": Case(PLAIN, "dynamic:16x8", 8),
+    "many-8x16-sampled": Case(PLAIN, "dynamic:16x8", 8, 0.8, 600),
     "int4-128": Case("int4", "dynamic:128x20"),
     "fp8-64": Case("fp8", "dynamic:64x16", temperature=0.8),
     "packed-128": Case(PACKED, "dynamic:128x20"),
     "layers-none": Case(MIXTURE, "none", more=_LAYERS),
     "layers-64": Case(MIXTURE, "dynamic:64x16", more=_LAYERS),
-    "layers-256-plain": Case(MIXTURE, "dynamic:256x20", more=_LAYERS | _PLAIN),
+    "layers-256-plain": Case(MIXTURE, "dynamic:256x20", more=_LAYERS | _ANY_BITS),
     "demand-64": Case(MIXTURE, "dynamic:64x16", more=_DEMAND),
     "demand-256-sampled": Case(MIXTURE, "dynamic:256x20", temperature=0.8, more=_DEMAND),
 }
 
 
-def target_of(kind: str, size_bytes: int) -> Path:
-    if kind == MIXTURE:
-        return untrained_mixture(2 * size_bytes)
-    dense = inflated_target(size_bytes, lambda done, total: None)
-    return quantised(dense, kind) if kind in (*FORMATS, PACKED) else dense
-
-
-def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
+def measure(case: Case, size_bytes: int, num_texts: int, ram: str | None) -> Row:
     """Return what one configuration took, its growth, and both verdicts. Raises `UserError`."""
+    if case.kind == MIXTURE:
+        target = untrained_mixture(2 * size_bytes)
+    else:
+        target = quantised(inflated_target(size_bytes, lambda done, total: None), case.kind)
     shared: dict[str, Any] = {"context": CONTEXT, "parallel": case.parallel}
     if ram is None:
         files = ModelFiles(open_headers(target), open_headers(PAIR / "draft"))
@@ -94,23 +89,18 @@ def measure(case: Case, target: Path, num_texts: int, ram: str | None) -> Row:
         prompt_tokens=case.prompt_tokens,
         temperature=case.temperature,
     ).in_fresh_process()
-    texts = [phase["held_bytes"] for phase in found["phases"] if phase["phase"].startswith("text")]
-    grown_bytes = growth(texts)
+    held = [phase["held_bytes"] for phase in found["phases"] if phase["phase"].startswith("text")]
+    grown_bytes = None
+    if len(held) >= 10:
+        last = held[-max(3, len(held) // 10) :]
+        early = held[len(held) // 5 : 2 * (len(held) // 5)]
+        grown_bytes = int(median(last) - median(early))
     return {
         **found,
         "grown_bytes": grown_bytes,
         "is_kept": found["peak_bytes"] <= found["ram_bytes"],
         "has_grown": grown_bytes is not None and grown_bytes > GROWTH_BYTES,
     }
-
-
-def growth(held_bytes: Sequence[int]) -> int | None:
-    """Return by how much held memory grew between early and last texts; None of too few."""
-    if len(held_bytes) < 10:
-        return None
-    few = max(3, len(held_bytes) // 10)
-    fifth = len(held_bytes) // 5
-    return int(median(held_bytes[-few:]) - median(held_bytes[fifth : 2 * fifth]))
 
 
 def _mib(head: str, key: str) -> Column:
@@ -155,8 +145,8 @@ def main(
     rows = list[Row]()
     for name in case or bench.effort(tuple(CASES), _QUICK):
         bench.screen.wait(f"measuring {name}")
-        target = target_of(CASES[name].kind, parse_size(size, "--size"))
-        rows.append(bench.row({"case": name, **measure(CASES[name], target, texts, ram)}))
+        found = measure(CASES[name], parse_size(size, "--size"), texts, ram)
+        rows.append(bench.row({"case": name, **found}))
         if bill:  # where the memory goes
             posts = [{"post": post, "bytes": rows[-1]["posts"][post]} for post in POSTS]
             say_table(PLANNED, [post for post in posts if post["bytes"]])

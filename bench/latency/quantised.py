@@ -78,8 +78,10 @@ FORMATS = {"int4": (int4, _INT4), "fp8": (fp8, _FP8)}
 
 
 def quantised(source: Path, name: str) -> Path:
-    """Return `source` in one of `FORMATS`, or packed, made once. Raises `UserError`."""
+    """Return `source` in one of `FORMATS`, packed or plain, made once. Raises `UserError`."""
     folder = source.with_name(f"{source.name}-{name}")
+    if name == PLAIN:
+        return source
     if folder.is_dir():
         return folder
     if name == PACKED:
@@ -179,9 +181,8 @@ def main(
     limit = parse_rate(link_limit, "--link-limit")
     effort = bench.effort(FULL, QUICK)
     plain = bench.setting()
-    settings = {PLAIN: plain}
-    for name in (*FORMATS, PACKED):
-        settings[name] = plain._replace(target=quantised(plain.target, name))
+    formats = (PLAIN, *FORMATS, PACKED)
+    settings = {one: plain._replace(target=quantised(plain.target, one)) for one in formats}
     (prompt,) = bench.prompts(1)
     bench.begin(plain)
     every = list[Row]()
