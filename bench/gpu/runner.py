@@ -112,11 +112,9 @@ class Files:
         add_row(self.rows, told)
 
     def is_wrong(self, step: str, is_invariant: bool | None = None) -> bool:
-        """Return whether a token was wrong: nothing that is measured with it counts.
+        """Return whether a token was wrong, in the way of computing that `is_invariant` names.
 
-        Args:
-            is_invariant: asks of the way of computing that gives rows the same bits in every pass,
-                or of the other one; a row that says of neither is of both.
+        A row that says of neither way is of both.
         """
         return any(
             row.get("promise") == "exact" and row.get("is_met") is False
@@ -195,13 +193,8 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
 
 
 def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> tuple[int | None, bool]:
-    """Run to the end or the limit; return the exit status, and whether time was over.
-
-    The status is negative after a signal, and None where not even SIGKILL has ended it, as in a
-    stuck driver.
-
-    Raises:
-        KeyboardInterrupt: the wait was interrupted; the child has been ended as at its limit.
+    """Return the exit status of a child, None where not even SIGKILL ended it, and whether it
+    took too long. Where the wait is interrupted, the child is ended as at its limit.
     """
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(

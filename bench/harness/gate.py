@@ -112,12 +112,8 @@ def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
 
 
 def surprise_sigmas(drawn: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
-    """Return by how many standard errors the surprise of tokens misses its mean.
-
-    Infinite where probabilities are not numbers.
-
-    Args:
-        drawn: distributions (T, V) and the tokens that are said to be drawn from them.
+    """Return by how many standard errors the surprise of tokens misses its mean; distributions
+    are (T, V). Infinite where probabilities are not numbers.
     """
     excess = variance = 0.0
     for p_TV, tokens in drawn:
@@ -132,10 +128,8 @@ def surprise_sigmas(drawn: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
 
 @contextmanager
 def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterator[Score]:
-    """Return a `Score` of the original model in float32: resident where that fits, else streamed.
-
-    Args:
-        target: the model itself, or the small one that an inflated target was made from.
+    """Return a `Score` of the original in float32, or of the small model that an inflated target
+    was made from: resident where that fits, else streamed.
     """
     checkpoint = open_headers(target)
     num_bytes = sum(path.stat().st_size for path in checkpoint.shards)

@@ -46,11 +46,7 @@ def require_pictures() -> None:
 def draw_decoding(
     rows: Sequence[Row], settings: Row, path: Path, *, least_pass_s: float | None
 ) -> None:
-    """Draw rows of `decode` as bars.
-
-    Args:
-        least_pass_s: what the link needs for the bytes of one pass; None where nothing is streamed.
-    """
+    """Draw rows of `decode` as bars; `least_pass_s` is None where nothing is streamed."""
     what = "tokens per second"
     most = "what the link allows at so many tokens per pass"
     if least_pass_s is None:
@@ -129,14 +125,7 @@ def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) 
 
 
 def figure_of(bars: Sequence[Bar], question: str, what: str, most: str, settings: Row) -> "Figure":
-    """Return the figure: a bar for each row, from the top, before the bar of its ceiling.
-
-    Args:
-        question: the title.
-        what: the figure and its unit, below the axis.
-        most: what the ceiling is.
-        settings: they name the models.
-    """
+    """Return the figure: a bar for each row, before the bar of its ceiling, which is `most`."""
     figure = _figure(question, settings, 1.5 + 0.36 * len(bars))
     place = figure.subplots()
     places = range(len(bars))

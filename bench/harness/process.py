@@ -73,12 +73,7 @@ def free_port() -> int:
 
 
 class Talker:
-    """A module as a process that hears lines of JSON and answers in such; it ends with its input.
-
-    Args:
-        log: takes its standard error, for the reader of an error.
-        own: of the environment, beside ours.
-    """
+    """A module as a process that hears and answers lines of JSON; it ends with its input."""
 
     def __init__(self, words: Sequence[str], log: TextIO, own: Mapping[str, str]) -> None:
         self._log = log

@@ -48,11 +48,7 @@ def row(
 
 
 def attempt(name: str, promises: Iterable[str], rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows; what breaks becomes rows that say so, since later rows are still of use.
-
-    It breaks all of `promises`, of which no more will be seen; a wrong token breaks that of
-    exactness, too.
-    """
+    """Yield the rows; what breaks misses all of `promises`, and a wrong token exactness, too."""
     try:
         yield from rows
     except Exception as error:
@@ -70,10 +66,7 @@ def failures(name: str, promises: Iterable[str], error: Exception) -> Iterator[R
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
-    """Return for every promise what was wanted, what was seen, and whether it is met.
-
-    None where nothing was measured.
-    """
+    """Return for every promise what was wanted and seen, and whether it is met, if it was seen."""
 
     def seen(one: Row) -> str:
         if one.get("error"):

@@ -42,15 +42,7 @@ class Prompt(NamedTuple):
 
 
 def prompts(sources: Iterable[str], num_each: int, part: slice = _ALL) -> list[Prompt]:
-    """Return `num_each` prompts from every source, spread evenly over what it has.
-
-    Args:
-        part: of each source, so that what was tuned on one half can be reported on the other.
-
-    Raises:
-        UserError: a source that is neither `code` nor `copy` nor a file, has no text, or cannot be
-        read.
-    """
+    """Return `num_each` prompts from a part of every source, spread evenly. Raises `UserError`."""
     makers = {CODE: _beginnings, COPY: _copies}
     found = list[Prompt]()
     for source in sources:

@@ -71,10 +71,7 @@ def _touched(num_bytes: int) -> memoryview:
 
 
 def copy_rates(device: Device, num_bytes: int) -> tuple[str, list[float]]:
-    """Time copies of page-locked memory, from its start and from some bytes behind a page.
-
-    Return how it was locked, and bytes per second; what was needed is given back.
-    """
+    """Time copies of page-locked memory; return how it is locked, and both rates."""
     pinned = device.open_allocator()
     try:
         array = pinned.allocate(num_bytes).array

@@ -151,11 +151,7 @@ def measure(
     trace: bool = False,
     others: Mapping[str, Decoder] = MappingProxyType({}),
 ) -> Measured:
-    """Measure all runs, prompt by prompt; each is noted when it is over, before it is proved.
-
-    Args:
-        others: decoders of the cases that name their sources.
-    """
+    """Measure all runs, prompt by prompt; `others` decode the cases that name their sources."""
     cases = effort.cases()
     measured = Measured([], [], [], {}, [])
     first_ids = encoded(decoder, found[0], PROMPT_TOKENS)

@@ -30,13 +30,9 @@ _NUM_NEW = 60
 def gates(
     setting: Setting, prompt: str, num_new: int, invariant: bool | None = None
 ) -> Iterator[Row]:
-    """Run the gate in both types; how far apart bf16 may be is a promise, and is proved again.
+    """Run the gate in both types, without `invariant` but for the bits of trees.
 
-    Args:
-        invariant: as `load` has it; without it nothing is asked of the bits of trees.
-
-    Raises:
-        WrongTokenError: an id is wrong in float32, or a run in bf16 ends before the reference does.
+    Raises `WrongTokenError` where an id is wrong in float32, or a run in bf16 ends too early.
     """
     place = setting.opened.place if setting.opened else torch.device("cpu")
     prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.float32, num_new)

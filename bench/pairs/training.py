@@ -134,13 +134,7 @@ def train(
     progress: Callable[[int, int], None],
     stop: int | None = None,
 ) -> None:
-    """Learn until the last step; `progress` receives the numbers of steps done and of all.
-
-    Args:
-        loss_of: the loss of a step, by its number.
-        state: the file to go on from, and to keep the state in.
-        stop: take no more steps of the course than these.
-    """
+    """Learn until the last step of the course, or `stop`; go on from `state`, and keep it there."""
     num_steps = course.num_steps if stop is None else stop
     optimiser = _optimiser(model, course)
     first = _load(model, optimiser, state) if state.exists() else 0

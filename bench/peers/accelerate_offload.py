@@ -22,13 +22,7 @@ _NUM_SHARED = 2
 
 
 def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: bool) -> float:
-    """Return seconds per token of a folder with a config, whose weights are not read.
-
-    `num_resident` layers stay on the device.
-
-    Args:
-        is_pinned: whether its weights are page-locked for it, which only a device can do.
-    """
+    """Return seconds per token of a folder with a config, whose weights are not read."""
     with init_empty_weights(include_buffers=False):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         theirs = AutoModelForCausalLM.from_config(

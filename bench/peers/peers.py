@@ -135,10 +135,7 @@ def proved(
 
 
 def gguf_file(source: Path, python: str, kind: str = "BF16") -> Path:
-    """Return the GGUF of a checkpoint, its blocks of `kind`, written once.
-
-    The interpreter that writes it has the `gguf` package. Raises `subprocess.CalledProcessError`.
-    """
+    """Return the GGUF of a checkpoint, its blocks of `kind`, written once by an interpreter."""
     stats = [(path.name, path.stat()) for path in source.glob("*.safetensors")]
     shards = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
     own = "" if kind == "BF16" else f"-{kind}"

@@ -93,11 +93,7 @@ class Answer(NamedTuple):
 
 
 class Clients:
-    """Some clients, each a thread, that ask while `go` lets them; `close` waits for them.
-
-    Attributes:
-        answers: in the order in which they came; `errors` are what no client should see.
-    """
+    """Some clients, each a thread, that ask while `go` lets them; `close` waits for them."""
 
     def __init__(self, port: int, table: Sequence[Wish], seed: int) -> None:
         self._port = port

@@ -120,10 +120,8 @@ def growth(samples: Sequence[Sample]) -> dict[str, int]:
 
 
 def speed_kept(samples: Sequence[Sample]) -> float:
-    """Return tokens per CPU second in the second half over those in the first.
-
-    Neighbours that take turns with a process change the time on the clock far more than they change
-    this.
+    """Return tokens per CPU second in the second half over those in the first; neighbours
+    change the time on the clock far more.
     """
     kept = settled(samples)
     half = len(kept) // 2
