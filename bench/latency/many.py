@@ -16,7 +16,6 @@ from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.tables import Column, medians, ratios
-from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
@@ -46,11 +45,33 @@ class Case(NamedTuple):
 def run_case(
     setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int
 ) -> tuple[Row, list[Written]]:
+    """Return figures of all texts, and the texts.
+
+    What counts are the passes behind the first tokens while all texts are under way, as a queue
+    would see them.
+    """
+    by_number = dict[int, Generation]()
+    marks = list[tuple[float, dict[int, int]]]()
     with setting.open(case.tree, parallel=case.parallel, context=CONTEXT) as decoder:
         ids = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
+        places = min(decoder.num_parallel, len(ids))
+
+        def on_pass(runs: Sequence[Run]) -> None:
+            news = {id(run): len(run.sequence.new_ids) for run in runs if run.is_writing}
+            are_under_way = len(news) == places and all(news.values())
+            marks.append((perf_counter(), news if are_under_way else {}))
+
         requests = [Request(own, Sampling(), num_new) for own in ids]
-        found, steps = write_counted(decoder, requests)
+        for number, outcome in write_all(decoder, requests, on_pass):
+            assert isinstance(outcome, Generation), str(outcome)
+            by_number[number] = outcome
         is_invariant = decoder.invariance.holds
+    found = [by_number[number] for number in range(len(ids))]
+    steps = [
+        (after_s - before_s, sum(more.values()) - sum(less.values()))
+        for (before_s, less), (after_s, more) in pairwise(marks)
+        if less and less.keys() == more.keys()
+    ]
     seconds = sum(step_s for step_s, _ in steps)
     num_tokens = sum(more for _, more in steps)
     sweep_s = sum(one.stats.sweep_s for one in found)
@@ -64,33 +85,6 @@ def run_case(
         "stall_share": sum(one.stats.stall_s for one in found) / max(1e-9, sweep_s),
     }
     return row, [Written.of(own, one) for own, one in zip(ids, found, strict=True)]
-
-
-def write_counted(
-    decoder: Decoder, requests: Sequence[Request]
-) -> tuple[list[Generation], list[tuple[float, int]]]:
-    """Write all texts; return them, and seconds and new tokens of the passes that count.
-
-    These are the passes behind the first tokens while all texts are under way, as a queue would
-    see them.
-    """
-    found = dict[int, Generation]()
-    marks = list[tuple[float, dict[int, int]]]()
-    places = min(decoder.num_parallel, len(requests))
-
-    def on_pass(runs: Sequence[Run]) -> None:
-        news = {id(run): len(run.sequence.new_ids) for run in runs if run.is_writing}
-        marks.append((perf_counter(), news if len(news) == places and all(news.values()) else {}))
-
-    for number, outcome in write_all(decoder, requests, on_pass):
-        assert isinstance(outcome, Generation), str(outcome)
-        found[number] = outcome
-    steps = [
-        (after_s - before_s, sum(more.values()) - sum(less.values()))
-        for (before_s, less), (after_s, more) in pairwise(marks)
-        if less and less.keys() == more.keys()
-    ]
-    return [found[number] for number in range(len(requests))], steps
 
 
 COLUMNS = (

@@ -396,14 +396,18 @@ def main(
     ids = raw_ids(found.origin, texts, PROMPT_TOKENS)
     common = Common(found, ids, (sys.executable, *filter(None, [python])), bench.quick, gguf)
     bench.begin(found, num_prompt_tokens=PROMPT_TOKENS, lookup=lookup, gguf=gguf, experts=experts)
-    programs = _promised(known, found.as_dict()["target_bytes"] <= cap_bytes)
+    if found.as_dict()["target_bytes"] <= cap_bytes:
+        print("the target fits into --cap: no ratio was promised for that")
+        # passes are as many wherever the weights lie
+        timed = {name: one for name, one in known.items() if one.figure == "tokens_per_s"}
+        known = {**known, **{name: one._replace(wanted=None) for name, one in timed.items()}}
 
     def say(row: Row) -> None:
         told = row.get("reason") or f"{row['tokens_per_s']:.2f} tokens/s"
         print(f"{row['peer']}: {told}", file=sys.stderr)
         bench.row(row)
 
-    rows = compare(peer or list(known), programs, common, say)
+    rows = compare(peer or list(known), known, common, say)
     return Findings(
         rows=rows, tables=[(COLUMNS, rows)], guards=guards_of(rows), has_failed="reason" in rows[0]
     )
@@ -415,15 +419,3 @@ def _known(*, lookup: bool, gguf: str, experts: bool) -> Mapping[str, Program]:
     if lookup + experts + (gguf != "BF16") > 1:
         raise UserError("--lookup, --gguf and --experts compare by themselves: give one of them")
     return LOOKUPS if lookup else EXPERTS if experts else PROGRAMS if gguf == "BF16" else BLOCKS
-
-
-def _promised(programs: Mapping[str, Program], fits: bool) -> Mapping[str, Program]:
-    """Return the programs without the ratios that were not promised of a target that fits."""
-    if not fits:
-        return programs
-    print("the target fits into --cap: no ratio was promised for that")
-    timed = "tokens_per_s"  # passes are as many wherever the weights lie
-    return {
-        name: one._replace(wanted=None) if one.figure == timed else one
-        for name, one in programs.items()
-    }
