@@ -56,9 +56,8 @@ class Compiled:
         others = self._others(dtype)
         plain = self.function
         found = {name: numba.njit(one.bound(dtype)) for name, one in others.items()}
-        bound = FunctionType(
-            plain.__code__, {**plain.__globals__, **found}, plain.__name__, None, plain.__closure__
-        )
+        known = {**plain.__globals__, **found}
+        bound = FunctionType(plain.__code__, known, plain.__name__, None, plain.__closure__)
         bound.__module__ = plain.__module__
         # Numba checks only this function's file for changes, so the name tells of the others.
         sources = "".join(one.source(dtype) for one in others.values())
@@ -67,19 +66,18 @@ class Compiled:
 
     def _others(self, dtype: torch.dtype) -> "dict[str, Compiled]":
         """Return the compiled functions that it calls, by name."""
-        named = {
-            name: self.function.__globals__.get(name) for name in self.function.__code__.co_names
-        }
-        chosen = {
-            name: one.of(dtype) if isinstance(one, ByType) else one for name, one in named.items()
-        }
-        return {name: one for name, one in chosen.items() if isinstance(one, Compiled)}
+        others = dict[str, Compiled]()
+        for name in self.function.__code__.co_names:
+            one = self.function.__globals__.get(name)
+            one = one.of(dtype) if isinstance(one, ByType) else one
+            if isinstance(one, Compiled):
+                others[name] = one
+        return others
 
     def source(self, dtype: torch.dtype) -> str:
         """Return the source of the function and of those that it calls."""
-        return inspect.getsource(self.function) + "".join(
-            one.source(dtype) for one in self._others(dtype).values()
-        )
+        others = self._others(dtype).values()
+        return "".join([inspect.getsource(self.function), *(one.source(dtype) for one in others)])
 
 
 class ByType:
@@ -96,9 +94,8 @@ class ByType:
         raise TypeError("only compiled functions call it")
 
 
-def compiled(function: Callable[..., Any]) -> Compiled:
-    """Decorate a function that numba will compile."""
-    return Compiled(function)
+# decorates a function that numba will compile
+compiled = Compiled
 
 
 def share_rows(work: Callable[[int, int], object], num_rows: int) -> None:

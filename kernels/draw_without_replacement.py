@@ -31,17 +31,13 @@ def draw_without_replacement_reference(
     block = max(1, _MAX_KEYS // vocab_size)
     chosen = []
     for probs_RV, number_R1 in zip(probs_WV.split(block), number_W1.split(block), strict=True):
-        chosen.append(
-            largest_keys(uniform(row_keys(seed ^ _FRESH, number_R1), token_V), probs_RV, num_draws)
-        )
+        uniform_RV = uniform(row_keys(seed ^ _FRESH, number_R1), token_V)
+        chosen.append(largest_keys(uniform_RV, probs_RV, num_draws))
     return torch.cat(chosen)
 
 
 def largest_keys(uniform_RV: Tensor, probs_RV: Tensor, num_draws: int) -> Tensor:
-    """Return the tokens of the largest log(u) / q; overwrites u.
-
-    1e-300 stands in for zero, so that the quotient is finite.
-    """
+    """Return the tokens of the largest log(u) / q; overwrites u. 1e-300 stands in for zero."""
     key_RV = uniform_RV.log_().div_(probs_RV.double().clamp_(min=1e-300))
     return key_RV.topk(min(num_draws, probs_RV.shape[1])).indices
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from offload.kernels.compiled import compiled
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN, word_of_half
@@ -42,20 +43,14 @@ def encode_exponents_reference(weight_N: Tensor, top: int, width: int) -> Expone
     distance = top - exponent
     distance = torch.where((distance < 0) | (distance > mark), mark, distance)
     place = (distance == mark).nonzero()[:, 0]
-    low, high, escaped = (
-        part.to(torch.uint8) for part in (place & 0xFF, (place % CHUNK) >> 8, exponent[place])
-    )
+    escapes = (place & 0xFF, (place % CHUNK) >> 8, exponent[place])
+    escape_3E = torch.cat([part.to(torch.uint8) for part in escapes])
     counts = torch.bincount(place // CHUNK, minlength=-(-num_weights // CHUNK))
-    filled = torch.nn.functional.pad(distance.to(torch.uint8), (0, -num_weights % BLOCK)).view(
-        -1, BLOCK
-    )
-    parts = (
-        [_packed(filled, 4)] if width == 4 else [_packed(filled & 3, 2), _packed(filled >> 2, 1)]
-    )
+    filled = functional.pad(distance.to(torch.uint8), (0, -num_weights % BLOCK)).view(-1, BLOCK)
+    planes = [(filled, 4)] if width == 4 else [(filled & 3, 2), (filled >> 2, 1)]
+    distance_KB = torch.cat([_packed(*plane) for plane in planes], 1)
     kept = (((bits_N >> 8) & 0x80) | (bits_N & 0x7F)).to(torch.uint8)
-    return ExponentWords(
-        kept.view(kind), torch.cat(parts, 1).flatten(), torch.cat((low, high, escaped)), counts
-    )
+    return ExponentWords(kept.view(kind), distance_KB.flatten(), escape_3E, counts)
 
 
 def encode_exponents_compiled(weight_N: Tensor, top: int, width: int) -> ExponentWords:

@@ -68,10 +68,7 @@ def _q8_0(_: str, block_MB: Tensor) -> Parts:
 
 
 def _q45(kind: str, block_MB: Tensor) -> Parts:
-    """Take apart Q4_0, Q4_1, Q5_0 and Q5_1.
-
-    They have a scale, maybe an offset, maybe fifth bits, and nibbles.
-    """
+    """Take apart Q4_0, Q4_1, Q5_0 and Q5_1: scale, maybe offset, maybe fifth bits, nibbles."""
     scale_M1 = _half(block_MB, 0)
     q_MW = _nibbles(block_MB[:, -16:], 16)
     if kind[1] == "5":
@@ -83,10 +80,7 @@ def _q45(kind: str, block_MB: Tensor) -> Parts:
 
 
 def _q45_k(kind: str, block_MB: Tensor) -> Parts:
-    """Take apart Q4_K and Q5_K.
-
-    They have two scales, eight 6-bit scales and offsets of groups, maybe fifth bits, and nibbles.
-    """
+    """Take apart Q4_K and Q5_K: two scales, 6-bit scales and offsets, maybe fifth bits, nibbles."""
     low, off, high = (block_MB[:, at : at + 4] for at in (4, 8, 12))
     scale_MG = torch.cat((low & 63, high & 15 | low >> 6 << 4), 1) * _half(block_MB, 0)
     offset_MG = torch.cat((off & 63, high >> 4 | off >> 6 << 4), 1) * _half(block_MB, 2)
@@ -99,10 +93,7 @@ def _q45_k(kind: str, block_MB: Tensor) -> Parts:
 
 
 def _q6_k(_: str, block_MB: Tensor) -> Parts:
-    """Take apart Q6_K.
-
-    It has nibbles, upper two bits, an 8-bit scale for each group of 16, and a scale for these.
-    """
+    """Take apart Q6_K: nibbles, upper two bits, 8-bit scales of groups of 16, a scale for these."""
     q_MW = _nibbles(block_MB[:, :128], 64) | _bits(block_MB[:, 128:192], 32, 2) << 4
     scale_MG = block_MB[:, 192:208].contiguous().view(torch.int8) * _half(block_MB, 208)
     return scale_MG, None, q_MW.view(torch.int8) - 32

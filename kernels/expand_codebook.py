@@ -39,9 +39,8 @@ def expand_codebook_reference(
         rows = slice(lo, lo + _CHUNK_ROWS)
         scale_RG = scale_NG[rows]
         value = pairs_of_byte.index_select(0, words_NB[rows].flatten().int()).view(torch.float32)
-        out_NK[rows] = (
-            (value.view(*scale_RG.shape, -1) * scale_RG[..., None]).flatten(1).to(out_NK.dtype)
-        )
+        value_RGk = value.view(*scale_RG.shape, -1) * scale_RG[..., None]
+        out_NK[rows] = value_RGk.flatten(1).to(out_NK.dtype)
 
 
 def expand_codebook_compiled(
@@ -140,10 +139,8 @@ def expand_e2m1_reference(
     values = torch.tensor([*_SIZES, *(-size for size in _SIZES)], device=words_NB.device)
     for lo in range(0, len(out_NK), _CHUNK_ROWS):
         rows = slice(lo, lo + _CHUNK_ROWS)
-        scale_RG = levels[scale_NG[rows].int()]
-        expand_codebook_reference(
-            words_NB[rows], values, scale_RG, out_NK[rows], is_high_first=False
-        )
+        given = (words_NB[rows], values, levels[scale_NG[rows].int()], out_NK[rows])
+        expand_codebook_reference(*given, is_high_first=False)
 
 
 def expand_e2m1_compiled(
@@ -151,11 +148,10 @@ def expand_e2m1_compiled(
 ) -> None:
     words = words_NB.numpy()
     scale = scale_NG.numpy()
+    table = levels.numpy()
     out = pairs(out_NK)
     work = _scaled_levels.to(out_NK.dtype)
-    share_rows(
-        lambda lo, hi: work(words[lo:hi], scale[lo:hi], levels.numpy(), out[lo:hi]), len(out)
-    )
+    share_rows(lambda lo, hi: work(words[lo:hi], scale[lo:hi], table, out[lo:hi]), len(out))
 
 
 @compiled

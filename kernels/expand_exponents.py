@@ -52,18 +52,13 @@ def expand_exponents_reference(
     for chunk in range(0, len(starts) - 1, _PIECE_CHUNKS):
         lo = chunk * CHUNK
         block = chunk * CHUNK // BLOCK
-        kept = (
-            mantissa_N[lo : lo + _PIECE_CHUNKS * CHUNK]
-            .view(torch.int8)
-            .to(torch.int16)
-            .bitwise_and_(_KEPT)
-        )
+        kept = mantissa_N[lo : lo + _PIECE_CHUNKS * CHUNK].view(torch.int8).to(torch.int16)
+        kept.bitwise_and_(_KEPT)
         distance = _distances(plane[block : block + piece_blocks])[: len(kept)].to(torch.int16)
         bits = kept + (top - distance).bitwise_left_shift_(7)
         counts = start_C[chunk : chunk + _PIECE_CHUNKS + 1].diff()
-        low, high, exponent = lists[
-            :, starts[chunk] : starts[min(chunk + _PIECE_CHUNKS, len(starts) - 1)]
-        ].long()
+        end = starts[min(chunk + _PIECE_CHUNKS, len(starts) - 1)]
+        low, high, exponent = lists[:, starts[chunk] : end].long()
         chunk_of = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
         place = chunk_of * CHUNK + (high << 8) + low
         is_inside = place < len(kept)
@@ -85,9 +80,8 @@ def expand_exponents_compiled(
 ) -> None:
     """Do what the reference does, with numba, on as many threads as torch has."""
     kind = TYPE_OF[mantissa_N.dtype]
-    expand = (_expand_4 if _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN else _expand_3).to(
-        kind
-    )
+    is_wide = _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN
+    expand = (_expand_4 if is_wide else _expand_3).to(kind)
     widen = (_widen if kind == torch.bfloat16 else _widen_half).to(out_N.dtype)
     put_escapes = _put_escapes.to(kind)
     kept = mantissa_N.view(torch.int8).numpy()

@@ -45,19 +45,16 @@ def expand_float8_reference(
     contiguous; `out` is bfloat16, float16 or float32.
     """
     num_rows, num_columns = weight_NK.shape
-    values = (
-        _look_up if num_columns % 2 == 0 and weight_NK.storage_offset() % 2 == 0 else Tensor.float
-    )
-    whole = num_columns // block[1]
+    is_in_words = num_columns % 2 == 0 and weight_NK.storage_offset() % 2 == 0
+    values = _look_up if is_in_words else Tensor.float
+    num_whole, rest = divmod(num_columns, block[1])
     for lo in range(0, num_rows, _CHUNK_ROWS):
         value_RK = values(weight_NK[lo : lo + _CHUNK_ROWS])
-        scale_RB = scale_AB[
-            torch.arange(lo, lo + len(value_RK), device=scale_AB.device) // block[0]
-        ]
-        value_RK[:, : whole * block[1]].unflatten(1, (whole, block[1])).mul_(
-            scale_RB[:, :whole, None]
-        )
-        value_RK[:, whole * block[1] :].mul_(scale_RB[:, -1:])
+        row_R = torch.arange(lo, lo + len(value_RK), device=scale_AB.device)
+        scale_RB = scale_AB[row_R // block[0]]
+        whole_RK, rest_RK = value_RK.split([num_columns - rest, rest], 1)
+        whole_RK.unflatten(1, (num_whole, block[1])).mul_(scale_RB[:, :num_whole, None])
+        rest_RK.mul_(scale_RB[:, -1:])
         out_NK[lo : lo + _CHUNK_ROWS] = value_RK
 
 
@@ -103,10 +100,7 @@ def _look_up(weight_RK: Tensor) -> Tensor:
 
 @cache
 def _pairs(kind: torch.dtype, device: torch.device) -> Tensor:
-    """Return the float32 values of each word of two numbers, as one number of 8 bytes.
-
-    These are quick to look up.
-    """
+    """Return the float32 values of all words of two numbers, 8 bytes each: quick to look up."""
     word_P = torch.arange(1 << 16, device=device).to(torch.uint16)
     return word_P.view(kind).float().view(torch.int64)
 

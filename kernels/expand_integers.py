@@ -77,10 +77,7 @@ def _middle(words_NW: Tensor, bits: int) -> int:
 
 
 def _codes(words_RW: Tensor, bits: int, middle: int) -> Tensor:
-    """Return codes less the middle, in float32.
-
-    The two codes of 4 bits in a byte become the bytes of one number of 16 bits.
-    """
+    """Return codes less the middle, in float32; two of 4 bits become bytes of one 16-bit word."""
     if words_RW.dtype == torch.int8:
         return words_RW.float()
     bytes_RB = words_RW.view(torch.uint8)
@@ -99,19 +96,14 @@ def expand_integers_compiled(
     group: int | Tensor,
     out_NK: Tensor,
 ) -> None:
-    expand = _expand_chunk
-    if (
-        isinstance(group, Tensor)
-        and words_NW.dtype == torch.int32
-        and out_NK.shape[1] % (32 // bits) == 0
-    ):
-        expand = _expand_columns
-
+    is_whole = words_NW.dtype == torch.int32 and out_NK.shape[1] % (32 // bits) == 0
+    is_by_columns = isinstance(group, Tensor) and is_whole
+    expand = _expand_columns if is_by_columns else _expand_chunk
     scale = scale_NG.float()
     zero = torch.full_like(scale, _middle(words_NW, bits)) if zero_NG is None else zero_NG.float()
 
     def rows(lo: int, hi: int) -> None:
-        is_turned = expand is _expand_columns or not words_NW.is_contiguous()
+        is_turned = is_by_columns or not words_NW.is_contiguous()
         step = _CHUNK_ROWS if is_turned else hi - lo  # what is turned stays in the cache
         for first in range(lo, hi, step):
             some = slice(first, min(first + step, hi))
@@ -162,14 +154,12 @@ def _expand_columns(
 ) -> None:
     # By numpy: torch would call threads of its own for so many numbers, each time from each of
     # ours.
-    words, scale, zero = (
-        np.ascontiguousarray(one.numpy().T) for one in (words_RW, scale_RG, zero_RG)
-    )
+    given = (words_RW, scale_RG, zero_RG)
+    words, scale, zero = (np.ascontiguousarray(one.numpy().T) for one in given)
+    index = _index(group, out_RK.shape[1])
     out = pairs(out_RK)
     made = np.empty((_CHUNK_WORDS * 16 // bits, len(out)), out.dtype)
-    _pairs_of_columns.to(out_RK.dtype)(
-        words, bits, (scale, zero), _index(group, out_RK.shape[1]), made, out
-    )
+    _pairs_of_columns.to(out_RK.dtype)(words, bits, (scale, zero), index, made, out)
 
 
 @compiled

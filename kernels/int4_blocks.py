@@ -76,9 +76,8 @@ def expand_int4_reference(
     half = layout.block_rows // 2
     num_groups = len(scale_GN2)
     word_GkBH = word_NK.view(-1, num_groups, len(out_KN) // num_groups, half).permute(1, 2, 0, 3)
-    for word_kBH, scale_N2, out_kN in zip(
-        word_GkBH, scale_GN2, out_KN.chunk(num_groups), strict=True
-    ):
+    groups = zip(word_GkBH, scale_GN2, out_KN.chunk(num_groups), strict=True)
+    for word_kBH, scale_N2, out_kN in groups:
         code_kBR = torch.cat((word_kBH & 15, word_kBH >> 4), 2)
         scale_N, offset_N = scale_N2.float().unbind(1)
         out_kN.copy_(code_kBR.flatten(1).float().sub_(_MIDDLE).mul_(scale_N).add_(offset_N))
@@ -96,9 +95,8 @@ def expand_int4_compiled(
 
 def expand_int4(word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: Tensor) -> None:
     """Expand words with numba or torch."""
-    fill = (
-        expand_int4_compiled if HAS_NUMBA and out_KN.device.type == "cpu" else expand_int4_reference
-    )
+    is_compiled = HAS_NUMBA and out_KN.device.type == "cpu"
+    fill = expand_int4_compiled if is_compiled else expand_int4_reference
     fill(word_NK, scale_GN2, layout, out_KN)
 
 
@@ -135,10 +133,8 @@ def _fill_columns(word, scale, offset, extent, out):  # type: ignore[no-untyped-
 @cache
 def _of_this_processor() -> WordLayout:
     """Return the first layout whose packing equals that of torch's converter."""
-    code_NK = (
-        torch.arange(2 * BLOCK_ROWS * _PROBE_COLUMNS).mul_(7919).remainder_(127).remainder_(16)
-    )
-    code_NK = code_NK.view(-1, _PROBE_COLUMNS).to(torch.uint8)
+    number_NK = torch.arange(2 * BLOCK_ROWS * _PROBE_COLUMNS).view(-1, _PROBE_COLUMNS)
+    code_NK = number_NK.mul_(7919).remainder_(127).remainder_(16).to(torch.uint8)
     try:
         theirs = torch._convert_weight_to_int4pack_for_cpu(code_NK.int(), 1)
     # this torch has no such product
@@ -164,33 +160,25 @@ def encode_int4(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
         layout: of the words.
     """
     is_compiled = HAS_NUMBA and weight_NK.device.type == "cpu"
-    return (encode_int4_compiled if is_compiled else encode_int4_reference)(
-        weight_NK, group, layout
-    )
+    encode = encode_int4_compiled if is_compiled else encode_int4_reference
+    return encode(weight_NK, group, layout)
 
 
 def encode_int4_reference(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
     num_rows, num_columns = weight_NK.shape
+    dtype = weight_NK.dtype
     words = _room_for(weight_NK, group)
     rows_at_once = max(1, _CHUNK_NUMBERS // num_columns // BLOCK_ROWS) * BLOCK_ROWS
     for lo in range(0, num_rows, rows_at_once):
         rows = slice(lo, min(lo + rows_at_once, num_rows))
         step_NGk = weight_NK[rows].to(torch.float32, copy=True).unflatten(1, (-1, group))
         low_NG, high_NG = step_NGk.aminmax(dim=2)
-        scale_NG = _rounded_to(
-            ((high_NG - low_NG) / _LEVELS).clamp_(min=least_step(weight_NK.dtype)), weight_NK.dtype
-        )
-        offset_NG = _rounded_to(low_NG + _MIDDLE * scale_NG, weight_NK.dtype)
+        scale_NG = ((high_NG - low_NG) / _LEVELS).clamp_(min=least_step(dtype)).to(dtype).float()
+        offset_NG = (low_NG + _MIDDLE * scale_NG).to(dtype).float()
         step_NGk.sub_(offset_NG[..., None]).div_(scale_NG[..., None])
-        code_NK = (
-            step_NGk.round_()
-            .add_(_MIDDLE)
-            .clamp_(0, _LEVELS)
-            .flatten(1)
-            .to(torch.uint8)
-            .bitwise_and_(15)
-        )
-        words.scale_GN2[:, rows] = torch.stack((scale_NG.t(), offset_NG.t()), 2).to(weight_NK.dtype)
+        step_NGk.round_().add_(_MIDDLE).clamp_(0, _LEVELS)
+        code_NK = step_NGk.flatten(1).to(torch.uint8).bitwise_and_(15)
+        words.scale_GN2[:, rows] = torch.stack((scale_NG.t(), offset_NG.t()), 2).to(dtype)
         missing = -len(code_NK) % BLOCK_ROWS
         code_NK = functional.pad(code_NK, (0, 0, 0, missing)) if missing else code_NK
         words.word_NK[lo : lo + len(code_NK)] = pack_int4(code_NK, layout)
@@ -223,10 +211,6 @@ def _room_for(weight_NK: Tensor, group: int) -> Int4Words:
     num_padded = -(-num_rows // BLOCK_ROWS) * BLOCK_ROWS
     word_NK = torch.empty(num_padded, num_columns // 2, dtype=torch.uint8, device=weight_NK.device)
     return Int4Words(word_NK, weight_NK.new_zeros(num_columns // group, num_padded, 2))
-
-
-def _rounded_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype).float()
 
 
 @compiled

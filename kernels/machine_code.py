@@ -36,6 +36,7 @@ class Shared(NamedTuple):
         num_room: float32 that the room has at least.
         num_products: that all parts make, about.
         held: tensors whose addresses the code has.
+        out: the result, once all parts were computed.
     """
 
     function: Callable[[int, int], None]
@@ -43,6 +44,7 @@ class Shared(NamedTuple):
     num_room: int
     num_products: int
     held: object
+    out: Tensor
 
     @property
     def num_parts(self) -> int:
@@ -65,9 +67,7 @@ def call_of(num_parts: int, given: Iterable[Tensor | int | None]) -> "ctypes.Arr
 
 @cache
 def fused_lanes() -> int:
-    """Return how many float32 a register has whose products are fused; 0 if none has any, or where
-    no code can be made.
-    """
+    """Return the float32 lanes of a register with fused products; 0 where no code can be made."""
     try:
         from llvmlite import binding
 
@@ -171,12 +171,11 @@ class Code:
         self._shorts = ir.VectorType(ir.IntType(16), EIGHT)
         self._halves = ir.VectorType(ir.HalfType(), EIGHT)
         self._module = ir.Module()
-        self._fused = {
-            kind.count: ir.Function(
-                self._module, ir.FunctionType(kind, [kind] * 3), f"llvm.fma.v{kind.count}f32"
-            )
-            for kind in {self._eight.count: self._eight, lanes: self._floats}.values()
-        }
+        self._fused = dict[int, Any]()
+        for kind in {EIGHT: self._eight, lanes: self._floats}.values():
+            own = ir.FunctionType(kind, [kind] * 3)
+            name = f"llvm.fma.v{kind.count}f32"
+            self._fused[kind.count] = ir.Function(self._module, own, name)
         self._builder = ir.IRBuilder()
 
     def text(self) -> str:
@@ -260,9 +259,8 @@ class Code:
         builder.position_at_end(behind)
 
     def _at(self, place: Any, number: Any) -> Any:
-        return self._builder.gep(
-            place, [self._index(number) if isinstance(number, int) else number]
-        )
+        number = self._index(number) if isinstance(number, int) else number
+        return self._builder.gep(place, [number])
 
     def _add(self, one: Any, other: Any) -> Any:
         return self._builder.add(one, self._index(other) if isinstance(other, int) else other)
@@ -290,6 +288,9 @@ class Code:
         order = self._ir.VectorType(self._int, kind.count)([0] * kind.count)
         return self._builder.shuffle_vector(first, first, order)
 
+    def _repeated_at(self, place: Any, number: Any, kind: Any) -> Any:
+        return self._repeated(self._builder.load(self._at(place, number)), kind)
+
     def _shuffled(self, one: Any, other: Any, order: Sequence[int]) -> Any:
         """Return numbers of two registers: those of the second follow those of the first."""
         places = self._ir.VectorType(self._int, len(order))(list(order))
@@ -298,6 +299,13 @@ class Code:
     def _added(self, left: Any, right: Any, before: Any) -> Any:
         """Add the products of two registers, which are not rounded in between."""
         return self._builder.call(self._fused[left.type.count], [left, right, before])
+
+    def _all_added(
+        self, left: Sequence[Any], right: Sequence[Any], sums: Sequence[Any]
+    ) -> list[Any]:
+        """Add the product of each of the left with each of the right; see `_added`."""
+        pairs = [(one, other) for one in left for other in right]
+        return [self._added(*pair, before) for pair, before in zip(pairs, sums, strict=True)]
 
     def _both_of(self, words: Any) -> list[Any]:
         """Return the first and the second number of every word of two, in float32."""

@@ -37,11 +37,8 @@ def match_rows_reference(
     tokens = []
     for row, position in enumerate(position_N.tolist()):
         score_V = logits_NV[row].float() / divisor
-        tokens.append(
-            (
-                score_V + keyed_gumbel_reference(seed, position, len(score_V), score_V.device)
-            ).argmax()
-        )
+        noise_V = keyed_gumbel_reference(seed, position, len(score_V), score_V.device)
+        tokens.append((score_V + noise_V).argmax())
     return torch.stack(tokens)
 
 
@@ -53,9 +50,8 @@ def match_rows_kernel(
     num_rows, vocab_size = logits_NV.shape
     has_noise = temperature > 0
     num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
-    best_NC = logits_NV.new_empty(
-        (num_rows, num_chunks), dtype=torch.float64 if has_noise else torch.float32
-    )
+    dtype = torch.float64 if has_noise else torch.float32
+    best_NC = logits_NV.new_empty((num_rows, num_chunks), dtype=dtype)
     token_NC = torch.empty_like(best_NC, dtype=torch.int64)
     _best_of_chunk[(num_rows, num_chunks)](
         best_NC,

@@ -64,6 +64,12 @@ class PathRows:
     chosen_TS: Tensor | None = None
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    def once(self, what: Any, make: Callable[[], Any]) -> Any:
+        """Return what is made of these walks when the first layer asks for it."""
+        if what not in self.kept:
+            self.kept[what] = make()
+        return self.kept[what]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreTerms:

@@ -34,10 +34,7 @@ NAME = "attend"
 
 @cache
 def code_for(dtype: torch.dtype) -> CompiledCode:
-    """Return a function for keys and values of this type; see `Shared`.
-
-    The call's own numbers are in the order of `FIELDS`.
-    """
+    """Return a function for such keys and values; its call has `FIELDS`, see `Shared`."""
     return compiled(_PathAttention(dtype).text(), {NAME: [ctypes.c_void_p] * 2})
 
 
@@ -65,19 +62,17 @@ class _PathAttention(Code):
         super().__init__(dtype, EIGHT)
         self._columns = self._int.as_pointer()
         self._single = self._ir.FloatType()
-        self._floor = self._ir.Function(
-            self._module, self._ir.FunctionType(self._eight, [self._eight]), "llvm.floor.v8f32"
-        )
-        self._to_integers = self._ir.Function(
-            self._module,
-            self._ir.FunctionType(self._words, [self._eight]),
-            "llvm.fptosi.sat.v8i32.v8f32",
-        )
+        self._floor = self._of_eight(self._eight, "llvm.floor.v8f32")
+        self._to_integers = self._of_eight(self._words, "llvm.fptosi.sat.v8i32.v8f32")
         self._widen = self._write_widen()
         self._score = self._write_score()
         self._soften = self._write_soften()
         self._gather = self._write_gather()
         self._write_attend()
+
+    def _of_eight(self, kind: Any, name: str) -> Any:
+        """Return one of LLVM's functions of eight numbers."""
+        return self._ir.Function(self._module, self._ir.FunctionType(kind, [self._eight]), name)
 
     def _write_widen(self) -> Any:
         """widen(to, from, row, first, columns, count, width, whole): rows to float32, with zeros
@@ -127,22 +122,15 @@ class _PathAttention(Code):
         one, other, query, second, keys, count, whole = function.args
 
         def score(first: Any) -> None:
-            places = [
-                self._at(keys, self._times(self._add(first, key), whole)) for key in range(_KEYS)
-            ]
+            rows = (self._times(self._add(first, key), whole) for key in range(_KEYS))
+            places = [self._at(keys, row) for row in rows]
 
             def multiply(at: Any, sums: Sequence[Any]) -> list[Any]:
                 for step in range(0, KEY_STEP, EIGHT):
                     here = self._add(at, step)
-                    numbers = [self._loaded(self._at(key, here), self._eight) for key in places]
-                    pair = [
-                        self._loaded(self._at(row, here), self._eight) for row in (query, second)
-                    ]
-                    both = [(row, key) for row in pair for key in numbers]
-                    sums = [
-                        self._added(*factors, before)
-                        for factors, before in zip(both, sums, strict=True)
-                    ]
+                    numbers = [self._eight_at(key, here) for key in places]
+                    pair = [self._eight_at(row, here) for row in (query, second)]
+                    sums = self._all_added(pair, numbers, sums)
                 return list(sums)
 
             nothing = [self._eight([0.0] * EIGHT)] * (2 * _KEYS)
@@ -153,6 +141,9 @@ class _PathAttention(Code):
         self._each(0, count, _KEYS, score)
         self._builder.ret_void()
         return function
+
+    def _eight_at(self, place: Any, number: Any) -> Any:
+        return self._loaded(self._at(place, number), self._eight)
 
     def _four_sums(self, registers: Sequence[Any]) -> Any:
         """Return the sums of the numbers of four registers each."""
@@ -169,9 +160,8 @@ class _PathAttention(Code):
             self._shuffled(low, high, [0, 1, 8, 9, 4, 5, 12, 13]),
             self._shuffled(low, high, [2, 3, 10, 11, 6, 7, 14, 15]),
         )
-        return add(
-            self._shuffled(four, four, [0, 1, 2, 3]), self._shuffled(four, four, [4, 5, 6, 7])
-        )
+        halves = (self._shuffled(four, four, order) for order in ([0, 1, 2, 3], [4, 5, 6, 7]))
+        return add(*halves)
 
     def _write_soften(self) -> Any:
         """soften(scores, total, first, end, least, seen, chosen, sink, cap): leave weights where
@@ -192,7 +182,7 @@ class _PathAttention(Code):
             self._each(first, end, EIGHT, lambda position: self._choose(begin, chosen, position))
 
         def rise(position: Any, peaks: Sequence[Any]) -> list[Any]:
-            return [self._higher(self._loaded(self._at(begin, position), self._eight), peaks[0])]
+            return [self._higher(self._eight_at(begin, position), peaks[0])]
 
         (peak,) = self._loop(first, end, EIGHT, [self._eight([-math.inf] * EIGHT)], rise)
         has_sink = builder.icmp_unsigned("!=", sink, sink.type(None))
@@ -248,9 +238,7 @@ class _PathAttention(Code):
         builder = self._builder
         place = self._at(begin, position)
         score = self._loaded(place, self._eight)
-        inner, outer = (
-            self._repeated(builder.load(self._at(cap, which)), self._eight) for which in (0, 1)
-        )
+        inner, outer = (self._repeated_at(cap, which, self._eight) for which in (0, 1))
         limit = self._eight([-_LEAST_POWER] * EIGHT)
         power = builder.fmul(score, inner)
         power = builder.select(builder.fcmp_ordered(">", power, limit), limit, power)
@@ -271,9 +259,8 @@ class _PathAttention(Code):
         for term in reversed(terms[:-1]):
             power = self._added(power, rest, self._eight([_single(term)] * EIGHT))
         integers = builder.call(self._to_integers, [whole])
-        bits = builder.shl(
-            builder.add(integers, self._words([127] * EIGHT)), self._words([23] * EIGHT)
-        )
+        biased = builder.add(integers, self._words([127] * EIGHT))
+        bits = builder.shl(biased, self._words([23] * EIGHT))
         scaled = builder.fmul(power, builder.bitcast(bits, self._eight))
         return builder.select(is_small, self._eight([0.0] * EIGHT), scaled)
 
@@ -295,16 +282,9 @@ class _PathAttention(Code):
 
             def add(at: Any, sums: Sequence[Any]) -> list[Any]:
                 begin = self._at(values, self._add(self._times(at, whole), lo))
-                numbers = [self._loaded(self._at(begin, one), self._eight) for one in registers]
-                pair = [
-                    self._repeated(self._builder.load(self._at(row, at)), self._eight)
-                    for row in (weight, second)
-                ]
-                both = [(row, number) for row in pair for number in numbers]
-                return [
-                    self._added(*factors, before)
-                    for factors, before in zip(both, sums, strict=True)
-                ]
+                numbers = [self._eight_at(begin, register) for register in registers]
+                pair = [self._repeated_at(row, at, self._eight) for row in (weight, second)]
+                return self._all_added(pair, numbers, sums)
 
             begun = [self._loaded(place, self._eight) for place in places]
             sums = self._loop(0, count, 1, begun, add)
@@ -476,10 +456,10 @@ class _PathAttention(Code):
         place = self._builder.add(self._times(nth_row, given["num_heads"]), nth_head)
         out = self._at(given["out"], self._times(place, given["value_whole"]))
         own = self._at(tile.sums, self._times(row, given["value_whole"]))
-        total = self._repeated(self._builder.load(self._at(tile.totals, row)), self._eight)
+        total = self._repeated_at(tile.totals, row, self._eight)
 
         def divide(column: Any) -> None:
-            mean = self._builder.fdiv(self._loaded(self._at(own, column), self._eight), total)
+            mean = self._builder.fdiv(self._eight_at(own, column), total)
             self._store(mean, self._at(out, column))
 
         self._each(0, given["value_whole"], EIGHT, divide)

@@ -9,7 +9,7 @@ Keys before `base` are widened to float32 block by block, for all rows of a tile
 each row has its own. A block stays in the nearest cache, and two rows of queries are multiplied by
 four keys at once, so that all of their sums stay in registers.
 
-Shape letters beside those of `offload/config.py`: J sets of I heads, of which each shares the keys
+Shape letters beside those of `offload/units.py`: J sets of I heads, of which each shares the keys
 of a group; A = T * I rows of a tile, a row of the pass and a head of the set being one; W and X
 widths of keys and values in whole steps.
 """
@@ -31,13 +31,6 @@ _MOST_SCORES = 1 << 16
 _LEAST_TILES = 16
 _LOG2_E = math.log2(math.e)
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class Attention(NamedTuple):
-    """Attention to be computed: the work, and its result afterwards, in float32."""
-
-    work: Shared
-    out_THV: Tensor
 
 
 class _Tiles(NamedTuple):
@@ -81,15 +74,17 @@ def can_attend(key_GSK: Tensor, value_GSK: Tensor) -> bool:
 
 def attention_of(
     query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
-) -> Attention:
-    """Return the attention of the last T rows of the pass, as `path_attention_kernel` computes it.
+) -> Shared:
+    """Return what `path_attention_kernel` does, (T, H, V), but in float32.
 
     `can_attend` must admit the keys and values, whose last dimension has no gaps. A row's bits are
     those of its path alone as long as values are finite.
     """
     num_heads, num_rows, width = query_HTK.shape
     num_groups, _, value_width = value_GSK.shape
-    tiles = _tiles_of(rows, num_rows, num_heads // num_groups, num_groups)
+    group = num_heads // num_groups
+    kind = (rows.window, num_rows, group, num_groups)
+    tiles = rows.once(kind, lambda: _cut(rows, num_rows, group, num_groups))
     num_sets = num_heads // tiles.set_heads
     query_JTIK = query_HTK.unflatten(0, (num_sets, tiles.set_heads)).transpose(1, 2)
     wide_JTIW = _scaled(query_JTIK, terms.scaling * (1.0 if terms.cap else _LOG2_E))
@@ -133,8 +128,7 @@ def attention_of(
     num_room = BLOCK * block_width + num_all * (tiles.num_positions + out_THX.shape[2] + 1)
     num_products = num_heads * num_rows * tiles.num_positions * (width + value_width)
     function = code_for(key_GSK.dtype).functions[NAME]
-    work = Shared(function, call, num_room, num_products, given)
-    return Attention(work, out_THX[..., :value_width])
+    return Shared(function, call, num_room, num_products, given, out_THX[..., :value_width])
 
 
 def _scaled(query_JTIK: Tensor, factor: float) -> Tensor:
@@ -158,15 +152,8 @@ def _in_steps(number: int, step: int) -> int:
     return number + -number % step
 
 
-def _tiles_of(rows: PathRows, num_rows: int, group: int, num_groups: int) -> _Tiles:
-    """Return the tiles of the last rows, made once for all layers that see alike."""
-    kind = (rows.window, num_rows, group, num_groups)
-    if kind not in rows.kept:
-        rows.kept[kind] = _cut(rows, num_rows, group, num_groups)
-    return rows.kept[kind]
-
-
 def _cut(rows: PathRows, num_rows: int, group: int, num_groups: int) -> _Tiles:
+    """Return the tiles of the last rows."""
     walk_TL = rows.walk_TL[-num_rows:].contiguous()
     seen_T = walk_TL[:, 0].numpy().astype(np.int64)
     base = int(walk_TL[0, 1])

@@ -26,10 +26,7 @@ FORMS = (NormForm(), NormForm(is_rounded=False), NormForm(is_rounded=False, offs
 
 
 def rms_norm_reference(rows: Tensor, weight_D: Tensor | None, eps: float, form: NormForm) -> Tensor:
-    """Return the norm over the last dimension, in plain torch.
-
-    The weight is of the same type as the input, or None.
-    """
+    """Return the norm over the last dimension, in plain torch; a weight is of the rows' type."""
     wide = rows.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight_D is None:

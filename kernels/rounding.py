@@ -31,10 +31,7 @@ def numbers(out: Tensor) -> np.ndarray:
 
 
 def pairs(out: Tensor) -> np.ndarray:
-    """Return the memory of `out` as an array for what `rounded_pair` returns: rows half as long.
-
-    Rows must have even length.
-    """
+    """Return an array for what `rounded_pair` returns: rows, of even length, are half as long."""
     return out.detach().view(_PAIRS[out.dtype]).numpy()
 
 

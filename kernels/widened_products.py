@@ -19,7 +19,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,15 +64,8 @@ def can_multiply(weight_NK: Tensor) -> bool:
     return is_ours and fused_lanes() > 0
 
 
-class Product(NamedTuple):
-    """A product to be computed: the work, and its result afterwards, in the weight's type."""
-
-    work: Shared
-    out: Tensor
-
-
-def product_of(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Product:
-    """Return the product of rows and a weight; its parts are of some columns.
+def product_of(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Shared:
+    """Return the product of rows and a weight, in the weight's type; its parts are of some columns.
 
     Every operation of torch takes some 10 us where a pass has just filled the caches, so there are
     few.
@@ -106,8 +99,8 @@ def product_of(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Produc
     num_room = (_DEPTH + EIGHT + num_rows + _ROWS) * columns
     beside = _ROWS_TO_LOAD if wide is None else _ROWS_TO_WIDEN
     num_products = (num_rows + beside) * width * num_columns
-    work = Shared(code.functions[_MULTIPLY], call, num_room, num_products, given)
-    return Product(work, out[..., :num_columns] if missing else out)
+    out = out[..., :num_columns] if missing else out
+    return Shared(code.functions[_MULTIPLY], call, num_room, num_products, given, out)
 
 
 @cache
@@ -268,12 +261,8 @@ class _Product(Code):
         self._write(column)
 
     def _chain(self, nth: Any) -> Any:
-        """Return where the weights of a chain begin: a line apart, so that no two of the same
-        number take the same place in a cache.
-        """
-        return self._at(
-            self._panel, self._times(nth, self._index((_DEPTH // EIGHT + 1) * self._columns))
-        )
+        """Return where a chain's weights begin: a line apart, so that all find room in a cache."""
+        return self._at(self._panel, self._times(nth, (_DEPTH // EIGHT + 1) * self._columns))
 
     def _weights(self, column: Any) -> list[Any]:
         """Return where the weights of eight columns begin."""
@@ -376,11 +365,8 @@ class _Product(Code):
         """Add the products of one number of each row and those of all columns."""
         place = self._at(panel, self._times(at, self._columns))
         weights = [self._loaded(one, self._floats) for one in self._registers(place)]
-        numbers = [
-            self._repeated(self._builder.load(self._at(row, at)), self._floats) for row in rows
-        ]
-        pairs = [(number, weight) for number in numbers for weight in weights]
-        return [self._added(*pair, before) for pair, before in zip(pairs, sums, strict=True)]
+        numbers = [self._repeated_at(row, at, self._floats) for row in rows]
+        return self._all_added(numbers, weights, sums)
 
     def _write(self, column: Any) -> None:
         def write_row(row: Any, _: Sequence[Any]) -> list[Any]:

@@ -50,9 +50,7 @@ class Pool(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How many keys, the best ones, a row sees the tokens of; and those of a pool that is not
-    complete.
-    """
+    """How many of the best keys a row sees the tokens of, besides those of an incomplete pool."""
 
     num_keys: int
     pool: Pool | None = None
@@ -98,7 +96,7 @@ def choose(
             mask = choose(choice, part.mask, query_THK[rows], own, states)
             parts.append(part._replace(mask=mask))
         return BatchMask(tuple(parts))
-    seen_TS = _kept(seen, "seen", lambda: _seen(seen, len(state_SW)))
+    seen_TS = seen.once("seen", lambda: _seen(seen, len(state_SW)))
     size = choice.pool.size if choice.pool else 1
     num_keys = int(min(choice.num_keys, _MOST_KEYS.get()))
     if int(seen.walk_TL[:, 0].max()) // size <= num_keys:
@@ -106,7 +104,7 @@ def choose(
     if choice.pool is None:
         best = _best(index_scores(query_THK, weight_TH, state_SW), seen_TS, num_keys)
         return replace(seen, chosen_TS=best)
-    columns = _kept(seen, size, lambda: _pools(seen, seen_TS, size))
+    columns = seen.once(size, lambda: _pools(seen, seen_TS, size))
     step = max(1, _POOLED_TOKENS // size)
     parts_of = zip(columns.token_JR.split(step), columns.first_J.split(step), strict=True)
     keys = choice.pool.keys
@@ -120,9 +118,7 @@ def choose(
 
 
 def index_scores(query_THK: Tensor, weight_TH: Tensor | None, key_JK: Tensor) -> Tensor:
-    """Return (T, J) in float32: what the heads of a row find in a key, never less than nothing each,
-    by their weights.
-    """
+    """Return (T, J), float32: what a row's heads find in a key, none below 0, by their weights."""
     num_rows, num_heads, width = query_THK.shape
     score_TJ = key_JK.new_empty(num_rows, len(key_JK), dtype=torch.float32)
     step = max(1, _TILE_NUMBERS // (num_heads * _SPAN))
@@ -158,14 +154,6 @@ def _best(score_TJ: Tensor, seen_TJ: Tensor, num_keys: int) -> Tensor:
         room_T1 = num_keys - above_TJ.sum(1, keepdim=True)
         best_TJ[rows] = above_TJ | level_TJ & (level_TJ.cumsum(1) <= room_T1)
     return best_TJ
-
-
-def _kept(rows: PathRows, what: Any, make: Callable[[], Any]) -> Any:
-    """Return what is the same for all layers of a pass."""
-    kind = ("index", what)
-    if kind not in rows.kept:
-        rows.kept[kind] = make()
-    return rows.kept[kind]
 
 
 def _seen(rows: PathRows, num_columns: int) -> Tensor:

@@ -1,5 +1,4 @@
-"""Attention whose sums depend on a row's own path alone: not on the tree around it, nor on how the
-text was cut.
+"""Attention whose sums depend on a row's own path alone: not on its tree, nor on how it was cut.
 
 A sum of floating-point numbers depends on their order, and the keys of a tree's path lie at
 scattered columns. So keys are taken by their position on the path, in blocks of 64, and blocks are
@@ -16,6 +15,7 @@ the same products as values, as one column of the values is ones.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -59,8 +59,7 @@ def path_rows(
     attend: Callable[..., Tensor],
     send: Callable[[Tensor], Tensor] = _stay,
 ) -> PathRows:
-    """Return rows that are the last T of U uncommitted ones behind P committed ones; without a
-    window.
+    """Return the last T of U uncommitted rows behind P committed ones, without a window.
 
     `ancestor_TU` is as in `tree_mask`, on the host; `send` brings tensors to where rows are
     computed.
@@ -108,8 +107,7 @@ def path_attention(
     multiply: MultiplyBy = _plainly,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """See `path_attention_kernel`, of which this is the reference: by products of torch, which
-    `multiply` makes.
+    """See `path_attention_kernel`, whose reference this is: by products that `multiply` makes.
 
     Few groups are computed at once, so that their scores stay in a processor's cache. `scratch` is
     what they are computed in; another caller must not use it meanwhile.
@@ -120,38 +118,32 @@ def path_attention(
     group = num_heads // num_groups
     kind = (rows.window, num_rows, group)
     wide = max(_LEAST_WIDTH, key_GSK.shape[2], _extended_width(value_GSK.shape[2]))
-    pieces = rows.kept.get(kind)
-    if pieces is None:
-        pieces = rows.kept[kind] = _pieces(rows, num_rows, group, wide)
+    pieces = rows.once(kind, lambda: _pieces(rows, num_rows, group, wide))
     chosen_TS = None if rows.chosen_TS is None else rows.chosen_TS[-num_rows:]
     query_GTIK = query_HTK.unflatten(0, (num_groups, group)).transpose(1, 2)
     out_TGIV = query_HTK.new_empty(num_rows, num_groups, group, value_GSK.shape[2])
     for piece in pieces:
+        some_rows = slice(piece.lo, piece.hi)
+        chosen = None if chosen_TS is None else chosen_TS[some_rows]
         own_numbers = (piece.hi - piece.lo) * BLOCK * wide
         step = max(1, _TILE_BYTES // (4 * max(group * piece.num_scores, own_numbers)))
         for first in range(0, num_groups, step):
             some = slice(first, first + step)
             scratch.begin()
             own_terms = _terms_of(terms, some, num_groups)
-            call = _Call(piece, rows.window, own_terms, multiply, scratch, chosen_TS)
-            mean_GTIV = call.attend(
-                query_GTIK[some, piece.lo : piece.hi], key_GSK[some], value_GSK[some]
-            )
-            out_TGIV[piece.lo : piece.hi, some] = mean_GTIV.transpose(0, 1)
+            call = _Call(piece, rows.window, own_terms, multiply, scratch, chosen)
+            mean_GTIV = call.attend(query_GTIK[some, some_rows], key_GSK[some], value_GSK[some])
+            out_TGIV[some_rows, some] = mean_GTIV.transpose(0, 1)
     return out_TGIV.flatten(1, 2)
 
 
 def attend_along_paths(
     query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, *how: Any, **more: Any
 ) -> Tensor:
-    """Compute `path_attention`, whose arguments these are, as quickly as can be without a kernel of
-    this device.
-    """
+    """Compute `path_attention`, whose arguments these are, as quickly as this processor can."""
     if not can_attend(key_GSK, value_GSK):
         return path_attention(query_HTK, key_GSK, value_GSK, *how, **more)
-    attention = attention_of(query_HTK, key_GSK, value_GSK, *how)
-    compute(attention.work)
-    return attention.out_THV.to(query_HTK.dtype)
+    return compute(attention_of(query_HTK, key_GSK, value_GSK, *how)).to(query_HTK.dtype)
 
 
 class InvariantAttention:
@@ -183,20 +175,11 @@ def _extended_width(value_width: int) -> int:
     return max(_LEAST_WIDTH, value_width) + _ONES
 
 
-def _mask_of(is_seen: Tensor) -> Tensor:
-    """Return 0.0, or -inf for what is not seen."""
-    mask = torch.zeros(is_seen.shape, device=is_seen.device)
-    return mask.masked_fill_(~is_seen, -torch.inf)
-
-
 def _terms_of(terms: ScoreTerms, some: slice, num_groups: int) -> ScoreTerms:
     """Return the terms of the heads of some groups."""
-    sink_H = (
-        None
-        if terms.sink_H is None
-        else terms.sink_H.unflatten(0, (num_groups, -1))[some].flatten()
-    )
-    return ScoreTerms(terms.scaling, terms.cap, sink_H)
+    if terms.sink_H is None:
+        return terms
+    return replace(terms, sink_H=terms.sink_H.unflatten(0, (num_groups, -1))[some].flatten())
 
 
 class _OwnKeys(NamedTuple):
@@ -240,80 +223,65 @@ def _pieces(rows: PathRows, num_rows: int, group: int, wide: int) -> Sequence[_P
 
 
 def _piece(walk_TL: np.ndarray, lo: int, hi: int, rows: PathRows) -> _Piece:
-    seen_T = walk_TL[lo:hi, 0]
+    window = rows.window
+    place = rows.walk_TL.device
+    seen_T = torch.from_numpy(walk_TL[lo:hi, 0].astype(np.int64))
     base = int(walk_TL[0, 1])
-    least = int(seen_T.min())
     most = int(seen_T.max())
-    first = (
-        0 if rows.window is None else max(0, first_seen(rows.window, least - 1)) // BLOCK * BLOCK
-    )
+    first = 0 if window is None else max(0, first_seen(window, int(seen_T.min()) - 1))
+    first = first // BLOCK * BLOCK
     end = max(first, min(base, -(-most // BLOCK) * BLOCK))
     own = []
     for start in range(base, most, BLOCK):
-        column_TB = walk_TL[lo:hi, HEADER + start - base : HEADER + start - base + BLOCK] - base
-        is_seen_TB = _is_seen(start + np.arange(BLOCK), seen_T[:, None], rows.window)
+        column = HEADER + start - base
+        column_TB = torch.from_numpy(walk_TL[lo:hi, column : column + BLOCK].astype(np.int64))
+        is_seen_TB = _is_seen(torch.arange(start, start + BLOCK), seen_T[:, None], window)
         if is_seen_TB.any():
-            own.append(_own_keys(column_TB, is_seen_TB, rows.walk_TL.device))
-    return _Piece(lo, hi, base, torch.from_numpy(seen_T.astype(np.int64)), (first, end), tuple(own))
+            own.append(_OwnKeys((column_TB - base).to(place), _mask_of(is_seen_TB).to(place)))
+    return _Piece(lo, hi, base, seen_T, (first, end), tuple(own))
 
 
-def _is_seen(position_S: np.ndarray, seen_T1: np.ndarray, window: Window) -> np.ndarray:
+def _is_seen(position_S: Tensor, seen_T1: Tensor, window: Window) -> Tensor:
+    """Tell which positions rows see whose paths have so many."""
     is_seen_TS = position_S < seen_T1
-    return (
-        is_seen_TS
-        if window is None
-        else is_seen_TS & (position_S >= first_seen(window, seen_T1 - 1))
-    )
+    if window is not None:
+        is_seen_TS &= position_S >= first_seen(window, seen_T1 - 1)
+    return is_seen_TS
 
 
-def _own_keys(column_TB: np.ndarray, is_seen_TB: np.ndarray, place: torch.device) -> _OwnKeys:
-    mask_TB = np.where(is_seen_TB, 0.0, -np.inf).astype(np.float32)
-    return _OwnKeys(
-        torch.from_numpy(column_TB.astype(np.int64)).to(place), torch.from_numpy(mask_TB).to(place)
-    )
+def _mask_of(is_seen: Tensor) -> Tensor:
+    """Return 0.0, or -inf for what is not seen."""
+    mask = torch.zeros(is_seen.shape, device=is_seen.device)
+    return mask.masked_fill_(~is_seen, -torch.inf)
 
 
-class _Call:
+class _Call(NamedTuple):
     """Attention of a piece, for some groups."""
 
-    def __init__(
-        self,
-        piece: _Piece,
-        window: Window,
-        terms: ScoreTerms,
-        multiply: MultiplyBy,
-        scratch: Scratch,
-        chosen_TS: Tensor | None,
-    ) -> None:
-        self._piece = piece
-        self._window = window
-        self._terms = terms
-        self._multiply = multiply
-        self._scratch = scratch
-        self._chosen_TS = None if chosen_TS is None else chosen_TS[piece.lo : piece.hi]
+    piece: _Piece
+    window: Window
+    terms: ScoreTerms
+    multiply: MultiplyBy
+    scratch: Scratch
+    chosen_TS: Tensor | None  # of the piece's rows
 
     def attend(self, query_GTIK: Tensor, key_GSK: Tensor, value_GSV: Tensor) -> Tensor:
-        """Return weighted means (G, T, I, V) of the values, float32; queries are of I heads for
-        each of G.
-        """
-        lo, hi = self._piece.shared
-        query_GTIK = self._in_float32(query_GTIK).mul_(
-            self._terms.scaling * (1.0 if self._terms.cap else _LOG2_E)
-        )
-        shared = [self._shared_scores(query_GTIK, key_GSK, first) for first in range(lo, hi, _SPAN)]
-        own = [
-            self._own_scores(query_GTIK, key_GSK[:, self._piece.base :], keys)
-            for keys in self._piece.own
-        ]
+        """Return weighted means (G, T, I, V) of the values, float32, of I queries for each of G."""
+        base = self.piece.base
+        factor = self.terms.scaling * (1.0 if self.terms.cap else _LOG2_E)
+        query_GTIK = self._in_float32(query_GTIK).mul_(factor)
+        spans = range(*self.piece.shared, _SPAN)
+        shared = [self._shared_scores(query_GTIK, key_GSK, first) for first in spans]
+        key_GUK = key_GSK[:, base:]
+        own = [self._own_scores(query_GTIK, key_GUK, keys) for keys in self.piece.own]
         sink_GTIs = self._sinks(query_GTIK)
         parts = [*shared, *own, *([] if sink_GTIs is None else [sink_GTIs])]
         peak_GTI1 = reduce(torch.maximum, (part.amax(3, keepdim=True) for part in parts))
         for part in parts:
             part.sub_(peak_GTI1)
-        shared, own = (
-            [in_whole_vectors(Tensor.exp2_, part) for part in some] for some in (shared, own)
-        )
-        own_sums = self._own_sums(own, value_GSV[:, self._piece.base :])
+        shared = [in_whole_vectors(Tensor.exp2_, part) for part in shared]
+        own = [in_whole_vectors(Tensor.exp2_, part) for part in own]
+        own_sums = self._own_sums(own, value_GSV[:, base:])
         sum_GTIW = reduce(Tensor.add_, chain(self._shared_sums(shared, value_GSV), own_sums))
         width = value_GSV.shape[2]
         total_GTI1 = sum_GTIW[..., width : width + 1]
@@ -323,31 +291,18 @@ class _Call:
 
     def _shared_scores(self, query_GTIK: Tensor, key_GSK: Tensor, lo: int) -> Tensor:
         """Return the scores of the span that begins there."""
-        hi = min(lo + _SPAN, self._piece.shared[1])
+        hi = min(lo + _SPAN, self.piece.shared[1])
         keys_GKS = self._in_float32(key_GSK[:, lo:hi]).transpose(1, 2)
-        score_GTIS = self._capped(
-            self._times(query_GTIK.flatten(1, 2), keys_GKS).unflatten(1, query_GTIK.shape[1:3])
-        )
-        seen_T11 = self._piece.seen_T[:, None, None]
-        if self._window is not None or int(seen_T11.min()) < hi:
-            self._hide(score_GTIS, lo, seen_T11.to(score_GTIS.device))
-        if self._chosen_TS is not None:
-            score_GTIS.add_(_mask_of(self._chosen_TS[:, None, lo:hi]))
+        score_GAS = self._times(query_GTIK.flatten(1, 2), keys_GKS)
+        score_GTIS = self._capped(score_GAS.unflatten(1, query_GTIK.shape[1:3]))
+        seen_T = self.piece.seen_T
+        if self.window is not None or int(seen_T.min()) < hi:
+            seen_T11 = seen_T[:, None, None].to(score_GTIS.device)
+            position_S = torch.arange(lo, hi, device=score_GTIS.device)
+            score_GTIS.add_(_mask_of(_is_seen(position_S, seen_T11, self.window)))
+        if self.chosen_TS is not None:
+            score_GTIS.add_(_mask_of(self.chosen_TS[:, None, lo:hi]))
         return score_GTIS
-
-    def _hide(self, score_GTIS: Tensor, lo: int, seen_T11: Tensor) -> None:
-        """Hide what lies behind a row, and what its window does not reach.
-
-        The first column is that of position `lo`.
-        """
-        position_S = torch.arange(lo, lo + score_GTIS.shape[3], device=score_GTIS.device)
-        is_hidden_T1S = position_S >= seen_T11
-        if self._window is not None:
-            is_hidden_T1S |= position_S < first_seen(self._window, seen_T11 - 1)
-        mask_T1S = torch.zeros(is_hidden_T1S.shape, device=score_GTIS.device).masked_fill_(
-            is_hidden_T1S, -torch.inf
-        )
-        score_GTIS.add_(mask_T1S)
 
     def _own_scores(self, query_GTIK: Tensor, key_GUK: Tensor, keys: _OwnKeys) -> Tensor:
         """Return (G, T, I, B)."""
@@ -358,80 +313,65 @@ class _Call:
         score_EIB = self._capped(self._times(query_EIK, key_EBK.transpose(1, 2)))
         score_GTIB = score_EIB.reshape(num_groups, num_rows, group, BLOCK)
         score_GTIB.add_(keys.mask_TB[:, None])
-        if self._chosen_TS is not None:
-            chosen_TB = self._chosen_TS[:, self._piece.base :].gather(1, keys.column_TB)
+        if self.chosen_TS is not None:
+            chosen_TB = self.chosen_TS[:, self.piece.base :].gather(1, keys.column_TB)
             score_GTIB.add_(_mask_of(chosen_TB[:, None]))
         return score_GTIB
 
     def _shared_sums(self, weights: Sequence[Tensor], value_GSV: Tensor) -> Iterator[Tensor]:
-        """Yield the sums of each block, in (G, T, I, W).
-
-        Those behind the first lie in one place, and last until the next is made.
-        """
+        """Yield the sums (G, T, I, W) of each block; from the second on they share one place."""
         place_GAW = None
-        lo = self._piece.shared[0]
+        lo = self.piece.shared[0]
         extended_GBW = self._extended(value_GSV, BLOCK)
         for weight_GTIB in (block for part in weights for block in part.split(BLOCK, 3)):
             extended_GBW[..., : value_GSV.shape[2]].copy_(value_GSV[:, lo : lo + BLOCK])
             sum_GAW = self._times(weight_GTIB.flatten(1, 2), extended_GBW, place_GAW)
             yield sum_GAW.unflatten(1, weight_GTIB.shape[1:3])
-            place_GAW = sum_GAW if lo > self._piece.shared[0] else None
+            place_GAW = sum_GAW if lo > self.piece.shared[0] else None
             lo += BLOCK
 
     def _own_sums(self, weights: Sequence[Tensor], value_GUV: Tensor) -> Iterator[Tensor]:
-        for keys, weight_GTIB in zip(self._piece.own, weights, strict=True):
+        for keys, weight_GTIB in zip(self.piece.own, weights, strict=True):
             num_groups, num_rows, group, _ = weight_GTIB.shape
-            extended_GEW = self._extended(value_GUV, keys.column_TB.numel())
-            extended_GEW[..., : value_GUV.shape[2]].copy_(
-                value_GUV.index_select(1, keys.column_TB.flatten())
-            )
+            column_E = keys.column_TB.flatten()
+            extended_GEW = self._extended(value_GUV, len(column_E))
+            extended_GEW[..., : value_GUV.shape[2]].copy_(value_GUV.index_select(1, column_E))
             extended_EBW = extended_GEW.reshape(num_groups * num_rows, BLOCK, -1)
             sum_EIW = self._times(weight_GTIB.reshape(-1, group, BLOCK), extended_EBW)
             yield sum_EIW.reshape(num_groups, num_rows, group, -1)
 
     def _capped(self, score_GTIS: Tensor) -> Tensor:
-        cap = self._terms.cap
+        cap = self.terms.cap
         return score_GTIS if cap is None else score_GTIS.div_(cap).tanh_().mul_(cap * _LOG2_E)
 
     def _times(self, left: Tensor, right: Tensor, place: Tensor | None = None) -> Tensor:
-        place = (
-            self._scratch.take((*left.shape[:2], right.shape[2]), left.device)
-            if place is None
-            else place
-        )
-        return self._multiply(torch.bmm, left, right, out=place)
+        if place is None:
+            place = self.scratch.take((*left.shape[:2], right.shape[2]), left.device)
+        return self.multiply(torch.bmm, left, right, out=place)
 
     def _sinks(self, query_GTIK: Tensor) -> Tensor | None:
         """Return a column of scores where the family has sinks."""
-        if self._terms.sink_H is None:
+        if self.terms.sink_H is None:
             return None
         num_groups, num_rows, *_ = query_GTIK.shape
-        return (
-            (self._terms.sink_H.float() * _LOG2_E)
-            .reshape(num_groups, 1, -1, 1)
-            .repeat(1, num_rows, 1, 1)
-        )
+        sink_G1I1 = (self.terms.sink_H.float() * _LOG2_E).reshape(num_groups, 1, -1, 1)
+        return sink_G1I1.repeat(1, num_rows, 1, 1)
 
     def _in_float32(self, states: Tensor) -> Tensor:
-        """Return a copy without gaps, with zeros behind narrow ones, which are multiplied alike
-        then.
-        """
-        num_missing = max(0, _LEAST_WIDTH - states.shape[-1])
-        wide = self._scratch.take(
-            (*states.shape[:-1], states.shape[-1] + num_missing), states.device
-        )
-        if num_missing:
-            wide[..., -num_missing:].zero_()
-            wide[..., :-num_missing].copy_(states)
+        """Return a copy without gaps; with zeros behind, narrow ones are multiplied alike."""
+        *sizes, width = states.shape
+        wide = self.scratch.take((*sizes, max(_LEAST_WIDTH, width)), states.device)
+        if width < _LEAST_WIDTH:
+            wide[..., width:].zero_()
+            wide[..., :width].copy_(states)
             return wide
         return wide.copy_(states)
 
     def _extended(self, value_GSV: Tensor, num_columns: int) -> Tensor:
         """Return room for so many values, (G, C, W), with ones behind them."""
         num_groups, _, width = value_GSV.shape
-        extended_GCW = self._scratch.take(
-            (num_groups, num_columns, _extended_width(width)), value_GSV.device
-        )
+        sizes = (num_groups, num_columns, _extended_width(width))
+        extended_GCW = self.scratch.take(sizes, value_GSV.device)
         extended_GCW[..., width:].zero_()
         extended_GCW[..., width] = 1.0
         return extended_GCW

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread, local
 
 import torch
+from torch import Tensor
 
 from offload.kernels.machine_code import Shared
 from offload.machine import num_cores
@@ -141,8 +142,8 @@ class _OfThread(local):
 THREAD = _OfThread()
 
 
-def compute(work: Shared) -> None:
-    """Compute all parts, by as many threads as there is work for."""
+def compute(work: Shared) -> Tensor:
+    """Compute all parts, by as many threads as there is work for; return the result."""
     num_shares = max(1, min(work.num_products // _SHARE, _MOST_SHARES))
     at_once = -(-work.num_parts // num_shares)
     work.begin(at_once)
@@ -151,3 +152,4 @@ def compute(work: Shared) -> None:
         work.take_parts(THREAD.room.whole(work.num_room))
 
     TEAM.run(take_parts, most=-(-work.num_parts // at_once))
+    return work.out

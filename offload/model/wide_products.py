@@ -96,10 +96,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _multiply_widening(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    product = product_of(rows, weight_NK, bias_N)
-    compute(product.work)
     # a slice where columns were made up
-    return product.out.contiguous()
+    return compute(product_of(rows, weight_NK, bias_N)).contiguous()
 
 
 def _multiply_blocks(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -131,9 +129,8 @@ def _widened(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return multiply
 
 
-_WIDE: dict[Any, Callable[..., Tensor]] = {functional.linear: linear} | {
-    one: _widened(one) for one in MULTIPLY
-}
+_WIDE: dict[Any, Callable[..., Tensor]] = {one: _widened(one) for one in MULTIPLY}
+_WIDE[functional.linear] = linear
 
 
 class WideProducts(TorchFunctionMode):

@@ -24,14 +24,14 @@ pytestmark = [
 
 def attended(given: Inputs, at_once: int = 1) -> Tensor:
     attention = attention_of(*given.call)
-    room = torch.full((attention.work.num_room + 1,), torch.nan)
+    room = torch.full((attention.num_room + 1,), torch.nan)
     room[-1] = 1e30
-    attention.work.begin(at_once)
-    attention.work.take_parts(room)
-    assert attention.work.call[0] >= attention.work.num_parts and room[-1] == 1e30, (
+    attention.begin(at_once)
+    attention.take_parts(room)
+    assert attention.call[0] >= attention.num_parts and room[-1] == 1e30, (
         "all parts, and no more room than asked for"
     )
-    return attention.out_THV
+    return attention.out
 
 
 def row_alone(given: Inputs, row: int) -> Inputs:
@@ -86,11 +86,11 @@ def test_threads_share_the_parts() -> None:
     """A part that another thread began is left to it."""
     given = inputs(TREE)
     attention = attention_of(*given.call)
-    attention.out_THV.fill_(7.0)
-    attention.work.begin(1)
-    attention.work.call[0] = attention.work.num_parts
-    attention.work.take_parts(torch.empty(attention.work.num_room))
-    assert attention.out_THV.eq(7.0).all()
+    attention.out.fill_(7.0)
+    attention.begin(1)
+    attention.call[0] = attention.num_parts
+    attention.take_parts(torch.empty(attention.num_room))
+    assert attention.out.eq(7.0).all()
 
 
 def test_a_row_sees_what_it_chose() -> None:

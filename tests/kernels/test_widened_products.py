@@ -46,11 +46,11 @@ def chained(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, depth: int
 
 def multiplied(row_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     product = product_of(row_TK.to(weight_NK.dtype), weight_NK, bias_N)
-    room = torch.full((product.work.num_room + 1,), torch.nan)
+    room = torch.full((product.num_room + 1,), torch.nan)
     room[-1] = 1e30
-    product.work.begin(1)
-    product.work.take_parts(room)
-    assert product.work.call[0] == product.work.num_parts + 1, "each part is taken once"
+    product.begin(1)
+    product.take_parts(room)
+    assert product.call[0] == product.num_parts + 1, "each part is taken once"
     assert room[-1] == 1e30, "no more room is taken than was asked for"
     return product.out
 
@@ -136,8 +136,8 @@ machine_code.give_back = lambda library: (print(mapped()), give_back(library), p
 weight = torch.ones(64, 64).bfloat16()
 for bias in (None, torch.ones(64)):
     product = widened_products.product_of(torch.ones(1, 64).bfloat16(), weight, bias)
-    product.work.begin(8)
-    product.work.take_parts(torch.empty(product.work.num_room))
+    product.begin(8)
+    product.take_parts(torch.empty(product.num_room))
     assert product.out.eq(64 + (bias is not None)).all()
 """
 
@@ -154,8 +154,8 @@ import torch
 from offload.kernels.widened_products import product_of
 def multiply(bias):
     product = product_of(torch.ones(1, 64).bfloat16(), torch.ones(64, 64).bfloat16(), bias)
-    product.work.begin(8)
-    product.work.take_parts(torch.empty(product.work.num_room, dtype=torch.float32))
+    product.begin(8)
+    product.take_parts(torch.empty(product.num_room, dtype=torch.float32))
     assert product.out.eq(64 + (bias is not None)).all()
 multiply(None)
 child = os.fork()
