@@ -4,7 +4,6 @@ It holds weights and no text: the cache of the text's keys and values is lent to
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from offload.model.parts import BatchPart, causal
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Logits
 from offload.stats import RankFigures, Transfers
-from offload.streaming.device import Device, computing_on
+from offload.streaming.device import Device
 from offload.streaming.experts import ExpertPool
 from offload.streaming.layers import Layers
 from offload.trees.token_tree import TokenTree, ancestors
@@ -82,19 +81,17 @@ class Target:
         self._max_logits = plan.num_logits_rows
         self._cache_slots = plan.cache_slots
         self._gather = kernels.kv_commit
-        self._device = device
+        self._device = device or Device()
         self._on_layer = on_layer
         # to be entered by every thread that computes with it
-        self.computing = partial(computing_on, device)
+        self.computing = self._device.computing
         model.stream_layers(stream.acquire, self._release)
         if experts is not None:
             model.bring_experts(experts.bring)
 
     @property
     def moved(self) -> Transfers:
-        """Return what passes so far have moved and waited for, of layers and experts that do not
-        stay.
-        """
+        """Return what passes have moved and waited for, of layers and experts that do not stay."""
         stream = self.stream
         moved = Transfers(stream.bytes_read, stream.stall_s, reading_s=stream.reading_s)
         if self.experts is None:
@@ -120,10 +117,7 @@ class Target:
         return self._model.new_cache(self._cache_slots, self._gather)
 
     def share_sweeps(self, caches: Sequence[KVCache]) -> None:
-        """Let sweeps from now on be of the texts of several of these new caches.
-
-        Raises `UserError` where the model cannot.
-        """
+        """Let sweeps serve the texts of these new caches. Raises `UserError` where they cannot."""
         self._model.share_passes()
         KVCache.side_by_side(caches)
 
@@ -147,8 +141,7 @@ class Target:
         return [logits.part(end - one.num_nodes, end) for end, one in nodes]
 
     def _taken_in(self, one: BatchEntry) -> BatchEntry:
-        """Let the cache have what an encoder makes of a prompt, and what is more than one sweep
-        takes.
+        """Take in what an encoder makes of a prompt, and what is too much for one sweep.
 
         Returns the entry with what is still pending.
         """
@@ -166,11 +159,9 @@ class Target:
     def score_rows(
         self, tokens: Sequence[int], offsets: Sequence[int], sees_TT: Tensor, cache: KVCache
     ) -> Logits:
-        """Return logits after every row of any shape behind what a cache has committed; commit
-        nothing.
+        """Return logits after rows of any shape behind what a cache has committed; commit nothing.
 
-        `offsets` are positions, counted from the committed length; a row sees those before it that
-        `sees_TT` says.
+        `offsets` are positions from there on; a row sees those before it that `sees_TT` says.
         """
         position_T = self._positions(torch.tensor(offsets), cache)
         rows = BatchPart(torch.tensor(tokens), position_T, sees_TT, cache)
@@ -190,26 +181,20 @@ class Target:
         return BatchPart(token_T, self._positions(offset_T, cache), sees_TT, cache)
 
     def figures(self) -> list[RankFigures]:
-        """Return each rank's figures where several run it; none of a process by itself.
-
-        Raises `RankError`.
-        """
+        """Return each rank's figures; none of a process by itself. Raises `RankError`."""
         return []
 
     def wait(self) -> None:
         """Return when the last sweep is over, which on a device goes on after `score` has returned."""
-        if self._device is not None:
-            self._device.synchronize(self._device.record(self._device.compute))
+        self._device.synchronize(self._device.record(self._device.compute))
 
     @property
     def peak_device_bytes(self) -> int:
         """Return the most memory that this process has taken on the device; 0 on a CPU."""
-        return 0 if self._device is None else self._device.peak_bytes()
+        return self._device.peak_bytes()
 
     def commit(self, nodes: Sequence[int], num_tokens: int, cache: KVCache) -> None:
-        """Keep what the last sweep over so many tokens has taken in, and of its tree the accepted
-        path, root first.
-        """
+        """Keep what the last sweep over so many tokens took in, and the path, root first."""
         num_pending = num_tokens - 1 - cache.length
         cache.commit([*range(num_pending), *(num_pending + node for node in nodes)])
 

@@ -108,15 +108,10 @@ class Bounces:
     def __init__(self, device: Device, pinned: PinnedAllocator) -> None:
         self.buffers = [pinned.allocate(_BOUNCE_BYTES) for _ in range(_NUM_BOUNCES)]
         self._device = device
-        self._next = deque[tuple[Tensor, Event]](
-            (torch.from_numpy(one.array), None) for one in self.buffers
-        )
+        self._next = deque[tuple[Tensor, Event]]((_flat(one), None) for one in self.buffers)
 
-    def send(self, to: Tensor, source: Tensor, *, is_timed: bool = False) -> Event:
-        """Enqueue copies of all bytes.
-
-        Returns the event after the last one; `source` is free on return.
-        """
+    def send(self, to: Tensor, source: Tensor, *, is_timed: bool) -> Event:
+        """Enqueue copies of all bytes; return the event behind them. `source` is free on return."""
         device = self._device
         sent = None
         size = len(self._next[0][0])
@@ -166,11 +161,8 @@ class HostCarrier:
 
     def load(self, on_bytes: Callable[[int], None]) -> None:
         """Read the blocks that stay; `on_bytes` gets the size of every slab that has landed."""
-        read_all(
-            self.source,
-            [(self.layouts[n], slab.numpy()) for n, slab in self.resident.items()],
-            on_bytes,
-        )
+        slabs = [(self.layouts[n], slab.numpy()) for n, slab in self.resident.items()]
+        read_all(self.source, slabs, on_bytes)
 
     def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
         """Start moving a block into a slot, see `stage.Carry`."""
@@ -213,17 +205,54 @@ class HostCarrier:
         self.resident.clear()
 
 
+class _FeedingCarrier(HostCarrier):
+    """Brings blocks to the memory of a device; its thread sends what has to be waited for.
+
+    Args:
+        pinned: gives memory of the host; its opener closes it, after this.
+    """
+
+    def __init__(
+        self,
+        source: ByteSource,
+        layouts: Sequence[SlabLayout],
+        resident: Iterable[int],
+        device: Device,
+        pinned: PinnedAllocator,
+    ) -> None:
+        super().__init__(source, layouts, resident, device)
+        self.pinned = pinned
+        self.sender = Sender(device, pinned, self.spans)
+        self._is_reading = True
+        self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-feed")
+
+    @property
+    def note(self) -> str | None:
+        notes = (self.pinned.note, self.source.note if self._is_reading else None)
+        return "; ".join(note for note in notes if note) or None
+
+    def weights(self, layer: int, slab: Tensor) -> Tensor:
+        """Return the slab: copies began with the first weight."""
+        return slab
+
+    def _wait_for_feed(self) -> None:
+        """Return once the thread has finished what it is doing."""
+        self._feed.submit(int).result()
+
+    def _wait_for_copies(self) -> None:
+        self.device.synchronize(self.device.record(self.device.copies))
+
+
 # buffers through which resident layers come in
 _NUM_LOADERS = 2
 
 
-class DeviceCarrier(HostCarrier):
+class DeviceCarrier(_FeedingCarrier):
     """Brings layers to the memory of a device.
 
     Args:
         tiers: where each layer lives; fixed for the run, because a cyclic scan through an LRU cache
             never hits.
-        pinned: gives the memory of layers that live on the host; its opener closes it, after this.
         num_host_slots: locked buffers that layers from disk are read ahead into.
     """
 
@@ -237,35 +266,23 @@ class DeviceCarrier(HostCarrier):
         pinned: PinnedAllocator,
         num_host_slots: int,
     ) -> None:
-        super().__init__(source, layouts, _layers_in(tiers, LayerTier.RESIDENT), device)
-        self.pinned = pinned
+        super().__init__(source, layouts, _layers_in(tiers, LayerTier.RESIDENT), device, pinned)
         self.host_buffers = dict[int, HostBuffer]()
         self._host_layers = _layers_in(tiers, LayerTier.HOST)
         self._disk_layers = _layers_in(tiers, LayerTier.DISK)
         disk_bytes = max((layouts[n].slab_bytes for n in self._disk_layers), default=0)
-        buffers = [
-            _flat(pinned.allocate(disk_bytes))
-            for _ in range(num_host_slots if self._disk_layers else 0)
-        ]
+        num_buffers = num_host_slots if self._disk_layers else 0
+        buffers = [_flat(pinned.allocate(disk_bytes)) for _ in range(num_buffers)]
         assert buffers or not self._disk_layers, "layers on disk need host slots to be read into"
         self.ahead = Stage(self.read, self._disk_layers, buffers)
-        self.sender = Sender(device, pinned, self.spans)
-        self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-feed")
-
-    @property
-    def note(self) -> str | None:
-        notes = (self.pinned.note, self.source.note if self._disk_layers else None)
-        return "; ".join(note for note in notes if note) or None
+        self._is_reading = bool(self._disk_layers)
 
     @property
     def loaded(self) -> list[int]:
         return [*self.resident, *self._host_layers]
 
     def load(self, on_bytes: Callable[[int], None]) -> None:
-        """Read what stays on the device, then what stays on the host.
-
-        Both never lie in host memory at once.
-        """
+        """Read what stays on the device, then what stays on the host: never both in host memory."""
         if self.resident:
             self._load_device(on_bytes)
         # a generator: buffers are made while the ones before are read
@@ -287,10 +304,6 @@ class DeviceCarrier(HostCarrier):
             self._feed.submit(self._send_late, ready, layer, slot, free)
         return [ready]
 
-    def weights(self, layer: int, slab: Tensor) -> Tensor:
-        """Return the slab: copies began with the first weight."""
-        return slab
-
     def start(self) -> None:
         """Read ahead, from the first layer on."""
         self.ahead.start()
@@ -298,10 +311,9 @@ class DeviceCarrier(HostCarrier):
     def stop(self) -> None:
         """Stop; on return nothing moves any more. Waiting `acquire` calls are cancelled before."""
         self.ahead.cancel()
-        # returns once the thread has finished what it is doing
-        self._feed.submit(int).result()
+        self._wait_for_feed()
         self.ahead.stop()
-        self.device.synchronize(self.device.record(self.device.copies))
+        self._wait_for_copies()
 
     def close(self) -> None:
         """End the thread and let go of the memory; nothing moves."""
@@ -339,15 +351,11 @@ class DeviceCarrier(HostCarrier):
         # the memory may still be in use by what was enqueued before
         device.wait(device.copies, device.record(device.compute))
         size = max(slab.nbytes for slab in self.resident.values())
-        later = [
-            *self.ahead.slots,
-            *(_flat(self._host(n)) for n in self._host_layers[:_NUM_LOADERS]),
-        ]
-        fitting = [buffer for buffer in later if len(buffer) >= size]
+        hosts = [_flat(self._host(n)) for n in self._host_layers[:_NUM_LOADERS]]
+        fitting = [buffer for buffer in (*self.ahead.slots, *hosts) if len(buffer) >= size]
         own = [] if fitting else [self.pinned.allocate(size) for _ in range(_NUM_LOADERS)]
-        loading = Stage(
-            self.read, list(self.resident), fitting or [*map(_flat, own)], is_cycle=False
-        )
+        buffers = fitting or [*map(_flat, own)]
+        loading = Stage(self.read, list(self.resident), buffers, is_cycle=False)
         loading.start()
         try:
             for layer, slab in self.resident.items():
@@ -357,7 +365,7 @@ class DeviceCarrier(HostCarrier):
                 on_bytes(self.layouts[layer].slab_bytes)
         finally:
             loading.stop()
-            device.synchronize(device.record(device.copies))
+            self._wait_for_copies()
             for buffer in own:
                 self.pinned.release(buffer)
 
@@ -389,11 +397,10 @@ class _Delivery(NamedTuple):
     ready: Future[Event]
 
 
-class DeviceExpertCarrier(HostCarrier):
+class DeviceExpertCarrier(_FeedingCarrier):
     """Brings experts to the memory of a device, by way of slots on the host.
 
     Args:
-        pinned: gives the memory of the host's slots; its opener closes it, after this.
         cache: says which expert lies in which of the host's slots.
         num_slots: slots of the host, at least 2.
     """
@@ -407,15 +414,12 @@ class DeviceExpertCarrier(HostCarrier):
         cache: ExpertCache,
         num_slots: int,
     ) -> None:
-        super().__init__(source, records, (), device)
-        self.pinned = pinned
+        super().__init__(source, records, (), device, pinned)
         self._cache = cache
-        self._slots, self._is_pinned = _slots_of(
-            pinned, num_slots, max(record.slab_bytes for record in records)
-        )
-        self._sender = Sender(device, pinned, self.spans)
+        slot_bytes = max(record.slab_bytes for record in records)
+        self._slots, self._is_pinned = _slots_of(pinned, num_slots, slot_bytes)
         if not all(self._is_pinned):
-            self._sender.expect_unlocked()
+            self.sender.expect_unlocked()
         # guards the cache and what is wanted
         self._lock = threading.Lock()
         # by block that is not there yet
@@ -424,12 +428,6 @@ class DeviceExpertCarrier(HostCarrier):
         self._queue = deque[int]()
         # by block
         self._reads: dict[int, Sequence[Future[None]]] = {}
-        self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-experts")
-
-    @property
-    def note(self) -> str | None:
-        notes = (self.pinned.note, self.source.note)
-        return "; ".join(note for note in notes if note) or None
 
     def begin_pass(self, num_rows: int) -> None:
         """Let earlier uses count for less."""
@@ -462,20 +460,15 @@ class DeviceExpertCarrier(HostCarrier):
             self._feed.submit(self._deliver, block, lies_in, [delivery])
         return [delivery.ready]
 
-    def weights(self, block: int, slot: Tensor) -> Tensor:
-        """Return the slot: copies began with the first weight."""
-        return slot
-
     def close(self) -> None:
         """Return once nothing is read or copied any more; what was asked for has been cancelled."""
         with self._lock:
             self._queue.clear()
-        # returns once the thread has finished what it is doing
-        self._feed.submit(int).result()
+        self._wait_for_feed()
         for reads in list(self._reads.values()):
             drop(reads)
         self._feed.shutdown()
-        self.device.synchronize(self.device.record(self.device.copies))
+        self._wait_for_copies()
         self._slots.clear()
 
     def _read_on(self) -> None:
@@ -493,9 +486,7 @@ class DeviceExpertCarrier(HostCarrier):
         with self._lock:
             while self._queue:
                 block = self._queue[0]
-                is_wanted = not all(
-                    delivery.ready.cancelled() for delivery in self._deliveries[block]
-                )
+                is_wanted = not all(one.ready.cancelled() for one in self._deliveries[block])
                 slot = self._cache.place(block) if is_wanted else None
                 if is_wanted and slot is None:
                     return None
@@ -506,10 +497,7 @@ class DeviceExpertCarrier(HostCarrier):
         return None
 
     def _start_read(self, block: int, slot: int) -> None:
-        if (sent := self._sender.last.pop(slot, None)) is not None:
-            self.device.synchronize(sent)
-        record = self.layouts[block]
-        reads = self.source.read(record, self._slots[slot].numpy()[: record.slab_bytes])
+        reads = self.read(block, self._slots[slot], self.sender.last.pop(slot, None))
         self._reads[block] = reads
 
         def has_come(_: Future[None]) -> None:
@@ -548,7 +536,7 @@ class DeviceExpertCarrier(HostCarrier):
                 continue
             try:
                 where = (delivery.slot, delivery.free, weights)
-                sent = self._sender.send(block, *where, is_locked=is_locked, place=slot)
+                sent = self.sender.send(block, *where, is_locked=is_locked, place=slot)
             except BaseException as error:
                 delivery.ready.set_exception(error)
             else:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ Stream = Any
 STAGING_BYTES = 32 << 20
 _ALIGN_BYTES = 256
 _WORD_BYTES = 8
+# NaN in every float format that is streamed
+POISON = 0xFF
 # small tensors in a row share an event up to this size, so that events are few
 _PART_BYTES = 1 << 20
 # memory of a CUDA context; more than that belongs to other programs
@@ -118,9 +121,7 @@ class Device:
         return nullcontext()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory of the device as flat uint8; on the host whole pages, which a disk can
-        write into directly.
-        """
+        """Return the device's memory as flat uint8; on the host whole pages, for a disk."""
         return torch.from_numpy(allocate(num_bytes))
 
     def open_allocator(self) -> PinnedAllocator:
@@ -131,10 +132,7 @@ class Device:
         return PinnedAllocator([PinningMethod()])
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy.
-
-        Both tensors must stay untouched until an event recorded after it is reached.
-        """
+        """Enqueue a copy; both tensors stay untouched until an event behind it is reached."""
         to.copy_(source)
 
     def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
@@ -220,14 +218,11 @@ class CudaDevice(Device):
             why = pinned.note
             if buffer.is_pinned:
                 why = "kernels of this GPU cannot read it where the host does"
-            return (
-                f"what a step sends waits behind layers, it needs memory locked by cupy ({why}): "
-                f"install cupy"
-            )
+            what = "what a step sends waits behind layers, it needs memory locked by cupy"
+            return f"{what} ({why}): install cupy"
         seen = torch.as_tensor(_SeenByKernels(buffer.array), device=self.place)
-        self._ring = StagingRing(
-            buffer.array, seen, lambda: self.record(self.compute), self.synchronize
-        )
+        record = partial(self.record, self.compute)
+        self._ring = StagingRing(buffer.array, seen, record, self.synchronize)
         resources.callback(self._unstage)
         return None
 
@@ -249,10 +244,7 @@ class CudaDevice(Device):
             tensor.fill_(value)
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """Return an event on `stream`.
-
-        A thread that waits for it sleeps, because spinning would take a reader's core.
-        """
+        """Return an event; a thread that waits for it sleeps: spinning takes a reader's core."""
         event = torch.cuda.Event(enable_timing=is_timed, blocking=True)
         event.record(stream)
         return event
@@ -291,12 +283,9 @@ class _SeenByKernels:
     """Page-locked memory by the address that a kernel reads it at, which is the host's own."""
 
     def __init__(self, array: np.ndarray) -> None:
-        address = {
-            "data": (array.ctypes.data, False),
-            "shape": (len(array) // 8,),
-            "typestr": "<i8",
-        }
-        self.__cuda_array_interface__ = {**address, "version": 3}
+        place = (array.ctypes.data, False)
+        words = {"shape": (len(array) // _WORD_BYTES,), "typestr": "<i8"}
+        self.__cuda_array_interface__ = {"data": place, **words, "version": 3}
 
 
 def computing_on(device: Device | None) -> AbstractContextManager[None]:
@@ -327,16 +316,13 @@ def open_device(
     if not isinstance(name, str):
         return name
     if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
-        raise UserError(
-            f'`device` must be auto, cpu, cuda or cuda:N, got {name!r}: try `device="auto"`'
-        )
+        rule = "`device` must be auto, cpu, cuda or cuda:N"
+        raise UserError(f'{rule}, got {name!r}: try `device="auto"`')
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         if gpu_memory is not None:
             parse_size(gpu_memory, "`gpu_memory`")
-            raise UserError(
-                "`gpu_memory` limits a CUDA device, and this run uses the CPU: leave it out and "
-                "use `ram`"
-            )
+            what = "`gpu_memory` limits a CUDA device, and this run uses the CPU"
+            raise UserError(f"{what}: leave it out and use `ram`")
         return None
     if not torch.cuda.is_available():
         what = " and driver, this machine shows none"
@@ -346,9 +332,8 @@ def open_device(
     count = torch.cuda.device_count()
     index = int(name.partition(":")[2] or rank_on_host % max(1, count))
     if index >= count:
-        raise UserError(
-            f"`device` {name} does not exist, this machine shows {count} of them: use cuda:0"
-        )
+        what = f"this machine shows {count} of them"
+        raise UserError(f"`device` {name} does not exist, {what}: use cuda:0")
     limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "`gpu_memory`")
     try:
         # an earlier decoder in this process may have left memory there
@@ -356,15 +341,13 @@ def open_device(
         free_bytes = torch.cuda.mem_get_info(index)[0]
     # busy, in a bad state, or without room for a context
     except RuntimeError as error:
-        raise UserError(
-            f"`device` {name} cannot be opened ({reason(error)}): free it, or use `device` cpu"
-        ) from None
+        what = f"`device` {name} cannot be opened ({reason(error)})"
+        raise UserError(f"{what}: free it, or use `device` cpu") from None
     if limit_bytes is not None and limit_bytes > free_bytes:
         wish = format_bytes(limit_bytes)
         free = format_bytes(free_bytes)
-        raise UserError(
-            f"`gpu_memory` must be at most what is free on {name}, {free}, got {wish}: lower it"
-        )
+        rule = f"`gpu_memory` must be at most what is free on {name}, {free}"
+        raise UserError(f"{rule}, got {wish}: lower it")
     return CudaDevice(index, limit_bytes)
 
 
@@ -390,9 +373,7 @@ class Spans:
 
     @property
     def listener(self) -> Record | None:
-        """Return what hears of spans; setting another waits for queued work, which the old one
-        hears of.
-        """
+        """Return what hears of spans. Before another is set, it hears of all queued work."""
         return self._listener
 
     @listener.setter

@@ -96,10 +96,7 @@ def read_all(
     slabs: Iterable[tuple[SlabLayout, np.ndarray]],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Fill all of these slabs; `on_bytes` is called with the size of each that has landed.
-
-    Raises `ReadError`.
-    """
+    """Fill these slabs; `on_bytes` is called with the size of each. Raises `ReadError`."""
     reads = list[tuple[int, list[Future[None]]]]()
     try:
         for layout, slab in slabs:
@@ -178,9 +175,8 @@ class DiskReader(ByteSource):
         for piece in layout.pieces:
             # bytes that are not read would stay as they are, unnoticed
             if piece.hi > self._stamps[piece.shard].num_bytes:
-                raise ReadError(
-                    f"{self.paths[piece.shard].name} ends before byte {piece.hi}: it was cut short"
-                )
+                name = self.paths[piece.shard].name
+                raise ReadError(f"{name} ends before byte {piece.hi}: it was cut short")
         if layout.is_direct:
             # whole blocks around each run: the slab mirrors the file, so both stay block-aligned
             blocks = (
@@ -209,9 +205,8 @@ class DiskReader(ByteSource):
         for path, found, wanted in zip(self.paths, self._stamps, stamps, strict=bool(stamps)):
             if found != wanted:
                 self._close_files()
-                raise ReadError(
-                    f"{path.name} changed since the model was opened: load the model again"
-                )
+                what = f"{path.name} changed since the model was opened"
+                raise ReadError(f"{what}: load the model again")
 
     def _read_scattered(self, slab: np.ndarray, pieces: list[SlabRead]) -> None:
         """Read the blocks around neighbouring pieces into a buffer, then place each piece."""
@@ -220,10 +215,8 @@ class DiskReader(ByteSource):
         hi = _up(max(piece.hi for piece in pieces))
         buffer = self._bounce_buffer()
         self._fill(SlabRead(shard, lo, hi, 0), buffer[: hi - lo].data)
-        for piece in pieces:
-            slab[piece.slab_lo : piece.slab_lo + piece.hi - piece.lo] = buffer[
-                piece.lo - lo : piece.hi - lo
-            ]
+        for _, first, end, slab_lo in pieces:
+            slab[slab_lo : slab_lo + end - first] = buffer[first - lo : end - lo]
 
     def _bounce_buffer(self) -> np.ndarray:
         if not hasattr(self._bounce, "buffer"):
@@ -247,10 +240,7 @@ class DiskReader(ByteSource):
                     self._reading_s += time.perf_counter() - self._reading_since
 
     def _fill(self, request: SlabRead, view: memoryview) -> None:
-        """Read [lo, hi) of a shard, or up to its end.
-
-        Raises `ReadError`, also where the file was changed.
-        """
+        """Read [lo, hi) of a shard, or to its end. Raises `ReadError`, also where it changed."""
         fd = self._files[request.shard]
         stamp = self._stamps[request.shard]
         wanted = min(request.hi, stamp.num_bytes) - request.lo
@@ -259,10 +249,8 @@ class DiskReader(ByteSource):
                 self._throttle.wait_for(wanted)
             self._read_whole(request, view, wanted)
         if Stamp.of(fd) != stamp:
-            raise ReadError(
-                f"{self.paths[request.shard].name} was written to while in use: load the model "
-                f"again"
-            )
+            what = f"{self.paths[request.shard].name} was written to while in use"
+            raise ReadError(f"{what}: load the model again")
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
         if self._watcher is not None:
@@ -315,10 +303,7 @@ class _Throttle:
 
 
 def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
-    """Return descriptors of all shards, and whether O_DIRECT works on every one of them.
-
-    Raises `ReadError`.
-    """
+    """Return descriptors of all shards, and whether all have O_DIRECT. Raises `ReadError`."""
     direct = [_open_direct(path) for path in shards]
     opened = [fd for fd in direct if fd is not None]
     if len(opened) == len(shards):
@@ -356,26 +341,20 @@ def _scattered_requests(pieces: Sequence[SlabRead]) -> Iterator[list[SlabRead]]:
     batch: list[SlabRead] = []
     most_bytes = REQUEST_BYTES - BLOCK_BYTES
     for piece in _cut(pieces, most_bytes):
-        is_near = (
-            batch and piece.shard == batch[0].shard and 0 <= piece.lo - batch[-1].hi <= BLOCK_BYTES
-        )
-        if batch and not (is_near and piece.hi - batch[0].lo <= most_bytes):
-            yield batch
-            batch = []
+        if batch:
+            is_near = 0 <= piece.lo - batch[-1].hi <= BLOCK_BYTES and piece.shard == batch[0].shard
+            if not is_near or piece.hi - batch[0].lo > most_bytes:
+                yield batch
+                batch = []
         batch.append(piece)
     if batch:
         yield batch
 
 
 def _cut(pieces: Iterable[SlabRead], most_bytes: int) -> Iterator[SlabRead]:
-    for piece in pieces:
-        for start in range(piece.lo, piece.hi, most_bytes):
-            yield SlabRead(
-                piece.shard,
-                start,
-                min(start + most_bytes, piece.hi),
-                piece.slab_lo + start - piece.lo,
-            )
+    for shard, lo, hi, slab_lo in pieces:
+        for start in range(lo, hi, most_bytes):
+            yield SlabRead(shard, start, min(start + most_bytes, hi), slab_lo + start - lo)
 
 
 def _down(value: int) -> int:

@@ -33,10 +33,7 @@ _PROMPT_SHARE = 1 / 16
 
 
 def warm_order(uses_B: ArrayLike) -> np.ndarray:
-    """Return blocks in the order of reading them into an empty pool, the most used first.
-
-    Unused ones are left out.
-    """
+    """Return the blocks that were used, the most used first, as an empty pool reads them."""
     uses = np.asarray(uses_B)
     return np.argsort(-uses, kind="stable")[: np.count_nonzero(uses)]
 
@@ -98,10 +95,7 @@ class ExpertCache:
         self._go_to(-1)
 
     def use(self, blocks: ArrayLike, num_rows: ArrayLike = 1) -> None:
-        """Count that the pass needs these blocks, each named once, for `num_rows` rows each.
-
-        The blocks may be there or not.
-        """
+        """Count that the pass needs these blocks, there or not, each of which is named once."""
         chosen = np.asarray(blocks, dtype=np.intp)
         shares = np.asarray(num_rows) / self._num_rows
         self._shares_B[chosen] += shares
@@ -113,12 +107,10 @@ class ExpertCache:
         """Learn from the pass that has ended how well the averages before it foretold it."""
         # no product of a BLAS: its threads would disturb those that compute
         before_2B = self._before_2B
-        self._squares_22 = _LEARNING * self._squares_22 + np.einsum(
-            "ib,jb->ij", before_2B, before_2B
-        )
-        self._products_2 = _LEARNING * self._products_2 + np.einsum(
-            "ib,b->i", before_2B, self._shares_B
-        )
+        squares_22 = np.einsum("ib,jb->ij", before_2B, before_2B)
+        products_2 = np.einsum("ib,b->i", before_2B, self._shares_B)
+        self._squares_22 = _LEARNING * self._squares_22 + squares_22
+        self._products_2 = _LEARNING * self._products_2 + products_2
         even = _PRIOR * np.eye(2)
         weights_2 = np.linalg.solve(self._squares_22 + even, self._products_2 + even.mean(axis=0))
         # at least one is positive, since no product is negative

@@ -27,13 +27,11 @@ from offload.interrupts import held_back
 from offload.memory.plan import num_passing
 from offload.planning.cost_model import NEVER
 from offload.streaming.carriers import DeviceExpertCarrier, HostCarrier
-from offload.streaming.device import Device, Event, Stall
+from offload.streaming.device import POISON, Device, Event, Stall
 from offload.streaming.disk import ByteSource, drop, when_all_done
 from offload.streaming.expert_cache import ExpertCache, warm_order
 from offload.streaming.stage import carried
 
-# NaN in every float format we stream
-_POISON = 0xFF
 # rows after which it is known how experts are used
 _KNOWN_ROWS = 64
 # reading ahead pays if at least this share of it is expected to be needed
@@ -142,9 +140,8 @@ class ExpertPool:
         wanted = deque(block for block in blocks if block not in slots)
         self.num_hits += len(slots)
         self.num_misses += len(wanted)
-        self.carrier.use(
-            [*wanted, *(block for block, slot in slots.items() if slot in self._arriving)]
-        )
+        coming = [block for block, slot in slots.items() if slot in self._arriving]
+        self.carrier.use([*wanted, *coming])
         queue = deque(slots)
         self._ask(wanted, slots, queue)
         while queue:
@@ -219,10 +216,10 @@ class ExpertPool:
 
     def _is_for_all(self, num_rows: int) -> bool:
         """Return whether a pass needs so much of what is missing that all is worth reading."""
+        if num_rows < self.ahead_rows:
+            return False
         is_known = self.num_rows >= _KNOWN_ROWS
-        return num_rows >= self.ahead_rows and not (
-            is_known and self._cache.missing_share(num_rows) < _LEAST_SHARE
-        )
+        return not is_known or self._cache.missing_share(num_rows) >= _LEAST_SHARE
 
     def _empty(self) -> None:
         """Forget all that is there, on its way or held: a stopped pass leaves it half done."""
@@ -246,7 +243,7 @@ class ExpertPool:
         if self.poison_released:
             # Behind the copy of a guess that was given up, which may still be under way.
             self._device.wait(self._device.copies, self._free.get(slot, self._opened))
-            self._device.fill(self._slots[slot], _POISON, self._device.copies)
+            self._device.fill(self._slots[slot], POISON, self._device.copies)
         # a transfer that is not noted would write over what comes into the slot later
         with held_back():
             free = self._free.get(slot, self._opened)
@@ -302,14 +299,12 @@ def open_pool(
     else:
         pinned = device.open_allocator()
         resources.callback(pinned.close)
-        behind = ExpertCache(
-            len(flat), num_host_slots, num_passing=num_passing(num_host_slots, slot_bytes)
-        )
+        passing = num_passing(num_host_slots, slot_bytes)
+        behind = ExpertCache(len(flat), num_host_slots, num_passing=passing)
         carrier = DeviceExpertCarrier(source, flat, device, pinned, behind, num_host_slots)
     slots = (device or host).allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
-    cache = ExpertCache(
-        len(flat), num_slots, uses_B=uses_B, num_passing=num_passing(num_slots, slot_bytes)
-    )
+    passing = num_passing(num_slots, slot_bytes)
+    cache = ExpertCache(len(flat), num_slots, uses_B=uses_B, num_passing=passing)
     pool = ExpertPool(records, slots, carrier, cache, ahead_rows)
     resources.callback(pool.stop)
     return pool

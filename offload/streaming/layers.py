@@ -18,12 +18,9 @@ from torch import Tensor
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.plan import MemoryPlan
 from offload.streaming.carriers import DeviceCarrier, HostCarrier
-from offload.streaming.device import Device, Event, Stall
+from offload.streaming.device import POISON, Device, Event, Stall
 from offload.streaming.disk import ByteSource
 from offload.streaming.stage import Stage
-
-# NaN in every float format we stream
-_POISON = 0xFF
 
 
 class Layers:
@@ -64,10 +61,7 @@ class Layers:
         self._start()
 
     def begin_sweep(self) -> None:
-        """Make the first layer the next to arrive.
-
-        An interrupted pass may have left others queued, or failed.
-        """
+        """Make the first layer the next to come; a pass that was cut short left others queued."""
         if not self.stage.is_at_start:
             self.stop()
             self._start()
@@ -104,7 +98,7 @@ class Layers:
         if slot is None:
             return
         if self.poison_released:
-            device.fill(slot, _POISON, device.compute)
+            device.fill(slot, POISON, device.compute)
         self.stage.release(layer, device.record(device.compute))
 
     def stop(self) -> None:
@@ -132,10 +126,7 @@ def open_layers(
     device: Device | None,
     resources: ExitStack,
 ) -> Layers:
-    """Return layers placed by the plan, on the CPU where `device` is None; nothing is read yet.
-
-    `resources` closes them.
-    """
+    """Return layers placed by the plan, nothing of which is read yet; `resources` closes them."""
     sizes = [layout.slab_bytes for layout in layouts]
     assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
     if device is None:

@@ -95,16 +95,11 @@ class PinningMethod:
         return allocate(num_bytes)
 
     def free(self, array: np.ndarray) -> None:
-        """Unlock what this way allocated, if it does not go with the last view of it; nothing
-        copies from it any more.
-        """
+        """Unlock what this way allocated, unless its last view does so; nothing copies from it."""
 
 
 class CupyPinning(PinningMethod):
-    """Locked memory from the driver by way of cupy.
-
-    Raises `RefusedError` when cupy is missing or made for another CUDA.
-    """
+    """Locked memory by way of cupy. Raises `RefusedError` if it is missing, or for another CUDA."""
 
     name = "cupy"
 
@@ -123,9 +118,8 @@ class CupyPinning(PinningMethod):
             raise RefusedError(f"cupy: {reason(error)}") from error
         if cuda_version and major != int(cuda_version.partition(".")[0]):
             wanted = cuda_version.partition(".")[0]
-            raise RefusedError(
-                f"cupy is made for CUDA {major}, torch for {wanted}: install cupy-cuda{wanted}x"
-            )
+            what = f"cupy is made for CUDA {major}, torch for {wanted}"
+            raise RefusedError(f"{what}: install cupy-cuda{wanted}x")
         self._index = index
         self._cpus = cpus
 
@@ -137,9 +131,8 @@ class CupyPinning(PinningMethod):
         # a CUDARuntimeError, which only cupy can name; cupy has cleared the driver's state
         except Exception as error:
             raise RefusedError(f"cupy: {reason(error)}") from error
-        array = np.frombuffer(
-            self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, count=num_bytes
-        )
+        pointer = self._cupy.cuda.PinnedMemoryPointer(memory, 0)
+        array = np.frombuffer(pointer, np.uint8, count=num_bytes)
         # small pieces may be cut from larger ones, and O_DIRECT wants whole pages
         if array.ctypes.data % _PAGE_BYTES:
             raise RefusedError(f"cupy: {format_bytes(num_bytes)} do not begin with a page")
@@ -223,16 +216,11 @@ class PinnedAllocator:
         """Return a line for the user when memory could not be locked, with every way's reason."""
         if not self.pageable_bytes:
             return None
-        sizes = (
-            f"{format_bytes(self.pageable_bytes)} of "
-            f"{format_bytes(self.pinned_bytes + self.pageable_bytes)}"
-        )
+        all_bytes = self.pinned_bytes + self.pageable_bytes
+        what = f"{format_bytes(self.pageable_bytes)} of {format_bytes(all_bytes)} host memory"
+        what = f"{what} could not be page-locked, copies from it are slower"
         why = "; ".join(self._refusals) or "no way to lock pages"
-        remedy = "let more be locked, or lower `ram`"
-        return (
-            f"{sizes} host memory could not be page-locked, copies from it are slower ({why}): "
-            f"{remedy}"
-        )
+        return f"{what} ({why}): let more be locked, or lower `ram`"
 
     def release(self, buffer: HostBuffer) -> None:
         """Take a buffer back before the others; no copy from it may be under way."""
@@ -273,10 +261,7 @@ def open_pinned_allocator(place: torch.device) -> PinnedAllocator:
 
 
 def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:
-    """Make every page real, by several threads on `cpus`.
-
-    The first touch decides on which memory node a page lies.
-    """
+    """Make every page real by threads on `cpus`: the first touch decides on its memory node."""
 
     def touch(lo: int) -> None:
         array[lo : lo + _TOUCH_BYTES : _PAGE_BYTES] = 0
@@ -286,18 +271,13 @@ def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:
 
 
 def sees_registered(index: int, open_library: Callable[[str], Any] = ctypes.CDLL) -> bool:
-    """Return whether kernels of this GPU read registered memory by the host's address.
-
-    False where the driver cannot say.
-    """
+    """Return whether kernels read registered memory by the host's address; False if unknown."""
     value = ctypes.c_int(0)
     try:
-        code = open_library("libcuda.so.1").cuDeviceGetAttribute(
-            ctypes.byref(value), _HOST_POINTER, index
-        )
+        ask = open_library("libcuda.so.1").cuDeviceGetAttribute
     except (OSError, AttributeError):
         return False
-    return not code and bool(value.value)
+    return not ask(ctypes.byref(value), _HOST_POINTER, index) and bool(value.value)
 
 
 def forget_cuda_error(
@@ -308,11 +288,8 @@ def forget_cuda_error(
     torch has no binding for it, and each copy of the runtime that is mapped keeps an error of its
     own, so all are cleared.
     """
-    files = {
-        line.split(maxsplit=5)[-1].strip()
-        for line in maps.read_text().splitlines()
-        if "libcudart" in line
-    }
+    lines = maps.read_text().splitlines()
+    files = {line.split(maxsplit=5)[-1].strip() for line in lines if "libcudart" in line}
     for file in sorted(name.removesuffix(" (deleted)") for name in files):
         open_library(file).cudaGetLastError()
 

@@ -75,9 +75,7 @@ class WeightScan:
             if form is not None and entry.num_bytes:
                 matters = is_matrix(entry.shape) or entry.coded is not None
                 watched[entry.shard].append(_Watched(entry.lo, entry.hi, name, form, matters))
-        self._watched = {
-            shard: sorted(own, key=lambda one: one.lo) for shard, own in watched.items()
-        }
+        self._watched = {shard: sorted(own) for shard, own in watched.items()}
         self._starts = {shard: [one.lo for one in own] for shard, own in self._watched.items()}
         self._tops = dict[tuple[int, int], tuple[int, list[_Range]]]()
         self._lock = Lock()
@@ -86,9 +84,7 @@ class WeightScan:
         self._passing = dict[int, list[_Range]]()
 
     def expect(self, layouts: Sequence[SlabLayout], tier_L: Sequence[LayerTier]) -> None:
-        """Note which layers stay on the disk and are read in every sweep; all else is looked at
-        whole.
-        """
+        """Note which layers are read from disk in every sweep; all else is looked at whole."""
         passing: dict[int, list[_Range]] = defaultdict(list)
         for layout, tier in zip(layouts, tier_L, strict=True):
             for piece in layout.pieces if tier is LayerTier.DISK else ():
@@ -123,15 +119,11 @@ class WeightScan:
             for (shard, index), (bits, seen) in self._tops.items():
                 key = (shard, index)
                 one = self._watched[shard][index]
-                if (
-                    seen == [(one.lo, one.hi)]
-                    and key not in self._damaged
-                    and key not in self._told
-                ):
+                is_whole = seen == [(one.lo, one.hi)]
+                if is_whole and key not in self._damaged and key not in self._told:
                     self._told.add(key)
-                    tops.append(
-                        TensorMaximum(one.name, self._files[shard], one.is_matrix, one.form, bits)
-                    )
+                    file = self._files[shard]
+                    tops.append(TensorMaximum(one.name, file, one.is_matrix, one.form, bits))
         return [f"{line}: {_ASK}" for line in remarks(tops, has_zeros=self._has_zeros)]
 
     def _passes(self, shard: int, at: int) -> bool:
@@ -143,17 +135,15 @@ class WeightScan:
     def _look_at(
         self, shard: int, index: int, lo: int, stored: np.ndarray, turn: int | None
     ) -> None:
-        """Look at what there is of one tensor.
+        """Look at what there is of one tensor, or at its stripe of this turn where it passes again.
 
-        Where it passes again, only its stripe of this turn is looked at; a small tensor is looked
-        at first of all.
+        A small tensor is looked at in the first turn.
         """
         one = self._watched[shard][index]
-        item_bytes = self._watched[shard][index].form.item_bytes
+        item_bytes = one.form.item_bytes
         first = max(0, -(-(lo - one.lo) // item_bytes)) * item_bytes
-        last = max(
-            first, min(lo + len(stored) - one.lo, one.hi - one.lo) // item_bytes * item_bytes
-        )
+        end = min(lo + len(stored), one.hi) - one.lo
+        last = max(first, end // item_bytes * item_bytes)
         looked_at = [stored[one.lo + first - lo : one.lo + last - lo]]
         is_last = True
         if turn is not None and last - first >= _LEAST_BYTES:
@@ -181,10 +171,7 @@ class WeightScan:
 
 
 def _stripe_at(lo: int, turn: int) -> int | None:
-    """Return which stripe of a read from byte `lo` on has this turn.
-
-    It is None where the reads before and behind it have one.
-    """
+    """Return which stripe of a read from byte `lo` on has this turn; None where others have one."""
     return turn // 2 if turn % 2 == (lo >> 21) % 2 else None
 
 

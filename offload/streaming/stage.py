@@ -70,33 +70,26 @@ class Stage:
 
     @property
     def is_at_start(self) -> bool:
-        """Return whether the first block arrives next, all slots are on their way, and none has
-        failed.
-        """
-        is_whole = len(self._transfers) == (len(self.slots) if self._blocks else 0)
-        is_first = (
-            not self._blocks or not self._transfers or self._transfers[0].block == self._blocks[0]
-        )
+        """Return whether the first block comes next, all slots are on their way, none failed."""
+        if not self._blocks:
+            return not self._transfers
+        is_whole = len(self._transfers) == len(self.slots)
+        is_first = not self._transfers or self._transfers[0].block == self._blocks[0]
         return is_whole and is_first and not any(map(_has_failed, self._transfers))
 
     def start(self, free: Event = None, once: Iterable[int] = ()) -> None:
-        """Begin with the blocks `once`, which do not come again, then with the first.
-
-        Slots are empty after the event `free`.
-        """
+        """Begin with the blocks `once`, then the first; slots are empty after the event `free`."""
         self._order = chain(once, cycle(self._blocks) if self._is_cycle else self._blocks)
         for slot in self.slots:
             self._fill(slot, free)
 
     def acquire(self, block: int) -> tuple[Tensor, Event]:
-        """Return the slot of the next block, valid until its release, and the event after which it
-        is complete; None: it is.
+        """Return the slot of the next block, until its release, and the event behind its copy.
 
-        Raises what moving it has raised, `ReadError` mostly.
+        Without an event it is complete. Raises what moving it has raised, `ReadError` mostly.
         """
-        assert self._transfers and self._transfers[0].block == block, (
-            f"block {block} acquired out of order"
-        )
+        is_next = bool(self._transfers) and self._transfers[0].block == block
+        assert is_next, f"block {block} acquired out of order"
         transfer = self._transfers[0]
         ready = None
         for part in transfer.parts:

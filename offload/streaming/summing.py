@@ -47,10 +47,7 @@ class BlockSum:
         self._lock = Lock()
 
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
-        """Add the blocks of `stored` that have not counted yet.
-
-        `stored` (uint8) holds the bytes of a file from `lo` on.
-        """
+        """Add those blocks of a file's bytes from `lo` on that have not counted yet."""
         if not self._left[shard]:
             return
         for first, end in self._claim(shard, lo, lo + len(stored)):
@@ -99,9 +96,8 @@ class BlockSum:
 
 def _blocks_of_tensors(checkpoint: Checkpoint, sizes: list[int]) -> list[list[_Range]]:
     """Return the blocks that hold bytes of tensors, as disjoint ranges for each file."""
-    spans = sorted(
-        (one.shard, one.lo, one.hi) for _, one in stored_entries(checkpoint) if one.num_bytes
-    )
+    entries = (one for _, one in stored_entries(checkpoint) if one.num_bytes)
+    spans = sorted((one.shard, one.lo, one.hi) for one in entries)
     needed: list[list[_Range]] = [[] for _ in sizes]
     for shard, lo, hi in spans:
         lo = lo // BLOCK_BYTES * BLOCK_BYTES
@@ -115,10 +111,7 @@ def _blocks_of_tensors(checkpoint: Checkpoint, sizes: list[int]) -> list[list[_R
 
 
 def _sums_of(stored: np.ndarray, first_block: int) -> np.ndarray:
-    """Return column sums and total of bytes that begin at a block.
-
-    The last block of a file is filled up with zeros.
-    """
+    """Return column sums and total of bytes that begin at a block, filled up with zeros."""
     sums = np.zeros(_WORDS + 1, np.uint64)
     for block, words in _cached_batches(stored, first_block):
         keys = np.arange(block + 1, block + 1 + len(words), dtype=np.uint64) * _ODD
@@ -143,10 +136,7 @@ def _cached_batches(stored: np.ndarray, first_block: int) -> Iterator[tuple[int,
 def read_left(
     total: BlockSum, source: ByteSource, on_bytes: OnBytes = lambda done, of: None
 ) -> str:
-    """Read all that a sum lacks from a source that shows it what it reads; return the sum.
-
-    Raises `ReadError`.
-    """
+    """Read all that a sum lacks from a source that shows it what it reads. Raises `ReadError`."""
     slab = allocate(_PART_BYTES)
     for shard, lo, hi in total.left():
         for at in range(lo, hi, _PART_BYTES):
