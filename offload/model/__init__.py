@@ -1,3 +1,1 @@
-"""The forward pass of transformers over weights that are lent: target, caches, attention,
-recordings.
-"""
+"""The forward pass of transformers over lent weights: target, caches, attention, recordings."""

@@ -8,14 +8,13 @@ with them all that a family may do to its scores.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from offload.errors import UserError
 from offload.kernels.path_attention import PathRows, ScoreTerms, Window, first_seen
@@ -37,27 +36,15 @@ def is_for_rows(config: Any) -> bool:
     return config._attn_implementation == NAME and config.model_type not in _CALCULATE_WITH_MASKS
 
 
-def takes_paths(model: PreTrainedModel) -> bool:
-    """Return whether all of a model's attention can be ours, also with capped scores or sinks."""
-    if model.config._attn_implementation != NAME:
-        with suppress(ValueError):
-            model.set_attn_implementation(NAME)
-    return is_for_rows(model.config)
-
-
 def tree_mask(
     num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: Window, dtype: torch.dtype
 ) -> Tensor:
     """Return an additive mask (1, 1, T, P + U): a row sees the prefix, its ancestors and itself.
 
-    As far as its window reaches.
-
     Args:
         num_prefix: P, committed positions 0..P-1.
-        position_U: absolute positions of the uncommitted rows, of which the last T are the rows of
-            this pass.
-        ancestor_TU: bool; entry (i, j) tells whether uncommitted row j lies on the path to row i, i
-            included.
+        position_U: absolute positions of the uncommitted rows, the last T of which this pass runs.
+        ancestor_TU: bool; whether an uncommitted row lies on the path to a row, itself included.
         window: how far back a row sees.
         dtype: of the scores.
     """
@@ -82,8 +69,7 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """Attend (1, H, T, K) queries to (1, G, S, K) keys; the result is (1, T, H, K).
 
-    `more` is what transformers passes beside. Raises `UserError` where that would change the scores
-    themselves.
+    Raises `UserError` where `more`, which transformers passes beside, would change the scores.
     """
     if isinstance(attention_mask, ChoosingMask):
         chosen = (more.pop("indices", None) or attention_mask).chosen
@@ -97,8 +83,8 @@ def folded_attention(
             raise UserError(f"{what}: choose another model")
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         terms = ScoreTerms(scale, more.get("softcap"), more.get("s_aux"))
-        given = (query, key, value)
-        states = (one[0] if one.stride(3) == 1 else one[0].contiguous() for one in given)
+        given = (query[0], key[0], value[0])
+        states = (one if one.stride(2) == 1 else one.contiguous() for one in given)
         # it pads its products itself
         with torch._C.DisableTorchFunction():
             return attention_mask.attend(*states, attention_mask, terms)[None].contiguous(), None

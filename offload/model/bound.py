@@ -25,6 +25,7 @@ from offload.model.expanded import CodedWeight, CompanionScratch, ExpandedWeight
 from offload.model.experts import (
     Bring,
     Fetch,
+    RoutedExperts,
     bring_to,
     find_experts,
     let_experts_choose_rows,
@@ -55,15 +56,13 @@ class BoundModel:
         adapt: changes the model before its weights are looked for.
         section: of the checkpoint's layers, and of what lies around them; None is the whole. See
             `SectionModel`.
-        on_demand: routed experts are no part of their layers' slabs, but brought one by one, see
-            `bring_experts`.
+        on_demand: routed experts are no part of their layers' slabs; see `bring_experts`.
 
     Attributes:
         layer_layouts: one slab per decoder layer.
         rest_layout: the slab of embeddings, final norm and head.
         experts: of each layer that has any, where they come on demand.
-        encoder_layouts: one slab per layer that runs once per prompt; their numbers follow those of
-            the decoder.
+        encoder_layouts: one slab per layer that runs once per prompt, numbered behind the decoder.
         dtype: the type in which it computes.
         place: the device on which it computes.
         vocab_size: V, width of the logits.
@@ -135,9 +134,7 @@ class BoundModel:
         self, names: Mapping[nn.Module, str], coded: Mapping[str, Sequence[TensorPart]]
     ) -> None:
         """Let modules expand coded weights just before they run, and those around layers once."""
-        layouts = {
-            names[block]: layout for block, layout in zip(self._blocks, self._layouts, strict=True)
-        }
+        layouts = dict(zip([names[block] for block in self._blocks], self._layouts, strict=True))
         records = {
             f"{names[one.module]}{index}.": record
             for one in self.experts
@@ -152,18 +149,15 @@ class BoundModel:
 
     def _lay_out(self, own: Sequence[Mapping[str, Stack]], *, on_demand: bool) -> None:
         """Lay out the slab of every block from its own parameters; experts on demand stay apart."""
-        found = [
-            find_experts(*one) if on_demand else (None, set())
-            for one in zip(self._blocks, own, strict=True)
-        ]
-        self._experts_of = {
-            layer: experts for layer, (experts, _) in enumerate(found) if experts is not None
-        }
+        self._experts_of: dict[int, RoutedExperts] = {}
+        self._layouts: list[SlabLayout] = []
+        for layer, (block, stacks) in enumerate(zip(self._blocks, own, strict=True)):
+            experts, routed = find_experts(block, stacks) if on_demand else (None, set())
+            if experts is not None:
+                self._experts_of[layer] = experts
+            kept = {name: what for name, what in stacks.items() if name not in routed}
+            self._layouts.append(slab_layout(kept))
         self.experts = [*self._experts_of.values()]
-        self._layouts = [
-            slab_layout({name: what for name, what in stacks.items() if name not in routed})
-            for stacks, (_, routed) in zip(own, found, strict=True)
-        ]
         self.layer_layouts = self._layouts[: self.num_layers]
         self.encoder_layouts = self._layouts[self.num_layers :]
 
@@ -173,10 +167,7 @@ class BoundModel:
 
     @property
     def typical_layer(self) -> int:
-        """Return the first layer that is like most.
-
-        It has routed experts where these come alone, and keys and values of its own.
-        """
+        """Return the first layer like most: with experts that come alone, and keys of its own."""
         return next((layer for layer in self._experts_of if not self._borrows_keys(layer)), 0)
 
     def _borrows_keys(self, layer: int) -> bool:
@@ -209,9 +200,8 @@ class BoundModel:
     @property
     def rest_bytes(self) -> int:
         """Return the bytes that `read_rest` reads."""
-        return self._beside.layout.slab_bytes + (
-            0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
-        )
+        own_bytes = 0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
+        return self._beside.layout.slab_bytes + own_bytes
 
     def bring_samples(self, fetch: Fetch) -> None:
         """Let a few experts stand for all that come on demand, to try and to time by."""
@@ -224,10 +214,7 @@ class BoundModel:
             bring_to(experts, layer, bring, self._expanded.numbers)
 
     def drop_experts(self) -> None:
-        """Let go of what experts came from.
-
-        Until `bring_experts` is called again no layer that has any can run.
-        """
+        """Let go of what experts came from: without `bring_experts` their layers cannot run."""
         for experts in self.experts:
             experts.module.__dict__.pop("forward", None)
 
@@ -242,10 +229,7 @@ class BoundModel:
         return [one.coding for one in coded if one is not None]
 
     def coded_words(self, layer: int, fetch: Fetch) -> list[CodedWeight]:
-        """Return the coded weights of a layer that need not be bound.
-
-        Of experts that come on demand only the first's.
-        """
+        """Return the coded weights of a layer, which need not be bound; of experts, the first's."""
         parts = self._parts_of(layer)
         return [one for part in parts for one in self._expanded.words(part, fetch(part))]
 
@@ -275,10 +259,7 @@ class BoundModel:
             self.held.settle()
 
     def bind_rest(self, slab: np.ndarray) -> None:
-        """Give embeddings, norm and head their weights for good.
-
-        Tied ones share one tensor where they lie together.
-        """
+        """Give embeddings, norm and head their weights for good; tied ones share one tensor."""
         flat = torch.from_numpy(slab[self.rest_layout.sent])
         # the compute type, or fp32 where a family insists
         dtypes = {source: place.empty.dtype for source, place in reversed(self._rest_places)}
@@ -331,7 +312,7 @@ class BoundModel:
         self._expanded.unbind(layer)
 
     def stream_layers(self, acquire: Callable[[int], Slab], release: Callable[[int], None]) -> None:
-        """Take each layer's slab just before it runs from now on, and give it back right after.
+        """Take each layer's slab just before it runs from now on, and give it back behind it.
 
         It is given back even when the layer fails.
         """

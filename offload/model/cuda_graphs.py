@@ -33,6 +33,7 @@ WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _PATIENCE = 32
 # Each row has a token, a position and the slot it is written to; then its walk.
 _INPUTS = 3
+_WITHOUT = "the draft runs without CUDA graphs, which is slower"
 # A walk has what lies behind the prefix that all rows share, some hundred nodes deep.
 _MOST_COLUMNS = 4 * BLOCK
 
@@ -43,15 +44,11 @@ class _Recording(NamedTuple):
 
 
 class Graphs:
-    """Recordings of one model's passes over one cache at a time, each with a recorder of its own;
-    for `replay_with`.
-    """
+    """Recordings of one model's passes over one cache at a time, for `replay_with`."""
 
     def __init__(self, model: StreamedModel, open_recorder: Callable[[], Record]) -> None:
         assert not model.experts, "what a pass asks for while it runs cannot be recorded"
-        assert model.attend is not None, (
-            "attention along paths has the same shapes for any prefix; masks have not"
-        )
+        assert model.attend is not None, "the shapes of masks change with the prefix"
         self._model = model
         self._open_recorder = open_recorder
         self._attend = model.attend
@@ -71,9 +68,7 @@ class Graphs:
         cache: KVCache,
         num_logits: int,
     ) -> Tensor | None:
-        """See `StreamedModel.forward`; declines texts that take turns, and passes that are too wide
-        or too deep.
-        """
+        """See `StreamedModel.forward`; declines texts that take turns, and wide or deep passes."""
         if not self._turn_to(cache):
             return None
         num_rows = len(ancestor_TU)
@@ -96,10 +91,7 @@ class Graphs:
         return self._logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
 
     def _turn_to(self, cache: KVCache) -> bool:
-        """Return whether this cache has the recordings.
-
-        Of texts side by side one that is alone for a while gets them.
-        """
+        """Return whether this cache has the recordings; one that is alone for a while gets them."""
         if cache is self._cache:
             self._next = None
             return True
@@ -161,9 +153,7 @@ class CudaRecorder:
         return graph.replay
 
     def _capture(self, graph: Any, work: Work) -> None:
-        """Capture without `torch.cuda.graph`, which would wait for all layers on their way to the
-        device.
-        """
+        """Capture without `torch.cuda.graph`, which would wait for all layers on their way."""
         try:
             # Other threads copy layers meanwhile, and must be let.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -184,15 +174,13 @@ class CudaRecorder:
 
 
 def use_graphs(model: StreamedModel) -> str | None:
-    """Let a resident CUDA model replay its small passes; tried at once, returns a line for the user
-    where it cannot.
-    """
+    """Let a resident CUDA model replay its small passes; return a line that says why it cannot."""
     if model.has_states:
-        return "the draft runs without CUDA graphs, which is slower (it has recurrent layers)"
+        return f"{_WITHOUT} (it has recurrent layers)"
     if model.has_index:
-        return "the draft runs without CUDA graphs, which is slower (its layers choose by an index)"
+        return f"{_WITHOUT} (its layers choose by an index)"
     if model.attend is None:
-        return "the draft runs without CUDA graphs, which is slower (its attention takes masks)"
+        return f"{_WITHOUT} (its attention takes masks)"
     open_recorder = partial(CudaRecorder, torch.cuda.Stream(model.place))
     graphs = Graphs(model, open_recorder)
     one = torch.zeros(1, dtype=torch.long)
@@ -203,6 +191,6 @@ def use_graphs(model: StreamedModel) -> str | None:
             graphs(one, one, torch.ones(1, 1, dtype=torch.bool), cache, 1)
     except Exception as error:  # whatever a family does in its pass that a recording does not take
         why = str(error).partition("\n")[0] or type(error).__name__
-        return f"the draft runs without CUDA graphs, which is slower ({why[:120]})"
+        return f"{_WITHOUT} ({why[:120]})"
     model.replay_with(Graphs(model, open_recorder))
     return None

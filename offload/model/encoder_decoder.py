@@ -58,10 +58,7 @@ class SourceCache(KVCache):
 
     @contextmanager
     def passing(self) -> Iterator[EncoderDecoderCache]:
-        """Yield both caches for one pass.
-
-        After a pass that was cut short keys may lack their values: all are made anew.
-        """
+        """Yield both caches; keys that a pass left without values when it was cut short go."""
         if self._is_under_way:
             self.cross = DynamicCache()
         self._is_under_way = True
@@ -70,10 +67,7 @@ class SourceCache(KVCache):
         self._is_under_way = False
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text but for its first positions.
-
-        Of a prompt all or nothing is kept, since its end changes all of it.
-        """
+        """Forget all but the first positions; a prompt goes whole, as its end changes all of it."""
         if num_kept < len(self.source):
             self.read([], self._nothing_11D)
         super().clear(num_kept)
@@ -181,9 +175,6 @@ class EncoderDecoderModel(StreamedModel):
 def open_model(
     checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any
 ) -> StreamedModel:
-    """Return a `StreamedModel` of these arguments, or one with an encoder.
-
-    Raises `UserError` for what does not run.
-    """
+    """Return a `StreamedModel`, or one with an encoder. Raises `UserError` for what cannot run."""
     kind = EncoderDecoderModel if has_encoder(checkpoint.config) else StreamedModel
     return kind(checkpoint, dtype, place, **more)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.layout import SlabLayout, TensorPart, Words, slab_layout
+from offload.checkpoint.layout import SlabLayout, TensorPart, slab_layout
 from offload.checkpoint.tensors import Coded
 from offload.encoding.base import Coding
 from offload.errors import UserError
@@ -29,14 +29,15 @@ _ALIGN_BYTES = 256
 # Rows that are expanded at once before they are laid between others.
 _WOVEN_ROWS = 64
 Companions = Mapping[str, Tensor]
+# the parts of one parameter, each with its place in what was sent of a slab
+_Placed = Sequence[tuple[TensorPart, slice]]
 
 
 class _Parameter(NamedTuple):
     """A parameter of a module, and where its words lie in the slab of its layer."""
 
     place: ParameterSlot
-    # each with its place in what was sent of the slab
-    parts: Sequence[tuple[TensorPart, slice]]
+    parts: _Placed
     scratch_lo: int
     # in use while modules inside of its own are expanded, and so behind what those take
     is_around: bool = False
@@ -108,10 +109,7 @@ class ExpandedWeights:
         self._expansion = expansion
 
     def keep(self, companions_of: Mapping[TensorPart, Companions]) -> None:
-        """Keep prepared companions of the layers' words where the model computes.
-
-        Also allocates the scratch to expand into.
-        """
+        """Keep prepared companions where the model computes, and allocate the scratch."""
         self._companions = {
             part: {name: tensor.to(self._where) for name, tensor in companions_of[part].items()}
             for part in self._parts
@@ -131,44 +129,34 @@ class ExpandedWeights:
         sent = torch.from_numpy(slab[layout.sent]).to(self._where)
         return [
             CodedWeight(
-                _coded(one.part).coding,
-                sent[_within(layout, one.part, one.slab_lo)],
-                self._companions[one.part],
-                one.part.entry.shape,
+                _coded(part).coding,
+                sent[words],
+                self._companions[part],
+                part.entry.shape,
                 self._dtype,
             )
-            for several in layout.coded.values()
-            for one in several
+            for name in layout.coded
+            for part, words in _placed(layout, name)
         ]
 
     def numbers(self, record: SlabLayout, sent: Tensor) -> dict[str, Tensor]:
-        """Return all parameters of a record.
-
-        What was coded is valid until anything else is expanded.
-        """
+        """Return all parameters of a record, valid until anything else is expanded."""
         # none of this is a product for a torch-function mode to watch
         with torch._C.DisableTorchFunction():
-            weights = {
-                name: view_of(sent, record, name).to(self._dtype) for name in record.parameters
-            }
+            plain = record.parameters
+            weights = {name: view_of(sent, record, name).to(self._dtype) for name in plain}
             lo = 0
-            for name, several in record.coded.items():
-                num_bytes = self._dtype.itemsize * _num_weights(several)
+            for name in record.coded:
+                parts = _placed(record, name)
+                num_bytes = self._dtype.itemsize * _num_weights(parts)
                 out = self._scratch_B[lo : lo + num_bytes].view(self._dtype)
-                for one in several:
-                    words = sent[_within(record, one.part, one.slab_lo)]
-                    _expand(one.part, words, self._companions[one.part], out, self._expansion)
-                shape = several[0].part.entry.shape
-                if len(several) > 1:
-                    shape = (-1, *shape[1:])
-                weights[name] = _as_in_model(several[0].part, out, shape)
+                weights[name] = _expanded(parts, sent, self._companions, out, self._expansion)
                 lo += _up(num_bytes)
         return weights
 
     def _end_of(self, record: SlabLayout) -> int:
-        return sum(
-            _up(self._dtype.itemsize * _num_weights(several)) for several in record.coded.values()
-        )
+        nums = (_num_weights(_placed(record, name)) for name in record.coded)
+        return sum(_up(self._dtype.itemsize * num) for num in nums)
 
     def release(self, module: nn.Module) -> None:
         """Expand a module's parameters a last time, and take its hooks off.
@@ -198,20 +186,18 @@ class ExpandedWeights:
             end = 0
             is_around = any(inner in owned for inner in module.modules() if inner is not module)
             for name, place in named:
-                parts = [
-                    (one.part, _within(layout, one.part, one.slab_lo)) for one in layout.coded[name]
-                ]
-                parameters.append(_Parameter(place, parts, end, is_around))
+                parameters.append(_Parameter(place, _placed(layout, name), end, is_around))
                 end += _up(place.empty.numel() * place.empty.element_size())
             if is_around:
                 self._around_bytes = max(self._around_bytes, end)
             else:
                 self._inner_bytes = max(self._inner_bytes, end)
             fill = partial(self._fill, layer, parameters)
-            hooks = [module.register_forward_pre_hook(fill)]
-            hooks.append(
-                module.register_forward_hook(partial(self._clear, parameters), always_call=True)
-            )
+            clear = partial(self._clear, parameters)
+            hooks = [
+                module.register_forward_pre_hook(fill),
+                module.register_forward_hook(clear, always_call=True),
+            ]
             self.hooks += hooks
             self._owned[module] = fill, hooks
 
@@ -221,13 +207,11 @@ class ExpandedWeights:
         with torch._C.DisableTorchFunction():
             for place, parts, lo, is_around in parameters:
                 lo += self._inner_bytes if is_around else 0
-                out = self._scratch_B[lo : lo + place.empty.numel() * place.empty.element_size()]
-                out = out.view(place.empty.dtype)
-                for part, words in parts:
-                    _expand(part, sent[words], self._companions[part], out, self._expansion)
-                first = parts[0][0]
-                shape = first.entry.shape if len(parts) == 1 else _stored_shape(first, place)
-                place.table[place.key] = _as_in_model(first, out, shape)
+                out = self._scratch_B[lo : lo + place.empty.nbytes].view(place.empty.dtype)
+                shape = tuple(place.empty.shape)
+                place.table[place.key] = _expanded(
+                    parts, sent, self._companions, out, self._expansion, shape
+                )
 
     def _clear(self, parameters: Sequence[_Parameter], *_: Any) -> None:
         for place, *_rest in parameters:
@@ -255,12 +239,12 @@ class CompanionScratch:
     ) -> None:
         self._where = where
         self._rest = rest
-        layers = [
-            {prefix + name: [one.part for one in words] for name, words in layout.coded.items()}
+        self._parts = [(name, part) for name, parts in rest.items() for part in parts]
+        self._parts += [
+            (prefix + name, one.part)
             for prefix, layout in layouts.items()
-        ]
-        self._parts = [
-            (name, part) for own in (rest, *layers) for name, parts in own.items() for part in parts
+            for name, words in layout.coded.items()
+            for one in words
         ]
         companions = {
             f"{index}{suffix}": (entry.shape, [TensorPart(entry)])
@@ -271,10 +255,7 @@ class CompanionScratch:
         self.layout = slab_layout({**companions, **shapes})
 
     def companions(self, slab: np.ndarray) -> dict[TensorPart, Companions]:
-        """Return the companions of all coded weights, prepared.
-
-        Raises `UserError` where they cannot be right.
-        """
+        """Return all companions, prepared. Raises `UserError` where they cannot be right."""
         flat = torch.from_numpy(slab[self.layout.sent])
         found = dict[TensorPart, Companions]()
         for index, (name, part) in enumerate(self._parts):
@@ -299,32 +280,36 @@ class CompanionScratch:
         """Return the weights around the layers, in these types."""
         flat = torch.from_numpy(slab[self.layout.sent])
         weights = {}
-        for name, parts in self._rest.items():
-            out = torch.empty(
-                sum(math.prod(part.entry.shape) for part in parts), dtype=dtypes[name]
-            )
-            for one in self.layout.coded[name]:
-                words = flat[_within(self.layout, one.part, one.slab_lo)]
-                _expand(one.part, words, companions_of[one.part], out, REFERENCE)
-            weights[name] = _as_in_model(parts[0], out, parts[0].entry.shape)
+        for name in self._rest:
+            parts = _placed(self.layout, name)
+            out = torch.empty(_num_weights(parts), dtype=dtypes[name])
+            weights[name] = _expanded(parts, flat, companions_of, out, REFERENCE)
         return weights
 
 
 def _runs_with(name: str, places: Mapping[str, ParameterSlot]) -> nn.Module:
-    """Return the module whose pass uses a parameter: of a convolution in a recurrent layer that is
-    the one around it, which takes its weights and never calls it.
+    """Return the module whose pass uses a parameter.
+
+    Of a convolution in a recurrent layer it is the one around it, which never calls it.
     """
     own = places[name].module
-    around = name.rpartition(".")[0].rpartition(".")[0]
     if not isinstance(own, nn.Conv1d):
         return own
-    return next(
-        (slot.module for other, slot in places.items() if other.rpartition(".")[0] == around), own
-    )
+    modules = {other.rpartition(".")[0]: slot.module for other, slot in places.items()}
+    around = name.rpartition(".")[0].rpartition(".")[0]
+    return modules.get(around, own)
 
 
-def _num_weights(several: Sequence[Words]) -> int:
-    return sum(math.prod(one.part.entry.shape) for one in several)
+def _placed(layout: SlabLayout, name: str) -> _Placed:
+    found = []
+    for part, slab_lo in layout.coded[name]:
+        lo = slab_lo - layout.lead_bytes
+        found.append((part, slice(lo, lo + part.entry.num_bytes)))
+    return found
+
+
+def _num_weights(parts: _Placed) -> int:
+    return sum(math.prod(part.entry.shape) for part, _ in parts)
 
 
 def _up(num_bytes: int) -> int:
@@ -334,6 +319,27 @@ def _up(num_bytes: int) -> int:
 def _coded(part: TensorPart) -> Coded:
     assert part.entry.coded is not None, "others are views"
     return part.entry.coded
+
+
+def _expanded(
+    parts: _Placed,
+    sent: Tensor,
+    companions_of: Mapping[TensorPart, Companions],
+    out: Tensor,
+    expansion: Expansion,
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Return a parameter of this shape whose numbers fill `out`; by default it has all rows."""
+    for part, words in parts:
+        _expand(part, sent[words], companions_of[part], out, expansion)
+    first = parts[0][0]
+    is_transposed = _coded(first).coding.is_transposed
+    if shape is None:
+        shape = (-1, *first.entry.shape[1:])
+    elif is_transposed:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    matrix = out.view(shape)
+    return matrix.transpose(-1, -2) if is_transposed else matrix
 
 
 def _expand(
@@ -355,21 +361,3 @@ def _expand(
         numbers = some.new_empty((len(some), *shape[1:]))
         coding.expand(row_RB[lo : lo + _WOVEN_ROWS].flatten(), companions, numbers, expansion)
         some.copy_(numbers.view(some.shape))
-
-
-def _stored_shape(part: TensorPart, place: ParameterSlot) -> tuple[int, ...]:
-    """Return the shape in which all parts of a parameter lie behind each other."""
-    shape = tuple(place.empty.shape)
-    is_transposed = _coded(part).coding.is_transposed
-    return (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
-
-
-def _as_in_model(part: TensorPart, flat: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a matrix of this shape as stored, transposed where its coding is."""
-    matrix = flat.view(tuple(shape))
-    return matrix.transpose(-1, -2) if _coded(part).coding.is_transposed else matrix
-
-
-def _within(layout: SlabLayout, part: TensorPart, slab_lo: int) -> slice:
-    lo = slab_lo - layout.lead_bytes
-    return slice(lo, lo + part.entry.num_bytes)

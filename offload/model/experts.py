@@ -72,9 +72,7 @@ def _choose(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     return out_ND.add_(block.experts(hidden_ND, expert_NK, share_NK)), logits_NE
 
 
-def _own(
-    experts: Any, needed: Sequence[int], _: Sequence[int]
-) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+def _own(experts: Any, needed: Sequence[int], _: Sequence[int]) -> Iterator[tuple[int, Weights]]:
     """Yield the weights of experts that are there."""
     for expert in needed:
         names = ("gate_up_proj", "down_proj")
@@ -96,10 +94,7 @@ class RoutedExperts(NamedTuple):
 def find_experts(
     block: nn.Module, stored: Mapping[str, Stack]
 ) -> tuple[RoutedExperts | None, set[str]]:
-    """Return the experts of a layer with these parameters, and the names of their stacks.
-
-    None where it has no experts.
-    """
+    """Return a layer's experts, None where it has none, and the names of their stacks."""
     for name, module in block.named_modules():
         if not all(hasattr(module, flag) for flag in _FLAGS):
             continue
@@ -122,13 +117,7 @@ def sample_of(records: Sequence[SlabLayout], fetch: Fetch, place: torch.device) 
         for record in records[:num_slabs]
     ]
 
-    def bring(
-        _: int, experts: Sequence[int], __: Sequence[int]
-    ) -> Iterator[tuple[int, SlabLayout, Tensor]]:
-        for expert in experts:
-            yield expert, *slabs[expert % num_slabs]
-
-    return bring
+    return lambda _, experts, __: ((expert, *slabs[expert % num_slabs]) for expert in experts)
 
 
 def bring_to(experts: RoutedExperts, layer: int, bring: Bring, open_record: Open) -> None:
@@ -150,16 +139,14 @@ def _forward(
 ) -> Tensor:
     """Compute what transformers' own loop over experts does; each row meets K experts.
 
-    A device is waited for once. On it choices are sorted by their expert, so that nothing has to be
-    sent back.
+    A device is waited for once: choices are sorted on it, so that nothing has to be sent back.
     """
     # rows of an expert come in the order of that loop
     num_rows = len(hidden_ND)
     by_expert = expert_NK.T.flatten()
     sorted_C, order_C = by_expert.sort(stable=True)
-    is_finite, *chosen = torch.cat(
-        [share_NK.isfinite().all()[None].to(sorted_C.dtype), sorted_C]
-    ).tolist()
+    is_finite_1 = share_NK.isfinite().all()[None].to(sorted_C.dtype)
+    is_finite, *chosen = torch.cat([is_finite_1, sorted_C]).tolist()
     if not is_finite:
         # here they are a router's scores
         raise UserError(NOT_NUMBERS)
@@ -183,10 +170,7 @@ def _forward(
 
 
 def _multiply(module: Any, row_RD: Tensor, own: Weights, share_R1: Tensor) -> Tensor:
-    """Return what an expert adds to its rows: up, gate and down projections, as the family has them.
-
-    In Llama 4 a share is taken of what goes in, else of what comes out.
-    """
+    """Return what an expert adds to rows; Llama 4 weighs what comes in, others what goes out."""
     scales_rows = getattr(module, "scales_rows", False)
     row_RD = row_RD * share_R1 if scales_rows else row_RD
     if module.has_gate:

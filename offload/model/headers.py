@@ -37,10 +37,7 @@ def describe(model: str, source: str | os.PathLike[str] | None = None) -> Checkp
 
 
 def is_built(model: str) -> bool:
-    """Return whether `describe` builds the model, which imports torch.
-
-    Raises `UserError` for a config it cannot read.
-    """
+    """Return whether `describe` builds the model, which imports torch. Raises `UserError`."""
     path = config_alone(model)
     return path is not None and read_config(path).get("model_type") not in LLAMA_LIKE
 

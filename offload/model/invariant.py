@@ -1,5 +1,4 @@
-"""Products, sums and activation functions whose result for a row does not depend on the rows beside
-it.
+"""Products, sums and activation functions whose result for a row depends on no row beside it.
 
 Matrix libraries take other ways for a few rows than for many, torch rounds the last numbers of a
 thread's share of an activation function differently, and on a GPU it gives a row's sum fewer
@@ -75,9 +74,7 @@ class InvariantRows(TorchFunctionMode):
         # of a CPU's weights: as many rows need no padding, nor to be cut
         self._plain: dict[Any, RowSizes] = {}
         self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
-        self._own |= {
-            product: partial(self._multiply_whole, product) for product in wide_products.MULTIPLY
-        }
+        self._own |= {one: partial(self._multiply_whole, one) for one in wide_products.MULTIPLY}
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
         self._own |= {function: partial(self._sum, function) for function in _SUMS}
 
@@ -98,9 +95,9 @@ class InvariantRows(TorchFunctionMode):
         bias = None if bias is None else _widened(bias, _LEAST_WIDTH)
         rows = left.reshape(-1, left.shape[-1])
         is_host = left.device.type == "cpu"
-        multiply: Callable[..., Tensor] = (
-            product_for(functional.linear, left) if is_host else _linear_into
-        )
+        multiply: Callable[..., Tensor] = _linear_into
+        if is_host:
+            multiply = product_for(functional.linear, left)
         sizes = self._sizes_of(multiply, widened, bias, is_transposed=True)
         if is_host and widened is weight:
             self._plain[key] = sizes
@@ -217,15 +214,12 @@ def _linear_into(
 def in_parts(
     work: Callable[..., Tensor], rows: Tensor, sizes: RowSizes, num_columns: int | None = None
 ) -> Tensor:
-    """Do `work` on rows, the last dimension but one, in parts of these sizes.
+    """Do `work` on rows, the last dimension but one, in parts of these sizes, the last one padded.
 
-    Zeros stand behind the last rows.
-
-    With `num_columns` it is told where to put so many for each row, as `out`, which saves gathering
-    them.
+    With `num_columns` it is told where to put so many for each row, as `out`, in one place.
     """
     num_rows = rows.shape[-2]
-    parts = parts_of(rows.shape[-2], sizes)
+    parts = parts_of(num_rows, sizes)
     if not parts:
         return work(rows)
     if len(parts) == 1:

@@ -38,8 +38,8 @@ Gather = Callable[..., None]
 class _Window:
     """Where the running pass writes, shared by all layers of one cache."""
 
-    def __init__(self, send: Send | None) -> None:
-        self.send = send or (lambda tensor: tensor)
+    def __init__(self, send: Send) -> None:
+        self.send = send
         self.lo = 0
         self.hi = 0  # behind the last row of the pass that was placed
         self.num_elsewhere = 0  # committed positions, the first ones, that have no slots here
@@ -48,9 +48,7 @@ class _Window:
 
 
 class _Buffers:
-    """What every layer holds, (1, G, B * S, K) each, of B texts side by side; made as layers show
-    shapes.
-    """
+    """What layers hold of B texts side by side, (1, G, B * S, K) each; made as they show shapes."""
 
     def __init__(self, num_texts: int, num_slots: int) -> None:
         self.num_texts = num_texts
@@ -73,13 +71,33 @@ class _Buffers:
         return held[name]
 
 
-class _SlotLayer(DynamicLayer):
-    """What one layer holds of one text, (1, G, S, K) each: views of buffers that are made at first
-    use.
-    """
+class _PassLayer(DynamicLayer):
+    """One layer of the texts of a pass."""
+
+    def __init__(self, windows: Sequence[_Window]) -> None:
+        super().__init__()
+        self._windows = windows
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Not of the slots, but all positions there are: a family turns index keys by them.
+
+        They are (3, 1, M), by three axes, alike for text.
+        """
+        furthest = max(self._windows, key=lambda window: window.hi)
+        position_M = torch.arange(furthest.hi)
+        return furthest.send(position_M).expand(3, 1, -1) if furthest.hi else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, position_ids: Tensor) -> None:
+        """Do nothing: a family would keep those of its rows there."""
+
+
+class _SlotLayer(_PassLayer):
+    """What one layer holds of one text, (1, G, S, K) each: views of buffers, made at first use."""
 
     def __init__(self, window: _Window, buffers: _Buffers, layer: int, text: int) -> None:
-        super().__init__()
+        super().__init__([window])
         self._window = window
         self._buffers = buffers
         self._layer = layer
@@ -143,29 +161,25 @@ class _SlotLayer(DynamicLayer):
         assert self._window.slot_T is None, "passes with an index are not recorded"
         return self.write_index(self._window.lo, indexer_key_states)
 
-    @property
-    def indexer_position_ids(self) -> Tensor | None:
-        """Not of the slots, but all positions there are: a family turns index keys by them.
-
-        They are (3, 1, M), by three axes, alike for text.
-        """
-        window = self._window
-        return window.send(torch.arange(window.hi)).expand(3, 1, -1) if window.hi else None
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, position_ids: Tensor) -> None:
-        """Do nothing: a family would keep those of its rows there."""
-
     def get_seq_length(self) -> int:
         return self._window.lo
 
 
-class KVCache(Cache):
-    """The cache of one model for one sequence: S = `num_slots`, committed positions plus rows of
-    the largest pass.
+def _stay(tensor: Tensor) -> Tensor:
+    return tensor
 
-    `gather` moves the rows of a path in all buffers, see `kv_commit_reference`; `send` brings a
-    host's tensor there.
+
+class KVCache(Cache):
+    """The cache of one model for one sequence.
+
+    Args:
+        num_slots: S, committed positions plus rows of the largest pass.
+        gather: moves the rows of a path in all buffers, see `kv_commit_reference`.
+        send: brings a host's tensor there.
+
+    Attributes:
+        length: P, the committed positions.
+        num_uncommitted: U, the rows behind them: of the last commit, and of the passes since then.
     """
 
     def __init__(
@@ -173,21 +187,20 @@ class KVCache(Cache):
         num_layers: int,
         num_slots: int,
         gather: Gather | None = None,
-        send: Send | None = None,
+        send: Send = _stay,
     ) -> None:
         self._gather = gather or kv_commit_reference
         self._send = send
         self._lie_in(_Buffers(1, num_slots), 0, num_layers)
         self.num_slots = num_slots
-        self.length = self._num_placed = 0
+        self.length = self.num_uncommitted = 0
 
     def _lie_in(self, buffers: _Buffers, text: int, num_layers: int) -> None:
         self._window = _Window(self._send)
         self._buffers = buffers
         self._text = text
-        self._slot_layers = [
-            _SlotLayer(self._window, buffers, layer, text) for layer in range(num_layers)
-        ]
+        layers = range(num_layers)
+        self._slot_layers = [_SlotLayer(self._window, buffers, layer, text) for layer in layers]
         Cache.__init__(self, layers=list(self._slot_layers))
 
     @classmethod
@@ -219,25 +232,16 @@ class KVCache(Cache):
         """Return the column of its first position among those of all texts."""
         return self._text * self._buffers.stride - self._window.num_elsewhere
 
-    @property
-    def num_uncommitted(self) -> int:
-        """Return U, the rows behind the committed ones: of the last commit, and of the passes since
-        then.
+    def place(self, num_before: int, num_rows: int) -> int:
+        """Let the next forward pass write so many rows behind `num_before` uncommitted ones.
+
+        Returns the position of the first. A pass that was placed and does not run leaves rows of
+        whatever was there before; see `fix`.
         """
-        return self._num_placed
-
-    def place(self, num_uncommitted: int, num_rows: int) -> int:
-        """Let the next forward pass write `num_rows` rows behind `num_uncommitted` rows that are
-        not committed yet.
-
-        Returns the position of the first.
-
-        A pass that was placed and does not run leaves rows of whatever was there before; see `fix`.
-        """
-        self._window.lo = self.length + num_uncommitted
+        self._window.lo = self.length + num_before
         last = self._window.lo - self._window.num_elsewhere + num_rows
         assert last <= self.num_slots, f"{num_rows} rows do not fit behind {self._window.lo}"
-        self._num_placed = num_uncommitted + num_rows
+        self.num_uncommitted = num_before + num_rows
         self._window.hi = self._window.lo + num_rows
         return self._window.lo
 
@@ -272,9 +276,7 @@ class KVCache(Cache):
 
     @contextmanager
     def recorded(self, slot_T: Tensor) -> Iterator[None]:
-        """Let rows go where `slot_T` says meanwhile, and look at all slots, whatever `place` was
-        told.
-        """
+        """Let rows go where `slot_T` says meanwhile, and look at all slots, whatever was placed."""
         self._window.slot_T = slot_T
         try:
             yield
@@ -283,8 +285,7 @@ class KVCache(Cache):
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
-        """Make the uncommitted rows `path` the next positions, and let `kept` follow, uncommitted,
-        in these orders.
+        """Make the uncommitted rows `path` the next positions, and let `kept` follow, uncommitted.
 
         Rows are counted from the committed length; everything else is forgotten.
         """
@@ -293,15 +294,12 @@ class KVCache(Cache):
         # of their own.
         buffers = [buffer for layer in self._slot_layers for buffer in layer.held.values()]
         if buffers and rows != list(range(len(rows))):
-            row_A = torch.tensor(rows)
-            row_A = row_A.to(buffers[0].device) if self._send is None else self._send(row_A)
+            row_A = self._send(torch.tensor(rows)).to(buffers[0].device)
             self._gather(buffers, self.length - self._window.num_elsewhere, row_A)
         self._end_at(self.length + len(path), len(kept))
 
     def states(self, most: int) -> dict[int, Held]:
-        """Return by layer what it holds of at most so many committed positions, (1, G, P, K) each:
-        views.
-        """
+        """Return views of what each layer holds of at most so many positions, (1, G, P, K)."""
         num_kept = min(most, self.length)
         return {
             index: {name: states[:, :, :num_kept] for name, states in layer.held.items()}
@@ -311,19 +309,14 @@ class KVCache(Cache):
 
     @torch.inference_mode()
     def refill(self, states: Iterable[tuple[int, Held]], length: int) -> None:
-        """Take in what `states` gave, layer by layer. Where that fails half-way, the cache is
-        empty.
-        """
+        """Take in what `states` gave; where that fails half-way, the cache is empty."""
         self.clear()
-        send = self._send or (lambda tensor: tensor)
         for index, held in states:
-            self._slot_layers[index].take(held, length, send)
+            self._slot_layers[index].take(held, length, self._send)
         self._end_at(length)
 
     def copy_from(self, other: "KVCache", num_positions: int) -> None:
-        """Take over the first committed positions of another text, in place of all that there is
-        here.
-        """
+        """Take over the first committed positions of another text, in place of all that is here."""
         self.refill(other.states(num_positions).items(), min(num_positions, other.length))
 
     def clear(self, num_kept: int = 0) -> None:
@@ -332,7 +325,7 @@ class KVCache(Cache):
 
     def _end_at(self, length: int, num_uncommitted: int = 0) -> None:
         self.length = length
-        self._num_placed = num_uncommitted
+        self.num_uncommitted = num_uncommitted
         self._window.lo = length + num_uncommitted
 
 
@@ -347,8 +340,7 @@ class CacheRows(NamedTuple):
 
 
 class JointCache(Cache):
-    """What one pass over several texts takes for its cache: each row is written to that of its own
-    text.
+    """What one pass over several texts takes for its cache: each row goes to that of its own text.
 
     Layers are handed the buffers of all texts, as wide as they are.
     """
@@ -360,11 +352,9 @@ class JointCache(Cache):
         self.parts = parts
 
 
-class _JointLayer(DynamicLayer):
-    """One layer of all texts of a pass."""
-
+class _JointLayer(_PassLayer):
     def __init__(self, layer: int, parts: Sequence[CacheRows]) -> None:
-        super().__init__()
+        super().__init__([part.cache._window for part in parts])
         self._layer = layer
         self._parts = parts
 
@@ -382,16 +372,6 @@ class _JointLayer(DynamicLayer):
         for cache, lo, hi, position, _ in self._parts:
             cache.layer(self._layer).write_index(position, indexer_key_states[:, lo:hi])
         return self._parts[0].cache.buffers_of(self._layer)[INDEX][:, 0]
-
-    @property
-    def indexer_position_ids(self) -> Tensor | None:
-        """See `_SlotLayer`."""
-        furthest = max(self._parts, key=lambda part: part.position + part.hi - part.lo)
-        return furthest.cache.layer(self._layer).indexer_position_ids
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, position_ids: Tensor) -> None:
-        """See `_SlotLayer`."""
 
     def get_seq_length(self) -> int:
         return 0

@@ -75,12 +75,13 @@ def sources_of_parameters(
             renamed, pattern = (inner, inner_pattern) if inner in shapes else (renamed, pattern)
         found[renamed].append((rows or pattern, full, entry))
     shared = _shared(found, model.all_tied_weights_keys)
-    stored = {name: shape for name, shape in shapes.items() if name not in shared}
     where = checkpoint.directory.name
-    parts = {
-        name: _parts(where, name, shape, found[name], by_pattern) for name, shape in stored.items()
+    stored = {
+        name: (shape, _parts(where, name, shape, found[name], by_pattern))
+        for name, shape in shapes.items()
+        if name not in shared
     }
-    return {name: (shape, parts[name]) for name, shape in stored.items()}, shared
+    return stored, shared
 
 
 class _Table:
@@ -89,9 +90,7 @@ class _Table:
     def __init__(self, transforms: Sequence[WeightTransform]) -> None:
         self._renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         self._converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        self.by_pattern = {
-            pattern: one for one in self._converters for pattern in one.source_patterns
-        }
+        self.by_pattern = {name: one for one in self._converters for name in one.source_patterns}
 
     def renamed(self, name: str, prefix: str, shapes: dict[str, Shape]) -> tuple[str, str | None]:
         """Return a tensor's parameter, and the pattern of its converter.
@@ -267,10 +266,7 @@ def parameter_places(meta_model: nn.Module) -> dict[str, ParameterSlot]:
 
 
 def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Embedding]:
-    """Return the embeddings around the layers.
-
-    Some families have one more, of inputs to every layer, that is larger still.
-    """
+    """Return the embeddings around the layers: some families have a second one that is larger."""
     inside = {module for layer in layers for module in layer.modules()}
     return [
         module
@@ -297,10 +293,7 @@ def share(
     own: Iterable[tuple[str, ParameterSlot]],
     where: torch.device,
 ) -> None:
-    """Let slots, by sources, have the tensors of another model.
-
-    What lies elsewhere is copied to `where`, once.
-    """
+    """Let slots, by sources, have another model's tensors, copied to `where` once if need be."""
     tensors: dict[str, Tensor] = {}
     for source, place in theirs:
         tensor = place.table[place.key]

@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from inspect import signature
 from typing import Any
@@ -45,51 +45,39 @@ from offload.errors import UserError, reason
 from offload.kernels.path_attention import AttentionChunk, Window
 from offload.model import attention
 from offload.model.indexed import ChoosingMask, follow_indices, has_index
+from offload.model.parts import causal
 from offload.model.path_attention import path_rows
 from offload.model.recurrent import follow_trees, new_cache
 
 
-class HeadedModel:
-    """What `AutoModelForCausalLM` is to other families."""
-
-    @staticmethod
-    def from_config(
-        config: Any, dtype: torch.dtype, trust_remote_code: bool = False
-    ) -> PreTrainedModel:
-        """Return a new model.
-
-        Raises `ValueError` for a config that transformers has no decoder for.
-        """
-        decoder = _decoder_class(config)
-        # In the decoder's own module, whose source transformers reads to learn what its families
-        # can be asked for.
-        own = {"__module__": decoder.__module__, "config_class": type(config)}
-        headed: type[PreTrainedModel] = type(
-            f"{decoder.__name__}WithHead", (_WithHead, decoder.__mro__[1]), own
-        )
-        return headed._from_config(config, dtype=dtype)
+def _headed_model(config: Any, dtype: torch.dtype, **_: Any) -> PreTrainedModel:
+    """Build what `AutoModelForCausalLM` has no class for. Raises `ValueError` without a decoder."""
+    decoder = _decoder_class(config)
+    # In the decoder's own module, whose source transformers reads to learn what its families can be
+    # asked for.
+    own = {"__module__": decoder.__module__, "config_class": type(config)}
+    headed: Any = type(f"{decoder.__name__}WithHead", (_WithHead, decoder.__mro__[1]), own)
+    return headed._from_config(config, dtype=dtype)
 
 
 def _decoder_class(config: Any) -> Any:
-    """Return the class of this config's decoder.
+    """Return the class of this config's decoder, listed or beside it. Raises `ValueError`.
 
-    It is one that transformers lists, or the text model beside its config, which some families only
-    have inside of others. Raises `ValueError` without any.
+    Some families only have it inside of other models.
     """
     if not isinstance(getattr(config, "hidden_size", None), int):
         raise ValueError("it does not write text")
     if type(config) in MODEL_MAPPING:
         return MODEL_MAPPING[type(config)]
     home = type(config).__module__.replace(".configuration_", ".modeling_")
-    classes = (
-        one
-        for one in vars(sys.modules.get(home, object)).values()
-        if isinstance(one, type) and issubclass(one, PreTrainedModel) and one.__module__ == home
-    )
     found = [
         one
-        for one in classes
-        if one.__name__.endswith("TextModel") and getattr(one, "config_class", None) is type(config)
+        for name, one in vars(sys.modules.get(home, object)).items()
+        if name.endswith("TextModel")
+        and isinstance(one, type)
+        and issubclass(one, PreTrainedModel)
+        and one.__module__ == home
+        and getattr(one, "config_class", None) is type(config)
     ]
     if len(found) != 1:
         raise ValueError(f"transformers has no language model of type {config.model_type}")
@@ -116,10 +104,7 @@ class _WithHead:
 
 
 def _scaled_scores(logits_1TV: Tensor, config: Any) -> Tensor:
-    """Do to the scores of the head what the whole model does, which is not built.
-
-    Granite divides them, Muse bounds them.
-    """
+    """Do to scores what the whole model does, which is not built: Granite divides, Muse bounds."""
     if divisor := getattr(config, "logits_scaling", None):
         logits_1TV = logits_1TV / divisor
     if factor := getattr(config, "output_multiplier", None):
@@ -166,8 +151,7 @@ class _Tuning:
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """Return the checkpoint's model: parameters on the meta device, computed buffers real.
 
-    Raises `UserError` for an unknown architecture, remote code, or a decoder that trees cannot be
-    verified on.
+    Raises `UserError` for code of its own, and for what trees cannot be verified on.
     """
     check_counts(checkpoint.directory.name, checkpoint.config)
     _refuse_unknown_kinds(checkpoint)
@@ -193,7 +177,8 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     _refuse_kinds(checkpoint, set(_kinds_of(config)) - known)
     with _refusing(checkpoint, _missing(config)):
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        meta_model = _instantiate(AutoModelForCausalLM if is_known else HeadedModel, config, dtype)
+        build = AutoModelForCausalLM.from_config if is_known else _headed_model
+        meta_model = _instantiate(build, config, dtype)
         decoder = meta_model.get_decoder()
     found = getattr(decoder, "layers", None)
     layers = found if isinstance(found, nn.ModuleList) else nn.ModuleList()
@@ -261,9 +246,7 @@ def _tell_kinds(config: Any, kinds: list[str] | None) -> None:
 
 
 def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: Section) -> None:
-    """Leave the decoder these layers alone, for good; their caches are numbered from 0 on. Raises
-    `UserError`.
-    """
+    """Leave the decoder these layers alone, for good, numbered from 0. Raises `UserError`."""
     config = meta_model.config
     decoder = meta_model.get_decoder()
     for name, what in _INSEPARABLE.items():
@@ -271,15 +254,15 @@ def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: S
             kind = f"{checkpoint.directory.name}: model type {config.model_type}"
             rule = f"cannot be divided by layers ({what})"
             raise UserError(f"{kind} {rule}: let one rank have all of it")
-    layers = decoder.layers[section.first : section.last]
+    kept = slice(section.first, section.last)
+    layers = decoder.layers[kept]
     kinds = getattr(config, "layer_types", None)
     for module in layers.modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx -= section.first
     decoder.layers = layers
     config.num_hidden_layers = len(layers)
-    if kinds:
-        config.layer_types = kinds[section.first : section.last]
+    _tell_kinds(config, kinds and kinds[kept])
 
 
 def _stack_name(meta_model: PreTrainedModel) -> str:
@@ -287,10 +270,7 @@ def _stack_name(meta_model: PreTrainedModel) -> str:
 
 
 def attention_windows(config: Any, num_layers: int) -> list[Window]:
-    """Return how far back each layer sees.
-
-    Raises `UserError` for a window, or a chunk, that is no number.
-    """
+    """Return how far back each layer sees. Raises `UserError` for what is no number."""
     window = _num_keys(config, "sliding_window")
     chunk = _num_keys(config, "attention_chunk_size")
     usual = "sliding_attention" if window else "full_attention"
@@ -314,9 +294,7 @@ def _num_keys(config: Any, name: str) -> int | None:
 
 @contextmanager
 def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
-    """Refuse what transformers dislikes about a config, by any exception; `likely` explains one
-    about something that has no value.
-    """
+    """Refuse what transformers raises about a config; `likely` explains what has no value."""
     try:
         yield
     except KeyError as error:
@@ -367,9 +345,7 @@ _BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """Parameters begin as `torch.empty`, which must allocate nothing, and are not drawn at random,
-    which takes long.
-    """
+    """Parameters begin as `torch.empty`, without memory, and are not drawn, which takes long."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -389,13 +365,15 @@ def _num_zeros(sizes: Any) -> int:
     return math.prod(size for size in sizes if type(size) is int)
 
 
-def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def _instantiate(
+    build: Callable[..., PreTrainedModel], config: Any, dtype: torch.dtype
+) -> PreTrainedModel:
     for flag, value in _OUTPUT_FLAGS.items():
         setattr(config, flag, value)
     for name in _NAMED_CODE:
         setattr(config, name, None)
     with _ONE_AT_A_TIME, init_empty_weights(), EmptyOnMeta():
-        meta_model = family.from_config(config, dtype=dtype, trust_remote_code=False)
+        meta_model = build(config, dtype=dtype, trust_remote_code=False)
     if meta_model.get_decoder() is meta_model and hasattr(meta_model, "model"):
         meta_model.base_model_prefix = "model"  # Llama 4 has it from when it lies inside of another
     _keep_in_float32(meta_model, meta_model._get_dtype_plan(dtype))
@@ -409,9 +387,8 @@ def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
         meta_model.register_forward_pre_hook(
             lambda _, args, kwargs: (args, {**kwargs, "use_cache": False}), with_kwargs=True
         )
-    meta_model.set_attn_implementation(
-        "eager" if is_capped or not meta_model._supports_sdpa else attention.NAME
-    )
+    is_ours = meta_model._supports_sdpa and not is_capped
+    meta_model.set_attn_implementation(attention.NAME if is_ours else "eager")
     return meta_model.eval().requires_grad_(False)
 
 
@@ -429,7 +406,7 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     meta = torch.device("meta")
     rows = torch.zeros(1, 2, dtype=torch.long, device=meta)
     trial = _cut_copy(meta_model).to(meta)
-    sees_TT = torch.ones(2, 2, dtype=torch.bool).tril()
+    sees_TT = causal(2)
     paths = ChoosingMask(path_rows(0, sees_TT, _of_that_shape))
     for layer in filter(has_index, layer_stacks(trial)[0]):
         layer.register_forward_pre_hook(
@@ -481,14 +458,12 @@ def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> No
 
 
 def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Build T5 alone: its decoder knows positions by distances, which a tree's path has as any text
-    has them.
-    """
+    """Build T5 alone: its decoder knows positions by distances, which a tree's path has, too."""
     if config.model_type not in ENCODER_DECODERS:
         known = " and ".join(ENCODER_DECODERS)
         raise unsupported(checkpoint, f"of encoder-decoder models {known} are known")
     with _refusing(checkpoint):
-        meta_model = _instantiate(AutoModelForSeq2SeqLM, config, dtype)
+        meta_model = _instantiate(AutoModelForSeq2SeqLM.from_config, config, dtype)
         # transformers 5.17 tells none
         for part in (meta_model, meta_model.get_encoder(), meta_model.get_decoder()):
             part.set_attn_implementation(attention.BIASED)
@@ -542,5 +517,5 @@ def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
             f"model type {checkpoint.config.get('model_type')} ({what}): {remedy}"
         )
     if kinds:
-        what = f"layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled back to a "
-        raise unsupported(checkpoint, f"{what}tree's path")
+        what = f"layers of kind {', '.join(sorted(kinds))}"
+        raise unsupported(checkpoint, f"{what}, whose state cannot be rolled back to a tree's path")

@@ -28,10 +28,7 @@ from offload.model.kv_cache import CacheRows, JointCache, KVCache
 
 
 class BatchPart(NamedTuple):
-    """The next rows of one text; see `StreamedModel.forward`.
-
-    A text may have two parts: its prompt, and a tree behind it.
-    """
+    """The next rows of one text, which may have two parts: its prompt, and a tree behind it."""
 
     token_T: Tensor
     position_U: Tensor
@@ -77,7 +74,7 @@ def causal(num_rows: int) -> Tensor:
     return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
 
 
-def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None = None) -> JointCache:
+def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None) -> JointCache:
     """Return the cache of a pass in which the parts lie one behind the other.
 
     Every part is given its rows of the pass, and its own cache their places. `mode` is for

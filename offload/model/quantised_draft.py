@@ -42,6 +42,7 @@ class Int4(NamedTuple):
     scale: Tensor  # (G, N, 2), in the type that is computed in, where that is done
     layout: WordLayout
     num_rows: int
+    bits: int = 4
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,6 +76,7 @@ class Int8(NamedTuple):
 
     word_NK: Tensor
     scale: Tensor  # (N,)
+    bits: int = 8
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -111,10 +113,8 @@ def int8(weight_NK: Tensor) -> Int8:
     for weight, word, scale in zip(*parts, strict=True):
         # faster than `aminmax`
         scale.copy_((weight.abs().amax(1).float() / _MOST_8_BITS).clamp_(min=least))
-        step_NK = weight.to(torch.float32, copy=True)
-        word.copy_(
-            step_NK.div_(scale[:, None].float()).round_().clamp_(-_MOST_8_BITS, _MOST_8_BITS)
-        )
+        step_NK = weight.to(torch.float32, copy=True).div_(scale[:, None].float()).round_()
+        word.copy_(step_NK.clamp_(-_MOST_8_BITS, _MOST_8_BITS))
     return Int8(word_NK, scale_N)
 
 
@@ -155,10 +155,7 @@ class HeldWeights:
     def take_layer(
         self, layer: nn.Module, places: Iterable[ParameterSlot], expanded: ExpandedWeights
     ) -> None:
-        """Hold all matrices of a layer that is bound.
-
-        What else it has is copied, so that its slab can go.
-        """
+        """Hold all matrices of a bound layer, and copies of all else, so that its slab can go."""
         for name, module in layer.named_modules():
             expanded.release(module)
             if is_plain_product(module) and is_held(f"{name}.weight", tuple(module.weight.shape)):
@@ -174,15 +171,14 @@ class HeldWeights:
         for one in self._matrices:  # nothing may be allocated while passes are recorded
             self._room(one.scale, padded_rows(one.shape[0]) * one.shape[1])
         for bits in (4, 8):
-            own = [one for one in self._matrices if isinstance(one, Int4 if bits == 4 else Int8)]
+            own = [one for one in self._matrices if one.bits == bits]
             if own:
                 largest = max(own, key=lambda one: one.num_bytes)
                 self._most_rows[bits] = self._tried(largest) if largest.has_product else 0
 
     def _forward(self, matrix: Int4 | Int8, linear: nn.Linear, row: Tensor) -> Tensor:
         row_MK = row.reshape(-1, row.shape[-1])
-        most = self._most_rows[4 if isinstance(matrix, Int4) else 8]
-        if len(row_MK) <= most and matrix.has_product:
+        if len(row_MK) <= self._most_rows[matrix.bits] and matrix.has_product:
             out_MN = matrix.product(row_MK)
         else:
             out_MN = matrix.expanded(row_MK, partial(self._room, row_MK))

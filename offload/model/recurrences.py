@@ -1,5 +1,4 @@
-"""The kinds of recurrence that layers have: what a row brings, how a state takes a step, how rows
-follow each other.
+"""The kinds of recurrence of layers: what a row brings, how a state takes a step, how rows follow.
 
 The arithmetic is transformers' own: a step calls the function by which it writes one token, with
 the rows of one level as its batch, and many rows of one text may go through the function by which
@@ -34,6 +33,9 @@ _HEADS_COMPILED = 4
 _HEADS_BYTES = 1 << 19
 _NORM_EPS = 1e-6  # of `l2norm` in all families
 _DECAYS_BY_HEAD = ("torch_recurrent_gated_delta_rule",)
+_GATE = "z"  # which a family need not have
+# inputs that decide about outputs alone, and others of their shape
+STAND_IN = {"query": "key", "C": "B", _GATE: "x"}
 _UNLIMITED = (0.0, float("inf"))
 
 
@@ -51,13 +53,17 @@ class Inputs(NamedTuple):
         """Return those of some rows."""
         return self._replace(rows={name: row_T[some] for name, row_T in self.rows.items()})
 
-    def with_rows(self, name: str, other: str) -> "Inputs":
+    def filled(self) -> "Inputs":
         """Let others stand for inputs that were not kept; outputs mean nothing then."""
-        return self._replace(rows={name: self.rows[other]} | self.rows)
+        rows = dict(self.rows)
+        for name, other in STAND_IN.items():
+            if name != _GATE and name not in rows and other in rows:
+                rows[name] = rows[other]
+        return self._replace(rows=rows)
 
 
 class Recurrence(ABC):
-    """One kind, over the functions of one family.
+    """One kind, over a family's functions where it has any, see `Functions`.
 
     Attributes:
         kept: inputs of a row that its step of the state needs; the others decide about its output
@@ -65,6 +71,10 @@ class Recurrence(ABC):
     """
 
     kept: tuple[str, ...]
+
+    def __init__(self, scan: Any = None, step: Any = None) -> None:
+        self._scan = scan
+        self._step = step
 
     @abstractmethod
     def read(self, *args: Any, **kwargs: Any) -> Inputs:
@@ -87,6 +97,14 @@ class Recurrence(ABC):
         `is_exact` asks for the arithmetic of single steps. Rows may lack what is not `kept`; then
         outputs mean nothing.
         """
+        is_by_steps = is_exact or inputs.num_rows < _LEAST_CHUNK
+        return (self._by_steps if is_by_steps else self._together)(state, inputs.filled())
+
+    def _together(self, state: Tensor, inputs: Inputs) -> Stepped:
+        """Do what `run` does in the way that is quickest for many rows."""
+        return self._by_steps(state, inputs)
+
+    def _by_steps(self, state: Tensor, inputs: Inputs) -> Stepped:
         outs = list[Tensor]()
         for row in range(inputs.num_rows):
             out, state = self.step(state, inputs.part(slice(row, row + 1)))
@@ -99,15 +117,12 @@ class Recurrence(ABC):
 
 
 class GatedDelta(Recurrence):
-    """The gated delta rule, with a decay for each head (Qwen3-Next, Qwen3.5) or channel (Kimi): S =
-    S e^g + k u^T.
+    """The gated delta rule: S = S e^g + k u^T.
+
+    The decay is one for each head (Qwen3-Next, Qwen3.5) or channel (Kimi).
     """
 
     kept: tuple[str, ...] = ("key", "value", "g", "beta")
-
-    def __init__(self, scan: Callable[..., Any], step: Callable[..., Any]) -> None:
-        self._scan = scan
-        self._step = step
 
     def read(
         self,
@@ -136,15 +151,17 @@ class GatedDelta(Recurrence):
         out, state = self._step(**alone, **more)
         return out[:, 0], state
 
-    def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
-        """See `Recurrence`."""
-        inputs = inputs.with_rows("query", "key")
-        is_by_steps = is_exact or inputs.num_rows < _LEAST_CHUNK
-        if is_by_steps and self.walks(state):
-            chain = [(row, 0 if row else BASE, 0) for row in range(inputs.num_rows)]
-            after = torch.empty_like(state)
-            return self.walk(state, inputs, torch.tensor(chain), after), after
-        function = self._step if is_by_steps else self._scan
+    def _by_steps(self, state: Tensor, inputs: Inputs) -> Stepped:
+        if not self.walks(state):
+            return self._run_by(self._step, state, inputs)
+        chain = [(row, 0 if row else BASE, 0) for row in range(inputs.num_rows)]
+        after = torch.empty_like(state)
+        return self.walk(state, inputs, torch.tensor(chain), after), after
+
+    def _together(self, state: Tensor, inputs: Inputs) -> Stepped:
+        return self._run_by(self._scan, state, inputs)
+
+    def _run_by(self, function: Callable[..., Any], state: Tensor, inputs: Inputs) -> Stepped:
         together = {name: row[None] for name, row in inputs.rows.items()}
         more = {**inputs.fixed, "initial_state": state, "output_final_state": True}
         out, state = function(**together, **more)
@@ -180,17 +197,18 @@ class GatedDelta(Recurrence):
 
 
 def _delta_rows(rows: RowInputs, num_heads: int, *, use_qk_l2norm_in_kernel: bool) -> DeltaRows:
-    query, key, value, beta, decay = (
-        rows[name].float().contiguous() for name in ("query", "key", "value", "beta", "g")
-    )
+    names = ("query", "key", "value", "beta", "g")
+    query, key, value, beta, decay = (rows[name].float().contiguous() for name in names)
     query, key = (one.repeat_interleave(num_heads // one.shape[1], dim=1) for one in (query, key))
-    # transformers' `l2norm`
     if use_qk_l2norm_in_kernel:
-        query, key = (
-            one * torch.rsqrt((one * one).sum(-1, keepdim=True) + _NORM_EPS) for one in (query, key)
-        )
+        query, key = (_l2norm(one) for one in (query, key))
     query = query / (query.shape[-1] ** 0.5)
     return DeltaRows(query, key, value, beta, decay.exp())
+
+
+def _l2norm(rows: Tensor) -> Tensor:
+    """Do what transformers' `l2norm` does."""
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _NORM_EPS)
 
 
 def _walk(
@@ -218,21 +236,15 @@ def _walk(
 
 
 class Mamba2(Recurrence):
-    """State spaces with a decay for each head (Bamba, Granite 4, Falcon-H1, Nemotron-H): S = S e^(A
-    dt) + dt x B^T.
+    """State spaces with a decay for each head: S = S e^(A dt) + dt x B^T.
+
+    Bamba, Granite 4, Falcon-H1 and Nemotron-H have them.
     """
 
     kept: tuple[str, ...] = ("x", "dt", "B")
 
-    def __init__(self, scan: Callable[..., Any], step: Callable[..., Any]) -> None:
-        self._scan = scan
-        self._step = step
-
     def read(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Inputs:
-        """Return the inputs: (1, T, H, K), time steps (1, T, H), B and C (1, T, G, K).
-
-        Time steps are settled here, once.
-        """
+        """Return (1, T, H, K), settled time steps (1, T, H), and B and C (1, T, G, K)."""
         lowest, highest = more.get("dt_limit", _UNLIMITED)
         dt = _settled(dt, more.get("dt_bias"), is_soft=more.get("dt_softplus"))
         dt = torch.clamp(dt, min=lowest, max=highest)
@@ -254,11 +266,7 @@ class Mamba2(Recurrence):
         D = inputs.fixed["D"][:, None].expand(-1, width)
         return self._step(state, x, dt[:, :, None].expand(-1, -1, width), A, B, C, D, z=None), state
 
-    def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
-        """See `Recurrence`."""
-        inputs = inputs.with_rows("C", "B")
-        if is_exact or inputs.num_rows < _LEAST_CHUNK:
-            return super().run(state, inputs, is_exact=is_exact)
+    def _together(self, state: Tensor, inputs: Inputs) -> Stepped:
         x, dt, B, C = (inputs.rows[name][None] for name in ("x", "dt", "B", "C"))
         more = {"initial_states": state, "return_final_states": True}
         A, D, chunk_size = (inputs.fixed[name] for name in ("A", "D", "chunk_size"))
@@ -267,14 +275,9 @@ class Mamba2(Recurrence):
 
 
 class Mamba(Recurrence):
-    """State spaces with a decay for each channel and state (Jamba); prompts, too, are read one by
-    one.
-    """
+    """State spaces with a decay for each channel and state (Jamba); prompts, too, go by steps."""
 
     kept: tuple[str, ...] = ("x", "dt", "B")
-
-    def __init__(self, scan: Callable[..., Any], step: Callable[..., Any]) -> None:
-        self._step = step
 
     def read(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Inputs:
         """Return the inputs, which are all (1, D, T) or (1, K, T)."""
@@ -296,10 +299,6 @@ class Mamba(Recurrence):
         A = inputs.fixed["A"]
         D = inputs.fixed["D"]
         return self._step(state, x, dt, A, B, C, D, z=inputs.rows.get("z")), state
-
-    def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
-        """See `Recurrence`."""
-        return super().run(state, inputs.with_rows("C", "B"), is_exact=is_exact)
 
     def give(self, out_T: Tensor) -> Tensor:
         """See `Recurrence`."""
@@ -333,11 +332,7 @@ class Lightning(Recurrence):
         out = (state * query[..., None]).sum(-2)
         return out.to(inputs.rows["value"].dtype), state
 
-    def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
-        """See `Recurrence`."""
-        inputs = inputs.with_rows("query", "key")
-        if is_exact or inputs.num_rows < _LEAST_CHUNK:
-            return super().run(state, inputs, is_exact=is_exact)
+    def _together(self, state: Tensor, inputs: Inputs) -> Stepped:
         outs = list[Tensor]()
         for first in range(0, inputs.num_rows, _LIGHTNING_CHUNK):
             out, state = self._run_chunk(state, inputs.part(slice(first, first + _LIGHTNING_CHUNK)))
@@ -346,9 +341,8 @@ class Lightning(Recurrence):
 
     def _run_chunk(self, state: Tensor, inputs: Inputs) -> Stepped:
         """Run a few rows by products of matrices: what they had from before, and from each other."""
-        query, key, value = (
-            inputs.rows[name].float().transpose(0, 1) for name in ("query", "key", "value")
-        )
+        names = ("query", "key", "value")
+        query, key, value = (inputs.rows[name].float().transpose(0, 1) for name in names)
         decay_H11 = inputs.fixed["decay_H"][:, None, None]
         num_rows = key.shape[1]
         at_T = torch.arange(num_rows, device=key.device)

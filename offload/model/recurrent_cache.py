@@ -1,5 +1,4 @@
-"""States of recurrent and convolutional layers beside keys and values: of one text, at few of its
-positions.
+"""States of recurrent and convolutional layers, beside keys and values, at few positions of a text.
 
     [0, length)             in `_here`
     [length, length + C)    certain to be committed, in `_trunk`
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from offload.memory.plan import WIDE_STATES_BYTES
 from offload.model.kv_cache import Held, KVCache
-from offload.model.recurrences import GatedDelta, Inputs, Recurrence, RowInputs
+from offload.model.recurrences import STAND_IN, GatedDelta, Inputs, Recurrence, RowInputs
 from offload.model.recurrent_rows import BASE, RowTree, previous_inputs
 
 _CONVOLVED = "convolved"
@@ -33,9 +32,7 @@ Steps = list[tuple[list[int], Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What all layers hold behind the first `length` positions of a text; before any position that
-    is nothing.
-    """
+    """What all layers hold behind the first `length` positions of a text; behind none, nothing."""
 
     length: int
     # (R, C): the last inputs of a layer's convolution
@@ -77,9 +74,7 @@ class PassRows:
         return self._places[num_taps, where]
 
     def steps(self, where: torch.device, *, is_wide: bool) -> Steps:
-        """Return rows of the tree in the order in which they run, with earlier passes' where
-        needed.
-        """
+        """Return rows of the tree in the order in which they run, earlier passes' where needed."""
         if (is_wide, where) not in self._steps:
             needed = self.tree.with_ancestors(range(self.first, self.end))
             found = self.tree.steps(needed, is_wide=is_wide)
@@ -121,7 +116,9 @@ class RecurrentCache(KVCache):
         """See `KVCache`."""
         num_rows, num_uncommitted = sees_TU.shape
         if num_rows == num_uncommitted:
-            self._forget_rows()
+            self._trunk = Point(0)
+            self._num_certain = 0
+            self._tree = RowTree()
         self._mode = mode
         self.is_exact = mode is not None
         num_before = self._num_certain
@@ -144,15 +141,11 @@ class RecurrentCache(KVCache):
     def convolve(
         self, layer: int, rows: PassRows, own_TC: Tensor, weight_CR: Tensor, bias_C: Tensor | None
     ) -> Tensor:
-        """Return each row with the inputs before it on its path, (T, C).
-
-        They are added up in float32, the oldest first.
-        """
+        """Return (T, C): rows with those before them on their paths, in float32, oldest first."""
         num_taps = weight_CR.shape[1]
         num_certain = rows.num_certain
         self._num_taps[layer] = num_taps
-        tail = rows.base.tails.get(layer)
-        tail = own_TC.new_zeros(num_taps - 1, own_TC.shape[1]) if tail is None else tail
+        tail = self._tail_of(rows.base, layer, own_TC)
         outs = list[Tensor]()
         if num_certain:
             source = torch.cat([tail, own_TC[:num_certain]])
@@ -167,6 +160,12 @@ class RecurrentCache(KVCache):
             outs.append(_sum_taps(taps, weight_CR, bias_C))
             self._keep(layer, {_CONVOLVED: own_TC[num_certain:]}, rows)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _tail_of(self, point: Point, layer: int, own_TC: Tensor) -> Tensor:
+        """Return the last inputs of a layer's convolution, zeros before any position."""
+        tail = point.tails.get(layer)
+        num_before = self._num_taps[layer] - 1
+        return own_TC.new_zeros(num_before, own_TC.shape[1]) if tail is None else tail
 
     def scan(self, layer: int, rows: PassRows, recurrence: Recurrence, inputs: Inputs) -> Tensor:
         """Return outputs (T, ...) of all rows, each behind the state of its parent."""
@@ -191,13 +190,11 @@ class RecurrentCache(KVCache):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _earlier(self, layer: int, name: str, rows: PassRows) -> list[Tensor]:
-        """Return inputs of the tree's rows of earlier passes; what is not kept of them does not
-        matter.
-        """
+        """Return inputs of the tree's rows of earlier passes, whose outputs do not matter."""
         if not rows.first:
             return []
         kept = self._kept[layer]
-        return [kept[name if name in kept else _STAND_IN[name]][: rows.first]]
+        return [kept[name if name in kept else STAND_IN[name]][: rows.first]]
 
     def _keep(self, layer: int, inputs: RowInputs, rows: PassRows) -> None:
         if not self._keeps_open:
@@ -216,9 +213,8 @@ class RecurrentCache(KVCache):
     def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
         """See `KVCache`. A path begins with all rows that are certain, if it has any."""
         num_certain = self._num_certain
-        assert not path or [*path[:num_certain]] == [*range(num_certain)], (
-            "what was promised is committed first"
-        )
+        is_first = not path or [*path[:num_certain]] == [*range(num_certain)]
+        assert is_first, "what was promised is committed first"
         here = self._here
         mark = self._mark
         if path:
@@ -235,10 +231,7 @@ class RecurrentCache(KVCache):
         super().commit(path, kept)
         self._mark = mark
         self._here = here
-        self._trunk = Point(0)
-        self._num_certain = 0
-        self._num_promised = 0
-        self._keeps_open = True
+        self._begin_anew()
 
     def _behind(self, base: Point, path: Sequence[int], length: int) -> Point:
         """Return the states behind a path of the tree, by its rows' inputs."""
@@ -250,9 +243,7 @@ class RecurrentCache(KVCache):
             row_A = torch.tensor(path).to(next(iter(inputs.values())).device)
             if _CONVOLVED in inputs:
                 own_AC = inputs[_CONVOLVED][row_A]
-                tail = base.tails.get(layer)
-                num_before = self._num_taps[layer] - 1
-                tail = own_AC.new_zeros(num_before, own_AC.shape[1]) if tail is None else tail
+                tail = self._tail_of(base, layer, own_AC)
                 point.tails[layer] = torch.cat([tail, own_AC])[len(path) :].clone()
             if layer in self._recurrences:
                 recurrence, fixed = self._recurrences[layer]
@@ -271,11 +262,12 @@ class RecurrentCache(KVCache):
             for name, row_T in inputs.items():
                 inputs[name] = row_T[torch.tensor(kept).to(row_T.device)]
 
-    def _forget_rows(self) -> None:
-        """Forget all rows that are not committed: none is open, and none certain."""
+    def _begin_anew(self) -> None:
+        """Note that no row is certain, and nothing promised."""
         self._trunk = Point(0)
         self._num_certain = 0
-        self._tree = RowTree()
+        self._num_promised = 0
+        self._keeps_open = True
 
     def keepable(self, num_positions: int) -> int:
         """See `KVCache`: states are there behind what is committed, and behind the last prompt."""
@@ -284,11 +276,9 @@ class RecurrentCache(KVCache):
 
     def point_at(self, length: int) -> Point:
         """Return what layers hold behind so many positions, which must be `keepable`."""
-        known = next(
-            (point for point in (self._here, self._mark) if point.length == length), Point(0)
-        )
-        assert known.length == length, "states are there"
-        return known
+        known = {point.length: point for point in (Point(0), self._mark, self._here)}
+        assert length in known, "states are there"
+        return known[length]
 
     def states(self, most: int) -> dict[int, Held]:
         """See `KVCache`; of as many positions as there are states for, see `point_at`."""
@@ -302,21 +292,19 @@ class RecurrentCache(KVCache):
 
     def hold(self, point: Point) -> None:
         """Continue from these states, which belong to the positions that are there or about to be."""
-        self._forget_rows()
-        self._num_promised = 0
-        self._keeps_open = True
+        self._begin_anew()
+        self._tree = RowTree()
         self._here = point
         if self._mark.length > point.length:
             self._mark = Point(0)
 
     def restore(self, point: Point) -> None:
         """Continue from states that lie in a file, or anywhere else; see `hold`."""
-        send = self._send or (lambda tensor: tensor)
-        own = (
-            {layer: send(one.clone()) for layer, one in kind.items()}
+        tails, states = (
+            {layer: self._send(one.clone()) for layer, one in kind.items()}
             for kind in (point.tails, point.states)
         )
-        self.hold(Point(point.length, *own))
+        self.hold(Point(point.length, tails, states))
 
     def copy_from(self, other: KVCache, num_positions: int) -> None:
         """See `KVCache`; as far as there are states."""
@@ -331,9 +319,6 @@ def _state_of(point: Point, layer: int, recurrence: Recurrence, inputs: Inputs) 
     start = recurrence.start(inputs)
     state = point.states.get(layer)
     return start if state is None else state.reshape(start.shape)
-
-
-_STAND_IN = {"query": "key", "C": "B", "z": "x"}  # of the same shape, where an output means nothing
 
 
 def _sum_taps(taps: Sequence[Tensor], weight_CR: Tensor, bias_C: Tensor | None) -> Tensor:

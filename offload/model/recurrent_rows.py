@@ -20,8 +20,7 @@ _DEAD = -2  # a row whose parent was dropped
 
 
 class RowTree:
-    """The rows that were run since the state that is their base, in the order in which they were
-    run.
+    """The rows that were run since the state that is their base, in that order.
 
     Attributes:
         parents: of each row, an earlier one or `BASE`.
@@ -35,9 +34,7 @@ class RowTree:
         return len(self.parents)
 
     def add(self, sees_TU: NDArray[np.bool_]) -> None:
-        """Append T rows; `sees_TU` tells which of all U rows, itself included, lie on the path to
-        each.
-        """
+        """Append T rows; `sees_TU` tells which of U rows lie on each path, its row included."""
         if not len(sees_TU):
             return
         depth_T = sees_TU.sum(1)
@@ -50,9 +47,7 @@ class RowTree:
         self.parents += found_T.tolist()
 
     def keep(self, path: Sequence[int], kept: Sequence[int]) -> None:
-        """Let the base be the state behind `path`, and `kept` the rows behind it. Rows that hang
-        elsewhere are dead.
-        """
+        """Let the base be the state behind `path`, with the rows `kept` behind it; others die."""
         number = {row: index for index, row in enumerate(kept)}
         number[path[-1] if path else BASE] = BASE
         self.parents = [number.get(self.parents[row], _DEAD) for row in kept]
@@ -61,9 +56,8 @@ class RowTree:
     def check(self, path: Sequence[int]) -> None:
         """Check that each row of a path is a child of the one before."""
         befores = [BASE, *path[:-1]]
-        assert [self.parents[row] for row in path] == befores[: len(path)], (
-            "a path follows the tree"
-        )
+        is_path = [self.parents[row] for row in path] == befores[: len(path)]
+        assert is_path, "a path follows the tree"
 
     def with_ancestors(self, rows: Collection[int]) -> list[int]:
         """Return these rows and all above them, parents first."""
@@ -78,9 +72,7 @@ class RowTree:
         return sorted(found, key=lambda row: (self._depths[row], row))
 
     def steps(self, rows: Sequence[int], *, is_wide: bool) -> Iterator[list[int]]:
-        """Yield the rows, each behind its parent: one depth together where `is_wide`, else one by
-        one.
-        """
+        """Yield rows behind their parents: one depth together where `is_wide`, else one by one."""
         if not is_wide:
             yield from ([row] for row in _by_branches(rows, self.parents))
             return
@@ -92,9 +84,8 @@ class RowTree:
     def slots(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return the rows branch by branch, each with the slot of the state before it and its own.
 
-        Before the first ones it is `BASE`.
-
-        A slot is free when the last child has begun, so that child may write over it.
+        Before the first ones it is `BASE`. A slot is free when the last child has begun, so that
+        child may write over it.
         """
         waiting = Counter(self.parents[row] for row in rows)
         slots = {BASE: BASE}
@@ -120,10 +111,7 @@ class RowTree:
 
 
 def _by_branches(rows: Sequence[int], parents: Sequence[int]) -> Iterator[int]:
-    """Yield rows in preorder, of several children the one with most rows below it last.
-
-    `rows` has parents first.
-    """
+    """Yield rows, which have parents first, in preorder, the child with most below it last."""
     weights = dict.fromkeys(rows, 1)
     children = defaultdict[int, list[int]](list)
     for row in reversed(rows):

@@ -1,5 +1,4 @@
-"""With how many rows a product gives a row the same bits: found by trial, since libraries promise
-nothing.
+"""With how many rows a product gives a row the same bits: found by trial, as nothing is promised.
 
 A library chooses by shape, type, processor and threads how it adds up, and in 16 bits one order
 shows in one of 30,000 numbers alone. So a product is tried on numbers whose sums cancel: what is
@@ -110,10 +109,7 @@ def _ladder(one: Tensor, sizes: RowSizes) -> RowSizes:
 
 
 def _kind_of(out: Tensor, outs: list[Tensor]) -> int:
-    """Return the index of the result with the same rows.
-
-    `out` joins the others where none has them, unless they are many.
-    """
+    """Return the index of the result with the same rows; `out` joins them unless they are many."""
     for kind, other in enumerate(outs):
         if _same(out, other[..., : out.shape[-2], :]):
             return kind
@@ -141,18 +137,12 @@ def _cheapest(num_rows: int, sizes: RowSizes) -> tuple[int, list[int]]:
 
 
 def is_tried_by_likeness(factor: Tensor) -> bool:
-    """Tell whether other numbers stand for a factor's own in a trial.
-
-    A large matrix is tried itself, to save the memory.
-    """
+    """Tell whether a factor is tried by numbers like its own; a large one is tried itself."""
     return factor.ndim > 2 or factor.numel() * factor.element_size() <= _MOST_BYTES
 
 
 def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tensor]:
-    """Return rows, and a factor like this one in all but its numbers.
-
-    The second half of every sum undoes the first.
-    """
+    """Return rows whose sums cancel, and a factor like this one in all but its numbers."""
     num_columns, width = factor.shape[-2:] if is_transposed else factor.mT.shape[-2:]
     chance = torch.Generator().manual_seed(0)
     if not is_tried_by_likeness(factor):
@@ -177,10 +167,8 @@ def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tens
 def _cancelling_rows(factor_NK: Tensor, chance: torch.Generator) -> Tensor:
     """Return rows whose products with some columns of a factor all but vanish.
 
-    The second half of each sum undoes the first.
-
-    They do so by least squares; what rounding to the factor's type leaves is small beside what is
-    added up.
+    The second half of each sum undoes the first, by least squares; what rounding to the factor's
+    type leaves is small beside what is added up.
     """
     num_columns, width = factor_NK.shape
     num_some = min(_NUM_CANCELLING, num_columns, width // 8)

@@ -1,6 +1,4 @@
-"""Room that calls after one another compute in: fresh memory takes longer to be mapped than most
-products take.
-"""
+"""Room that calls compute in one after another: mapping fresh memory takes longer than products."""
 
 import math
 from collections.abc import Sequence

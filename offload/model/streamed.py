@@ -4,7 +4,7 @@ How weights come is `bound.py`. What is computed is what transformers does: its 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -131,19 +131,14 @@ class StreamedModel(BoundModel):
 
     @torch.inference_mode()
     def forward_parts(self, parts: Sequence[BatchPart], *, num_logits: int = 0) -> Tensor:
-        """Run the rows of several texts, part behind part, as `forward` runs those of one.
-
-        More than one part needs `share_passes`.
-        """
+        """Run the rows of several texts, part behind part. More than one needs `share_passes`."""
         if len(parts) == 1:
             return self.forward(*parts[0], num_logits=num_logits)
         token_T = torch.cat([part.token_T for part in parts])
         position_T = torch.cat([part.position_U[-len(part.token_T) :] for part in parts])
         cache = lay(parts, self._invariant)
         masks = [self._masks_of(*part[1:]) for part in parts]
-        joint = {
-            window: seen_by(cache.parts, [one[window] for one in masks]) for window in self.windows
-        }
+        joint = {one: seen_by(cache.parts, [own[one] for own in masks]) for one in self.windows}
         return self.run(token_T, self.send(position_T), joint, cache, num_logits=num_logits)
 
     @torch.inference_mode()
@@ -235,49 +230,48 @@ class StreamedModel(BoundModel):
     def take_in(
         self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None
     ) -> None:
-        """Let `cache` have what an encoder makes of a prompt, which other models read in passes.
-
-        `begin` is called before the encoder's layers run.
-        """
+        """Let `cache` have what an encoder makes of a prompt; `begin` is called before it runs."""
 
     def be_invariant(self, rows: InvariantRows | None) -> None:
-        """Let a row's numbers not depend on other rows from now on.
+        """Let a row's numbers not depend on other rows from now on; None is the quickest way again.
 
-        With None they are computed in the quickest way again. Raises `UserError` where this
-        family's attention cannot be ours.
+        Raises `UserError` where this family's attention cannot be ours.
         """
-        # one product for each, whose rows can be padded
-        experts = "eager" if rows is not None else self._usual_experts
-        if rows is not None:
-            if not self._takes_paths():
-                kind = self.meta_model.config.model_type
-                raise UserError(f"{kind} models calculate with masks of their own")
-        elif self._kernel is None:
+        if rows is not None and not self._takes_paths():
+            kind = self.meta_model.config.model_type
+            raise UserError(f"{kind} models calculate with masks of their own")
+        if rows is None and self._kernel is None:
             self.meta_model.set_attn_implementation(self._usual_attention)
+        # one product for each, whose rows can be padded
+        experts = self._usual_experts if rows is None else "eager"
         if experts is not None:
             self.meta_model.set_experts_implementation(experts)
         self._invariant = rows
         self._invariant_attention = None if rows is None else InvariantAttention(rows)
 
     def share_passes(self) -> None:
-        """Let several texts share a pass from now on.
+        """Let several texts share a pass; families with attention of their own follow paths then.
 
-        Families with attention of their own attend along paths then. Raises `UserError` where that
-        cannot be.
+        Raises `UserError` where that cannot be.
         """
-        if not attention.is_for_rows(self.meta_model.config):
-            if not self._takes_paths():
-                kind = self.meta_model.config.model_type
-                raise UserError(f"`parallel` must be 1 for {kind} models: leave it out")
-            # a recording has masks, which lack what such scores need
-            self._is_by_path = True
-            self._replay = None
+        if attention.is_for_rows(self.meta_model.config):
+            return
+        if not self._takes_paths():
+            kind = self.meta_model.config.model_type
+            raise UserError(f"`parallel` must be 1 for {kind} models: leave it out")
+        # a recording has masks, which lack what such scores need
+        self._is_by_path = True
+        self._replay = None
 
     def _takes_paths(self) -> bool:
-        """Let all of the attention be ours, if that can be, or leave it as it was."""
-        can_be = attention.takes_paths(self.meta_model)
+        """Let all of the attention be ours, even with caps or sinks, or leave it as it was."""
+        model = self.meta_model
+        if model.config._attn_implementation != attention.NAME:
+            with suppress(ValueError):
+                model.set_attn_implementation(attention.NAME)
+        can_be = attention.is_for_rows(model.config)
         if not can_be:
-            self.meta_model.set_attn_implementation(self._usual_attention)
+            model.set_attn_implementation(self._usual_attention)
         return can_be
 
     def close(self) -> None:
@@ -306,10 +300,7 @@ class StreamedModel(BoundModel):
 
     @property
     def layers_to_try(self) -> list[int]:
-        """Return layers by which all can be judged.
-
-        These are the typical one, and one of every kind where layers keep states or choose.
-        """
+        """Return the typical layer, and one of every kind where layers keep states or choose."""
         if not self.has_states and not self.has_index:
             return [self.typical_layer]
         first: dict[object, int] = {}
@@ -325,10 +316,7 @@ class StreamedModel(BoundModel):
         self._replay = replay
 
     def send_with(self, send: Callable[[Tensor], Tensor]) -> None:
-        """Let `send` bring tensors of the host where this model computes from now on.
-
-        It returns others as they are.
-        """
+        """Let `send` bring the host's tensors where this model computes; others stay as is."""
         self._send_by = send
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -336,10 +324,9 @@ class StreamedModel(BoundModel):
         return self._send_by(tensor)
 
     def attend_with(self, kernel: Attend | None) -> None:
-        """Let rows attend along their paths by this kernel from now on.
+        """Let rows attend along their paths by this kernel, if the family's attention can be ours.
 
-        That is so if the family's attention can be ours; where layers choose, the kernel's
-        reference goes on.
+        Where layers choose, the kernel's reference goes on.
         """
         can_be = kernel is not None and not self.has_index and self._takes_paths()
         self._kernel = kernel if can_be else None
