@@ -28,9 +28,7 @@ def attended(given: Inputs, at_once: int = 1) -> Tensor:
     room[-1] = 1e30
     attention.begin(at_once)
     attention.take_parts(room)
-    assert attention.call[0] >= attention.num_parts and room[-1] == 1e30, (
-        "all parts, and no more room than asked for"
-    )
+    assert attention.call[0] >= attention.num_parts and room[-1] == 1e30, "all parts, and no more room than asked for"
     return attention.out
 
 
