@@ -6,20 +6,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from marks import needs_triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.checkpoint.tensors import FORMATS
 from offload.encoding.base import RecognisedWeight
-from offload.kernels.compiled import HAS_NUMBA, share_rows
+from offload.kernels.compiled import share_rows
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE, Expansion
-from offload.kernels.jit import HAS_TRITON
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXPANSIONS = [
     pytest.param(REFERENCE, id="reference"),
-    pytest.param(COMPILED, id="compiled", marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")),
-    pytest.param(EXPANSION_KERNELS, id="kernels", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")),
+    pytest.param(COMPILED, id="compiled"),
+    pytest.param(EXPANSION_KERNELS, id="kernels", marks=needs_triton),
 ]
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
           torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",

@@ -8,15 +8,16 @@ from pathlib import Path
 from gguf import GGUFReader
 
 
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    """Turn one bit over, as a disk does: the file's time stays. Again it is undone."""
+def flip(path: Path, at: int, bit: int = 0, *, keeps_time: bool = True) -> None:
+    """Turn one bit over; as a disk does it, the file's time stays. Again it is undone. `at` may count from the end."""
     before = path.stat()
     with path.open("r+b") as file:
-        file.seek(at)
+        file.seek(at % before.st_size)
         (byte,) = file.read(1)
-        file.seek(at)
+        file.seek(at % before.st_size)
         file.write(bytes([byte ^ 1 << bit]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if keeps_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def extents(path: Path) -> dict[str, tuple[int, int]]:

@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 from unittest.mock import patch
@@ -56,6 +57,14 @@ def process(
     running = start(*arguments, python=python, is_cold=is_cold)
     out, err = running.communicate(stdin, timeout=300)
     return Outcome(running.returncode, out.decode(), err.decode())
+
+
+def run_python(*arguments: object, environment: Mapping[str, str] | None = None) -> str:
+    """Run a new interpreter with these, to its end; return what it prints."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _exit_code() -> int:

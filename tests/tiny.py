@@ -85,13 +85,13 @@ def save(model: PreTrainedModel, directory: Path, *, max_shard_size: str = "150K
     return directory
 
 
-def displaced(directory: Path, behind: int) -> Path:
+def displaced(directory: Path, behind: int, line: int = LINE_BYTES) -> Path:
     """Return the files, with data that begin so many bytes, a multiple of 8, behind where a line of a cache does."""
     for path in directory.glob("*.safetensors"):
         raw = path.read_bytes()
         size = int.from_bytes(raw[:8], "little")
         header = raw[8 : 8 + size].rstrip()
-        header += b" " * (-(8 + len(header) - behind) % LINE_BYTES)
+        header += b" " * (-(8 + len(header) - behind) % line)
         path.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
     return directory
 

@@ -26,9 +26,9 @@ from offload.checkpoint.files import replacing
 from offload.machine import available_ram_bytes
 
 _ON_DEVICE = "streaming/test_on_a_device streaming/test_device_path "
-_ON_DEVICE += "streaming/test_pinned sampling/test_sampler"
+_ON_DEVICE += "streaming/test_device sampling/test_sampler"
 _OF_KERNELS = "kernels/test_kernels kernels/test_path_attention kernels/test_rms_norm "
-_OF_KERNELS += "kernels/test_expand_float8 calibration/test_kernel_selection"
+_OF_KERNELS += "kernels/test_expansions calibration/test_kernel_selection"
 
 DONE = "done"
 GRACE_S = 5.0  # between asking and making

@@ -13,22 +13,27 @@ from fake_device import FakeDevice
 from paper_l40 import paper_rows
 from shell import shell
 from test_device_planner import CONFIGS, PAIRS
-from tiny import FAMILIES, Pair, build, save, save_pair, save_tokenizer
+from tiny import FAMILIES, Pair, build, save, save_tokenizer
 
 import offload
 from offload.calibration import link as device_link
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import resolve as resolving
 from offload.engine.request import Request
+from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
 from offload.memory import planner as plan
+from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import DynamicYield
+from offload.planning.budget import budget_of
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, save_profile
 from offload.planning.search import range_for
+from offload.planning.selector import FindProfile
 from offload.reports.estimate import Estimate, estimate
 from offload.sampling_options import Sampling
+from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape
 
 
@@ -50,7 +55,6 @@ def ask(
     models: Sequence[str | Path], *, hardware: str | None = None, tokens_per_sweep: float | None = None,
     disk_speed: str | None = None, **options: Any,
 ) -> Estimate:  # fmt: skip
-    """What `offload plan` finds for these flags."""
     of_machine = {"hardware": hardware, "disk_speed": disk_speed, "tokens_per_sweep": tokens_per_sweep}
     return estimate(*map(str, models), LoadOptions(**options), **of_machine)  # type: ignore[arg-type]
 
@@ -59,12 +63,8 @@ def test_plan_predicts_another_machine_without_any_weights(configs: list[str]) -
     settings = ("plan", "-m", configs[0], "-d", configs[1], "--hardware", "l40", "--context", 256)
     got = json.loads(shell(*settings, "--tree", "768x22", "--tokens-per-sweep", 12.18, "--json").out)
     plain, tree = got["predictions"]
-    assert (plain["tree"], plain["tokens_per_sweep"], tree["tree"], tree["tokens_per_sweep"]) == (
-        "none",
-        1,
-        "768x22",
-        12.18,
-    )
+    trees = [(one["tree"], one["tokens_per_sweep"]) for one in (plain, tree)]
+    assert trees == [("none", 1), ("768x22", 12.18)]
     base, here = (row["here"] for row in paper_rows()[:2])
     assert plain["s_per_token"] == pytest.approx(base, rel=0.01), "without a tree the draft's memory goes to layers"
     assert tree["s_per_token"] == pytest.approx(here, rel=0.01) and tree["limit"] == "link"
@@ -98,12 +98,15 @@ def test_a_grown_tree_is_predicted_as_the_fixed_one_of_its_size(size: str, confi
     assert dynamic.predictions[-1].tokens_per_sweep == pytest.approx(static.predictions[-1].tokens_per_sweep)
 
 
-def test_a_smaller_host_sends_layers_to_its_disk(configs: list[str]) -> None:
+def test_a_smaller_host_sends_layers_to_its_disk_and_a_card_of_any_size_is_planned(configs: list[str]) -> None:
     got = ask(configs, context=512, hardware="rtx4090", ram="64GiB", tree="64x8")
-    assert (
-        got.plan.disk_streamed_bytes > 0 and got.predictions[1].step.limit == "disk" and got.plan.ram_bytes == 64 << 30
-    )
+    assert got.plan.disk_streamed_bytes > 0 and got.plan.ram_bytes == 64 << 30
+    assert got.predictions[1].step.limit == "disk"
     assert got.sweep_s == pytest.approx(got.plan.disk_streamed_bytes / 5e9, rel=0.01)
+    # A card of any size is planned without rates.
+    got = ask(configs, gpu_memory="48GiB", ram="200GiB", tree="64x8")
+    assert (got.plan.gpu_bytes, got.link_bytes_per_s, got.sweep_s, got.predictions) == (48 << 30, None, None, ())
+    assert any("not here" in note for note in got.notes)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +123,6 @@ def test_wishes_that_cannot_be_met(wish: dict[str, Any], words: str, configs: li
         ask(configs, **wish)
 
 
-def test_a_card_of_any_size_is_planned_without_rates(configs: list[str]) -> None:
-    got = ask(configs, gpu_memory="48GiB", ram="200GiB", tree="64x8")
-    assert (got.plan.gpu_bytes, got.link_bytes_per_s, got.sweep_s, got.predictions) == (48 << 30, None, None, ())
-    assert any("not here" in note for note in got.notes)
-
-
 def profile_of(directories: Pair) -> Profile:
     """For this machine; a sweep computes for 0.5 s, a draft step for 0.01 s."""
     target, draft = (open_checkpoint(path) for path in directories)
@@ -138,8 +135,7 @@ def profile_of(directories: Pair) -> Profile:
                    traces=((0, 1, -1, 0, 0, 0, 1, -1),))  # fmt: skip
 
 
-def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Path) -> None:
-    pair = save_pair(FAMILIES["llama"](), tmp_path)
+def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Path, pair: Pair) -> None:
     profile = profile_of(pair)
     bare = ask(pair, ram="1GiB", tree="chain:4")
     assert bare.predictions == () and bare.is_link_alone and bare.link_bytes_per_s > 1e6, "and nothing is streamed"
@@ -176,8 +172,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     return asked
 
 
-def test_a_plan_is_of_the_card_that_a_run_would_take(tmp_path: Path, card: list[tuple[str, object]]) -> None:
-    pair = [str(path) for path in save_pair(FAMILIES["llama"](), tmp_path)]
+def test_a_plan_is_of_the_card_that_a_run_would_take(pair: Pair, card: list[tuple[str, object]]) -> None:
     roomy = ask(pair, ram="2GiB", context=128, tree="8x3")
     assert card == [("auto", None)] and roomy.plan.device == "cuda"
     assert 2.9 * 2**30 < roomy.plan.gpu_bytes < 3 * 2**30 and roomy.plan.num_slots == 0
@@ -189,10 +184,7 @@ def test_a_plan_is_of_the_card_that_a_run_would_take(tmp_path: Path, card: list[
     assert found.is_link_alone and "no profile" in found.basis and found.sweep_s == found.predictions[-1].step.link_s
 
 
-def test_a_card_is_predicted_from_the_profile_that_was_made_on_it(
-    tmp_path: Path, card: list[tuple[str, object]]
-) -> None:
-    pair = save_pair(FAMILIES["llama"](), tmp_path)
+def test_a_card_is_predicted_from_the_profile_that_was_made_on_it(pair: Pair, card: list[tuple[str, object]]) -> None:
     on_cpu = profile_of(pair)
     wish = {"ram": "2GiB", "tree": "chain:4"}
     save_profile(on_cpu)
@@ -219,18 +211,18 @@ def test_a_plan_for_a_device_that_is_not_here_is_refused(
     assert outcome.code == 2 and not outcome.out and words in outcome.err and outcome.err.count("\n") == 1
 
 
-def test_acceptance_travels_from_machine_to_machine(tmp_path: Path, configs: list[str]) -> None:
+def test_acceptance_travels_from_machine_to_machine(pair: Pair, configs: list[str]) -> None:
     """Times do not: a profile tells a GPU how many tokens a tree yields, and nothing else."""
-    path = save_profile(profile_of(save_pair(FAMILIES["llama"](), tmp_path)))
+    path = save_profile(profile_of(pair))
     wish = {"context": 512, "hardware": "l40", "tree": "chain:4"}
     plain, tree = ask(configs, profile=str(path), **wish).predictions
     assert tree.tokens_per_sweep == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
     assert plain.step == ask(configs, **wish).predictions[0].step
 
 
-def test_what_grown_trees_yield_comes_from_the_profile(tmp_path: Path, configs: list[str]) -> None:
+def test_what_grown_trees_yield_comes_from_the_profile(pair: Pair, configs: list[str]) -> None:
     counted = (DynamicYield(num_nodes=64, depth=8, tokens_per_sweep=5.0, num_sweeps=100),)
-    path = save_profile(replace(profile_of(save_pair(FAMILIES["llama"](), tmp_path)), dynamic_yields=counted))
+    path = save_profile(replace(profile_of(pair), dynamic_yields=counted))
     wish = {"context": 512, "hardware": "l40", "profile": str(path)}
     fixed, named = (ask(configs, tree=tree, **wish) for tree in ("64x8", "dynamic:64x8"))
     assert named.predictions[1].tokens_per_sweep == pytest.approx(5.0) and "static" not in named.basis
@@ -288,9 +280,8 @@ def test_a_laptop_from_a_file_is_predicted_like_its_figures(configs: list[str], 
     path = tmp_path / "laptop.json"
     machine = {"ram_bytes": "32GiB", "disk_bytes_per_s": "3GB"}
     path.write_text(json.dumps(machine))
-    found = [
-        ask(configs, context=512, **how) for how in ({"hardware": str(path)}, {"ram": "32GiB", "disk_speed": "3GB"})
-    ]
+    ways = ({"hardware": str(path)}, {"ram": "32GiB", "disk_speed": "3GB"})
+    found = [ask(configs, context=512, **how) for how in ways]
     assert found[0].predictions == found[1].predictions and found[0].plan == found[1].plan
     path.write_text(json.dumps({**machine, "memory_bytes_per_s": 60e9, "flops_per_s": 1e12}))
     whole = ask(configs, context=512, hardware=str(path), tree=found[0].predictions[1].label)
@@ -299,10 +290,9 @@ def test_a_laptop_from_a_file_is_predicted_like_its_figures(configs: list[str], 
         ask(configs, hardware=str(path), gpu_memory="8GiB")
 
 
-def test_a_disk_speed_stands_for_that_of_any_machine(configs: list[str], tmp_path: Path) -> None:
+def test_a_disk_speed_stands_for_that_of_any_machine(configs: list[str], pair: Pair) -> None:
     slow, quick = (ask(configs, hardware="rtx4090", ram="64GiB", tree="64x8", disk_speed=gb) for gb in ("1GB", "8GB"))
     assert slow.sweep_s == pytest.approx(8 * quick.sweep_s, rel=0.01) and slow.predictions[1].step.limit == "disk"
-    pair = save_pair(FAMILIES["llama"](), tmp_path)
     save_profile(profile_of(pair))
     here = ask(pair, ram="1GiB", disk_speed="3GB", tree="chain:4")
     assert here.link_bytes_per_s == 3e9 and here.basis.startswith("profile ") and here.predictions[0].s_per_token == 0.5
@@ -343,3 +333,39 @@ def test_nobody_is_told_to_raise_a_context_that_is_the_longest(tmp_path: Path) -
         offload.load(model, ram="1GiB", threads=1, request=request)
     with pytest.raises(UserError, match="context of 511: raise `context`, shorten the prompt"):
         offload.load(model, ram="1GiB", threads=1, context=511, request=request)
+
+
+UNKNOWN = [
+    (Sampling(temperature=1, min_p=0.2), "min-p"),
+    (Sampling(presence_penalty=1), "penalties or biases"),
+    (Sampling(logit_bias={5: 1}), "penalties or biases"),
+]
+
+
+@pytest.fixture(scope="module")
+def files(pair: Pair) -> ModelFiles:
+    return ModelFiles(*map(open_checkpoint, pair))
+
+
+def finder(files: ModelFiles, profile: str | None = None) -> FindProfile:
+    options = LoadOptions(ram="1GiB")
+    room = budget_of(options)
+    object.__setattr__(options, "profile", profile)  # that there is such a file is another matter
+    run = ResolvedRun(files=files, options=options, tree=parse_tree("auto"), device=None, budget=room)
+    return run.profile_finder()
+
+
+@pytest.mark.parametrize(("how", "words"), UNKNOWN, ids=str)
+def test_one_that_was_found_is_passed_over(files: ModelFiles, how: Sampling, words: str) -> None:
+    assert finder(files)(how, "match") == (None, f"no profile holds for a run with {words}")
+
+
+@pytest.mark.parametrize(("how", "words"), UNKNOWN, ids=str)
+def test_one_that_was_named_is_refused(files: ModelFiles, how: Sampling, words: str) -> None:
+    with pytest.raises(UserError, match=f"with {words}, got `profile` .*: leave one of them out"):
+        finder(files, "tuned.json")(how, "match")
+
+
+@pytest.mark.parametrize("how", [Sampling(), Sampling(min_p=0.5), Sampling(temperature=0.6, top_k=5)], ids=str)
+def test_others_are_looked_for(files: ModelFiles, how: Sampling) -> None:
+    assert "no profile for this pair of models" in finder(files)(how, "match")[1]

@@ -6,22 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from quantised import save_quantised
 from rounding import Promise, assert_same_bits
-from tiny import FAMILIES, build, save
+from stored import plain, quantised
 from torch import Tensor
 
 from offload.calibration import expansions as expansion_choice
 from offload.calibration.expansions import WITHOUT_NUMBA, choose_expansion
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
-from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE
 from offload.model.encoder_decoder import open_model
 from offload.model.streamed import StreamedModel
 from offload.streaming.disk import DiskReader
 
-needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 KINDS = {"fp8-block": "float8", "ct-w4": "integers", "awq": "columns", "nf4": "codebook"}
 
 
@@ -29,8 +26,7 @@ class Opened:
     """A quantised model without its layers, which can be read."""
 
     def __init__(self, folder: Path, recipe: str | None, family: str = "llama") -> None:
-        plain = save(build(FAMILIES[family]()), folder / "plain")
-        self.directory = save_quantised(plain, recipe, folder / "quantised").directory if recipe else plain
+        self.directory = (quantised(recipe, family) if recipe else plain(family))(folder / "model")
         checkpoint = open_checkpoint(self.directory)
         self.model: StreamedModel = open_model(checkpoint, "bfloat16")
         self.reader = DiskReader(checkpoint.shards, stamps=checkpoint.stamps)
@@ -46,7 +42,6 @@ class Opened:
             return choose_expansion(self.model, self.fetch, None)
 
 
-@needs_numba
 @pytest.mark.parametrize("recipe", KINDS)
 def test_what_agrees_is_used_for_the_kinds_that_the_model_has(recipe: str, tmp_path: Path) -> None:
     opened = Opened(tmp_path, recipe)
@@ -57,7 +52,6 @@ def test_what_agrees_is_used_for_the_kinds_that_the_model_has(recipe: str, tmp_p
     assert not any(one.reason for one in chosen.comparisons)
 
 
-@needs_numba
 def test_one_bit_is_one_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def almost(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
         REFERENCE.float8(weight_NK, scale_AB, block, out_NK)
@@ -70,7 +64,6 @@ def test_one_bit_is_one_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert note == "float8 weights are expanded with torch: the faster function is not used, for its results differ"
 
 
-@needs_numba
 def test_what_cannot_be_compiled_here_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ImportError("Numba needs NumPy 2.4 or less")
@@ -103,7 +96,6 @@ def test_on_a_gpu_kernels_of_triton_are_tried(monkeypatch: pytest.MonkeyPatch) -
     assert expansion_choice._faster_expansion(place) is None
 
 
-@needs_numba
 @pytest.mark.parametrize("recipe", KINDS)
 def test_a_model_computes_the_same_with_either(recipe: str, tmp_path: Path) -> None:
     model = resident_model(open_checkpoint(Opened(tmp_path, recipe, "qwen2").directory), "float32")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, build, save
+from tiny import FAMILIES, Pair, build, save
 from torch import Tensor
 from torch.nn import functional
 
@@ -43,8 +43,8 @@ def threads_differ(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("model") / "llama")
+def target(pair: Pair) -> Path:
+    return pair[0]
 
 
 def found(
@@ -131,26 +131,19 @@ def test_threads_that_are_named_may_hold_alone(target: Path, monkeypatch: pytest
         assert decoder.invariance.thread_counts == (1,) and not decoder.notes
 
 
-def test_rotary_embeddings_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:
-    config = FAMILIES["llama"]()
-    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    config.max_position_embeddings = 64
-    target = save(build(config), tmp_path)
-    usual = found(target, context=64)
-    assert usual.holds or "length" not in usual.reason
-    refused = found(target, context=65)
-    assert not refused.holds and "length" in refused.reason
-
-
-@pytest.mark.parametrize("stated", ["64", [64], {}, 64.5])
-def test_a_length_that_is_no_number_is_none(stated: object, tmp_path: Path) -> None:
-    """transformers looks at it for other kinds of rotary embeddings alone, and so it comes as it stands."""
+@pytest.mark.parametrize("stated", [None, "64", [64], {}, 64.5])
+def test_rotary_embeddings_that_depend_on_the_length_are_refused(stated: object, tmp_path: Path) -> None:
+    """transformers looks at a stated length for other kinds of them alone, and so it comes as it stands."""
     config = FAMILIES["llama"]()
     config.max_position_embeddings = 64
     target = save(build(config), tmp_path)
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    rope |= {} if stated is None else {"original_max_position_embeddings": stated}
     settings = json.loads((target / "config.json").read_text())
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": stated}
     (target / "config.json").write_text(json.dumps({**settings, "rope_parameters": rope}))
+    if stated is None:
+        usual = found(target, context=64)
+        assert usual.holds or "length" not in usual.reason
     refused = found(target, context=65)
     assert not refused.holds and "length" in refused.reason
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from marks import DEVICE, ON_DEVICE, needs_triton
 from plans import plan_memory
 from test_device_path import BUDGETS, TIERS, device, pair_of, place_layers  # noqa: F401
 from test_families import config_of, tiny_model
@@ -25,7 +26,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.console import kernel_line
 from offload.drafting.model import ModelDrafter
 from offload.engine.build import resident_model
-from offload.kernels.jit import HAS_TRITON, is_for_kernels
+from offload.kernels.jit import is_for_kernels
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.kernels.registry import KERNELS, REFERENCES
 from offload.kernels.rms_norm import FORMS
@@ -38,10 +39,8 @@ from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).resolve().parents[2]
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a GPU they are tests of the GPU
+pytestmark = ON_DEVICE
 SMALL = Shapes(
     heads=(
         Heads(4, 2, 16, 16, torch.float16, (None, 3)),
@@ -71,13 +70,19 @@ def refuses() -> bool:
     raise RuntimeError("out of shared memory\nand more")
 
 
-def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used() -> None:
+def test_a_kernel_that_is_wrong_or_does_not_run_is_not_used_and_told() -> None:
     right, wrong, broken = compare(comparison()), compare(comparison(lambda: False)), compare(comparison(refuses))
     assert (right.reason, wrong.reason) == ("", "its results differ")
     assert broken == ComparisonOutcome("thing", "N 1", "RuntimeError: out of shared memory")
     assert used([right]) == {"thing": True}
     for bad in (wrong, broken):
         assert used([right, bad]) == used([bad, right]) == {"thing": False}, "wrong once is wrong"
+    # What runs is told and why others do not.
+    outcomes = [compare(comparison(kernel="quick")), compare(comparison(refuses, kernel="broken"))]
+    assert kernel_line(outcomes) == "kernels: quick; left out: broken (RuntimeError: out of shared memory)"
+    rows = json.loads(json.dumps(rows_of(outcomes)))
+    quick, broken = [(row["kernel"], row["is_used"], row["reason"]) for row in rows]
+    assert quick == ("quick", True, "") and broken == ("broken", False, "RuntimeError: out of shared memory")
 
 
 def test_a_kernel_that_breaks_the_device_is_named() -> None:
@@ -90,16 +95,6 @@ def test_a_kernel_that_breaks_the_device_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"thing at N 1 has left the device unusable \(RuntimeError: out of shared"):
         compare(comparison(refuses), Lost())
     assert not compare(comparison(), Lost()).reason, "nobody waits where nothing failed"
-
-
-def test_what_runs_is_told_and_why_others_do_not() -> None:
-    outcomes = [compare(comparison(kernel="quick")), compare(comparison(refuses, kernel="broken"))]
-    assert kernel_line(outcomes) == "kernels: quick; left out: broken (RuntimeError: out of shared memory)"
-    rows = json.loads(json.dumps(rows_of(outcomes)))
-    assert [(row["kernel"], row["is_used"], row["reason"]) for row in rows] == [
-        ("quick", True, ""),
-        ("broken", False, "RuntimeError: out of shared memory"),
-    ]
 
 
 @needs_triton

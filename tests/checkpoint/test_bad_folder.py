@@ -32,17 +32,13 @@ def overwrite(name: str, content: bytes) -> Break:
     return lambda directory: (directory / name).write_bytes(content)
 
 
+def both(*breaks: Break) -> Break:
+    return lambda directory: [one(directory) for one in breaks]
+
+
 def only_pickles(directory: Path) -> None:
     for number, shard in enumerate(directory.glob("*.safetensors*")):
         shard.rename(directory / f"pytorch_model-{number}.bin")
-
-
-def folder_for_file(name: str) -> Break:
-    def replace(directory: Path) -> None:
-        (directory / name).unlink()
-        (directory / name).mkdir()
-
-    return replace
 
 
 def only_adapter(directory: Path) -> None:
@@ -55,11 +51,6 @@ def only_adapter(directory: Path) -> None:
 def only_gguf(directory: Path) -> None:
     drop("*.safetensors*")(directory)
     (directory / "model-Q4_K_M.gguf").touch()
-
-
-def gguf_alone(directory: Path) -> None:
-    only_gguf(directory)
-    drop("config.json")(directory)
 
 
 def edited(name: str, **changes: object) -> Break:
@@ -97,7 +88,7 @@ FOLDERS = [
     case("config not UTF-8", overwrite("config.json", b"\xff\xfe{}"), "config.json", "again"),
     case("config nested too deep", overwrite("config.json", b"[" * 100_000), "config.json", "again"),
     case("config a list", overwrite("config.json", b"[]"), "list, not an object"),
-    case("config a folder", folder_for_file("config.json"), "config.json"),
+    case("config a folder", both(drop("config.json"), lambda one: (one / "config.json").mkdir()), "config.json"),
     case("config without sizes", config(hidden_size=...), "no hidden_size", "model.layers.0"),
     case("sizes as text", config(hidden_size="64"), "hidden_size"),
     case("more layers than tensors", config(num_hidden_layers=10**12), "no tensors for layer", "model.layers.0"),
@@ -125,7 +116,7 @@ FOLDERS = [
     case("pickles only", only_pickles, "pickled weights", "can run code", "convert to safetensors"),
     case("an adapter", only_adapter, "holds an adapter, such as LoRA", "merge it into the model"),
     case("GGUF", only_gguf, "model-Q4_K_M.gguf: its header needs 4 bytes at byte 0, of 0", "again"),
-    case("GGUF alone", gguf_alone, "model-Q4_K_M.gguf: its header needs 4 bytes", "again"),
+    case("GGUF alone", both(only_gguf, drop("config.json")), "model-Q4_K_M.gguf: its header needs 4 bytes", "again"),
     case("nothing of its text", config(model_type="llava", text_config={}), "describe a language model", "llava", "{}"),
     case("text in words", config(model_type="llava", text_config="llama"), "must describe a language model", "llama"),
     case("text of no model", config(model_type="llava", text_config={"model_type": "no"}), "describe a language model"),
@@ -229,15 +220,11 @@ def test_random_damage_to_a_config_never_surprises(broken_file: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_weights")
-def test_draft_with_another_vocabulary_is_refused(sound: Path, tmp_path: Path) -> None:
+def test_draft_with_another_vocabulary_or_width_is_refused(sound: Path, tmp_path: Path) -> None:
     stranger = save_reciter(tmp_path / "stranger", [":", " un", " deux"])
     outcome = generate(sound, "-d", stranger, "-p", "Count:")
     assert_refused(outcome, "the draft must share the target's vocabulary", "stranger", "target's family")
-
-
-@pytest.mark.usefixtures("_no_weights")
-def test_draft_of_another_width_is_refused(sound: Path, tmp_path: Path) -> None:
-    """Without tokenizers to compare, the widths decide."""
+    # Without tokenizers to compare, the widths decide.
     settings = FAMILIES["llama"]()
     settings.vocab_size = VOCAB_SIZE + 1
     draft = save(build(settings), tmp_path / "wide")
@@ -245,14 +232,11 @@ def test_draft_of_another_width_is_refused(sound: Path, tmp_path: Path) -> None:
     assert_refused(outcome, "share the target's vocabulary", f"{VOCAB_SIZE + 1} entries", f"against {VOCAB_SIZE}")
 
 
-def test_broken_draft_is_refused(sound: Path, broken: Path) -> None:
+def test_broken_draft_and_expert_without_a_partner_are_refused(sound: Path, broken: Path, tmp_path: Path) -> None:
     drop("*-00002-of-*")(broken)
     for command in BOTH:
         assert_refused(shell(*command, "-m", sound, "-d", broken, "--ram", "1GiB"), "model-00002-of-", "missing")
-
-
-def test_expert_without_a_partner_is_refused(tmp_path: Path) -> None:
-    """Tensors that transformers fuses: every expert must bring both halves."""
+    # Tensors that transformers fuses: every expert must bring both halves.
     directory = save(build(FAMILIES["mixtral"]()), tmp_path / "experts", max_shard_size="1GB")
     save_tokenizer(directory)
     names = open_checkpoint(directory).tensors

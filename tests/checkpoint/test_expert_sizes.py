@@ -137,8 +137,6 @@ def test_saved_models_have_the_experts_that_their_parameters_are(
 
 
 class Counted(list[TensorPart]):
-    """Parts, and how many of them were looked at."""
-
     num_seen = 0
 
     def __iter__(self) -> Iterator[TensorPart]:

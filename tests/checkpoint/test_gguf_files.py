@@ -38,7 +38,6 @@ def note(key: str, kind: int, value: bytes) -> bytes:
 
 def file(*tensors: bytes, notes: tuple[bytes, ...] = (), version: int = 3, counts: tuple[int, int] | None = None,
          magic: bytes = b"GGUF", data: int = 4096) -> bytes:  # fmt: skip
-    """A whole file of these parts."""
     head = magic + struct.pack("<IQQ", version, *(counts or (len(tensors), len(notes)))) + b"".join((*notes, *tensors))
     return head + bytes(-len(head) % 32 + data)
 
@@ -137,18 +136,13 @@ def test_random_damage_never_surprises(tmp_path: Path) -> None:
     assert num_refused > 100
 
 
-def of_model(config: Any) -> dict[str, tuple[int, ...]]:
-    model = build(config)
-    tied = set(model.all_tied_weights_keys)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_names_and_config_are_those_of_the_model(name: str, tmp_path: Path) -> None:
-    """The config is derived from the file alone."""
     config = MODELS[name]()
     found = open_headers(write_gguf(config, tmp_path / "m.gguf", "Q4_0").path)
-    assert {own: entry.shape for own, entry in found.tensors.items()} == of_model(config)
+    model = build(config)
+    own = {key: tuple(one.shape) for key, one in model.state_dict().items() if key not in model.all_tied_weights_keys}
+    assert {key: entry.shape for key, entry in found.tensors.items()} == own
     told, wanted = (c.to_dict() for c in (build_meta_model(found, torch.float32).config, build(config).config))
     assert not {key for key in wanted if told[key] != wanted[key]} - {"dtype", "architectures", "return_dict"}
 
@@ -187,12 +181,9 @@ def test_scaling_of_llama_3_comes_from_its_factors(factor: float, tmp_path: Path
     assert rope == {key: value for key, value in config.rope_parameters.items() if key != "rope_theta"}
 
 
+OTHER = {"general.architecture": "qwen2moe"}
 SAID: dict[str, tuple[str, dict[str, Any], str]] = {
-    "architecture": (
-        "llama",
-        {"general.architecture": "qwen2moe"},
-        "architecture qwen2moe is not read; those of llama,",
-    ),
+    "architecture": ("llama", OTHER, "architecture qwen2moe is not read; those of llama,"),
     "adapter": ("llama", {"general.type": "adapter"}, "a GGUF adapter of architecture llama is not read"),
     "experts": ("llama", {"llama.expert_count": 8}, "its header does not say num_experts_per_tok"),
     "no layers": ("qwen3", {"qwen3.block_count": None}, "its header has no qwen3.block_count: give `config`"),
@@ -209,34 +200,23 @@ SAID: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_what_a_file_says_is_refused(name: str, tmp_path: Path) -> None:
-    model, says, words = SAID[name]
-    path = write_gguf(MODELS[model](), tmp_path / "m.gguf", says=says).path
-    with pytest.raises(UserError, match=words):
-        open_headers(path)
-
-
 EXTRA = {
     "blk.0.ssm_in.weight": "blk.0.ssm_in.weight is not known of architecture qwen3",
     "blk.0.attn_q.bias": "has biases of q_proj, which its config has not",
     "rope_freqs.weight": "rope",
 }
+OTHER_SCALING = r"its rope scaling .rope_freqs.weight. is not known from the file alone"
+UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
+    **{name: (model, {"says": says}, words) for name, (model, says, words) in SAID.items()},
+    **{name: ("qwen3", {"extra": {name: np.ones(16, np.float32)}}, words) for name, words in EXTRA.items()},
+    "factors": ("llama", {"changed": lambda own, raw: raw * 1.5 if "rope" in own else raw}, OTHER_SCALING),
+}
 
 
-@pytest.mark.parametrize("extra", EXTRA)
-def test_unknown_and_useless_tensors_are_refused(extra: str, tmp_path: Path) -> None:
-    path = write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", extra={extra: np.ones(16, np.float32)}).path
-    with pytest.raises(UserError, match=EXTRA[extra]):
-        open_headers(path)
-
-
-def test_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
-    def changed(own: str, raw: Any) -> Any:
-        return raw * 1.5 if "rope" in own else raw
-
-    path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf", changed=changed).path
-    with pytest.raises(UserError, match=r"its rope scaling .rope_freqs.weight. is not known from the file alone"):
+@pytest.mark.parametrize(("model", "how", "words"), UNFIT.values(), ids=UNFIT)
+def test_what_a_file_says_is_refused(model: str, how: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = write_gguf(MODELS[model](), tmp_path / "m.gguf", **how).path
+    with pytest.raises(UserError, match=words):
         open_headers(path)
 
 

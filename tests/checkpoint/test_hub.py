@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,8 +13,8 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import filter_repo_objects
-from shell import ROOT
-from tiny import FAMILIES, save_pair
+from shell import ROOT, run_python
+from tiny import Pair
 
 import offload
 from offload.bench.harness.models import find_setting
@@ -62,8 +60,8 @@ class Hub:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    served = Hub(save_pair(FAMILIES["llama"](), tmp_path)[0])
+def hub(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    served = Hub(Path(shutil.copytree(pair[0], tmp_path / "model")))
     for name in ("get_safetensors_metadata", "snapshot_download"):
         monkeypatch.setattr(f"huggingface_hub.{name}", getattr(served, name))
     return served
@@ -101,9 +99,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cached(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the hub's library has of org/model once it was loaded: never all that its listing of the commit names."""
-    source, cache = save_pair(FAMILIES["llama"](), tmp_path)[0], tmp_path / "cache"
+    source, cache = pair[0], tmp_path / "cache"
     own = cache / "models--org--model"
     for folder in ("refs", "trees", "snapshots", "blobs"):
         (own / folder).mkdir(parents=True)
@@ -228,18 +226,16 @@ def test_names_of_an_index_are_checked_before_anything_is_fetched(
     assert len(asked) == 1, "small files alone"
 
 
-def test_what_is_not_here_is_said_to_be_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headers, "open_checkpoint", lambda model: open_checkpoint(hub.folder))
-    told = list[str]()
-    models = [hub.folder, "org/model"]
-    headers.fetch(models, list(map(headers.open_headers, models)), told.append)
-    assert told == ["downloading org/model"]
-
-
-def test_what_the_model_suggests_is_one_small_file(hub: Hub) -> None:
+def test_what_is_not_here_is_said_to_be_downloaded_but_for_one_small_file(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (hub.folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
     assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
     assert hub.asked == ["generation_config.json"]
+    monkeypatch.setattr(headers, "open_checkpoint", lambda model: open_checkpoint(hub.folder))
+    told, models = list[str](), [hub.folder, "org/model"]
+    headers.fetch(models, list(map(headers.open_headers, models)), told.append)
+    assert told == ["downloading org/model"]
 
 
 OFFLINE = """
@@ -262,10 +258,7 @@ except errors.UserError as error:
 def test_without_a_network_a_hub_id_is_refused_at_once(command: str, tmp_path: Path) -> None:
     """The hub's library is the real one; it sleeps 23 s between its tries where it is asked in the wrong way."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    told = subprocess.run(
-        [sys.executable, "-c", OFFLINE, command], env=environment, capture_output=True, text=True, timeout=60
-    )
-    seconds, line = told.stdout.split(" ", 1)
+    seconds, line = run_python("-c", OFFLINE, command, environment=environment).split(" ", 1)
     assert "the hub is out of reach" in line and "Name or service not known" in line and "check the network" in line
     assert float(seconds) < 15
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flipping import flip
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, save_pair
+from tiny import Pair
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved, same_model
@@ -115,11 +116,8 @@ def test_a_single_byte_is_told_by_samples_or_by_the_sum(folder: Path) -> None:
     for turn in range(50):
         other = copy_of(folder)
         lo, hi = spans[turn % len(spans)]
-        with (other / "model.safetensors").open("r+b") as file:
-            file.seek(int(generator.integers(lo, hi)))
-            byte = file.read(1)[0]
-            file.seek(-1, 1)
-            file.write(bytes([byte ^ (1 << int(generator.integers(8)))]))
+        at, bit = int(generator.integers(lo, hi)), int(generator.integers(8))
+        flip(other / "model.safetensors", at, bit, keeps_time=False)
         found = identity(other)
         num_unsampled += not mine.difference(found)
         assert same_model(mine, found) in ("weights differ", "nothing proves that the weights are the same")
@@ -239,35 +237,26 @@ def test_the_sum_does_not_depend_on_how_it_was_read(folder: Path) -> None:
     assert total.result == whole
 
 
-def swapped(content: np.ndarray, first: int, second: int, size: int) -> np.ndarray:
-    other = content.copy()
-    other[first : first + size], other[second : second + size] = (
-        content[second : second + size],
-        content[first : first + size],
-    )
-    return other
-
-
 @pytest.mark.parametrize(("first", "second", "size"), [(0, 8, 8), (0, 4096, 8), (0, 4096, 4096), (3, 8, 2), (0, 12, 4)])
 def test_what_has_changed_its_place_changes_the_sum(first: int, second: int, size: int, folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     content = bytes_of(checkpoint)
     lo = max(one.lo for one in checkpoint.tensors.values() if one.num_bytes > 3 * BLOCK_BYTES)
     lo = -(-lo // BLOCK_BYTES) * BLOCK_BYTES
-    other = swapped(content, lo + first, lo + second, size)
+    other, one, two = content.copy(), slice(lo + first, lo + first + size), slice(lo + second, lo + second + size)
+    other[one], other[two] = content[two], content[one]
     assert (other != content).any()
     parts = cut(len(content), BLOCK_BYTES)
     assert sum_of(checkpoint, content, parts) != sum_of(checkpoint, other, parts)
 
 
-def test_weights_are_summed_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_summed_as_they_are_read(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one more read of the files, and to the same sum as by reading them."""
     from offload.engine import identities
     from offload.engine.load import open_decoder
     from offload.engine.request import Request
     from offload.planning.load_options import LoadOptions
 
-    pair = save_pair(FAMILIES["llama"](), tmp_path)
     wanted = [summed(one).proofs["sum"] for one in pair]
     shutil.rmtree(tmp_path / "cache")
     monkeypatch.setattr(identities, "_LITTLE_BYTES", 0)

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,18 +13,17 @@ from matrix import matrix
 from mixture_headers import mixture
 from random_files import Planned, assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes, write_file
 from safetensors.torch import load_file, save_file
-from test_families import config_of, tiny_model
-from tiny import FAMILIES, VOCAB_SIZE, save, streaming_ram
+from test_families import tiny_model
+from test_path_rows import config_named
+from test_wrappers import streamed
+from tiny import VOCAB_SIZE, save
 from torch import Tensor
-from transformers import PreTrainedModel
 
-import offload
 from offload.checkpoint.families import text_part
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, TensorPart, group_by_layer, slab_bytes_bound, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.tensors import TensorEntry
-from offload.streaming.disk import DiskReader
 
 SEEDS = range(25)
 
@@ -99,7 +97,7 @@ def assert_pieces_fit(layout: SlabLayout) -> None:
 
 
 @matrix("seed", SEEDS, always=range(4), daily=1)
-def test_parts_are_joined_in_their_order(seed: int, tmp_path: Path) -> None:
+def test_parts_are_joined_in_their_order_and_the_bound_holds(seed: int, tmp_path: Path) -> None:
     """As experts are: several tensors, from several shards, make up one parameter."""
     checkpoint = random_checkpoint(tmp_path, seed)
     rng, wanted = np.random.default_rng(seed), stored_bytes(checkpoint)
@@ -118,11 +116,7 @@ def test_parts_are_joined_in_their_order(seed: int, tmp_path: Path) -> None:
     assert_same_bytes(parameter_bytes(layout, fill(layout, checkpoint)), joined)
     assert_pieces_fit(layout)
     assert layout.slab_bytes <= slab_bytes_bound(part.entry for _, parts in parameters.values() for part in parts)
-
-
-@matrix("seed", SEEDS, always=range(4), daily=1)
-def test_the_bound_holds_for_every_part_of_a_group(seed: int, tmp_path: Path) -> None:
-    """A plan knows the tensors of a layer by name alone; what the model then wants may be fewer, directly or not."""
+    # A plan knows the tensors of a layer by name alone; what the model then wants may be fewer, directly or not.
     rng = np.random.default_rng(seed)
     checkpoint = random_checkpoint(tmp_path, seed, remainder=seed % 2)
     entries = list(checkpoint.tensors.values())
@@ -190,7 +184,7 @@ def test_an_empty_tensor_may_end_a_run_or_stand_alone(lo: int) -> None:
         assert_pieces_fit(layout)
 
 
-def test_layers_are_told_by_name(tmp_path: Path) -> None:
+def test_layers_are_told_by_name_and_numbers_that_are_none_leave_nothing_out(tmp_path: Path) -> None:
     names = ["model.layers.0.a", "layers.1.a", "model.layers.1.b", "model.layers.2.c", "model.norm", "my_layers.0.x"]
     write_file(tmp_path / "model.safetensors", [Planned(n, "F32", (1,)) for n in names], np.random.default_rng(0))
     (tmp_path / "config.json").write_text("{}")
@@ -199,28 +193,28 @@ def test_layers_are_told_by_name(tmp_path: Path) -> None:
     assert [len(entries) for entries in layers] == [1, 2]
     # a layer beyond the decoder's last (an extra head for several tokens) belongs to nobody
     assert {name for name, entry in checkpoint.tensors.items() if entry in rest} == {"model.norm", "my_layers.0.x"}
+    # Numbers that are none leave nothing out.
+    for number in ("4", None, -1, 0, True, 1.5):
+        assert not text_part("here", {"num_hidden_layers": number}, {"model.layers.7.x": ENTRY}).left_out, number
+    plain = mixture()
+    more = replace(plain, tensors={**plain.tensors, ENDLESS: ENTRY, ENDLESS.replace("9", "1", 1): ENTRY})
+    assert model_shape(more).experts == model_shape(plain).experts
 
 
 ENTRY = TensorEntry(0, "F32", (4,), 0, 16)
-PROMPT = torch.randint(3, VOCAB_SIZE, (20,), generator=torch.Generator().manual_seed(8)).tolist()
-
-
-def model_of(family: str) -> PreTrainedModel:
-    return tiny_model(FAMILIES[family]() if family in FAMILIES else config_of(family))
-
-
-def copies(tensors: dict[str, Tensor], target: str) -> dict[str, Tensor]:
-    """The last layer once more, by other names, and NaN."""
-    own = {name: tensor for name, tensor in tensors.items() if ".layers.3." in f".{name}"}
-    return {name.replace("model.layers.3.", target): torch.full_like(t, torch.nan) for name, t in own.items()}
 
 
 def of_its_own(target: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As each family has them: a whole layer, and what joins it with the model."""
-    more = {f"{target}eh_proj.weight": torch.full((64, 128), torch.nan), f"{target}enorm.weight": torch.ones(64),
-            f"{target}embed_tokens.weight": torch.ones(VOCAB_SIZE, 64),
-            f"{target}shared_head.head.weight": torch.ones(VOCAB_SIZE, 64)}  # fmt: skip
-    return {**copies(tensors, target), **more}
+    """As each family has them: a whole layer, the last one once more and NaN, and what joins it with the model."""
+    own = {name: tensor for name, tensor in tensors.items() if ".layers.3." in f".{name}"}
+    copies = {name.replace("model.layers.3.", target): torch.full_like(one, torch.nan) for name, one in own.items()}
+    wide = torch.ones(VOCAB_SIZE, 64)
+    more = {"eh_proj": torch.full((64, 128), torch.nan), "enorm": torch.ones(64), "embed_tokens": wide}
+    return {
+        **copies,
+        **{f"{target}{name}.weight": one for name, one in more.items()},
+        f"{target}shared_head.head.weight": wide.clone(),
+    }
 
 
 CASES = {
@@ -237,7 +231,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_extra_layers_change_nothing(case: str, tmp_path: Path) -> None:
     family, target = CASES[case]
-    plain = save(model_of(family), tmp_path / "plain", max_shard_size="1GB")
+    plain = save(tiny_model(config_named(family)), tmp_path / "plain", max_shard_size="1GB")
     tensors, more = load_file(plain / "model.safetensors"), tmp_path / "more"
     extra = of_its_own(target, tensors)
     more.mkdir()
@@ -254,23 +248,11 @@ def test_extra_layers_change_nothing(case: str, tmp_path: Path) -> None:
 
 def text_of(directory: Path, unread: dict[str, Tensor]) -> list[int]:
     """With layers streamed; nothing may be read of these."""
-    pieces: list[Any] = []
-
-    class Reads(DiskReader):
-        def read(self, layout: Any, slab: Any) -> Any:
-            pieces.extend(layout.pieces)
-            return super().read(layout, slab)
-
-    ram = streaming_ram(directory, context=64, num_nodes=8)
-    how: dict[str, Any] = {"context": 64, "tree": "8x3", "threads": 1, "open_source": Reads}
-    with offload.load(directory, directory, ram=ram, **how) as decoder:
-        ids = decoder.generate(PROMPT, max_new_tokens=16).token_ids
+    got, pieces = streamed(directory)
     header = read_header(directory / "model.safetensors")[0]
-    spans = {name: (header[name].lo, header[name].hi) for name in unread}
-    large = {name: (lo, hi) for name, (lo, hi) in spans.items() if hi - lo > 256}
-    touched = [name for name, (lo, hi) in large.items() if any(one.lo < hi and one.hi > lo for one in pieces)]
-    assert pieces and not touched
-    return ids
+    large = [(header[name].lo, header[name].hi) for name in unread if header[name].num_bytes > 256]
+    assert pieces and not [one for one in pieces for lo, hi in large if one.lo < hi and one.hi > lo]
+    return got.token_ids
 
 
 # Python turns no number of more than 4,300 digits into one.
@@ -301,11 +283,3 @@ def test_what_transformers_passes_over_is_passed_over(name: str) -> None:
 ])  # fmt: skip
 def test_other_names_stay(name: str) -> None:
     assert text_part("here", {"num_hidden_layers": 2}, {name: ENTRY}).tensors == {name: ENTRY}
-
-
-def test_numbers_that_are_none_leave_nothing_out() -> None:
-    for number in ("4", None, -1, 0, True, 1.5):
-        assert not text_part("here", {"num_hidden_layers": number}, {"model.layers.7.x": ENTRY}).left_out, number
-    plain = mixture()
-    more = replace(plain, tensors={**plain.tensors, ENDLESS: ENTRY, ENDLESS.replace("9", "1", 1): ENTRY})
-    assert model_shape(more).experts == model_shape(plain).experts

@@ -141,12 +141,19 @@ def test_results_go_into_files_alone(place: str, sound_file: Path, tmp_path: Pat
     assert_refused(outcome, *words)
 
 
-def test_one_at_a_time(tmp_path: Path) -> None:
+def test_one_at_a_time_and_two_that_replace_one_file_share_nothing(tmp_path: Path) -> None:
     told = pytest.raises(UserError, match=r"another process is writing to .*: wait for it")
     with locked(tmp_path), told, locked(tmp_path):
         raise AssertionError("it is locked")
     with locked(tmp_path):
         assert tmp_path.is_dir()
+    # As threads of one process do, and programs that are process 1, each in a container of its own.
+    path = tmp_path / "profile.json"
+    with replacing(path) as one, replacing(path) as other:
+        assert one != other
+        one.write_text("one")
+        other.write_text("other")
+    assert path.read_text() == "one" and [*tmp_path.iterdir()] == [path]
 
 
 def test_a_folder_that_another_finishes_meanwhile_is_not_ours(tmp_path: Path) -> None:
@@ -183,13 +190,3 @@ def test_a_folder_in_which_nothing_could_be_written_does_not_stay(is_anothers: b
             folder.mkdir()
         raise OSError(errno.ENOSPC, "full")
     assert folder.exists() == is_anothers
-
-
-def test_two_that_replace_one_file_do_not_share_what_they_write(tmp_path: Path) -> None:
-    """As threads of one process do, and programs that are process 1, each in a container of its own."""
-    path = tmp_path / "profile.json"
-    with replacing(path) as one, replacing(path) as other:
-        assert one != other
-        one.write_text("one")
-        other.write_text("other")
-    assert path.read_text() == "one" and [*tmp_path.iterdir()] == [path]

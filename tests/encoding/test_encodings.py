@@ -61,12 +61,8 @@ class Told(NamedTuple):
 
 
 def headers(stem: str = ".weight", *, width: int = 4, **changed: Told | None) -> dict[str, Told]:
-    told = [
-        Told("U8", SHAPE),
-        Told("U8", (distance_bytes(math.prod(SHAPE), width),)),
-        Told("U8", (64,)),
-        Told("I64", (3,)),
-    ]
+    words = (SHAPE, (distance_bytes(math.prod(SHAPE), width),), (64,))
+    told = [*(Told("U8", shape) for shape in words), Told("I64", (3,))]
     named = {name.removeprefix("."): one for name, one in zip((*WORDS, CODE), told, strict=True)} | changed
     return {f"{stem}.{name}": one for name, one in named.items() if one is not None}
 

@@ -65,7 +65,6 @@ def test_headers_tell_the_shape(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_threads_share_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba")
     forbid_operators(monkeypatch)
     torch.set_num_threads(2)
     stored = RECIPES[name].store(weight_of((2, 64, 40) if name == "mxfp4" else (152, 64)))

@@ -1,7 +1,6 @@
 """Every command as it reads and writes tiny files: what is run, on what, and which files it may make."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +53,7 @@ def scenes(root: Path) -> list[Scene]:
     batch, packed = (*write, "-f", root / "prompts.jsonl", "--out"), ("-m", root / "packed", "-q")
     chat, port, prompts = ("chat", *pair, "-n", 8), free_port(), (_SHARD, "prompts.jsonl")
     half_packed, half_back = ("out/packed.unfinished",), ("out/back.unfinished",)
+    tuning = ("-m", target, "-d", draft, "--text", root / "corpus.txt", "--tokens", 8, "--tree", "4x2", "--threads", 1)
     return [
         Scene("generate", say),
         Scene(
@@ -71,7 +71,11 @@ def scenes(root: Path) -> list[Scene]:
         Scene("batch", (*batch, out / "results"), stays=("out/results",), reads=prompts),
         Scene("batch, two at once", (*batch, out / "results", "--parallel", 2), stays=("out/results",), reads=prompts),
         Scene("batch, gone on", (*batch, root / "half"), stays=("half",), reads=(*prompts, "half")),
-        Scene("datastore build", (*_building(root), "--out", out / "store", "-q"), reads=("corpus.txt", _PAIR[-1])),
+        Scene(
+            "datastore build",
+            ("datastore", "build", root / "corpus.txt", "--tokenizer", target, "--out", out / "store", "-q"),
+            reads=("corpus.txt", _PAIR[-1]),
+        ),
         Scene(
             "datastore append",
             ("datastore", "append", root / "store", root / "more.txt", "-q"),
@@ -83,7 +87,7 @@ def scenes(root: Path) -> list[Scene]:
         Scene("unpack", ("unpack", *packed, "--out", out / "back"), stays=half_back, reads=_PACKED),
         Scene("verify", ("verify", root / "plain", "-q", "--manifest", out / "sums"), is_timed=True, reads=_PLAIN),
         Scene("serve", ("serve", *pair, "--parallel", 1, "--port", port), visits=_REQUESTS, port=port),
-        Scene("tune", ("tune", *_tuning(root)), is_timed=True, reads=(*_PAIR, "corpus.txt")),
+        Scene("tune", ("tune", *tuning, "-q"), is_timed=True, reads=(*_PAIR, "corpus.txt")),
         Scene("plan", ("plan", "-m", target, "-d", draft, "--ram", "1GiB", "--device", "cpu"), is_timed=True),
         Scene("demo", ("demo", "--size", "40MB", "-n", 2, "-q"), reads=()),
         Scene("generate, packed", ("generate", *packed, *small, "--ram", "1GiB", "-p", "a", "-n", 3), reads=_PACKED),
@@ -97,7 +101,6 @@ def scenes(root: Path) -> list[Scene]:
 
 
 def prepare(root: Path) -> None:
-    """Models and texts."""
     for name in ("out", "cache", "config"):
         (root / name).mkdir(parents=True)
     for model in save_pair(FAMILIES["llama"](), root, noise=0.02):  # random ones, in whose text every weight shows
@@ -123,15 +126,6 @@ def prepare_more(forge: Forge) -> None:
     results = (root / "out" / "results").read_bytes().splitlines(keepends=True)
     (root / "half").write_bytes(b"".join(results[:2]) + results[2][:20])
     (root / "out" / "results").unlink()
-
-
-def _building(root: Path) -> Sequence[object]:
-    return ("datastore", "build", root / "corpus.txt", "--tokenizer", root / "target")
-
-
-def _tuning(root: Path) -> Sequence[object]:
-    pair = ("-m", root / "target", "-d", root / "draft", "--text", root / "corpus.txt")
-    return (*pair, "--tokens", 8, "--tree", "4x2", "--threads", 1, "-q")
 
 
 def _request(path: str, body: dict[str, object]) -> str:

@@ -49,7 +49,6 @@ class Trial:
         return sorted({number for numbers in some for number in numbers})
 
     def strike(self, fault: Fault, at: int) -> tuple[Verdict, Ended]:
-        """Run under a fault."""
         is_reader_gone = fault.call in _OF_SOCKETS or (fault.call == _PRINT and fault.value == errno.EPIPE)
         return self._judged(self._run(fault, at), Circumstances(self._before, is_reader_gone=is_reader_gone))
 
@@ -62,7 +61,6 @@ class Trial:
         return self._judged(ended, Circumstances(self._before, changed), self._others[damage])
 
     def limit(self, **limits: int) -> tuple[Verdict, Ended]:
-        """Run with at most so many `files`, or `file_bytes` in each of them."""
         return self._judged(self._run(limits=limits), Circumstances(self._before))
 
     def interrupt(self, signals: Sequence[tuple[float, int]]) -> tuple[Verdict, Ended]:
@@ -80,7 +78,6 @@ class Trial:
 
     @cached_property
     def _whole_s(self) -> float:
-        """Return the seconds of a process of its own, from its start to its end."""
         return self.interrupt(())[1].seconds
 
     def _judged(self, ended: Ended, around: Circumstances, others: Sequence[Reference] = ()) -> tuple[Verdict, Ended]:

@@ -18,8 +18,6 @@ Files = dict[str, bytes]
 
 
 class Reference(NamedTuple):
-    """How a command ends that nothing disturbs."""
-
     ended: Ended
     files: Files
 
@@ -42,8 +40,6 @@ class Circumstances(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How it has ended, and what should not have been."""
-
     end: str
     breaches: list[str]
 

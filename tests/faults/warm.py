@@ -78,7 +78,6 @@ def _offload() -> None:
 
 
 def _become(case: dict[str, Any], place: Path, shim: ctypes.CDLL) -> None:
-    """The command itself, in the child."""
     os.setpgid(0, 0)
     _redirect(place)
     _begin(case)
@@ -116,7 +115,6 @@ def _begin(case: dict[str, Any]) -> None:
 
 
 def _visitor(case: dict[str, Any], process: int, place: Path) -> int:
-    """A process of its own."""
     visitor = os.fork()
     if visitor:
         return visitor

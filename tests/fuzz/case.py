@@ -40,8 +40,6 @@ class Target(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One damaged folder."""
-
     target: Target
     seed: int
     index: int
@@ -80,8 +78,6 @@ def _is_plain(path: Path) -> bool:
 
 
 class End(NamedTuple):
-    """How a case ended."""
-
     kind: str  # one of `ENDS`, or a finding
     line: str  # what was said
     detail: str = ""  # a traceback, or what was printed

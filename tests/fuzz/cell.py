@@ -27,8 +27,6 @@ from outside import Outside, links_outside, watch_python
 
 
 class Limits(NamedTuple):
-    """What one case may take."""
-
     wall_s: float = 40.0
     cpu_s: int = 12
     more_bytes: int = 3 << 30  # of address space, beyond what this process has
@@ -38,8 +36,6 @@ class Limits(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A case that has ended."""
-
     case: Case
     damage: str
     end: End
@@ -71,7 +67,6 @@ class Cell:
         return self._run_all(cases)
 
     def close(self) -> None:
-        """Stop watching; the folder is the caller's."""
         for slot in self._slots:
             slot.outside.close()
 
@@ -131,7 +126,6 @@ class _Slot:
         self.pidfd = os.pidfd_open(self.pid)
 
     def kill(self) -> None:
-        """It has had its time."""
         self._is_killed = True
         os.kill(self.pid, signal.SIGKILL)
 

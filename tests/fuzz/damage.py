@@ -29,7 +29,6 @@ _HUGE = 10**30
 
 
 def flip(path: Path, rng: random.Random) -> str:
-    """Single bits."""
     raw, places = bytearray(path.read_bytes()), []
     for _ in range(rng.choice((1, 1, 2, 16))):
         if raw:
@@ -143,7 +142,6 @@ def json_value(path: Path, rng: random.Random) -> str:
 
 
 def json_line(path: Path, rng: random.Random) -> str:
-    """Values of one line of JSON."""
     lines = path.read_text(errors="replace").split("\n")
     at = rng.randrange(len(lines))
     try:
@@ -252,7 +250,6 @@ def data(path: Path, rng: random.Random) -> str:
 
 
 def other(*contents: str) -> Damage:
-    """The whole file is one of these texts."""
 
     def damage(path: Path, rng: random.Random) -> str:
         number = rng.randrange(len(contents))
@@ -263,7 +260,6 @@ def other(*contents: str) -> Damage:
 
 
 def strange_key(path: Path, rng: random.Random) -> str:
-    """A copy of the file lies beside it under another name."""
     name = rng.choice((f"x{path.name}", f"{path.stem}-00001-of-00002{path.suffix}", f"{path.name}.bak", "model.bin"))
     shutil.copy(path, path.with_name(name))
     return f"copied to {name}"

@@ -15,10 +15,6 @@ from offload.engine.text import load_tokenizer
 
 torch.set_num_threads(1)
 ENOUGH = ("--ram", "512MiB", "--context", "64", "--threads", "1", "--tree", "none", "--profile", "none", "--quiet")
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
-)
 _SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16,
     "sliding_window": 24, "moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
@@ -47,7 +43,6 @@ def save_files(folder: Path, *, family: str = "llama", shards: bool = False, tem
 
 
 def save_encoder_decoder(folder: Path) -> None:
-    """A T5."""
     small_t5.save(small_t5.build("v1.1"), folder, "v1.1")
     save_tokenizer(folder)
 
@@ -70,9 +65,14 @@ def as_wanted(folder: Path, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def generate(model: Path) -> Outcome:
+def generate(model: Path, *more: object) -> Outcome:
     """Four tokens, greedily."""
-    return shell("generate", "-m", model, "-p", "Count: a", "-n", 4, "--greedy", *ENOUGH)
+    return sample(model, "--greedy", *more)
+
+
+def sample(model: Path, *more: object) -> Outcome:
+    """Four tokens as the model wishes them."""
+    return shell("generate", "-m", model, "-p", "Count: a", "-n", 4, *ENOUGH, *more)
 
 
 def generate_alike(model: Path) -> Outcome:
@@ -80,8 +80,7 @@ def generate_alike(model: Path) -> Outcome:
 
     Nothing is compared where transformers does not load them whole, or where rounding would decide.
     """
-    options = ("--dtype", "float32", "--json")
-    outcome = shell("generate", "-m", model, "-p", "Count: a", "-n", 4, "--greedy", *options, *ENOUGH)
+    outcome = generate(model, "--dtype", "float32", "--json")
     if outcome.code == 0 and (reference := _reference(model)) is not None:
         said, prompt = json.loads(outcome.out), load_tokenizer(model)("Count: a")["input_ids"]
         ids = said["token_ids"]
@@ -106,22 +105,10 @@ def _reference(model: Path) -> Any:
     return None if any(info.values()) else torch.inference_mode()(found)
 
 
-def generate_invariant(model: Path) -> Outcome:
-    """Four tokens whose bits do not depend on the tree."""
-    return shell("generate", "-m", model, "-p", "Count: a", "-n", 4, "--greedy", "--invariant", *ENOUGH)
-
-
 def generate_with_draft(folder: Path) -> Outcome:
     """Four tokens with a static tree of the model in `draft`."""
-    models = ("-m", folder / "target", "-d", folder / "draft")
-    return shell("generate", *models, "-p", "Count: a", "-n", 4, *ENOUGH, "--tree", "4x2")
-
-
-def sample(model: Path) -> Outcome:
-    """Sample as the model wishes it."""
-    return shell("generate", "-m", model, "-p", "Count: a", "-n", 4, *ENOUGH)
+    return sample(folder / "target", "-d", folder / "draft", "--tree", "4x2")
 
 
 def plan(model: Path) -> Outcome:
-    """Headers alone."""
     return shell("plan", "-m", model, "--ram", "512MiB", "--disk-speed", "1GB")

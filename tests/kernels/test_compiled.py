@@ -1,19 +1,18 @@
-"""What numba compiles: rounding against torch's, shares of rows, when it is imported, and what it keeps on disk."""
+"""What numba compiles: rounding and gated delta rules against torch's, shares of rows, what is kept on disk."""
 
-import subprocess
-import sys
+import platform
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from shell import run_python
 
-from offload.kernels.compiled import HAS_NUMBA, Compiled, compiled, share_rows
+from offload.kernels import gated_delta
+from offload.kernels.compiled import Compiled, compiled, share_rows
+from offload.kernels.gated_delta import BASE, DeltaRows, agrees, walk_heads_compiled, walk_heads_reference
 from offload.kernels.rounding import ByType, numbers, pairs, rounded, rounded_pair, widened
 
-ROOT = Path(__file__).resolve().parents[2]
-needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -44,9 +43,8 @@ def all_kinds() -> torch.Tensor:
     return torch.cat([finite[: len(finite) // 2 * 2], torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])])
 
 
-@needs_numba
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_numbers_are_rounded_as_by_torch(dtype: torch.dtype) -> None:
+def test_numbers_are_rounded_and_read_as_by_torch(dtype: torch.dtype) -> None:
     value_S = all_kinds()
     wanted_S = value_S.to(dtype)
     one_S, two_S = torch.empty_like(wanted_S), torch.empty_like(wanted_S)
@@ -55,11 +53,7 @@ def test_numbers_are_rounded_as_by_torch(dtype: torch.dtype) -> None:
     for got_S in (one_S, two_S):
         assert bool(got_S[-2].isnan()) and not bool(got_S[:-2].isnan().any())
         assert np.array_equal(numbers(got_S[:-2].clone()), numbers(wanted_S[:-2].clone()))
-
-
-@needs_numba
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_numbers_are_read_as_by_torch(dtype: torch.dtype) -> None:
+    # Numbers are read as by torch.
     number_S = torch.arange(-(2**15), 2**15).short().view(dtype) if dtype.itemsize == 2 else all_kinds()
     wanted_S, found_S = number_S.float(), torch.empty(len(number_S))
     widen_all.to(dtype)(numbers(number_S), found_S.numpy())
@@ -68,7 +62,6 @@ def test_numbers_are_read_as_by_torch(dtype: torch.dtype) -> None:
     assert found_S[~is_number_S].isnan().all()
 
 
-@needs_numba
 def test_what_is_kept_is_not_used_for_another_function_that_it_calls() -> None:
     names = {dtype: round_all.bound(dtype).__qualname__ for dtype in TYPES}
     assert len(set(names.values())) == 3
@@ -76,7 +69,6 @@ def test_what_is_kept_is_not_used_for_another_function_that_it_calls() -> None:
     assert names == {dtype: round_all.bound(dtype).__qualname__ for dtype in TYPES}
 
 
-@needs_numba
 def test_it_is_compiled_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from numba.core.caching import CompileResultCacheImpl
 
@@ -99,8 +91,7 @@ def test_only_compiled_functions_round() -> None:
 
 def test_importing_the_engine_imports_no_numba() -> None:
     script = "import sys, offload.engine.load, offload.kernels.expansion; print('numba' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert run_python("-c", script).strip() == "False"
 
 
 @pytest.mark.parametrize(("num_rows", "num_threads"), [(0, 2), (1, 2), (31, 2), (32, 2), (100, 3), (100, 1)])
@@ -133,3 +124,42 @@ def test_the_others_end_before_an_error_is_raised(failing: int, monkeypatch: pyt
     with pytest.raises(ValueError, match=f"rows from {failing}"):
         share_rows(work, 100)
     assert ended == [50 - failing]
+
+
+STEPS = torch.tensor([[0, BASE, 0], [1, 0, 1], [2, BASE, 2], [3, 1, 1], [4, 0, 0]])
+
+
+def rows_of(key_size: int, value_size: int) -> DeltaRows:
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((5, 4, key_size), (5, 4, key_size), (5, 4, value_size), (5, 4), (5, 4))
+    return DeltaRows(*(torch.randn(*shape, generator=generator) for shape in shapes))
+
+
+@pytest.mark.parametrize(("key_size", "value_size"), [(128, 128), (64, 64), (72, 128), (256, 128), (16, 12), (300, 64)])
+def test_where_forms_agree_any_rows_have_the_same_bits(key_size: int, value_size: int) -> None:
+    base, rows = torch.randn(4, key_size, value_size), rows_of(key_size, value_size)
+    found = []
+    for walk, num_held in ((walk_heads_reference, 4), (walk_heads_compiled, 4), (walk_heads_compiled, 1)):
+        states, out = torch.empty(3, num_held, *base.shape[1:]), torch.full_like(rows.value_THV, torch.nan)
+        for lo in range(0, 4, 2):
+            walk(base, rows, STEPS, (lo, lo + 2), states, out)
+        found.append((out, states[:, -1]))
+    for one in found[1:]:
+        assert agrees(key_size, value_size) == all(map(torch.equal, one, found[0]))
+        assert all(torch.allclose(*both, rtol=1e-3, atol=1e-3) for both in zip(one, found[0], strict=True))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="how torch adds up differs elsewhere")
+def test_they_agree_at_sizes_that_models_have() -> None:
+    assert all(agrees(size, size) for size in (64, 128)) and not agrees(512, 128)
+
+
+def test_another_order_of_sums_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a torch that adds up from the other end."""
+    walk = gated_delta.walk_heads_reference
+
+    def other(base: torch.Tensor, rows: DeltaRows, *more: object) -> None:
+        walk(base.flip(1), rows._replace(query_THK=rows.query_THK.flip(2), key_THK=rows.key_THK.flip(2)), *more)
+
+    monkeypatch.setattr(gated_delta, "walk_heads_reference", other)
+    assert not agrees.__wrapped__(64, 64)

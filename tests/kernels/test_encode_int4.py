@@ -7,7 +7,6 @@ import torch
 from rounding import sums
 
 from offload.kernels import int4_blocks as encode_int4
-from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.int4_blocks import (
     WordLayout,
     encode_int4_compiled,
@@ -22,7 +21,6 @@ from offload.kernels.int4_blocks import (
 LAYOUTS = (WordLayout(64, has_product=False), WordLayout(32, has_product=False))
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 64, 64), (70, 1120, 32), (130, 2112, 64))  # rows, columns, group: parts of blocks and of panels
-needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 
 
 def all_kinds(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -38,7 +36,6 @@ def all_kinds(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tens
     return weight_NK.to(dtype)
 
 
-@needs_numba
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -62,15 +59,18 @@ def test_halves_go_to_the_even_code_and_what_is_constant_stays(dtype: torch.dtyp
     assert not out_KN.t()[70:].any(), "rows that make up a block stand for something"
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_show_and_there_is_a_layout_for_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     weight_NK = all_kinds(200, 64, torch.float32)
     whole = encode_int4_reference(weight_NK, 64, LAYOUTS[0])
     monkeypatch.setattr(encode_int4, "_CHUNK_NUMBERS", 1)
     for one, other in zip(whole, encode_int4_reference(weight_NK, 64, LAYOUTS[0]), strict=True):
         assert torch.equal(one, other)
+    # There is a layout for any device.
+    assert layout_for(torch.device("meta")).block_rows == 64
+    assert HERE.block_rows in (32, 64)
 
 
-@pytest.mark.parametrize("encode", [encode_int4_reference, pytest.param(encode_int4_compiled, marks=needs_numba)])
+@pytest.mark.parametrize("encode", [encode_int4_reference, encode_int4_compiled])
 def test_what_is_no_number_spoils_its_own_group_alone(encode) -> None:
     weight_NK = all_kinds(64, 128, torch.float32)
     good = encode(weight_NK, 64, LAYOUTS[0])
@@ -85,16 +85,12 @@ def test_what_is_no_number_spoils_its_own_group_alone(encode) -> None:
 
 HERE = layout_for(torch.device("cpu"))
 
-FORMS = [
-    expand_int4_reference,
-    pytest.param(expand_int4_compiled, marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")),
-]
+FORMS = [expand_int4_reference, expand_int4_compiled]
 
 N, K, GROUP = 128, 192, 64
 
 
 def stored(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales with offsets, and the weights that they stand for."""
     torch.manual_seed(0)
     code_NK, scale_GN2 = torch.randint(0, 16, (N, K), dtype=torch.uint8), torch.randn(K // GROUP, N, 2).to(dtype)
     scale_NG1, offset_NG1 = scale_GN2.float().permute(2, 1, 0)[..., None]
@@ -124,8 +120,3 @@ def test_the_product_means_the_same_weights() -> None:
     torch.testing.assert_close(product_MN, wanted_MN, **sums(wanted_MN, K))
     other = int4_product(row_MK, pack_int4(15 - code_NK, HERE), scale_GN2)
     assert (other - wanted_MN).abs().max() > 1, "other codes are not noticed"
-
-
-def test_there_is_a_layout_for_any_device() -> None:
-    assert layout_for(torch.device("meta")).block_rows == 64
-    assert HERE.block_rows in (32, 64)

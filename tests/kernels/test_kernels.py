@@ -6,12 +6,12 @@ Without a GPU the kernels run in Triton's interpreter; whether the compiler acce
 import numpy as np
 import pytest
 import torch
+from marks import DEVICE, ON_DEVICE, needs_triton
 from rounding import LOGARITHMS
 from scipy import stats
 from torch import Tensor
 
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_reference
-from offload.kernels.jit import HAS_TRITON
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_reference, row_keys, uniform
 from offload.kernels.kv_commit import are_alike, kv_commit_kernel, kv_commit_reference
 from offload.kernels.match_rows import match_rows_kernel, match_rows_reference
@@ -23,9 +23,7 @@ from offload.trees.token_tree import TokenTree
 from offload.trees.topology import k_ary
 from offload.trees.verification import match
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a GPU they are tests of the GPU
+pytestmark = ON_DEVICE
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
@@ -75,26 +73,20 @@ def test_draws_of_the_kernel_are_those_of_its_reference(
     logits_NV, position_N = random_logits(4, vocab_size).to(dtype), torch.tensor([3, 4, 4, 70], device=DEVICE)
     logits_NV[1, ::2] = -torch.inf  # never to be drawn
     logits_NV[3] = -torch.inf
-    results = [
-        draw(logits_NV, position_N, vocab_size, temperature=temperature)
-        for draw in (match_rows_kernel, match_rows_reference)
-    ]
+    draws = (match_rows_kernel, match_rows_reference)
+    results = [draw(logits_NV, position_N, vocab_size, temperature=temperature) for draw in draws]
     assert results[0].dtype == torch.int64
     assert torch.equal(*results)
 
 
 @needs_triton
-def test_a_wrong_draw_would_show() -> None:
+def test_a_wrong_draw_would_show_and_the_greedy_kernel_takes_the_lowest_of_equals() -> None:
     logits_NV, position_N = random_logits(8, 3000), torch.arange(8, device=DEVICE)
     right = match_rows_reference(logits_NV, position_N, 5, temperature=1.5)
     for position, seed, temperature in ((position_N + 1, 5, 1.5), (position_N, 6, 1.5), (position_N, 5, 1.0)):
         wrong = match_rows_kernel(logits_NV, position, seed, temperature=temperature)
         assert not torch.equal(wrong, right)
-
-
-@needs_triton
-def test_the_greedy_kernel_takes_the_lowest_of_equals() -> None:
-    """Over lanes, over blocks of one program, and over programs."""
+    # Over lanes, over blocks of one program, and over programs.
     logits_NV = torch.zeros(4, 9000, device=DEVICE)
     for row, tokens in enumerate(([5, 6], [700, 1724], [100, 4196, 8292], [0, 8999])):
         logits_NV[row, tokens] = 1.0
@@ -145,10 +137,8 @@ def random_distribution(num_rows: int, vocab_size: int) -> Tensor:
 def test_children_of_the_kernel_are_those_of_its_reference(vocab_size: int, num_draws: int) -> None:
     """Also where more are asked for than have mass, or than there are."""
     probs_WV = random_distribution(3, vocab_size)
-    results = [
-        draw(probs_WV, num_draws, 2**61 + 3, 12)
-        for draw in (draw_without_replacement_kernel, draw_without_replacement_reference)
-    ]
+    draws = (draw_without_replacement_kernel, draw_without_replacement_reference)
+    results = [draw(probs_WV, num_draws, 2**61 + 3, 12) for draw in draws]
     assert results[0].shape == (3, min(num_draws, vocab_size))
     assert torch.equal(*results)
 
@@ -161,7 +151,7 @@ def test_children_of_another_row_or_seed_would_show(seed: int, first_row: int) -
     assert not torch.equal(wrong, draw_without_replacement_reference(probs_WV, 5, 7, 12))
 
 
-def test_two_hashed_draws_have_the_distribution_of_draws_without_replacement() -> None:
+def test_hashed_draws_have_the_distribution_of_draws_without_replacement() -> None:
     probs_V = np.array([0.4, 0.3, 0.2, 0.1, 0.0])
     probs_WV = torch.tensor(probs_V, dtype=torch.float32).expand(20_000, 5)
     pairs = draw_without_replacement_reference(probs_WV, 2, 9, 0).numpy()
@@ -173,9 +163,7 @@ def test_two_hashed_draws_have_the_distribution_of_draws_without_replacement() -
     assert stats.chisquare(counts[wanted > 0], wanted[wanted > 0]).pvalue > 1e-3
     biased = wanted * (1 + 0.1 * (np.arange(5) == 0))
     assert stats.chisquare(counts[wanted > 0], biased[wanted > 0] * 20_000 / biased.sum()).pvalue < 1e-4
-
-
-def test_tokens_without_mass_come_last_and_in_uniform_order() -> None:
+    # Tokens without mass come last and in uniform order.
     probs_WV = torch.tensor([0.5, 0.0, 0.0, 0.5, 0.0]).expand(3000, 5)
     order = draw_without_replacement_reference(probs_WV, 9, 1, 0)
     assert order.shape == (3000, 5) and set(order[:, :2].flatten().tolist()) == {0, 3}
@@ -238,18 +226,14 @@ def test_buffers_may_lie_anywhere(width: int) -> None:
 
 
 @needs_triton
-def test_unlike_buffers_are_left_to_the_reference() -> None:
+def test_unlike_buffers_and_long_paths_are_left_to_the_reference() -> None:
     same = caches(1, torch.float32)
     assert are_alike(same)
     assert not are_alike([*same, torch.zeros(1, 3, 90, 25, device=DEVICE)])
     assert not are_alike([*same, torch.zeros(1, 3, 90, 24, device=DEVICE, dtype=torch.float16)])
     assert not are_alike([torch.zeros(2, 3, 90, 24, device=DEVICE)] * 2)
     assert not are_alike([torch.zeros(1, 3, 24, 90, device=DEVICE).mT] * 2)
-
-
-@needs_triton
-def test_unlike_buffers_and_long_paths_are_gathered_all_the_same() -> None:
-    """The kernel hands them to its reference."""
+    # The kernel hands them to its reference.
     for more, row_A in (([torch.randn(1, 3, 90, 25, device=DEVICE)], torch.tensor([4, 2], device=DEVICE)),
                         ([], torch.arange(80, device=DEVICE).repeat(4)[:300] % 70)):  # fmt: skip
         base = [*caches(1, torch.float32), *more]

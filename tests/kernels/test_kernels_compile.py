@@ -5,24 +5,16 @@ Each is tried in a process of its own, and needs no GPU where there is one.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from offload.kernels.jit import HAS_TRITON
-
-ROOT = Path(__file__).resolve().parents[2]
+from marks import needs_triton
+from shell import ROOT, run_python
 
 
-def run_python(*arguments: str) -> str:
-    """In a process without Triton's interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def bare() -> dict[str, str]:
+    """The environment without Triton's interpreter."""
+    return {name: one for name, one in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
 
 
 def test_references_need_no_triton() -> None:
@@ -43,6 +35,7 @@ states = torch.randn(2, 3, 16)
 rows = path_rows(0, torch.ones(3, 3).tril().bool(), path_attention)
 assert path_attention(states, states, states, rows, ScoreTerms(1.0)).shape == (3, 2, 16)
 """,
+        environment=bare(),
     )
 
 
@@ -50,13 +43,13 @@ assert path_attention(states, states, states, rows, ScoreTerms(1.0)).shape == (3
 SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "120": 99}
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@needs_triton
 @pytest.mark.parametrize(
     "capability", [pytest.param(one, marks=pytest.mark.full) for one in SHARED_KIB if one != "86"] + ["86"]
 )
 def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
     """Each is compiled once for all sizes: a kernel that is compiled anew as the text grows would stall the decoder."""
-    lines = run_python("tests/compile_kernels.py", capability, str(tmp_path)).splitlines()
+    lines = run_python("tests/compile_kernels.py", capability, tmp_path, environment=bare()).splitlines()
     compiled = [json.loads(line) for line in lines]
     names = {row["kernel"] for row in compiled}
     expanding = {"_expand", "_expand_blocks", "_fill_blocks", "expand_row_block"}
@@ -73,10 +66,10 @@ def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@needs_triton
 def test_a_run_compiles_nothing_that_its_comparisons_have_not(tmp_path: Path) -> None:
     """While a prefix grows, at any temperature, and for paths of all lengths; a compiler takes longer than a sweep."""
-    compiled = json.loads(run_python("tests/compile_run.py", "86", str(tmp_path)).splitlines()[-1])
+    compiled = json.loads(run_python("tests/compile_run.py", "86", tmp_path, environment=bare()).splitlines()[-1])
     assert compiled["run"] == []
     counts = [
         compiled["duels"].count(name) for name in ("_attend", "_gather", "_best_of_chunk", "_fill", "_candidates")

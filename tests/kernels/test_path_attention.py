@@ -4,15 +4,17 @@ A row's bits are those that it has alone, whatever tree is around it. Without a 
 interpreter, which multiplies bfloat16 wrongly: that type is tried on a GPU only.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from marks import DEVICE, ON_DEVICE, needs_triton
 from matrix import matrix
+from passes import causal, sees
 from torch import Tensor
 
-from offload.kernels.jit import HAS_TRITON
 from offload.kernels.path_attention import (
     BLOCK,
     HEADER,
@@ -22,13 +24,12 @@ from offload.kernels.path_attention import (
     Window,
     path_attention_kernel,
 )
+from offload.model import path_attention as reference
 from offload.model.path_attention import path_attention, path_rows
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5 if DEVICE == "cpu" else 2e-4, torch.float16: 6e-3, torch.bfloat16: 3e-2}
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a GPU they are tests of the GPU
+pytestmark = ON_DEVICE
 
 
 class Case(NamedTuple):
@@ -69,8 +70,6 @@ CASES = {
 
 
 class Inputs(NamedTuple):
-    """Arguments of a call, and what they were made from."""
-
     query_HTK: Tensor
     key_GSK: Tensor
     value_GSK: Tensor
@@ -85,11 +84,7 @@ class Inputs(NamedTuple):
 
 
 def random_tree(num_nodes: int, generator: torch.Generator) -> Tensor:
-    """Its ancestors, each node's own included."""
-    seen_UU = torch.eye(num_nodes, dtype=torch.bool)
-    for node in range(1, num_nodes):
-        seen_UU[node] |= seen_UU[int(torch.randint(0, node, (1,), generator=generator))]
-    return seen_UU
+    return sees([-1, *(int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, num_nodes))])
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float32) -> Inputs:
@@ -131,10 +126,14 @@ def by_definition(given: Inputs) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_reference_is_the_formula(name: str) -> None:
+def test_the_reference_is_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of few rows and of many."""
     given = inputs(CASES[name])
     got = path_attention(*given.call).cpu().double()
     torch.testing.assert_close(got, by_definition(given), atol=TOLERANCE[torch.float32], rtol=0)
+    monkeypatch.setattr(reference, "_TILE_BYTES", 4096)
+    in_pieces = path_attention(*given._replace(rows=replace(given.rows)).call).cpu().double()
+    torch.testing.assert_close(in_pieces, got, atol=1e-6, rtol=1e-6)
 
 
 @needs_triton
@@ -147,6 +146,9 @@ def test_the_kernel_is_its_reference(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, path_attention(*given.call), atol=TOLERANCE[dtype], rtol=0)
 
 
+Mistake = Callable[[Inputs], Inputs]
+
+
 def lost_ancestor(given: Inputs) -> Inputs:
     """The last row takes its own column in place of its parent's."""
     walk_TL = given.rows.walk_TL.clone()
@@ -155,35 +157,26 @@ def lost_ancestor(given: Inputs) -> Inputs:
     return given._replace(rows=replace(given.rows, walk_TL=walk_TL))
 
 
-def no_window(given: Inputs) -> Inputs:
-    return given._replace(rows=replace(given.rows, window=None))
+def other_rows(**changes: Any) -> Mistake:
+    return lambda given: given._replace(rows=replace(given.rows, **changes))
 
 
-def one_wider(given: Inputs) -> Inputs:
-    return given._replace(rows=replace(given.rows, window=8))
+def other_terms(**changes: Any) -> Mistake:
+    return lambda given: given._replace(terms=replace(given.terms, **changes))
 
 
-def no_cap(given: Inputs) -> Inputs:
-    return given._replace(terms=replace(given.terms, cap=None))
-
-
-def no_sink(given: Inputs) -> Inputs:
-    return given._replace(terms=replace(given.terms, sink_H=None))
+MISTAKES: dict[str, tuple[str, Mistake]] = {
+    "lost ancestor": ("no prefix", lost_ancestor),
+    "no window": ("window", other_rows(window=None)),
+    "one wider": ("window", other_rows(window=8)),
+    "no cap": ("capped", other_terms(cap=None)),
+    "no sink": ("sinks", other_terms(sink_H=None)),
+}
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("name", "mistake"),
-    [
-        ("no prefix", lost_ancestor),
-        ("window", no_window),
-        ("window", one_wider),
-        ("capped", no_cap),
-        ("sinks", no_sink),
-    ],
-    ids=lambda one: one if isinstance(one, str) else one.__name__,
-)
-def test_a_mistake_would_show(name: str, mistake: Any) -> None:
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_would_show(name: str, mistake: Mistake) -> None:
     given = inputs(CASES[name])
     got = path_attention_kernel(*mistake(given).call)
     assert (got - path_attention(*given.call)).abs().max() > 10 * TOLERANCE[torch.float32]
@@ -206,7 +199,7 @@ class Text(NamedTuple):
 
     def rows(self, lo: int, hi: int, terms: ScoreTerms, window: Window) -> Tensor:
         """Those of these positions, as a pass over a chain."""
-        rows = path_rows(lo, torch.ones(hi - lo, hi - lo, dtype=torch.bool).tril(), path_attention, _to_device)
+        rows = path_rows(lo, causal(hi - lo), path_attention, _to_device)
         some = (self.query_HPK[:, lo:hi], self.key_GPK[:, :hi], self.value_GPK[:, :hi])
         return path_attention_kernel(*some, replace(rows, window=window), terms)
 
@@ -265,7 +258,7 @@ def test_sums_in_another_order_would_show(monkeypatch: pytest.MonkeyPatch) -> No
     text, terms = Text.random(torch.float32), ScoreTerms(0.3)
     whole = text.rows(0, LENGTH, terms, None)
     states = (text.query_HPK[:, 130:], text.key_GPK, text.value_GPK)
-    rows = path_rows(130, torch.ones(10, 10, dtype=torch.bool).tril(), path_attention, _to_device)
+    rows = path_rows(130, causal(10), path_attention, _to_device)
     walk_TL = rows.walk_TL
     order = torch.arange(int(walk_TL[0, 1]), device=walk_TL.device)
     moved_TL = torch.cat([walk_TL[:, :HEADER], order.roll(32).int().expand(10, -1), walk_TL[:, HEADER:]], 1)
@@ -279,7 +272,7 @@ def test_sums_in_another_order_would_show(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("seed", range(3))
 def test_a_walk_names_the_columns_of_a_path(num_prefix: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    chain_then_tree = torch.ones(100, 100, dtype=torch.bool).tril()
+    chain_then_tree = causal(100)
     chain_then_tree[70:, 70:] = random_tree(30, generator)
     for seen_UU in (random_tree(40, generator), chain_then_tree, chain_then_tree[60:], chain_then_tree[99:]):
         rows = path_rows(num_prefix, seen_UU, path_attention)

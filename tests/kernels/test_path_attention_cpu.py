@@ -28,13 +28,15 @@ def attended(given: Inputs, at_once: int = 1) -> Tensor:
     room[-1] = 1e30
     attention.begin(at_once)
     attention.take_parts(room)
-    assert attention.call[0] >= attention.num_parts and room[-1] == 1e30, "all parts, and no more room than asked for"
+    assert attention.call[0] >= attention.num_parts, "all parts"
+    assert room[-1] == 1e30, "no more room than was asked for"
     return attention.out
 
 
-def row_alone(given: Inputs, row: int) -> Inputs:
-    """The same row behind a prefix that is its path, all of which is committed."""
-    own_S = torch.cat([torch.arange(given.num_prefix), given.num_prefix + given.seen_TU[row].nonzero()[:, 0]])
+def row_alone(given: Inputs, row: int, sees_S: Tensor | None = None) -> Inputs:
+    """The same row behind a prefix that is its path, or what it sees of it, all of which is committed."""
+    own_S = torch.cat([torch.ones(given.num_prefix, dtype=torch.bool), given.seen_TU[row]])
+    own_S = (own_S if sees_S is None else own_S & sees_S).nonzero()[:, 0]
     states = (given.query_HTK[:, row : row + 1], given.key_GSK[:, own_S], given.value_GSK[:, own_S])
     rows = path_rows(len(own_S) - 1, torch.ones(1, 1, dtype=torch.bool), given.rows.attend)
     rows = replace(rows, window=given.rows.window)
@@ -80,7 +82,7 @@ def test_tiles_change_no_bit(most_scores: int, least_tiles: int, monkeypatch: py
     assert_same_bits(attended(again, at_once=3), wanted, Promise.INVARIANT)
 
 
-def test_threads_share_the_parts() -> None:
+def test_threads_share_the_parts_and_scores_of_any_size_have_finite_weights() -> None:
     """A part that another thread began is left to it."""
     given = inputs(TREE)
     attention = attention_of(*given.call)
@@ -89,33 +91,25 @@ def test_threads_share_the_parts() -> None:
     attention.call[0] = attention.num_parts
     attention.take_parts(torch.empty(attention.num_room))
     assert attention.out.eq(7.0).all()
+    # Scores of any size have finite weights.
+    given = inputs(Case(4, 2, 9, 9, 80, cap=30.0))
+    for terms in (replace(given.terms, cap=None), given.terms):
+        for factor in (1e-20, 1e4):
+            scaled = given._replace(query_HTK=given.query_HTK * factor, terms=terms)
+            torch.testing.assert_close(attended(scaled).double(), by_definition(scaled), atol=1e-4, rtol=1e-4)
 
 
-def test_a_row_sees_what_it_chose() -> None:
+def test_a_row_sees_what_it_chose_and_what_is_no_number_stays_none() -> None:
     given = inputs(Case(4, 2, 30, 30, 100))
     chance = torch.Generator().manual_seed(3)
     chosen_TS = torch.rand(30, 130, generator=chance) < 0.5
     chosen_TS[torch.arange(30), torch.arange(100, 130)] = True  # itself
     got = attended(given._replace(rows=replace(given.rows, chosen_TS=chosen_TS)))
     for row in (0, 11, 29):
-        seen_S = torch.cat([torch.ones(100, dtype=torch.bool), given.seen_TU[row]]) & chosen_TS[row]
-        states = (given.query_HTK[:, row : row + 1], given.key_GSK[:, seen_S], given.value_GSK[:, seen_S])
-        seen_11 = torch.ones(1, 1, dtype=torch.bool)
-        num_prefix = int(seen_S.sum()) - 1
-        alone = Inputs(*states, path_rows(num_prefix, seen_11, given.rows.attend), given.terms, seen_11, num_prefix)
+        alone = row_alone(given, row, chosen_TS[row])
         torch.testing.assert_close(got[row].double(), by_definition(alone)[0], atol=1e-5, rtol=1e-5)
-
-
-def test_what_is_no_number_stays_none() -> None:
+    # What is no number stays none.
     given = inputs(Case(4, 2, 3, 3, BLOCK))
     given.key_GSK[0, 5] = torch.nan
     got = attended(given)
     assert got[:, :2].isnan().all() and got[:, 2:].isfinite().all(), "the first group's heads alone"
-
-
-def test_scores_of_any_size_have_finite_weights() -> None:
-    given = inputs(Case(4, 2, 9, 9, 80, cap=30.0))
-    for terms in (replace(given.terms, cap=None), given.terms):
-        for factor in (1e-20, 1e4):
-            scaled = given._replace(query_HTK=given.query_HTK * factor, terms=terms)
-            torch.testing.assert_close(attended(scaled).double(), by_definition(scaled), atol=1e-4, rtol=1e-4)

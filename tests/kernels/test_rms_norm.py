@@ -5,18 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from marks import DEVICE, ON_DEVICE, needs_triton
 from test_families import WORKING, config_of, tiny_model
 from test_path_rows import config_named
 from torch import Tensor, nn
 
-from offload.kernels.jit import HAS_TRITON
 from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_kernel, rms_norm_reference
 from offload.model.norms import find_norms, normalize_with
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a GPU they are tests of the GPU
+pytestmark = ON_DEVICE
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,8 +72,6 @@ def test_all_norms_of_a_family_are_known(family: str) -> None:
 
 
 class Odd(nn.Module):
-    """Looks like a norm, and is none."""
-
     def __init__(self) -> None:
         super().__init__()
         self.eps, self.weight = 1e-6, nn.Parameter(torch.ones(32))
@@ -85,8 +81,6 @@ class Odd(nn.Module):
 
 
 class Gated(Odd):
-    """Wants more than rows."""
-
     def forward(self, rows: Tensor, gate: Any = None) -> Tensor:
         return rows * gate.sigmoid()
 
@@ -118,15 +112,12 @@ def test_a_model_computes_the_same_by_the_reference(family: str) -> None:
     assert calls
 
 
-def test_weights_of_another_type_keep_the_familys_own_code() -> None:
+def test_forms_are_found_without_weights_and_weights_of_another_type_keep_their_own_code() -> None:
     (module, _), *_ = find_norms(tiny_model(config_named("llama")))
     normalize_with(module, lambda *_: pytest.fail("the kernel was asked"))
     rows = numbers(3, module.weight.shape[0]).cpu().bfloat16()
     assert module(rows).dtype == torch.float32
-
-
-def test_forms_are_found_without_weights() -> None:
-    """At load they are on the meta device."""
+    # At load they are on the meta device.
     with torch.device("meta"):
         model = tiny_model(config_named("llama"))
     assert len(find_norms(model)) == 9

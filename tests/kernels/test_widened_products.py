@@ -1,20 +1,16 @@
 """Products that widen weights as they go: chains of fused operations, whatever rows and columns lie beside."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from rounding import Promise, assert_same_bits
+from shell import run_python
 from torch import Tensor
 
 from offload.kernels import machine_code, widened_products
 from offload.kernels.widened_products import can_multiply, product_of
 from offload.model import wide_products
 
-ROOT = Path(__file__).parents[2]
 CHANCE = torch.Generator().manual_seed(7)
 TYPES = (torch.bfloat16, torch.float16)
 DEPTH = 768
@@ -90,11 +86,20 @@ def test_chains_of_other_depths_have_other_bits() -> None:
         assert_same_bits(found_TN, wanted_TN[:num_rows], Promise.SAME_PRODUCTS)
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+def test_a_row_has_the_same_bits_alone_among_others_and_with_another_usual_type() -> None:
     row_TK, weight_NK = numbers(70, 1000).bfloat16(), numbers(300, 1000).bfloat16()
     whole_TN = multiplied(row_TK, weight_NK)
     for lo, hi in ((0, 1), (0, 2), (3, 6), (0, 69), (33, 38), (69, 70)):
         assert_same_bits(multiplied(row_TK[lo:hi], weight_NK), whole_TN[lo:hi], Promise.INVARIANT)
+    # Another usual type of torch changes nothing.
+    row_TK, weight_NK = numbers(3, 64), numbers(40, 64).bfloat16()
+    wanted_TN = wide_products.linear(row_TK.bfloat16(), weight_NK)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found_TN = wide_products.linear(row_TK.bfloat16(), weight_NK)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_bits(found_TN, wanted_TN, Promise.SAME_PRODUCTS)
 
 
 def test_zeros_keep_their_sign_and_what_is_no_number_is_none() -> None:
@@ -120,8 +125,20 @@ def test_it_is_what_blocks_are_within_rounding(num_rows: int, has_bias: bool, mo
 def test_what_it_cannot_do_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not can_multiply(numbers(64, 32))
     assert not can_multiply(numbers(64, 0).bfloat16())
-    monkeypatch.setattr(widened_products, "fused_lanes", lambda: 0)
-    assert not can_multiply(numbers(64, 32).bfloat16())
+    with monkeypatch.context() as patch:
+        patch.setattr(widened_products, "fused_lanes", lambda: 0)
+        assert not can_multiply(numbers(64, 32).bfloat16())
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no memory may be executed")
+
+    machine_code.fused_lanes.cache_clear()
+    monkeypatch.setattr(machine_code, "_made", refuse)
+    try:
+        assert machine_code.fused_lanes() == 0
+        assert wide_products.linear(numbers(2, 64).bfloat16(), numbers(8, 64).bfloat16()).shape == (2, 8)
+    finally:
+        machine_code.fused_lanes.cache_clear()
 
 
 _GROWTH = """
@@ -142,10 +159,11 @@ for bias in (None, torch.ones(64)):
 """
 
 
-def test_the_compiler_takes_no_memory_once_the_code_is_made() -> None:
-    done = subprocess.run([sys.executable, "-c", _GROWTH], cwd=ROOT, capture_output=True, text=True, check=True)
-    first, kept, again, kept_again = map(int, done.stdout.split())
+def test_the_compiler_gives_its_memory_back_and_compiles_in_a_forked_process() -> None:
+    first, kept, again, kept_again = map(int, run_python("-c", _GROWTH).split())
     assert kept < first / 2 and kept_again < again / 2
+    # Pages of the library that were written to, and may only be read by now, are shared then.
+    run_python("-c", _FORK)
 
 
 _FORK = """
@@ -163,32 +181,3 @@ multiply(torch.ones(64))
 if child:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
-
-
-def test_a_forked_process_compiles_beside_its_parent() -> None:
-    """Pages of the library that were written to, and may only be read by now, are shared then."""
-    subprocess.run([sys.executable, "-c", _FORK], cwd=ROOT, check=True)
-
-
-def test_another_usual_type_of_torch_changes_nothing() -> None:
-    row_TK, weight_NK = numbers(3, 64), numbers(40, 64).bfloat16()
-    wanted_TN = wide_products.linear(row_TK.bfloat16(), weight_NK)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        found_TN = wide_products.linear(row_TK.bfloat16(), weight_NK)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert_same_bits(found_TN, wanted_TN, Promise.SAME_PRODUCTS)
-
-
-def test_where_no_code_can_be_made_the_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("no memory may be executed")
-
-    machine_code.fused_lanes.cache_clear()
-    monkeypatch.setattr(machine_code, "_made", refuse)
-    try:
-        assert machine_code.fused_lanes() == 0
-        assert wide_products.linear(numbers(2, 64).bfloat16(), numbers(8, 64).bfloat16()).shape == (2, 8)
-    finally:
-        machine_code.fused_lanes.cache_clear()

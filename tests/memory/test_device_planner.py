@@ -40,11 +40,8 @@ PAIRS = [("Llama-2-70B", "Llama-2-7B"), ("Llama-3-70B", "Llama-3-8B"), ("Qwen2.5
 MACHINES = list(product((24, 48, 80), (64, 128, 256)))  # GiB of a GPU, GB of its host
 
 
-def shape_of(name: str) -> ModelShape:
-    return model_shape(checkpoint_of_config(CONFIGS[name], Path("/nowhere/config.json")))
-
-
-SHAPES = {name: shape_of(name) for name in CONFIGS}
+NOWHERE = Path("/nowhere/config.json")
+SHAPES = {name: model_shape(checkpoint_of_config(one, NOWHERE)) for name, one in CONFIGS.items()}
 
 
 def plan_of(pair: tuple[str, str | None], gpu_bytes: int, ram_bytes: int, **sizes: Any) -> MemoryPlan:
@@ -235,7 +232,7 @@ def test_logits_come_in_chunks_and_distributions_lie_on_the_card() -> None:
 
 def test_the_table_stays_on_the_host_and_a_tied_head_is_the_table() -> None:
     tied = {**CONFIGS["Llama-3-8B"], "tie_word_embeddings": True}
-    shapes = [SHAPES["Llama-3-8B"], model_shape(checkpoint_of_config(tied, Path("/nowhere/config.json")))]
+    shapes = [SHAPES["Llama-3-8B"], model_shape(checkpoint_of_config(tied, NOWHERE))]
     table_bytes = 128256 * 4096 * 2
     for shape in shapes:
         assert table_bytes <= shape.table_bytes <= table_bytes + 2 * 4096
@@ -244,7 +241,7 @@ def test_the_table_stays_on_the_host_and_a_tied_head_is_the_table() -> None:
 
 
 def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [checkpoint_of_config(CONFIGS[name], Path("/nowhere/config.json")) for name in PAIRS[0]]
+    files = [checkpoint_of_config(CONFIGS[name], NOWHERE) for name in PAIRS[0]]
     settings: dict[str, Any] = {"ram": 64 * GB, "dtype": "auto", "context": 512, "num_nodes": 64}
     named = plan_memory(files, gpu="24GiB", **settings)
     assert (named.device, named.gpu_bytes, named.ram_bytes) == ("cuda", 24 << 30, 64 * GB)
@@ -279,7 +276,7 @@ PARAMETERS = {"Llama-2-70B": 68_976_648_192, "Llama-2-7B": 6_738_415_616, "Llama
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_alone_tells_the_number_of_parameters(name: str) -> None:
     """As published with the weights."""
-    tensors = checkpoint_of_config(CONFIGS[name], Path("/nowhere/config.json")).tensors
+    tensors = checkpoint_of_config(CONFIGS[name], NOWHERE).tensors
     assert sum(math.prod(entry.shape) for entry in tensors.values()) == PARAMETERS[name]
     assert SHAPES[name].num_weights == PARAMETERS[name] - CONFIGS[name]["vocab_size"] * CONFIGS[name]["hidden_size"]
 
@@ -290,4 +287,4 @@ def test_a_config_alone_tells_the_number_of_parameters(name: str) -> None:
 ])  # fmt: skip
 def test_a_config_that_tells_too_little_is_refused(key: str, value: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        checkpoint_of_config({**CONFIGS["Llama-2-7B"], key: value}, Path("/nowhere/config.json"))
+        checkpoint_of_config({**CONFIGS["Llama-2-7B"], key: value}, NOWHERE)

@@ -2,26 +2,21 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from plans import plan_memory
-from quantised import save_quantised
+from shell import run_python
 from small_t5 import build, save, streaming_ram
-from tiny import FAMILIES
-from tiny import build as build_llama
-from tiny import save as save_llama
+from stored import quantised
 
 from offload.checkpoint.held import Held
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError
-from offload.kernels.compiled import HAS_NUMBA
 from offload.memory import planner
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import COMPILER_BYTES, RUNTIME_BYTES, ModelFiles
@@ -106,23 +101,16 @@ with offload.load(sys.argv[1], None, sys.argv[2], **more) as decoder:
 
 
 @pytest.fixture(scope="module")
-def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("coded")
-    return save_quantised(
-        save_llama(build_llama(FAMILIES["llama"]()), folder / "plain"), "fp8-block", folder / "fp8"
-    ).directory
+def coded(base: Path) -> Path:
+    return quantised("fp8-block")(base / "fp8")
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
 def test_the_peak_with_an_empty_cache_is_within_the_plan(
     coded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, str(coded), "1GiB"], capture_output=True, text=True, timeout=120, check=True
-    )
-    peak_bytes, planned_bytes = json.loads(done.stdout.splitlines()[-1])
+    peak_bytes, planned_bytes = json.loads(run_python("-c", _RUN, coded, "1GiB").splitlines()[-1])
     assert 0.3 * planned_bytes < peak_bytes <= planned_bytes
 
 

@@ -28,7 +28,6 @@ FIXED = plan_of(1 << 40, experts="demand").fixed_bytes
 
 
 def check(plan: MemoryPlan) -> None:
-    """Every byte is counted once, and within its budget."""
     host_bytes = plan.num_host_slots * plan.slot_bytes + plan.num_host_expert_slots * plan.expert_slot_bytes
     here_bytes = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
     here_bytes += plan.fixed_bytes + plan.bytes_in(LayerTier.RESIDENT)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from mixture_headers import mixture
 from plans import make_plan, plan_memory
+from test_device_planner import CONFIGS as LARGE
 
 from offload import machine
 from offload.checkpoint import sizes as checkpoint_sizes
@@ -28,17 +29,13 @@ from offload.planning.load_options import LoadOptions
 from offload.trees.topology import most_rows
 
 GB, MIB = 10**9, 1 << 20
-_LLAMA = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
-          "num_key_value_heads": 8, "intermediate_size": 28672}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Llama-2-70B": {**_LLAMA, "vocab_size": 32000, "max_position_embeddings": 4096, "torch_dtype": "float16"},
-    "Llama-3-70B": {**_LLAMA, "vocab_size": 128256, "max_position_embeddings": 8192, "torch_dtype": "bfloat16"},
-    "Qwen2.5-72B": {**_LLAMA, "model_type": "qwen2", "intermediate_size": 29568, "vocab_size": 152064,
-                    "max_position_embeddings": 32768, "torch_dtype": "bfloat16"},
-}  # fmt: skip
-SMALL = {**_LLAMA, "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
-         "intermediate_size": 5632, "vocab_size": 32000, "max_position_embeddings": 2048,
-         "torch_dtype": "bfloat16"}  # fmt: skip
+    "Llama-2-70B": {**LARGE["Llama-2-70B"], "torch_dtype": "float16"},
+    "Llama-3-70B": {**LARGE["Llama-3-70B"], "max_position_embeddings": 8192},
+    "Qwen2.5-72B": {**LARGE["Qwen2.5-72B"], "max_position_embeddings": 32768},
+}
+SMALL = {**LARGE["Llama-2-7B"], "hidden_size": 2048, "num_hidden_layers": 22, "num_key_value_heads": 4,
+         "intermediate_size": 5632, "max_position_embeddings": 2048}  # fmt: skip
 
 
 def checkpoint_of(config: dict[str, Any]) -> Checkpoint:
@@ -267,11 +264,6 @@ def control_group(root: Path, path: str, names: tuple[str, str], limit: str, use
 V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
-def membership(tmp_path: Path, *lines: str) -> Path:
-    (tmp_path / "self").write_text("".join(f"{line}\n" for line in lines))
-    return tmp_path / "self"
-
-
 V1_LINES, ROOMY = ("12:cpu,cpuacct:/docker/x", "4:memory:/docker/x", "0::/"), 9223372036854771712
 # Old pages of the page cache are free on demand; /proc names the host's path, which does not exist in a container: the
 # mounted root is the group itself.
@@ -292,7 +284,8 @@ def test_limits_of_control_groups(
 ) -> None:
     for group in groups:
         control_group(tmp_path / "fs", *group)
-    assert machine._cgroup_limits(tmp_path / "fs", membership(tmp_path, *lines)) == limits
+    (tmp_path / "self").write_text("".join(f"{line}\n" for line in lines))
+    assert machine._cgroup_limits(tmp_path / "fs", tmp_path / "self") == limits
     assert machine._cgroup_limits(tmp_path / "fs", tmp_path / "absent") == []
 
 

@@ -4,7 +4,6 @@ MKL's product of one row of float32 adds up in another order where a matrix begi
 expert that comes by itself would have other bits than the same one in its stack.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
-from gguf_files import MODELS, write_gguf
 from plans import plan_memory
-from quantised import save_quantised
 from rounding import Promise, assert_same_bits
+from stored import Make, gguf, packed, plain, quantised
 from test_device_expert_path import place_experts
 from test_device_path import BUDGETS, TIERS, device, place_layers
-from test_families import config_of, tiny_model
 from test_tiny import prompts
-from tiny import FAMILIES, LINE_BYTES, build, displaced, save
+from tiny import LINE_BYTES, displaced
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -29,7 +26,6 @@ import offload
 from offload.checkpoint import layout
 from offload.checkpoint.hub import open_headers
 from offload.memory.planner import least_budget
-from offload.packing.pack import pack
 
 __all__ = ["device"]  # a fixture
 _PRODUCTS = {functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
@@ -50,39 +46,18 @@ class Addresses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def plain(family: str, folder: Path) -> Path:
-    return save(build(FAMILIES[family]()), folder)
-
-
-def packed(folder: Path) -> Path:
-    source = save(build(FAMILIES["llama"]()).bfloat16(), folder / "source")
-    return pack(source, folder / "packed", progress=lambda *_: None).folder
-
-
-def quantised(name: str, family: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        source = save(tiny_model(config_of(family)), folder / "source")
-        return save_quantised(source, name, folder / "quantised").directory
-
-    return make
-
-
-def gguf(kind: str) -> Callable[[Path], Path]:
-    return lambda folder: write_gguf(MODELS["llama"](), folder / "m.gguf", kind).path
-
-
-LAYERS: dict[str, Callable[[Path], Path]] = {
-    "float32": lambda folder: plain("llama", folder),
-    "tied": lambda folder: plain("llama-tied", folder),
-    "fused": lambda folder: plain("phi3", folder),
-    "float16": lambda folder: save(build(FAMILIES["llama"]()).half(), folder),
-    "packed": packed,
+LAYERS: dict[str, Make] = {
+    "float32": plain(),
+    "tied": plain("llama-tied"),
+    "fused": plain("phi3"),
+    "float16": plain(dtype=torch.float16),
+    "packed": packed(),
     **{name: quantised(name, "qwen2") for name in ("gptq", "nf4")},
     **{kind: gguf(kind) for kind in ("Q4_K", "F16")},
 }
-EXPERTS: dict[str, Callable[[Path], Path]] = {
-    "float32": lambda folder: plain("qwen3-moe", folder),
-    "transposed": lambda folder: save(tiny_model(config_of("gpt_oss")), folder),
+EXPERTS: dict[str, Make] = {
+    "float32": plain("qwen3-moe"),
+    "transposed": plain("gpt_oss"),
     "fp8": quantised("fp8-block", "qwen3_moe"),
     "mxfp4": quantised("mxfp4", "gpt_oss"),
 }
@@ -99,8 +74,8 @@ def addresses(model: Path, **settings: Any) -> list[int]:
     return watched.behind
 
 
-def of_format(formats: dict[str, Callable[[Path], Path]], name: str, tmp_path: Path) -> Path:
-    model = formats[name](tmp_path)
+def of_format(formats: dict[str, Make], name: str, tmp_path: Path) -> Path:
+    model = formats[name](tmp_path / "model")
     return model if model.is_file() else displaced(model, 56)
 
 
@@ -115,8 +90,7 @@ def test_layers_in_host_memory(format: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", LAYERS)
 def test_layers_on_a_device(format: str, device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = of_format(LAYERS, format, tmp_path)
-    num_layers = open_headers(model).config["num_hidden_layers"]
-    place_layers(monkeypatch, *TIERS["all three"][:num_layers])
+    place_layers(monkeypatch, *TIERS["all three"])
     assert {*addresses(model, **BUDGETS)} == {0}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from matrix import matrix
+from passes import causal
 from test_families import tiny_model
 from test_logits import Peak
 from tiny import FAMILIES, save
@@ -24,10 +25,11 @@ from offload.model.kv_cache import KVCache
 from offload.trees.token_tree import ancestors
 from offload.trees.topology import Topology
 
+SIZES = (1, 3, 8, 100)
 TREES = {"root": [-1], "chain": [-1, 0, 1, 2, 3], "bush": [-1, 0, 0, 0, 1, 1, 3, 4, 4, 6], "star": [-1, 0, 0, 0, 0]}
 
 
-def sees(topology: Topology, row: int, node: int) -> bool:
+def is_seen(topology: Topology, row: int, node: int) -> bool:
     """By definition: the node is the row itself or one of its forebears."""
     while row >= 0:
         if row == node:
@@ -36,12 +38,7 @@ def sees(topology: Topology, row: int, node: int) -> bool:
     return False
 
 
-@matrix(
-    "window",
-    [None, 1, 3, 8, 100, AttentionChunk(1), AttentionChunk(3), AttentionChunk(8), AttentionChunk(100)],
-    always=[None, 3],
-    daily=2,
-)
+@matrix("window", [None, *SIZES, *map(AttentionChunk, SIZES)], always=[None, 3], daily=2)
 @matrix("num_prefix", [0, 1, 7, 20], always=[7], daily=1)
 @pytest.mark.parametrize("name", TREES)
 def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, window: Window) -> None:
@@ -57,23 +54,19 @@ def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, windo
             is_near = key_position // window.size == own // window.size
         else:
             is_near = window is None or own - key_position < window
-        is_open = is_near and (is_prefix or sees(topology, row, column - num_prefix))
+        is_open = is_near and (is_prefix or is_seen(topology, row, column - num_prefix))
         assert mask[0, 0, row, column] == (0 if is_open else torch.finfo(torch.float32).min), f"{row}, {column}"
 
 
-def test_a_pass_over_the_last_level_masks_those_rows_only() -> None:
+def test_a_pass_over_the_last_level_masks_those_rows_only_in_the_type_of_the_scores() -> None:
     """T rows of U: a drafter's level sees the levels that earlier passes have left in the cache."""
     topology = Topology.from_parents(TREES["bush"])
     position_N = torch.from_numpy(topology.depth_N.copy()) + 5
-    whole = tree_mask(5, position_N, ancestors(topology), 4, torch.float32)
-    level = tree_mask(5, position_N, ancestors(topology)[-4:], 4, torch.float32)
-    assert torch.equal(level, whole[:, :, -4:])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masks_come_in_the_type_of_the_scores(dtype: torch.dtype) -> None:
-    mask = tree_mask(3, torch.tensor([3, 4]), torch.ones(2, 2, dtype=torch.bool).tril(), None, dtype)
-    assert mask.dtype == dtype and mask[0, 0, 0, 4] == torch.finfo(dtype).min
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        whole = tree_mask(5, position_N, ancestors(topology), 4, dtype)
+        level = tree_mask(5, position_N, ancestors(topology)[-4:], 4, dtype)
+        assert torch.equal(level, whole[:, :, -4:])
+        assert whole.dtype == dtype and {*whole.unique().tolist()} == {0, torch.finfo(dtype).min}
 
 
 def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -127,16 +120,11 @@ def test_a_mask_too_large_to_repeat_is_used_in_parts(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
 
 
-def test_keys_and_values_may_differ_in_width() -> None:
-    query, key, value = states(4, 2, 3, 10, value_width=12)
-    got, _ = folded_attention(nn.Module(), query, key, value, None, scaling=0.25)
-    torch.testing.assert_close(got, eager(query, key, value, None, 0.25).float(), atol=1e-6, rtol=1e-5)
-
-
-def test_the_default_scale_is_the_usual_one() -> None:
-    query, key, value = states(2, 1, 3, 10)
-    got, _ = folded_attention(nn.Module(), query, key, value, None)
-    torch.testing.assert_close(got, eager(query, key, value, None, 1 / math.sqrt(16)).float(), atol=1e-6, rtol=1e-5)
+def test_keys_and_values_may_differ_in_width_and_the_default_scale_is_the_usual_one() -> None:
+    for (query, key, value), scale in ((states(4, 2, 3, 10, value_width=12), 0.25), (states(2, 1, 3, 10), None)):
+        got, _ = folded_attention(nn.Module(), query, key, value, None, **({"scaling": scale} if scale else {}))
+        wanted = eager(query, key, value, None, scale or 1 / math.sqrt(16)).float()
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_heads_folded_in_the_wrong_order_would_show() -> None:
@@ -169,11 +157,10 @@ def test_what_lies_between_rows_and_positions_was_planned(
     cache = KVCache(model.num_layers, num_prefix + num_rows)
     for count in (num_prefix, num_rows):
         with Peak(num_prefix + num_rows) as peak:
-            sees_TT = torch.ones(count, count, dtype=torch.bool).tril()
-            model.forward(torch.zeros(count).long(), torch.arange(count) + cache.length, sees_TT, cache, num_logits=1)
+            position_T = torch.arange(count) + cache.length
+            model.forward(torch.zeros(count).long(), position_T, causal(count), cache, num_logits=1)
         cache.commit(range(count))
     planned_bytes = model_shape(checkpoint, dtype).pair_bytes * num_rows * (num_prefix + num_rows)
     key_bytes = 16 * (num_prefix + num_rows)  # their positions, which rows pay for
-    assert 0.5 * planned_bytes < peak.num_bytes <= planned_bytes + key_bytes, (
-        f"{peak.num_bytes / planned_bytes:.2f} of the plan"
-    )
+    share = f"{peak.num_bytes / planned_bytes:.2f} of the plan"
+    assert 0.5 * planned_bytes < peak.num_bytes <= planned_bytes + key_bytes, share

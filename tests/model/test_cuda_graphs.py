@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from marks import needs_cuda
 from paper_cuda import Capturing, Paper, draft_on_card
+from passes import causal
 from strict_place import OnCard, place
 from test_families import CHANGING, tiny_model
 from tiny import FAMILIES, VOCAB_SIZE, build, save
@@ -50,8 +52,7 @@ def passes(model: StreamedModel, cache: KVCache) -> list[torch.Tensor]:
     """A prompt, then trees grown level by level, of which a path is kept; several widths, and an extent crossed."""
     generator, out = torch.Generator().manual_seed(1), []
     prompt = torch.randint(3, VOCAB_SIZE, (29,), generator=generator)
-    causal = torch.ones(29, 29, dtype=torch.bool).tril()
-    out.append(model.forward(prompt, torch.arange(29), causal, cache, num_logits=2))
+    out.append(model.forward(prompt, torch.arange(29), causal(29), cache, num_logits=2))
     cache.commit(range(29))
     for spec in ("8x3", "sequences:3x2", "chain:2", "12x3"):
         topology = parse_tree(spec).build()
@@ -94,10 +95,6 @@ def test_a_pass_that_is_too_deep_is_not_recorded(tmp_path: Path, monkeypatch: py
     assert calls.num_recorded == 1, "the first pass alone"
 
 
-def causal(num_rows: int) -> torch.Tensor:
-    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
-
-
 def grown(model: StreamedModel, cache: KVCache) -> torch.Tensor:
     """A pass of one row behind what there is, which nobody keeps."""
     return model.forward(torch.tensor([9]), torch.tensor([cache.length]), causal(1), cache)
@@ -138,49 +135,51 @@ def test_a_full_cache_has_room_for_padding(tmp_path: Path) -> None:
     """The last rows of a cache are real ones: padding must not land on them."""
     plain, replayed, _ = models("llama", tmp_path)
     token_T, position_T = torch.arange(3, 9), torch.arange(6)
-    causal = torch.ones(6, 6, dtype=torch.bool).tril()
     logits = []
     for model in (plain, replayed):
         cache = KVCache(model.num_layers, 6)
         for lo, hi in ((0, 3), (3, 6)):  # three rows are padded to four
-            logits.append(model.forward(token_T[lo:hi], position_T[:hi], causal[lo:hi, :hi], cache))
-        logits.append(model.forward(token_T[5:], position_T, causal[5:], cache))
+            logits.append(model.forward(token_T[lo:hi], position_T[:hi], causal(6)[lo:hi, :hi], cache))
+        logits.append(model.forward(token_T[5:], position_T, causal(6)[5:], cache))
     for theirs, ours in zip(logits[:3], logits[3:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
 
 
-def test_slots_that_were_never_written_hold_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory as an allocator may hand it out: NaN in every slot that nobody has written."""
+def test_padding_sees_numbers_and_slots_never_written_hold_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is masked everywhere is NaN in some kernels of CUDA."""
+    _, replayed, _ = models("llama", tmp_path)
+    recorded = Graphs(replayed, Calls)
+    replayed.replay_with(recorded)
+    replayed.forward(torch.arange(3), torch.arange(3), causal(3), KVCache(replayed.num_layers, 8))
+    ((_, recording),) = recorded._recordings.items()
+    walk_WL = recording.input_WI[:, graphed._INPUTS :]
+    assert len(walk_WL) == 4 and torch.equal(walk_WL[3], walk_WL[2]), "what the last row sees"
+    # Memory as an allocator may hand it out: NaN in every slot that nobody has written.
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(torch.nan))
     _, replayed, _ = models("llama", tmp_path)
-    one, sees = torch.tensor([5]), torch.ones(1, 1, dtype=torch.bool)
-    cache = KVCache(replayed.num_layers, 40)
-    assert not replayed.forward(one, torch.zeros(1, dtype=torch.long), sees, cache).isnan().any()
+    assert not grown(replayed, KVCache(replayed.num_layers, 40)).isnan().any()
 
 
-def test_logits_outlive_the_next_pass(tmp_path: Path) -> None:
+def test_logits_outlive_the_next_pass_and_lie_in_one_place(tmp_path: Path) -> None:
     _, replayed, _ = models("llama", tmp_path)
-    cache, sees = KVCache(replayed.num_layers, 8), torch.ones(1, 1, dtype=torch.bool)
     recorded = Graphs(replayed, Calls)
     replayed.replay_with(recorded)
-    first = replayed.forward(torch.tensor([5]), torch.tensor([0]), sees, cache)
+    first = grown(replayed, KVCache(replayed.num_layers, 8))
     kept = first.clone()
     with torch.inference_mode():
         assert recorded._logits_WV is not None
         recorded._logits_WV.fill_(0)
     assert torch.equal(first, kept)
-
-
-def test_recordings_leave_their_logits_in_one_place(tmp_path: Path) -> None:
-    """With a large vocabulary those of every width and length would take hundreds of megabytes that nobody planned."""
+    # With a large vocabulary those of every width and length would take hundreds of megabytes that nobody planned.
     _, replayed, _ = models("llama", tmp_path)
     recorded, cache = Graphs(replayed, Calls), KVCache(replayed.num_layers, 8)
     replayed.replay_with(recorded)
     places = set()
     for width in (1, 2, 4):
-        row_T = torch.arange(width)
-        replayed.forward(row_T, row_T, torch.ones(width, width, dtype=torch.bool).tril(), cache)
+        replayed.forward(torch.arange(width), torch.arange(width), causal(width), cache)
         assert recorded._logits_WV is not None
         places.add(recorded._logits_WV.data_ptr())
     assert len(recorded._recordings) == 3 and len(places) == 1
@@ -191,23 +190,10 @@ def test_another_cache_gets_another_recorder(tmp_path: Path) -> None:
     _, replayed, _ = models("llama", tmp_path)
     opened: list[Calls] = []
     replayed.replay_with(Graphs(replayed, lambda: opened.append(Calls()) or opened[-1]))
-    one, sees = torch.tensor([5]), torch.ones(1, 1, dtype=torch.bool)
     for cache in (KVCache(replayed.num_layers, 8), KVCache(replayed.num_layers, 8)):
         for _ in range(2):
-            replayed.forward(one, torch.zeros(1, dtype=torch.long), sees, cache)
+            grown(replayed, cache)
     assert [calls.num_recorded for calls in opened] == [1, 1]
-
-
-def test_padding_sees_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that is masked everywhere is NaN in some kernels of CUDA."""
-    _, replayed, _ = models("llama", tmp_path)
-    recorded = Graphs(replayed, Calls)
-    replayed.replay_with(recorded)
-    three, sees = torch.arange(3), torch.ones(3, 3, dtype=torch.bool).tril()
-    replayed.forward(three, three, sees, KVCache(replayed.num_layers, 8))
-    ((_, recording),) = recorded._recordings.items()
-    walk_WL = recording.input_WI[:, graphed._INPUTS :]
-    assert len(walk_WL) == 4 and torch.equal(walk_WL[3], walk_WL[2]), "what the last row sees"
 
 
 TORCHES = {"torch 2.11": False, "torch 2.13": True}
@@ -218,19 +204,12 @@ def paper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pa
     return Paper(closes_first=TORCHES[request.param]).install(monkeypatch)
 
 
-def looking(*_: Any) -> None:
-    """A pass that asks for a number of the card."""
-    float(torch.ones(2, device=place()).sum())
-
-
 def failing(*_: Any) -> None:
     raise ValueError("this family goes by the length of a text")
 
 
 def first_rows(model: StreamedModel) -> torch.Tensor:
-    rows = torch.arange(3)
-    causal = torch.ones(3, 3, dtype=torch.bool).tril()
-    logits = model.forward(rows + 5, rows, causal, model.new_cache(8))
+    logits = model.forward(torch.arange(5, 8), torch.arange(3), causal(3), model.new_cache(8))
     return logits.held if isinstance(logits, OnCard) else logits
 
 
@@ -239,15 +218,15 @@ def checkpoint_of(family: str, directory: Path) -> Checkpoint:
     return open_checkpoint(save(model, directory))
 
 
-@pytest.mark.parametrize(
-    ("family", "hook", "line"),
-    [
-        ("dynamic", None, "not permitted when stream is capturing"),
-        ("llama", looking, "not permitted when stream is capturing"),
-        ("llama", failing, "goes by the length of a text"),
-    ],
-    ids=["dynamic rope", "looks", "fails"],
-)
+REFUSED = "not permitted when stream is capturing"
+HOOKS = [
+    ("dynamic", None, REFUSED),
+    ("llama", lambda *_: float(torch.ones(2, device=place()).sum()), REFUSED),
+    ("llama", failing, "goes by the length of a text"),
+]
+
+
+@pytest.mark.parametrize(("family", "hook", "line"), HOOKS, ids=["dynamic rope", "looks", "fails"])
 def test_a_draft_that_cannot_be_recorded_runs_on_without(
     family: str, hook: Callable[..., None] | None, line: str, paper: Paper, tmp_path: Path
 ) -> None:
@@ -277,7 +256,7 @@ def test_a_draft_that_can_be_is_recorded(paper: Paper, tmp_path: Path) -> None:
     assert paper.num_replays == 2, "one to see whether it goes, and the pass"
 
 
-def test_recordings_go_on_behind_one_that_failed(paper: Paper) -> None:
+def test_recordings_go_on_behind_one_that_failed_and_one_that_cannot_begin_is_closed(paper: Paper) -> None:
     """They share its pool."""
     record = CudaRecorder(torch.cuda.Stream(place()))
     for _ in range(2):
@@ -286,9 +265,7 @@ def test_recordings_go_on_behind_one_that_failed(paper: Paper) -> None:
         torch.cuda.empty_cache()
         record(lambda: None)()
     assert paper.num_replays == 4
-
-
-def test_a_capture_that_cannot_begin_is_closed_as_well(paper: Paper) -> None:
+    # A capture that cannot begin is closed as well.
     record = CudaRecorder(paper.default)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="non-default stream"):
         record(lambda: None)
@@ -309,7 +286,7 @@ def test_an_allocator_that_is_left_open_refuses(paper: Paper, tmp_path: Path, mo
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 def test_on_a_card_memory_comes_back_behind_a_failed_recording() -> None:
     number = torch.zeros(8, device="cuda:0")
     record = CudaRecorder(torch.cuda.Stream(number.device))

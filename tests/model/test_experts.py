@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from matrix import matrix, rows
-from quantised import save_quantised
+from passes import text_scores, with_weights
 from rounding import Promise, assert_same_bits
 from safetensors.torch import load_file, save_file
+from stored import packed, quantised
 from test_families import INDEXED, config_of, tiny_model
 from test_wrappers import saved
 from tiny import save
@@ -24,9 +25,8 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import ReadError, UserError
 from offload.model.experts import bring_to
 from offload.model.streamed import StreamedModel
-from offload.packing.pack import pack
 from offload.planning.cost_model import NEVER
-from offload.streaming.device import Event
+from offload.streaming.device import Device, Event
 from offload.streaming.disk import DiskReader
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.experts import ExpertPool, open_pool
@@ -48,33 +48,30 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @contextmanager
-def opened(folder: Path, num_slots: int, *, ahead_rows: int = NEVER) -> Iterator[tuple[StreamedModel, ExpertPool]]:
+def opened(
+    folder: Path, num_slots: int, *, ahead_rows: int = NEVER, device: Device | None = None, **more: int
+) -> Iterator[tuple[StreamedModel, ExpertPool]]:
+    """The model with its layers bound, on a device if there is one, and its pool of experts."""
     with ExitStack() as resources:
-        checkpoint = open_checkpoint(folder)
-        model = StreamedModel(checkpoint, "float32", on_demand=True)
+        place = torch.device("cpu") if device is None else device.place
+        model = StreamedModel(open_checkpoint(folder), "float32", place, on_demand=True)
         resources.callback(model.close)
-        store = DiskReader(checkpoint.shards)
+        store = DiskReader(model.checkpoint.shards)
         resources.callback(store.close)
         model.read_rest(store.fetch)
         for layer, layout in enumerate(model.layer_layouts):
             model.bind_layer(layer, store.fetch(layout))
+        if device is not None:
+            resources.callback(device.finish)
         records = [one.records for one in model.experts]
-        pool = open_pool(store, records, num_slots, None, resources, ahead_rows=ahead_rows)
+        pool = open_pool(store, records, num_slots, device, resources, ahead_rows=ahead_rows, **more)
         pool.poison_released = True
         model.bring_experts(pool.bring)
         yield model, pool
 
 
 def logits_of(model: StreamedModel, pool: ExpertPool, cuts: tuple[int, ...]) -> torch.Tensor:
-    """Return the logits of a chain that is taken in by passes of so many rows."""
-    cache, parts = model.new_cache(_NUM_ROWS), []
-    for part_T in _TOKEN_T.split(list(cuts)):
-        num_rows = len(part_T)
-        sees_TT = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
-        pool.begin_pass(num_rows)
-        parts.append(model.forward(part_T, torch.arange(num_rows) + cache.length, sees_TT, cache))
-        cache.commit(range(num_rows))
-    return torch.cat(parts)
+    return text_scores(model, _TOKEN_T, cuts, pool.begin_pass)
 
 
 def reference(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
@@ -90,21 +87,16 @@ def reference(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
 
 
 def whole_layers(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
-    """Return the model with all experts bound at once."""
-    checkpoint = open_checkpoint(folder)
-    model = StreamedModel(checkpoint, "float32")
-    store = DiskReader(checkpoint.shards)
-    model.read_rest(store.fetch)
+    model = with_weights(StreamedModel(open_checkpoint(folder), "float32"))
     model.meta_model.set_experts_implementation("eager")
-    for layer, layout in enumerate(model.layer_layouts):
-        model.bind_layer(layer, store.fetch(layout))
-    store.close()
-    cache, parts = model.new_cache(_NUM_ROWS), []
-    for part_T in _TOKEN_T.split(list(cuts)):
-        sees_TT = torch.ones(len(part_T), len(part_T), dtype=torch.bool).tril()
-        parts.append(model.forward(part_T, torch.arange(len(part_T)) + cache.length, sees_TT, cache))
-        cache.commit(range(len(part_T)))
-    return torch.cat(parts)
+    return text_scores(model, _TOKEN_T, cuts)
+
+
+def assert_one_by_one(folder: Path, cuts: tuple[int, ...] = (9, 15), num_slots: int = 5) -> None:
+    """Experts that come one by one give the bits of whole layers."""
+    wanted = whole_layers(folder, cuts)
+    with opened(folder, num_slots) as (model, pool):
+        assert_same_bits(logits_of(model, pool, cuts), wanted, Promise.SAME_PRODUCTS)
 
 
 @matrix("cuts", [(24,), (9, 1, 1, 4, 9)], always=[(9, 1, 1, 4, 9)])
@@ -134,7 +126,6 @@ Calls = list[tuple[str, tuple[object, ...]]]  # of the pool's bookkeeping: what 
 
 
 def recorded(pool: ExpertPool) -> Calls:
-    """What passes ask for from now on."""
     calls: Calls = []
 
     def listen(name: str) -> None:
@@ -171,18 +162,17 @@ def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
     family: str, num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And fewer than those of all experts, which whole layers would read for every token."""
+    folder = tmp_path / "model"
     if family in MIXED:
-        saved(family, tmp_path, **MIXED[family])
+        saved(family, folder, **MIXED[family])
     elif family.startswith("packed "):
-        plain = save(tiny_model(config_of(family.removeprefix("packed "))).bfloat16(), tmp_path / "plain")
-        pack(plain, tmp_path / "packed", progress=lambda *_: None)
+        packed(family.removeprefix("packed "))(folder)
     else:
-        save(tiny_model(config_of(family)), tmp_path)
-    with opened(tmp_path / "packed" if family.startswith("packed ") else tmp_path, num_slots) as (model, pool):
+        save(tiny_model(config_of(family)), folder)
+    with opened(folder, num_slots) as (model, pool):
         calls, num_blocks, num_passing = recorded(pool), len(pool.records), pool._cache.num_passing
-        monkeypatch.setattr(
-            pool, "_has_come", lambda slot: slot not in pool._arriving
-        )  # in order, whatever the disk does
+        # in order, whatever the disk does
+        monkeypatch.setattr(pool, "_has_come", lambda slot: slot not in pool._arriving)
         for cuts in ((9, 1, 1, 4, 9), (1,) * _NUM_ROWS):
             logits_of(model, pool, cuts)
         wanted = missed(calls, ExpertCache(num_blocks, num_slots, num_passing=num_passing))
@@ -199,9 +189,7 @@ def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
 def test_experts_inside_of_models_that_see(kind: str, tmp_path: Path) -> None:
     family = kind.removesuffix("_text")
     saved(WRAPPERS.get(family, family), tmp_path, **MIXED.get(family, {}))
-    wanted = whole_layers(tmp_path, (9, 15))
-    with opened(tmp_path, 5) as (model, pool):
-        assert_same_bits(logits_of(model, pool, (9, 15)), wanted, Promise.SAME_PRODUCTS)
+    assert_one_by_one(tmp_path)
 
 
 def turn_stacks(folder: Path) -> int:
@@ -216,33 +204,21 @@ def turn_stacks(folder: Path) -> int:
     return num_turned
 
 
-@pytest.mark.parametrize("is_on_demand", [True, False])
-def test_stacks_that_are_stored_the_other_way_round(is_on_demand: bool, tmp_path: Path) -> None:
+def test_stacks_that_are_stored_the_other_way_round(tmp_path: Path) -> None:
     saved("qwen3_vl_moe", tmp_path, moe_intermediate_size=24)  # a square would not tell
     wanted = whole_layers(tmp_path, (9, 15))
     assert turn_stacks(tmp_path) == 8, "two in each layer"
-    if not is_on_demand:
-        assert_same_bits(whole_layers(tmp_path, (9, 15)), wanted, Promise.SAME_PRODUCTS)
-        return
-    with opened(tmp_path, 5) as (model, pool):
-        assert_same_bits(logits_of(model, pool, (9, 15)), wanted, Promise.SAME_PRODUCTS)
+    assert_same_bits(whole_layers(tmp_path, (9, 15)), wanted, Promise.SAME_PRODUCTS)
+    assert_one_by_one(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("family", "recipe"),
-    [
-        ("gpt_oss", "mxfp4"),
-        ("qwen3_moe", "fp8-block"),
-        ("mixtral", "ct-w4-zeros"),
-        ("qwen3_moe", "awq"),
-        ("mixtral", "gptq-order"),
-        ("qwen3_moe", "nvfp4"),
-        ("olmoe", "nf4"),
-    ],
-)
+CODED = [("gpt_oss", "mxfp4"), ("mixtral", "ct-w4-zeros"), ("mixtral", "gptq-order"), ("olmoe", "nf4")]
+CODED += [("qwen3_moe", recipe) for recipe in ("fp8-block", "awq", "nvfp4")]
+
+
+@pytest.mark.parametrize(("family", "recipe"), CODED)
 def test_coded_experts_are_expanded_one_by_one(family: str, recipe: str, tmp_path: Path) -> None:
-    plain = save(tiny_model(config_of(family)), tmp_path / "plain")
-    folder = save_quantised(plain, recipe, tmp_path / "coded").directory
+    folder = quantised(recipe, family)(tmp_path / "coded")
     wanted = whole_layers(folder, (9, 1, 14))
     for num_slots, ahead_rows in ((2, NEVER), (9, 4)):
         with opened(folder, num_slots, ahead_rows=ahead_rows) as (model, pool):
@@ -254,9 +230,8 @@ def test_a_layer_may_have_a_single_expert(tmp_path: Path) -> None:
     config = config_of("qwen3_moe")
     config.num_experts = config.num_local_experts = config.num_experts_per_tok = 1
     folder = save(tiny_model(config), tmp_path)
-    with opened(folder, 2) as (model, pool):
-        assert {one.num_experts for one in model.experts} == {1}
-        assert_same_bits(logits_of(model, pool, (9, 1, 14)), whole_layers(folder, (9, 1, 14)), Promise.SAME_PRODUCTS)
+    assert {one.num_experts for one in StreamedModel(open_checkpoint(folder), on_demand=True).experts} == {1}
+    assert_one_by_one(folder, (9, 1, 14), 2)
 
 
 def test_numbers_of_one_expert_at_a_time(tmp_path: Path) -> None:
@@ -310,6 +285,5 @@ def test_a_pass_that_fails_leaves_nothing_half_read(num_slots: int, ahead_rows: 
                 with pytest.raises(type(error)):
                     logits_of(model, pool, (9, 15))
                 pool._carry = working
-                assert_same_bits(
-                    logits_of(model, pool, (9, 15)), wanted, Promise.SAME_PRODUCTS, f"{error!r} behind {num_good}"
-                )
+                got = logits_of(model, pool, (9, 15))
+                assert_same_bits(got, wanted, Promise.SAME_PRODUCTS, f"{error!r} behind {num_good}")

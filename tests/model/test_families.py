@@ -36,45 +36,22 @@ PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_
 NUM_NEW = 30  # with the prompt more than twice the sliding window
 _SIZES = {**SIZES, "max_position_embeddings": 256, "bos_token_id": None}
 _IF_KNOWN = {
-    "head_dim": 16,
-    "sliding_window": 24,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 12,
-    "num_local_experts": 12,
-    "n_routed_experts": 12,
-    "moe_num_experts": 12,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
+    **{"head_dim": 16, "sliding_window": 24, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 12),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "n_group"), 2),
+    **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
 }
-_LATENT = {
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
+RANKS = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+_LATENT = {**RANKS, "num_key_value_heads": 4, "head_dim": 8}
 _SHARING = {
     "num_hidden_layers": 8,
     "layer_types": ["sliding_attention", "full_attention"] * 4,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "hidden_size_per_layer_input": 16,
 }
-_DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 12,
-}
+_DELTA = {f"linear_num_{whose}_heads": number for whose, number in (("key", 2), ("value", 4))}
+_DELTA |= {f"linear_{whose}_head_dim": size for whose, size in (("key", 16), ("value", 12))}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 _MIXED = ["linear_attention", "full_attention"] * 2
 # With layers that are recurrent, or short convolutions.
@@ -191,7 +168,9 @@ def greedy_choices(model: PreTrainedModel, new_ids: list[int], prompt: list[int]
     return beyond_doubt(logits_TV[len(prompt) - 1 : -1]).tolist()
 
 
-def assert_decodes_like_transformers(directory: Path) -> None:
+@matrix("family", WORKING, always=CORE, daily=5)
+def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
+    directory = save(tiny_model(config_of(family), seed=_SEEDS.get(family, 0)), tmp_path)
     theirs, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"], "the reference itself is incomplete"
     is_attending = theirs.config.model_type not in PURE
@@ -220,13 +199,7 @@ def assert_decodes_like_transformers(directory: Path) -> None:
     assert len(set(got.token_ids)) >= 4, "a text of one token puts nothing to the test"
 
 
-@matrix("family", WORKING, always=CORE, daily=5)
-def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
-    assert_decodes_like_transformers(save(tiny_model(config_of(family), seed=_SEEDS.get(family, 0)), tmp_path))
-
-
 def meta_model_of(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
-    """From the config alone; no weights exist."""
     config.save_pretrained(directory)
     return build_meta_model(Checkpoint(directory, config.to_dict(), (), {}), torch.bfloat16)
 
@@ -266,12 +239,15 @@ def test_families_that_are_refused_by_name_are_refused_when_they_are_built() -> 
         assert re.search(REFUSED[family], why), family
 
 
-def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+def test_attention_that_looks_ahead_and_more_labels_than_memory_are_refused(tmp_path: Path) -> None:
     """EmbeddingGemma is a Gemma 3 by its architecture."""
     config = FAMILIES["gemma3"]()
     config.use_bidirectional_attention = True
     with pytest.raises(offload.UserError, match="attention that looks ahead"):
         meta_model_of(config, tmp_path)
+    # transformers gives each of them a name.
+    with pytest.raises(offload.UserError, match=r"num_labels in config\.json must be at most 100000"):
+        changed_model_of("llama", {"num_labels": 10**12}, tmp_path)
 
 
 SQUARE_ROOT = r"(no real number|must be float, not complex)"
@@ -305,12 +281,6 @@ def test_a_window_that_is_no_number_of_keys_is_refused(window: object, tmp_path:
         attention_windows(meta_model.config, 4)
 
 
-def test_more_labels_than_memory_are_refused(tmp_path: Path) -> None:
-    """transformers gives each of them a name."""
-    with pytest.raises(offload.UserError, match=r"num_labels in config\.json must be at most 100000"):
-        changed_model_of("llama", {"num_labels": 10**12}, tmp_path)
-
-
 @pytest.mark.parametrize("flags", [{"return_dict": False}, {"output_hidden_states": "x"}, {"output_attentions": True}])
 def test_a_config_cannot_change_what_a_pass_returns(flags: dict[str, object], tmp_path: Path) -> None:
     directory = save(tiny_model(FAMILIES["llama"]()), tmp_path)
@@ -333,16 +303,6 @@ def test_a_meta_model_takes_no_memory(tmp_path: Path) -> None:
     assert {buffer.device.type for buffer in meta_model.buffers()} == {"cpu"}, "frequencies are computed, not read"
 
 
-def text_to_the_brim(config: PreTrainedConfig, directory: Path, context: int) -> tuple[list[int], list[int]]:
-    """Fill the context, so that the deepest nodes of the last tree lie beyond it; ours, then transformers' choices."""
-    save(tiny_model(config), directory)
-    prompt = (PROMPT * 2)[:40]
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    with offload.load(directory, directory, ram="1GiB", context=context, tree="64x16", threads=1) as decoder:
-        new_ids = decoder.generate(prompt, max_new_tokens=context - len(prompt)).token_ids
-    return new_ids, greedy_choices(theirs, new_ids, prompt)
-
-
 _ROPE = {"rope_theta": 10000.0, "factor": 4.0}
 _LONGROPE = {**_ROPE, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
              "original_max_position_embeddings": 64}  # fmt: skip
@@ -356,9 +316,13 @@ CHANGING = {
 
 @pytest.mark.parametrize("kind", CHANGING)
 def test_nodes_beyond_the_context_do_not_change_the_rotary_frequencies(kind: str, tmp_path: Path) -> None:
-    """Both kinds look at the largest position of a pass and then turn all of its rows otherwise."""
-    ours, theirs = text_to_the_brim(CHANGING[kind](), tmp_path, 64)
-    assert ours == theirs
+    """In a full context: both kinds look at the largest position of a pass and then turn all of its rows otherwise."""
+    directory = save(tiny_model(CHANGING[kind]()), tmp_path)
+    prompt = (PROMPT * 2)[:40]
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with offload.load(directory, directory, ram="1GiB", context=64, tree="64x16", threads=1) as decoder:
+        new_ids = decoder.generate(prompt, max_new_tokens=64 - len(prompt)).token_ids
+    assert new_ids == greedy_choices(theirs, new_ids, prompt)
 
 
 def test_a_context_beyond_the_turning_point_is_refused(tmp_path: Path) -> None:

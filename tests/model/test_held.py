@@ -16,36 +16,30 @@ def weights(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch
 
 
 def numbers_of(matrix, dtype: torch.dtype) -> torch.Tensor:
-    """What a matrix stands for, by what it makes of unit vectors."""
     eye_KK = torch.eye(matrix.shape[1], dtype=dtype)
     return matrix.expanded(eye_KK, lambda count: torch.empty(count, dtype=dtype)).t()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_number_is_farther_than_half_a_step(shape: tuple[int, int], bits: int) -> None:
-    weight_NK = weights(shape)
+def test_no_number_is_farther_than_half_a_step_and_both_ways_to_multiply_agree(
+    shape: tuple[int, int], bits: int
+) -> None:
+    weight_NK, row_MK = weights(shape), torch.randn(3, shape[1])
     matrix = matrix_of(weight_NK, bits)
+    assert matrix.num_bytes == held_bytes(shape, bits, 4)
     error_NK = (numbers_of(matrix, torch.float32) - weight_NK).abs()
     if isinstance(matrix, Int8):
         step_N1 = weight_NK.abs().amax(1, keepdim=True) / 127
         assert (error_NK <= 0.5001 * step_N1).all()
-        return
-    grouped = weight_NK.view(shape[0], -1, group_of(shape[1]))
-    step_NG1 = (grouped.amax(2, keepdim=True) - grouped.amin(2, keepdim=True)) / 15
-    assert (error_NK.view_as(grouped) <= 0.5001 * step_NG1).all()
-    assert error_NK.mean() > 0.1 * step_NG1.mean(), "as near as that it has not been rounded"
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_both_ways_to_multiply_agree(shape: tuple[int, int], bits: int) -> None:
-    matrix, row_MK = matrix_of(weights(shape), bits), torch.randn(3, shape[1])
+    else:
+        grouped = weight_NK.view(shape[0], -1, group_of(shape[1]))
+        step_NG1 = (grouped.amax(2, keepdim=True) - grouped.amin(2, keepdim=True)) / 15
+        assert (error_NK.view_as(grouped) <= 0.5001 * step_NG1).all()
+        assert error_NK.mean() > 0.1 * step_NG1.mean(), "as near as that it has not been rounded"
     if not matrix.has_product:
         pytest.skip("this torch has no such product")
-    wanted = matrix.expanded(row_MK, torch.empty)
-    torch.testing.assert_close(matrix.product(row_MK), wanted, rtol=1e-4, atol=1e-4)
-    assert matrix.num_bytes == held_bytes(shape, bits, 4)
+    torch.testing.assert_close(matrix.product(row_MK), matrix.expanded(row_MK, torch.empty), rtol=1e-4, atol=1e-4)
 
 
 def test_a_group_of_equal_numbers_and_a_row_of_zeros_stay_what_they_are() -> None:

@@ -11,21 +11,24 @@ import numpy as np
 import pytest
 import torch
 from matrix import matrix
+from passes import causal, sees
 from rounding import choices_beyond_doubt
-from safetensors.torch import load_file, safe_open
 from test_families import config_of, greedy_choices, meta_model_of, tiny_model
 from test_recurrent import (
-    PARENTS,
+    assert_a_copy_drafts,
     assert_experts_come_one_by_one,
     assert_follows_trees,
     assert_goes_on,
     assert_goes_on_after_interrupts,
+    assert_refuses,
     assert_texts_share_passes,
-    forward,
+    filled_cache,
+    known,
     opened,
+    random_parents,
 )
 from test_wrappers import saved
-from tiny import random_ids, save, streaming_ram
+from tiny import random_ids, save
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -33,7 +36,6 @@ import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
-from offload.engine.session import write_tensors
 from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.memory.planner import ModelFiles, require_no_states
 from offload.model import indexed, meta
@@ -88,18 +90,6 @@ def test_every_node_of_a_tree_chooses_as_its_path_alone_would(kind: str, tmp_pat
         assert_follows_trees(tmp_path)
 
 
-def num_nodes_of(tree: str) -> int:
-    return {"none": 1, "chain:8": 9}.get(tree) or int(tree.split(":")[-1].split("x")[0])
-
-
-def decoder_of(folder: Path, tree: str, *, is_resident: bool = False, context: int = 720, **more: Any) -> Any:
-    """A decoder whose draft is the model itself."""
-    sizes = {"context": context, "num_nodes": num_nodes_of(tree), "dtype": "float32", "experts": "layers"}
-    ram = "4GiB" if is_resident else streaming_ram(folder, num_slots=2, **sizes)
-    how = {"ram": ram, "context": context, "tree": tree, "threads": 1, "experts": "layers", "dtype": "float32"}
-    return offload.load(folder, folder, **(how | more))
-
-
 @matrix("tree", TREES, always=["dynamic:64x12"])
 @matrix("is_resident", [True, False], always=[False])
 def test_texts_are_transformers(tree: str, is_resident: bool, folder: Path) -> None:
@@ -107,7 +97,8 @@ def test_texts_are_transformers(tree: str, is_resident: bool, folder: Path) -> N
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     lengths = (5, 130) if tree == "dynamic:64x12" else (5, 16, 130, 600)
     seeds = SEEDS[theirs.config.model_type]
-    with decoder_of(folder, tree, is_resident=is_resident) as decoder:
+    more = {"ram": "4GiB"} if is_resident else {}
+    with opened(folder, tree=tree, context=720, num_slots=2, **more) as decoder:
         assert decoder.plan.is_streamed != is_resident
         for num_tokens in filter(seeds.get, lengths):
             prompt = random_ids(num_tokens, seeds[num_tokens])
@@ -126,7 +117,7 @@ def test_texts_of_more_families_are_transformers(kind: str, tmp_path: Path) -> N
 def test_the_same_seed_gives_the_same_text(folder: Path) -> None:
     texts = []
     for tree in ("none", "64x12", "dynamic:64x12"):
-        with decoder_of(folder, tree, context=160) as decoder:
+        with opened(folder, tree=tree, num_slots=2) as decoder:
             got = decoder.generate(random_ids(30), max_new_tokens=32, temperature=0.8, seed=4)
             texts.append(got.token_ids)
     assert texts[0] == texts[1] == texts[2] and len({*texts[0]}) > 3
@@ -136,7 +127,7 @@ def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
     """In bfloat16, where every difference of order shows: texts and the chances of their tokens."""
     texts = []
     for tree in ("none", "dynamic:16x4"):
-        with decoder_of(folder, tree, dtype="bfloat16", context=160, ram="2GiB", invariant=True) as decoder:
+        with opened(folder, tree=tree, dtype="bfloat16", ram="2GiB", invariant=True) as decoder:
             assert decoder.invariance.holds, decoder.invariance.reason
             got = decoder.generate(random_ids(70), max_new_tokens=20, num_logprobs=2)
             texts.append((got.token_ids, got.logprobs))
@@ -148,7 +139,7 @@ def test_scores_that_depend_on_others_are_found_out(glm: Path, monkeypatch: pyte
     scores = indexed.index_scores
     other = lambda *what: scores(*what) * (1 if len(what[0]) < 9 else -1)  # noqa: E731
     monkeypatch.setattr(indexed, "index_scores", other)
-    with decoder_of(glm, "chain:8", ram="2GiB", invariant=True) as decoder:
+    with opened(glm, tree="chain:8", context=720, ram="2GiB", invariant=True) as decoder:
         assert not decoder.invariance.holds
 
 
@@ -167,12 +158,7 @@ def test_texts_share_passes_and_a_prompt(folder: Path) -> None:
 
 def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
-    shape, model = model_shape(checkpoint, "float32"), resident_model(checkpoint, "float32")
-    cache = model.new_cache(80)
-    cache.promise(30)
-    forward(model, cache, [*range(-1, 29)], random_ids(30))
-    cache.commit(range(30))
-    forward(model, cache, PARENTS, random_ids(len(PARENTS)))
+    shape, cache = model_shape(checkpoint, "float32"), filled_cache(resident_model(checkpoint, "float32"))
     held = [(name, one.nbytes) for layer in cache.layers for name, one in layer.held.items()]
     index_bytes = sum(size for name, size in held if name == "index")
     assert index_bytes == 80 * shape.index_bytes_per_token > 0
@@ -190,15 +176,8 @@ def test_a_session_with_other_index_keys_is_refused(glm: Path, tmp_path: Path) -
         held = decoder.load_session(path).tokens
         run = decoder.run(held, offload.Sampling(), max_new_tokens=8, continues=True)
         assert run.sequence.stats.num_kept_tokens > 30
-        tensors = load_file(path)
-        assert {name for name in tensors if ".index." in name} >= {"target.index.0", "target.index.2"}
-        with safe_open(path, framework="pt") as file:
-            notes = {key: value for key, value in file.metadata().items() if key != "crc32"}
-        for name, other in (("target.index.0", tensors["target.index.0"][..., 1:]), ("target.index.2", None)):
-            wrong = {key: one for key, one in tensors.items() if key != name} | ({} if other is None else {name: other})
-            write_tensors(path, notes, {key: one.contiguous() for key, one in wrong.items()})
-            with pytest.raises(offload.UserError, match="index"):
-                decoder.load_session(path)
+        changed = {"target.index.0": lambda one: one[..., 1:], "target.index.2": lambda _: None}
+        assert_refuses(decoder, path, changed, "index")
     assert wanted[:4] == held[30:34]
 
 
@@ -210,13 +189,7 @@ def test_experts_come_one_by_one(kind: str, tmp_path: Path) -> None:
 def test_a_copy_of_itself_in_few_bits_drafts(tmp_path: Path) -> None:
     config = short("glm_moe_dsa")
     config.mlp_layer_types = ["dense"] * 3
-    save(tiny_model(config), tmp_path)
-    with offload.load(tmp_path, "self:int8", ram="1GiB", context=160, tree="dynamic:16x4", threads=1) as decoder:
-        got = decoder.generate(random_ids(30), max_new_tokens=24)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    with choices_beyond_doubt():
-        assert got.token_ids == greedy_choices(theirs, got.token_ids, random_ids(30))
-    assert got.stats.tokens_per_sweep > 1.5
+    assert_a_copy_drafts(save(tiny_model(config), tmp_path), "int8")
 
 
 def test_sizes_of_mistrals_own_form(tmp_path: Path) -> None:
@@ -249,40 +222,20 @@ def test_what_trees_cannot_follow_is_refused(case: str, tmp_path: Path) -> None:
         meta_model_of(config, tmp_path)
 
 
-def test_an_index_of_another_make_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "_MAKES", ())
-    indexed._follower_of.cache_clear()
-    try:
-        with pytest.raises(offload.UserError, match="layers of kind indexed_attention"):
-            meta_model_of(config_of("axk2"), tmp_path)
-    finally:
-        indexed._follower_of.cache_clear()
-
-
-def test_an_older_transformers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta, "_kinds_of", lambda config: ["deepseek_sparse_attention"] * len(config.layer_types))
-    monkeypatch.setattr(indexed, "_MAKES", ())
-    indexed._follower_of.cache_clear()
-    try:
-        with pytest.raises(offload.UserError, match=r"too old for model type axk2 .*pip install -U transformers"):
-            meta_model_of(config_of("axk2"), tmp_path)
-    finally:
-        indexed._follower_of.cache_clear()
+@pytest.mark.parametrize("is_older", [False, True])
+def test_an_index_of_another_make_or_an_older_transformers_is_named(
+    is_older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "layers of kind indexed_attention"
+    if is_older:
+        monkeypatch.setattr(meta, "_kinds_of", lambda config: ["deepseek_sparse_attention"] * len(config.layer_types))
+        words = r"too old for model type axk2 .*pip install -U transformers"
+    with known(indexed, "_MAKES", monkeypatch), pytest.raises(offload.UserError, match=words):
+        meta_model_of(config_of("axk2"), tmp_path)
 
 
 NUM_HEADS, WIDTH = 3, 8
 MEANS = Pool(4, lambda raw_JRW, first_J: raw_JRW.mean(1) + first_J[:, None])
-
-
-def random_tree(num_rows: int, seed: int) -> np.ndarray:
-    """Which rows lie on the path to each; chains that branch now and then, and some from the start."""
-    chance = np.random.default_rng(seed)
-    sees_NN = np.eye(num_rows, dtype=bool)
-    for row in range(1, num_rows):
-        parent = row - 1 if chance.random() < 0.7 else int(chance.integers(-1, row))
-        if parent >= 0:
-            sees_NN[row] |= sees_NN[parent]
-    return sees_NN
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -292,7 +245,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def case(num_prefix: int, num_rows: int, seed: int, num_earlier: int = 0) -> tuple[PathRows, list[list[int]], Any]:
     """Rows of a pass, the columns of each one's path, and queries, weights and states for them."""
-    sees_NN = random_tree(num_earlier + num_rows, seed)[num_earlier:]
+    sees_NN = sees(random_parents(num_earlier + num_rows, seed, straight=0.7)).numpy()[num_earlier:]
     rows = path_rows(num_prefix, torch.from_numpy(sees_NN), path_attention)
     paths = [[*range(num_prefix), *(num_prefix + np.flatnonzero(sees)).tolist()] for sees in sees_NN]
     query_THK = numbers(num_rows, NUM_HEADS, WIDTH, seed=seed)
@@ -315,7 +268,6 @@ def wanted(choice: Choice, path: list[int], query_HK: Tensor, weight_H: Tensor, 
 
 
 def chosen(rows: PathRows, paths: list[list[int]]) -> list[set[int]]:
-    """The columns that each row sees."""
     if rows.chosen_TS is None:
         return [{*path} for path in paths]
     return [{*path} & {*own.nonzero().flatten().tolist()} for path, own in zip(paths, rows.chosen_TS, strict=True)]
@@ -345,7 +297,7 @@ def test_each_row_chooses_on_its_own_path(choice: str, num_prefix: int, num_rows
 
 def test_a_prompt_chooses_row_by_row() -> None:
     """Rows that lie in order, most of which end before the blocks that all have in common."""
-    rows = path_rows(70, torch.ones(150, 150, dtype=torch.bool).tril(), path_attention)
+    rows = path_rows(70, causal(150), path_attention)
     paths = [[*range(70 + row + 1)] for row in range(150)]
     query_THK, weight_TH = numbers(150, NUM_HEADS, WIDTH), numbers(150, NUM_HEADS, seed=1)
     state_SW = numbers(220, WIDTH)

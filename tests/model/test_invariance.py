@@ -4,7 +4,7 @@ On this processor: how many rows a product needs is found by the same check that
 refuses is skipped with its reason.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ import torch
 from matrix import matrix
 from rounding import Promise, assert_same_bits
 from test_families import WORKING
+from test_invariance_check import found
 from test_path_rows import checkpoint_of
+from test_wide_products import Largest
 from tiny import FAMILIES, VOCAB_SIZE
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from offload.calibration.invariance import make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
-from offload.kernels.path_attention import AttentionChunk, ScoreTerms, Window
+from offload.kernels.path_attention import ScoreTerms
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model import path_attention
 from offload.model.invariant import InvariantRows, in_whole_vectors
@@ -31,7 +31,6 @@ from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_rows
 from offload.model.row_sizes import find_sizes
 from offload.model.streamed import StreamedModel
-from offload.streaming.disk import DiskReader
 from offload.trees.token_tree import ancestors
 from offload.trees.topology import Topology, chain
 
@@ -42,19 +41,12 @@ CUTS = ((NUM_TOKENS,), (13, 51, 20))
 
 def invariant_model(family: str, dtype: str, base: Path) -> StreamedModel:
     """Resident, with what the check at load finds for its first layer."""
-    checkpoint = open_checkpoint(checkpoint_of(family, base))
-    streamed = StreamedModel(checkpoint, dtype)
-    source = DiskReader(checkpoint.shards, rate_limit_bytes_per_s=None)
-    try:
-        streamed.bind_rest(source.fetch(streamed.rest_layout))
-        found = make_invariant(streamed, source.fetch, (1,), NUM_TOKENS)
-    finally:
-        source.close()
-        streamed.close()
-    if not found.holds:
-        pytest.skip(f"this processor: {found.reason}")
-    model = resident_model(checkpoint, dtype)
-    model.be_invariant(InvariantRows(found.thread_counts))
+    folder = checkpoint_of(family, base)
+    invariance = found(folder, dtype=dtype, context=NUM_TOKENS)
+    if not invariance.holds:
+        pytest.skip(f"this processor: {invariance.reason}")
+    model = resident_model(open_checkpoint(folder), dtype)
+    model.be_invariant(InvariantRows(invariance.thread_counts))
     return model
 
 
@@ -64,7 +56,6 @@ def score(model: StreamedModel, cache: KVCache, tokens: list[int], topology: Top
 
 
 def taken_in(model: StreamedModel, cut: tuple[int, ...]) -> Tensor:
-    """Logits of the text, taken in by passes of so many tokens."""
     cache, parts, lo = model.new_cache(2 * NUM_TOKENS), [], 0
     for size in cut:
         parts.append(score(model, cache, TEXT[lo : lo + size], chain(size - 1)))
@@ -124,10 +115,7 @@ def test_float16_and_other_numbers_of_threads(family: str, base: Path) -> None:
     plain = taken_in(model, (1,) * NUM_TOKENS)
     assert_same_bits(on_path(model, 40), plain[40:64], Promise.INVARIANT)
     torch.set_num_threads(2)
-    try:
-        assert_same_bits(on_path(model, 40), plain[40:64], Promise.INVARIANT)
-    finally:
-        torch.set_num_threads(1)
+    assert_same_bits(on_path(model, 40), plain[40:64], Promise.INVARIANT)
 
 
 def test_attention_by_products_of_torch_has_the_same_bits(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,63 +137,12 @@ def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:
     assert_same_bits(score(model, cache, TEXT[20:40], chain(19)), taken_in(model, (20, 20))[20:], Promise.INVARIANT)
 
 
-@pytest.mark.parametrize(
-    ("window", "cap", "has_sink"),
-    [(None, None, False), (30, None, True), (None, 5.0, False), (AttentionChunk(30), None, False)],
-)
-def test_path_attention_is_attention(
-    window: Window, cap: float | None, has_sink: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against the sum over all keys in float64, in pieces of few rows and of many."""
-    chance = torch.Generator().manual_seed(0)
-    topology, num_prefix = scattered(40)[0], 150
-    num_rows = topology.num_nodes
-    query_HTK, key_GSK, value_GSV = (
-        torch.randn(size, generator=chance)
-        for size in ((6, num_rows, 16), (2, num_prefix + num_rows, 16), (2, num_prefix + num_rows, 8))
-    )
-    sink_H = torch.randn(6, generator=chance) if has_sink else None
-    terms = ScoreTerms(0.3, cap, sink_H)
-    rows = path_rows(num_prefix, ancestors(topology), path_attention.path_attention)
-    rows = replace(rows, window=window)
-    got = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
-    with monkeypatch.context() as patch:
-        patch.setattr(path_attention, "_TILE_BYTES", 4096)
-        in_pieces = path_attention.path_attention(query_HTK, key_GSK, value_GSV, replace(rows), terms)
-    torch.testing.assert_close(in_pieces, got, atol=1e-6, rtol=1e-6)
-    key_HSK, value_HSV = (states.double().repeat_interleave(3, 0) for states in (key_GSK, value_GSV))
-    score_HTS = query_HTK.double() @ key_HSK.transpose(1, 2) * 0.3
-    score_HTS = score_HTS if cap is None else cap * (score_HTS / cap).tanh()
-    position_S = torch.cat([torch.arange(num_prefix), torch.from_numpy(topology.depth_N.copy()) + num_prefix])
-    sees_TS = torch.cat([torch.ones(num_rows, num_prefix, dtype=torch.bool), ancestors(topology)], 1)
-    if isinstance(window, AttentionChunk):
-        sees_TS &= position_S // window.size == position_S[num_prefix:, None] // window.size
-    elif window is not None:
-        sees_TS &= position_S > position_S[num_prefix:, None] - window
-    score_HTS = score_HTS.masked_fill(~sees_TS, -torch.inf)
-    sink_HT1 = torch.full((6, 1, 1), -torch.inf) if sink_H is None else sink_H[:, None, None]
-    sink_HT1 = sink_HT1.double().expand(-1, num_rows, -1)
-    weight_HTS = torch.cat([score_HTS, sink_HT1], 2).softmax(2)[..., :-1]
-    torch.testing.assert_close(got.double(), (weight_HTS @ value_HSV).transpose(0, 1), atol=2e-5, rtol=2e-5)
-
-
-class _Largest(TorchFunctionMode):
-    """Bytes of the largest result."""
-
-    num_bytes = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.num_bytes = max(self.num_bytes, out.nbytes if isinstance(out, Tensor) else 0)
-        return out
-
-
 def test_scores_of_a_wide_tree_stay_in_their_tile() -> None:
     ancestor_UU = torch.eye(768, dtype=torch.bool)
     ancestor_UU[:, 0] = True
     rows = path_rows(70, ancestor_UU, path_attention.path_attention)
     states = torch.ones(16, 838, 16)
-    with _Largest() as largest:
+    with Largest() as largest:
         path_attention.path_attention(states[:, 70:], states, states, rows, ScoreTerms(1.0))
     assert largest.num_bytes <= PATH_SCRATCH_BYTES // 4
 
@@ -229,29 +166,27 @@ def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.Mo
     assert set(begun) == {2, 3}
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu of tanh", "sigmoid", "tanh"])
-def test_threads_share_activations_in_whole_vectors(name: str) -> None:
+ACTIVATIONS = [
+    functional.silu,
+    functional.gelu,
+    partial(functional.gelu, approximate="tanh"),
+    torch.sigmoid,
+    torch.tanh,
+]
+
+
+@pytest.mark.parametrize("function", ACTIVATIONS)
+def test_threads_share_activations_in_whole_vectors(function: Callable[[Tensor], Tensor]) -> None:
     """Sizes around the borders of shares; a number's bits are those that it has alone among few."""
-    function = {
-        "silu": functional.silu,
-        "gelu": functional.gelu,
-        "gelu of tanh": partial(functional.gelu, approximate="tanh"),
-        "sigmoid": torch.sigmoid,
-        "tanh": torch.tanh,
-    }[name]
     numbers = 3 * torch.randn(100_000, generator=torch.Generator().manual_seed(1))
     wanted = torch.cat([function(part) for part in numbers.split(64 * 16)])
-    try:
-        for num_threads in (1, 2, 3, 8):
-            torch.set_num_threads(num_threads)
-            for size in (63, 16448, 20480, 24000, 33000, 70001, 98304, 100_000):
-                got = in_whole_vectors(function, numbers[:size])
-                num_whole = size // 64 * 64  # numbers of the last vector are padded, so they are not odd ones out
-                assert_same_bits(
-                    got[:num_whole], wanted[:num_whole], Promise.INVARIANT, f"{size} numbers, {num_threads} threads"
-                )
-    finally:
-        torch.set_num_threads(1)
+    for num_threads in (1, 2, 3, 8):
+        torch.set_num_threads(num_threads)
+        for size in (63, 16448, 20480, 24000, 33000, 70001, 98304, 100_000):
+            got = in_whole_vectors(function, numbers[:size])
+            num_whole = size // 64 * 64  # numbers of the last vector are padded, so they are not odd ones out
+            where = f"{size} numbers, {num_threads} threads"
+            assert_same_bits(got[:num_whole], wanted[:num_whole], Promise.INVARIANT, where)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mixtral"])

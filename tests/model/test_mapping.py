@@ -1,6 +1,7 @@
 """Which tensors make up which parameter: against the state that transformers itself loads from the same files."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from matrix import matrix
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, VOCAB_SIZE, build
+from test_families import RANKS
+from tiny import FAMILIES, SIZES, build
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -21,32 +23,26 @@ from transformers import (
     PixtralVisionConfig,
     PreTrainedConfig,
 )
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.planner import model_shape
 from offload.model import mapping as naming
+from offload.model.streamed import StreamedModel
 
-_SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128,
-}
+_SIZES = {**SIZES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 4}
 _ROUTED = {"n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=12, num_experts_per_tok=2),
     "qwen3-moe": FAMILIES["qwen3-moe"],
-    "deepseek-v3": lambda: DeepseekV3Config(**_SIZES, **_ROUTED, **_LATENT, n_group=2, topk_group=1),
+    "deepseek-v3": lambda: DeepseekV3Config(**_SIZES, **_ROUTED, **RANKS, n_group=2, topk_group=1),
     "glm4-moe": lambda: Glm4MoeConfig(**_SIZES, **_ROUTED, head_dim=8, n_group=2, topk_group=1),
     "llama": FAMILIES["llama"],
     "llama-tied": FAMILIES["llama-tied"],
 }
+Spoil = Callable[[dict[str, Tensor]], None]
 TIED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -110,31 +106,18 @@ def test_a_base_model_without_its_prefix(name: str, tmp_path: Path) -> None:
     assert len(model_shape(open_checkpoint(tmp_path)).layer_bytes) == build(MODELS[name]()).config.num_hidden_layers
 
 
-def test_tied_without_a_stored_head(tmp_path: Path) -> None:
-    assert "lm_head.weight" not in saved("llama-tied", tmp_path)
-    ours = assert_loads_like_transformers(tmp_path)
-    assert ours[TIED[0]].data_ptr() == ours[TIED[1]].data_ptr(), "one tensor for both"
-
-
-def test_tied_with_a_stored_copy(tmp_path: Path) -> None:
-    tensors = saved("llama-tied", tmp_path)
-    rewrite(tmp_path, {**tensors, "lm_head.weight": tensors[TIED[0]].clone()})
-    assert_loads_like_transformers(tmp_path)
-
-
-def test_tied_by_the_config_but_stored_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["table", "both", "apart", "head"])
+def test_tied_however_it_is_stored(stored: str, tmp_path: Path) -> None:
     """transformers does not tie what the file holds twice with different values; nor may we."""
     tensors = saved("llama-tied", tmp_path)
-    rewrite(tmp_path, {**tensors, "lm_head.weight": torch.randn_like(tensors[TIED[0]])})
+    assert "lm_head.weight" not in tensors
+    table = tensors.pop(TIED[0])
+    heads = {"table": {}, "both": {TIED[1]: table.clone()}, "apart": {TIED[1]: torch.randn_like(table)}}
+    own = {TIED[1]: table} if stored == "head" else {TIED[0]: table, **heads[stored]}
+    rewrite(tmp_path, {**tensors, **own})
     ours = assert_loads_like_transformers(tmp_path)
-    assert not torch.equal(ours[TIED[0]], ours[TIED[1]])
-
-
-def test_tied_with_only_the_head_stored(tmp_path: Path) -> None:
-    tensors = saved("llama-tied", tmp_path)
-    tensors["lm_head.weight"] = tensors.pop(TIED[0])
-    rewrite(tmp_path, tensors)
-    assert_loads_like_transformers(tmp_path)
+    assert torch.equal(ours[TIED[0]], ours[TIED[1]]) == (stored != "apart")
+    assert stored != "table" or ours[TIED[0]].data_ptr() == ours[TIED[1]].data_ptr(), "one tensor for both"
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
@@ -171,9 +154,8 @@ def test_unused_tensors_are_ignored(tmp_path: Path) -> None:
 
 def test_the_text_part_is_tied_as_the_whole_says(tmp_path: Path) -> None:
     text = MistralConfig(**_SIZES, tie_word_embeddings=False).to_dict()
-    vision = PixtralVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = PixtralVisionConfig(**sizes, image_size=28, patch_size=14)
     config = Mistral3Config(text_config=text, vision_config=vision.to_dict(), image_token_index=198)
     assert config.tie_word_embeddings and not config.text_config.tie_word_embeddings
     whole = Mistral3ForConditionalGeneration(config)
@@ -181,23 +163,6 @@ def test_the_text_part_is_tied_as_the_whole_says(tmp_path: Path) -> None:
     ours = our_state(tmp_path)
     assert torch.equal(ours["lm_head.weight"], whole.lm_head.weight)
     assert torch.equal(ours["lm_head.weight"], ours["model.embed_tokens.weight"])
-
-
-def drop_one_expert(tensors: dict[str, Tensor]) -> None:
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
-
-
-def drop_an_expert_wholly(tensors: dict[str, Tensor], number: int = 3) -> None:
-    for part in ("gate_proj", "up_proj", "down_proj"):
-        del tensors[f"model.layers.1.mlp.experts.{number}.{part}.weight"]
-
-
-def drop_the_last_expert(tensors: dict[str, Tensor]) -> None:
-    drop_an_expert_wholly(tensors, 11)
-
-
-def drop_one_at_the_end(tensors: dict[str, Tensor]) -> None:
-    del tensors["model.layers.1.mlp.experts.11.up_proj.weight"]
 
 
 def leave_a_gap(tensors: dict[str, Tensor]) -> None:
@@ -208,11 +173,6 @@ def leave_a_gap(tensors: dict[str, Tensor]) -> None:
             tensors[name.replace(f"experts.{expert}.", f"new.{expert + 1}.")] = tensors.pop(name)
     for name in [name for name in tensors if ".new." in name]:
         tensors[name.replace(".new.", ".experts.")] = tensors.pop(name)
-
-
-def leave_a_gap_in_one_part(tensors: dict[str, Tensor]) -> None:
-    name = "model.layers.1.mlp.experts.11.up_proj.weight"
-    tensors[name.replace("11", "12")] = tensors.pop(name)
 
 
 def rows_of_another_expert(tensors: dict[str, Tensor]) -> None:
@@ -231,71 +191,80 @@ def stacks_of_another_order(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.1.mlp.experts.down_proj"] = stacks["down_proj"]
 
 
+def dropped(*names: str) -> Spoil:
+    def drop(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            del tensors[name]
+
+    return drop
+
+
+def put(name: str, make: Callable[[Tensor], Tensor], source: str = "") -> Spoil:
+    """A tensor made of itself, or of another one."""
+    return lambda tensors: tensors.update({name: make(tensors[source or name])})
+
+
 def mix_types(tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.bfloat16()
-    tensors["model.layers.1.mlp.experts.3.up_proj.weight"] = tensors[
-        "model.layers.1.mlp.experts.3.up_proj.weight"
-    ].half()
+    tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+    put(UP.format(3), Tensor.half)(tensors)
 
 
-def store_twice(tensors: dict[str, Tensor]) -> None:
-    tensors["norm.weight"] = tensors["model.norm.weight"].clone()
+def expert(number: int) -> list[str]:
+    return [f"{EXPERTS}.{number}.{part}_proj.weight" for part in ("gate", "up", "down")]
 
 
-def store_fused_and_apart(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.1.mlp.experts.down_proj"] = torch.randn(12, 64, 32)
+def leave_a_gap_in_one_part(tensors: dict[str, Tensor]) -> None:
+    tensors[UP.format(12)] = tensors.pop(UP.format(11))
 
 
-def wrong_width(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.randn(64, 63)
-
-
-def transposed(tensors: dict[str, Tensor]) -> None:
-    name = "model.layers.0.self_attn.k_proj.weight"
-    tensors[name] = tensors[name].T
-
-
-def integers(tensors: dict[str, Tensor]) -> None:
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int32)
-
-
-def no_norm(tensors: dict[str, Tensor]) -> None:
-    del tensors["model.norm.weight"]
-
-
-REFUSED = {
-    drop_one_expert: r"gate_up_proj must be made of experts 0 to 10, the file has 11 and not 3: download",
-    drop_one_at_the_end: r"a tensor that model\.layers\.1\.mlp\.experts\.gate_up_proj is made of is missing: download",
-    drop_an_expert_wholly: r"gate_up_proj must be made of experts 0 to 10, the file has 11 and not 3: download",
-    leave_a_gap: r"gate_up_proj must be made of experts 0 to 11, the file has 12 and not 3: download",
-    leave_a_gap_in_one_part: r"gate_up_proj must be made of experts 0 to 11, the file has 12 and not 11: download",
-    drop_the_last_expert: r"gate_up_proj must have shape \[12, 64, 64\]",
-    rows_of_another_expert: r"gate_up_proj must have one shape, the file has \[30, 64\] and \[34, 64\]: download",
-    stacks_of_another_order: r"experts\.down_proj is stored transposed, .* cannot be streamed: save the model once",
-    mix_types: r"gate_up_proj is made of tensors in BF16 and F16: save the model once",
-    store_twice: r"model\.norm\.weight and norm\.weight are both stored for model\.norm\.weight",
-    store_fused_and_apart: r"are both stored for model\.layers\.1\.mlp\.experts\.down_proj",
-    wrong_width: r"q_proj\.weight must have shape \[64, 64\], the file has \[64, 63\]",
-    transposed: r"k_proj\.weight must have shape \[32, 64\], the file has \[64, 32\]",
-    integers: r"must be bf16, fp16, fp32 or quantised, model\.norm\.weight is I32",
-    no_norm: r"tensor model\.norm\.weight is missing: download the checkpoint again",
+EXPERTS, UP = "model.layers.1.mlp.experts", "model.layers.1.mlp.experts.{}.up_proj.weight"
+GONE = "gate_up_proj must be made of experts 0 to {}, the file has {} and not {}: download"
+NORM, QUERY, KEY = "model.norm.weight", *(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk")
+ROWS = r"gate_up_proj must have one shape, the file has \[30, 64\] and \[34, 64\]: download"
+TURNED = r"_proj is stored transposed, .* cannot be streamed: save the model once"
+REFUSED: dict[str, tuple[Spoil, str]] = {
+    "one expert": (dropped(UP.format(3)), GONE.format(10, 11, 3)),
+    "one at the end": (
+        dropped(UP.format(11)),
+        r"a tensor that model\.layers\.1\.mlp\.experts\.gate_up_proj is made of is missing: download",
+    ),
+    "an expert wholly": (dropped(*expert(3)), GONE.format(10, 11, 3)),
+    "a gap": (leave_a_gap, GONE.format(11, 12, 3)),
+    "a gap in one part": (leave_a_gap_in_one_part, GONE.format(11, 12, 11)),
+    "the last expert": (dropped(*expert(11)), r"gate_up_proj must have shape \[12, 64, 64\]"),
+    "rows of another expert": (rows_of_another_expert, ROWS),
+    "stacks of another order": (stacks_of_another_order, rf"experts\.down{TURNED}"),
+    "types": (mix_types, "gate_up_proj is made of tensors in BF16 and F16: save the model once"),
+    "twice": (put("norm.weight", Tensor.clone, NORM), r"model\.norm\.weight and norm\.weight are both stored for"),
+    "fused and apart": (
+        put(f"{EXPERTS}.down_proj", lambda _: torch.randn(12, 64, 32), NORM),
+        r"are both stored for model\.layers\.1\.mlp\.experts\.down_proj",
+    ),
+    "wrong width": (
+        put(QUERY, lambda one: one[:, 1:]),
+        r"q_proj\.weight must have shape \[64, 64\], the file has \[64, 63\]",
+    ),
+    "transposed": (put(KEY, Tensor.t), r"k_proj\.weight must have shape \[32, 64\], the file has \[64, 32\]"),
+    "integers": (put(NORM, Tensor.int), r"must be bf16, fp16, fp32 or quantised, model\.norm\.weight is I32"),
+    "no norm": (dropped(NORM), r"tensor model\.norm\.weight is missing: download the checkpoint again"),
 }
 
 
-@pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
-def test_what_cannot_be_right_is_refused(spoil: Callable[[dict[str, Tensor]], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("spoil", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_right_is_refused(spoil: Spoil, words: str, tmp_path: Path) -> None:
     tensors = saved("qwen3-moe", tmp_path)
     spoil(tensors)
     rewrite(tmp_path, tensors)
-    with pytest.raises(UserError, match=REFUSED[spoil]):
+    with pytest.raises(UserError, match=words):
         our_state(tmp_path)
+    if spoil is rows_of_another_expert:
+        for on_demand in (False, True):
+            with pytest.raises(UserError, match=words):
+                StreamedModel(open_checkpoint(tmp_path), "float32", on_demand=on_demand)
 
 
 def test_a_renaming_that_leads_nowhere_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversion tables are written for old names; a file that has the new ones already must not suffer from them."""
-    from transformers.core_model_loading import WeightRenaming
-
     tensors = saved("llama", tmp_path)
     away = WeightRenaming(r"model\.norm\.", "model.no_such_norm.")
     monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda model: [away])
@@ -303,11 +272,46 @@ def test_a_renaming_that_leads_nowhere_is_taken_back(tmp_path: Path, monkeypatch
 
 
 def test_what_would_have_to_be_computed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family whose file holds the transpose of what the model wants."""
-    from transformers.core_model_loading import Transpose, WeightConverter
-
     saved("llama", tmp_path)
     turn = WeightConverter("self_attn.o_proj.weight", "self_attn.o_proj.weight", operations=[Transpose(0, 1)])
     monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda model: [turn])
     with pytest.raises(UserError, match="must be computed, which cannot be streamed: save the model once"):
         our_state(tmp_path)
+
+
+@pytest.mark.parametrize("inner", [16, 32, 24])
+def test_stacks_of_another_order_never_pass(inner: int, tmp_path: Path) -> None:
+    """Where one of the two is square, the other shows it."""
+    config = Glm4MoeConfig(**_SIZES, **{**_ROUTED, "moe_intermediate_size": inner}, head_dim=8, n_group=2, topk_group=1)
+    model = build(config)
+    stacks = {name: one.mT.contiguous() for name, one in model.state_dict().items() if ".mlp.experts." in name}
+    assert {tuple(one.shape) for one in stacks.values()} == {(12, 32, 2 * inner), (12, inner, 32)}
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, {**{key: one for key, one in tensors.items() if ".mlp.experts." not in key}, **stacks})
+    with pytest.raises(UserError, match=TURNED):
+        our_state(tmp_path)
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_a_missing_shared_expert_is_named(part: str, on_demand: bool, tmp_path: Path) -> None:
+    tensors = saved("deepseek-v3", tmp_path)
+    lost = f"model.layers.1.mlp.shared_experts.{part}.weight"
+    del tensors[lost]
+    rewrite(tmp_path, tensors)
+    with pytest.raises(UserError, match=f"tensor {re.escape(lost)} is missing: download the checkpoint again"):
+        StreamedModel(open_checkpoint(tmp_path), "float32", on_demand=on_demand)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("num_experts", [8, 16])
+def test_a_config_with_another_number_of_experts_is_refused(num_experts: int, is_fused: bool, tmp_path: Path) -> None:
+    saved("glm4-moe", tmp_path)
+    if is_fused:
+        rewrite(tmp_path, {key: tensor.clone() for key, tensor in our_state(tmp_path).items()})
+    set_config(tmp_path, n_routed_experts=num_experts)
+    with pytest.raises(UserError, match=rf"must have shape \[{num_experts}, .*do not belong together"):
+        our_state(tmp_path)
+    with pytest.raises(UserError, match=rf"must agree on the experts, it has {num_experts} and .*give the config"):
+        model_shape(open_checkpoint(tmp_path))

@@ -5,7 +5,7 @@ import math
 import shutil
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from passes import sees, tree_scores
+from rounding import choices_beyond_doubt
+from safetensors import safe_open
 from safetensors.torch import load_file
 from test_families import config_of, greedy_choices, meta_model_of, tiny_model
 from tiny import random_ids, save, streaming_ram
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import offload
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
@@ -24,23 +28,23 @@ from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
 from offload.memory.planner import ModelFiles, require_no_states
-from offload.model import recurrences
+from offload.model import recurrences, recurrent
 from offload.model.meta import build_meta_model
 from offload.model.recurrent import _by_device
-from offload.model.recurrent_cache import RecurrentCache
+from offload.model.recurrent_cache import PassRows, Point, RecurrentCache, _by_branches, _by_levels
 from offload.model.recurrent_rows import BASE, RowTree, previous_inputs
 from offload.model.streamed import StreamedModel
 from offload.model.thread_team import TEAM
 
 KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear", "minimax", "zamba2")
-NUM_NODES = {"none": 1, "chain:3": 4, "8x3": 8, "dynamic:16x4": 16}
+TREES = ("none", "chain:3", "8x3", "dynamic:16x4")
 _HOW: dict[str, Any] = {"context": 160, "tree": "dynamic:16x4", "threads": 1}
+Change = Callable[[torch.Tensor], torch.Tensor | None]
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model of each kind of recurrence."""
     return save(tiny_model(config_of(request.param)), tmp_path_factory.mktemp(request.param))
 
 
@@ -55,49 +59,43 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_model(config_of("qwen3_5_text")), tmp_path_factory.mktemp("qwen"))
 
 
+def num_nodes_of(tree: str) -> int:
+    kind, _, size = tree.rpartition(":")
+    return 1 if tree == "none" else int(size) + 1 if kind == "chain" else int(size.partition("x")[0])
+
+
 @contextmanager
-def opened(folder: Path, *, tree: str = "8x3", context: int = 160, **more: Any) -> Iterator[offload.Decoder]:
+def opened(
+    folder: Path, *, tree: str = "8x3", context: int = 160, num_slots: int = 3, **more: Any
+) -> Iterator[offload.Decoder]:
     """A decoder whose layers stream, and whose draft is the model itself."""
-    sizes = {"context": context, "parallel": more.get("parallel", 1), "experts": "layers"}
-    sizes |= {"num_nodes": NUM_NODES[tree] * sizes["parallel"], "dtype": more.get("dtype", "auto")}
-    how = {
-        "ram": streaming_ram(folder, **sizes),
-        "context": context,
-        "tree": tree,
-        "threads": 1,
-        "experts": "layers",
-    } | more
-    with offload.load(folder, folder, **how) as decoder:
+    parallel = more.get("parallel", 1)
+    sizes = {"context": context, "parallel": parallel, "experts": "layers", "dtype": more.get("dtype", "auto")}
+    ram = streaming_ram(folder, num_slots=num_slots, num_nodes=num_nodes_of(tree) * parallel, **sizes)
+    how = {"ram": ram, "context": context, "tree": tree, "threads": 1, "experts": "layers"}
+    with offload.load(folder, folder, **(how | more)) as decoder:
         yield decoder
-
-
-def forward(model: StreamedModel, cache: Any, parents: list[int], tokens: list[int]) -> torch.Tensor:
-    """One pass over a tree behind what is committed."""
-    sees_NN = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            sees_NN[node] |= sees_NN[parent]
-    position_N = sees_NN.sum(1) - 1 + cache.length
-    return model.forward(torch.tensor(tokens), position_N, sees_NN, cache)
 
 
 def path_to(node: int) -> list[int]:
     return [*path_to(PARENTS[node]), node] if node >= 0 else []
 
 
-def assert_follows_trees(folder: Path) -> None:
-    """Every node of two trees, behind a prompt in two passes, against transformers over its path alone."""
+def assert_follows_trees(
+    folder: Path, *, ends: Sequence[int] = (8, 10), nodes: Sequence[int] = (0, 3, 5, 8, 9, 10)
+) -> None:
+    """These nodes of two trees, behind a prompt in two passes, against transformers over their paths alone."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours, ids = resident_model(open_checkpoint(folder), "float32"), random_ids(40)
     cache = ours.new_cache(80)
     for chunk in (ids[:23], ids[23:]):
         cache.promise(len(chunk))
-        forward(ours, cache, [*range(-1, len(chunk) - 1)], chunk)
+        tree_scores(ours, cache, [*range(-1, len(chunk) - 1)], chunk)
         cache.commit(range(len(chunk)))
-    for step, end in enumerate((8, 10)):
+    for step, end in enumerate(ends):
         tokens = random_ids(len(PARENTS), seed=step)
-        logits_NV = forward(ours, cache, PARENTS, tokens)
-        for node in (0, 3, 5, 8, 9, 10):
+        logits_NV = tree_scores(ours, cache, PARENTS, tokens)
+        for node in nodes:
             path = [tokens[one] for one in path_to(node)]
             with torch.inference_mode():
                 wanted_V = theirs(input_ids=torch.tensor([ids + path])).logits[0, -1]
@@ -113,7 +111,7 @@ def test_trees_and_commits_equal_plain_decoding(folder: Path) -> None:
 
 def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
     """In bfloat16, where every difference of order shows: texts and the chances of their tokens, for every tree."""
-    texts, trees = [], NUM_NODES if "qwen" in folder.name else ("none", "dynamic:16x4")
+    texts, trees = [], TREES if "qwen" in folder.name else ("none", "dynamic:16x4")
     for tree in trees:
         with opened(folder, tree=tree, dtype="bfloat16") as decoder:
             assert decoder.invariance.holds, decoder.invariance.reason
@@ -137,10 +135,6 @@ def test_steps_of_large_states_have_the_bits_of_transformers(
     key_size: int, value_size: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few heads at a time, and the last of them fewer; down a tree whose slots are used again, and along a path."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
-
-    from offload.model.recurrent_rows import RowTree
-
     own = recurrences.GatedDelta(
         *(_by_device(getattr(qwen3_5, f"torch_{how}_gated_delta_rule")) for how in ("chunk", "recurrent"))
     )
@@ -176,19 +170,9 @@ def test_trees_of_large_states_equal_plain_decoding(qwen: Path, monkeypatch: pyt
 
 def test_a_wide_tree_holds_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """For 256 nodes these are those of two levels at most where they are small, else log2(N) + 2 at a time."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
-
-    from offload.model.recurrent_cache import PassRows, Point, _by_branches, _by_levels
-    from offload.model.recurrent_rows import RowTree
-
     own = recurrences.GatedDelta(qwen3_5.torch_chunk_gated_delta_rule, qwen3_5.torch_recurrent_gated_delta_rule)
     parents = [*[-1] * 64, *range(192)]  # four levels of 64
-    sees_NN = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            sees_NN[node] |= sees_NN[parent]
-    tree = RowTree()
-    tree.add(sees_NN.numpy())
+    tree = tree_of(parents)
     rows = PassRows(0, len(parents), Point(0), Point(0), tree)
     inputs = recurrences.Inputs(delta_rows(len(parents)), {"use_qk_l2norm_in_kernel": True})
     base, alive, most = own.start(inputs), list[weakref.ref[torch.Tensor]](), 0
@@ -312,14 +296,20 @@ def test_scores_of_texts_are_transformers(qwen: Path) -> None:
             assert score.logprob == pytest.approx(wanted, abs=1e-3)
 
 
-def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
-    shape, model = model_shape(open_checkpoint(folder), "float32"), resident_model(open_checkpoint(folder), "float32")
+def filled_cache(model: StreamedModel) -> Any:
+    """80 slots: 30 rows are committed, and a tree waits behind them."""
     cache = model.new_cache(80)
-    assert isinstance(cache, RecurrentCache)
     cache.promise(30)
-    forward(model, cache, [*range(-1, 29)], random_ids(30))
+    tree_scores(model, cache, [*range(-1, 29)], random_ids(30))
     cache.commit(range(30))
-    forward(model, cache, PARENTS, random_ids(len(PARENTS)))
+    tree_scores(model, cache, PARENTS, random_ids(len(PARENTS)))
+    return cache
+
+
+def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    shape, cache = model_shape(checkpoint, "float32"), filled_cache(resident_model(checkpoint, "float32"))
+    assert isinstance(cache, RecurrentCache)
     kept = sum(one.nbytes for inputs in cache._kept.values() for one in inputs.values())
     point = cache.point_at(30)
     assert sum(one.nbytes for one in [*point.tails.values(), *point.states.values()]) == shape.recurrent.state_bytes
@@ -327,21 +317,26 @@ def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     assert 0 < kept <= len(PARENTS) * shape.recurrent.kept_bytes
 
 
+def assert_refuses(decoder: offload.Decoder, path: Path, changed: dict[str, Change], words: str) -> None:
+    """A session in which one of these tensors is another one, or is missing."""
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        notes = {key: value for key, value in file.metadata().items() if key != "crc32"}
+    for name, change in changed.items():
+        other = change(tensors[name])
+        wrong = {key: one for key, one in tensors.items() if key != name}
+        write_tensors(path, notes, wrong | ({} if other is None else {name: other.contiguous()}))
+        with pytest.raises(offload.UserError, match=words):
+            decoder.load_session(path)
+
+
 def test_a_session_with_other_states_is_refused(qwen: Path, tmp_path: Path) -> None:
     path = tmp_path / "session"
     with opened(qwen) as decoder:
         decoder.generate(random_ids(30), max_new_tokens=4)
         decoder.save_session(path)
-        tensors = load_file(path)
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as file:
-            notes = {key: value for key, value in file.metadata().items() if key != "crc32"}
-        for name, other in (("target.states.0", tensors["target.states.0"][1:]), ("target.tails.1", None)):
-            wrong = {key: one for key, one in tensors.items() if key != name} | ({} if other is None else {name: other})
-            write_tensors(path, notes, wrong)
-            with pytest.raises(offload.UserError, match="states"):
-                decoder.load_session(path)
+        changed = {"target.states.0": lambda one: one[1:], "target.tails.1": lambda _: None}
+        assert_refuses(decoder, path, changed, "states")
 
 
 @pytest.mark.parametrize(
@@ -362,17 +357,21 @@ def test_an_unknown_kind_of_layer_is_named(tmp_path: Path) -> None:
         build_meta_model(Checkpoint(tmp_path, config, (), {}), torch.float32)
 
 
-def test_a_family_without_the_functions_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers that are older or newer may have them otherwise."""
-    from offload.model import recurrent
-
-    monkeypatch.setattr(recurrent, "KINDS", ())
-    recurrent._follower_of.cache_clear()
+@contextmanager
+def known(module: Any, kinds: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No kinds of layers, as with a transformers that is older or newer."""
+    patch.setattr(module, kinds, ())
+    module._follower_of.cache_clear()
     try:
-        with pytest.raises(offload.UserError, match="linear_attention, whose state cannot be rolled back"):
-            meta_model_of(config_of("qwen3_next"), tmp_path)
+        yield
     finally:
-        recurrent._follower_of.cache_clear()
+        module._follower_of.cache_clear()
+
+
+def test_a_family_without_the_functions_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = pytest.raises(offload.UserError, match="linear_attention, whose state cannot be rolled back")
+    with known(recurrent, "KINDS", monkeypatch), told:
+        meta_model_of(config_of("qwen3_next"), tmp_path)
 
 
 def assert_experts_come_one_by_one(folder: Path) -> None:
@@ -389,13 +388,18 @@ def test_experts_come_one_by_one_beside_states(kind: str, tmp_path: Path) -> Non
     assert_experts_come_one_by_one(save(tiny_model(config_of(kind)), tmp_path))
 
 
+def assert_a_copy_drafts(folder: Path, dtype: str) -> None:
+    with offload.load(folder, f"self:{dtype}", ram="1GiB", **_HOW) as decoder:
+        got = decoder.generate(random_ids(30), max_new_tokens=24)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with choices_beyond_doubt():
+        assert got.token_ids == greedy_choices(theirs, got.token_ids, random_ids(30))
+    assert got.stats.tokens_per_sweep > 1.5
+
+
 @pytest.mark.parametrize("draft_dtype", ["int8", "int4"])
 def test_a_copy_of_itself_in_few_bits_drafts(draft_dtype: str, qwen: Path) -> None:
-    with offload.load(qwen, f"self:{draft_dtype}", ram="1GiB", **_HOW) as decoder:
-        got = decoder.generate(random_ids(30), max_new_tokens=24)
-    theirs = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
-    assert got.token_ids == greedy_choices(theirs, got.token_ids, random_ids(30))
-    assert got.stats.tokens_per_sweep > 1.5
+    assert_a_copy_drafts(qwen, draft_dtype)
 
 
 def test_ranks_are_refused(qwen: Path) -> None:
@@ -403,24 +407,15 @@ def test_ranks_are_refused(qwen: Path) -> None:
         require_no_states(ModelFiles(open_checkpoint(qwen)), "auto")
 
 
-def random_parents(num_rows: int, seed: int) -> list[int]:
+def random_parents(num_rows: int, seed: int, *, straight: float = 0.6) -> list[int]:
     """Chains that branch now and then; rows come in any order behind their parents."""
     chance = np.random.default_rng(seed)
-    return [row - 1 if chance.random() < 0.6 else int(chance.integers(BASE, row)) for row in range(num_rows)]
-
-
-def sees(parents: list[int]) -> np.ndarray:
-    """Which rows lie on the path to each."""
-    sees_NN = np.eye(len(parents), dtype=bool)
-    for row, parent in enumerate(parents):
-        if parent != BASE:
-            sees_NN[row] |= sees_NN[parent]
-    return sees_NN
+    return [row - 1 if chance.random() < straight else int(chance.integers(BASE, row)) for row in range(num_rows)]
 
 
 def tree_of(parents: list[int]) -> RowTree:
     tree = RowTree()
-    tree.add(sees(parents))
+    tree.add(sees(parents).numpy())
     return tree
 
 
@@ -439,20 +434,13 @@ def most_states(parents: list[int], order: list[int]) -> int:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("num_rows", [1, 2, 64, 256])
-def test_branch_by_branch_few_states_are_held(num_rows: int, seed: int) -> None:
+def test_branch_by_branch_few_states_are_held_and_a_slot_has_the_parent_of_each_row(num_rows: int, seed: int) -> None:
     parents = random_parents(num_rows, seed)
     tree = tree_of(parents)
     assert tree.parents == parents
     order = [row for (row,) in tree.steps(tree.with_ancestors(range(num_rows)), is_wide=False)]
     assert sorted(order) == [*range(num_rows)]
     assert most_states(parents, order) <= math.log2(num_rows) + 3
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("num_rows", [1, 2, 64, 256])
-def test_a_slot_holds_the_parent_of_each_row(num_rows: int, seed: int) -> None:
-    parents = random_parents(num_rows, seed)
-    tree = tree_of(parents)
     held, most = {BASE: BASE}, 0
     for row, source, target in tree.slots(tree.with_ancestors(range(num_rows))):
         assert held[source] == parents[row] and target != BASE
@@ -471,7 +459,7 @@ def test_the_lightest_branch_last_would_show() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_levels_come_whole_and_passes_may_be_many(seed: int) -> None:
     parents, tree = random_parents(60, seed), RowTree()
-    sees_NN = sees(parents)
+    sees_NN = sees(parents).numpy()
     for lo, hi in ((0, 7), (7, 8), (8, 41), (41, 60)):
         tree.add(sees_NN[lo:hi, :hi])
     assert tree.parents == parents

@@ -97,12 +97,6 @@ def test_a_norm_has_the_same_bits_beside_any_rows(kind: type[nn.Module], width: 
             assert differing(module, rows) == []
 
 
-def test_wide_rows_take_a_whole_block_each() -> None:
-    """Which is why Llama-2-70B would never have shown it."""
-    assert {threads_of_a_row(8192, num_rows) for num_rows in range(1, 100)} == {MOST_THREADS}
-    assert [threads_of_a_row(2048, num_rows) for num_rows in (1, 2, 4, 8, 16, 64)] == [512, 256, 128, 64, 32, 32]
-
-
 def test_the_check_at_load_looks_before_numbers_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 one normed row in two hundred would show it."""
     with Reducing(), torch.inference_mode():

@@ -36,7 +36,6 @@ def in_halves(rows: Tensor, factor: Tensor) -> Tensor:
 
 
 def mixed(wants_halves: Callable[[int], bool]) -> Multiply:
-    """By the number of rows."""
     return lambda rows, factor: (in_halves if wants_halves(len(rows)) else exact)(rows, factor)
 
 
@@ -73,7 +72,7 @@ def test_what_no_number_of_rows_mends_is_refused() -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_a_factor_is_tried_as_it_lies() -> None:
+def test_a_factor_is_tried_as_it_lies_and_a_large_one_itself() -> None:
     """Products by a transposed weight, by a stack of them and one of it alone, and by columns that lie apart."""
     seen = []
 
@@ -86,9 +85,7 @@ def test_a_factor_is_tried_as_it_lies() -> None:
         find_sizes(noting, factor, (1,), is_transposed=False)
     stacks = {((num, 24, 70), (70, 1), (num,)) for num in (1, 5)}
     assert set(seen) == {((70, 24), (1, 70), ()), ((35, 24), (2, 70), ()), *stacks}
-
-
-def test_large_factors_are_tried_themselves() -> None:
+    # Large factors are tried themselves.
     weight = torch.randn(70_000, 64)
     factors = set[int]()
 
@@ -143,7 +140,6 @@ DENSE = [LlamaConfig, Phi3Config]
 
 
 def rows_seen(inner: nn.Module) -> list[int]:
-    """How many rows come to its last matrix at a time, from now on."""
     seen = list[int]()
     inner.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-2]))
     return seen

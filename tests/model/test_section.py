@@ -10,6 +10,7 @@ import pytest
 import small_t5
 import torch
 from matrix import matrix
+from passes import causal
 from plans import plan_memory
 from quantised import save_quantised
 from test_families import config_of, tiny_model
@@ -41,7 +42,6 @@ def sections(*cuts: int) -> list[Section]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    """By family; each is written once."""
     kept: dict[str, Checkpoint] = {}
 
     def of(family: str) -> Checkpoint:
@@ -88,8 +88,7 @@ Pass = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # ids, positions of all 
 def play(run: Pass, caches: Sequence[KVCache], seed: int = 0) -> list[Tensor]:
     """A prompt longer than any window, then trees behind rows that wait, committed in part; what each pass gives."""
     rng, given = np.random.default_rng(seed), []
-    causal_TT = torch.ones(40, 40, dtype=torch.bool).tril()
-    given.append(run(torch.from_numpy(rng.integers(3, VOCAB_SIZE, 40)), torch.arange(40), causal_TT, 1))
+    given.append(run(torch.from_numpy(rng.integers(3, VOCAB_SIZE, 40)), torch.arange(40), causal(40), 1))
     for cache in caches:
         cache.commit(range(40))
     position_U, sees_UU = torch.empty(0, dtype=torch.long), torch.empty(0, 0, dtype=torch.bool)
@@ -155,7 +154,7 @@ def test_all_layers_without_table_and_head(checkpoints: Callable[[str], Checkpoi
     first, last = whole.meta_model.model.layers[0], whole.meta_model.model.layers[-1]
     first.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
     last.register_forward_hook(lambda _, __, out: seen.append(out[0]))
-    rows = (torch.arange(9), torch.ones(9, 9, dtype=torch.bool).tril())
+    rows = (torch.arange(9), causal(9))
     whole.forward(torch.arange(20, 29), *rows, whole.new_cache(20))
     with opened(checkpoint, Section(0, 4, False, False), is_streamed=True) as (model, stream):
         assert model.width == 64 and model.rest_layout.slab_bytes == 0 and not model.rest_layout.pieces
@@ -186,7 +185,7 @@ def test_a_layer_that_takes_itself_for_another_would_show(
 def test_the_last_section_scores_few_rows_at_once(checkpoints: Callable[[str], Checkpoint]) -> None:
     with opened(checkpoints("phi3"), Section(2, 4, False, True), is_streamed=False) as (model, _):
         hidden_TD = torch.randn(7, model.width, generator=torch.Generator().manual_seed(2))
-        rows = (torch.arange(7), torch.ones(7, 7, dtype=torch.bool).tril())
+        rows = (torch.arange(7), causal(7))
         part = BatchPart(hidden_TD, *rows, model.new_cache(20))
         logits = model.score([part], num_logits=5, max_rows=2)
         wanted_TV = model.forward(hidden_TD, *rows, model.new_cache(20))

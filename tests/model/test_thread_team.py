@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,15 +11,12 @@ from offload.model.thread_team import ThreadTeam
 
 
 @pytest.fixture
-def three_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def three_threads() -> None:
     torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_all_threads_share_the_parts_and_torch_has_one_meanwhile() -> None:
+def test_all_threads_share_the_parts_and_few_parts_take_few_threads() -> None:
     team, parts, met = ThreadTeam(), iter(range(1000)), threading.Barrier(3, timeout=20)
     done: list[tuple[int, int]] = []
 
@@ -31,10 +27,7 @@ def test_all_threads_share_the_parts_and_torch_has_one_meanwhile() -> None:
     team.run(work, most=8)
     assert sorted(done) == [(part, 1) for part in range(1000)]
     assert torch.get_num_threads() == 3
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_few_parts_take_few_threads() -> None:
+    # Few parts take few threads.
     seen: list[str] = []
     ThreadTeam().run(lambda: seen.append(threading.current_thread().name), most=1)
     assert seen == [threading.current_thread().name]
@@ -74,14 +67,10 @@ def test_a_child_process_has_a_team_of_its_own() -> None:
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
 def test_a_wide_product_has_the_same_bits_with_every_number_of_threads(num_rows: int) -> None:
     """Promised whatever the processor is: a block is one thread's, and blocks are the same."""
-    chance, before = torch.Generator().manual_seed(1), torch.get_num_threads()
+    chance, outs = torch.Generator().manual_seed(1), []
     rows, weight = (torch.randn(num, 1500, generator=chance).bfloat16() for num in (num_rows, 3000))
-    try:
-        outs = []
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            outs.append(wide_products.linear(rows, weight))
-    finally:
-        torch.set_num_threads(before)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        outs.append(wide_products.linear(rows, weight))
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     assert not torch.equal(outs[0], wide_products.linear(rows, weight.roll(1, 0))), "planted: blocks in another order"

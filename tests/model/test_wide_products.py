@@ -1,6 +1,7 @@
 """Products of 16-bit numbers made in float32, as on a processor that has no instructions for them: tried on any."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -61,21 +62,38 @@ def test_rows_that_lie_otherwise_and_no_rows_at_all() -> None:
         linear(numbers(5, 80), weight)
 
 
-class _Largest(TorchFunctionMode):
-    num_bytes = 0
+class Largest(TorchFunctionMode):
+    """Bytes of the largest result, of one type if there is one."""
 
-    def __torch_function__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:  # type: ignore[type-arg]
-        out = func(*args, **(kwargs or {}))  # type: ignore[operator]
-        is_wide = isinstance(out, Tensor) and out.dtype == torch.float32
-        self.num_bytes = max(self.num_bytes, out.nbytes if is_wide else 0)
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.num_bytes, self._dtype = 0, dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        counts = isinstance(out, Tensor) and self._dtype in (None, out.dtype)
+        self.num_bytes = max(self.num_bytes, out.nbytes if counts else 0)
         return out
 
 
-def test_few_numbers_are_wide_at_once() -> None:
+def test_few_numbers_are_wide_at_once_and_a_scratch_gives_no_more_room_than_it_may() -> None:
     rows, weight = numbers(700, 6000), numbers(500, 6000)
-    with _Largest() as largest:
+    with Largest(torch.float32) as largest:
         linear(rows, weight)
     assert 0 < largest.num_bytes <= PATH_SCRATCH_BYTES // 4
+    # A scratch gives room anew and no more than it may.
+    scratch, host, places = Scratch(4000), torch.device("cpu"), []
+    for _ in range(3):
+        scratch.begin()
+        first, second = scratch.take((10, 20), host), scratch.take((30,), host)
+        first.fill_(1)
+        second.fill_(2)
+        assert float(first.sum()) == 200
+        places.append(first.data_ptr())
+    assert places[1] == places[2]
+    assert scratch.take((5000,), host).shape == (5000,)
+    scratch.begin()
+    assert scratch.take((10, 20), host).untyped_storage().nbytes() == 4000
 
 
 @pytest.mark.usefixtures("narrow")
@@ -100,7 +118,7 @@ def test_a_mask_is_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = attend(*(one.float() for one in states), attn_mask=mask.float())
     for num_rows in (1, 7, 50):
         monkeypatch.setattr(wide_products, "_MASK_BYTES", num_rows * 2 * 50 * 4)
-        with _Largest() as largest, WideProducts():
+        with Largest(torch.float32) as largest, WideProducts():
             got = attend(*states, attn_mask=mask)
         torch.testing.assert_close(got, wanted.bfloat16())
         assert largest.num_bytes == max(num_rows * 2 * 50 * 4, 2 * 50 * 32 * 4), "no more than the states themselves"
@@ -117,21 +135,6 @@ def test_rows_of_wide_products_have_the_same_bits(num_rows: int) -> None:
         pytest.skip("this processor: float32 has other bits for each number of rows")
     assert all(torch.equal(one[:, :num_rows], other) for one, other in zip(whole, some, strict=True))
     assert torch.allclose(whole[0].double(), exact(rows, weight), rtol=torch.finfo(torch.bfloat16).eps, atol=1e-3)
-
-
-def test_a_scratch_gives_room_anew_and_no_more_than_it_may() -> None:
-    scratch, host, places = Scratch(4000), torch.device("cpu"), []
-    for _ in range(3):
-        scratch.begin()
-        first, second = scratch.take((10, 20), host), scratch.take((30,), host)
-        first.fill_(1)
-        second.fill_(2)
-        assert float(first.sum()) == 200
-        places.append(first.data_ptr())
-    assert places[1] == places[2]
-    assert scratch.take((5000,), host).shape == (5000,)
-    scratch.begin()
-    assert scratch.take((10, 20), host).untyped_storage().nbytes() == 4000
 
 
 def test_rows_of_another_type_are_not_read_as_the_weights() -> None:

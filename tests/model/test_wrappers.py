@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import matrix
+from passes import text_scores
 from rounding import beyond_doubt
 from safetensors.torch import load_file, save_file
 from shell import shell
@@ -25,7 +26,6 @@ from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
-from offload.model.headers import describe
 from offload.streaming.disk import DiskReader
 
 PROMPT = torch.randint(3, VOCAB_SIZE - 5, (30,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -52,7 +52,6 @@ def saved(kind: str, directory: Path, **changes: Any) -> PreTrainedModel:
 
 
 def poison(directory: Path) -> None:
-    """All that is not text becomes NaN."""
     checkpoint, num_spoiled = open_checkpoint(directory), 0
     for index, shard in enumerate(checkpoint.shards):
         text = {(entry.shard, entry.lo) for entry in checkpoint.tensors.values()}
@@ -76,8 +75,6 @@ def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NotedReads(DiskReader):
-    """The reads of one run."""
-
     pieces: list[SlabRead]
 
     def read(self, layout: SlabLayout, slab: Any) -> Any:
@@ -98,7 +95,6 @@ def written_by_transformers(model: PreTrainedModel) -> list[int]:
 
 
 def streamed(directory: Path) -> Any:
-    """The text of a tree, and what was read of the folder for it."""
     reads = type("Reads", (NotedReads,), {"pieces": []})
     ram = streaming_ram(directory, context=128, num_nodes=8)
     how: dict[str, Any] = {"dtype": "float32", "context": 128, "tree": "8x3", "threads": 1, "open_source": reads}
@@ -135,14 +131,11 @@ HEADED = ("cosmos3_edge", "glm5_next", "glm_ocr", "granite4_vision", "granite_do
 
 
 def scores(kind: str, directory: Path) -> tuple[Tensor, Tensor]:
-    """Return the scores of the text model that is built alone, and of the whole model."""
     model = saved(kind, directory)
     ids_T = torch.tensor(PROMPT)
     with torch.no_grad():
         wanted_TV = model(input_ids=ids_T[None], attention_mask=torch.ones_like(ids_T)[None]).logits[0]
-    own = resident_model(open_checkpoint(directory), "float32")
-    sees_TT = torch.ones(len(ids_T), len(ids_T), dtype=torch.bool).tril()
-    return own.forward(ids_T, torch.arange(len(ids_T)), sees_TT, own.new_cache(64)), wanted_TV
+    return text_scores(resident_model(open_checkpoint(directory), "float32"), ids_T), wanted_TV
 
 
 @matrix("kind", HEADED, always=["muse_glimmer"], daily=2)
@@ -152,14 +145,11 @@ def test_scores_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     assert torch.allclose(got_TV, wanted_TV, rtol=1e-5, atol=1e-5)
 
 
+OWN = "model.language_model."
 LAYOUTS = {
     "inside, with a model of its own": ("language_model.model.", "language_model.lm_head.", "vision_tower."),
-    "in the model": ("model.language_model.", "lm_head.", "model.vision_tower."),
-    "in the model, with one of its own": (
-        "model.language_model.model.",
-        "model.language_model.lm_head.",
-        "model.visual.",
-    ),
+    "in the model": (OWN, "lm_head.", "model.vision_tower."),
+    "in the model, with one of its own": (f"{OWN}model.", f"{OWN}lm_head.", "model.visual."),
     "beside the tower": ("model.", "lm_head.", "visual."),
     "as a model of text": ("model.text_model.", "lm_head.", "model.vision_model."),
 }
@@ -196,12 +186,9 @@ def test_sizes_that_a_config_leaves_out_are_usual_ones(tmp_path: Path) -> None:
     path.write_text(json.dumps({**text, **config}))
     assert model_shape(open_checkpoint(tmp_path)) == whole
     saved("gemma3", tmp_path / "gemma", num_attention_heads=8, num_key_value_heads=4, head_dim=256)
-    path = tmp_path / "gemma" / "config.json"
-    whole, config = model_shape(open_checkpoint(path.parent)), json.loads(path.read_text())
-    for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
-        del config["text_config"][key]
-    path.write_text(json.dumps(config))
-    assert model_shape(open_checkpoint(path.parent)) == whole
+    whole = model_shape(open_checkpoint(tmp_path / "gemma"))
+    set_text(tmp_path / "gemma", num_attention_heads=..., num_key_value_heads=..., head_dim=...)
+    assert model_shape(open_checkpoint(tmp_path / "gemma")) == whole
 
 
 def test_a_plan_says_what_is_left_out(tmp_path: Path) -> None:
@@ -216,26 +203,19 @@ def test_a_plan_says_what_is_left_out(tmp_path: Path) -> None:
     assert found["left_out"] == left_out and found["num_bytes"] == text_bytes
 
 
-def test_towers_alone_and_a_language_model_that_is_stored_twice_are_refused(tmp_path: Path) -> None:
+def test_towers_alone_a_language_model_stored_twice_and_one_that_lacks_something_are_refused(tmp_path: Path) -> None:
     model = saved("llava", tmp_path)
-    twice = {**model.state_dict(), "language_model.lm_head.weight": model.lm_head.weight.detach().clone()}
+    state = model.state_dict()
+    twice = {**state, "language_model.lm_head.weight": model.lm_head.weight.detach().clone()}
+    lacking = {name: one for name, one in state.items() if not name.endswith("layers.1.mlp.up_proj.weight")}
     for tensors, words in (
         ({"vision_tower.layers.0.weight": torch.ones(3)}, "no tensors of a language model, vision alone"),
         (twice, r"lm_head\.weight of the language model is stored twice"),
+        (lacking, r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing: download"),
     ):
         rewritten(tmp_path, tensors)
         with pytest.raises(offload.UserError, match=words):
-            open_checkpoint(tmp_path)
-
-
-def test_a_text_part_that_lacks_something_is_refused(tmp_path: Path) -> None:
-    model = saved("llava", tmp_path)
-    tensors = {
-        name: tensor for name, tensor in model.state_dict().items() if not name.endswith("layers.1.mlp.up_proj.weight")
-    }
-    rewritten(tmp_path, tensors)
-    with pytest.raises(offload.UserError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing: download"):
-        offload.load(tmp_path, ram="1GiB", context=64)
+            offload.load(tmp_path, ram="1GiB", context=64)
 
 
 def test_a_wrapper_may_carry_extra_layers_too(tmp_path: Path) -> None:
@@ -248,36 +228,28 @@ def test_a_wrapper_may_carry_extra_layers_too(tmp_path: Path) -> None:
     assert before.left_out.keys() == {"vision"}
 
 
+def set_text(directory: Path, **changes: object) -> None:
+    """Change what config.json says of the language model; `...` drops it."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"] = {key: one for key, one in {**config["text_config"], **changes}.items() if one is not ...}
+    path.write_text(json.dumps(config))
+
+
 def test_text_ends_where_its_own_config_says(tmp_path: Path) -> None:
     saved("llava", tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    config["text_config"]["eos_token_id"] = [5, 7]
-    path.write_text(json.dumps(config))
+    set_text(tmp_path, eos_token_id=[5, 7])
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     assert generation_settings(open_checkpoint(tmp_path))["eos_token_id"] == [5, 7]
-    path.write_text(json.dumps(config | {"eos_token_id": 9}))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 9}))
     assert generation_settings(open_checkpoint(tmp_path))["eos_token_id"] == 9
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "llama4"])
-def test_a_config_alone_tells_what_the_headers_tell(kind: str, tmp_path: Path) -> None:
-    saved(kind, tmp_path)
-    stored = open_checkpoint(tmp_path)
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "alone" / "config.json").write_text((tmp_path / "config.json").read_text())
-    found = describe(str(tmp_path / "alone"))
-    told, wanted = ({name: (e.dtype, e.shape) for name, e in one.tensors.items()} for one in (found, stored))
-    assert told == wanted
 
 
 @pytest.mark.parametrize("chunk", ["24", -1, 0.5, 1 << 40])
 def test_a_chunk_that_is_no_number_of_keys_is_refused(chunk: object, tmp_path: Path) -> None:
     saved("llama4", tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    config["text_config"]["attention_chunk_size"] = chunk
-    path.write_text(json.dumps(config))
+    set_text(tmp_path, attention_chunk_size=chunk)
     with pytest.raises(offload.UserError, match=r"attention_chunk_size|not supported"):
         offload.load(tmp_path, ram="1GiB", context=64)
 

@@ -6,8 +6,12 @@ from planted.mistakes import ROOT, Mistake, read_mistakes
 MISTAKES = read_mistakes()
 
 
-def test_there_are_forty_promises() -> None:
+def test_there_are_forty_promises_and_a_place_that_is_gone_is_told() -> None:
     assert len({one.promise for one in MISTAKES}) == len(MISTAKES) >= 40
+    # A place that is gone or not the only one is told.
+    for source in ("", "right right"):
+        with pytest.raises(ValueError, match="times, not once"):
+            Mistake("", "a.py", (), "right", "wrong").plant(source)
 
 
 @pytest.mark.always
@@ -16,9 +20,3 @@ def test_a_mistake_has_one_place_and_tests_that_ought_to_see_it(mistake: Mistake
     source = (ROOT / mistake.file).read_text(encoding="utf-8")
     assert mistake.plant(source) != source
     assert mistake.tests and all((ROOT / one).exists() for one in mistake.tests)
-
-
-def test_a_place_that_is_gone_or_not_the_only_one_is_told() -> None:
-    for source in ("", "right right"):
-        with pytest.raises(ValueError, match="times, not once"):
-            Mistake("", "a.py", (), "right", "wrong").plant(source)

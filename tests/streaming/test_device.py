@@ -1,22 +1,38 @@
-"""Devices by name, and a CUDA device on a driver made of paper: who is refused, and which stream is meant."""
+"""Devices by name, and a CUDA device on a driver made of paper: who is refused, and which stream is meant.
+
+And locked host memory: exact sizes, and every way in which a machine can refuse it.
+"""
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from marks import needs_cuda
+from shell import run_python
 
 from offload.errors import UserError
 from offload.streaming import device
 from offload.streaming.device import CudaDevice, StagingRing, computing_on, open_device
 from offload.streaming.disk import allocate
-from offload.streaming.pinned import HostBuffer
+from offload.streaming.pinned import (
+    CupyPinning,
+    HostBuffer,
+    PinnedAllocator,
+    RefusedError,
+    RegisteredPinning,
+    cpus_near,
+    forget_cuda_error,
+    sees_registered,
+    stay_on,
+    touch_pages,
+)
 
 GIB = 1 << 30
 
@@ -24,13 +40,19 @@ GIB = 1 << 30
 class PaperCuda:
     """Stands in for `torch.cuda`: one kind of GPU, with a log of what was asked on which stream."""
 
-    def __init__(self, count: int, free_bytes: int = 40 * GIB) -> None:
-        self.count, self.free_bytes = count, free_bytes
+    def __init__(
+        self, count: int, free_bytes: int = 40 * GIB, *, broken: str = "", version: str | None = "13.0"
+    ) -> None:
+        self.free_bytes, self.broken, self.version = free_bytes, broken, version
         self.log: list[tuple[Any, ...]] = []
         self.share: float | None = None
         self.current = threading.local()
-        self.reserved_bytes, self.broken, self.has_cudnn_sdp = 0, "", True
+        self.reserved_bytes, self.has_cudnn_sdp = 0, True
         self.matmul, self.cudnn = (SimpleNamespace(allow_tf32=True) for _ in range(2))
+        self.is_available, self.device_count = lambda: count > 0, lambda: count
+        self.get_device_name = lambda place: "Paper 9000"
+        self.empty_cache = self.reset_peak_memory_stats = lambda *_: None
+        self.memory_reserved, self.max_memory_reserved = lambda place: self.reserved_bytes, lambda place: 3 * GIB
         paper = self
 
         class Stream:
@@ -58,12 +80,6 @@ class PaperCuda:
 
         self.Stream, self.Event = Stream, Event
         self.default = Stream()
-
-    def is_available(self) -> bool:
-        return self.count > 0
-
-    def device_count(self) -> int:
-        return self.count
 
     def mem_get_info(self, place: Any) -> tuple[int, int]:
         if self.broken:
@@ -93,91 +109,68 @@ class PaperCuda:
         yield
         self.set_device(before)
 
-    def get_device_name(self, place: Any) -> str:
-        return "Paper 9000"
-
-    def empty_cache(self) -> None: ...
-
-    def memory_reserved(self, place: Any) -> int:
-        return self.reserved_bytes
-
     def enable_cudnn_sdp(self, enabled: bool) -> None:
         self.has_cudnn_sdp = enabled
-
-    def reset_peak_memory_stats(self, place: Any) -> None: ...
-
-    def max_memory_reserved(self, place: Any) -> int:
-        return 3 * GIB
 
     def set_per_process_memory_fraction(self, share: float, place: Any) -> None:
         self.share = share
 
 
-def paper_torch(monkeypatch: pytest.MonkeyPatch, cuda: PaperCuda, version: str | None = "13.0") -> PaperCuda:
+def paper_torch(monkeypatch: pytest.MonkeyPatch, cuda: PaperCuda) -> PaperCuda:
     kept = {name: getattr(torch, name) for name in ("device", "uint8", "Tensor")}
     empty = lambda *size, **how: torch.empty(*size, dtype=how.get("dtype"))  # noqa: E731
-    kept |= {"version": SimpleNamespace(cuda=version), "backends": SimpleNamespace(cuda=cuda, cudnn=cuda.cudnn)}
+    kept |= {"version": SimpleNamespace(cuda=cuda.version), "backends": SimpleNamespace(cuda=cuda, cudnn=cuda.cudnn)}
     monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda, empty=empty, **kept))
     return cuda
 
 
+BUSY = "CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might be ..."
+CANNOT = r"cannot be opened \(.*busy or unavailable.*\): free it, or use"
+
+
 @pytest.mark.parametrize(
-    ("count", "name", "gpu_memory", "words"),
+    ("card", "name", "gpu_memory", "words"),
     [
-        (0, "cuda", None, "`device` cuda needs a CUDA device and driver, this machine shows none: use `device` cpu"),
-        (0, "cuda:3", "4GiB", "`device` cuda:3 needs a CUDA device"),
-        (2, "cuda:2", None, "`device` cuda:2 does not exist, this machine shows 2 of them: use cuda:0"),
-        (1, "cuda", "64GiB", "`gpu_memory` must be at most what is free on cuda, 40 GiB, got 64 GiB: lower it"),
-        (1, "cpu", "4GiB", "`gpu_memory` limits a CUDA device, and this run uses the CPU"),
-        (0, "auto", "4GiB", "`gpu_memory` limits a CUDA device, and this run uses the CPU"),
+        (PaperCuda(0), "cuda", None, "cuda needs a CUDA device and driver, this machine shows none: use `device` cpu"),
+        (PaperCuda(0), "cuda:3", "4GiB", "`device` cuda:3 needs a CUDA device"),
+        (PaperCuda(2), "cuda:2", None, "`device` cuda:2 does not exist, this machine shows 2 of them: use cuda:0"),
+        (PaperCuda(1), "cuda", "64GiB", "must be at most what is free on cuda, 40 GiB, got 64 GiB: lower it"),
+        (PaperCuda(1), "cpu", "4GiB", "`gpu_memory` limits a CUDA device, and this run uses the CPU"),
+        (PaperCuda(0), "auto", "4GiB", "`gpu_memory` limits a CUDA device, and this run uses the CPU"),
+        (
+            PaperCuda(0, version=None),
+            "cuda",
+            None,
+            r"cuda needs a CUDA device, and a torch .* built for CUDA.*: use `device` cpu",
+        ),
+        (PaperCuda(1, broken=BUSY), "auto", None, CANNOT),
+        (PaperCuda(1, broken=BUSY), "cuda", None, CANNOT),
     ],
 )
 def test_what_cannot_be_opened_is_refused(
-    count: int, name: str, gpu_memory: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+    card: PaperCuda, name: str, gpu_memory: str | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paper_torch(monkeypatch, PaperCuda(count))
-    with pytest.raises(UserError) as refused:
+    paper_torch(monkeypatch, card)
+    with pytest.raises(UserError, match=words) as refused:
         open_device(name, gpu_memory)
-    assert words in str(refused.value) and "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
-def test_auto_takes_a_card_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_a_card_where_there_is_one_and_ranks_of_a_host_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
     paper_torch(monkeypatch, PaperCuda(0))
     assert open_device("auto") is None and open_device("cpu") is None
     cuda = paper_torch(monkeypatch, PaperCuda(2))
     assert open_device("cpu") is None
-    for name, index in (("auto", 0), ("cuda", 0), ("cuda:1", 1)):
+    alone = [("auto", {}, 0), ("cuda", {}, 0), ("cuda:1", {}, 1)]
+    ranks = [("auto", 0, 0), ("auto", 1, 1), ("cuda", 2, 0), ("cuda:1", 0, 1), ("cuda:0", 1, 0)]
+    for name, how, index in [*alone, *((name, {"rank_on_host": rank}, index) for name, rank, index in ranks)]:
         cuda.share = None
-        opened = open_device(name)
+        opened = open_device(name, **how)
         assert cuda.share == 1, "an earlier run's budget no longer holds"
         assert opened is not None and opened.place == torch.device("cuda", index)
 
 
-def test_ranks_of_a_host_take_one_card_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    paper_torch(monkeypatch, PaperCuda(2))
-    for name, rank, index in (("auto", 0, 0), ("auto", 1, 1), ("cuda", 2, 0), ("cuda:1", 0, 1), ("cuda:0", 1, 0)):
-        opened = open_device(name, rank_on_host=rank)
-        assert opened is not None and opened.place == torch.device("cuda", index)
-
-
-def test_a_torch_for_the_cpu_is_told_from_a_missing_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    paper_torch(monkeypatch, PaperCuda(0), version=None)
-    with pytest.raises(UserError, match=r"cuda needs a CUDA device, and a torch .* built for CUDA.*: use `device` cpu"):
-        open_device("cuda")
-
-
-def test_a_card_that_cannot_be_opened_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = paper_torch(monkeypatch, PaperCuda(1))
-    cuda.broken = "CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might be ..."
-    for name in ("auto", "cuda"):
-        with pytest.raises(
-            UserError, match=r"cannot be opened \(.*busy or unavailable.*\): free it, or use"
-        ) as refused:
-            open_device(name)
-        assert "\n" not in str(refused.value)
-
-
-def test_a_budget_binds_torch_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_binds_torch_and_the_peak_counts_what_was_loaded_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The context counts, of which torch knows nothing, and room for it to grow; what others hold does not."""
     for free_bytes, context_bytes, kept_bytes in (
         (47.5 * GIB, GIB // 2, 7 * GIB // 8),
@@ -189,16 +182,10 @@ def test_a_budget_binds_torch_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
         assert opened is not None and cuda.share is not None
         assert cuda.share * 48 * GIB == pytest.approx(24 * GIB - kept_bytes)
         assert opened.peak_bytes() == pytest.approx(3 * GIB + context_bytes, abs=2)
-
-
-def test_a_budget_that_no_plan_fits_leaves_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused later, and whoever tries again in this process must not find a GPU without memory."""
     cuda = paper_torch(monkeypatch, PaperCuda(1))
     open_device("cuda", "1MiB")
-    assert cuda.share == 1
-
-
-def test_the_peak_counts_what_was_loaded_later_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda.share == 1, "no plan fits it: whoever tries again in this process finds a GPU with memory"
+    # The peak counts what was loaded later and nothing twice.
     cuda = paper_torch(monkeypatch, PaperCuda(1, 46 * GIB))
     cuda.reserved_bytes = 3 * GIB // 2  # by an earlier decoder of this process
     opened = open_device("cuda")
@@ -314,7 +301,6 @@ def test_what_fits_is_staged_for_as_long_as_its_memory_is_locked(monkeypatch: py
         (Staging(is_seen=False), "cannot read it where the host does"),
         (Staging(is_pinned=False, is_seen=False), "2 GiB of locked memory are the limit"),
     ],
-    ids=["not seen", "not locked"],
 )
 def test_memory_that_kernels_cannot_read_is_not_staged_through(
     staging: Staging, words: str, monkeypatch: pytest.MonkeyPatch
@@ -347,6 +333,8 @@ def test_every_thread_computes_where_the_device_does(monkeypatch: pytest.MonkeyP
 
 
 _IEEE = """
+import warnings
+warnings.simplefilter("error", UserWarning)
 import torch
 from offload.streaming.device import multiply_by_ieee
 assert torch.backends.cuda.matmul.allow_tf32, "the environment asks for it"
@@ -359,8 +347,218 @@ assert "tf32" not in (torch.backends.cudnn.conv.fp32_precision, torch.backends.c
 
 def test_products_are_never_tf32_whatever_the_environment_says() -> None:
     """In a process of its own, where warnings are errors: every way of asking torch gives the same answer."""
-    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", _IEEE], env=environment, capture_output=True, text=True
+    run_python("-c", _IEEE, environment={**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"})
+
+
+ODD_BYTES = 3 * 4096 * 5  # no power of two
+
+
+class PaperCupy:
+    """The part of cupy that is used; allocates plain memory and notes what was asked."""
+
+    def __init__(self, version: int = 12090, error: Exception | None = None) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self.devices: list[int] = []
+        self.error, self.shift = error, 0
+        self.cuda = SimpleNamespace(
+            runtime=SimpleNamespace(runtimeGetVersion=lambda: version, hostAllocPortable=1),
+            PinnedMemory=self._allocate,
+            PinnedMemoryPointer=lambda memory, offset: memory,
+            Device=self._device,
+        )
+
+    def _allocate(self, num_bytes: int, flags: int) -> np.ndarray:
+        if self.error:
+            raise self.error
+        self.asked.append((num_bytes, flags))
+        return allocate(num_bytes + self.shift)[self.shift :]
+
+    def _device(self, index: int) -> Any:
+        self.devices.append(index)
+        return open(os.devnull)  # anything with __enter__
+
+
+class PaperRuntime:
+    """Registers as long as it likes to; remembers the error that a refusal leaves behind."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.pending_error = code, 0
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.pending_error = self.code
+        if not self.code:
+            self.registered[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def forget(self) -> None:
+        self.pending_error = 0
+
+
+def no_cupy() -> Any:
+    raise ImportError("No module named 'cupy'")
+
+
+def test_cupy_gives_exactly_what_is_asked() -> None:
+    cupy = PaperCupy()
+    arena = PinnedAllocator([CupyPinning(1, lambda: cupy, "12.8")])
+    buffer = arena.allocate(ODD_BYTES)
+    assert buffer.is_pinned and buffer.array.shape == (ODD_BYTES,) and buffer.array.dtype == np.uint8
+    assert cupy.asked == [(ODD_BYTES, 1)] and cupy.devices == [1], "no rounding, and on the card in use"
+    buffer.array[:] = 7
+    assert arena.note is None and arena.pinned_bytes == ODD_BYTES and arena.ways == "cupy"
+    arena.close()
+
+
+def test_cupy_that_cannot_be_used_says_why() -> None:
+    with pytest.raises(RefusedError, match="No module named 'cupy'"):
+        CupyPinning(0, no_cupy, "12.8")
+    with pytest.raises(RefusedError, match="CUDA 13, torch for 12: install cupy-cuda12x"):
+        CupyPinning(0, lambda: PaperCupy(13000), "12.8")
+
+
+def test_a_cupy_that_refuses_or_is_not_aligned_gives_way_to_registered_pages() -> None:
+    runtime = PaperRuntime()
+    cupy = PaperCupy(error=RuntimeError("cudaErrorMemoryAllocation: out of memory"))
+    arena = PinnedAllocator([CupyPinning(0, lambda: cupy, None), RegisteredPinning(runtime, runtime.forget)])
+    buffers = [arena.allocate(ODD_BYTES) for _ in range(2)]
+    assert all(buffer.is_pinned for buffer in buffers) and arena.note is None
+    assert sorted(runtime.registered.values()) == [ODD_BYTES] * 2
+    assert all(buffer.array.ctypes.data % 4096 == 0 for buffer in buffers)
+    arena.close()
+    assert not runtime.registered
+    # O_DIRECT would refuse it, at the first layer from disk.
+    runtime, cupy = PaperRuntime(), PaperCupy()
+    cupy.shift = 512
+    arena = PinnedAllocator([CupyPinning(0, lambda: cupy, None), RegisteredPinning(runtime, runtime.forget)])
+    buffer = arena.allocate(ODD_BYTES)
+    assert buffer.is_pinned and buffer.array.ctypes.data % 4096 == 0 and runtime.registered
+    arena.close()
+
+
+def test_a_refused_registration_leaves_no_error_and_a_buffer_says_whether_kernels_see_it() -> None:
+    runtime = PaperRuntime(code=2)  # cudaErrorMemoryAllocation
+    arena = PinnedAllocator([RegisteredPinning(runtime, runtime.forget)], ["cupy: missing"])
+    buffer = arena.allocate(ODD_BYTES)
+    assert not buffer.is_pinned and len(buffer.array) == ODD_BYTES
+    assert runtime.pending_error == 0, "torch would blame the next kernel for it"
+    assert arena.note and "cupy: missing; cudaHostRegister returned 2" in arena.note and "\n" not in arena.note
+    assert arena.note.endswith("let more be locked, or lower `ram`")
+    arena.close()
+    # A buffer says whether kernels see it.
+    runtime = PaperRuntime()
+    for is_seen in (True, False):
+        arena = PinnedAllocator([RegisteredPinning(runtime, runtime.forget, is_seen=is_seen)])
+        buffer = arena.allocate(ODD_BYTES)
+        assert buffer.is_pinned and buffer.is_seen == is_seen
+        arena.close()
+    cupy = PinnedAllocator([CupyPinning(0, PaperCupy, None)]).allocate(ODD_BYTES)
+    assert cupy.is_seen, "what the driver has allocated has one address for both"
+    plain = PinnedAllocator([]).allocate(ODD_BYTES)
+    assert not plain.is_pinned and not plain.is_seen
+
+
+def test_a_way_that_refused_is_asked_again_only_for_less() -> None:
+    class Wall:
+        name, is_seen = "wall", False
+
+        def __init__(self) -> None:
+            self.asked: list[int] = []
+
+        def allocate(self, num_bytes: int) -> np.ndarray:
+            self.asked.append(num_bytes)
+            if num_bytes > 5000:
+                raise RefusedError("a wall")
+            return np.zeros(num_bytes, np.uint8)
+
+        def free(self, array: np.ndarray) -> None: ...
+
+    wall = Wall()
+    arena = PinnedAllocator([wall])
+    assert [arena.allocate(size).is_pinned for size in (100_000, 100_000, 90_000, 4000)] == [False, False, False, True]
+    assert wall.asked == [100_000, 4000]
+    assert arena.pageable_bytes == 290_000 and arena.pinned_bytes == 4000
+
+
+def test_every_page_is_touched_before_it_is_registered_and_nobody_else_moves() -> None:
+    order: list[str] = []
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: order.append("register") or 0)
+    RegisteredPinning(runtime, lambda: None, lambda array: order.append("touch")).allocate(4096)
+    assert order == ["touch", "register"]
+    # Touching reaches every page and moves nobody else.
+    allowed = os.sched_getaffinity(0)
+    array = np.full(70 << 20, 1, np.uint8)
+    touch_pages(array, frozenset({min(allowed)}))
+    assert not array[::4096].any() and array[1::4096].all()
+    assert os.sched_getaffinity(0) == allowed, "only the threads that touch are bound"
+    stay_on(None)
+
+
+@pytest.mark.parametrize("answer", [(0, 1), (0, 0), (1, 1), None], ids=["yes", "no", "an error", "no driver"])
+def test_the_device_says_whether_its_kernels_see_registered_memory(answer: tuple[int, int] | None) -> None:
+    """Attribute 91; where it cannot be asked, memory is not shown to kernels."""
+    asked = list[tuple[int, int]]()
+
+    def ask(value: Any, attribute: int, index: int) -> int:
+        asked.append((attribute, index))
+        assert answer is not None
+        value._obj.value = answer[1]
+        return answer[0]
+
+    def open_library(file: str) -> Any:
+        if answer is None:
+            raise OSError(f"{file}: cannot open shared object file")
+        return SimpleNamespace(cuDeviceGetAttribute=ask)
+
+    assert sees_registered(1, open_library) == (answer == (0, 1))
+    assert asked == ([] if answer is None else [(91, 1)])
+
+
+def test_every_loaded_runtime_forgets(tmp_path: Path) -> None:
+    """Its name may carry a hash, and a library that was replaced on disk is marked as deleted."""
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r-xp 00000000 08:01 1  /a/libcudart-9335f6a2.so.12\n"
+        "7f01-7f02 r--p 00000000 08:01 1  /a/libcudart-9335f6a2.so.12\n"
+        "7f02-7f03 r-xp 00000000 08:01 2  /with space/libcudart.so.13 (deleted)\n"
+        "7f03-7f04 r-xp 00000000 08:01 3  /usr/lib/libc.so.6\n"
+        "7ffd-7ffe rw-p 00000000 00:00 0\n"
     )
-    assert done.returncode == 0, done.stderr
+    asked: list[str] = []
+
+    def open_library(file: str) -> Any:
+        return SimpleNamespace(cudaGetLastError=lambda: asked.append(file))
+
+    forget_cuda_error(maps, open_library)
+    assert asked == ["/a/libcudart-9335f6a2.so.12", "/with space/libcudart.so.13"]
+    forget_cuda_error()  # without CUDA there is nothing to ask
+
+
+def test_processors_next_to_a_card(tmp_path: Path) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    card, node = tmp_path / "bus/pci/devices/0000:3b:00.0", tmp_path / "devices/system/node/node1"
+    for folder in (card, node):
+        folder.mkdir(parents=True)
+    assert cpus_near("0000:3B:00.0", tmp_path) is None, "the system does not say"
+    (card / "numa_node").write_text("-1\n")
+    assert cpus_near("0000:3B:00.0", tmp_path) is None, "a single node is -1"
+    (card / "numa_node").write_text("1\n")
+    (node / "cpulist").write_text(f"{mine[0]}-{mine[-1]},4000\n")
+    assert cpus_near("0000:3B:00.0", tmp_path) == frozenset(mine)
+    (node / "cpulist").write_text("4000-4001\n")
+    assert cpus_near("0000:3B:00.0", tmp_path) is None, "none of them is ours"
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_on_a_card_the_arena_is_locked_and_exact() -> None:
+    from offload.streaming.pinned import open_pinned_allocator
+
+    arena = open_pinned_allocator(torch.device("cuda", 0))
+    buffer = arena.allocate(ODD_BYTES)
+    assert buffer.is_pinned and torch.from_numpy(buffer.array).is_pinned(), arena.note
+    arena.close()

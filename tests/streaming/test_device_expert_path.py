@@ -4,38 +4,29 @@ Copies come late, slots hold NaN before anything comes into them, and tensors of
 mixed where a test says so.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fake_device import FakeDevice, fake_arena
-from quantised import save_quantised
+from reciting import failing_reads
+from stored import quantised
 from strict_place import OnCard, StrictDevice, place
-from test_device_path import BUDGETS, device, pair_of
-from test_experts import logits_of, whole_layers
+from test_device_path import BUDGETS, device, pair_of, place_layers
+from test_experts import logits_of, opened, whole_layers
 from test_families import config_of, tiny_model
 from test_path_rows import CLOSE
 from test_tiny import prompts
 from tiny import save
 
 import offload
-from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.layout import BLOCK_BYTES
 from offload.engine.decoder import Decoder
 from offload.errors import ReadError
-from offload.memory import planner
-from offload.memory.plan import LayerTier, MemoryPlan
-from offload.model.streamed import StreamedModel
 from offload.planning.cost_model import NEVER
 from offload.streaming.carriers import DeviceExpertCarrier
-from offload.streaming.disk import DiskReader
-from offload.streaming.experts import ExpertPool, open_pool
+from offload.streaming.experts import ExpertPool
 
 __all__ = ["device"]  # a fixture
 LOAD: dict[str, Any] = {"context": 128, "threads": 1, "experts": "demand", **BUDGETS}
@@ -44,20 +35,8 @@ SIZES = {"least": (2, 2), "some": (9, 5), "few here, many there": (4, 30), "all"
 
 
 def place_experts(monkeypatch: pytest.MonkeyPatch, num_slots: int, num_host_slots: int, *tiers: str) -> None:
-    """Plans give pools so many slots, and put the dense parts of layers where its tiers say, in turn."""
-    plan_memory = planner.plan_memory
-
-    def planned(*args: Any, **settings: Any) -> MemoryPlan:
-        plan = plan_memory(*args, **settings)
-        if not plan.has_experts:
-            return plan
-        placed = tuple(LayerTier[tiers[layer % len(tiers)]] for layer in range(len(plan.tier_L)))
-        streams = any(tier is not LayerTier.RESIDENT for tier in placed)
-        sizes = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2} if streams else {}
-        experts = {"num_expert_slots": num_slots, "num_host_expert_slots": num_host_slots}
-        return replace(plan, tier_L=placed, num_host_slots=2 if LayerTier.DISK in placed else 0, **sizes, **experts)
-
-    monkeypatch.setattr(planner, "plan_memory", planned)
+    """Plans give pools so many slots, and put the dense parts of layers where these tiers say."""
+    place_layers(monkeypatch, *tiers, num_expert_slots=num_slots, num_host_expert_slots=num_host_slots)
 
 
 def poisoned(decoder: Decoder) -> ExpertPool:
@@ -122,9 +101,7 @@ def test_the_plan_decides_how_many_stay(device: FakeDevice, base: Path) -> None:
         assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
     with offload.load(target, tree="none", **{**LOAD, "experts": "auto"}) as decoder:
         assert decoder.target.experts is None and decoder.plan.num_slots == 0
-
-
-def test_a_small_card_leaves_experts_to_the_host(device: FakeDevice, base: Path) -> None:
+    # A small card leaves experts to the host.
     target, _, wanted = pair_of("qwen3-moe", base)
     roomy = offload.load(target, tree="none", **LOAD)
     roomy.close()
@@ -137,41 +114,11 @@ def test_a_small_card_leaves_experts_to_the_host(device: FakeDevice, base: Path)
             assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
 
 
-def test_tensors_of_both_places_are_never_mixed(
-    device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeDevice, "place", place())
-    target, draft, wanted = pair_of("qwen3-moe", base)
-    place_experts(monkeypatch, 5, 7, "RESIDENT", "HOST")
-    with StrictDevice(), offload.load(target, draft, tree="16x6", **LOAD) as decoder:
-        poisoned(decoder)
-        for tree in ("none", "grown:16x6"):
-            assert decoder.generate(prompts()[1], max_new_tokens=6, tree=tree).token_ids == wanted[:6], tree
-
-
-@contextmanager
-def opened(
-    folder: Path, num_slots: int, num_host_slots: int, *, ahead_rows: int = NEVER
-) -> Iterator[tuple[StreamedModel, ExpertPool]]:
+def on_card(folder: Path, num_slots: int, num_host_slots: int, **more: int) -> Any:
     """On the strict place, its layers bound; to be used where that is entered."""
     device = FakeDevice(5)
-    device.place = place()
-    device.open_allocator = fake_arena
-    with ExitStack() as resources:
-        model = StreamedModel(open_checkpoint(folder), "float32", place(), on_demand=True)
-        resources.callback(model.close)
-        store = DiskReader(model.checkpoint.shards)
-        resources.callback(store.close)
-        model.read_rest(store.fetch)
-        for layer, layout in enumerate(model.layer_layouts):
-            model.bind_layer(layer, torch.from_numpy(store.fetch(layout)[layout.sent]).to(place()))
-        resources.callback(device.finish)
-        records = [one.records for one in model.experts]
-        how = {"num_host_slots": num_host_slots, "ahead_rows": ahead_rows}
-        pool = open_pool(store, records, num_slots, device, resources, **how)
-        pool.poison_released = True
-        model.bring_experts(pool.bring)
-        yield model, pool
+    device.place, device.open_allocator = place(), fake_arena
+    return opened(folder, num_slots, device=device, num_host_slots=num_host_slots, **more)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
@@ -179,7 +126,7 @@ def test_the_host_looks_once_a_layer(family: str, tmp_path: Path) -> None:
     folder, cuts = save(tiny_model(config_of(family)), tmp_path), (9, 1, 14)
     wanted = whole_layers(folder, cuts)
     for sizes, ahead_rows in (((3, 4), NEVER), ((7, 9), 4)):
-        with StrictDevice() as card, opened(folder, *sizes, ahead_rows=ahead_rows) as (model, pool):
+        with StrictDevice() as card, on_card(folder, *sizes, ahead_rows=ahead_rows) as (model, pool):
             card.looks.clear()
             card.sends.clear()
             got = logits_of(model, pool, cuts)
@@ -192,10 +139,9 @@ def test_the_host_looks_once_a_layer(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "recipe"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8-block")])
 def test_coded_experts_are_expanded_there(family: str, recipe: str, tmp_path: Path) -> None:
-    plain = save(tiny_model(config_of(family)), tmp_path / "plain")
-    folder, cuts = save_quantised(plain, recipe, tmp_path / "coded").directory, (9, 1, 14)
+    folder, cuts = quantised(recipe, family)(tmp_path / "coded"), (9, 1, 14)
     wanted = whole_layers(folder, cuts)
-    with StrictDevice(), opened(folder, 4, 3) as (model, pool):
+    with StrictDevice(), on_card(folder, 4, 3) as (model, pool):
         assert any(record.coded for record in pool.records)
         torch.testing.assert_close(logits_of(model, pool, cuts).held, wanted, **CLOSE)
 
@@ -205,19 +151,8 @@ def test_a_disk_that_fails_ends_the_run_and_no_other(
 ) -> None:
     target, draft, wanted = pair_of("qwen3-moe", base)
     place_experts(monkeypatch, 4, 5, "RESIDENT")
-    calls, fails = iter(range(10**6)), set[int]()
-
-    class Failing(DiskReader):
-        def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-            if next(calls) in fails:
-                failed = Future[None]()
-                failed.set_exception(ReadError("the disk is gone"))
-                return [failed]
-            return super().read(layout, slab)
-
-    with offload.load(target, draft, tree="8x3", open_source=Failing, **LOAD) as decoder:
+    with offload.load(target, draft, tree="8x3", **LOAD) as decoder:
         poisoned(decoder)
-        fails.add(next(calls) + 20)
-        with pytest.raises(ReadError, match="the disk is gone"):
+        with failing_reads(20), pytest.raises(ReadError, match="Input/output error"):
             decoder.generate(prompts()[1], max_new_tokens=NUM_NEW)
         assert decoder.generate(prompts()[1], max_new_tokens=NUM_NEW).token_ids == wanted[:NUM_NEW]

@@ -15,19 +15,17 @@ import numpy as np
 import pytest
 import torch
 from fake_device import FakeDevice, ThreadStore, fake_arena, forget_waits
+from test_device_layers import LEAD_BYTES, layouts
 
-from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
+from offload.checkpoint.layout import BLOCK_BYTES
 from offload.errors import ReadError
 from offload.planning.cost_model import NEVER
 from offload.streaming import carriers
 from offload.streaming import carriers as device_expert_carrier
 from offload.streaming.experts import ExpertPool, open_pool
 
-NUM_LAYERS, NUM_EXPERTS, LEAD_BYTES = 3, 8, 24
-RECORDS = [
-    [SlabLayout((), {"w": Placed("F32", (4,), LEAD_BYTES)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_EXPERTS)]
-    for _ in range(NUM_LAYERS)
-]
+NUM_LAYERS, NUM_EXPERTS = 3, 8
+RECORDS = [layouts(NUM_EXPERTS) for _ in range(NUM_LAYERS)]
 
 
 def own_store() -> ThreadStore:
@@ -131,7 +129,7 @@ def test_what_the_host_has_is_sent_without_waiting_for_anything() -> None:
         assert device.num_copies - copies == pool.num_misses - 24 > 12
 
 
-def test_several_are_read_at_once_and_what_is_there_goes_first() -> None:
+def test_what_is_there_goes_first_several_are_read_at_once_and_the_disk_keeps_nothing_waiting() -> None:
     with pools(8, 8, haste=0.0) as (pool, device, store):
         assert not run(pool, device, [[[2], [], []]])
         store.delay_s, order = 0.05, list[int]()
@@ -139,10 +137,7 @@ def test_several_are_read_at_once_and_what_is_there_goes_first() -> None:
         for expert, _, _ in pool.bring(0, [0, 1, 2, 3], [1] * 4):
             order.append(expert)
         assert order[0] == 2 and sorted(order) == [0, 1, 2, 3] and store.most_reading >= 4
-
-
-def test_what_the_host_has_is_not_kept_waiting_by_the_disk() -> None:
-    """The first expert comes from a slow disk, those behind it from host memory."""
+    # The first expert comes from a slow disk, those behind it from host memory.
     with pools(3, 24) as (pool, device, store):
         assert not run(pool, device, [[[], [1, 2], []], [[5, 6, 7], [], []]])
         store.delay_s, order = 0.1, list[int]()
@@ -152,7 +147,7 @@ def test_what_the_host_has_is_not_kept_waiting_by_the_disk() -> None:
         assert order == [1, 2, 0]
 
 
-def test_the_host_keeps_what_the_device_does_not() -> None:
+def test_the_host_keeps_what_the_device_does_not_and_waiting_is_told_in_its_time() -> None:
     """Together they hold as much as both have slots: of 16 experts in use none is read again."""
     with pools(8 + 3, 8 + 3) as (pool, device, store):
         often, seldom = [list(range(8)), [], []], [[], list(range(8)), []]
@@ -160,6 +155,12 @@ def test_the_host_keeps_what_the_device_does_not() -> None:
         store.asked.clear()
         assert not run(pool, device, [often, often, seldom, often] * 6)
         assert not store.asked, Counter(store.asked)
+    # A copy takes a second of virtual time and a kernel none.
+    with pools(24, 24, haste=0.0) as (pool, device, _):
+        assert not run(pool, device, [[[0, 1, 2], [], []]])
+        assert pool.stall_s == 3 and pool.bytes_read == 3 * BLOCK_BYTES
+        assert not run(pool, device, [[[0, 1, 2], [], []]])
+        assert pool.stall_s == 3 and pool.bytes_read == 3 * BLOCK_BYTES
 
 
 def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +173,7 @@ def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.Monk
             assert "could not be page-locked" in (pool.carrier.note or "")
 
 
-def test_a_failed_read_reaches_whoever_wants_the_expert() -> None:
+def test_a_read_that_fails_or_cannot_begin_reaches_whoever_wants_the_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_slots, ahead_rows in ((3, NEVER), (6, 1)):
         with pools(num_slots, 4, ahead_rows=ahead_rows) as (pool, device, store):
             store.failing = {NUM_EXPERTS + 3}
@@ -180,9 +181,7 @@ def test_a_failed_read_reaches_whoever_wants_the_expert() -> None:
                 run(pool, device, [[[0, 1], [2, 3, 4], [5]]])
             store.failing = set()
             assert not run(pool, device, chosen(5, 4)), "the pool must recover with the next pass"
-
-
-def test_a_read_that_cannot_begin_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A read that cannot begin is heard.
     with pools() as (pool, device, store):
         working = store.read
         monkeypatch.setattr(store, "read", lambda *_: 1 / 0)
@@ -205,26 +204,15 @@ def test_an_abandoned_kernel_is_not_overwritten() -> None:
         assert seen in ([3], [4])
 
 
-def test_guesses_that_nobody_needs_are_given_up() -> None:
+def test_guesses_that_nobody_needs_are_given_up_and_closing_leaves_no_thread() -> None:
     for seed in range(3):
         with pools(6, 3, seed=seed, ahead_rows=1) as (pool, device, store):
             store.delay_s = 0.002
             assert not run(pool, device, chosen(4, 1, seed))
-
-
-def test_closing_while_the_disk_reads_leaves_no_thread() -> None:
+    # Closing while the disk reads leaves no thread.
     before = threading.active_count()
     with pools(6, 4, ahead_rows=1) as (pool, _, store):
         store.delay_s = 0.1
         pool.begin_pass(1)
         time.sleep(0.02)
     assert threading.active_count() <= before
-
-
-def test_waiting_is_told_in_the_time_of_the_device() -> None:
-    """A copy takes a second of virtual time and a kernel none."""
-    with pools(24, 24, haste=0.0) as (pool, device, _):
-        assert not run(pool, device, [[[0, 1, 2], [], []]])
-        assert pool.stall_s == 3 and pool.bytes_read == 3 * BLOCK_BYTES
-        assert not run(pool, device, [[[0, 1, 2], [], []]])
-        assert pool.stall_s == 3 and pool.bytes_read == 3 * BLOCK_BYTES

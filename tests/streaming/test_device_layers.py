@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain, pairwise
 from typing import Any
 
@@ -27,9 +27,14 @@ from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.layers import Layers
 
 NUM_LAYERS, LEAD_BYTES = 7, 24
-LAYOUTS = [
-    SlabLayout((), {"w": Placed("F32", (4,), LEAD_BYTES)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_LAYERS)
-]
+
+
+def layouts(count: int) -> list[SlabLayout]:
+    weights = {"w": Placed("F32", (4,), LEAD_BYTES)}
+    return [SlabLayout((), weights, BLOCK_BYTES, is_direct=True) for _ in range(count)]
+
+
+LAYOUTS = layouts(NUM_LAYERS)
 R, H, D = LayerTier.RESIDENT, LayerTier.HOST, LayerTier.DISK
 TIERS = {
     "host": [H] * 7,
@@ -116,15 +121,12 @@ def test_a_forgotten_wait_shows(whose: str, kind: str, monkeypatch: pytest.Monke
     assert any(wrong(seed) for seed in range(10)), f"nobody missed the wait of {whose}"
 
 
-def test_the_pinned_buffers_wait_for_their_copies() -> None:
+def test_pinned_buffers_wait_for_their_copies_and_host_layers_for_nothing() -> None:
     """With copies that nobody hurries, the reader stops at the buffers it has."""
     with streaming(TIERS["disk"], num_slots=3, haste=0.0) as (stream, device, store):
         until(lambda: len(store.asked) >= 2)
         assert not sweeps(stream, device, count=2)
-
-
-def test_layers_in_host_memory_are_sent_without_waiting_for_anything() -> None:
-    """A whole sweep is enqueued while the device has not begun; the next one's first layers are behind it."""
+    # A whole sweep is enqueued while the device has not begun; the next one's first layers are behind it.
     with streaming(TIERS["host"], num_slots=3, haste=0.0) as (stream, device, _):
         waits = device.num_host_waits
         sweep(stream, device)
@@ -173,10 +175,8 @@ def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.Monk
             assert not sweeps(stream, device)
             note = stream.carrier.note
             assert note and "could not be page-locked" in note and "the wall is at" in note
-            assert {bounce.is_pinned for bounce in stream.carrier.sender._bounces.buffers} <= {
-                limit_bytes > 1000,
-                False,
-            }
+            pinned = {bounce.is_pinned for bounce in stream.carrier.sender._bounces.buffers}
+            assert pinned <= {limit_bytes > 1000, False}
 
 
 @pytest.mark.parametrize(("kind", "layer"), [("mixed", 5), ("disk", 0)])
@@ -216,22 +216,6 @@ def test_an_abandoned_kernel_is_not_overwritten() -> None:
         assert seen == [2]
 
 
-def test_a_dropped_read_has_ended_before_its_buffer_is_used_again() -> None:
-    with streaming(TIERS["disk"]) as (stream, device, store):
-        assert not sweeps(stream, device, count=1)
-        store.delay_s = 0.05
-        stream.acquire(0)
-        stream.release(0)
-        time.sleep(0.02)
-        stream.stop()
-        buffers = stream.carrier.ahead.slots
-        held = [buffer.clone() for buffer in buffers]
-        time.sleep(0.12)
-        assert all(torch.equal(buffer, before) for buffer, before in zip(buffers, held, strict=True))
-        store.delay_s = 0
-        assert not sweeps(stream, device, count=1)
-
-
 def test_stall_is_what_compute_waited_and_nobody_waits_to_learn_it() -> None:
     """A copy takes a second of virtual time and a kernel none: all of a sweep is waiting."""
     with streaming(TIERS["host"], num_slots=2, haste=0.0) as (stream, device, _):
@@ -242,10 +226,15 @@ def test_stall_is_what_compute_waited_and_nobody_waits_to_learn_it() -> None:
         assert stream.stall_s == NUM_LAYERS, "counted once"
 
 
-def test_everything_resident_moves_nothing() -> None:
+def test_everything_resident_moves_nothing_and_loading_tells_what_landed() -> None:
     with streaming(TIERS["resident"], num_slots=0) as (stream, device, store):
         assert not sweeps(stream, device)
         assert stream.bytes_read == 0 and stream.stall_s == 0 and sorted(store.asked) == list(range(NUM_LAYERS))
+    # Loading tells what landed.
+    landed = list[int]()
+    with closing(own_store()) as store, closing(layers_over(store, TIERS["mixed"], 2, FakeDevice())) as stream:
+        stream.load_resident(landed.append)
+    assert landed == [BLOCK_BYTES] * 4, "one on the device, three in host memory"
 
 
 def test_what_goes_to_the_device_passes_before_the_arena_is_filled() -> None:
@@ -263,32 +252,21 @@ def test_what_goes_to_the_device_passes_before_the_arena_is_filled() -> None:
             return super().read(layout, slab)
 
     store = Filling(LAYOUTS, LEAD_BYTES)
-    stream = layers_over(store, TIERS["disk first"], 2, Loading())
-    stream.load_resident()
-    first_host = order.index("host")
-    assert order[:first_host].count("copy") == TIERS["disk first"].count(R) == 2, order
-    stream.close()
-    store.close()
+    with closing(store), closing(layers_over(store, TIERS["disk first"], 2, Loading())) as stream:
+        stream.load_resident()
+        first_host = order.index("host")
+        assert order[:first_host].count("copy") == TIERS["disk first"].count(R) == 2, order
 
 
-def test_loading_tells_what_landed() -> None:
-    store, landed = own_store(), []
-    stream = layers_over(store, TIERS["mixed"], 2, FakeDevice())
-    stream.load_resident(landed.append)
-    assert landed == [BLOCK_BYTES] * 4, "one on the device, three in host memory"
-    stream.close()
-    store.close()
-
-
-def test_closing_while_the_disk_reads_leaves_no_thread() -> None:
+def test_closing_leaves_no_thread_and_waits_for_no_read_that_has_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = threading.active_count()
     with streaming(TIERS["disk"]) as (stream, _, store):
         store.delay_s = 0.1
         stream.acquire(0)
     assert threading.active_count() <= before
-
-
-def test_closing_does_not_wait_for_reads_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Closing does not wait for reads that have not begun.
     store, queued = own_store(), list[Future[None]]()
     monkeypatch.setattr(store, "read", lambda *_: queued.append(Future()) or queued[-1:])
     stream = layers_over(store, TIERS["disk"], 2, FakeDevice())
@@ -304,7 +282,7 @@ def test_closing_does_not_wait_for_reads_that_have_not_begun(monkeypatch: pytest
     assert is_over and len(queued) == 2
 
 
-def test_a_reader_thread_that_breaks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_thread_that_breaks_is_heard_and_a_dropped_read_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with streaming(TIERS["disk"]) as (stream, device, store):
         assert not sweeps(stream, device, count=1)
         monkeypatch.setattr(store, "read", lambda *_: 1 / 0)
@@ -312,6 +290,20 @@ def test_a_reader_thread_that_breaks_is_heard(monkeypatch: pytest.MonkeyPatch) -
         stream.begin_sweep()
         with pytest.raises(ZeroDivisionError):
             stream.acquire(0)
+    # A dropped read has ended before its buffer is used again.
+    with streaming(TIERS["disk"]) as (stream, device, store):
+        assert not sweeps(stream, device, count=1)
+        store.delay_s = 0.05
+        stream.acquire(0)
+        stream.release(0)
+        time.sleep(0.02)
+        stream.stop()
+        buffers = stream.carrier.ahead.slots
+        held = [buffer.clone() for buffer in buffers]
+        time.sleep(0.12)
+        assert all(torch.equal(buffer, before) for buffer, before in zip(buffers, held, strict=True))
+        store.delay_s = 0
+        assert not sweeps(stream, device, count=1)
 
 
 KERNEL_S = 3.0
@@ -372,22 +364,7 @@ def test_every_layer_is_told_in_the_order_of_its_use(kind: str) -> None:
         assert one.end_s <= two.start_s + 1e-9, "copies follow one another"
 
 
-def test_a_slot_is_copied_into_when_its_layer_is_no_longer_used() -> None:
-    """With two slots, the copy of a layer begins when the one two places before it has been computed with."""
-    spans = spans_of("host")
-    uses = {(event.layer, index // NUM_LAYERS): event for index, event in enumerate(spans["compute"])}
-    for (layer, number), used in uses.items():
-        behind = (layer + 2) % NUM_LAYERS
-        following = uses.get((behind, number + (behind < layer)))
-        if following is None:
-            continue
-        own = [e for e in spans["copy"] if e.layer == behind and used.end_s - 1e-9 <= e.start_s < following.start_s]
-        assert len(own) == 1 and own[0].end_s <= following.start_s + 1e-9, (layer, number)
-
-
 def test_pieces_through_a_bounce_buffer_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.streaming import carriers
-
     monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1000)
     spans = spans_of("host", limit_bytes=0)
     assert spans["copy"] and all(event.end_s - event.start_s >= 5 - 1e-9 for event in spans["copy"])

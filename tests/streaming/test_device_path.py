@@ -1,9 +1,13 @@
 """The whole path of a device without one: pinned allocator, tiers, slots, host table, with copies that come late.
 
-What must come out is what transformers computes, token for token.
+What must come out is what transformers computes, token for token; and every pass, whichever thread runs it, is computed
+where the device says: Triton launches where a thread stands.
 """
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,20 +15,28 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from marks import needs_cuda
 from matrix import matrix
 from test_tiny import prompts, reference
-from tiny import FAMILIES, build, save, save_pair
+from tiny import FAMILIES, build, displaced, save, save_pair
 
 import offload
 from offload.calibration import link as card_link
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.distributed.pipeline import Services
+from offload.drafting.model import ModelDrafter
+from offload.engine import sharing as turn
 from offload.engine.build import resident_model
+from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
+from offload.engine.service import Engine
 from offload.memory import planner
 from offload.memory.planner import LayerTier, MemoryPlan
+from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.sampling_options import Sampling
 from offload.streaming.carriers import DeviceCarrier
+from offload.streaming.disk import DiskReader
 from offload.streaming.layers import Layers
 
 TREES = ("none", "8x3", "64x16")
@@ -61,28 +73,24 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layers, "_start", poisoned)
 
 
-def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str) -> None:
-    """Plans put the four layers where the test wants them; the sizes stay the plan's."""
-    from dataclasses import replace
-
+def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str, **experts: int) -> None:
+    """Plans put layers where these tiers say, in turn; the sizes stay the plan's, but for slots of experts."""
     plan_memory = planner.plan_memory
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:
         plan = plan_memory(*args, **settings)
-        placed = tuple(LayerTier[name] for name in tiers)
+        if experts and not plan.has_experts:
+            return plan
+        placed = tuple(LayerTier[tiers[layer % len(tiers)]] for layer in range(len(plan.tier_L)))
         streams = any(tier is not LayerTier.RESIDENT for tier in placed)
         sizes = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2 if streams else 0}
-        return replace(plan, tier_L=placed, num_host_slots=2 if LayerTier.DISK in placed else 0, **sizes)
+        return replace(plan, tier_L=placed, num_host_slots=2 if LayerTier.DISK in placed else 0, **sizes, **experts)
 
     monkeypatch.setattr(planner, "plan_memory", planned)
 
 
-TIERS = {
-    "host": ("HOST",) * 4,
-    "disk": ("DISK",) * 4,
-    "resident": ("RESIDENT",) * 4,
-    "all three": ("HOST", "DISK", "RESIDENT", "DISK"),
-}
+TIERS = {name.lower(): (name,) * 4 for name in ("HOST", "DISK", "RESIDENT")}
+TIERS["all three"] = ("HOST", "DISK", "RESIDENT", "DISK")
 
 
 @matrix("tiers", TIERS, always=["all three"], daily=1)
@@ -156,8 +164,6 @@ def test_a_run_goes_on_from_one_that_was_stopped(
 
 def test_the_embedding_table_stays_and_the_head_goes(tmp_path: Path) -> None:
     """On the meta device everything that was sent can be told from what stayed behind."""
-    from offload.streaming.disk import DiskReader
-
     for family in ("llama", "llama-tied", "gemma3"):
         target, _ = save_pair(FAMILIES[family](), tmp_path / family)
         checkpoint = open_checkpoint(target)
@@ -182,21 +188,12 @@ def test_the_embedding_table_stays_and_the_head_goes(tmp_path: Path) -> None:
         model.close()
 
 
-def begin_behind(path: Path, remainder: int) -> None:
-    """Let the tensors of a file begin at `remainder` modulo 256, a multiple of 8, as far as the format goes."""
-    raw = path.read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header = raw[8 : 8 + size] + b" " * ((remainder - 8 - size) % 256)
-    path.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
-
-
 @pytest.mark.parametrize("remainder", [0, 8, 248])
 def test_weights_begin_where_wide_loads_can(
     remainder: int, device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever they lie in their file, in slots and in layers that stay: all are as long as a multiple of 256 bytes."""
-    target = save(build(FAMILIES["llama"]()), tmp_path, max_shard_size="1GB")
-    begin_behind(target / "model.safetensors", remainder)
+    target = displaced(save(build(FAMILIES["llama"]()), tmp_path, max_shard_size="1GB"), remainder, 256)
     place_layers(monkeypatch, *TIERS["all three"])
     seen: set[tuple[int, int]] = set()
 
@@ -217,8 +214,7 @@ def test_weights_begin_where_wide_loads_can(
 @pytest.mark.parametrize("remainder", [0, 8, 248])
 def test_a_layer_that_is_sent_at_once_begins_with_its_first_weight(remainder: int, tmp_path: Path) -> None:
     """As those of the draft, which a GPU gets in memory of their own; the others lie there one by one."""
-    target = save(build(FAMILIES["llama"]()), tmp_path, max_shard_size="1GB")
-    begin_behind(target / "model.safetensors", remainder)
+    target = displaced(save(build(FAMILIES["llama"]()), tmp_path, max_shard_size="1GB"), remainder, 256)
     model = resident_model(open_checkpoint(target), "float32", torch.device("meta"))
     weights = [weight for layer in model.meta_model.get_decoder().layers for weight in layer.parameters()]
     assert len(weights) == 4 * 9 and all(weight.storage_offset() * 4 % 256 == 0 for weight in weights)
@@ -227,8 +223,6 @@ def test_a_layer_that_is_sent_at_once_begins_with_its_first_weight(remainder: in
 
 
 def test_views_of_a_slot_are_made_once(base: Path) -> None:
-    from offload.streaming.disk import DiskReader
-
     target = pair_of("llama", base)[0]
     checkpoint = open_checkpoint(target)
     model, store = StreamedModel(checkpoint), DiskReader(checkpoint.shards)
@@ -244,11 +238,10 @@ def test_views_of_a_slot_are_made_once(base: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3"])
 def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is so on the real thing: poisoned slots, page-locked memory, recorded draft steps."""
     target, draft, wanted = pair_of(family, base)
     place_layers(monkeypatch, *TIERS[tiers])
     poison(monkeypatch)
@@ -257,29 +250,108 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
         refusals = ["O_DIRECT", *([] if decoder.invariance.holds else [decoder.invariance.reason])]
         others = [note for note in decoder.notes if not any(refusal in note for refusal in refusals)]
         assert not others, "a file system may lack O_DIRECT, and a card the same bits for every tree, and nothing else"
-        assert decoder.comparisons and not any(comparison.reason for comparison in decoder.comparisons), (
-            "every kernel runs and agrees"
-        )
+        assert decoder.comparisons and not any(one.reason for one in decoder.comparisons), "every kernel agrees"
         for tree in TREES:
             got = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree)
             assert got.token_ids == wanted, tree
         assert 0 < got.stats.peak_device_bytes <= 2 << 30
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_card_recorded_passes_give_the_same_logits(tmp_path: Path) -> None:
-    from test_cuda_graphs import passes
+COMPUTES = ((StreamedModel, "_call"), (KVCache, "commit"), (KVCache, "copy_from"), (ModelDrafter, "commit"))
 
-    from offload.kernels.registry import KERNELS
-    from offload.model.cuda_graphs import use_graphs
-    from offload.model.kv_cache import KVCache
 
-    checkpoint = open_checkpoint(pair_of("llama", tmp_path)[0])
-    place = torch.device("cuda", 0)
-    plain, replayed = (resident_model(checkpoint, "float32", place) for _ in range(2))
-    replayed.attend_with(KERNELS.path_attention)
-    assert use_graphs(replayed) is None
-    both = [passes(model, KVCache(model.num_layers, 29 + 24 + 12)) for model in (plain, replayed)]
-    for theirs, ours in zip(*both, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+class OneDevice(FakeDevice):
+    """Knows which threads compute on it."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=5)
+        self.here = threading.local()
+
+    @property
+    def is_entered(self) -> bool:
+        return getattr(self.here, "depth", 0) > 0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:  # type: ignore[override]
+        self.here.depth = getattr(self.here, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self.here.depth -= 1
+
+
+class Watch:
+    """Notes what is computed, in which thread, and whether that stood on the device."""
+
+    def __init__(self, device: OneDevice, patch: pytest.MonkeyPatch) -> None:
+        self.seen, self._device = list[tuple[str, str, bool]](), device
+        for kind, name in COMPUTES:
+            patch.setattr(kind, name, self._watched(getattr(kind, name), f"{kind.__name__}.{name}"))
+
+    def _watched(self, work: Any, name: str) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            self.seen.append((name, threading.current_thread().name, self._device.is_entered))
+            return work(*args, **options)
+
+        return noted
+
+    def astray(self) -> set[tuple[str, str]]:
+        return {(name, thread) for name, thread, is_entered in self.seen if not is_entered}
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    place_layers(monkeypatch, *TIERS["all three"])
+    return Watch(OneDevice(), monkeypatch)
+
+
+def use(watch: Watch, base: Path) -> None:
+    """Load, write, stream, go on, score, keep a session, and serve."""
+    target, draft, wanted = pair_of("llama", base)
+    prompt, device = prompts()[1], watch._device
+    how: dict[str, Any] = {"device": device, "context": 128, "threads": 1, "profile": "none", **BUDGETS}
+    with offload.load(target, draft, tree="8x3", parallel=2, **how) as decoder:
+        assert decoder.generate(prompt, max_new_tokens=6).token_ids == wanted[:6]
+        run = decoder.run([*prompt, *wanted[:3]], Sampling(), max_new_tokens=4, continues=True)
+        assert len(list(run)) > 0
+        decoder.release(run)
+        decoder.generate([prompt, prompt], max_new_tokens=4)
+        decoder.score_texts([(prompt, 2)])
+        with Engine(decoder) as engine:
+            assert engine.submit(Request(prompt, Sampling(), 6)).result().token_ids == wanted[:6]
+    assert not device.is_entered
+
+
+def test_every_pass_is_computed_there(watch: Watch, base: Path) -> None:
+    use(watch, base)
+    assert {name for name, _, __ in watch.seen} == {f"{kind.__name__}.{name}" for kind, name in COMPUTES}
+    assert {"MainThread", "offload-engine"} <= {thread for _, thread, __ in watch.seen}
+    assert not watch.astray()
+
+
+def test_a_turn_that_stands_anywhere_is_found(watch: Watch, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def elsewhere(self: turn.DecoderLock) -> Iterator[None]:
+        with self._lock:
+            yield
+
+    monkeypatch.setattr(turn.DecoderLock, "held", elsewhere)
+    use(watch, base)
+    assert {"offload-engine", "MainThread"} <= {thread for _, thread in watch.astray()}
+
+
+def test_services_of_stages_are_computed_there() -> None:
+    device, seen = OneDevice(), list[bool]()
+    for one in (device, None):
+        Services([lambda: seen.append(device.is_entered)] * 2, one).run()
+    assert seen == [True, True, False, False]
+
+
+def test_a_closed_decoder_keeps_nothing_by_its_turn(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a turn enters is the device's, not the target's: its weights would stay."""
+    place_layers(monkeypatch, *TIERS["host"])
+    target, _, __ = pair_of("llama", base)
+    decoder = offload.load(target, device=FakeDevice(), tree="none", context=64, threads=1, **BUDGETS)
+    held = decoder._turn._computing
+    decoder.close()
+    assert not hasattr(held, "__self__") and all(not isinstance(one, StreamedModel) for one in held.args)  # type: ignore[attr-defined]

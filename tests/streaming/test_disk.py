@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +24,10 @@ from offload.streaming.disk import DiskReader, allocate
 SEEDS = range(6)
 SHM = Path("/dev/shm")
 Open = Callable[..., DiskReader]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def layer_layout(checkpoint: Checkpoint, layer: int) -> SlabLayout:
@@ -49,7 +54,6 @@ def assert_reads_like_safetensors(checkpoint: Checkpoint, store: DiskReader) -> 
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Opens readers, which are closed in the end."""
     with ExitStack() as stack:
         yield lambda *given, **how: stack.enter_context(closing(DiskReader(*given, **how)))
 
@@ -104,22 +108,22 @@ def test_one_shard_without_direct_reads_makes_all_of_them_buffered(
     open_direct = host_store._open_direct
     refuses = checkpoint.shards[-1]
     monkeypatch.setattr(host_store, "_open_direct", lambda path: None if path == refuses else open_direct(path))
-    num_open = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     store = DiskReader(checkpoint.shards)
-    assert len(os.listdir("/proc/self/fd")) == num_open + len(checkpoint.shards), "direct descriptors were left open"
+    assert open_files() == before + len(checkpoint.shards), "direct descriptors were left open"
     assert not store.is_direct and "no O_DIRECT" in str(store.note)
     assert_reads_like_safetensors(checkpoint, store)
     store.close()
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert open_files() == before
 
 
 def test_a_shard_that_is_gone_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path, 3)
     checkpoint.shards[-1].unlink()
-    num_open = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with pytest.raises(ReadError, match=rf"{checkpoint.shards[-1].name} cannot be opened any more: No such file"):
         DiskReader(checkpoint.shards)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert open_files() == before
 
 
 def test_opening_is_not_enough_for_direct_reads(tmp_path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +144,6 @@ def test_opening_is_not_enough_for_direct_reads(tmp_path: Path, opened: Open, mo
 
 
 def one_piece(path: Path) -> SlabLayout:
-    """A whole file as one run."""
     num_bytes = path.stat().st_size
     return SlabLayout((SlabRead(0, 0, num_bytes, 0),), {}, -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES, is_direct=True)
 
@@ -185,13 +188,19 @@ def test_memory_that_a_disk_cannot_write_into_is_read_by_way_of_ours(
     assert store.bytes_read == 2 * file.stat().st_size
 
 
-def test_rate_limit_holds(file: Path, opened: Open) -> None:
-    store = opened([file], rate_limit_bytes_per_s=20 * file.stat().st_size)
-    started = time.perf_counter()
+def test_close_drops_what_is_queued_and_rate_limit_holds(file: Path, opened: Open) -> None:
+    """The readers sleep on a slow link: closing must not wait for a hundred reads."""
+    before, rate = open_files(), 20 * file.stat().st_size
+    store = DiskReader([file], rate_limit_bytes_per_s=rate)
+    futures = [store.read(one_piece(file), allocate(2 << 20))[0] for _ in range(100)]
+    store.close()
+    assert sum(future.cancelled() for future in futures) > 80
+    assert open_files() == before
+    assert not any(thread.name.startswith("offload-read") for thread in threading.enumerate())
+    store, started = opened([file], rate_limit_bytes_per_s=rate), time.perf_counter()
     for _ in range(6):
         read(store, one_piece(file))
-    elapsed_s = time.perf_counter() - started
-    assert 0.98 * 6 / 20 <= elapsed_s <= 10, "seconds, on a busy machine too"
+    assert 0.98 * 6 / 20 <= time.perf_counter() - started <= 10, "seconds, on a busy machine too"
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EFAULT])
@@ -210,28 +219,18 @@ def test_a_failing_disk_is_the_callers_business(
         future.result()
 
 
-def cut_to(num_bytes: int) -> Callable[[Path], None]:
-    return lambda file: os.truncate(file, num_bytes)
-
-
-def write_over(file: Path) -> None:
-    """It has the same size, and the same file: only its time tells that these are other weights."""
-    with file.open("r+b") as other:
-        other.write(b"other weights")
-
-
 CUTS = (0, BLOCK_BYTES, BLOCK_BYTES + 77, 1 << 20)
+CHANGES = [(partial(os.truncate, length=size), rf"ends at byte {size}: it was cut short") for size in CUTS]
+# of the same size, and the same file: only its time tells that these are other weights
+WRITTEN = "was written to while in use: load the model again"
+CHANGES += [(lambda file: file.write_bytes(file.read_bytes()[::-1]), WRITTEN)]
 
 
 @pytest.mark.usefixtures("is_direct")
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        *((cut_to(size), rf"ends at byte {size}: it was cut short") for size in CUTS),
-        (write_over, "was written to while in use: load the model again"),
-    ],
-)
-def test_a_file_that_changes_while_in_use(change: Callable[[Path], None], words: str, file: Path, opened: Open) -> None:
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_a_file_that_changes_while_in_use(
+    change: Callable[[Path], object], words: str, file: Path, opened: Open
+) -> None:
     store, layout = opened([file]), one_piece(file)
     assert len(read(store, layout)) > 0
     change(file)
@@ -247,17 +246,6 @@ def test_a_layout_beyond_the_end_of_its_file_leaves_nothing_unread(file: Path, o
     os.truncate(file, 1 << 20)
     with pytest.raises(ReadError, match=r"shard\.safetensors ends before byte \d+: it was cut short"):
         opened([file]).read(layout, allocate(2 << 20))
-
-
-def test_close_drops_what_is_queued(file: Path) -> None:
-    """The readers sleep on a slow link: closing must not wait for a hundred reads."""
-    num_open = len(os.listdir("/proc/self/fd"))
-    store = DiskReader([file], rate_limit_bytes_per_s=20 * file.stat().st_size)
-    futures = [store.read(one_piece(file), allocate(2 << 20))[0] for _ in range(100)]
-    store.close()
-    assert sum(future.cancelled() for future in futures) > 80
-    assert len(os.listdir("/proc/self/fd")) == num_open
-    assert not any(thread.name.startswith("offload-read") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5])

@@ -37,20 +37,22 @@ def passes(cache: ExpertCache, blocks: list[int], times: int) -> int:
     return misses
 
 
-def test_what_fits_is_read_once() -> None:
+def test_what_fits_is_read_once_a_larger_cycle_still_hits_and_a_new_subject_takes_over() -> None:
     cache = ExpertCache(100, 10)
     assert passes(cache, list(range(10)), 20) == 10
     assert sorted(cache.kept()) == list(range(10))
-
-
-def test_a_cycle_larger_than_the_pool_still_hits() -> None:
-    """Dropping what was used longest ago would hit never."""
+    # Dropping what was used longest ago would hit never.
     cache = ExpertCache(100, 30)
     passes(cache, list(range(40)), 5)
     assert passes(cache, list(range(40)), 20) <= 20 * (40 - 30 + cache.num_passing)
+    # A new subject takes over.
+    cache = ExpertCache(200, 40)
+    passes(cache, list(range(30)), 200)
+    passes(cache, list(range(100, 130)), int(max(HALF_LIVES_TOKENS)))
+    assert passes(cache, list(range(100, 130)), 1) == 0
 
 
-def test_a_pass_that_needs_everything_leaves_what_is_used() -> None:
+def test_what_is_used_stays_when_a_pass_needs_everything_or_blocks_pass_through() -> None:
     cache = ExpertCache(1000, 50)
     popular = list(range(42))
     passes(cache, [*popular, *range(100, 108)], 1)
@@ -59,10 +61,7 @@ def test_a_pass_that_needs_everything_leaves_what_is_used() -> None:
     need(cache, list(range(1000)))
     cache.begin_pass()
     assert need(cache, popular) == []
-
-
-def test_blocks_that_nobody_uses_pass_through() -> None:
-    """Whole layers, read ahead of the router: no `use`, and nothing that is kept gives way."""
+    # Whole layers, read ahead of the router: no `use`, and nothing that is kept gives way.
     cache = ExpertCache(1000, 50)
     popular = list(range(42))
     passes(cache, popular, 10)
@@ -70,13 +69,6 @@ def test_blocks_that_nobody_uses_pass_through() -> None:
         assert cache.place(block) is not None
         cache.release(block)
     assert set(popular) <= set(cache.kept())
-
-
-def test_a_new_subject_takes_over() -> None:
-    cache = ExpertCache(200, 40)
-    passes(cache, list(range(30)), 200)
-    passes(cache, list(range(100, 130)), int(max(HALF_LIVES_TOKENS)))
-    assert passes(cache, list(range(100, 130)), 1) == 0
 
 
 def test_what_is_held_never_gives_way() -> None:
@@ -93,7 +85,7 @@ def test_what_is_held_never_gives_way() -> None:
     assert slot is not None and cache.hold(2) is None and cache.hold(7) == slot
 
 
-def test_at_most_a_few_slots_pass_at_once() -> None:
+def test_at_most_a_few_slots_pass_at_once_and_a_failed_read_leaves_an_empty_one() -> None:
     cache = ExpertCache(100, 20, num_passing=3)
     passes(cache, list(range(20)), 5)
     assert [cache.place(block) is not None for block in range(50, 54)] == [True, True, True, False]
@@ -102,9 +94,7 @@ def test_at_most_a_few_slots_pass_at_once() -> None:
     cache.begin_pass(1000)
     cache.use([60], 1000)
     assert cache.place(60) is not None, "one that is used more than what is kept is no passing one"
-
-
-def test_a_failed_read_leaves_an_empty_slot() -> None:
+    # A failed read leaves an empty slot.
     cache = ExpertCache(20, 2)
     slot = cache.place(3)
     cache.hold(3)
@@ -114,7 +104,7 @@ def test_a_failed_read_leaves_an_empty_slot() -> None:
     cache.forget(6)
 
 
-def test_a_warm_start_keeps_what_was_counted() -> None:
+def test_a_warm_start_keeps_what_was_counted_and_uses_are_shares_of_rows_lately() -> None:
     uses = np.zeros(100)
     uses[[5, 70]] = 0.3, 0.9
     assert warm_order(uses).tolist() == [70, 5]
@@ -125,9 +115,7 @@ def test_a_warm_start_keeps_what_was_counted() -> None:
     assert list(cache.kept())[:2] == [70, 5]
     with pytest.raises(AssertionError, match="one share"):
         ExpertCache(100, 4, uses_B=[1.0])
-
-
-def test_uses_are_shares_of_rows_lately() -> None:
+    # Uses are shares of rows lately.
     cache, rng = ExpertCache(10, 4), random.Random(0)
     for _ in range(1000):
         cache.begin_pass()
@@ -159,7 +147,7 @@ def test_it_is_learnt_whether_habits_are_short_or_long(stay: int, wins: int) -> 
     assert (quick > slow) == bool(wins), (quick, slow)
 
 
-def test_a_prompt_tells_what_is_popular() -> None:
+def test_a_prompt_tells_what_is_popular_and_of_two_alike_the_one_ahead_stays() -> None:
     """By the rows that need a block, whoever needs everything once."""
     cache, rows = ExpertCache(200, 30), np.ones(200, dtype=int)
     rows[150:170] = 100
@@ -167,9 +155,7 @@ def test_a_prompt_tells_what_is_popular() -> None:
     cache.use(np.arange(200), rows)
     need(cache, list(range(200)), uses=False)
     assert set(range(150, 170)) <= set(cache.kept())
-
-
-def test_of_two_that_are_as_popular_the_one_ahead_stays() -> None:
+    # Of two that are as popular the one ahead stays.
     cache = ExpertCache(100, 4)
     cache.begin_pass()
     cache.use([10, 20, 80, 90])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from marks import needs_cuda
 from shell import shell
 from test_cuda_graphs import passes
 from test_device_path import NUM_NEW, TIERS, TREES, pair_of, place_layers
@@ -39,7 +40,7 @@ from offload.streaming.pinned import (
     open_pinned_allocator,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, needs_cuda]
 
 PLACE = torch.device("cuda", 0)
 GATES = [
@@ -94,7 +95,6 @@ def test_experts_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refused_lock_is_not_blamed_on_the_next_kernel() -> None:
-    """Lock pages twice: the driver refuses the second time."""
     way = RegisteredPinning(torch.cuda.cudart(), forget_cuda_error)
     array = way.allocate(1 << 20)
     runtime = torch.cuda.cudart()
@@ -109,8 +109,6 @@ def test_a_refused_lock_is_not_blamed_on_the_next_kernel() -> None:
 
 
 class Refusing:
-    """The driver, asked for what it cannot do."""
-
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         return int(torch.cuda.cudart().cudaHostRegister(0, size, flags))
 

@@ -126,8 +126,6 @@ class Staged:
 
 
 class Seen(NamedTuple):
-    """What kernels see of it."""
-
     words: Tensor
     clocks: Clocks
 
@@ -210,7 +208,6 @@ def forgotten(sites: Mapping[str, Sequence[str]], run: Callable[[str, str], Cloc
 
 
 def places() -> dict[str, list[str]]:
-    """Where somebody waits, or records what is waited for: by place all runs that come by there."""
     runs_of = dict[str, list[str]]()
     for name in RUNS:
         for site in found(name).sites:
@@ -248,13 +245,11 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_checkpoint(save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("draft")))
 
 
-def test_recordings_race_with_nothing(draft: Checkpoint) -> None:
+def test_recordings_race_with_nothing_and_one_that_waits_for_nobody_shows(draft: Checkpoint) -> None:
     device = recorded(draft)
     assert device.clocks.num_accesses > 1000 and not device.clocks.races
     assert recorded(draft, strays=True).clocks.races, "a replay on a stream of its own shows"
-
-
-def test_a_recording_that_waits_for_nobody_shows(draft: Checkpoint) -> None:
+    # A recording that waits for nobody shows.
     sites = recorded(draft).sites
     assert len(sites) == 2 and all(recorded(draft, site).clocks.races for site in sites)
 
@@ -292,7 +287,6 @@ def written(family: str, base: Path, patch: pytest.MonkeyPatch, **options: Any) 
 
 @pytest.mark.parametrize("sizes", [None, "least", "some"])
 def test_decoding_races_with_nothing(sizes: str | None, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers alone, and experts one by one."""
     if sizes is None:
         place_layers(monkeypatch, *PLACED["all three"])
         assert not written("llama", base, monkeypatch).clocks.races

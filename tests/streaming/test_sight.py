@@ -14,7 +14,8 @@ from quantised import save_quantised
 from safetensors.torch import load_file, save_file
 from shell import shell
 from small_llama import inflate, save_small
-from tiny import FAMILIES, build, save, save_pair, streaming_ram
+from stored import change_tensor
+from tiny import FAMILIES, Pair, build, save, streaming_ram
 from transformers import GPTNeoXConfig
 
 import offload
@@ -34,19 +35,13 @@ HOW = {"context": CONTEXT, "threads": 1}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("plain"))
+def plain(pair: Pair) -> Path:
+    return pair[0]
 
 
 def changed(source: Path, folder: Path, name: str, change: Callable[[torch.Tensor], object]) -> Path:
-    shutil.copytree(source, folder)
-    for path in folder.glob("*.safetensors"):
-        tensors = load_file(path)
-        if name in tensors:
-            change(tensors[name])
-            save_file(tensors, path, {"format": "pt"})
-            return folder
-    raise AssertionError(name)
+    change_tensor(shutil.copytree(source, folder), name, change)
+    return folder
 
 
 def notes_of(model: Path, **how: object) -> tuple[list[str], list[str]]:
@@ -95,13 +90,11 @@ def test_what_is_wholly_damaged_is_told_in_a_few_lines(plain: Path, tmp_path: Pa
         assert sum("not finite" in note for note in decoder.notes) == 5
 
 
-def test_a_draft_is_looked_at_as_well(tmp_path: Path) -> None:
-    target, draft = save_pair(FAMILIES["llama"](), tmp_path)
+def test_a_draft_and_experts_as_they_come_are_looked_at_as_well(tmp_path: Path, pair: Pair) -> None:
+    target, draft = pair
     bad = changed(draft, tmp_path / "bad", LAYER, lambda tensor: tensor[0, 0].fill_(torch.nan))
     assert any(f"{LAYER} has numbers that are not finite" in note for note in notes_of(target, draft=bad)[1])
-
-
-def test_experts_are_looked_at_as_they_come(tmp_path: Path) -> None:
+    # Experts are looked at as they come.
     model = save(build(FAMILIES["qwen3-moe"]()), tmp_path / "model")
     for path in model.glob("*.safetensors"):
         tensors = load_file(path)
@@ -118,16 +111,12 @@ def test_words_of_coded_weights(recipe: str, plain: Path, tmp_path: Path) -> Non
     folder = save_quantised(plain, recipe, tmp_path / recipe).directory
     assert not notes_of(folder)[1]
     end = ".weight" if recipe == "fp8-block" else ".qweight"
-    words = next(name for name in load_all(folder) if name == LAYER.removesuffix(".weight") + end)
+    words = LAYER.removesuffix(".weight") + end
     model = changed(folder, tmp_path / "zero", words, lambda tensor: tensor.view(torch.uint8).zero_())
     assert any(note.startswith(f"all zero: {LAYER}") for note in notes_of(model)[1])
     if recipe == "fp8-block":
         model = changed(folder, tmp_path / "nan", words, lambda tensor: tensor.view(torch.uint8)[0, 0].fill_(0xFF))
         assert LAYER in damage_of(model)
-
-
-def load_all(folder: Path) -> list[str]:
-    return [name for path in sorted(folder.glob("*.safetensors")) for name in load_file(path)]
 
 
 def test_scales_of_gguf_blocks(tmp_path: Path) -> None:
@@ -184,7 +173,9 @@ def test_inflated_models_have_zeros_and_say_so(tmp_path: Path) -> None:
     assert any(note.startswith("all zero") for note in notes_of(folder)[1])
 
 
-def test_every_part_is_looked_at_once(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_looked_at_once_and_what_is_read_twice_is_not_the_whole(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint, counted, real = open_checkpoint(plain), list[int](), sights.top_bits
     monkeypatch.setattr(sights, "top_bits", lambda stored, form: counted.append(len(stored)) or real(stored, form))
     with offload.load(plain, ram=streaming_ram(plain), **HOW) as decoder:
@@ -192,9 +183,7 @@ def test_every_part_is_looked_at_once(plain: Path, monkeypatch: pytest.MonkeyPat
         once = sum(counted)
         decoder.generate(PROMPT, max_new_tokens=4)
     assert sum(counted) == once and checkpoint.num_bytes <= once < 1.5 * checkpoint.num_bytes
-
-
-def test_what_is_read_twice_is_not_seen_for_the_whole(plain: Path) -> None:
+    # What is read twice is not seen for the whole.
     checkpoint, stored = open_checkpoint(plain), np.zeros(1 << 20, np.uint8)
     entry = checkpoint.tensors[LAYER]
     half = entry.num_bytes // 2
@@ -277,13 +266,10 @@ def test_blocks_of_many_bytes_are_cut_nowhere_and_all_have_a_turn() -> None:
 
 
 def test_the_command_line_tells(talker: Path, tmp_path: Path) -> None:
-    model = changed(talker, tmp_path / "odd", "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor.zero_())
-    outcome = shell("generate", "-m", model, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
-    assert outcome.code == 0 and "all zero: model.layers.1.mlp.up_proj.weight in model-" in outcome.err
-    outcome = shell("generate", "-m", talker, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
-    assert outcome.code == 0 and "all zero" not in outcome.err
-    bad = changed(
-        talker, tmp_path / "bad", "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor[0].fill_(torch.inf)
-    )
-    outcome = shell("generate", "-m", bad, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
-    assert outcome.code == 2 and "up_proj.weight has numbers that are not finite: offload verify" in outcome.err
+    name = "model.layers.1.mlp.up_proj.weight"
+    odd = changed(talker, tmp_path / "odd", name, lambda tensor: tensor.zero_())
+    bad = changed(talker, tmp_path / "bad", name, lambda tensor: tensor[0].fill_(torch.inf))
+    told = f"{name} has numbers that are not finite: offload verify"
+    for model, code, words in ((odd, 0, f"all zero: {name} in model-"), (talker, 0, ""), (bad, 2, told)):
+        outcome = shell("generate", "-m", model, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
+        assert outcome.code == code and words in outcome.err and ("all zero" in outcome.err) == (model is odd)

@@ -2,15 +2,14 @@
 
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import FAMILIES, save_pair
+from shell import run_python
+from tiny import FAMILIES, Pair, save_pair
 
 import offload
 from offload import machine as cores
@@ -26,26 +25,22 @@ def quiet(count: int, step: int, is_asleep: bool = True) -> float:
     return 0.05 + (1.2 if is_asleep and count > 1 else 1) / count
 
 
-def small(count: int, step: int, is_asleep: bool = True) -> float:
-    return 1 + 0.2 * count
-
-
-def link(count: int, step: int, is_asleep: bool = True) -> float:
-    return 1.0
-
-
 def hogged(num_cores: int) -> Cost:
     """One core is shared with another process: the slowest of equal shares sets the time."""
     return lambda count, step, is_asleep: 1 / count if count < num_cores else (1.2 if is_asleep else 4) / count
 
 
-def spinning(count: int, step: int, is_asleep: bool = True) -> float:
-    return 1.0 if count == 1 else 1.1 if is_asleep else 2.0
-
-
-def slowed(count: int, step: int, is_asleep: bool = True) -> float:
-    """The disk becomes slower for all counts alike, twice."""
-    return quiet(count, step, is_asleep) * (1 + step // 30)
+# by name, with the numbers of cores and threads that are begun with
+COSTS: dict[str, tuple[Cost, list[tuple[int, int]]]] = {
+    "quiet": (quiet, [(1, 1), (2, 2), (2, 1), (64, 64)]),
+    "small": (lambda count, step, is_asleep: 1 + 0.2 * count, [(2, 1), (64, 1)]),
+    "link": (lambda count, step, is_asleep: 1.0, [(16, 16)]),
+    # the disk becomes slower for all counts alike, twice
+    "slowed": (lambda count, step, is_asleep: quiet(count, step, is_asleep) * (1 + step // 30), [(4, 4)]),
+    "spinning": (lambda count, step, is_asleep: 1.0 if count == 1 else 1.1 if is_asleep else 2.0, [(2, 1), (2, 2)]),
+    "hogged": (hogged(2), [(2, 2), (2, 1)]),
+    "hogged, many": (hogged(8), [(8, 8)]),
+}
 
 
 def simulate(cost: Cost, num_cores: int, start: int, *, noise: float = 0.05, seed: int = 0) -> list[float]:
@@ -73,34 +68,17 @@ def both(count: int) -> StepModes:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    ("cost", "num_cores", "start"),
-    [
-        (quiet, 1, 1),
-        (quiet, 2, 2),
-        (quiet, 2, 1),
-        (quiet, 64, 64),
-        (small, 2, 1),
-        (small, 64, 1),
-        (link, 16, 16),
-        (hogged(2), 2, 2),
-        (hogged(2), 2, 1),
-        (hogged(8), 8, 8),
-        (spinning, 2, 1),
-        (spinning, 2, 2),
-        (slowed, 4, 4),
-    ],
-)
-def test_within_five_percent_of_the_best_count(cost: Cost, num_cores: int, start: int, seed: int) -> None:
-    taken = simulate(cost, num_cores, start, seed=seed)
-    assert sum(taken[NUM_FIRST:]) <= 1.05 * best_s(cost, num_cores)
+@pytest.mark.parametrize(("name", "num_cores", "start"), [(name, *one) for name in COSTS for one in COSTS[name][1]])
+def test_within_five_percent_of_the_best_count(name: str, num_cores: int, start: int, seed: int) -> None:
+    cost, _ = COSTS[name]
+    assert sum(simulate(cost, num_cores, start, seed=seed)[NUM_FIRST:]) <= 1.05 * best_s(cost, num_cores)
 
 
 @pytest.mark.parametrize("is_leaving", [True, False])
 def test_follows_a_neighbour_that_comes_or_goes(is_leaving: bool) -> None:
     def cost(count: int, step: int, is_asleep: bool) -> float:
         is_hogged = (step < NUM_STEPS // 2) == is_leaving
-        return (spinning if is_hogged else quiet)(count, step, is_asleep)
+        return COSTS["spinning" if is_hogged else "quiet"][0](count, step, is_asleep)
 
     late = slice(NUM_STEPS - 10, NUM_STEPS)
     best = [min(cost(1, step, True), cost(2, step, True), cost(2, step, False)) for step in range(NUM_STEPS)]
@@ -111,7 +89,7 @@ def test_follows_a_neighbour_that_comes_or_goes(is_leaving: bool) -> None:
 
 @pytest.mark.parametrize("start", [1, 4])
 def test_a_wrong_start_is_left_behind(start: int) -> None:
-    cost = quiet if start == 1 else small
+    cost, _ = COSTS["quiet" if start == 1 else "small"]
     best = best_s(cost, 4) / (NUM_STEPS - NUM_FIRST)
     assert sum(simulate(cost, 4, start)[40:80]) <= 1.05 * 40 * best
 
@@ -152,11 +130,15 @@ def test_the_start_is_measured_and_ties_go_to_what_leaves_more_to_others(
     assert torch.get_num_threads() == before
 
 
-def test_trees_of_another_size_begin_with_what_was_found_for_the_next_one() -> None:
+def test_what_was_found_for_trees_of_one_size_holds_for_the_next_one() -> None:
     policy = ThreadPolicy(thread_ladder(2), both(2))
     assert usual_modes(policy, 64) == both(1) and policy.modes(128) == policy.modes(16) == both(1)
     policy.took(128, draft_s=1.0, sweep_s=1.0)
     assert policy.modes(128) == both(1) and policy.modes(1024) == both(2), "which is far from all"
+    # What a trial has found is found for trees of nearly that size.
+    policy = ThreadPolicy(thread_ladder(2), both(2))
+    policy.took(128, draft_s=1.0, sweep_s=1.0)
+    assert usual_modes(policy, 64) == policy.modes(128) == both(1)
 
 
 QUIET_S, HOGGED_S = (
@@ -184,12 +166,6 @@ def test_a_process_that_takes_a_core_is_noticed_while_nothing_is_tried() -> None
         policy.took(64, draft_s=took[-1], sweep_s=took[-1])
     assert max(took[:10]) == QUIET_S[Mode(2)], "nothing was"
     assert max(took[12:]) < 1.05 * min(HOGGED_S.values())
-
-
-def test_what_a_trial_has_found_is_found_for_trees_of_nearly_that_size() -> None:
-    policy = ThreadPolicy(thread_ladder(2), both(2))
-    policy.took(128, draft_s=1.0, sweep_s=1.0)
-    assert usual_modes(policy, 64) == policy.modes(128) == both(1)
 
 
 # Cores
@@ -225,17 +201,14 @@ def test_cores_are_those_that_may_be_kept_busy(
 
 
 class Alternating(ThreadPolicy):
-    """Other modes in every step."""
-
     def __init__(self) -> None:
         super().__init__([1, 2], both(1))
         self.told: list[tuple[int, StepModes]] = []
 
     def modes(self, num_rows: int) -> StepModes:
         one, asleep, looking = Mode(1), Mode(2, is_asleep=True), Mode(2)
-        return [StepModes(one, asleep), StepModes(looking, one), StepModes(asleep, looking), both(1)][
-            len(self.told) % 4
-        ]
+        turns = [StepModes(one, asleep), StepModes(looking, one), StepModes(asleep, looking), both(1)]
+        return turns[len(self.told) % len(turns)]
 
     def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
         self.told.append((num_rows, self.modes(num_rows)))
@@ -257,17 +230,15 @@ def test_ids_do_not_depend_on_modes_that_change(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("tree", ["auto", "8x3"])
-def test_a_named_count_is_used_for_everything(tree: str, tmp_path: Path) -> None:
-    pair = save_pair(FAMILIES["llama"](), tmp_path)
+def test_a_named_count_is_used_for_everything(tree: str, pair: Pair) -> None:
     with offload.load(*pair, "1GiB", tree, context=128, threads=2, profile="none") as decoder:
         result = decoder.generate([5, 6, 7], max_new_tokens=4)
         assert torch.get_num_threads() == 2 == decoder.num_threads
     assert result.stats.threads == (Mode(2), Mode(2))
 
 
-def test_without_a_named_count_no_more_threads_than_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_named_count_no_more_threads_than_cores(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "num_cores", lambda: 3)
-    pair = save_pair(FAMILIES["llama"](), tmp_path)
     with offload.load(*pair, "1GiB", "8x3", context=128, profile="none") as decoder:
         assert decoder.num_threads == 3 and max(mode.num_threads for mode in decoder.threads.start) <= 3
 
@@ -296,9 +267,7 @@ def test_threads_spin_for_a_bounded_time_unless_the_user_says_otherwise(
     module: str, own: dict[str, str], seen: str
 ) -> None:
     others = {name: value for name, value in os.environ.items() if "OMP" not in name}
-    code = WATCH.format(module=module)
-    done = subprocess.run([sys.executable, "-c", code], env=others | own, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == seen, done.stderr
+    assert run_python("-c", WATCH.format(module=module), environment=others | own).strip() == seen
 
 
 IDLE = """
@@ -323,8 +292,7 @@ print(looking_s, asleep_s, "libgomp" in open("/proc/self/maps").read())
 def test_threads_that_wait_can_be_let_sleep() -> None:
     """The one that has nothing to do looks for work as long as it is told to, which here is for ever."""
     own = {**os.environ, "GOMP_SPINCOUNT": "100000000000"}
-    done = subprocess.run([sys.executable, "-c", IDLE], env=own, capture_output=True, text=True, check=True)
-    looking_s, asleep_s, is_libgomp = done.stdout.split()
+    looking_s, asleep_s, is_libgomp = run_python("-c", IDLE, environment=own).split()
     assert float(asleep_s) < 0.02 or is_libgomp == "False"
     if is_libgomp == "True" and len(os.sched_getaffinity(0)) > 1:
         assert float(looking_s) > 0.02, "without it they look for work"
@@ -347,13 +315,11 @@ print(rss_bytes() - before)
 
 def test_code_for_products_of_other_sizes_is_not_kept_for_ever() -> None:
     """Where processors multiply 16-bit numbers themselves; 300 more numbers of rows took 180 MB."""
-    done = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 80e6
+    assert int(run_python("-c", PRODUCTS)) < 80e6
 
 
 @pytest.mark.parametrize(("own", "seen"), [({}, "1"), ({"LRU_CACHE_CAPACITY": "7"}, "7")])
 def test_how_much_code_is_kept_is_the_users_to_say(own: dict[str, str], seen: str) -> None:
     others = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
     code = "import offload, os; print(os.environ['LRU_CACHE_CAPACITY'])"
-    done = subprocess.run([sys.executable, "-c", code], env=others | own, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == seen
+    assert run_python("-c", code, environment=others | own).strip() == seen

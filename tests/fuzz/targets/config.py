@@ -12,7 +12,6 @@ from model_files import (
     as_wanted,
     generate,
     generate_alike,
-    generate_invariant,
     generate_with_draft,
     keep_wanted,
     plan,
@@ -43,10 +42,6 @@ _GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "do_s
     "bos_token_id", "max_length", "max_new_tokens", "repetition_penalty", "num_beams", "stop_strings", "logit_bias",
     "decoder_start_token_id", "transformers_version", "watermarking_config", "cache_implementation")  # fmt: skip
 _FAMILIES = ("llama", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3", "llama4_text", "gpt_oss")
-
-
-def _plan_of_config(folder: Path) -> object:
-    return plan(folder / "config.json")
 
 
 def _save_with_wishes(folder: Path) -> None:
@@ -81,10 +76,6 @@ def _save_pair(folder: Path) -> None:
     keep_wanted(folder, generate_with_draft(folder))
 
 
-def _write_with_draft(folder: Path) -> object:
-    return as_wanted(folder, generate_with_draft(folder))
-
-
 _CONFIG = {"config.json": (*[only(*_KEYS)] * 4, json_value, *JSON)}
 _DRAFT = {
     "draft/config.json": _CONFIG["config.json"],
@@ -95,8 +86,10 @@ _GENERATION = {"generation_config.json": (*[only(*_GENERATION_KEYS)] * 3, *JSON)
 TARGETS = [
     *(Target(f"config/{family}", partial(save_alike, family=family), _CONFIG, generate_alike) for family in _FAMILIES),
     Target("config/t5", save_encoder_decoder, {"config.json": (*[only(*_T5_KEYS, *_KEYS)] * 3, *JSON)}, generate),
-    Target("config/plan", partial(save_files, family="qwen3_moe"), _CONFIG, _plan_of_config),
-    Target("config/rope", save_files, {"config.json": (_other_rope,)}, generate_invariant),
-    Target("config/draft", _save_pair, _DRAFT, _write_with_draft),
+    Target(
+        "config/plan", partial(save_files, family="qwen3_moe"), _CONFIG, lambda folder: plan(folder / "config.json")
+    ),
+    Target("config/rope", save_files, {"config.json": (_other_rope,)}, lambda folder: generate(folder, "--invariant")),
+    Target("config/draft", _save_pair, _DRAFT, lambda folder: as_wanted(folder, generate_with_draft(folder))),
     Target("config/generation", _save_with_wishes, _GENERATION, sample),
 ]

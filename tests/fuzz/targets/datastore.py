@@ -31,13 +31,8 @@ def _write(folder: Path) -> Outcome:
     return shell("generate", *where, "-p", "Count: a", "-n", 8, "--greedy", *_LOOKS_UP)
 
 
-def _write_the_same(folder: Path) -> Outcome:
-    """A corpus guesses, and decides nothing."""
-    return as_wanted(folder, _write(folder))
-
-
-def _verify(folder: Path) -> Outcome:
-    return shell("datastore", "verify", folder / "store", "--quiet")
+def _verify(store: Path) -> Outcome:
+    return shell("datastore", "verify", store, "--quiet")
 
 
 def _append(folder: Path) -> Outcome:
@@ -50,20 +45,17 @@ def _build(folder: Path) -> Outcome:
     named = (folder / "corpus.txt", folder / "chats.jsonl", "--tokenizer", folder / "model")
     built = shell("datastore", "build", *named, "--out", folder / "built", "--ram", "2GiB", "--quiet")
     if built.code == 0:
-        verified = shell("datastore", "verify", folder / "built", "--quiet")
+        verified = _verify(folder / "built")
         assert verified.code == 0, verified.err
     return built
 
 
 _CORPORA = {"corpus.txt": (text, special, *BYTES), "chats.jsonl": (json_line, json_line, text, special, *BYTES)}
-_FILES = {
-    "store/store.json": (only(*_KEYS), *JSON),
-    "store/*.tokens": (*BYTES, special),
-    "store/*.positions": (*BYTES, special),
-}
+_FILES = {"store/store.json": (only(*_KEYS), *JSON)}
+_FILES |= {f"store/*.{kind}": (*BYTES, special) for kind in ("tokens", "positions")}
 TARGETS = [
-    Target("datastore/generate", _save, _FILES, _write_the_same),
+    Target("datastore/generate", _save, _FILES, lambda folder: as_wanted(folder, _write(folder))),
     Target("datastore/build", _save, _CORPORA, _build, writes=("built*", "built*/*")),
-    Target("datastore/verify", _save, _FILES, _verify),
+    Target("datastore/verify", _save, _FILES, lambda folder: _verify(folder / "store")),
     Target("datastore/append", _save, _FILES, _append, writes=("store/*", "store")),
 ]

@@ -1,5 +1,6 @@
 """Checkpoints in each format of fewer bits: what config.json says of the format, the tensors' headers, their data."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -20,15 +21,12 @@ _KEYS = tuple(f"{_QC}.{key}" for key in ("quant_method", "fmt", "activation_sche
 def _save(folder: Path, *, format: str) -> None:
     plain = save_files(folder / "plain", family="gpt_oss" if format == "mxfp4" else "llama")
     save_quantised(plain, format, folder / "model", max_shard_size="1GB")
-    for path in plain.glob("*"):
-        path.unlink()
-    plain.rmdir()
-
-
-def _generate(folder: Path) -> object:
-    return generate(folder / "model")
+    shutil.rmtree(plain)
 
 
 _FILES = {"model/config.json": (only(_QC, *_KEYS), only(*_KEYS), *JSON), "model/*.safetensors": (header, header, data,
     *BYTES)}  # fmt: skip
-TARGETS = [Target(f"fewer_bits/{format}", partial(_save, format=format), _FILES, _generate) for format in _FORMATS]
+TARGETS = [
+    Target(f"fewer_bits/{format}", partial(_save, format=format), _FILES, lambda folder: generate(folder / "model"))
+    for format in _FORMATS
+]

@@ -9,8 +9,17 @@ from typing import Any
 from case import Target
 from damage import BYTES, cut, flip, front, integer, json_value, piece, special
 from gguf_files import MODELS, metadata_of, write_gguf
-from model_files import TEMPLATE, generate, plan
+from model_files import generate, plan
+from reciting import TEMPLATE
 from tiny import VOCAB_SIZE, save_tokenizer
+
+
+def _file(folder: Path) -> Path:
+    return min(folder.glob("m*.gguf"), default=folder / "m.gguf")
+
+
+def _generate(folder: Path) -> object:
+    return generate(_file(folder))
 
 
 def _save(folder: Path, *, name: str, kind: str, max_tensors: int = 0) -> None:
@@ -51,14 +60,6 @@ def _write_and_generate(folder: Path) -> object:
     return _generate(folder)
 
 
-def _generate(folder: Path) -> object:
-    return generate(min(folder.glob("m*.gguf"), default=folder / "m.gguf"))
-
-
-def _plan(folder: Path) -> object:
-    return plan(min(folder.glob("m*.gguf"), default=folder / "m.gguf"))
-
-
 _START = tuple(front(2048, one) for one in (flip, integer, integer, piece))
 _HEADER = tuple(front(10_000, one) for one in (flip, flip, integer, piece, cut))
 _FILES = {"*.gguf": (*_START, *_HEADER, *BYTES, special)}
@@ -68,5 +69,5 @@ TARGETS = [
     Target("gguf_file/gemma3", partial(_save, name="gemma3", kind="F16"), _FILES, _generate),
     Target("gguf_file/parts", partial(_save, name="qwen3", kind="Q5_1", max_tensors=9), _FILES, _generate),
     Target("gguf_file/metadata", _save_metadata, {"says.json": (json_value,)}, _write_and_generate, writes=("m.gguf",)),
-    Target("gguf_file/plan", partial(_save, name="llama", kind="Q6_K"), _FILES, _plan),
+    Target("gguf_file/plan", partial(_save, name="llama", kind="Q6_K"), _FILES, lambda folder: plan(_file(folder))),
 ]

@@ -12,7 +12,8 @@ from typing import Any
 
 from case import Target
 from damage import BYTES, STRINGS, json_value, only, other, text
-from model_files import TEMPLATE, save_files
+from model_files import save_files
+from reciting import TEMPLATE
 
 import offload
 from offload.engine.service import Engine

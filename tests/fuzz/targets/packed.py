@@ -53,13 +53,9 @@ def _verify(folder: Path) -> Outcome:
     return shell("pack", "--verify", "-m", folder / "packed", "--quiet")
 
 
-def _unpack(folder: Path) -> Outcome:
-    return shell("unpack", "-m", folder / "packed", "--out", folder / "unpacked", "--quiet")
-
-
 def _unpack_whole(folder: Path) -> Outcome:
     """What is unpacked is the model, to the bit."""
-    outcome = _unpack(folder)
+    outcome = shell("unpack", "-m", folder / "packed", "--out", folder / "unpacked", "--quiet")
     for path in (folder / "model").iterdir() if outcome.code == 0 else ():
         assert (folder / "unpacked" / path.name).read_bytes() == path.read_bytes(), f"{path.name} is another"
     return outcome

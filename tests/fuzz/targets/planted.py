@@ -21,10 +21,6 @@ _LIBC = ctypes.CDLL(None)
 _TRACE = "Traceback (most recent call last):\n"
 
 
-def _make(folder: Path) -> None:
-    (folder / "file").write_bytes(bytes(64))
-
-
 def _faulty(name: str, fault: Callable[[Path], object], damage: Damage = flip) -> Target:
     """Sound as long as the file is all zeros."""
 
@@ -32,7 +28,7 @@ def _faulty(name: str, fault: Callable[[Path], object], damage: Damage = flip) -
         path = folder / "file"
         return fault(folder) if path.is_symlink() or any(path.read_bytes()) else None
 
-    return Target(f"planted/{name}", _make, {"file": (damage,)}, run)
+    return Target(f"planted/{name}", lambda folder: (folder / "file").write_bytes(bytes(64)), {"file": (damage,)}, run)
 
 
 def _failing(error: Exception) -> Callable[[Path], Outcome]:

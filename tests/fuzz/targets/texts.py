@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from case import Target
 from damage import BYTES, JSON, data, header, json_line, json_value, other, special, text
-from model_files import ENOUGH, TEMPLATE, as_wanted, keep_wanted, save_files
+from model_files import ENOUGH, as_wanted, keep_wanted, save_files
+from reciting import TEMPLATE
 from shell import Outcome, shell
 
 _LINES = (
@@ -67,16 +69,18 @@ def _save_session(folder: Path) -> None:
     (folder / "begun").write_text(begun.out)
 
 
-def _generate(folder: Path, *arguments: object) -> Outcome:
-    return shell("generate", "-m", folder / "model", "-n", 4, *arguments, *ENOUGH)
+def _generate(folder: Path, *arguments: str, **files: str) -> Outcome:
+    """Four tokens; flags that name files are given by name."""
+    named = [word for flag, name in files.items() for word in (f"-{flag}", folder / name)]
+    return shell("generate", "-m", folder / "model", "-n", 4, *arguments, *named, *ENOUGH)
 
 
-def _write_file(folder: Path) -> Outcome:
-    return _generate(folder, "-f", folder / "prompt.txt")
+def _by(*arguments: str, **files: str) -> Callable[[Path], Outcome]:
+    return lambda folder: _generate(folder, *arguments, **files)
 
 
 def _write_lines(folder: Path) -> Outcome:
-    return _generate(folder, "-f", folder / "prompts.jsonl", "--out", folder / "results.jsonl")
+    return _generate(folder, f="prompts.jsonl", **{"-out": "results.jsonl"})
 
 
 def _write_the_rest(folder: Path) -> Outcome:
@@ -91,20 +95,8 @@ def _write_the_rest(folder: Path) -> Outcome:
     return outcome
 
 
-def _print_lines(folder: Path) -> Outcome:
-    return _generate(folder, "-f", folder / "prompts.jsonl")
-
-
-def _write_json(folder: Path) -> Outcome:
-    return _generate(folder, "-p", "Count", "--json-schema", folder / "schema.json")
-
-
-def _write_rules(folder: Path) -> Outcome:
-    return _generate(folder, "-p", "Count", "--grammar", folder / "rules.lark")
-
-
 def _go_on(folder: Path) -> Outcome:
-    return _generate(folder, "-p", "Count: a", "--raw", "--session", folder / "kept.session")
+    return _generate(folder, "-p", "Count: a", "--raw", **{"-session": "kept.session"})
 
 
 def _go_on_alike(folder: Path) -> Outcome:
@@ -113,14 +105,16 @@ def _go_on_alike(folder: Path) -> Outcome:
     return as_wanted(folder, outcome) if is_there or outcome.out != (folder / "begun").read_text() else outcome
 
 
+_SCHEMED = _by("-p", "Count", **{"-json-schema": "schema.json"})
+_RULED = _by("-p", "Count", **{"-grammar": "rules.lark"})
 _TEXT = (text, special, *BYTES)
 TARGETS = [
-    Target("texts/prompt", _save, {"prompt.txt": _TEXT}, _write_file),
-    Target("texts/lines", _save, {"prompts.jsonl": (json_line, json_line, *_TEXT)}, _print_lines),
+    Target("texts/prompt", _save, {"prompt.txt": _TEXT}, _by(f="prompt.txt")),
+    Target("texts/lines", _save, {"prompts.jsonl": (json_line, json_line, *_TEXT)}, _by(f="prompts.jsonl")),
     Target("texts/results", _save_results, {"results.jsonl": (json_line, json_line, *_TEXT)}, _write_the_rest,
         writes=("results.jsonl", "not-there")),
-    Target("texts/schema", _save, {"schema.json": (json_value, other(*_HOSTILE_SCHEMAS), *JSON)}, _write_json),
-    Target("texts/rules", _save, {"rules.lark": (other(*_HOSTILE_RULES), *_TEXT)}, _write_rules),
+    Target("texts/schema", _save, {"schema.json": (json_value, other(*_HOSTILE_SCHEMAS), *JSON)}, _SCHEMED),
+    Target("texts/rules", _save, {"rules.lark": (other(*_HOSTILE_RULES), *_TEXT)}, _RULED),
     Target("texts/session", _save_session, {"kept.session": (header, header, data, special, *BYTES)}, _go_on_alike,
         writes=("kept.session",)),
 ]  # fmt: skip

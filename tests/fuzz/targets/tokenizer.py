@@ -8,7 +8,8 @@ from pathlib import Path
 
 from case import Target
 from damage import BYTES, JSON, only, other, special, text
-from model_files import TEMPLATE, generate, save_files
+from model_files import generate, save_files
+from reciting import TEMPLATE
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
