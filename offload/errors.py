@@ -113,6 +113,20 @@ def refusing(what: str, remedy: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def told_by_system(what: str, remedy: str) -> Iterator[None]:
+    """Raise `UserError` where the system does not let a file be read or written.
+
+    An error of a run that has begun passes unchanged.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except OSError as error:
+        raise UserError(f"{what} ({error.strerror or reason(error)}): {remedy}") from None
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `. Did you mean that?` where a known word is nearly `word`, else nothing."""
     named = {one.lstrip("-"): one for one in known}

@@ -431,7 +431,6 @@ def _differing_files(
 def _unwritable(manifest: Path, found: Mapping[str, FileSums]) -> str:
     """Write the manifest; return why that failed, empty where it did not."""
     try:
-        manifest.parent.mkdir(parents=True, exist_ok=True)
         write_manifest(manifest, found)
     except OSError as error:
         is_there = os.path.exists(manifest)

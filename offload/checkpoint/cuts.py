@@ -32,10 +32,7 @@ class MatrixRows(NamedTuple):
 
 
 def layer_tensors(checkpoint: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
-    """Return the shapes of the tensors of decoder layers by their names within a layer.
-
-    A name is such as `self_attn.q_proj.weight`.
-    """
+    """Return shapes by names within a layer, such as `self_attn.q_proj.weight`."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for name, entry in checkpoint.tensors.items():
         if found := _IN_LAYER.search(name):
@@ -44,10 +41,7 @@ def layer_tensors(checkpoint: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
 
 
 def cut_rows(checkpoint: Checkpoint, rows_of: Mapping[str, MatrixRows]) -> Checkpoint:
-    """Return the checkpoint with only these rows of matrices and of their biases.
-
-    `rows_of` maps names within a layer, such as `mlp.up_proj`, to their rows.
-    """
+    """Return the checkpoint with only these rows of matrices and biases, such as `mlp.up_proj`."""
     tensors = dict(checkpoint.tensors)
     for name, entry in tensors.items():
         found = _IN_LAYER.search(name)

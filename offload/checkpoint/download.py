@@ -14,7 +14,7 @@ from typing import Any
 from offload.errors import UserError, reason
 
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.txt", "*.model")
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 _PROGRAMS = ("*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 _IN_FOLDERS = ("*/*.json", "*/tokenizer*", "*/*.txt", "*/*.model", "*/*.safetensors")
 _NEVER = (*_IN_FOLDERS, "consolidated*", *_PROGRAMS)
@@ -26,19 +26,12 @@ def is_hub_id(model: str) -> bool:
 
 
 def download_small(repo: str) -> Path:
-    """Fetch all but the weights into the hub's cache; return the folder.
-
-    Raises `UserError`.
-    """
+    """Fetch all but the weights into the hub's cache; return the folder. Raises `UserError`."""
     return download(repo, _SMALL, ignore_patterns=list(_NEVER))
 
 
 def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
-    """Fetch these weight files, except those already in the cache; return their folder.
-
-    Args:
-        small: the folder from `download_small`, whose name is that of the commit.
-    """
+    """Fetch these weight files of the commit whose folder is `small`; return their folder."""
     return download(repo, names, revision=small.name, ignore_patterns=list(_NEVER))
 
 
@@ -49,8 +42,8 @@ def download_unindexed(repo: str, small: Path) -> Path:
     prefers that name as well: others may be the same weights in another precision.
     """
     # config.json as well: the hub's library warns of a request that matches nothing
-    found = download_shards(repo, small, [_SINGLE, "config.json"])
-    is_single = os.path.isfile(found / _SINGLE)
+    found = download_shards(repo, small, [SINGLE, "config.json"])
+    is_single = os.path.isfile(found / SINGLE)
     return found if is_single else download_shards(repo, small, ["*.safetensors"])
 
 
@@ -82,10 +75,7 @@ def cached_models() -> list[str]:
 
 
 def download(repo: str, wanted: Sequence[str], **options: Any) -> Path:
-    """Fetch what these patterns allow into the hub's cache; return the folder.
-
-    That is the cached model where the hub is out of reach. Raises `UserError`.
-    """
+    """Fetch by patterns; return the folder, or the cached one offline. Raises `UserError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -97,10 +87,7 @@ def download(repo: str, wanted: Sequence[str], **options: Any) -> Path:
 
 
 def not_on_the_hub(repo: str, error: Exception) -> UserError:
-    """Return the error to show when the hub's library has failed.
-
-    It questions the name only where the hub has answered.
-    """
+    """Return the error of the hub's library; the name is questioned only where the hub answered."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     # the HTTP library beneath changes from release to release

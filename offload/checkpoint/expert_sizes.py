@@ -4,6 +4,7 @@ Experts are stored as separate tensors, or as stacks whose first dimension count
 not. Invariant: every byte of a layer belongs to one expert or is dense.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from offload.checkpoint.families import ON_DEMAND
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound, slice_of
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.tensors import MIXTURE, TensorEntry
+from offload.checkpoint.tensors import MIXTURE, MOST_EXPERTS, TensorEntry, first_size
 from offload.encoding.base import ENCODINGS, Encoding, Settings
 from offload.errors import UserError
 
@@ -22,8 +23,6 @@ ROUTED_NAME = re.compile(rf"^(?:.*?\.)?layers\.(\d{{1,9}})\..*?{MIXTURE}(?:(\d{{
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
 SCRATCH_ALIGN_BYTES = 256
-# Experts of a layer, of any model that is taken.
-_MOST_EXPERTS = 65_536
 _MEND = "give the config that belongs to these weights, or download the checkpoint again"
 
 Record = tuple[int, int]  # layer and expert
@@ -32,10 +31,7 @@ Records = Mapping[Record, Sequence[tuple[str, TensorEntry]]]
 
 
 class ExpertShape(NamedTuple):
-    """The sizes of a mixture that memory and time depend on.
-
-    The record of an expert is all that it consists of.
-    """
+    """The sizes of a mixture; the record of an expert is all that it consists of."""
 
     num_layers: int  # with routed experts
     num_experts: int  # E of each
@@ -62,14 +58,14 @@ def expert_shape(
     Returns None where fewer than two could be read on demand. `config` is that of the decoder of
     text. Raises `UserError` where it and the tensors disagree on their number.
     """
-    num_chosen = count_of(config, _CHOSEN)
+    num_chosen = first_size(config, *_CHOSEN, most=math.inf)
     if config.get("model_type") not in ON_DEMAND or not num_chosen:
         return None
     matches = {name: ROUTED_NAME.match(name) for name in checkpoint.tensors}
     routed = {name: one for name, one in matches.items() if one and int(one[1]) < num_layers}
     if not routed:
         return None
-    num_experts = count_of(config, _COUNTS)
+    num_experts = first_size(config, *_COUNTS, most=math.inf)
     # some configs do not tell, but their tensors do
     if not num_experts:
         num_experts = max(
@@ -104,10 +100,11 @@ def expert_shape(
     )
 
 
-def count_of(config: Settings, keys: Sequence[str]) -> int:
-    """Return the first of these keys that a config has as a whole number above 0; 0 for none."""
-    given = (config.get(key) for key in keys)
-    return next((value for value in given if type(value) is int and value > 0), 0)
+def routed_share(config: Settings) -> float:
+    """Return k / E, or 1 where the config lacks either, so that no expert is left out."""
+    num_experts = first_size(config, *_COUNTS)
+    num_chosen = first_size(config, *_CHOSEN)
+    return min(1.0, num_chosen / num_experts) if num_experts and num_chosen else 1.0
 
 
 def _records(
@@ -115,8 +112,8 @@ def _records(
 ) -> Records | None:
     """Return the tensors of every expert; None where a stack cannot be taken apart."""
     where = checkpoint.directory.name
-    if num_experts > _MOST_EXPERTS:
-        rule = f"{where}: a layer must have at most {_MOST_EXPERTS} experts"
+    if num_experts > MOST_EXPERTS:
+        rule = f"{where}: a layer must have at most {MOST_EXPERTS} experts"
         raise UserError(f"{rule}, it has {num_experts}: {_MEND}")
     records: dict[Record, list[tuple[str, TensorEntry]]] = {}
     for name, match in routed.items():
@@ -147,7 +144,7 @@ def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
     coding = entry.coded.coding
     each_bytes = coding.stored_bytes((1, *entry.shape[1:]))
     is_even = coding.stored_bytes(entry.shape) == num_experts * each_bytes
-    return is_even and all(one.shape[:1] == (num_experts,) for _, one in entry.coded.companions)
+    return is_even and all(one.shape[:1] == (num_experts,) for _, one in entry.companions)
 
 
 def _check(checkpoint: Checkpoint, records: Records, num_experts: int, num_chosen: int) -> None:

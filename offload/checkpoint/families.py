@@ -26,7 +26,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload.checkpoint.tensors import Coded, Entries, TensorEntry, check_counts, check_types
+from offload.checkpoint.tensors import (
+    Coded,
+    Entries,
+    TensorEntry,
+    check_counts,
+    check_types,
+    of_text,
+)
 from offload.encoding.base import ENCODINGS, Settings, Tensors, WordsAlone
 from offload.errors import UserError, reason
 
@@ -122,14 +129,10 @@ def is_wrapper(config: Settings) -> bool:
 
 
 def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
-    """Separate a language model from what is around it.
-
-    Raises `UserError` where there is none, or a tensor is stored twice.
-    """
+    """Separate a language model from what is around it. Raises `UserError` where there is none."""
     kept = dict[str, TensorEntry]()
     left_out = Counter[str]()
-    inner = config.get("text_config")
-    num_layers = (inner if isinstance(inner, dict) else config).get("num_hidden_layers")
+    num_layers = of_text(config).get("num_hidden_layers")
     is_around = is_wrapper(config)
     is_named = any(map(_INNER.match, tensors))
     is_mistral = is_around and _MISTRAL in tensors
@@ -190,10 +193,7 @@ def _text_model_name(name: str, *, is_named: bool) -> str | None:
 
 
 def _is_for_multi_token_prediction(name: str, num_layers: Any) -> bool:
-    """Return whether a tensor belongs to layers for multi-token prediction.
-
-    These have a name of their own, or follow the last layer.
-    """
+    """Return whether a tensor is of layers that predict further ahead, or beyond the last."""
     found = _LAYER.search(name)
     is_beyond = found is not None and type(num_layers) is int and 0 < num_layers <= int(found[1])
     return bool(_MULTI_TOKEN.search(name)) or is_beyond
@@ -237,13 +237,11 @@ class Turned(WordsAlone):
 
 def with_turned_stacks(config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
     """Return the tensors, of which stacks of plain numbers have the model's shapes."""
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, dict) else config
-    if config.get("model_type") not in _TURNED:
-        return dict(tensors)
+    text = of_text(config)
     hidden = text.get("hidden_size")
     width = text.get("moe_intermediate_size")
-    if type(hidden) is not int or type(width) is not int:
+    is_known = config.get("model_type") in _TURNED
+    if not is_known or type(hidden) is not int or type(width) is not int:
         return dict(tensors)
     wanted = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
     return {name: _turned(name, entry, wanted) for name, entry in tensors.items()}

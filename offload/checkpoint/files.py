@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -69,10 +69,7 @@ def read_given(path: Path, most_bytes: int | None = None) -> bytes:
 
 
 def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int = 0) -> bytes:
-    """Return the rest of a file or pipe, which has at least `known_bytes`.
-
-    Raises `OSError`, also where it has more than `most_bytes`.
-    """
+    """Return the rest of a file or pipe. Raises `OSError`, also for more than `most_bytes`."""
     most_bytes = _MAX_BYTES if most_bytes is None else most_bytes
     raw = file.read(most_bytes + 1) if known_bytes <= most_bytes else b""
     if max(len(raw), known_bytes) > most_bytes:
@@ -110,11 +107,26 @@ def replacing(path: Path) -> Iterator[Path]:
         scratch.unlink(missing_ok=True)
 
 
-def cache_folder() -> Path:
-    """Return this program's folder in the user's cache.
+def write_whole(path: Path, text: str) -> None:
+    """Write a text, whole or not at all, into a folder that is made if need be. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
 
-    Raises `UserError` for a user without a home folder.
-    """
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file as `write_whole` does. Raises `OSError`."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
+
+
+def is_free(path: Path) -> bool:
+    """Return whether a new folder can have this name: nothing is there, or an empty folder."""
+    is_folder = path.is_dir() and path.name != "" and not path.is_symlink()
+    return not os.path.lexists(path) or (is_folder and not any(path.iterdir()))
+
+
+def cache_folder() -> Path:
+    """Return this program's folder in the user's cache. Raises `UserError` without a home."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
     except RuntimeError:
@@ -127,10 +139,7 @@ class BusyError(UserError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Lock a folder and yield its descriptor.
-
-    Raises `UserError` where another process writes to it, and `OSError`.
-    """
+    """Lock a folder, yield its descriptor. Raises `UserError` if another writes, `OSError`."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -148,10 +157,7 @@ def locked(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def locked_anew(folder: Path) -> Iterator[int]:
-    """Lock a folder as `locked` does, and make it if need be.
-
-    A folder that is still empty when an `OSError` ends the body is removed.
-    """
+    """Lock a folder, made if need be; an `OSError` inside removes it where it is still empty."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         lock = None
@@ -167,10 +173,7 @@ def locked_anew(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def becoming(destination: Path, scratch: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder that becomes `destination` when the body succeeds.
-
-    It is removed when the body fails.
-    """
+    """Yield an empty, locked folder: `destination` when the body succeeds, else removed."""
     with ExitStack() as held:
         is_ours = False
         try:
@@ -189,10 +192,7 @@ def becoming(destination: Path, scratch: Path) -> Iterator[Path]:
 
 
 def in_order(work: Callable[..., _Result], jobs: Iterable[tuple[Any, ...]]) -> Iterator[_Result]:
-    """Yield `work(*job)` for each job, in order, computed on as many threads as there are cores.
-
-    `work` should not hold the interpreter's lock for long.
-    """
+    """Yield `work(*job)` for each job, in order, on threads; it should not hold Python's lock."""
     from concurrent.futures import Future, ThreadPoolExecutor  # `--help` reads no large file
 
     num_threads = min(_MAX_THREADS, num_cores())
@@ -210,10 +210,7 @@ def in_order(work: Callable[..., _Result], jobs: Iterable[tuple[Any, ...]]) -> I
 
 
 def read_part(fd: int, lo: int, hi: int) -> bytearray:
-    """Return bytes [lo, hi) and drop them from the page cache.
-
-    Raises `ReadError` where reading fails or the file ends before `hi`.
-    """
+    """Return bytes [lo, hi), dropped from the page cache. Raises `ReadError`."""
     data = bytearray(hi - lo)
     view = memoryview(data)
     done = 0
@@ -247,10 +244,7 @@ def parts(lo: int, hi: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file and yield its descriptor. Raises `OSError`.
-
-    A new file can be read by all users.
-    """
+    """Open a file, readable by all if new, and yield its descriptor. Raises `OSError`."""
     fd = os.open(path, flags, 0o666)
     try:
         yield fd

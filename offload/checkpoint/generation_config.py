@@ -10,6 +10,7 @@ from typing import Any
 from offload.checkpoint.download import download, is_hub_id
 from offload.checkpoint.families import has_encoder
 from offload.checkpoint.safetensors import Checkpoint, read_json
+from offload.checkpoint.tensors import of_text
 from offload.declaration import options_at
 from offload.errors import UserError
 from offload.sampling_options import Sampling
@@ -54,22 +55,18 @@ def served_sampling(model: str) -> Sampling:
 
 
 def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the settings as transformers merges them.
-
-    The generation config precedes the model's config, which precedes that of its text part.
-    """
+    """Return settings as transformers merges them: generation config, config, its text part."""
     path = checkpoint.small_files / _NAME
-    inner = checkpoint.config.get("text_config")
     outer = {name: value for name, value in checkpoint.config.items() if value is not None}
-    inner = inner if isinstance(inner, dict) else {}
-    return {**inner, **outer, **(read_json(path) if os.path.isfile(path) else {})}
+    return {
+        **of_text(checkpoint.config),
+        **outer,
+        **(read_json(path) if os.path.isfile(path) else {}),
+    }
 
 
 def start_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Return the ids between the prompt, which an encoder reads, and the decoder's text.
-
-    Without an encoder there are none. Raises `UserError` where the files name no such id.
-    """
+    """Return the ids before the decoder's text, none without an encoder. Raises `UserError`."""
     if not has_encoder(checkpoint.config):
         return ()
     settings = generation_settings(checkpoint)
@@ -82,10 +79,7 @@ def start_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def end_ids_of(checkpoint: Checkpoint) -> frozenset[int]:
-    """Return the tokens that end a sequence, as transformers finds them.
-
-    The generation config comes first, then the model's. Raises `UserError`.
-    """
+    """Return the tokens that end a sequence, as transformers finds them. Raises `UserError`."""
     named = generation_settings(checkpoint).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token) is int for token in ids):

@@ -27,9 +27,9 @@ from offload.checkpoint.safetensors import (
     stamp_of,
     tokenizer_folder,
 )
-from offload.checkpoint.tensors import Entries, TensorEntry
+from offload.checkpoint.tensors import Entries, TensorEntry, of_text
 from offload.encoding.base import Settings
-from offload.errors import UserError, installing
+from offload.errors import UserError, installing, told_by_system
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _KNOWN = f"those of {', '.join(ARCHITECTURES)} are: take this model in safetensors"
@@ -93,14 +93,13 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
     config_stamp = None if folder is None else stamp_of(folder / "config.json")
     if folder is not None:
         settings = _checked_config(where, folder, metadata, factors)
-    elif ARCHITECTURES[kind].needs_config:
+    elif ARCHITECTURES[kind].keys is None:
         what = f"{where}: a file of architecture {kind} does not say all of its model"
         raise UserError(f"{what}: give `config`, the folder or hub id of the original model")
     else:
         shapes = {name: entry.shape for name, entry in stored.items()}
         settings = config_of(where, metadata, shapes, factors)
-    inner = settings.get("text_config")
-    own = inner if isinstance(inner, dict) else settings
+    own = of_text(settings)
     tensors = tensors_of(where, kind, stored, stated_config(where, metadata), own)
     _require_biases(where, settings, own, tensors)
     texts = folder if folder is not None and has_tokenizer(folder) else file.parent
@@ -166,8 +165,7 @@ def _checked_config(
     if named not in ARCHITECTURES[kind].model_types:
         what = f"{where} is of architecture {kind}, {source} of {named}"
         raise UserError(f"{what}: give `config` of its own model")
-    inner = settings.get("text_config")
-    own = inner if isinstance(inner, dict) else settings
+    own = of_text(settings)
     require_same(where, own, stated, str(source))
     if factors:
         require_factors(where, own, factors, stated)
@@ -181,13 +179,12 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
     where = files[entry.shard].name
     if entry.dtype != "F32" or len(entry.shape) != 1 or entry.shape[0] > 4096:
         raise damaged(f"{where}: {FACTORS} is {entry.dtype} of shape {list(entry.shape)}")
-    try:
-        with open_regular(files[entry.shard]) as file:
-            file.seek(entry.lo)
-            raw = file.read(entry.num_bytes)
-    except OSError as error:
-        what = f"cannot read {where} ({error.strerror})"
-        raise UserError(f"{what}: check that it is yours to read") from None
+    with (
+        told_by_system(f"cannot read {where}", "check that it is yours to read"),
+        open_regular(files[entry.shard]) as file,
+    ):
+        file.seek(entry.lo)
+        raw = file.read(entry.num_bytes)
     factors = struct.unpack(f"<{entry.shape[0]}f", raw)
     if not all(map(math.isfinite, factors)):
         raise damaged(f"{where}: {FACTORS} must be finite")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.checkpoint.gguf_header import Metadata
+from offload.checkpoint.gguf_names import ARCHITECTURES
 from offload.errors import UserError
 
 Config = dict[str, Any]
@@ -23,14 +24,7 @@ _KNOWN = {*_SIZES.values(), "attention.head_count_kv", "attention.key_length", "
           "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
           "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "vocab_size",
           "rope.scaling.finetuned", "expert_count", "expert_used_count", "tensor_data_layout"}  # fmt: skip
-_EXPERTS_KNOWN = {"expert_feed_forward_length", "expert_shared_feed_forward_length"}
-_USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-# architectures whose other sizes are told otherwise than a config tells them
-_FEW_STATED = {"deepseek2": _USUAL, "gemma4": _USUAL, "qwen35": _USUAL, "qwen35moe": _USUAL,
-               "glm4moe": _USUAL, "phi3": _USUAL}  # fmt: skip
-_GEMMA_KNOWN = {"attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
-                "attn_logit_softcapping"}  # fmt: skip
-_MORE_KNOWN = {"gemma3": _GEMMA_KNOWN, "qwen3moe": _EXPERTS_KNOWN, "llama": _EXPERTS_KNOWN}
+_FEW_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _GEMMA_LOCAL_THETA = 10000.0
 _GEMMA_PATTERN = 6
 _GEMMA_27B_LAYERS = 62
@@ -59,7 +53,7 @@ def config_of(
         UserError: the metadata lacks a size, or has a key that is not known.
     """
     said = _ArchMetadata(where, metadata)
-    unknown = said.keys() - _KNOWN - _MORE_KNOWN.get(said.arch, set())
+    unknown = said.keys() - _KNOWN - (ARCHITECTURES[said.arch].keys or set())
     if unknown:
         what = f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here"
         raise UserError(f"{what}: {_REMEDY}")
@@ -117,15 +111,14 @@ def _mixture_config(said: "_ArchMetadata") -> Config:
 def stated_config(where: str, metadata: Metadata) -> Config:
     """Return the sizes that a file states. Raises `UserError` for models that are not read."""
     said = _ArchMetadata(where, metadata)
-    if said.arch in _FEW_STATED:
-        few: Config = {key: said.size(_SIZES[key]) for key in _FEW_STATED[said.arch]}
-        few["rms_norm_eps"] = said.real("attention.layer_norm_rms_epsilon")
-        return _without_extra_layers(said, few)
-    stated: Config = {key: said.size(own) for key, own in _SIZES.items()}
+    are_few = ARCHITECTURES[said.arch].states_few_sizes
+    stated: Config = {key: said.size(_SIZES[key]) for key in (_FEW_SIZES if are_few else _SIZES)}
+    stated["rms_norm_eps"] = said.real("attention.layer_norm_rms_epsilon")
+    if are_few:
+        return _without_extra_layers(said, stated)
     stated["num_key_value_heads"] = said.size("attention.head_count_kv")
     stated["head_dim"] = said.size("attention.key_length")
     stated["sliding_window"] = said.size("attention.sliding_window")
-    stated["rms_norm_eps"] = said.real("attention.layer_norm_rms_epsilon")
     stated["rope_theta"] = said.real("rope.freq_base")
     if said.get("attention.value_length", stated["head_dim"]) != stated["head_dim"]:
         what = f"{where}: keys and values of different widths are not known here"
@@ -158,10 +151,7 @@ def require_same(
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
-    """Return Llama 3's frequency divisors, one for each pair of a head.
-
-    llama.cpp writes the same numbers into `rope_freqs.weight`.
-    """
+    """Return Llama 3's frequency divisors, as llama.cpp writes into `rope_freqs.weight`."""
     factor, low, high = (
         float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
     )

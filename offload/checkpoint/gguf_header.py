@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from offload.checkpoint.files import open_regular
-from offload.checkpoint.safetensors import Stamp, check_extents, damaged, unreadable
+from offload.checkpoint.safetensors import Stamp, check_extents, damaged, lfs_pointer, readable
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import ENCODINGS
 from offload.encoding.gguf import BLOCKS, GgufBlocks
@@ -48,17 +48,11 @@ class GgufHeader(NamedTuple):
 
 
 def read_gguf_header(path: Path, shard: int = 0) -> GgufHeader:
-    """Read the header of one file.
-
-    Raises `UserError` where it contradicts the file, or has types that are not read.
-    """
-    try:
-        with open_regular(path) as file:
-            stamp = Stamp.of(file.fileno())
-            reader = _HeaderReader(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES))
-            metadata, tensors = _read(reader, shard)
-    except OSError as error:
-        raise unreadable(path, error) from None
+    """Read one file's header. Raises `UserError` for a false one, or types that are not read."""
+    with readable(path), open_regular(path) as file:
+        stamp = Stamp.of(file.fileno())
+        reader = _HeaderReader(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES))
+        metadata, tensors = _read(reader, shard)
     check_extents(path, tensors, stamp.num_bytes)
     end = max((entry.hi for entry in tensors.values()), default=stamp.num_bytes)
     # padding is no longer than the largest alignment
@@ -111,8 +105,7 @@ def _read(header: _HeaderReader, shard: int) -> tuple[dict[str, Any], dict[str, 
     name = header.path.name
     magic = header.take(4)
     if magic == b"vers":
-        what = f"{name} is a pointer of Git LFS, not the weights"
-        raise UserError(f"{what}: run git lfs pull in its folder")
+        raise lfs_pointer(header.path)
     if magic != b"GGUF":
         what = f"{name} does not begin as a GGUF file does"
         raise UserError(f"{what}: check the file, or download it again")
@@ -139,10 +132,7 @@ def _read(header: _HeaderReader, shard: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def _value(header: _HeaderReader, kind: int) -> Any:
-    """Read a value; return None for lists that are long or not of numbers.
-
-    Such lists are vocabularies, which other code reads.
-    """
+    """Read a value; None for a vocabulary: a list that is long or not of numbers."""
     if kind == _TEXT:
         return header.text()
     if kind in _FORMATS:
@@ -203,8 +193,5 @@ def _entry(header: _HeaderReader, name: str, alignment: int) -> tuple[str, tuple
 
 
 def _not_read(number: int, what: str) -> UserError:
-    """Return the error for a version or type that is not read.
-
-    A number that exists, or may come to, is no sign of damage.
-    """
+    """Return the error for a version or type; a number that may come to exist is no damage."""
     return UnreadError(what) if number <= _LAST_NUMBER else UserError(what)

@@ -59,6 +59,9 @@ _GEMMA4_OTHERS = {"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.sca
                   "ffn_down_exps.weight": "experts.down_proj"}  # fmt: skip
 
 
+_EXPERT_KEYS = frozenset({"expert_feed_forward_length", "expert_shared_feed_forward_length"})
+_GEMMA_KEYS = frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa", "final_logit_softcapping",
+                         "attn_logit_softcapping"})  # fmt: skip
 _OSS_OTHERS = {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp.bias": "mlp.router.bias",
                "ffn_down_exps.weight": "mlp.experts.down_proj",
                "ffn_down_exps.bias": "mlp.experts.down_proj_bias"}  # fmt: skip
@@ -73,8 +76,10 @@ class Architecture(NamedTuple):
     parts: Mapping[str, str]
     has_interleaved_heads: bool = False  # the rows of query and key projections
     added: int = 0  # what the writer has added to the weights of norms
-    # whether rules that no file states are in llama.cpp's code, so that a config is needed
-    needs_config: bool = True
+    # keys of a file beyond those of all; None: rules that no file states are in llama.cpp's code,
+    # so that a config is needed
+    keys: frozenset[str] | None = None
+    states_few_sizes: bool = False  # the others are told otherwise than a config tells them
     experts: Mapping[str, str] = {}  # stacks, with the place of an expert's number
     others: Mapping[str, str] = {}  # of layers, by their whole names
     outer: Mapping[str, str] = {}
@@ -89,28 +94,29 @@ ARCHITECTURES = {
         ("llama", "mistral", "mistral3", "mixtral"),
         {**_PARTS, "ffn_gate_inp": "block_sparse_moe.gate"},
         has_interleaved_heads=True,
-        needs_config=False,
+        keys=_EXPERT_KEYS,
         experts=_MIXTRAL_EXPERTS,
         ignored=(FACTORS,),
     ),
-    "qwen2": Architecture(("qwen2",), _PARTS, needs_config=False),
-    "qwen3": Architecture(("qwen3",), {**_PARTS, **_HEAD_NORMS}, needs_config=False),
+    "qwen2": Architecture(("qwen2",), _PARTS, keys=frozenset()),
+    "qwen3": Architecture(("qwen3",), {**_PARTS, **_HEAD_NORMS}, keys=frozenset()),
     "gemma3": Architecture(
         ("gemma3_text", "gemma3"),
         {**_PARTS, **_HEAD_NORMS, **_GEMMA_NORMS},
         added=1,
-        needs_config=False,
+        keys=_GEMMA_KEYS,
     ),
     "qwen3moe": Architecture(
         ("qwen3_moe",),
         {**_PARTS, **_HEAD_NORMS, **_ROUTER},
-        needs_config=False,
+        keys=_EXPERT_KEYS,
         experts=_EXPERTS,
     ),
     "granite": Architecture(("granite",), _PARTS, has_interleaved_heads=True),
     "phi3": Architecture(
         ("phi3",),
         {**_PARTS, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        states_few_sizes=True,
         ignored=("rope_factors_long.weight", "rope_factors_short.weight"),
     ),
     "glm4moe": Architecture(
@@ -122,12 +128,14 @@ ARCHITECTURES = {
             **_SHARED_EXPERTS,
             "post_attention_norm": "post_attention_layernorm",
         },
+        states_few_sizes=True,
         experts=_EXPERTS,
         others={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
     ),
     "deepseek2": Architecture(
         ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
         {**_PARTS, **_LATENT, **_ROUTER, **_SHARED_EXPERTS},
+        states_few_sizes=True,
         experts=_EXPERTS,
         others={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
         ignored=(FACTORS,),
@@ -136,6 +144,7 @@ ARCHITECTURES = {
         ("qwen3_5", "qwen3_5_text"),
         {**_PARTS, **_HEAD_NORMS, **_RECURRENT},
         added=1,
+        states_few_sizes=True,
         others=_RECURRENT_VECTORS,
     ),
     "qwen35moe": Architecture(
@@ -149,12 +158,14 @@ ARCHITECTURES = {
             **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
         },
         added=1,
+        states_few_sizes=True,
         experts=_EXPERTS,
         others={**_RECURRENT_VECTORS, "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"},
     ),
     "gemma4": Architecture(
         ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
         {**_PARTS, **_HEAD_NORMS, **_GEMMA_NORMS, **_GEMMA4},
+        states_few_sizes=True,
         others=_GEMMA4_OTHERS,
         outer=_GEMMA4_OUTER,
         ignored=(FACTORS,),
@@ -244,35 +255,35 @@ class _Reader:
             raise UserError(f"{what}: take the model in safetensors")
 
     def _experts(self, name: str, layer: int, stack: TensorEntry) -> Named:
-        if len(stack.shape) != 3 or not stack.shape[0] or stack.num_bytes % stack.shape[0]:
-            raise damaged(f"{self._where}: {name} has shape {list(stack.shape)}")
         if stack.dtype in BLOCKS or layer in self._kinds:
             stack = stack._replace(coded=Coded(GgufBlocks(stack.dtype)))
-        for expert in range(stack.shape[0]):
-            yield f"{name.format(expert)}.weight", slice_of(stack, expert, stack.shape[0])
+        for expert, one in enumerate(self._slices(name, stack)):
+            yield f"{name.format(expert)}.weight", one
 
     def _woven(self, name: str, turn: int, stack: TensorEntry) -> Named:
         """Yield the rows of each expert, which alternate with those of other stacks."""
-        if len(stack.shape) < 2 or not stack.shape[0] or stack.num_bytes % stack.shape[0]:
-            raise damaged(f"{self._where}: {name} has shape {list(stack.shape)}")
         coding = GgufBlocks(stack.dtype, is_transposed=len(stack.shape) == 3)
         coded = Coded(coding, turn=turn, num_woven=len(self._architecture.woven))
         stack = stack._replace(coded=coded)
-        for expert in range(stack.shape[0]):
-            one = slice_of(stack, expert, stack.shape[0])
+        for expert, one in enumerate(self._slices(name, stack, least_dims=2)):
             yield f"{name.format(expert)}{ROWS}{turn}", one
 
     def _heads_of_latent(self, prefix: str, part: str, stack: TensorEntry) -> Named:
         """Yield the rows of each head's keys, which are stored as columns, or values."""
-        if len(stack.shape) != 3 or not stack.shape[0] or stack.num_bytes % stack.shape[0]:
-            raise damaged(f"{self._where}: {part} has shape {list(stack.shape)}")
         is_keys = part == "attn_k_b"
         stack = stack._replace(coded=Coded(GgufBlocks(stack.dtype, is_flipped=is_keys)))
-        for head in range(stack.shape[0]):
-            one = slice_of(stack, head, stack.shape[0])
+        for head, one in enumerate(self._slices(part, stack)):
             shape = one.shape[::-1] if is_keys else one.shape
             name = f"{prefix}self_attn.kv_b_proj.weight{ROWS}{2 * head + (not is_keys)}"
             yield name, one._replace(shape=shape)
+
+    def _slices(self, name: str, stack: TensorEntry, least_dims: int = 3) -> Iterator[TensorEntry]:
+        """Yield the parts along a stack's first dimension."""
+        num_parts = stack.shape[0]
+        is_stack = least_dims <= len(stack.shape) <= 3
+        if not is_stack or not num_parts or stack.num_bytes % num_parts:
+            raise damaged(f"{self._where}: {name} has shape {list(stack.shape)}")
+        yield from (slice_of(stack, index, num_parts) for index in range(num_parts))
 
     def _changed(self, part: str, name: str, entry: TensorEntry) -> TensorEntry:
         """Return a tensor with the coding that makes of it what the model has."""

@@ -45,10 +45,7 @@ class HeldSizes(NamedTuple):
 
 
 def group_of(num_columns: int) -> int | None:
-    """Return how many columns share a scale at 4 bits.
-
-    Returns None where no group size divides them: the matrix is then held at 8 bits.
-    """
+    """Return the columns that share a scale at 4 bits; None: no size divides them, so 8 bits."""
     return next((group for group in _GROUPS if num_columns % group == 0), None)
 
 

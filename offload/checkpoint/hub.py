@@ -24,10 +24,12 @@ from offload.checkpoint.safetensors import (
     Checkpoint,
     check_shard_names,
     checked_entry,
+    has_tokenizer,
     has_weights,
     open_checkpoint,
     read_config,
     read_json,
+    stored_dtype,
     weights_of,
 )
 from offload.checkpoint.sizes import model_shape
@@ -76,10 +78,7 @@ def open_headers(
 def headers_here(
     model: str | os.PathLike[str], config: str | os.PathLike[str] | None = None
 ) -> Checkpoint | None:
-    """Read headers as `open_headers` does; None for a hub id that is not in the cache.
-
-    Raises `UserError`.
-    """
+    """Read headers; None for a hub id that is not in the cache. Raises `UserError`."""
     if os.path.exists(os.path.expanduser(model)) or not is_hub_id(str(model)):
         return open_headers(model, config)
     return _in_cache(str(model)) if config is None else None
@@ -105,10 +104,7 @@ def is_here(checkpoint: Checkpoint) -> bool:
 
 
 def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
-    """Return the headers of a Llama-like model of this config, in a file that does not exist.
-
-    Raises `UserError`.
-    """
+    """Return headers of a Llama-like model, in a file that is not there. Raises `UserError`."""
     assert config["model_type"] in LLAMA_LIKE, "sizes that do not follow from the config here"
     for name in (*_SIZES, *_DEFAULTED):
         size = config.get(name)
@@ -128,19 +124,6 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
         shapes["lm_head.weight"] = (vocab, width)
     dtype = stored_dtype(config, path)
     return imagined(config, path, {name: (dtype, shape) for name, shape in shapes.items()})
-
-
-def stored_dtype(config: dict[str, Any], path: Path) -> str:
-    """Return the type that a model of this config stores most weights in.
-
-    Raises `UserError` for a type that cannot be computed in.
-    """
-    said = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    named = str(said).removeprefix("torch.")
-    if named not in PLAIN_OF:
-        remedy = "bfloat16, float16 or float32 it must be"
-        raise UserError(f"{path}: cannot compute in {named}: {remedy}")
-    return named
 
 
 def imagined(
@@ -234,7 +217,7 @@ def require_one_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
     sizes = [model_shape(checkpoint).vocab_size for checkpoint in (target, draft)]
     known = [_vocabulary(checkpoint.tokenizer_path) for checkpoint in (target, draft)]
     here = [one.tokenizer_path for one in (target, draft) if is_here(one)]
-    is_bare = not all(map(_has_tokenizer, here))
+    is_bare = not all(map(has_tokenizer, here))
     if known[0] != known[1] if None not in known else is_bare and sizes[0] != sizes[1]:
         raise other_vocabulary(draft.directory.name, *sizes)
 
@@ -271,12 +254,6 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
     # tokenizers raises nothing more specific; loading tells what is wrong
     except Exception:
         return None
-
-
-def _has_tokenizer(directory: Path) -> bool:
-    return os.path.isfile(directory) or any(
-        map(os.path.isfile, (directory / "vocab.json", *directory.glob("tokenizer*")))
-    )
 
 
 _CONFIGS = ("config.json", "tokenizer_config.json")  # transformers builds configs from these

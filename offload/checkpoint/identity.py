@@ -19,15 +19,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.files import cache_folder, open_regular, read_small, replacing
+from offload.checkpoint.files import cache_folder, open_regular, read_small, write_whole
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.hub import READ_BY_LIBRARIES
 from offload.checkpoint.safetensors import Checkpoint, Stamp, read_json
-from offload.checkpoint.tensors import TensorEntry
 from offload.checkpoint.whole import default_manifest, read_manifest
 from offload.errors import ReadError, UserError
 
@@ -146,15 +145,9 @@ def proved(told: Mapping[str, str], mine: Mapping[str, str]) -> bool | None:
 
 
 def keep_sum(identity: ModelIdentity, total: str) -> None:
-    """Store the sum of all bytes for the next time, valid while the files stay unchanged.
-
-    Where it cannot be written, the next run reads all bytes again.
-    """
+    """Store the sum for the next run, or let that read again; valid for unchanged files."""
     try:
-        path = _kept_path(identity.parts["weights"], identity.proofs[FILES])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as scratch:
-            scratch.write_text(total, encoding="ascii")
+        write_whole(_kept_path(identity.parts["weights"], identity.proofs[FILES]), total)
     except (OSError, UserError):
         return
 
@@ -169,14 +162,6 @@ def same_model(told: ModelIdentity, mine: ModelIdentity) -> str:
     return "" if has_same else "weights differ"
 
 
-def stored_entries(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield name and entry of all tensors that a text needs, companions included."""
-    for name, entry in checkpoint.tensors.items():
-        yield name, entry
-        if entry.coded is not None:
-            yield from ((f"{name} {suffix}", one) for suffix, one in entry.coded.companions)
-
-
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:_DIGEST_CHARS]
 
@@ -187,12 +172,11 @@ def _json_digest(value: object) -> str:
 
 def _sampled(checkpoint: Checkpoint) -> str:
     """Return a digest of names, types, shapes, places and a few bytes of the tensors."""
-    stored = stored_entries(checkpoint)
+    stored = checkpoint.stored_entries
     entries = sorted(
         (one.shard, one.lo, one.hi, name, one.dtype, one.shape) for name, one in stored
     )
-    coded = [one.coded for one in checkpoint.tensors.values() if one.coded is not None]
-    codings = sorted({repr(one.coding) for one in coded})
+    codings = sorted(set(map(repr, checkpoint.codings)))
     digest = hashlib.sha256(json.dumps([codings, entries]).encode())
     places = _places([(name, shard, lo, hi) for shard, lo, hi, name, *_ in entries])
     size = max(1, -(-len(places) // _NUM_READERS))
@@ -232,15 +216,21 @@ def _places(spans: Sequence[tuple[str, int, int, int]]) -> list[tuple[int, int, 
 def _opened(checkpoint: Checkpoint, shard: int, opened: ExitStack) -> int:
     """Open a weight file for scattered reads and return its descriptor."""
     path = checkpoint.shards[shard]
-    try:
+    with _reading(path):
         file = opened.enter_context(open_regular(path)).fileno()
         found = Stamp.of(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
-    except OSError as error:
-        raise ReadError(f"reading {path} failed: {error.strerror}") from error
     if checkpoint.stamps and found != checkpoint.stamps[shard]:
         raise _changed(path)
     return file
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ReadError(f"reading {path} failed: {error.strerror}") from error
 
 
 def _changed(path: Path) -> ReadError:
@@ -253,26 +243,19 @@ def _read(
     content = list[bytes]()
     for shard, lo, num_bytes in places:
         path = checkpoint.shards[shard]
-        try:
+        with _reading(path):
             content.append(os.pread(files[shard], num_bytes, lo))
-        except OSError as error:
-            raise ReadError(f"reading {path} failed: {error.strerror}") from error
         if len(content[-1]) != num_bytes:
             raise ReadError(f"{path.name} ends before byte {lo + num_bytes}: it was cut short")
     return b"".join(content)
 
 
 def _config(checkpoint: Checkpoint) -> str:
-    """Return a digest of the config without names, as it was read with the headers.
-
-    Raises `ReadError` where the file changed since: computing uses the one that was read.
-    """
+    """Return a digest of the config without names. Raises `ReadError` where it changed since."""
     path = checkpoint.small_files / "config.json"
     stamp = checkpoint.config_stamp
-    try:
+    with _reading(path):
         found = None if stamp is None else Stamp.of(path)
-    except OSError as error:
-        raise ReadError(f"reading {path} failed: {error.strerror}") from error
     if found != stamp:
         raise _changed(path)
     return _json_digest(_without_names(checkpoint.config))
@@ -312,22 +295,17 @@ def _text_files(where: Path) -> dict[str, str]:
 def _text_paths(folder: Path) -> list[Path]:
     """Return the files of a tokenizer and its templates, sorted by name."""
     more = folder / _MORE_TEMPLATES
-    try:
+    with _reading(folder):
         names = filter(READ_BY_LIBRARIES.fullmatch, sorted(os.listdir(folder)))
         own = [folder / name for name in names]
         beside = [more / name for name in sorted(os.listdir(more))] if os.path.isdir(more) else []
-    except OSError as error:
-        raise ReadError(f"reading {folder} failed: {error.strerror}") from error
     own = [p for p in own if p.name == _TOKENIZER_CONFIG or not p.name.endswith("config.json")]
     return [path for path in (*own, *beside) if os.path.isfile(path)]
 
 
 def _small(path: Path, num_bytes: int = -1) -> bytes:
-    try:
-        with open_regular(path) as file:
-            return file.read(num_bytes)
-    except OSError as error:
-        raise ReadError(f"reading {path} failed: {error.strerror}") from error
+    with _reading(path), open_regular(path) as file:
+        return file.read(num_bytes)
 
 
 def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
@@ -368,18 +346,12 @@ def _in_manifest(checkpoint: Checkpoint, stamps: Sequence[Stamp]) -> list[Any]:
 
 
 def _kept_path(weights: str, files: str) -> Path:
-    """Return where the sum of files with these stamps is kept.
-
-    Raises `UserError` where there is no cache folder.
-    """
+    """Return where the sum of files with these stamps is kept. Raises `UserError`."""
     return cache_folder() / "weights" / f"{_VERSION}-{_digest(f'{weights} {files}'.encode())}"
 
 
 def hub_sum(path: Path) -> str | None:
-    """Return the checksum that a file should have, or None where it is unknown.
-
-    It is a sha256 (64 characters) or git's (40).
-    """
+    """Return the sum that a file should have, sha256 or git's; None where it is unknown."""
     real = path.resolve()
     name = real.name if real.parent.name == "blobs" else _noted(path)
     return name if name and (_SHA256.fullmatch(name) or _GIT.fullmatch(name)) else None

@@ -112,10 +112,7 @@ class SlabLayout:
 
 
 def slab_layout(parameters: Mapping[str, Stack]) -> SlabLayout:
-    """Lay out parameters, name -> (shape, parts).
-
-    The layout is direct where the order in the file allows it, else scattered.
-    """
+    """Lay out parameters, name -> (shape, parts): direct where the order in the file allows it."""
     entries = [part.entry for _, parts in parameters.values() for part in parts]
     plain = [parts for _, parts in parameters.values() if not is_coded(parts)]
     pairs = (pair for parts in plain for pair in pairwise(part.entry for part in parts))
@@ -141,10 +138,7 @@ def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
 def group_by_layer(
     checkpoint: Checkpoint, num_layers: int, num_encoder_layers: int = 0
 ) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
-    """Group tensors by their names into layers and the rest: for planning.
-
-    The layers are those of the decoder, followed by those of an encoder.
-    """
+    """Group tensors by name into layers, the decoder's and then an encoder's, and the rest."""
     layers: list[list[TensorEntry]] = [[] for _ in range(num_layers + num_encoder_layers)]
     own = {"encoder.block": layers[num_layers:]}
     rest = []

@@ -47,10 +47,7 @@ class Form(NamedTuple):
 
 
 def form_of(dtype: str, name: str = "") -> Form | None:
-    """Return the form of a type in headers, GGUF's included.
-
-    Returns None for unknown types, and for tensors that are no weights.
-    """
+    """Return the form of a type in headers; None for unknown types and what is no weight."""
     if name.endswith(_MASK):
         return None
     if dtype == "MXFP4":  # whose scales are exponents
@@ -64,10 +61,7 @@ def form_of(dtype: str, name: str = "") -> Form | None:
 
 
 def top_bits(stored: np.ndarray, form: Form) -> int:
-    """Return the largest bits without sign among whole items (uint8); 0 if all are zero.
-
-    Rows of bytes may lie apart, each of them whole items in one piece.
-    """
+    """Return the largest bits without sign among whole items (uint8); rows may lie apart."""
     if form.places is not None:
         stored = np.ascontiguousarray(
             stored.reshape(-1, form.item_bytes)[:, slice(*form.places)]

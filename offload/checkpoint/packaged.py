@@ -15,7 +15,6 @@ the small model's up to the order of summation.
 """
 
 import hashlib
-import json
 import math
 import os
 import random
@@ -29,12 +28,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offload.checkpoint.files import BusyError, becoming, cache_folder
+from offload.checkpoint.files import BusyError, becoming, cache_folder, is_free, write_json
 from offload.checkpoint.hub import layer_shapes
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.safetensors import INFLATED, read_json
+from offload.checkpoint.safetensors import INDEX, INFLATED, header_bytes, read_json, shard_name
+from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF
-from offload.errors import UserError
+from offload.errors import UserError, told_by_system
 from offload.units import format_bytes
 
 _FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
@@ -165,12 +165,12 @@ def inflate(
         shards = _shards(_Corners(source, small), big, plan)
         for done_bytes in accumulate(_write_shards(folder, shards, small["dtype"])):
             progress(done_bytes, plan.total_bytes)
-        _write_json(folder / "config.json", big)
+        write_json(folder / "config.json", big)
         for path in _companions(source):
             shutil.copyfile(path, folder / path.name)
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         made = {"made_from": made_from, "plan": plan._asdict(), "files": files}
-        _write_json(folder / INFLATED, made)
+        write_json(folder / INFLATED, made)
     return destination
 
 
@@ -196,10 +196,7 @@ def _most_layer_bytes(config: dict[str, Any]) -> int:
 
 
 def _num_experts(config: dict[str, Any]) -> int:
-    """Return the number of experts of each layer; 0 in a Llama.
-
-    transformers 5 writes the second name where Qwen wrote the first.
-    """
+    """Return the experts of each layer, 0 in a Llama; transformers 5 has the second name."""
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
@@ -213,10 +210,7 @@ def _widened(small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
-    """Return the axes of one layer's tensors, in file order.
-
-    The small tensor is the low corner of the big one on every axis, groups included.
-    """
+    """Return the axes of one layer's tensors, in file order; the small one is their low corner."""
     shapes = _moe_shapes(config) if _num_experts(config) else layer_shapes(config)
     axes = {
         name.removesuffix(".weight"): tuple((size,) for size in shape)
@@ -229,10 +223,7 @@ def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
 
 
 def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's tensors by name, sorted as safetensors does.
-
-    The tensors of an expert lie together.
-    """
+    """Return the shapes of a layer's tensors by name; those of an expert lie together."""
     width = config["hidden_size"]
     inner = config["moe_intermediate_size"]
     num_experts = _num_experts(config)
@@ -371,31 +362,22 @@ class _Padding:
 
 
 def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Iterator[int]:
-    """Write all shards, and an index for several; yield the bytes of each block written.
-
-    A safetensors file holds the header's length (u64), JSON padded to a block, and the tensors in
-    order.
-    """
+    """Write all shards, and an index for several; yield the bytes of each block written."""
     padding = _Padding(dtype)
     weight_map = dict[str, str]()
     total_bytes = 0
-    for number, pieces in enumerate(shards, start=1):
-        name = "model.safetensors"
-        if len(shards) > 1:
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for number, pieces in enumerate(shards):
+        name = shard_name(number, len(shards))
+        entries = dict[str, TensorEntry]()
         end = 0
         for piece in pieces:
-            shape = [math.prod(axis) for axis in piece.axes]
+            shape = tuple(math.prod(axis) for axis in piece.axes)
             lo = end
             end += PLAIN_OF[dtype].stored_bytes(shape)
-            place = {"shape": shape, "data_offsets": (lo, end)}
-            header[piece.name] = {"dtype": PLAIN_OF[dtype].name, **place}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        # tensors begin where wide loads can
-        text += b" " * (-(8 + len(text)) % BLOCK_BYTES)
+            entries[piece.name] = TensorEntry(0, PLAIN_OF[dtype].name, shape, lo, end)
         with (folder / name).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            # tensors begin where wide loads can
+            file.write(header_bytes(entries, {"format": "pt"}, BLOCK_BYTES))
             for block in chain.from_iterable(map(padding.blocks, pieces)):
                 yield file.write(block.flatten().view(torch.uint8).numpy().data)
             file.flush()
@@ -404,19 +386,12 @@ def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Itera
         weight_map |= dict.fromkeys((piece.name for piece in pieces), name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / INDEX, index)
 
 
 def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
-    """Return whether the folder holds this very inflation; False when it is empty.
-
-    Raises `UserError` where it holds anything else.
-    """
-    if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
+    """Return whether the folder holds this very inflation. Raises `UserError` for others."""
+    if is_free(destination):
         return False
     if not (destination / INFLATED).is_file():
         raise UserError(f"{destination} holds something else: choose another folder")
@@ -438,17 +413,12 @@ def inflated_target(
     source: Path = PAIR / "target",
     name: str = "demo",
 ) -> Path:
-    """Return the packaged target, or another, inflated to about `size_bytes`.
-
-    It is made once, then reused. Raises `UserError`.
-    """
+    """Return a target inflated to about `size_bytes`, made once and reused. Raises `UserError`."""
     folder = cache_folder() / f"{name}-{size_bytes // 10**6}MB"
     try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        return inflate(source, folder, size_bytes, progress=progress)
+        with told_by_system(f"cannot write {folder}", "set XDG_CACHE_HOME to another folder"):
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            return inflate(source, folder, size_bytes, progress=progress)
     except BusyError:
         what = "another command is making the packaged model just now"
         raise UserError(f"{what}: try again when it has") from None
-    except OSError as error:
-        what = f"cannot write {folder} ({error.strerror})"
-        raise UserError(f"{what}: set XDG_CACHE_HOME to another folder") from None

@@ -13,7 +13,8 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from offload.checkpoint.download import (
+    SINGLE,
     download_shards,
     download_small,
     download_unindexed,
@@ -36,9 +38,9 @@ from offload.checkpoint.families import (
 from offload.checkpoint.files import open_regular, read_object
 from offload.checkpoint.held import Held
 from offload.checkpoint.tensors import TensorEntry, check_method, spelled_out, with_codings
-from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED
+from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED, Coding, Settings
 from offload.encoding.exponents import Exponents
-from offload.errors import UnreadError, UserError, did_you_mean, ensure, reason
+from offload.errors import UnreadError, UserError, did_you_mean, ensure, reason, told_by_system
 
 _Others = ParamSpec("_Others")
 _Found = TypeVar("_Found")
@@ -58,7 +60,7 @@ MANIFEST = "offload_pack.json"  # in folders of `offload pack`
 INFLATED = "inflation.json"  # in folders of `inflate`
 SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
 _MOST_NAMES = 1000  # of a folder, among which one may be meant
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -123,9 +125,8 @@ class Checkpoint:
     beside: Path | None = None
     tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
     held: Held | None = None  # of a draft, that lies in memory in fewer bits
-    left_out: Mapping[str, int] = field(
-        default_factory=dict
-    )  # bytes of tensors that no text needs, by what they are of
+    # bytes of tensors that no text needs, by what they are of
+    left_out: Mapping[str, int] = field(default_factory=dict)
     config_stamp: Stamp | None = None  # of config.json as it was read
 
     @property
@@ -135,9 +136,19 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        entries = self.tensors.values()
-        companions = (entry.coded.num_bytes for entry in entries if entry.coded is not None)
-        return sum(entry.num_bytes for entry in entries) + sum(companions)
+        return sum(entry.num_bytes for _, entry in self.stored_entries)
+
+    @property
+    def stored_entries(self) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield name and entry of all tensors that a text needs, companions included."""
+        for name, entry in self.tensors.items():
+            yield name, entry
+            yield from ((f"{name} {suffix}", one) for suffix, one in entry.companions)
+
+    @property
+    def codings(self) -> list[Coding]:
+        """Return the codings of all coded weights."""
+        return [entry.coded.coding for entry in self.tensors.values() if entry.coded]
 
     @property
     def small_files(self) -> Path:
@@ -150,10 +161,7 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Read config and headers of a Hugging Face directory or hub id.
-
-    Raises `UserError` where they make no sense.
-    """
+    """Read config and headers of a Hugging Face folder or hub id. Raises `UserError`."""
     directory = _resolve(model)
     if not os.path.isfile(directory / "config.json"):
         _refuse_other_formats(directory)
@@ -189,10 +197,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
 
 
 def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> TextPart:
-    """Return the tensors of the language model, by its own names.
-
-    Raises `UserError` where they contradict each other or the config.
-    """
+    """Return a language model's tensors by its own names. Raises `UserError` for contradictions."""
     check_method(where, config)
     found = text_part(where, config, tensors)
     weights = with_codings(where, config, found.tensors)
@@ -215,42 +220,42 @@ def _usual_dtype_name(checkpoint: Checkpoint) -> str:
         decoded = ENCODINGS.get(entry.dtype) if entry.coded is None else entry.coded.coding
         stored[decoded.dtype if decoded else entry.dtype] += math.prod(entry.shape)
     usual = stored.most_common(1)[0][0] if stored else "float32"
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or usual
-    name = str(named).removeprefix("torch.")
+    remedy = "give `dtype` bfloat16, float16 or float32"
+    return stored_dtype(checkpoint.config, checkpoint.directory.name, usual, remedy)
+
+
+def stored_dtype(
+    config: Settings,
+    where: str | Path,
+    usual: str = "bfloat16",
+    remedy: str = "bfloat16, float16 or float32 it must be",
+) -> str:
+    """Return the type of most weights. Raises `UserError` for one that is not computed in."""
+    named = str(config.get("dtype") or config.get("torch_dtype") or usual)
+    name = named.removeprefix("torch.")
     if name not in PLAIN_OF:
-        remedy = "give `dtype` bfloat16, float16 or float32"
-        raise UserError(f"{checkpoint.directory.name}: cannot compute in {name}: {remedy}")
+        raise UserError(f"{where}: cannot compute in {name}: {remedy}")
     return name
 
 
 def read_header(path: Path, shard: int = 0) -> tuple[dict[str, TensorEntry], Stamp]:
-    """Return the entries of a safetensors file, and its stamp.
-
-    Raises `UserError` where the header contradicts the file.
-    """
+    """Return a file's entries and stamp. Raises `UserError` for a header that is false."""
     raw, stamp = read_raw_header(path)
     return parse_header(path, raw, stamp.num_bytes, shard), stamp
 
 
 def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
-    """Return the JSON that a safetensors file begins with, and the file's stamp.
-
-    Raises `UserError` where there is none.
-    """
-    try:
-        with open_regular(path) as file:
-            stamp = Stamp.of(file.fileno())
-            start = file.read(len(_LFS))
-            file.seek(8)
-            header_bytes = int.from_bytes(start[:8], "little")
-            is_inside = stamp.num_bytes >= 8 and header_bytes <= stamp.num_bytes - 8
-            is_sound = start != _LFS and is_inside and header_bytes <= _MAX_HEADER_BYTES
-            raw = file.read(header_bytes) if is_sound else b""
-    except OSError as error:
-        raise unreadable(path, error) from None
+    """Return the JSON that a file begins with, and its stamp. Raises `UserError` without one."""
+    with readable(path), open_regular(path) as file:
+        stamp = Stamp.of(file.fileno())
+        start = file.read(len(_LFS))
+        file.seek(8)
+        header_bytes = int.from_bytes(start[:8], "little")
+        is_inside = stamp.num_bytes >= 8 and header_bytes <= stamp.num_bytes - 8
+        is_sound = start != _LFS and is_inside and header_bytes <= _MAX_HEADER_BYTES
+        raw = file.read(header_bytes) if is_sound else b""
     if start == _LFS:
-        what = f"{path.name} is a pointer of Git LFS, not the weights"
-        raise UserError(f"{what}: run git lfs pull in its folder")
+        raise lfs_pointer(path)
     if not is_sound:
         what = f"header of {header_bytes} bytes in a file of {stamp.num_bytes}"
         raise damaged(f"{path.name}: {what}", path.parent)
@@ -258,10 +263,7 @@ def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
 
 
 def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dict[str, TensorEntry]:
-    """Return the entries of a header of a file of `file_bytes`.
-
-    Raises `UserError` where the header contradicts itself, or the file.
-    """
+    """Return the entries. Raises `UserError` where the header contradicts itself or the file."""
     data_lo = 8 + len(raw)
     found, _ = _parse_json(path, raw)
     _require_few(path.name, len(found))
@@ -271,12 +273,28 @@ def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dic
     check_extents(path, entries, file_bytes)
     # in bytes between tensors other programs may see another file
     end = data_lo
-    places = [(entry.lo, entry.hi) for _, entry in _in_file_order(entries)]
+    places = [(entry.lo, entry.hi) for _, entry in in_file_order(entries)]
     for lo, hi in (*places, (file_bytes, file_bytes)):
         if lo != end:
             raise damaged(f"{path.name}: bytes {end} to {lo} belong to no tensor", path.parent)
         end = hi
     return entries
+
+
+def header_bytes(
+    entries: Mapping[str, TensorEntry], notes: Mapping[str, str], align_bytes: int
+) -> bytes:
+    """Return what a file begins with: the length of its JSON, and the JSON, padded with blanks.
+
+    Places of entries are counted from the end of it, which is a multiple of `align_bytes`.
+    """
+    told = {
+        name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": (one.lo, one.hi)}
+        for name, one in entries.items()
+    }
+    text = json.dumps({"__metadata__": notes, **told}, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % align_bytes)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _require_few(where: str, num_tensors: int) -> None:
@@ -291,19 +309,20 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def damaged(what: str, directory: Path | None = None) -> UserError:
-    """Return the error for a file that contradicts itself.
-
-    The folder tells whether the file was downloaded or packed.
-    """
+    """Return the error for a file that contradicts itself; the folder tells how it was made."""
     is_packed = directory is not None and os.path.isfile(directory / MANIFEST)
     return UserError(f"{what}: {'pack the model again' if is_packed else _AGAIN}")
 
 
-def unreadable(path: Path, error: OSError) -> UserError:
-    """Return the error for a file that the system does not open."""
-    return UserError(
-        f"cannot read {path} ({error.strerror}): check that it is a file and yours to read"
-    )
+def lfs_pointer(path: Path) -> UserError:
+    """Return the error for a file that stands for one that was not fetched."""
+    what = f"{path.name} is a pointer of Git LFS, not the weights"
+    return UserError(f"{what}: run git lfs pull in its folder")
+
+
+def readable(path: Path) -> AbstractContextManager[None]:
+    """Raise `UserError` inside for a file that the system does not let us read."""
+    return told_by_system(f"cannot read {path}", "check that it is a file and yours to read")
 
 
 def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
@@ -330,10 +349,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) -> TensorEntry:
-    """Return one tensor's entry, checked in itself; tensors begin at `data_lo`.
-
-    Raises `UserError`.
-    """
+    """Return one tensor's entry, checked; tensors begin at `data_lo`. Raises `UserError`."""
     if len(name) > _MAX_NAME_CHARS:
         what = f"its header has {name:.80} with a name of {len(name)} characters"
         raise damaged(f"{path.name}: {what}", path.parent)
@@ -360,7 +376,7 @@ def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) 
     """Raise `UserError` where tensors leave the file or overlap."""
     end = 0
     before = ""
-    for name, entry in _in_file_order(entries):
+    for name, entry in in_file_order(entries):
         if entry.hi > file_bytes:
             where = f"{name} ends at byte {entry.hi}, the file at {file_bytes}"
             raise damaged(f"{path.name}: {where}: truncated", path.parent)
@@ -370,16 +386,13 @@ def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) 
         before = name
 
 
-def _in_file_order(entries: dict[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
+def in_file_order(entries: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
     """Return the tensors of one file in the order of their bytes."""
     return sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi))
 
 
 def tokenizer_folder(model: str | os.PathLike[str]) -> Path:
-    """Return where a model's tokenizer lies; from the hub it is fetched without the weights.
-
-    Raises `UserError`.
-    """
+    """Return where a tokenizer lies; the hub's is fetched without weights. Raises `UserError`."""
     return _resolve(model, with_weights=False)
 
 
@@ -393,9 +406,9 @@ def _resolve(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pat
     if not is_hub_id(str(model)):
         raise _not_there(path)
     small = download_small(str(model))
-    if not os.path.isfile(small / _INDEX):
+    if not os.path.isfile(small / INDEX):
         return download_unindexed(str(model), small) if with_weights else small
-    shards = _shard_names(small, read_json(small / _INDEX).get("weight_map"))
+    shards = _shard_names(small, read_json(small / INDEX).get("weight_map"))
     return download_shards(str(model), small, shards) if with_weights else small
 
 
@@ -409,15 +422,13 @@ def _not_there(path: Path) -> UserError:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return whether a folder has files that a tokenizer is made of."""
-    return any(os.path.isfile(directory / name) for name in _TOKENIZERS)
+    """Return whether a folder has files that a tokenizer is made of; a GGUF file is one."""
+    files = (directory, *(directory / name for name in _TOKENIZERS))
+    return any(map(os.path.isfile, files))
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Return whether a folder has what tells a conversation's speakers apart.
-
-    True as well for kinds of tokenizers that bring their own.
-    """
+    """Return whether a folder tells speakers apart, by a template or its kind of tokenizer."""
     if any(os.path.exists(directory / name) for name in (*_TEMPLATES, "tekken.json")):
         return True
     path = directory / "tokenizer_config.json"
@@ -433,10 +444,7 @@ def no_chat_template() -> UserError:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a model's config.
-
-    Raises `UserError` where it is missing, or does not describe the language model inside.
-    """
+    """Return a model's config. Raises `UserError` where it is missing, or of no language model."""
     return with_text_sizes(path.parent.name, spelled_out(read_json(path)))
 
 
@@ -449,13 +457,12 @@ def unsupported(checkpoint: Checkpoint, what: str) -> UserError:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises `UserError` when it is missing or something else."""
-    try:
-        return read_object(path, _AGAIN)
-    except FileNotFoundError:
-        what = f"no {path.name} in {path.parent}"
-        raise UserError(f"{what}: give the folder of a Hugging Face model") from None
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with readable(path):
+        try:
+            return read_object(path, _AGAIN)
+        except FileNotFoundError:
+            what = f"no {path.name} in {path.parent}"
+            raise UserError(f"{what}: give the folder of a Hugging Face model") from None
 
 
 def has_weights(directory: Path) -> bool:
@@ -471,17 +478,17 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
     The map is None without an index. Raises `UserError` where there are no files, or the index
     makes no sense.
     """
-    if os.path.isfile(directory / _INDEX):
-        weight_map = read_json(directory / _INDEX).get("weight_map")
+    if os.path.isfile(directory / INDEX):
+        weight_map = read_json(directory / INDEX).get("weight_map")
         names = _shard_names(directory, weight_map)
         return tuple(directory / name for name in names), weight_map
     shards = sorted(directory.glob("*.safetensors"))
-    if os.path.isfile(directory / "model.safetensors"):
-        shards = [directory / "model.safetensors"]
+    if os.path.isfile(directory / SINGLE):
+        shards = [directory / SINGLE]
     if len(shards) == 1:
         return tuple(shards), None
     if shards:
-        what = f"{directory} has {len(shards)} safetensors files but no {_INDEX}"
+        what = f"{directory} has {len(shards)} safetensors files but no {INDEX}"
         raise damaged(what, directory)
     pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
     if pickles:
@@ -503,10 +510,15 @@ def _refuse_other_formats(directory: Path) -> None:
 def _shard_names(directory: Path, weight_map: Any) -> list[str]:
     is_usable = isinstance(weight_map, dict) and bool(weight_map)
     if not is_usable or not all(isinstance(file, str) for file in weight_map.values()):
-        raise damaged(f"{directory}: {_INDEX} has no usable weight_map", directory)
+        raise damaged(f"{directory}: {INDEX} has no usable weight_map", directory)
     names = sorted(set(weight_map.values()))
     check_shard_names(directory, names)
     return names
+
+
+def shard_name(index: int, count: int) -> str:
+    """Return the name of one of `count` weight files."""
+    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def check_shard_names(directory: Path, names: Iterable[str]) -> None:
@@ -519,8 +531,7 @@ def check_shard_names(directory: Path, names: Iterable[str]) -> None:
 
 def settled_dtype(target: Checkpoint, wish: str, *, is_on_cpu: bool) -> tuple[str, list[str]]:
     """Return `wish`, or bfloat16 in place of float16 on a CPU, and what to tell the user."""
-    codings = [entry.coded.coding for entry in target.tensors.values() if entry.coded is not None]
-    is_rounded = not all(isinstance(one, Exponents) for one in codings)
+    is_rounded = not all(isinstance(one, Exponents) for one in target.codings)
     is_open = wish == "auto" and is_on_cpu and is_rounded
     if not is_open or compute_dtype_name(target, wish) != "float16":
         return wish, []

@@ -20,6 +20,7 @@ from offload.checkpoint.expert_sizes import (
     ExpertShape,
     cast_bytes_of,
     expert_shape,
+    routed_share,
 )
 from offload.checkpoint.families import REFUSED, decoder_config, has_encoder
 from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
@@ -37,7 +38,7 @@ from offload.checkpoint.state_sizes import (
     index_shape,
     recurrent_shape,
 )
-from offload.checkpoint.tensors import MIXTURE, TensorEntry
+from offload.checkpoint.tensors import MIXTURE, TensorEntry, first_size
 from offload.encoding.base import PLAIN_OF, Encoding
 from offload.errors import UserError
 
@@ -54,7 +55,7 @@ _INNER_COPIES = 3
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 # Products of larger numbers could not be told in words any more.
 _MAX_SIZE = 1 << 63
-_MAX_STREAMS = 1 << 16
+_MAX_STREAMS = (1 << 16) - 1
 _NEEDED = ("num_hidden_layers", "hidden_size")
 _OPTIONAL = (
     "vocab_size",
@@ -126,10 +127,7 @@ class ModelShape:
 
 
 def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
-    """Return the sizes of a model that computes in `dtype`.
-
-    Raises `UserError` where config.json lacks the sizes of a decoder.
-    """
+    """Return the sizes of a model that computes in `dtype`. Raises `UserError` for no decoder."""
     return _shape_in(checkpoint, compute_dtype_name(checkpoint, dtype))
 
 
@@ -174,9 +172,9 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         num_weights=layer_weights + _num_weights(head),
         routed_weights=_num_weights(routed),
         routed_bytes=sum(entry.hi - entry.lo for entry in routed),
-        routed_share=_routed_share(sizes),
+        routed_share=routed_share({**config, **sizes}),
         companion_bytes=sum(
-            one.coded.coding.companion_bytes(one.shape) for one in coded if one.coded is not None
+            one.coded.coding.companion_bytes(one.shape) for one in coded if one.coded
         ),
         scratch_bytes=_scratch_bytes(checkpoint, rest, computed),
         beside_bytes=_beside_bytes(layers, rest),
@@ -211,10 +209,7 @@ def _held_shape(shape: ModelShape, held: Held, own: HeldSizes) -> ModelShape:
 def _all_layers(
     checkpoint: Checkpoint, sizes: Mapping[str, int]
 ) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
-    """Return the tensors of each layer, an encoder's last, and those outside of layers.
-
-    Raises `UserError` for a layer without any.
-    """
+    """Return tensors by layer, an encoder's last, and the rest. Raises `UserError`."""
     counts = (sizes["num_hidden_layers"], sizes.get("num_encoder_layers", 0))
     # A config may claim any number: one layer more than there are tensors shows that it is wrong.
     layers, rest = group_by_layer(
@@ -238,10 +233,7 @@ def text_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the numbers of config.json that memory depends on, as far as it has them.
-
-    Where a number is a list with one per layer, the largest counts.
-    """
+    """Return the numbers that memory depends on; of a list with one per layer, the largest."""
     why = REFUSED.get(str(checkpoint.config.get("model_type")))
     if why is not None:
         raise unsupported(checkpoint, why)
@@ -261,6 +253,24 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
             rule = f"{key} in config.json must be a whole number above 0 and below 2^63"
             raise UserError(f"{where}: {rule}, got {given[key]!r:.80}: fix it")
     return {key: max(values) for key, values in each.items()}
+
+
+def longest_context(checkpoint: Checkpoint) -> int | None:
+    """Return the positions that a model was made for; None where it does not say."""
+    return turning_point(checkpoint) or config_sizes(checkpoint).get("max_position_embeddings")
+
+
+def turning_point(checkpoint: Checkpoint) -> int | None:
+    """Return the position where a longrope model changes the frequencies of all positions at once.
+
+    No cached key fits any more from there on.
+    """
+    config = text_config(checkpoint)
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or "long_factor" not in rope:
+        return None
+    name = "original_max_position_embeddings"
+    return first_size(rope if rope.get(name) else config, name, most=math.inf) or None
 
 
 def head_dim(sizes: dict[str, int]) -> int:
@@ -285,14 +295,6 @@ def table_and_head(
     is_tied = bool(others) and not heads
     as_head = [entry for name, entry in named.items() if _PER_LAYER not in name] if is_tied else []
     return tables, others + as_head
-
-
-def _routed_share(sizes: dict[str, int]) -> float:
-    """Return k / E, or 1 where the config lacks either, so that no expert is left out."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    num_experts = max(sizes.get(name, 0) for name in names)
-    num_chosen = sizes.get("num_experts_per_tok", num_experts)
-    return min(1.0, num_chosen / num_experts) if num_experts else 1.0
 
 
 def _rest_bytes(entries: list[TensorEntry], computed: Encoding) -> int:
@@ -321,9 +323,9 @@ def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: En
 
 
 def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> int:
-    beside = [entry for entry in rest if entry.coded is not None]
+    beside = [entry for entry in rest if entry.coded]
     for entry in (one for entries in (*layers, rest) for one in entries):
-        beside += [one for _, one in entry.coded.companions] if entry.coded is not None else []
+        beside += [one for _, one in entry.companions]
     return slab_bytes_bound(beside)
 
 
@@ -333,8 +335,7 @@ def _row_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -
     This is residual, norms (partly in fp32), heads and feed-forward. Some families mix several
     residual streams, which lie beside each other.
     """
-    found = (config.get(name) for name in ("hc_mult", "hc_count"))
-    num_streams = next((n for n in found if type(n) is int and 0 < n < _MAX_STREAMS), 1)
+    num_streams = first_size(config, "hc_mult", "hc_count", most=_MAX_STREAMS) or 1
     width = sizes["hidden_size"] * num_streams
     inner = sizes.get("intermediate_size", 4 * sizes["hidden_size"])
     feed_forward = inner * sizes.get("num_experts_per_tok", 1)
@@ -343,10 +344,7 @@ def _row_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -
 
 
 def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: int) -> int:
-    """Return the part of `_row_bytes` inside feed-forwards that take rows part by part.
-
-    They do so where `model.parts` finds all of them by their names.
-    """
+    """Return the part of `_row_bytes` where `model.parts` finds all feed-forwards by name."""
     matches = map(_INNER_NAME.search, checkpoint.tensors)
     named = {match[0].partition(".mlp")[0] for match in matches if match is not None}
     is_all = checkpoint.held is None and len(named) == sizes["num_hidden_layers"]

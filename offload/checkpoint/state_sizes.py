@@ -12,14 +12,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from offload.checkpoint.tensors import Entries
+from offload.checkpoint.tensors import Entries, first_size, in_layers
 from offload.encoding.base import Settings
 
-_LAYER = re.compile(
-    r"^(?:.*?\.)?layers\.(\d{1,9})\.(.*\.)?((?:[qkv]_)?conv_?1d\.weight|conv\.conv\.weight|A_log|"
-    r"rg_lru\.recurrent_param)$"
-)
-_GATE = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\.self_attn\.output_gate\.weight$")
+_DECAY = re.compile(r"(.*\.)?(A_log|rg_lru\.recurrent_param)$")
+_CONVOLUTION = re.compile(r"(.*\.)?((?:[qkv]_)?conv_?1d\.weight|conv\.conv\.weight)$")
+_GATE = "self_attn.output_gate.weight"
 # States, and what they are computed with, are float32.
 _FLOAT_BYTES = 4
 # Copies of a row's heads that `torch_chunk_gated_delta_rule` holds while it reads a prompt.
@@ -28,9 +26,8 @@ _COPIES = 12
 _CHUNK_ROWS = 64
 # Chunk-wide numbers of a row and head that it holds, or a scan of Mamba2.
 _CHUNKS = 5
-_OF_ATTENTION = r"^(?:.*?\.)?layers\.(\d{1,9})\.(?:self_attn|attention)\."
-_INDEX = re.compile(_OF_ATTENTION + r"indexer\.(\w+)(?:\.weight)?$")
-_LATENT = re.compile(_OF_ATTENTION + r"w?kv_a_(?:proj_)?with_mqa\.weight$")
+_INDEX = re.compile(r"(?:self_attn|attention)\.indexer\.(\w+)(?:\.weight)?$")
+_LATENT = re.compile(r"(?:self_attn|attention)\.w?kv_a_(?:proj_)?with_mqa\.weight$")
 
 
 class RecurrentShape(NamedTuple):
@@ -59,10 +56,7 @@ class RecurrentLayer(NamedTuple):
 def recurrent_shape(
     config: Settings, tensors: Entries, num_layers: int, item_bytes: int
 ) -> RecurrentShape:
-    """Return the sizes of a model that computes in numbers of so many bytes.
-
-    They are zeros for one without recurrent layers.
-    """
+    """Return the sizes of a model that computes in so many bytes; zeros for most."""
     layers = recurrent_layers(config, tensors, num_layers).values()
     tails = (item_bytes * (one.num_taps - 1) * one.num_channels for one in layers)
     return RecurrentShape(
@@ -79,24 +73,22 @@ def recurrent_layers(
     """Return the layers that keep anything beside keys and values."""
     convolutions = defaultdict[int, list[tuple[int, ...]]](list)
     decays = dict[int, tuple[int, ...]]()
-    for name, entry in tensors.items():
-        match = _LAYER.match(name)
-        if match is not None and int(match[1]) < num_layers:
-            if match[3] in ("A_log", "rg_lru.recurrent_param"):
-                decays[int(match[1])] = entry.shape
-            elif len(entry.shape) == 3:
-                convolutions[int(match[1])].append(entry.shape)
+    for layer, name, entry in in_layers(tensors, num_layers):
+        if _DECAY.match(name):
+            decays[layer] = entry.shape
+        elif len(entry.shape) == 3 and _CONVOLUTION.match(name):
+            convolutions[layer].append(entry.shape)
     layers = sorted({*convolutions, *decays})
     found = {layer: _layer(config, convolutions[layer], decays.get(layer)) for layer in layers}
     # linear attention, whose heads are as wide together as its gate
-    for name, entry in tensors.items() if config.get("model_type") == "minimax" else ():
-        match = _GATE.match(name)
-        if match is not None and int(match[1]) < num_layers:
+    is_linear = config.get("model_type") == "minimax"
+    for layer, name, entry in in_layers(tensors, num_layers if is_linear else 0):
+        if name == _GATE:
             width = entry.shape[0]
-            num_heads = _size(config, "num_attention_heads")
-            state = width * (_size(config, "head_dim") or width // max(1, num_heads))
+            num_heads = first_size(config, "num_attention_heads")
+            state = width * (first_size(config, "head_dim") or width // max(1, num_heads))
             row_floats = 8 * width + _CHUNK_ROWS * width
-            found[int(match[1])] = RecurrentLayer(1, 0, state, 2 * width, 0, row_floats)
+            found[layer] = RecurrentLayer(1, 0, state, 2 * width, 0, row_floats)
     return found
 
 
@@ -118,7 +110,7 @@ def _layer(
         kept = width + num_states
         kept_floats = width
         row_floats = 8 * width
-    elif _size(config, "linear_key_head_dim", "linear_head_dim"):
+    elif first_size(config, "linear_key_head_dim", "linear_head_dim"):
         state, kept, kept_floats, row_floats = _delta(config)
     else:
         state, kept, kept_floats, row_floats = _mamba2(config, channels, math.prod(decays))
@@ -129,30 +121,24 @@ def _layer(
 
 def _delta(config: Settings) -> tuple[int, int, int, int]:
     key_width, value_width = (
-        _size(config, name, "linear_head_dim")
+        first_size(config, name, "linear_head_dim")
         for name in ("linear_key_head_dim", "linear_value_head_dim")
     )
-    num_heads = _size(config, "linear_num_value_heads", "linear_num_heads")
+    num_heads = first_size(config, "linear_num_value_heads", "linear_num_heads")
     heads = num_heads * (key_width + value_width)
     row = _COPIES * num_heads * max(key_width, value_width) + _CHUNKS * _CHUNK_ROWS * num_heads
-    decays = num_heads * key_width if _size(config, "linear_head_dim") else num_heads
+    decays = num_heads * key_width if first_size(config, "linear_head_dim") else num_heads
     return num_heads * key_width * value_width, heads + num_heads, decays, row
 
 
 def _mamba2(config: Settings, channels: int, num_heads: int) -> tuple[int, int, int, int]:
-    num_states = _size(config, "mamba_d_state", "ssm_state_size", "state_size")
-    groups_width = max(1, _size(config, "mamba_n_groups", "n_groups", "mamba_ngroups")) * num_states
+    num_states = first_size(config, "mamba_d_state", "ssm_state_size", "state_size")
+    num_groups = first_size(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
+    groups_width = num_groups * num_states
     width = max(0, channels - 2 * groups_width)
-    chunk = _size(config, "mamba_chunk_size", "chunk_size") or 256
+    chunk = first_size(config, "mamba_chunk_size", "chunk_size") or 256
     row = 6 * width + 4 * num_heads * num_states + _CHUNKS * chunk * num_heads
     return width * num_states, width + num_heads + groups_width, num_heads, row
-
-
-def _size(config: Settings, *names: str) -> int:
-    """Return the first of these that is a size; 0 where none is."""
-    return next(
-        (size for name in names if type(size := config.get(name)) is int and 0 < size < 1 << 31), 0
-    )
 
 
 class IndexShape(NamedTuple):
@@ -169,7 +155,11 @@ def index_shape(config: Settings, tensors: Entries, sizes: Mapping[str, int]) ->
     index = index_layers(config, tensors, num_layers)
     if not index:
         return IndexShape()
-    latents = latent_layers(tensors, num_layers)
+    latents = {
+        layer: entry.shape[0]
+        for layer, name, entry in in_layers(tensors, num_layers)
+        if _LATENT.match(name)
+    }
     # of a head: keys and values as a projection gives them, once more apart, and keys with what turns
     keys_width = 3 * sizes.get("qk_nope_head_dim", 0) + sizes.get("qk_rope_head_dim", 0)
     values_width = 2 * sizes.get("v_head_dim", 0)
@@ -180,26 +170,13 @@ def index_shape(config: Settings, tensors: Entries, sizes: Mapping[str, int]) ->
 def index_layers(config: Settings, tensors: Entries, num_layers: int) -> dict[int, int]:
     """Return the width of a position's index key, by layer."""
     found = dict[int, int]()
-    for name, entry in tensors.items():
+    for layer, name, entry in in_layers(tensors, num_layers):
         match = _INDEX.match(name)
-        if match is None or int(match[1]) >= num_layers:
-            continue
-        layer = int(match[1])
-        if match[2] == "wk":
+        what = match[1] if match else ""
+        if what == "wk":
             found[layer] = max(found.get(layer, 0), entry.shape[0])
-        elif match[2] == "index_kpool_compress_gate":  # beside each key its gate, and whether it is
+        elif what == "index_kpool_compress_gate":  # beside each key its gate, and whether it is
             found[layer] = 2 * entry.shape[0] + 1
-        elif match[2] == "index_qk_proj":
-            width = config.get("indexer_head_dim")
-            found[layer] = width if type(width) is int and width > 0 else entry.shape[0]
+        elif what == "index_qk_proj":
+            found[layer] = first_size(config, "indexer_head_dim") or entry.shape[0]
     return found
-
-
-def latent_layers(tensors: Entries, num_layers: int) -> dict[int, int]:
-    """Return the width of a position's compressed keys and values, by layer."""
-    matches = ((_LATENT.match(name), entry) for name, entry in tensors.items())
-    return {
-        int(match[1]): entry.shape[0]
-        for match, entry in matches
-        if match is not None and int(match[1]) < num_layers
-    }

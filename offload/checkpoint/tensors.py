@@ -33,6 +33,7 @@ from offload.errors import UserError, ensure, require
 ROWS = ".rows."
 # what files call a mixture, as a pattern: Step calls it `moe`, and its router `moe.gate`
 MIXTURE = r"\b(?:experts|moe(?=\.(?:gate|up|down)_proj\b))\."
+MOST_EXPERTS = 65_536  # of a layer, of any model that is taken
 # in the order in which they are asked to recognise a weight
 FORMATS: tuple[Format, ...] = (
     *exponents.FORMATS,
@@ -61,6 +62,11 @@ class TensorEntry(NamedTuple):
     def num_bytes(self) -> int:
         return self.hi - self.lo
 
+    @property
+    def companions(self) -> "tuple[tuple[str, TensorEntry], ...]":
+        """Return the companions by their suffixes; there are none for plain numbers."""
+        return self.coded.companions if self.coded else ()
+
 
 class Coded(NamedTuple):
     """How words are expanded, and the companions that this takes."""
@@ -71,14 +77,30 @@ class Coded(NamedTuple):
     turn: int = 0
     num_woven: int = 1
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the companions in the file."""
-        return sum(entry.num_bytes for _, entry in self.companions)
-
 
 Entries = Mapping[str, TensorEntry]
+_IN_LAYER = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\.(.+)$")
 _SUFFIXES = sorted({suffix for one in FORMATS for suffix in one.suffixes}, key=len, reverse=True)
+
+
+def in_layers(tensors: Entries, num_layers: int) -> Iterator[tuple[int, str, TensorEntry]]:
+    """Yield the tensors of a decoder's layers: the layer, the name within it, and the entry."""
+    for name, entry in tensors.items():
+        match = _IN_LAYER.match(name)
+        if match is not None and int(match[1]) < num_layers:
+            yield int(match[1]), match[2], entry
+
+
+def of_text(config: Settings) -> Settings:
+    """Return the part of a config that is of the decoder of text: all of it, where none is named."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def first_size(config: Settings, *names: str, most: float = (1 << 31) - 1) -> int:
+    """Return the first of these that is a whole number above 0, up to `most`; 0 where none is."""
+    given = (config.get(name) for name in names)
+    return next((size for size in given if type(size) is int and 0 < size <= most), 0)
 
 
 def with_codings(where: str, config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
@@ -87,10 +109,8 @@ def with_codings(where: str, config: Settings, tensors: Entries) -> dict[str, Te
     Raises:
         UserError: tensors of a weight contradict each other, or are of a version that is not known.
     """
-    inner = config.get("text_config")
-    places = (config, inner if isinstance(inner, dict) else {})
     keys = ("quantization_config", "compression_config")
-    given = (place.get(key) for place in places for key in keys)
+    given = (place.get(key) for place in (config, of_text(config)) for key in keys)
     settings = next((one for one in given if isinstance(one, dict)), {})
     known = dict[str, TensorEntry]()
     grouped = dict[str, dict[str, TensorEntry]]()
@@ -264,10 +284,7 @@ def check_counts(where: str, config: Settings, file: str = "config.json") -> Non
 
 
 def spelled_out(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config with numbers that JSON has no words for, and with its count of layers.
-
-    transformers writes infinity as `{"__float__": "Infinity"}`.
-    """
+    """Return a config with `{"__float__": "Infinity"}` as a number, and its count of layers."""
     left: list[Any] = [config]
     while left:
         part = left.pop()

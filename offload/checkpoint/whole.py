@@ -31,7 +31,7 @@ import numpy as np
 from msgspec import Meta, ValidationError, convert
 
 from offload.checkpoint.download import in_cache
-from offload.checkpoint.files import PART_BYTES, cache_folder, read_object, replacing
+from offload.checkpoint.files import PART_BYTES, cache_folder, read_object, write_whole
 from offload.checkpoint.gguf import files_of, gguf_file
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.hub import open_headers
@@ -41,9 +41,10 @@ from offload.checkpoint.safetensors import (
     SUMS,
     Stamp,
     find_shards,
+    in_file_order,
     is_hub_id,
     read_header,
-    unreadable,
+    readable,
 )
 from offload.checkpoint.tensors import Entries, TensorEntry
 from offload.errors import UnreadError, UserError, ensure, reason
@@ -119,10 +120,7 @@ class ModelSpans(NamedTuple):
 
 
 def open_whole(model: str) -> ModelSpans:
-    """Read the headers of a folder, a GGUF file or a hub id that was downloaded.
-
-    Damage that headers show is recorded and no error. Raises `UserError` for anything else.
-    """
+    """Read a model's headers; damage is recorded. Raises `UserError` for what is no model here."""
     file = gguf_file(model)
     places = dict[str, str]()
     if file is not None:
@@ -206,7 +204,7 @@ def _without_name(error: UserError, path: Path) -> str:
 
 
 def _spans(entries: Entries, stamp: Stamp, words: Collection[int]) -> tuple[Span, ...]:
-    ordered = sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi))
+    ordered = in_file_order(entries)
     starts = [*(entry.lo for _, entry in ordered), stamp.num_bytes]
     spans = [Span(None, 0, starts[0], starts[0])]
     for (name, entry), (_, end) in zip(ordered, pairwise(starts), strict=True):
@@ -249,17 +247,13 @@ def default_manifest(model: Path) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, FileSums]:
-    """Return the checksums of files by name; empty where there is no manifest.
-
-    Raises `UserError` for a file that is no manifest, or is damaged.
-    """
+    """Return checksums of files by name, empty without any. Raises `UserError` for damage."""
     remedy = "remove it to have it written anew"
-    try:
-        found = read_object(path, remedy)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with readable(path):
+        try:
+            found = read_object(path, remedy)
+        except FileNotFoundError:
+            return {}
     if found.get("format") != _FORMAT or found.get("version") != _VERSION:
         other = "give another with `manifest`, or move it away"
         raise UserError(f"{path} is no manifest of offload verify: {other}")
@@ -272,11 +266,10 @@ def read_manifest(path: Path) -> dict[str, FileSums]:
 
 
 def write_manifest(path: Path, files: Mapping[str, FileSums]) -> None:
-    """Write the manifest, whole or not at all. Raises `OSError`."""
+    """Write the manifest. Raises `OSError`."""
     told = {name: asdict(own) for name, own in files.items()}
     whole = {"format": _FORMAT, "version": _VERSION, "crc32": _crc32(told), "files": told}
-    with replacing(path) as scratch:
-        scratch.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(whole, indent=1) + "\n")
 
 
 def have_same_bytes(one: FileSums, other: FileSums) -> bool:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.checkpoint.files import becoming, locked, open_regular
+from offload.checkpoint.files import becoming, is_free, locked, open_regular
 from offload.datastore.index import MAX_TEXT_BYTES, ReversedText, TokenWidth, sorted_positions
 from offload.datastore.store import (
     MANIFEST_NAME,
@@ -95,10 +95,7 @@ def build(
 def append(
     path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on_phase: OnPhase
 ) -> Store:
-    """Add chunks to a store; readers that have it open keep its old state.
-
-    Raises what `build` raises.
-    """
+    """Add chunks to a store; readers keep its old state. Raises what `build` raises."""
     room = chunk_room(ram_bytes, coder)
     with _refusing_bad_places(path):
         if not path.is_dir():
@@ -233,20 +230,14 @@ def _sync_folder(folder: Path) -> None:
 
 def require_new(path: Path) -> None:
     """Raise `UserError` where a new store cannot have this name."""
-    # only an empty folder can be replaced by renaming
-    is_folder = path.is_dir() and path.name != "" and not path.is_symlink()
-    is_free = not os.path.lexists(path) or (is_folder and not any(path.iterdir()))
-    if not is_free:
+    if not is_free(path):
         rule = "a new store must have a name of its own"
         raise UserError(f"{rule}, {path} exists: take another, or append to it")
 
 
 @contextmanager
 def _discarding_unnamed_chunks(path: Path) -> Iterator[None]:
-    """Remove chunk files that `store.json` does not name when the body fails.
-
-    The body may also fail just after `store.json` was replaced.
-    """
+    """Remove chunks that `store.json` does not name; it may have been replaced just before."""
     try:
         yield
     except BaseException:

@@ -18,7 +18,7 @@ hold.
 import mmap
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -60,10 +60,7 @@ class CorpusChunk(NamedTuple):
     files: tuple[mmap.mmap, ...] = ()  # what it is mapped from
 
     def require_whole(self) -> None:
-        """Raise `ReadError` where a file was cut since it was mapped.
-
-        Touching the lost part of a mapping would kill the process.
-        """
+        """Raise `ReadError` for a file cut since: touching the lost part would kill the process."""
         if any(file.size() < len(file) for file in self.files):
             raise ReadError("a file of the datastore was cut short while in use: build it again")
 
@@ -233,31 +230,25 @@ class SuffixIndex:
 
     def _place(self, index: int, wanted: bytes) -> tuple[int, int]:
         """Return how many tokens of `wanted` a chunk has, and their place in its order."""
-        text = self._chunks[index].text
         view = self._views[index]
-        size = len(wanted)
-        width = self._width.num_bytes
-
-        def found(position: int) -> bytes:
-            return text[width * position : width * position + size]
-
+        found = self._reader(index, len(wanted))
         at = bisect_left(view, wanted, key=found)
         beside = (view[one] for one in (at - 1, at) if 0 <= one < len(view))
         common = max((_common_bytes(wanted, found(one)) for one in beside), default=0)
-        return common // width, at
+        return common // self._width.num_bytes, at
 
     def _range(self, index: int, wanted: bytes, at: int) -> MatchRange:
         """Return all places in a chunk of `wanted`; `at` is one of them, or next to one."""
-        text = self._chunks[index].text
         view = self._views[index]
-        size = len(wanted)
-        width = self._width.num_bytes
-
-        def found(position: int) -> bytes:
-            return text[width * position : width * position + size]
-
+        found = self._reader(index, len(wanted))
         lo = bisect_left(view, wanted, 0, at, key=found)
         return MatchRange(index, lo, bisect_right(view, wanted, at, key=found))
+
+    def _reader(self, index: int, size: int) -> Callable[[int], bytes]:
+        """Return a function of a position that reads so many bytes of a chunk from there."""
+        text = self._chunks[index].text
+        width = self._width.num_bytes
+        return lambda position: text[width * position : width * position + size]
 
     def _following(self, index: int, order_M: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         chunk = self._chunks[index]
@@ -325,10 +316,7 @@ def heaviest(continuations_MC: Ints, num_nodes: int) -> Trie:
 
 
 def _sorted_rows(rows_MC: Ints) -> Ints:
-    """Sort rows by their first token, then the second, and so on.
-
-    Big-endian bytes compare in that order, all at once.
-    """
+    """Sort rows token by token, all at once: so big-endian bytes compare."""
     keys_MC = np.ascontiguousarray(rows_MC + 1, dtype=">u4")
     order_M = np.argsort(keys_MC.view(f"S{4 * rows_MC.shape[1]}").ravel(), kind="stable")
     return rows_MC[order_M]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from offload.checkpoint.files import open_regular, read_object
 from offload.datastore.index import CorpusChunk, SuffixIndex, TokenWidth
-from offload.errors import UserError, ensure, reason, require
+from offload.errors import UserError, ensure, require, told_by_system
 
 MANIFEST_NAME = "store.json"
 FORMAT = "offload datastore"
@@ -138,22 +138,18 @@ def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
 
 
 def read_store(path: str | os.PathLike[str]) -> Store:
-    """Return the content of `store.json`, after checking the sizes of its files.
-
-    Raises `UserError` where there is no such store.
-    """
+    """Return the content of `store.json`, its files' sizes checked. Raises `UserError`."""
     folder = Path(os.path.expanduser(path))
     file = folder / MANIFEST_NAME
-    try:
-        content = read_object(file, AGAIN)
-    except (FileNotFoundError, NotADirectoryError):
-        remedy = "check the path, or offload datastore build"
-        if os.path.isdir(scratch_folder(folder)):
-            remedy = "it is being built, wait for it"
-        what = f"a store must be a folder with {MANIFEST_NAME}, {folder} is none"
-        raise UserError(f"{what}: {remedy}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {file} ({error.strerror}): check its permissions") from None
+    with told_by_system(f"cannot read {file}", "check its permissions"):
+        try:
+            content = read_object(file, AGAIN)
+        except (FileNotFoundError, NotADirectoryError):
+            remedy = "check the path, or offload datastore build"
+            if os.path.isdir(scratch_folder(folder)):
+                remedy = "it is being built, wait for it"
+            what = f"a store must be a folder with {MANIFEST_NAME}, {folder} is none"
+            raise UserError(f"{what}: {remedy}") from None
     form = content.get("format")
     require(form == FORMAT, f"{file} must say {FORMAT}", form, "take another folder")
     version = content.get("version")
@@ -211,15 +207,11 @@ def _checked(folder: Path, content: dict[str, Any]) -> Store:
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
-    try:
-        with open_regular(path) as file:
-            found_bytes = os.fstat(file.fileno()).st_size
-            rule = f"{path} must have {num_bytes} bytes"
-            require(found_bytes == num_bytes, rule, found_bytes, AGAIN)
-            return mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
-    except OSError as error:
-        what = f"cannot read {path} ({error.strerror or reason(error)})"
-        raise UserError(f"{what}: {AGAIN}") from None
+    with told_by_system(f"cannot read {path}", AGAIN), open_regular(path) as file:
+        found_bytes = os.fstat(file.fileno()).st_size
+        rule = f"{path} must have {num_bytes} bytes"
+        require(found_bytes == num_bytes, rule, found_bytes, AGAIN)
+        return mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
 
 
 def verify(store: Store, on_bytes: Callable[[int, int], object]) -> None:

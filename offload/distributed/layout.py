@@ -108,7 +108,7 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
     """
     where = checkpoint.directory.name
     shapes = layer_tensors(checkpoint)
-    codings = [entry.coded.coding.name for entry in checkpoint.tensors.values() if entry.coded]
+    codings = [one.name for one in checkpoint.codings]
     # GGUF changes plain numbers, too: those are named where nothing else is coded
     if codings:
         coded = next((name for name in codings if name not in ENCODINGS), codings[0])

@@ -66,10 +66,7 @@ def best_window(histogram_256: "np.ndarray") -> ExponentWindow:
 
 
 def histogram(bits_N: "np.ndarray", dtype: str) -> "np.ndarray":
-    """Count how often each of the 256 exponents occurs.
-
-    `bits_N` is bfloat16 or float16 seen as int16.
-    """
+    """Count each of the 256 exponents; `bits_N` is bfloat16 or float16 seen as int16."""
     import numpy as np
 
     word_N = word_of_half(bits_N) if dtype == "F16" else bits_N

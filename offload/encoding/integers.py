@@ -23,18 +23,11 @@ from offload.encoding.base import (
     RecognisedWeight,
     Settings,
     Tensors,
-    checked_order,
     checked_scale,
     config_weights,
-    float_type,
-    group_size,
-    matrix_shape,
     must,
-    packed_shapes,
     require,
-    require_integers,
     require_shape,
-    unpacked,
 )
 from offload.errors import ensure
 
@@ -376,3 +369,77 @@ def _recognise_bytes(stored: Headers, settings: Settings) -> RecognisedWeight:
 
 
 COMPRESSED_INTEGERS = Format(_COMPRESSED_SUFFIXES, _recognise_compressed)
+
+
+def float_type(stored: Headers, suffix: str) -> str:
+    """Return the header's type of scales. Raises `ValueError` unless it is floating-point."""
+    dtype = stored[suffix].dtype
+    must(dtype in ENCODINGS, f"{suffix} must be of type {', '.join(ENCODINGS)}", f"is {dtype}")
+    return dtype
+
+
+def matrix_shape(stored: Headers, suffix: str) -> tuple[int, int]:
+    """Return the shape of a matrix. Raises `ValueError` unless it has two dimensions."""
+    shape = stored[suffix].shape
+    is_matrix = len(shape) == 2 and 0 not in shape
+    must(is_matrix, f"{suffix} must have two dimensions", f"has shape {list(shape)}")
+    return shape[0], shape[1]
+
+
+def packed_shapes(stored: Headers) -> list[tuple[int, int]] | None:
+    """Return the shapes of `.qweight`, `.qzeros` and `.scales`, the names of AWQ and GPTQ alike.
+
+    Returns None where there is no `.qweight`. Raises `ValueError` for a tensor that is missing, or
+    of a type or shape that neither format stores.
+    """
+    if ".qweight" not in stored:
+        return None
+    require(stored, (".scales", ".qzeros"), ".qweight")
+    require_integers(stored, (".qweight", ".qzeros", ".g_idx"))
+    return [matrix_shape(stored, suffix) for suffix in (".qweight", ".qzeros", ".scales")]
+
+
+def require_integers(stored: Headers, suffixes: Sequence[str]) -> None:
+    """Raise `ValueError` unless these, where present, are I32; `.g_idx` may be I64."""
+    for suffix in suffixes:
+        known = ("I32", "I64") if suffix.endswith("g_idx") else ("I32",)
+        dtype = stored[suffix].dtype if suffix in stored else "I32"
+        must(dtype in known, f"{suffix} must be of type {' or '.join(known)}", f"is {dtype}")
+
+
+def group_size(num_columns: int, num_groups: int, said: object) -> int:
+    """Return how many columns share a scale: `said` by the config, or what divides them; 0 for all.
+
+    Raises `ValueError` where so many groups do not fit so many columns.
+    """
+    if num_groups == 1:
+        return 0
+    if type(said) is int and said > 0 and math.ceil(num_columns / said) == num_groups:
+        return said
+    if num_groups <= 0 or num_columns % num_groups:
+        rule = f"group_size must divide {num_columns} columns into {num_groups} groups"
+        must(False, rule, f"is {said!r:.20}", "mend config.json")
+    return num_columns // num_groups
+
+
+def checked_order(suffix: str, order: "Tensor", num_columns: int, num_groups: int) -> "Tensor":
+    """Return the index (int32) of each column's scale. Raises `ValueError` for a bad index."""
+    import torch
+
+    count = order.numel()
+    must(count == num_columns, f"{suffix} must have {num_columns} numbers", f"has {count}")
+    if num_columns:
+        least = int(order.min())
+        most = int(order.max())
+        is_inside = least >= 0 and most < num_groups
+        must(is_inside, f"{suffix} must lie in 0..{num_groups - 1}", f"has {least}..{most}")
+    return order.reshape(num_columns).to(torch.int32)
+
+
+def unpacked(words: "Tensor", bits: int, dim: int, num_codes: int) -> "Tensor":
+    """Return the codes (uint8) packed in int32 words along a dimension, lowest bits first."""
+    import torch
+
+    shift_E = torch.arange(0, 32, bits, dtype=torch.int32)
+    code = (words.movedim(dim, -1)[..., None] >> shift_E) & ((1 << bits) - 1)
+    return code.flatten(-2)[..., :num_codes].movedim(-1, dim).to(torch.uint8).contiguous()

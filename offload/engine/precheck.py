@@ -18,7 +18,7 @@ from offload.checkpoint.safetensors import (
     no_chat_template,
     tokenizer_folder,
 )
-from offload.checkpoint.sizes import config_sizes
+from offload.checkpoint.sizes import longest_context
 from offload.engine.resolve import settle
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
@@ -60,7 +60,7 @@ def check_run(
     if len(here) == len(names) and roles is None:
         files = files_of(here, draft, options.draft_dtype)
         if not needs_context:
-            longest = config_sizes(files.target).get("max_position_embeddings", _SHORT)
+            longest = longest_context(files.target) or _SHORT
             options = replace(options, context=min(_SHORT, longest))
         if is_on_cpu:
             settle(files, options).admit()

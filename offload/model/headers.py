@@ -10,9 +10,8 @@ from offload.checkpoint.hub import (
     config_alone,
     imagined,
     open_headers,
-    stored_dtype,
 )
-from offload.checkpoint.safetensors import Checkpoint, read_config
+from offload.checkpoint.safetensors import Checkpoint, read_config, stored_dtype
 from offload.checkpoint.sizes import config_sizes
 from offload.errors import UserError, require
 

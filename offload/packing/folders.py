@@ -5,7 +5,6 @@ is made in `NAME.unfinished` beside its destination and stays there when the wor
 manifest says what it is made from. Invariant: what holds something else is never written to.
 """
 
-import json
 import os
 import shutil
 from collections import Counter
@@ -14,12 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.files import locked_anew, replacing
+from offload.checkpoint.files import is_free, locked_anew, write_json
 from offload.checkpoint.gguf import gguf_file
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.safetensors import MANIFEST, Checkpoint, open_checkpoint, read_json
 from offload.encoding.exponents import MANTISSAS, Exponents
-from offload.errors import RunError, UserError
+from offload.errors import UserError, told_by_system
 from offload.packing.forecast import forecast
 from offload.units import format_bytes
 
@@ -31,10 +30,7 @@ _NO_GAIN = f"{{}} is stored as {{}}, and {_RULE}: nothing to gain, run it as it 
 
 
 def check_pack(model: str | os.PathLike[str], destination: Path) -> Checkpoint:
-    """Return the headers of a model that can be packed into a folder.
-
-    Raises `UserError` where it cannot, or the folder holds something else.
-    """
+    """Return the headers of a model to pack. Raises `UserError` for it, or for the folder."""
     refuse_gguf(model)
     checkpoint = open_checkpoint(model)
     destination = destination.expanduser().resolve()
@@ -45,10 +41,7 @@ def check_pack(model: str | os.PathLike[str], destination: Path) -> Checkpoint:
 
 
 def check_unpack(model: Path, destination: Path) -> dict[str, Any]:
-    """Return what an unpacked folder is made from.
-
-    Raises `UserError` for a model that is not packed, or a folder that holds something else.
-    """
+    """Return what an unpacked folder is made from. Raises `UserError`."""
     folder = model.expanduser().resolve()
     destination = destination.expanduser().resolve()
     source = {**read_manifest(folder), "unpacks": str(folder)}
@@ -90,11 +83,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:
-    """Return whether the folder holds this very model, packed; False when it is empty.
-
-    Raises `UserError` where it holds anything else.
-    """
-    if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
+    """Return whether the folder holds this model; False if empty. Raises `UserError` otherwise."""
+    if is_free(destination):
         return False
     if not (destination / MANIFEST).is_file():
         held = "holds files already" if destination.is_dir() else "is a file"
@@ -123,28 +113,19 @@ def require_apart(source: Path, destination: Path) -> None:
 
 @contextmanager
 def unfinished(destination: Path, made_from: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield a locked folder beside `destination` that becomes it when the body succeeds.
-
-    It stays, to be continued, when the body fails.
-    """
+    """Yield a locked folder: `destination` when the body succeeds, else kept to go on."""
     folder = destination.with_name(f"{destination.name}.unfinished")
-    try:
-        with locked_anew(folder) as lock:
-            for leftover in folder.glob(".*"):
-                leftover.unlink()
-            if any(folder.iterdir()):
-                is_finished(folder, made_from)
-            else:
-                write_json(folder / MANIFEST, made_from)
-            yield folder
-            os.fsync(lock)
-            folder.replace(destination)
-    # errors of reading pass unchanged
-    except RunError:
-        raise
-    except OSError as error:
-        what = f"cannot write {folder} ({error.strerror})"
-        raise UserError(f"{what}: mend that, the same command goes on") from None
+    remedy = "mend that, the same command goes on"
+    with told_by_system(f"cannot write {folder}", remedy), locked_anew(folder) as lock:
+        for leftover in folder.glob(".*"):
+            leftover.unlink()
+        if any(folder.iterdir()):
+            is_finished(folder, made_from)
+        else:
+            write_json(folder / MANIFEST, made_from)
+        yield folder
+        os.fsync(lock)
+        folder.replace(destination)
 
 
 def check_disk(folder: Path, needed_bytes: int) -> None:
@@ -156,17 +137,11 @@ def check_disk(folder: Path, needed_bytes: int) -> None:
         raise UserError(f"{folder.name} {sizes}: free some, the same command goes on from here")
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file, whole or not at all. Raises `OSError`."""
-    with replacing(path) as scratch:
-        scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
 def require_gain(checkpoint: Checkpoint) -> None:
     """Raise `UserError` for a model that packing does not make smaller."""
     name = checkpoint.directory.name
     stored = checkpoint.tensors.values()
-    coded = next((entry.coded.coding for entry in stored if entry.coded is not None), None)
+    coded = next(iter(checkpoint.codings), None)
     if isinstance(coded, Exponents):
         raise UserError(f"{name} is packed already: run it as it is, or give its source")
     if coded is not None:

@@ -19,13 +19,12 @@ from offload.checkpoint.files import opened, read_part
 from offload.checkpoint.hub import is_here
 from offload.checkpoint.layout import slice_of
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.tensors import ROWS, Coded, TensorEntry
+from offload.checkpoint.tensors import MOST_EXPERTS, ROWS, Coded, TensorEntry
 from offload.encoding.base import STORED
 from offload.encoding.exponents import MANTISSAS, Exponents, ExponentWindow, best_window, histogram
 
 _STACK = re.compile(r"^(.*\blayers\.\d+\..*\bexperts)\.(gate_up_proj|down_proj)$")
 _PART = re.compile(rf"^(.*\bexperts)\.\d+\.(gate_up_proj|down_proj){re.escape(ROWS)}0$")
-_MOST_EXPERTS = 65_536
 _BIASES = re.compile(r"\bexperts\.\w+_bias$")
 
 _PIECES = 8
@@ -43,7 +42,7 @@ def by_expert(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     for name, entry in tensors.items():
         match = _STACK.match(name)
         num_experts = entry.shape[0] if match is not None and len(entry.shape) == 3 else 0
-        if match is None or entry.coded is not None or not 0 < num_experts <= _MOST_EXPERTS:
+        if match is None or entry.coded is not None or not 0 < num_experts <= MOST_EXPERTS:
             found[name] = entry
             continue
         for expert in range(num_experts):

@@ -33,7 +33,7 @@ from offload.checkpoint.files import (
 )
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.numbers import NOT_FINITE, form_of, is_finite, top_bits
-from offload.checkpoint.safetensors import parse_header, read_header, read_metadata
+from offload.checkpoint.safetensors import header_bytes, parse_header, read_header, read_metadata
 from offload.checkpoint.tensors import TensorEntry
 from offload.checkpoint.whole import Damage
 from offload.encoding.base import STORED
@@ -101,10 +101,7 @@ class PackedFile(NamedTuple):
 
 
 def read_packed(path: Path) -> PackedFile:
-    """Read a file's header.
-
-    Raises `UserError` where the file is not packed, or by another version.
-    """
+    """Read a file's header. Raises `UserError` where it is not packed, or by another version."""
     notes = read_metadata(path)
     if notes.get("format") != FORMAT or notes.get("version") != VERSION:
         found = f"{notes.get('format', 'nothing')} {notes.get('version', '')}".strip()
@@ -151,10 +148,7 @@ def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
 
 
 def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) -> None:
-    """Restore the source file that these files, in order, were made from.
-
-    Raises `OSError` and `UserError`.
-    """
+    """Restore the source that these files, in order, are of. Raises `OSError` and `UserError`."""
     first, *others = packed
     entries = parse_header(path, first.header, first.origin.num_bytes)
     names = {name for one in (first, *others) for name in one.names}
@@ -196,10 +190,7 @@ def undecoded(path: Path) -> list[Damage]:
 
 
 def _endless(packed: PackedFile) -> list[Damage]:
-    """Return the tensors with numbers that are not finite.
-
-    Raises `UserError` where a checksum differs.
-    """
+    """Return tensors that are not finite. Raises `UserError` where a checksum differs."""
     names = set[str]()
     for name, _, raw in original_parts(packed):
         if name in packed.coded:
@@ -311,7 +302,7 @@ class _Writing:
         self._out = out
         self._source = source
         self._portion = portion
-        self._places = dict[str, tuple[str, list[int], int, int]]()
+        self._entries = dict[str, TensorEntry]()
         self._codes = dict[str, np.ndarray]()
         self._sums = dict[str, list[int]]()
         self._data_lo = _header_room(portion)
@@ -338,10 +329,9 @@ class _Writing:
             start = self._end
             self._end += code.nbytes
             write_part(self._out, code, self._data_lo + start)
-            self._places[name + CODE] = ("I64", [len(code)], start, self._end)
-        header = _header(self._portion, self._places, self._sums)
-        text = header + b" " * (self._data_lo - 8 - len(header))
-        write_part(self._out, len(text).to_bytes(8, "little") + text, 0)
+            self._entries[name + CODE] = TensorEntry(0, "I64", (len(code),), start, self._end)
+        header = _header(self._portion, self._entries, self._sums, self._data_lo)
+        write_part(self._out, header, 0)
         os.ftruncate(self._out, self._data_lo + self._end)
         os.fsync(self._out)
         # what is read back shall come from the disk
@@ -367,7 +357,7 @@ class _Writing:
             write_part(self._out, raw, self._data_lo + self._end)
             sums.append(own_sum)
             self._end += num_bytes
-        self._places[name] = (entry.dtype, [*entry.shape], lo, self._end)
+        self._entries[name] = entry._replace(shard=0, lo=lo, hi=self._end)
 
     def _add_coded(
         self, name: str, entry: TensorEntry, window: ExponentWindow, taken: Iterable[Any]
@@ -393,11 +383,11 @@ class _Writing:
         if sum(sizes) + fill_bytes + 8 * len(counts) >= entry.num_bytes:
             return False
         types = (MANTISSAS[entry.dtype], "U8", "U8")
-        shapes = ([*entry.shape], [sizes[1]], [sizes[2] + fill_bytes])
+        shapes = (entry.shape, (sizes[1],), (sizes[2] + fill_bytes,))
         for suffix, dtype, shape in zip(WORDS, types, shapes, strict=True):
             start = self._end
             self._end = self._end + math.prod(shape)
-            self._places[name + suffix] = (dtype, shape, start, self._end)
+            self._entries[name + suffix] = TensorEntry(0, dtype, shape, start, self._end)
         padded = torch.nn.functional.pad(escapes, (0, fill_bytes))
         write_part(self._out, padded.numpy(), self._data_lo + start)
         self._codes[name] = np.array(counts, np.int64)
@@ -412,27 +402,25 @@ def _counted(taken: Iterable[Any], on_bytes: OnBytes) -> Iterator[Any]:
 
 def _header(
     portion: Portion,
-    places: Mapping[str, tuple[str, list[int], int, int]],
+    entries: Mapping[str, TensorEntry],
     sums: Mapping[str, list[int]],
+    align_bytes: int,
 ) -> bytes:
     notes = {
         "format": FORMAT, "version": VERSION, "about": _ABOUT, "origin": json.dumps(portion.origin._asdict()),
         "crc32": json.dumps({name: "".join(f"{one:08x}" for one in own) for name, own in sums.items()}),
         "source_header": portion.header.decode(),
     }  # fmt: skip
-    tensors = {
-        name: {"dtype": dtype, "shape": shape, "data_offsets": [lo, hi]}
-        for name, (dtype, shape, lo, hi) in places.items()
-    }
-    return json.dumps({"__metadata__": notes, **tensors}).encode()
+    return header_bytes(entries, notes, align_bytes)
 
 
 def _header_room(portion: Portion) -> int:
     """Return the bytes before the data: room for the longest header, in whole blocks."""
-    places = dict[str, tuple[str, list[int], int, int]]()
+    entries = dict[str, TensorEntry]()
     sums = dict[str, list[int]]()
     for name, entry in portion.tensors.items():
         for suffix in ("", *WORDS, CODE) if name in portion.windows else ("",):
-            places[name + suffix] = ("F8_E4M3", [*entry.shape, _LARGEST], _LARGEST, _LARGEST)
+            shape = (*entry.shape, _LARGEST)
+            entries[name + suffix] = TensorEntry(0, "F8_E4M3", shape, _LARGEST, _LARGEST)
         sums[name] = [0] * -(-entry.num_bytes // PART_BYTES)
-    return -(-(8 + len(_header(portion, places, sums))) // BLOCK_BYTES) * BLOCK_BYTES
+    return len(_header(portion, entries, sums, BLOCK_BYTES))

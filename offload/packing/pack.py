@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.files import opened
+from offload.checkpoint.files import opened, write_json
 from offload.checkpoint.safetensors import (
+    INDEX,
     MANIFEST,
     SUMS,
     Checkpoint,
     Stamp,
+    in_file_order,
     parse_header,
     read_header,
     read_raw_header,
+    shard_name,
     stamp_of,
 )
 from offload.checkpoint.tensors import TensorEntry
@@ -36,7 +39,6 @@ from offload.packing.folders import (
     made_from,
     read_manifest,
     unfinished,
-    write_json,
 )
 from offload.packing.forecast import by_expert, coded_bytes, is_packable, stack_of, window_of
 from offload.packing.format import (
@@ -62,7 +64,6 @@ _WEIGHTS = [
     ".msgpack",
 ]
 _LARGEST_COPY_BYTES = 256 << 20  # of tokenizers, configs, licences
-_INDEX = "model.safetensors.index.json"
 _SOURCE_INDEX = "source.safetensors.index.json"
 _PORTION_BYTES = 1 << 30
 _LAYER = re.compile(r"\b(?:layers|block|h)\.(\d+)\.")
@@ -70,10 +71,7 @@ Progress = Callable[[int, int], None]
 
 
 def _stamps_beside(directory: Path) -> dict[Path, Stamp | None]:
-    """Return the files beside the weights: config, tokenizer, licence.
-
-    Hidden files, weights in other formats and checksums are left out.
-    """
+    """Return the visible files beside the weights: config, tokenizer, licence."""
     found = dict[Path, Stamp | None]()
     for path in sorted(directory.iterdir()):
         is_other = path.name.startswith(".") or path.suffix in _WEIGHTS or path.name == SUMS
@@ -88,10 +86,7 @@ def packed_files(folder: Path) -> list[Path]:
 
 
 def by_source(folder: Path) -> dict[str, list[PackedFile]]:
-    """Return the packed files in order, by source file.
-
-    Raises `UserError` where one is missing, or belongs to another model.
-    """
+    """Return packed files in order, by source file. Raises `UserError` for one missing."""
     files_of = read_manifest(folder)["files"]
     found = dict[str, list[PackedFile]]()
     for path in packed_files(folder):
@@ -171,17 +166,14 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
             if Stamp.of(path) != checkpoint.stamps[checkpoint.shards.index(path)]:
                 raise ReadError(f"{path.name} changed while it was packed: pack the model again")
         for path, stamp in beside.items():
-            name = _SOURCE_INDEX if path.name == _INDEX else path.name
+            name = _SOURCE_INDEX if path.name == INDEX else path.name
             _copy_unchanged(path, stamp, folder / name)
         _write_index(folder, [*portions])
     return _result_of(destination, len(kept))
 
 
 def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
-    """Write the files that `model` was packed from; return their folder.
-
-    Raises `UserError` where that cannot be.
-    """
+    """Write the files that `model` was packed from; return their folder. Raises `UserError`."""
     folder = model.expanduser().resolve()
     destination = destination.expanduser().resolve()
     read_manifest(folder)
@@ -213,16 +205,13 @@ def _write_originals(
             before = f"what was unpacked before is in {scratch}, which may be removed"
             raise UserError(f"{error}; {before}") from None
     for path, stamp in beside.items():
-        if path.name not in (MANIFEST, _INDEX):
-            name = _INDEX if path.name == _SOURCE_INDEX else path.name
+        if path.name not in (MANIFEST, INDEX):
+            name = INDEX if path.name == _SOURCE_INDEX else path.name
             _copy_unchanged(path, stamp, scratch / name)
 
 
 def verify(model: Path, *, progress: Progress) -> PackResult:
-    """Decode every weight of a packed folder and compare checksums.
-
-    Raises `UserError` where one differs.
-    """
+    """Decode every weight of a packed folder. Raises `UserError` where a checksum differs."""
     folder = model.expanduser().resolve()
     read_manifest(folder)
     found = by_source(folder)
@@ -235,15 +224,12 @@ def verify(model: Path, *, progress: Progress) -> PackResult:
 
 
 def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
-    """Return all packed files to be written, by name, in order.
-
-    Raises `UserError` where a source file could not be restored.
-    """
+    """Return packed files to write, by name. Raises `UserError` for an odd source."""
     found = []
     for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True):
         raw, now = read_raw_header(path)
         read = parse_header(path, raw, now.num_bytes)
-        entries = dict(sorted(read.items(), key=lambda item: item[1].lo))
+        entries = dict(in_file_order(read))
         held_bytes = 8 + len(raw) + sum(entry.num_bytes for entry in entries.values())
         if held_bytes != stamp.num_bytes:
             rule = f"{path.name} must have its tensors one behind the other"
@@ -254,17 +240,11 @@ def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
             origin = Origin(path.name, stamp.num_bytes, stamp.written_ns, number, len(cut))
             header = b"" if number else raw
             found.append(Portion(path, origin, header, tensors, _windows(path, tensors)))
-    if len(found) == 1:
-        return {"model.safetensors": found[0]}
-    end = f"of-{len(found):05d}.safetensors"
-    return {f"model-{n:05d}-{end}": one for n, one in enumerate(found, start=1)}
+    return {shard_name(index, len(found)): one for index, one in enumerate(found)}
 
 
 def _cut(entries: Mapping[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]]:
-    """Yield consecutive tensors of about a portion's size.
-
-    A layer is cut only where its tensors do not lie together.
-    """
+    """Yield consecutive tensors of about a portion's size; layers that lie together stay whole."""
     own = dict[str, TensorEntry]()
     layer = ""
     for name, entry in entries.items():
@@ -303,10 +283,7 @@ def _windows(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, Expone
 
 
 def _is_done(path: Path, portion: Portion) -> bool:
-    """Return whether an earlier packing has finished this file.
-
-    It then has its name, which it gets only after it was checked.
-    """
+    """Return whether an earlier packing has finished this file, which then was checked."""
     if not path.is_file():
         return False
     packed = read_packed(path)
@@ -320,7 +297,7 @@ def _write_index(folder: Path, names: Sequence[str]) -> None:
     total_bytes = sum(one.num_bytes for own in headers.values() for one in own.values())
     metadata = {"total_size": total_bytes, "format": FORMAT}
     weight_map = {tensor: name for name, own in headers.items() for tensor in own}
-    write_json(folder / _INDEX, {"metadata": metadata, "weight_map": weight_map})
+    write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
 def _result_of(folder: Path, num_kept: int) -> PackResult:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.checkpoint.families import has_encoder
-from offload.checkpoint.sizes import config_sizes
+from offload.checkpoint.sizes import longest_context
 from offload.engine.hooks import Hooks
 from offload.engine.opening import open_run
 from offload.engine.request import Request
@@ -146,7 +146,7 @@ def largest_that_fits(run: ResolvedRun, spec: TreeSpec) -> ResolvedRun:
     rule = "texts to tune by must go on, a model with an encoder writes anew"
     is_alone = not has_encoder(target.config)
     require(is_alone, rule, target.config.get("model_type"), "name a `tree` instead")
-    longest = config_sizes(target).get("max_position_embeddings", _CONTEXT)
+    longest = longest_context(target) or _CONTEXT
     budget = replace(run.budget, context=min(_CONTEXT, longest))
     sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
     size = next((size for size in sizes if traffic_in(budget, run.files, size)), sizes[-1])

@@ -17,7 +17,7 @@ from threading import Lock
 
 import numpy as np
 
-from offload.checkpoint.identity import ModelIdentity, keep_sum, stored_entries
+from offload.checkpoint.identity import ModelIdentity, keep_sum
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Checkpoint
 from offload.streaming.disk import ByteSource, DiskReader, OpenSource, allocate, finish
@@ -96,7 +96,7 @@ class BlockSum:
 
 def _blocks_of_tensors(checkpoint: Checkpoint, sizes: list[int]) -> list[list[_Range]]:
     """Return the blocks that hold bytes of tensors, as disjoint ranges for each file."""
-    entries = (one for _, one in stored_entries(checkpoint) if one.num_bytes)
+    entries = (one for _, one in checkpoint.stored_entries if one.num_bytes)
     spans = sorted((one.shard, one.lo, one.hi) for one in entries)
     needed: list[list[_Range]] = [[] for _ in sizes]
     for shard, lo, hi in spans:
