@@ -123,11 +123,8 @@ def device_link_bytes_per_s(
     """
     if not plan.is_streamed:
         return LOCAL_BYTES_PER_S
-    num_far = max(0, plan.num_experts - plan.num_kept_experts - plan.num_host_expert_slots)
-    moved_bytes = (
-        plan.streamed_bytes + (plan.num_experts - plan.num_kept_experts) * plan.expert_slot_bytes
-    )
-    disk_bytes = plan.disk_streamed_bytes + num_far * plan.expert_slot_bytes
+    moved_bytes = plan.pass_bytes
+    disk_bytes = plan.pass_disk_bytes
     allocator = device.open_allocator()
     try:
         seconds = moved_bytes / copy_bytes_per_s(device, allocator.allocate(_COPY_BYTES).array)

@@ -106,15 +106,9 @@ class MemoryPlan:
 
     @property
     def num_kept_experts(self) -> int:
-        """Return how many experts may stay where layers are computed.
-
-        The other slots are for those that pass through.
-        """
-        if self.num_expert_slots >= self.num_experts:
-            return self.num_experts
-        return max(
-            0, self.num_expert_slots - num_passing(self.num_expert_slots, self.expert_slot_bytes)
-        )
+        """Return how many experts may stay where layers are computed."""
+        pool = ExpertPoolSize(self.num_experts, self.expert_slot_bytes)
+        return pool.kept_in(self.num_expert_slots)
 
     @property
     def is_streamed(self) -> bool:
@@ -169,11 +163,20 @@ class MemoryPlan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Return the bytes that every sweep moves to where layers are computed.
-
-        Experts that are read on demand are not counted.
-        """
+        """Return what every sweep moves to where layers are computed, without experts on demand."""
         return self.host_bytes + self.disk_streamed_bytes
+
+    @property
+    def pass_bytes(self) -> int:
+        """Return what a pass of many rows moves: all that does not stay, experts included."""
+        num_moved = self.num_experts - self.num_kept_experts
+        return self.streamed_bytes + num_moved * self.expert_slot_bytes
+
+    @property
+    def pass_disk_bytes(self) -> int:
+        """Return the part of `pass_bytes` that comes from the disk; the host has experts too."""
+        num_far = self.num_experts - self.num_kept_experts - self.num_host_expert_slots
+        return self.disk_streamed_bytes + max(0, num_far) * self.expert_slot_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -208,10 +211,7 @@ class MemoryPlan:
 
     @property
     def cache_slots(self) -> int:
-        """Return S: a text's committed positions and the rows of the largest sweep.
-
-        All rows of a sweep may be of one text.
-        """
+        """Return S: a text's committed positions and all rows of the largest sweep."""
         return num_slots(self.context, self.num_nodes, self.parallel)
 
     @property
@@ -227,10 +227,7 @@ class MemoryPlan:
         return self.fixed_bytes + self.resident_bytes + slots_bytes
 
     def num_prompt_sweeps(self, num_tokens: int) -> int:
-        """Return the sweeps that take in so many prompt tokens.
-
-        The last one also scores the first tree.
-        """
+        """Return the sweeps that take in a prompt; the last one also scores the first tree."""
         return 1 if self.source_tokens else max(1, -(-(num_tokens - 1) // self.max_prompt_rows))
 
     def num_layers_in(self, tier: LayerTier) -> int:
@@ -331,19 +328,13 @@ def num_slots(context: int, num_nodes: int, parallel: int) -> int:
 
 
 def states_bytes(shape: ModelShape, num_rows: int, parallel: int) -> int:
-    """Return what texts keep of recurrent layers, with so many rows in a tree.
-
-    See `model.recurrent_cache`.
-    """
+    """Return what texts keep of recurrent layers, see `model.recurrent_cache`."""
     kept = shape.recurrent
     return parallel * (_KEPT_STATES * kept.state_bytes + num_rows * kept.kept_bytes)
 
 
 def stepping_bytes(shape: ModelShape, num_rows: int) -> int:
-    """Return the states of a recurrent layer while a tree of so many rows passes through.
-
-    See `model.recurrent_rows`.
-    """
+    """Return a recurrent layer's states while a tree passes through, see `model.recurrent_rows`."""
     largest_bytes = shape.recurrent.largest_bytes
     if num_rows * largest_bytes <= WIDE_STATES_BYTES:
         return _STATE_COPIES * num_rows * largest_bytes
@@ -353,10 +344,7 @@ def stepping_bytes(shape: ModelShape, num_rows: int) -> int:
 def draft_bytes(
     draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool, parallel: int = 1
 ) -> int:
-    """Return the bytes of a draft that stays whole.
-
-    On a GPU, CUDA graphs keep activations of their own beside those of prompts.
-    """
+    """Return the bytes of a draft that stays whole; CUDA graphs keep activations of their own."""
     source_tokens = context if draft.encoder_bytes else 0
     slots = source_tokens + num_slots(context, most_rows(num_nodes), parallel)
     kv_bytes = parallel * draft.kv_bytes_per_token * slots + states_bytes(
@@ -380,21 +368,14 @@ def draft_bytes(
 
 
 def growth_bytes(vocab_size: int, num_nodes: int) -> int:
-    """Return the bytes of ranking in dynamic trees: float32 scores of all rows, and copies.
-
-    The copies are those of the largest pass.
-    """
+    """Return the bytes of ranking in dynamic trees: float32 scores of all rows, and copies."""
     widest = max(pace.rows_per_pass(num_nodes) for pace in PACES)
-    return (
-        4 * vocab_size * (most_rows(num_nodes) + _RANKING_COPIES * widest) if num_nodes > 1 else 0
-    )
+    num_rows = most_rows(num_nodes) + _RANKING_COPIES * widest
+    return 4 * vocab_size * num_rows if num_nodes > 1 else 0
 
 
 def distribution_bytes(vocab_size: int, num_nodes: int) -> int:
-    """Return the bytes of float32 distributions for every node that may have children.
-
-    These are all nodes but one, as in a chain.
-    """
+    """Return the bytes of float32 distributions, one for every node but the last of a chain."""
     return 4 * vocab_size * (num_nodes - 1) + DRAW_BYTES if num_nodes > 1 else 0
 
 
@@ -463,7 +444,7 @@ class ExpertPoolSize(NamedTuple):
     def kept_in(self, num_slots: int) -> int:
         """Return how many experts stay there; the other slots are for those that pass through."""
         if num_slots >= self.num_left:
-            return num_slots
+            return self.num_left
         return max(0, num_slots - num_passing(num_slots, self.slot_bytes))
 
 

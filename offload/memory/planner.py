@@ -19,8 +19,7 @@ from typing import NamedTuple
 from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.families import TRAINED_CONTEXT, has_encoder
 from offload.checkpoint.safetensors import Checkpoint, remembered
-from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
-from offload.declaration import whole_number
+from offload.checkpoint.sizes import ModelShape, longest_context, model_shape, turning_point
 from offload.errors import UserError, require
 from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.plan import (
@@ -39,7 +38,6 @@ from offload.memory.plan import (
     states_bytes,
 )
 from offload.memory.prompt_rows import Rates, with_prompt_rows
-from offload.options import DTYPES, EXPERTS
 from offload.rules import drafting_of
 from offload.units import ByteSize, format_bytes, is_decimal
 
@@ -88,7 +86,7 @@ class MemoryBudget:
         dtype: the type in which the models compute.
         context: positions of a text; None takes the model's limit, at most `DEFAULT_CONTEXT`.
         rule: the rule of acceptance.
-        experts: one of `EXPERTS`. Routed experts come one by one with demand, within their layers
+        experts: one of `options.EXPERTS`. Routed experts come one by one with demand, within their layers
             with layers; auto is demand where that is possible and not everything stays.
         parallel: texts that are written at a time, each with keys and values of its own.
         rates: of the machine, where they are known: they decide how many rows a pass over a prompt
@@ -145,14 +143,13 @@ def plan_memory(
     target: Checkpoint, draft: Checkpoint | None, budget: MemoryBudget, num_nodes: int
 ) -> MemoryPlan:
     """Do what `MemoryBudget.plan` does, once for all that ask: compared drafts, trees, reports."""
-    require_dtype(budget.dtype)
     _check_encoders(target, draft, budget)
     target_shape = model_shape(target, budget.dtype)
     draft_shape = model_shape(draft, budget.dtype) if draft else None
     budget = replace(budget, context=_check_context(target, budget.context))
     _check_experts(target, target_shape, budget.experts)
     plan = make_plan(target_shape, draft_shape, budget, num_nodes)
-    return replace(plan, max_context=_longest_context(target))
+    return replace(plan, max_context=longest_context(target))
 
 
 def require_no_states(files: ModelFiles, dtype: str) -> None:
@@ -458,10 +455,7 @@ def default_ram_bytes() -> int:
 
 
 def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
-    """Return the smallest budget in bytes that `plan` does not refuse.
-
-    Raises `UserError` for what no budget can mend.
-    """
+    """Return the least bytes that `plan` accepts. Raises `UserError` where none would do."""
     budgets = range(1, 1 << 50)
     plan(budgets[-1])
     return budgets[bisect_left(budgets, True, key=lambda one: not _is_refused(plan, one))]
@@ -482,47 +476,18 @@ def default_gpu_bytes(device: str) -> int:
     return int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(device))
 
 
-def require_positions(context: int) -> None:
-    """Raise `UserError` where a context is too short for any model."""
-    rule = "`context` must be 1 or more"
-    require(
-        whole_number(context, "`context`") >= 1, rule, context, "prompt and new tokens have to fit"
-    )
-
-
-def require_dtype(dtype: str) -> None:
-    """Raise `UserError` for a type that is not computed in."""
-    rule = f"`dtype` must be one of {', '.join(DTYPES)}"
-    require(dtype in DTYPES, rule, repr(dtype), 'try `dtype="auto"`')
-
-
-def require_experts(experts: str) -> None:
-    """Raise `UserError` for an unknown way of reading experts."""
-    rule = f"`experts` must be one of {', '.join(EXPERTS)}"
-    require(experts in EXPERTS, rule, repr(experts), 'try `experts="auto"`')
-
-
 def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
     """Raise `UserError` where experts cannot be read as requested."""
-    require_experts(experts)
     kind = str(target.config.get("model_type"))
     rule = "`experts` demand needs a mixture whose experts can be read one by one"
-    require(
-        shape.experts is not None or experts != "demand",
-        rule,
-        f"model type {kind}",
-        'try `experts="layers"`',
-    )
+    is_possible = shape.experts is not None or experts != "demand"
+    require(is_possible, rule, f"model type {kind}", 'try `experts="layers"`')
 
 
 def _check_encoders(target: Checkpoint, draft: Checkpoint | None, budget: MemoryBudget) -> None:
     rule = "models with an encoder write one text at a time, `parallel` must be 1"
-    require(
-        budget.parallel == 1 or not has_encoder(target.config),
-        rule,
-        budget.parallel,
-        "leave it out",
-    )
+    is_one = budget.parallel == 1 or not has_encoder(target.config)
+    require(is_one, rule, budget.parallel, "leave it out")
     if draft is not None and has_encoder(target.config) != has_encoder(draft.config):
         kinds = [str(one.config.get("model_type")) for one in (target, draft)]
         what = f"target and draft must both have an encoder or none, got {' and '.join(kinds)}"
@@ -534,33 +499,13 @@ def _check_encoders(target: Checkpoint, draft: Checkpoint | None, budget: Memory
 
 
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
-    limit = _longest_context(checkpoint)
+    limit = longest_context(checkpoint)
     if context is None:
         usual = TRAINED_CONTEXT if has_encoder(checkpoint.config) else DEFAULT_CONTEXT
         return min(limit or usual, usual)
-    require_positions(context)
     if limit and context > limit:
         why = "which this model was made for"
-        if _turning_point(checkpoint) is not None:
+        if turning_point(checkpoint) is not None:
             why = "beyond which longrope turns all positions anew"
         raise UserError(f"`context` must be at most {limit}, {why}, got {context}: lower it")
     return context
-
-
-def _longest_context(checkpoint: Checkpoint) -> int | None:
-    return _turning_point(checkpoint) or config_sizes(checkpoint).get("max_position_embeddings")
-
-
-def _turning_point(checkpoint: Checkpoint) -> int | None:
-    """Return the position where a longrope model changes the frequencies of all positions at once.
-
-    No cached key fits any more from there on.
-    """
-    config = text_config(checkpoint)
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(rope, dict) or "long_factor" not in rope:
-        return None
-    original = rope.get("original_max_position_embeddings") or config.get(
-        "original_max_position_embeddings"
-    )
-    return original if type(original) is int and original > 0 else None

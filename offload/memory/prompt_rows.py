@@ -58,14 +58,14 @@ def with_prompt_rows(
     usual = _first_that_fits(plan_of, min(PROMPT_ROWS, context))
     if rates is None or not gains_by_rows(usual):
         return usual
-    for rows in _parts(
-        wanted_rows(_link_s(usual, rates), row_s(shape, rates.flops_per_s), context)
-    ):
+    disk_s = usual.pass_disk_bytes / rates.disk_bytes_per_s
+    link_s = max(usual.pass_bytes / rates.link_bytes_per_s, disk_s)
+    for rows in _parts(wanted_rows(link_s, row_s(shape, rates.flops_per_s), context)):
         try:
             plan = plan_of(rows)
         except UserError:
             continue
-        if _pass_bytes(plan) <= _MOST_MORE * _pass_bytes(usual):
+        if plan.pass_bytes <= _MOST_MORE * usual.pass_bytes:
             return plan
     return usual
 
@@ -103,14 +103,3 @@ def _parts(wanted: int) -> Iterator[int]:
     while (rows := math.ceil(wanted / num_parts / _STEP_ROWS) * _STEP_ROWS) > PROMPT_ROWS:
         yield min(rows, wanted)
         num_parts += 1
-
-
-def _pass_bytes(plan: MemoryPlan) -> int:
-    """Return what a pass of many rows moves: all that does not stay, experts included."""
-    return plan.streamed_bytes + (plan.num_experts - plan.num_kept_experts) * plan.expert_slot_bytes
-
-
-def _link_s(plan: MemoryPlan, rates: Rates) -> float:
-    num_disk_experts = max(0, plan.num_experts - plan.num_expert_slots - plan.num_host_expert_slots)
-    disk_bytes = plan.disk_streamed_bytes + num_disk_experts * plan.expert_slot_bytes
-    return max(_pass_bytes(plan) / rates.link_bytes_per_s, disk_bytes / rates.disk_bytes_per_s)

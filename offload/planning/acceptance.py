@@ -22,8 +22,9 @@ measures it.
 No model, no torch, no clock. K ranks, N nodes in the order in which they were found.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Annotated, NamedTuple
 
@@ -46,31 +47,37 @@ _TAIL = tuple(round(0.0001 * (6 / k) ** 3.5, 7) for k in range(7, 33))
 _NEVER = (0.0,) * 30  # ranks that none of 3000 positions had
 
 
-def bursts(topology: Topology, trace: Trace) -> list[int]:
+def walk(
+    children: Sequence[Mapping[int, int]], place: Sequence[int], num_nodes: int, trace: Trace
+) -> list[int]:
     """Return the new tokens of every sweep of a run that emits this text.
 
-    The end of the text cuts the last one.
+    The end of the text cuts the last one. The tree has the nodes whose place is below `num_nodes`;
+    `children` are by rank.
     """
-    num_children = topology.num_children_N.tolist()
-    first_child = (1 + np.cumsum([0, *num_children])).tolist()  # siblings are consecutive
-    yields = []
+    yields = list[int]()
     node = 0
     num_accepted = 0
     for rank in trace:
         num_accepted += 1
-        if 0 <= rank < num_children[node]:
-            node = first_child[node] + rank
+        child = children[node].get(rank)
+        if child is not None and place[child] < num_nodes:
+            node = child
         else:
             yields.append(num_accepted)
             node = num_accepted = 0
     return [*yields, num_accepted] if num_accepted else yields
 
 
-def tokens_per_sweep(topology: Topology, traces: Iterable[Trace]) -> float:
-    """Return the tokens per sweep of one tree.
+def bursts(topology: Topology, trace: Trace) -> list[int]:
+    """Return the new tokens of every sweep of a run that emits this text with one tree."""
+    first = 1 + np.cumsum([0, *topology.num_children_N])  # siblings are consecutive
+    children = [dict(enumerate(range(lo, hi))) for lo, hi in pairwise(first.tolist())]
+    return walk(children, range(topology.num_nodes), topology.num_nodes, trace)
 
-    All traces count as one text, since otherwise each would end in a sweep that is cut short.
-    """
+
+def tokens_per_sweep(topology: Topology, traces: Iterable[Trace]) -> float:
+    """Return the tokens per sweep of one tree; all traces count as one text, cut once."""
     yields = bursts(topology, [rank for trace in traces for rank in trace])
     return sum(yields) / len(yields) if yields else 1.0
 
@@ -139,7 +146,7 @@ class RankTrie:
             self.num_taken[node] += 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DynamicYield:
     """The measured yield of dynamic trees within some bounds."""
 
@@ -151,33 +158,23 @@ class DynamicYield:
 
 def bounds_to_count(max_nodes: int) -> tuple[DynamicShape, ...]:
     """Return the bounds to grow trees in again, with at most `max_nodes` nodes."""
-    sizes = [size for size in COUNTED_SIZES if size <= max_nodes] or [
-        size for size in (max_nodes,) if size > 1
-    ]
-    return tuple(
-        dict.fromkeys(
-            DynamicShape(size, min(depth, size - 1)) for size in sizes for depth in COUNTED_DEPTHS
-        )
+    own = [max_nodes] if max_nodes > 1 else []
+    sizes = [size for size in COUNTED_SIZES if size <= max_nodes] or own
+    shapes = (
+        DynamicShape(size, min(depth, size - 1)) for size in sizes for depth in COUNTED_DEPTHS
     )
+    return tuple(dict.fromkeys(shapes))
 
 
 def yields_of(
     bounds: Sequence[DynamicShape], bursts_WB: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[DynamicYield, ...]:
-    """Return the tokens per sweep within each of the bounds.
-
-    `bursts_WB` holds those of every sweep, by window and bounds.
-    """
+    """Return the tokens per sweep within each of the bounds; `bursts_WB` has them by window."""
     counts_B = [
         [count for window in bursts_WB for count in window[index]] for index in range(len(bounds))
     ]
     return tuple(
-        DynamicYield(
-            num_nodes=one.num_nodes,
-            depth=one.depth,
-            tokens_per_sweep=fmean(counts),
-            num_sweeps=len(counts),
-        )
+        DynamicYield(one.num_nodes, one.depth, fmean(counts), len(counts))
         for one, counts in zip(bounds, counts_B, strict=True)
         if counts
     )
@@ -207,36 +204,36 @@ def gains(
 
 
 class AcceptancePrior(NamedTuple):
-    """What is assumed of one kind of draft."""
+    """What is assumed of one kind of draft, in the fields of a profile."""
 
     acceptance: tuple[float, ...]  # by rank
     dynamic_yields: tuple[DynamicYield, ...]
     source: str  # in words
     is_copy: bool = False
-
-
-def _yields(*rows: tuple[int, int, float, int]) -> tuple[DynamicYield, ...]:
-    """Return yields from rows of (nodes, depth, tokens per sweep, sweeps)."""
-    return tuple(
-        DynamicYield(num_nodes=nodes, depth=depth, tokens_per_sweep=tokens, num_sweeps=sweeps)
-        for nodes, depth, tokens, sweeps in rows
-    )
+    traces: tuple[tuple[int, ...], ...] = ()
+    smoothing: float = 1.0
 
 
 SMALL = AcceptancePrior(DEFAULT_ACCEPTANCE, (), "default acceptance")
 COPIES = {
     4: AcceptancePrior(
         (0.9183, 0.0647, 0.0123, 0.0033, 0.0007, 0.0003, *_TAIL),
-        _yields(
-            (16, 15, 10.55, 63), (32, 31, 12.27, 54), (64, 63, 17.74, 37), (128, 64, 23.46, 28)
+        (
+            DynamicYield(16, 15, 10.55, 63),
+            DynamicYield(32, 31, 12.27, 54),
+            DynamicYield(64, 63, 17.74, 37),
+            DynamicYield(128, 64, 23.46, 28),
         ),
         "as a copy at 4 bits of the packaged target",
         is_copy=True,
     ),
     8: AcceptancePrior(
         (0.9937, 0.0063, *_NEVER),
-        _yields(
-            (16, 15, 13.06, 51), (32, 31, 18.91, 35), (64, 63, 25.65, 26), (128, 64, 30.42, 22)
+        (
+            DynamicYield(16, 15, 13.06, 51),
+            DynamicYield(32, 31, 18.91, 35),
+            DynamicYield(64, 63, 25.65, 26),
+            DynamicYield(128, 64, 30.42, 22),
         ),
         "as a copy at 8 bits of the packaged target",
         is_copy=True,
@@ -246,8 +243,5 @@ COPIES = {
 
 def prior_for(draft: Checkpoint | None) -> AcceptancePrior:
     """Return what is assumed of this draft; quantising a small one changes little."""
-    return (
-        COPIES[draft.held.bits]
-        if draft is not None and draft.held and draft.held.is_copy
-        else SMALL
-    )
+    held = None if draft is None else draft.held
+    return COPIES[held.bits] if held and held.is_copy else SMALL

@@ -97,9 +97,10 @@ def with_experts(
     """
     if budget.experts != "auto":
         return budget
-    if model_shape(files.target, budget.dtype).experts is None or not _is_streamed(
-        budget, files, num_nodes or 1
-    ):
+    # a budget that is too small is refused later
+    traffic = traffic_in(budget, files, num_nodes or 1)
+    is_mixture = model_shape(files.target, budget.dtype).experts is not None
+    if not is_mixture or (traffic is not None and not traffic.is_streamed):
         return replace(budget, experts="layers")
     sizes = (
         [num_nodes]
@@ -111,19 +112,8 @@ def with_experts(
     return min(ways, key=partial(_s_per_token, files=files, sizes=sizes))
 
 
-def _is_streamed(budget: MemoryBudget, files: ModelFiles, num_nodes: int) -> bool:
-    """Return whether layers are streamed; a budget that is too small is refused later."""
-    try:
-        return budget.plan(files, num_nodes).is_streamed
-    except UserError:
-        return True
-
-
 def _s_per_token(budget: MemoryBudget, files: ModelFiles, sizes: list[int]) -> float:
-    """Return the cost per token at a byte per second, with the best tree of these sizes.
-
-    It is infinite where none fits.
-    """
+    """Return the cost per token at a byte per second with the best of these sizes, or infinity."""
     trees = known_trees(
         prior_for(files.draft).acceptance, max_nodes=max(sizes), max_depth=_MAX_DEPTH
     )
@@ -131,9 +121,6 @@ def _s_per_token(budget: MemoryBudget, files: ModelFiles, sizes: list[int]) -> f
     for size in sizes:
         traffic = traffic_in(budget, files, size)
         if traffic is not None:
-            found.append(_sweep_s(traffic, size) / trees.expected(size, min(_MAX_DEPTH, size)))
+            sweep_s = step_of(link_alone(1.0), traffic, size, ()).sweep_s
+            found.append(sweep_s / trees.expected(size, min(_MAX_DEPTH, size)))
     return min(found)
-
-
-def _sweep_s(traffic: Traffic, num_rows: int) -> float:
-    return step_of(link_alone(1.0), traffic, num_rows, ()).sweep_s

@@ -70,10 +70,7 @@ class ChainPolicy:
         return len(self.steps) - 1
 
     def length(self, seen: RunningMean | None = None) -> int:
-        """Return the guesses of the next chain.
-
-        A run whose length has come to 0 observes nothing more and keeps it.
-        """
+        """Return the guesses of the next chain; a run that has come to 0 observes no more."""
         return best_length(
             self.belief(seen), self.max_length, lambda gamma: self.steps[gamma].total_s
         )

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.files import read_object
-from offload.errors import UserError, require
-from offload.planning.hardware import Hardware, find_hardware
+from offload.errors import UserError, require, told_by_system
+from offload.planning.hardware import Hardware, find_hardware, require_known
 from offload.units import parse_size
 
 MAX_RANKS = 64  # of so many, stages are still found in seconds
@@ -118,28 +118,18 @@ class Cluster(NamedTuple):
 
 def read_cluster(path: Path) -> Cluster:
     """Read a cluster from JSON. Raises `UserError`, which names file, rank and key."""
-    try:
+    with told_by_system(f"cannot read {path}", "check the path"):
         values = read_object(path, "fix it")
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): check the path") from None
-    _check_keys(values, ("ranks", "network"), path.name, "a cluster")
+    require_known(values, ("ranks", "network"), f"{path.name}: a cluster")
     listed = values.get("ranks")
     is_list = isinstance(listed, list) and 1 <= len(listed) <= MAX_RANKS
-    require(
-        is_list,
-        f"{path.name}: ranks must be a list of 1 to {MAX_RANKS} machines",
-        _shown(listed),
-        "fix it",
-    )
+    rule = f"{path.name}: ranks must be a list of 1 to {MAX_RANKS} machines"
+    require(is_list, rule, _shown(listed), "fix it")
     ranks = tuple(_rank(value, index, path.name) for index, value in enumerate(listed or ()))
     names = [rank.name for rank in ranks]
     twice = next((name for name in names if names.count(name) > 1), None)
-    require(
-        twice is None,
-        f"{path.name}: each rank needs a name of its own",
-        f"{twice} twice",
-        "rename one",
-    )
+    rule = f"{path.name}: each rank needs a name of its own"
+    require(twice is None, rule, f"{twice} twice", "rename one")
     return Cluster(ranks, _network(values.get("network"), len(ranks), path.name))
 
 
@@ -153,55 +143,37 @@ def _rank(values: Any, index: int, file: str) -> Hardware:
     is_name = isinstance(name, str) and 0 < len(name) <= 32 and name.isprintable()
     require(is_name, f"{where}: name must be a short text", _shown(name), "try alpha")
     where = f"{file}: rank {name}"
-    _check_keys(values, _RANK_KEYS, where, "a rank")
-    known: dict[str, Any] = {
-        _FIELD_OF[key]: _quantity(values[key], f"{where}: {key}")
-        for key in values
-        if key in _FIELD_OF
-    }
-    for key in (key for key in _SHARES if key in values):
-        known[key] = _number(values[key], f"{where}: {key}")
-        require(known[key] <= 1, f"{where}: {key} must be at most 1", values[key], "fix it")
-    if "hardware" in values:
-        return replace(_base(values["hardware"], where), name=name, **known)
-    # without a GPU, the disk is the link
-    if "gpu" not in values and "link" in values:
-        require(
-            "disk" not in values,
-            f"{where}: without a gpu, link and disk are one",
-            "both",
-            "leave link out",
-        )
-        known["disk_bytes_per_s"] = known.pop("link_bytes_per_s")
-    for key in ("ram", "disk"):
-        remedy = "add it, such as " + {"ram": '"ram": "32GiB"', "disk": '"disk": "3GB/s"'}[key]
-        require(_FIELD_OF[key] in known, f"{where}: a rank needs its {key}", "none", remedy)
-    return _machine(name, known, where)
-
-
-def _machine(name: str, known: dict[str, Any], where: str) -> Hardware:
-    groups = [
-        ("flops", "memory"),
-        *([("gpu", "link", "flops", "memory")] if "gpu_bytes" in known else []),
-    ]
-    for group in groups:
-        missing = [key for key in group if _FIELD_OF[key] not in known]
-        what = f"{where}: {', '.join(key for key in group if key not in missing)} needs {', '.join(missing)} as well"
-        require(len(missing) in (0, len(group)), what, "none", "add it")
-    return Hardware(name=name, **known)
-
-
-def _base(hardware: Any, where: str) -> Hardware:
-    require(
-        isinstance(hardware, str),
-        f"{where}: hardware must be a name or a FILE.json",
-        _shown(hardware),
-        "fix it",
-    )
+    require_known(values, _RANK_KEYS, f"{where}: a rank")
+    known: dict[str, Any] = {"name": name}
+    for key, value in values.items():
+        if key in _FIELD_OF:
+            known[_FIELD_OF[key]] = _quantity(value, f"{where}: {key}")
+        elif key in _SHARES:
+            known[key] = _number(value, f"{where}: {key}")
+    hardware = values.get("hardware")
+    is_named = "hardware" in values
+    rule = f"{where}: hardware must be a name or a FILE.json"
+    require(not is_named or isinstance(hardware, str), rule, _shown(hardware), "fix it")
+    if not is_named:
+        _settle_feed(values, known, where)
     try:
-        return find_hardware(hardware)
+        return replace(find_hardware(str(hardware)), **known) if is_named else Hardware(**known)
     except UserError as error:
-        raise UserError(f"{where}: {error}".replace("`", "")) from None
+        what = str(error).removeprefix(f"{name}: ").replace("`", "")
+        for key, field in _FIELD_OF.items():
+            what = what.replace(field, key)
+        raise UserError(f"{where}: {what}") from None
+
+
+def _settle_feed(values: dict[str, Any], known: dict[str, Any], where: str) -> None:
+    """Require RAM and disk of a rank that names no hardware; without a GPU, the disk is the link."""
+    if "gpu" not in values and "link" in values:
+        rule = f"{where}: without a gpu, link and disk are one"
+        require("disk" not in values, rule, "both", "leave link out")
+        known["disk_bytes_per_s"] = known.pop("link_bytes_per_s")
+    for key, such in (("ram", '"ram": "32GiB"'), ("disk", '"disk": "3GB/s"')):
+        rule = f"{where}: a rank needs its {key}"
+        require(_FIELD_OF[key] in known, rule, "none", f"add it, such as {such}")
 
 
 def _network(values: Any, num_ranks: int, file: str) -> Network:
@@ -210,31 +182,17 @@ def _network(values: Any, num_ranks: int, file: str) -> Network:
     if values is None and num_ranks == 1:
         return Network(math.inf, 0.0)
     require(isinstance(values, dict), f"{where} must be an object", _shown(values), remedy)
-    _check_keys(values, _NETWORK_KEYS, where, "a network")
+    require_known(values, _NETWORK_KEYS, f"{where}: a network")
     given = [key for key in ("gbit_per_s", "bytes_per_s") if key in values]
-    require(
-        len(given) == 1,
-        f"{where} needs one of gbit_per_s and bytes_per_s",
-        " and ".join(given) or "none",
-        remedy,
-    )
+    rule = f"{where} needs one of gbit_per_s and bytes_per_s"
+    require(len(given) == 1, rule, " and ".join(given) or "none", remedy)
     if "gbit_per_s" in values:
-        bytes_per_s = (
-            _PAYLOAD_SHARE * _number(values["gbit_per_s"], f"{where}: gbit_per_s") * 1e9 / 8
-        )
+        gbit_per_s = _number(values["gbit_per_s"], f"{where}: gbit_per_s")
+        bytes_per_s = _PAYLOAD_SHARE * gbit_per_s * 1e9 / 8
     else:
         bytes_per_s = _quantity(values["bytes_per_s"], f"{where}: bytes_per_s")
-    return Network(
-        bytes_per_s,
-        _number(values.get("latency_us", _USUAL_LATENCY_US), f"{where}: latency_us") / 1e6,
-    )
-
-
-def _check_keys(values: dict[str, Any], known: tuple[str, ...], where: str, what: str) -> None:
-    other = next((key for key in values if key not in known), None)
-    require(
-        other is None, f"{where}: {what} has the keys {', '.join(known)}", _shown(other), "fix it"
-    )
+    latency_us = _number(values.get("latency_us", _USUAL_LATENCY_US), f"{where}: latency_us")
+    return Network(bytes_per_s, latency_us / 1e6)
 
 
 def _quantity(value: Any, what: str) -> int:
@@ -242,9 +200,8 @@ def _quantity(value: Any, what: str) -> int:
     if isinstance(value, str):
         return parse_size(value.removesuffix("/s"), what)
     number = _number(value, what)
-    require(
-        1 <= number < 2**63, f"{what} must be 1 or more, and below 2^63", f"{number:g}", "fix it"
-    )
+    rule = f"{what} must be 1 or more, and below 2^63"
+    require(1 <= number < 2**63, rule, f"{number:g}", "fix it")
     return int(number)
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple
 
-import numpy as np
 from msgspec import Meta
 
 from offload.checkpoint.sizes import ModelShape
@@ -71,20 +70,15 @@ Positive = Annotated[float, Meta(gt=0, le=_FINITE)]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds against a size, known at a few sizes.
-
-    Between them it is linear; beyond them the last slope continues.
-    """
+    """Seconds against a size: linear between known sizes, with the last slope beyond them."""
 
     sizes: tuple[Annotated[int, Meta(le=2**63 - 1)], ...]  # rising
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
         is_rising = all(a < b for a, b in pairwise(self.sizes))
-        ensure(
-            0 < len(self.sizes) == len(self.seconds) and is_rising,
-            "a curve needs rising sizes, each a time",
-        )
+        is_whole = 0 < len(self.sizes) == len(self.seconds)
+        ensure(is_whole and is_rising, "a curve needs rising sizes, each a time")
 
     def at(self, size: float) -> float:
         """Return the seconds at `size`, which need not have been measured."""
@@ -174,11 +168,9 @@ class Traffic(NamedTuple):
             sweeps = _possible_sweeps(known, self, num_rows, 0.0)
             return _best_sweep(sweeps) is sweeps[-1]
 
-        return (
-            bisect_left(range(_FAR_ROWS), True, lo=1, key=is_ahead)
-            if is_ahead(_FAR_ROWS)
-            else NEVER
-        )
+        if not is_ahead(_FAR_ROWS):
+            return NEVER
+        return bisect_left(range(_FAR_ROWS), True, lo=1, key=is_ahead)
 
 
 class StepTime(NamedTuple):
@@ -210,18 +202,14 @@ class StepTime(NamedTuple):
         """Return the longest term."""
         if self.draft_s > max(self.link_s, self.compute_s):
             return "draft"
-        return (
-            "compute"
-            if self.link_s <= self.compute_s
-            else "disk"
-            if self.is_disk_slower
-            else "link"
-        )
+        if self.link_s <= self.compute_s:
+            return "compute"
+        return "disk" if self.is_disk_slower else "link"
 
 
 def step_time(costs: Costs, traffic: Traffic, shape: Shape, num_texts: int = 1) -> StepTime:
     """Return the time of one step with trees of this shape or bounds, one for each text."""
-    widths = [num_texts * width for width in draft_widths(shape)]
+    widths = [num_texts * width for width in shape.draft_widths]
     num_rows = num_texts * shape.num_nodes
     return step_of(costs, traffic, num_rows, widths, is_grown=isinstance(shape, DynamicShape))
 
@@ -251,10 +239,7 @@ def _best_sweep(sweeps: Sequence[StepTime]) -> StepTime:
 def _possible_sweeps(
     costs: Costs, traffic: Traffic, num_rows: int, hidden_s: float
 ) -> list[StepTime]:
-    """Return the possible sweeps: one, or with experts on demand and prefetched.
-
-    Drafting hides the link's time for dense layers only.
-    """
+    """Return the possible sweeps: one, or two with experts, whose bytes no drafting hides."""
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
     compute_s = costs.compute_s.at(num_rows)
     fixed = (costs.verify_s, costs.overlap_penalty, traffic.is_disk_slower)
@@ -316,10 +301,7 @@ def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
 
 
 def fit_overlap_penalty(seen: Sequence[tuple[float, float, float]]) -> float:
-    """Fit the penalty by least squares of relative errors.
-
-    `seen` holds the seconds of computing, of the link, and of both together.
-    """
+    """Fit the penalty to seconds of computing, of the link, and of both, by relative errors."""
 
     def error(penalty: float) -> float:
         return sum(
@@ -328,14 +310,6 @@ def fit_overlap_penalty(seen: Sequence[tuple[float, float, float]]) -> float:
         )
 
     return min(_PENALTIES, key=error)
-
-
-def draft_widths(shape: Shape) -> list[int]:
-    """Return the rows of every draft step: in a static tree, each level's nodes with children."""
-    if isinstance(shape, DynamicShape):
-        return shape.draft_widths
-    is_run_N = shape.num_children_N > 0
-    return [int(np.count_nonzero(is_run_N[level])) for level in shape.levels[:-1]]
 
 
 class Prediction(NamedTuple):
@@ -379,10 +353,7 @@ class Prediction(NamedTuple):
 def costs_on(
     hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int
 ) -> Costs:
-    """Return the costs of two models on a described machine.
-
-    Every pass reads keys and values of `num_positions`.
-    """
+    """Return the costs on a described machine; a pass reads keys and values of `num_positions`."""
     steps = (
         _pass_curve(hardware, draft, num_positions, replayed_rows=_REPLAYED_ROWS)
         if draft

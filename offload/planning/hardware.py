@@ -15,12 +15,13 @@ No torch, no clock. Invariant: every figure is above zero, and no share above on
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.files import read_object
-from offload.errors import UserError, require
+from offload.errors import UserError, require, told_by_system
 from offload.memory.prompt_rows import Rates
 from offload.units import parse_rate, parse_size
 
@@ -51,22 +52,13 @@ class Hardware:
                 rule = f"{self.name}: {field.name} must be above 0 and at most {_MOST:.0e}"
                 require(0 < value <= _MOST, rule, f"{value!s:.40}", "fix it")
                 is_share = field.name.endswith("_share")
-                require(
-                    not is_share or value <= 1,
-                    f"{self.name}: {field.name} must be at most 1",
-                    value,
-                    "fix it",
-                )
+                rule = f"{self.name}: {field.name} must be at most 1"
+                require(not is_share or value <= 1, rule, value, "fix it")
         groups = [("memory_bytes_per_s", "flops_per_s"), ("gpu_bytes", "link_bytes_per_s")]
         for group in [groups[0] + groups[1]] if self.gpu_bytes else groups:
             missing = [name for name in group if getattr(self, name) is None]
-            is_whole = len(missing) in (0, len(group))
-            require(
-                is_whole,
-                f"{self.name}: a machine needs {', '.join(missing)} as well",
-                "none",
-                "add it",
-            )
+            rule = f"{self.name}: a machine needs {', '.join(missing)} as well"
+            require(len(missing) in (0, len(group)), rule, "none", "add it")
 
     @property
     def feed_bytes_per_s(self) -> float:
@@ -117,24 +109,19 @@ def find_hardware(name: str) -> Hardware:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """Read a machine from JSON with the fields of `Hardware`. Raises `UserError`.
-
-    Sizes and rates may be text such as `48GiB` and `25GB/s`.
-    """
-    try:
+    """Read a machine from JSON; sizes and rates may be text such as `48GiB`. Raises `UserError`."""
+    with told_by_system(f"cannot read {path}", "check the path"):
         values = read_object(path, "fix it")
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): check the path") from None
-    known = [field.name for field in fields(Hardware)]
+    require_known(values, [field.name for field in fields(Hardware)], f"{path.name}: a machine")
     values = {"name": path.stem, **values}
-    for name in values:
-        require(
-            name in known,
-            f"{path.name}: a machine has the fields {', '.join(known)}",
-            repr(name),
-            "fix it",
-        )
     return Hardware(**{name: _parsed(path, name, value) for name, value in values.items()})
+
+
+def require_known(values: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    """Raise `UserError` for an unknown key: a misspelt one would silently mean a default."""
+    other = next((key for key in values if key not in known), None)
+    rule = f"{what} has the keys {', '.join(known)}"
+    require(other is None, rule, f"{other!r:.60}", "fix it")
 
 
 def _parsed(path: Path, name: str, value: Any) -> Any:

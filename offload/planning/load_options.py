@@ -11,9 +11,8 @@ from pathlib import Path
 from offload.checkpoint.files import open_regular
 from offload.datastore.store import read_store
 from offload.declaration import whole_number
-from offload.errors import UserError, require
-from offload.memory.planner import require_dtype, require_experts, require_positions
-from offload.options import ModelOptions
+from offload.errors import UserError, require, told_by_system
+from offload.options import DTYPES, EXPERTS, ModelOptions
 from offload.planning.profile import parse_profile
 from offload.rank_roles import (
     PipelineOptions,
@@ -33,10 +32,7 @@ MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
 
 @dataclass(frozen=True)
 class LoadOptions(ModelOptions):
-    """Arguments of `offload.load`, which explains them.
-
-    Raises `UserError` for what no model and machine could satisfy.
-    """
+    """Arguments of `offload.load`. Raises `UserError` for what no model and machine satisfies."""
 
     @classmethod
     def of(cls, options: ModelOptions) -> "LoadOptions":
@@ -45,9 +41,8 @@ class LoadOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
-        require(
-            isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16"
-        )
+        is_text = isinstance(self.tree, str)
+        require(is_text, "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree)
         check_lenience(self.lenience, self.rule)
         self._check_ranks(self.roles())
@@ -60,30 +55,21 @@ class LoadOptions(ModelOptions):
         if roles is not None:
             require_exact_rule(roles, self.rule, self.lenience)
             is_free = self.profile is None or self.has_no_profile
-            require(
-                is_free,
-                "`profile` works in one process alone",
-                f"`ranks` {self.ranks}",
-                "leave it out",
-            )
-            rule = "`invariant` is promised by one process"
-            require(not self.invariant, rule, f"`ranks` {self.ranks}", "leave one of them out")
-            rule = "`parallel` texts work in one process alone"
-            require(self.parallel == 1, rule, f"`ranks` {self.ranks}", "leave one of them out")
-            rule = "`experts` demand works in one process alone"
-            require(
-                self.experts != "demand", rule, f"`ranks` {self.ranks}", "leave one of them out"
-            )
+            is_whole = self.experts != "demand"
+            one_of_them = "leave one of them out"
+            for holds, rule, remedy in (
+                (is_free, "`profile` works in one process alone", "leave it out"),
+                (not self.invariant, "`invariant` is promised by one process", one_of_them),
+                (self.parallel == 1, "`parallel` texts work in one process alone", one_of_them),
+                (is_whole, "`experts` demand works in one process alone", one_of_them),
+            ):
+                require(holds, rule, f"`ranks` {self.ranks}", remedy)
             self._check_pipeline(roles)
         is_idle = roles is None and self.pipeline is not None
         require(not is_idle, "`pipeline` goes with `ranks`", "none", "such as stages:0-1")
         is_slow = self.slow_layer_s == 0 or (roles is not None and not roles.is_sharded)
-        require(
-            is_slow,
-            "`slow_layer_s` goes with stages",
-            f"`ranks` {self.ranks or 'none'}",
-            "leave it out",
-        )
+        given = f"`ranks` {self.ranks or 'none'}"
+        require(is_slow, "`slow_layer_s` goes with stages", given, "leave it out")
 
     def _check_pipeline(self, roles: Roles) -> None:
         names = ("tree", "lookup", "ngram", "datastore")
@@ -91,36 +77,29 @@ class LoadOptions(ModelOptions):
             is_left_out = roles.is_sharded or value in (None, "auto", "none", False)
             rule = f"`{name}` is for one pass at a time, and stages run several"
             require(is_left_out, rule, value, "leave it out, or use `ranks` shards")
-        remedy = "name ranks as stages:0-2,draft:3"
-        require(
-            self.pipeline is None or not roles.is_sharded,
-            "`pipeline` says how stages run",
-            self.ranks,
-            remedy,
-        )
         if self.pipeline is not None:
+            remedy = "name ranks as stages:0-2,draft:3"
+            require(not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
             parse_pipeline(self.pipeline)
 
     def _check_sizes(self) -> None:
         for name, kind in (("ram", ByteSize), ("gpu_memory", ByteSize), ("link_limit", Rate)):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, kind.parse(given, f"`{name}`"))
-        require_dtype(self.dtype)
-        require_experts(self.experts)
-        if self.context is not None:
-            require_positions(self.context)
+        for name, known in (("dtype", DTYPES), ("experts", EXPERTS)):
+            rule = f"`{name}` must be one of {', '.join(known)}"
+            given = getattr(self, name)
+            require(given in known, rule, repr(given), f'try `{name}="auto"`')
+        is_length = self.context is None or whole_number(self.context, "`context`") >= 1
+        rule = "`context` must be 1 or more"
+        require(is_length, rule, self.context, "prompt and new tokens have to fit")
         num_texts = whole_number(self.parallel, "`parallel`")
         rule = f"`parallel` must lie in 1 to {MAX_PARALLEL}"
-        require(
-            1 <= num_texts <= MAX_PARALLEL, rule, num_texts, "so many texts are written at a time"
-        )
+        is_inside = 1 <= num_texts <= MAX_PARALLEL
+        require(is_inside, rule, num_texts, "so many texts are written at a time")
         is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
-        require(
-            is_count,
-            "`threads` must be 1 or more",
-            self.threads,
-            "leave it out to have it measured",
-        )
+        remedy = "leave it out to have it measured"
+        require(is_count, "`threads` must be 1 or more", self.threads, remedy)
 
     def _check_guesses(self) -> None:
         for name in ("config", "profile", "ngram", "datastore"):
@@ -134,13 +113,11 @@ class LoadOptions(ModelOptions):
             ):
                 read_store(store)
             elif store is not None:
-                _require_readable(Path(store).expanduser())
-        require(
-            self.lookup in (None, True, False),
-            "`lookup` must be True or False",
-            repr(self.lookup),
-            "leave it out",
-        )
+                path = Path(store).expanduser()  # which is read seconds later
+                with told_by_system(f"cannot read {path}", "check the path"):
+                    open_regular(path).close()
+        is_known = self.lookup in (None, True, False)
+        require(is_known, "`lookup` must be True or False", repr(self.lookup), "leave it out")
         named = next(
             (name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None
         )
@@ -167,20 +144,13 @@ class LoadOptions(ModelOptions):
         pipeline = parse_pipeline(self.pipeline or usual)
         assert roles is not None, "there are ranks"
         rule = f"`pipeline` {pipeline.mode} guesses with a draft"
-        require(
-            has_draft or not pipeline.speculates, rule, "none", "give `draft`, or `pipeline` plain"
-        )
-        is_one = self.tree != "none" or not pipeline.speculates
-        require(
-            is_one, f"`pipeline` {pipeline.mode} guesses", "`tree` none", "leave one of them out"
-        )
+        is_plain = not pipeline.speculates
+        require(has_draft or is_plain, rule, "none", "give `draft`, or `pipeline` plain")
+        rule = f"`pipeline` {pipeline.mode} guesses"
+        require(self.tree != "none" or is_plain, rule, "`tree` none", "leave one of them out")
         is_served = has_draft or roles.draft is None
-        require(
-            is_served,
-            f"rank {roles.draft} of `ranks` drafts",
-            "no draft",
-            "give `draft`, or leave that rank out",
-        )
+        rule = f"rank {roles.draft} of `ranks` drafts"
+        require(is_served, rule, "no draft", "give `draft`, or leave that rank out")
         return roles._replace(draft=(roles.draft or 0) if pipeline.speculates else None), pipeline
 
     def roles(self) -> Roles | None:
@@ -236,11 +206,3 @@ class LoadOptions(ModelOptions):
             return Sampling()
         own = parse_profile(Path(self.profile)).identity
         return Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
-
-
-def _require_readable(path: Path) -> None:
-    """Raise `UserError` for a file that cannot be opened now, seconds before it is read."""
-    try:
-        open_regular(path).close()
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): check the path") from None

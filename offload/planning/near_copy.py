@@ -23,19 +23,12 @@ _LEAST_GAIN = 1.5  # bits of the weights over those of the quantised draft
 
 
 def copy_bits(draft: str | os.PathLike[str] | None) -> int | None:
-    """Return the bits of a self draft; None for any other draft, and for none.
-
-    Raises `UserError` for other forms of `self`.
-    """
+    """Return the bits of a self draft, else None. Raises `UserError` for other forms of `self`."""
     own, colon, kind = str(draft or "").partition(":")
     if own != _OWN or (not colon and os.path.isdir(str(draft))):
         return None
-    require(
-        kind in BITS,
-        f"`draft` {_OWN} is the target in fewer bits, {_KINDS}",
-        repr(str(draft)),
-        f"try {_OWN}:int4",
-    )
+    rule = f"`draft` {_OWN} is the target in fewer bits, {_KINDS}"
+    require(kind in BITS, rule, repr(str(draft)), f"try {_OWN}:int4")
     return BITS[kind]
 
 
@@ -46,21 +39,13 @@ def check_held(
     is_known = draft_dtype is None or draft_dtype in BITS
     rule = f"`draft_dtype` must be {' or '.join(BITS)}"
     require(is_known, rule, repr(draft_dtype), "leave it out to have the draft as stored")
-    require(
-        draft_dtype is None or draft is not None,
-        "`draft_dtype` goes with `draft`",
-        "none",
-        "leave it out",
-    )
+    is_idle = draft_dtype is not None and draft is None
+    require(not is_idle, "`draft_dtype` goes with `draft`", "none", "leave it out")
     if copy_bits(draft) is not None:
         rule = f"`draft` {draft} says its bits itself"
         require(draft_dtype is None, rule, f"`draft_dtype` {draft_dtype}", "leave one of them out")
-        require(
-            ranks is None,
-            f"`draft` {draft} works in one process alone",
-            f"`ranks` {ranks}",
-            "name a small draft",
-        )
+        rule = f"`draft` {draft} works in one process alone"
+        require(ranks is None, rule, f"`ranks` {ranks}", "name a small draft")
 
 
 def models_to_read(
@@ -85,10 +70,7 @@ def read_models(
 def files_of(
     headers: Sequence[Checkpoint], draft: str | os.PathLike[str] | None, draft_dtype: str | None
 ) -> ModelFiles:
-    """Return the checkpoints of a run from those of `models_to_read`.
-
-    Raises `UserError` for a quantised draft that is not worth it.
-    """
+    """Return the checkpoints of a run. Raises `UserError` for a quantised draft not worth it."""
     target = headers[0]
     bits = copy_bits(draft)
     if bits is not None:
@@ -117,15 +99,13 @@ def _check_copy(target: Checkpoint, draft: str, bits: int) -> None:
 
 
 def _check_draft(draft: Checkpoint, draft_dtype: str) -> None:
-    rule = (
-        f"{draft.directory.name}: `draft_dtype` {draft_dtype} must be fewer bits than the draft has"
-    )
+    where = draft.directory.name
     stored = _stored_bits(draft)
-    require(
-        stored >= _LEAST_GAIN * BITS[draft_dtype], rule, f"{stored:.1f} a weight", "leave it out"
-    )
+    is_fewer = stored >= _LEAST_GAIN * BITS[draft_dtype]
+    rule = f"{where}: `draft_dtype` {draft_dtype} must be fewer bits than the draft has"
+    require(is_fewer, rule, f"{stored:.1f} a weight", "leave it out")
     is_plain = all(entry.coded is None for entry in draft.tensors.values())
-    rule = f"{draft.directory.name}: `draft_dtype` leaves fused experts as numbers"
+    rule = f"{where}: `draft_dtype` leaves fused experts as numbers"
     require(is_plain or not model_shape(draft).routed_weights, rule, "coded ones", "leave it out")
 
 

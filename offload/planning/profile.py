@@ -19,10 +19,11 @@ from typing import Annotated, Any
 from msgspec import Meta, MsgspecError, convert
 
 from offload.checkpoint.expert_sizes import ExpertShape
-from offload.checkpoint.files import cache_folder, read_given, read_object, replacing
+from offload.checkpoint.files import cache_folder, read_given, read_object, write_whole
 from offload.checkpoint.identity import identity_of, proved
 from offload.checkpoint.safetensors import Checkpoint
-from offload.errors import UserError, ensure, reason
+from offload.checkpoint.tensors import MOST_EXPERTS
+from offload.errors import UserError, ensure, reason, told_by_system
 from offload.machine import cpu_name
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.planning.cost_model import Costs, Positive
@@ -32,11 +33,10 @@ from offload.trees.topology import check_acceptance
 SCHEMA = 3  # raise it when a field changes its meaning
 _MOST_THREADS = 4096  # of any machine
 _MOST_LAYERS = 4096  # of any model
-_MOST_EXPERTS = 65_536  # of any layer
 _AGAIN = "run offload tune again"
 # uses of the experts of a layer
 _Row = Annotated[
-    tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=_MOST_EXPERTS)
+    tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=MOST_EXPERTS)
 ]
 # the place of a token among the draft's candidates
 _Rank = Annotated[int, Meta(ge=-1, lt=NUM_RANKS)]
@@ -119,19 +119,15 @@ class Identity:
         ]
         # A profile shapes the tree and decides no token, so weights that look the same are enough;
         # a sum or the hub's checksum that differs shows that they are not.
-        edited = [
-            part
-            for part in ("target", "draft")
-            if part not in keys
-            and proved(self.proofs.get(part, {}), other.proofs.get(part, {})) is False
+        found = [
+            f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}"
+            for key in keys
         ]
-        return [
-            *(
-                f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}"
-                for key in keys
-            ),
-            *(f"other {part} weights, by their checksums" for part in edited),
-        ]
+        for part in ("target", "draft"):
+            both = (one.proofs.get(part, {}) for one in (self, other))
+            if part not in keys and proved(*both) is False:
+                found.append(f"other {part} weights, by their checksums")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +139,7 @@ class ExpertUses:
 
     @property
     def uses_B(self) -> list[float]:
-        """Return the uses per row of each expert, layer after layer.
-
-        A cache of experts starts with the most used.
-        """
+        """Return the uses per row of each expert, layer after layer."""
         return [count / self.num_rows for count in chain(*self.uses_LE)]
 
 
@@ -222,10 +215,9 @@ def find_profile(identity: Identity) -> tuple[Profile | None, str]:
     """Return the cached profile for `identity`, or None and why there is none."""
     try:
         folder = profiles_folder()
-        if os.path.isfile(folder / identity.file_name):
-            return read_profile(folder / identity.file_name, identity), str(
-                folder / identity.file_name
-            )
+        own = folder / identity.file_name
+        if os.path.isfile(own):
+            return read_profile(own, identity), str(own)
     except UserError as error:
         return None, str(error)
     pair, _ = identity.file_name.split("-", 1)
@@ -263,14 +255,8 @@ def require_writable(folder: Path) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file, whole or not at all. Raises `UserError` where that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as scratch:
-            scratch.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path} ({error.strerror}): set XDG_CACHE_HOME to another folder"
-        ) from None
+    with told_by_system(f"cannot write {path}", "set XDG_CACHE_HOME to another folder"):
+        write_whole(path, text)
 
 
 def format_json(values: Mapping[str, object]) -> str:
@@ -301,12 +287,8 @@ def _why_not(path: Path, identity: Identity) -> str:
 
 def parse_profile(path: Path) -> Profile:
     """Read and check a profile, whatever it was measured for. Raises `UserError`."""
-    try:
+    with told_by_system(f"cannot read the profile {path}", "check the path"):
         values = read_object(path, _AGAIN)
-    except OSError as error:
-        raise UserError(
-            f"cannot read the profile {path} ({error.strerror}): check the path"
-        ) from None
     found = values.pop("schema", None)
     if found != SCHEMA:
         raise UserError(
@@ -338,34 +320,23 @@ def _require_known(told: Any, kept: Any) -> None:
 
 
 def _check(profile: Profile) -> None:
-    """Check what types do not tell.
-
-    Raises `ValueError`, or `UserError` for the acceptance vector.
-    """
+    """Check what types do not tell. Raises `ValueError`, or `UserError` for the acceptance."""
     check_acceptance(profile.acceptance)
-    ensure(
-        len(profile.standard_error) == len(profile.acceptance),
-        "one standard error per acceptance entry",
-    )
+    is_whole = len(profile.standard_error) == len(profile.acceptance)
+    ensure(is_whole, "one standard error per acceptance entry")
     times = (*profile.costs.compute_s.seconds, *profile.costs.draft_step_s.seconds)
     ensure(all(time > 0 for time in times), "times must be positive")
     ensure(any(profile.traces), "traces must hold ranks")
     for one in profile.dynamic_yields:
         ensure(one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that")
-        ensure(
-            one.tokens_per_sweep <= one.depth + 1,
-            "a pass yields one token, and one more for every level",
-        )
+        rule = "a pass yields one token, and one more for every level"
+        ensure(one.tokens_per_sweep <= one.depth + 1, rule)
     if uses := profile.expert_uses:
         # pools and plans are sized by them
-        ensure(
-            len({len(row) for row in uses.uses_LE}) == 1,
-            "every layer of expert_uses must have as many experts",
-        )
-        ensure(
-            max(chain(*uses.uses_LE)) <= uses.num_rows,
-            "an expert is used at most once for each row",
-        )
+        num_sizes = len({len(row) for row in uses.uses_LE})
+        ensure(num_sizes == 1, "every layer of expert_uses must have as many experts")
+        most = max(chain(*uses.uses_LE))
+        ensure(most <= uses.num_rows, "an expert is used at most once for each row")
 
 
 def _short(text: str) -> str:
@@ -377,15 +348,11 @@ def _brief(value: object) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file to tune with.
-
-    Raises `UserError` where it is missing, empty or not UTF-8.
-    """
+    """Return the text to tune with. Raises `UserError` where it is missing, empty or not UTF-8."""
+    with told_by_system(f"cannot read the text {path}", "check the path"):
+        raw = read_given(path, _MOST_TEXT_BYTES)
     try:
-        # models write \n alone
-        text = read_given(path, _MOST_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")
-    except OSError as error:
-        raise UserError(f"cannot read the text {path} ({error.strerror}): check the path") from None
+        text = raw.decode("utf-8").replace("\r\n", "\n")  # models write \n alone
     except UnicodeDecodeError as error:
         raise UserError(
             f"the text must be UTF-8, {path} is not at byte {error.start}: convert it first"

@@ -33,6 +33,7 @@ from offload.planning.acceptance import (
     Trace,
     gains,
     tokens_per_sweep,
+    walk,
 )
 from offload.planning.cost_model import Costs, Prediction, StepTime, Traffic, paced, step_of
 from offload.trees.spec import label_of
@@ -102,10 +103,7 @@ class TreeOrder:
         return int(self._depth_O[self._place(depth) < num_nodes].max())
 
     def outline(self, num_nodes: int, depth: int) -> Outline:
-        """Return the outline of the tree of that size, which must have as many nodes.
-
-        A draft step runs one node for each first child.
-        """
+        """Return the outline of a tree; a draft step runs one node for each first child."""
         is_run_O = self._is_first_O & (self._place(depth) < num_nodes)
         widths = np.bincount(self._depth_O[is_run_O])[1:].tolist()
         return Outline(num_nodes, len(widths), widths)
@@ -116,24 +114,8 @@ class TreeOrder:
         return float(sums[min(num_nodes, len(sums)) - 1])
 
     def bursts(self, num_nodes: int, depth: int, trace: Trace) -> list[int]:
-        """Return the new tokens of every sweep of a run that emits this text.
-
-        It agrees with `acceptance.bursts` of the built tree.
-        """
-        place = self._place_list(depth)
-        children = self._children
-        yields = list[int]()
-        node = 0
-        num_accepted = 0
-        for rank in trace:
-            num_accepted += 1
-            child = children[node].get(rank)
-            if child is not None and place[child] < num_nodes:
-                node = child
-            else:
-                yields.append(num_accepted)
-                node = num_accepted = 0
-        return [*yields, num_accepted] if num_accepted else yields
+        """Return what `acceptance.bursts` returns of the built tree."""
+        return walk(self._children, self._place_list(depth), num_nodes, trace)
 
     def _placed(self, depth: int) -> Ints:
         """Return (O,) each node's index among those no deeper than `depth`; deeper ones get O."""
@@ -165,12 +147,10 @@ class TreeSearch:
     # what dynamic trees have yielded; without it they count as static ones
     counted: Sequence[DynamicYield] = ()
 
-    def tree(self, num_nodes: int, depth: int) -> Topology:
-        """Return the tree of `num_nodes` nodes and at most `depth` draft steps.
-
-        It has fewer nodes where there are not as many.
-        """
-        return self._whole.tree(num_nodes, depth)
+    @cached_property
+    def whole(self) -> TreeOrder:
+        """Return the order from all traces."""
+        return self._order(self.traces)
 
     def shapes(
         self, num_nodes: int, max_depth: int, *, is_dynamic: bool
@@ -184,24 +164,21 @@ class TreeSearch:
         for depth in dict.fromkeys(
             min(bound, max_depth, max(1, num_nodes - 1)) for bound in DEPTHS
         ):
-            if self._whole.num_nodes(depth) < num_nodes:
+            if self.whole.num_nodes(depth) < num_nodes:
                 continue
             if is_dynamic and num_nodes > 1:
                 yield depth, DynamicShape(num_nodes, depth)
                 continue
-            reached = self._whole.depth_of(num_nodes, depth)
+            reached = self.whole.depth_of(num_nodes, depth)
             if reached == last:
                 return
             last = reached
-            yield depth, self._whole.outline(num_nodes, depth)
+            yield depth, self.whole.outline(num_nodes, depth)
 
     def expected(self, num_nodes: int, depth: int) -> float:
         """Return G(n, d), counted on held-out traces, or from the product form without traces."""
-        return (
-            self._counted_yield(num_nodes, depth)
-            if self._folds
-            else self._whole.expected(num_nodes, depth)
-        )
+        counted = self._counted_yield if self._folds else self.whole.expected
+        return counted(num_nodes, depth)
 
     def expected_dynamic(self, num_nodes: int, depth: int) -> float:
         """Return G of a dynamic tree within these bounds."""
@@ -229,10 +206,6 @@ class TreeSearch:
         return gains(self.counted, self.expected)
 
     @cached_property
-    def _whole(self) -> TreeOrder:
-        return self._order(self.traces)
-
-    @cached_property
     def _folds(self) -> list[tuple[TreeOrder, Trace]]:
         """Return orders from all traces but one fold's, with that fold's traces as one text."""
         if len(self.traces) < NUM_FOLDS:
@@ -240,12 +213,8 @@ class TreeSearch:
         folds: list[tuple[TreeOrder, Trace]] = []
         for fold in range(NUM_FOLDS):
             kept = [trace for index, trace in enumerate(self.traces) if index % NUM_FOLDS != fold]
-            folds.append(
-                (
-                    self._order(kept),
-                    [rank for trace in self.traces[fold::NUM_FOLDS] for rank in trace],
-                )
-            )
+            left_out = [rank for trace in self.traces[fold::NUM_FOLDS] for rank in trace]
+            folds.append((self._order(kept), left_out))
         return folds
 
     def _order(self, traces: Sequence[Trace]) -> TreeOrder:
@@ -263,10 +232,7 @@ def known_trees(
     max_depth: int = DEPTHS[-1],
     counted: tuple[DynamicYield, ...] = (),
 ) -> TreeSearch:
-    """Return the cached `TreeSearch` of these arguments, since ordering its nodes takes a while.
-
-    Raises `UserError` for an invalid acceptance vector.
-    """
+    """Return the cached `TreeSearch`, since ordering takes a while. Raises `UserError`."""
     return TreeSearch(
         check_acceptance(acceptance), traces, smoothing, max_nodes, max_depth, counted
     )
@@ -275,23 +241,10 @@ def known_trees(
 class _Candidate(NamedTuple):
     """One tree, its cost and its yield."""
 
-    bound: int  # on the depth
+    s_per_token: float
     shape: DynamicShape | Outline
     step: StepTime
     tokens: float  # per sweep, of all texts together
-
-    @property
-    def s_per_token(self) -> float:
-        return self.step.total_s / self.tokens
-
-    def built(self, trees: TreeSearch) -> Prediction:
-        """Return the prediction with the tree itself."""
-        shape = (
-            trees.tree(self.shape.num_nodes, self.bound)
-            if isinstance(self.shape, Outline)
-            else self.shape
-        )
-        return Prediction(label_of(shape), shape, self.step, (self.tokens,) * 2)
 
 
 def _ranked(
@@ -314,14 +267,14 @@ def _ranked(
             continue
         for depth, shape in trees.shapes(size, max_depth, is_dynamic=is_dynamic):
             is_grown = isinstance(shape, DynamicShape)
-            tokens = (
-                trees.expected_dynamic(size, depth) if is_grown else trees.expected(size, depth)
-            )
+            expected = trees.expected_dynamic if is_grown else trees.expected
+            tokens = expected(size, depth)
             if isinstance(shape, DynamicShape):
                 shape = paced(replace(shape, num_tokens=tokens), costs)
             widths = [num_texts * width for width in shape.draft_widths]
             step = step_of(costs, traffic, num_texts * size, widths, is_grown=is_grown)
-            candidates.append(_Candidate(depth, shape, step, num_texts * tokens))
+            of_all = num_texts * tokens
+            candidates.append(_Candidate(step.total_s / of_all, shape, step, of_all))
     return sorted(candidates, key=lambda candidate: candidate.s_per_token)
 
 
@@ -365,7 +318,13 @@ def search(
     ):
         trees = trees_of(max_nodes)
         ranked = rank(trees)
-    return trees, [one.built(trees) for one in (ranked if is_dynamic else ranked[:most])]
+    found = []
+    for one in ranked if is_dynamic else ranked[:most]:
+        shape = one.shape
+        if isinstance(shape, Outline):
+            shape = trees.whole.tree(shape.num_nodes, shape.depth)
+        found.append(Prediction(label_of(shape), shape, one.step, (one.tokens, one.tokens)))
+    return trees, found
 
 
 def _may_pay(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offload.planning.cost_model import Costs, Curve, Prediction, draft_widths
+from offload.planning.cost_model import Costs, Curve, Prediction
 from offload.trees.topology import Floats, Shape
 
 _MOST_SEEN = 48  # passes kept for each number of texts
@@ -215,10 +215,7 @@ def _computed_s(passes: Sequence[ObservedPass]) -> dict[int, float]:
 
 
 def _scaled(curve: Curve, ratio_at: dict[int, float]) -> Curve:
-    """Return the curve scaled by ratios at some sizes, interpolated in the logarithm of the size.
-
-    The result never falls.
-    """
+    """Return the curve scaled by ratios at some sizes, in their logarithm; it never falls."""
     sizes = sorted({*curve.sizes, *ratio_at})
     known = sorted(ratio_at)
     ratios = np.interp(np.log(sizes), np.log(known), [ratio_at[size] for size in known])
@@ -231,16 +228,12 @@ def _scaled(curve: Curve, ratio_at: dict[int, float]) -> Curve:
 def _draft_s(costs: Costs, one: ObservedPass) -> float:
     """Return the predicted drafting time of a pass; texts draft together."""
     return sum(
-        costs.draft_step_s.at(len(one.shapes) * width) for width in draft_widths(one.shapes[0])
+        costs.draft_step_s.at(len(one.shapes) * width) for width in one.shapes[0].draft_widths
     )
 
 
 def _link_bytes_per_s(passes: Sequence[ObservedPass], known: float, slots_bytes: int) -> float:
-    """Return the rate of the link.
-
-    It is the one observed where passes have waited for it more than once; otherwise it is at least
-    what any pass has shown.
-    """
+    """Return the rate of the link as waited for, or at least what any pass has shown."""
     waited = [_rate(one, slots_bytes) for one in passes if one.has_waited]
     if len(waited) >= _TRIED:
         return max(waited[-_MOST_OF_SIZE:])

@@ -12,7 +12,7 @@ never changed, and the basis of a choice is reported.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from offload.checkpoint.sizes import model_shape
@@ -52,7 +52,6 @@ from offload.trees.topology import (
     Floats,
     Shape,
     chain,
-    check_acceptance,
     isotonic,
 )
 
@@ -136,33 +135,45 @@ class TreeChoice(NamedTuple):
         }
 
 
+@dataclass(frozen=True)
 class _Selection:
-    """One choice of a `TreeSelector`.
+    """One choice of a `TreeSelector`."""
 
-    Args:
-        rule: of acceptance; decides whether chosen trees may be dynamic.
-        profile: None takes the usual acceptance, and `note` says why.
-        num_texts: texts that share a pass, each with such a tree.
-        max_nodes: of all texts' trees together.
-    """
+    known: "TreeSelector"
+    rule: str  # of acceptance; decides whether chosen trees may be dynamic
+    profile: Profile | None  # None takes the usual acceptance, and `note` says why
+    note: str
+    num_texts: int  # that share a pass, each with such a tree
+    max_nodes: int  # of all texts' trees together
 
-    def __init__(
-        self,
-        known: "TreeSelector",
-        rule: str,
-        profile: Profile | None,
-        note: str,
-        num_texts: int,
-        max_nodes: int,
-    ) -> None:
-        self._known = known
-        self._rule = rule
-        self._profile = profile
-        self._note = note
-        self._num_texts = num_texts
-        self._max_nodes = max_nodes
-        self._max_depth = DEPTHS[-1] if known.context is None else known.context - 1
-        self._costs = known.costs_of(profile)
+    @property
+    def acceptance(self) -> Profile | AcceptancePrior:
+        """Return what is known of acceptance, measured or assumed."""
+        return self.profile or self.known.usual
+
+    @cached_property
+    def costs(self) -> Costs | None:
+        """Return the costs of a step, where they are known."""
+        return self.known.costs_of(self.profile)
+
+    @property
+    def max_depth(self) -> int:
+        return DEPTHS[-1] if self.known.context is None else self.known.context - 1
+
+    @property
+    def most(self) -> int:
+        """Return how many nodes each text may have."""
+        return max(1, self.max_nodes // self.num_texts)
+
+    @property
+    def is_dynamic(self) -> bool:
+        return is_free_of_trees(self.rule)
+
+    @property
+    def basis(self) -> str:
+        if self.profile is None:
+            return f"{self.known.usual.source}, {self.note}"
+        return f"{self.profile.num_tokens} traced tokens, profile of {self.profile.created}"
 
     def choose(self, spec: TreeSpec, current: Shape | None = None) -> TreeChoice:
         """Return the tree for this spec. Raises `UserError` if the rule does not allow it.
@@ -170,22 +181,22 @@ class _Selection:
         Args:
             current: what was chosen before passes have shown more.
         """
-        if not self._known.has_draft:
+        if not self.known.has_draft:
             return self._of_guesses(spec)
-        spec.check_rule(self._rule)
+        spec.check_rule(self.rule)
         if spec.kind == "auto_chain":
             return self._chain()
         if spec.kind != "auto":
             return self._named(spec)
-        if self._costs is not None:
-            return self._best(self._costs, current)
+        if self.costs is not None:
+            return self._best(self.costs, current)
         default = TreeSpec(
-            "dynamic" if self._is_dynamic and min(self._most - 1, self._max_depth) else "best",
-            min(AUTO_NODES, self._most),
-            min(AUTO_NODES - 1 if self._known.usual.is_copy else AUTO_DEPTH, self._max_depth),
+            "dynamic" if self.is_dynamic and min(self.most - 1, self.max_depth) else "best",
+            min(AUTO_NODES, self.most),
+            min(AUTO_NODES - 1 if self.known.usual.is_copy else AUTO_DEPTH, self.max_depth),
         )
         return self._named(default)._replace(
-            why=f"a default, since nothing was measured ({self._note})"
+            why=f"a default, since nothing was measured ({self.note})"
         )
 
     def _of_guesses(self, spec: TreeSpec) -> TreeChoice:
@@ -196,8 +207,8 @@ class _Selection:
         num_nodes = spec.num_nodes
         depth = spec.depth
         if spec.is_chosen:
-            num_nodes = min(LOOKUP_NODES, self._most)
-            depth = min(LOOKUP_DEPTH, self._max_depth)
+            num_nodes = min(LOOKUP_NODES, self.most)
+            depth = min(LOOKUP_DEPTH, self.max_depth)
         depth = min(depth, num_nodes - 1)
         if depth < 1:
             return TreeChoice(
@@ -216,24 +227,24 @@ class _Selection:
 
     def _best(self, costs: Costs, current: Shape | None) -> TreeChoice:
         trees_of = partial(self._trees, max_depth=DEPTHS[-1])
-        if self._is_dynamic and (traffic := self._traffic(1)):
-            costs = self._known.seen.costs(costs, self._num_texts, traffic.slots_bytes)
+        if self.is_dynamic and (traffic := self._traffic(1)):
+            costs = self.known.seen.costs(costs, self.num_texts, traffic.slots_bytes)
         trees, ranked = search(
             trees_of,
-            self._most,
+            self.most,
             costs,
             self._traffic,
-            self._max_depth,
-            is_dynamic=self._is_dynamic,
-            num_texts=self._num_texts,
+            self.max_depth,
+            is_dynamic=self.is_dynamic,
+            num_texts=self.num_texts,
             most=NUM_SHOWN,
         )
         if not ranked:
             return TreeChoice(chain(0), "memory has no room for any tree")
         best = ranked[0]
-        if self._is_dynamic:
-            best = self._known.seen.choose(ranked, self._num_texts, current)
-        why = self._basis
+        if self.is_dynamic:
+            best = self.known.seen.choose(ranked, self.num_texts, current)
+        why = self.basis
         if isinstance(best.shape, DynamicShape):
             counted = sum(one.num_sweeps for one in trees.counted)
             why += (
@@ -244,33 +255,31 @@ class _Selection:
         return TreeChoice(
             best.shape,
             why,
-            best.tokens_per_sweep / self._num_texts,
+            best.tokens_per_sweep / self.num_texts,
             tuple(ranked[:NUM_SHOWN]),
-            is_measured=self._profile is not None,
+            is_measured=self.profile is not None,
         )
 
     def _chain(self) -> TreeChoice:
         """Return the chain of the length with the largest gain, by the first acceptance entry."""
-        alpha = (
-            self._known.usual.acceptance if self._profile is None else self._profile.acceptance
-        )[0]
-        most = min(MAX_CHAIN, self._most - 1, self._max_depth)
-        why = f"alpha {alpha:.2f} at first ({self._basis})"
+        alpha = self.acceptance.acceptance[0]
+        most = min(MAX_CHAIN, self.most - 1, self.max_depth)
+        why = f"alpha {alpha:.2f} at first ({self.basis})"
         traffic = self._traffic(most + 1)
-        if self._costs is None or traffic is None:
+        if self.costs is None or traffic is None:
             policy = ChainPolicy.assumed(alpha, most)
             why = f"{why}; a draft step as a {ASSUMED_COST:g} of a pass"
         else:
-            policy = ChainPolicy.of(alpha, self._costs, traffic, most)
+            policy = ChainPolicy.of(alpha, self.costs, traffic, most)
         ranked = [policy.predicted(gamma) for gamma in range(most + 1)]
         ranked.sort(key=lambda one: one.s_per_token)
         gamma = policy.length()
-        candidates = () if self._costs is None or traffic is None else tuple(ranked[:NUM_SHOWN])
+        candidates = () if self.costs is None or traffic is None else tuple(ranked[:NUM_SHOWN])
         return TreeChoice(chain(gamma), why, tokens_per_run(alpha, gamma), candidates, policy)
 
     def _traffic(self, num_nodes: int) -> Traffic | None:
-        traffic = self._known.traffic_at(num_nodes)
-        return None if traffic is None else traffic.routed_by(routing_in(self._profile))
+        traffic = self.known.traffic_at(num_nodes)
+        return None if traffic is None else traffic.routed_by(routing_in(self.profile))
 
     def _named(self, spec: TreeSpec) -> TreeChoice:
         trees = self._trees(
@@ -278,53 +287,27 @@ class _Selection:
         )
         if spec.kind == "best":
             tokens = trees.expected(spec.count, spec.depth)
-            return TreeChoice(trees.tree(spec.count, spec.depth), self._basis, tokens)
+            return TreeChoice(trees.whole.tree(spec.count, spec.depth), self.basis, tokens)
         shape = spec.build()
         if isinstance(shape, DynamicShape):
-            shape = paced(shape, self._costs) if self._costs else shape
+            shape = paced(shape, self.costs) if self.costs else shape
             why = "at most, as the draft's scores suggest"
             return TreeChoice(shape, why, trees.expected_dynamic(shape.num_nodes, shape.depth))
         return TreeChoice(shape, "as named", trees.expected_of(shape))
 
     def _trees(self, max_nodes: int, max_depth: int) -> TreeSearch:
-        if self._profile is None:
-            p_K = check_acceptance(self._known.usual.acceptance)
-            counted = self._known.usual.dynamic_yields
-            if self._is_dynamic and not counted:
-                p_K = self._known.seen.corrected_acceptance(p_K, self._expected)
-            return known_trees(
-                tuple(p_K.tolist()), max_nodes=max_nodes, max_depth=max_depth, counted=counted
-            )
-        known = self._profile
-        p_K = isotonic(known.acceptance)  # far ranks are noisy
-        return known_trees(
-            tuple(p_K.tolist()),
-            known.traces,
-            known.smoothing,
-            max_nodes,
-            max_depth,
-            known.dynamic_yields,
-        )
+        own = self.acceptance
+        p_K = isotonic(own.acceptance)  # far ranks are noisy
+        counted = own.dynamic_yields
+        if self.profile is None and self.is_dynamic and not counted:
+            p_K = self.known.seen.corrected_acceptance(p_K, self._expected)
+        told = tuple(p_K.tolist())
+        return known_trees(told, own.traces, own.smoothing, max_nodes, max_depth, counted)
 
     def _expected(self, p_K: Floats, num_nodes: int, depth: int) -> float:
         """Return the tokens of a tree by the product form."""
         trees = known_trees(tuple(p_K.tolist()), max_nodes=max(_FEW_NODES, num_nodes))
         return trees.expected(num_nodes, depth)
-
-    @property
-    def _most(self) -> int:
-        """Return how many nodes each text may have."""
-        return max(1, self._max_nodes // self._num_texts)
-
-    @property
-    def _is_dynamic(self) -> bool:
-        return is_free_of_trees(self._rule)
-
-    @property
-    def _basis(self) -> str:
-        if self._profile is None:
-            return f"{self._known.usual.source}, {self._note}"
-        return f"{self._profile.num_tokens} traced tokens, profile of {self._profile.created}"
 
 
 def is_free_of_trees(rule: str) -> bool:
@@ -400,10 +383,7 @@ class TreeSelector:
 
     @property
     def most_nodes(self) -> int:
-        """Return the nodes of all trees together that memory will be planned for.
-
-        For trees that are yet to be chosen this is the most that they may have.
-        """
+        """Return the most nodes of all trees together that memory will be planned for."""
         if not self.spec.is_chosen:
             return self.parallel * self.spec.num_nodes
         if not self.has_draft:
@@ -480,8 +460,6 @@ class TreeSelector:
             asks = traffic is not None and traffic.experts is not None
             if link_bytes_per_s and (asks or products_s is not NOTHING):
                 self.costs = replace(link_alone(link_bytes_per_s), compute_s=products_s)
-            else:
-                self.costs = None
             self.max_nodes = self.most_nodes if self.spec.is_chosen else self.max_nodes
         return costs
 
@@ -506,7 +484,11 @@ class TreeSelector:
         choice, num_learnt = self._known.get(key, (None, 0))
         is_old = spec.kind == "auto" and num_learnt < self._num_learnt
         if choice is None or is_old:
-            selection = self._selection(spec, profile, note, rule, num_texts)
+            max_nodes = min(self.max_nodes, SIZES[-1] if self.has_draft else self.most_nodes)
+            if spec.kind == "auto_chain":  # it may grow after other texts have joined
+                max_nodes //= self.parallel
+                num_texts = 1
+            selection = _Selection(self, rule, profile, note, num_texts, max_nodes)
             choice = selection.choose(spec, choice and choice.shape)
             self._check(choice.shape, tree, spec)
             if len(self._known) >= _MOST_KNOWN:  # a server is asked for any settings
@@ -521,16 +503,6 @@ class TreeSelector:
             if spec.is_chosen or spec.kind == "best":
                 raise
             return None, str(error)  # only the prediction rests on it
-
-    def _selection(
-        self, spec: TreeSpec, profile: Profile | None, note: str, rule: str, num_texts: int
-    ) -> _Selection:
-        max_nodes = min(self.max_nodes, SIZES[-1] if self.has_draft else self.most_nodes)
-        # a chain may grow after other texts have joined
-        if spec.kind == "auto_chain":
-            max_nodes //= self.parallel
-            num_texts = 1
-        return _Selection(self, rule, profile, note, num_texts, max_nodes)
 
     def ahead_rows(self) -> int:
         """Return the least rows for which a sweep should prefetch all experts, see `Traffic`."""
@@ -551,10 +523,7 @@ class TreeSelector:
         return step_of(costs, traffic, num_rows, draft_widths).total_s
 
     def costs_of(self, profile: Profile | None) -> Costs | None:
-        """Return the profile's costs if it used as many threads as this run, else those from start.
-
-        The link's rate is always today's.
-        """
+        """Return the profile's costs if they hold here, else those from start, on today's link."""
         is_usable = profile is not None and self.num_threads in (None, profile.num_threads)
         is_usable = is_usable and self.has_own_times
         costs = profile.costs if profile is not None and is_usable else self.costs

@@ -41,10 +41,7 @@ class RankCapacity(NamedTuple):
     def beside(
         cls, held: MemoryPlan, kv_bytes: int, *, ram_bytes: int, gpu_bytes: int | None, **more: Any
     ) -> "RankCapacity":
-        """Return the capacity left beside what a plan holds and `kv_bytes` of keys and values.
-
-        `more` holds further fields.
-        """
+        """Return the capacity left beside what a plan holds and other keys and values."""
         held_bytes = held.fixed_bytes - held.kv_bytes + kv_bytes
         if gpu_bytes is None:
             return cls(ram_bytes - held_bytes, **more)
@@ -197,10 +194,7 @@ def _link_s(rank: RankCapacity, own_bytes: float, kv_bytes: float, held_bytes: f
 
 
 def _most_share(rank: RankCapacity, load: Load, limit_s: float) -> float:
-    """Return the largest share that a rank manages within `limit_s`, at most 1.
-
-    It never falls as time rises.
-    """
+    """Return the largest share, up to 1, of a rank within `limit_s`; it never falls with time."""
     memory_bytes = max(0, rank.memory_bytes)
     carried_bytes = _carried_bytes(rank, limit_s)
     whole_bytes = load.num_bytes + load.kv_bytes

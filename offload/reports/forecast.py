@@ -32,7 +32,7 @@ from offload.engine.resolve import Assumptions, resolve
 from offload.errors import UserError
 from offload.planning.acceptance import prior_for
 from offload.planning.cluster import Cluster, Gathers, read_cluster
-from offload.planning.cost_model import VERIFY_S, Costs, Curve, Traffic, draft_widths
+from offload.planning.cost_model import VERIFY_S, Costs, Curve, Traffic
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import Profile
 from offload.planning.selector import TreeSelector
@@ -330,7 +330,7 @@ def _rate(
     label = label_of(shape)
     one = _pass(request, layout, num_rows)
     curve = layout.draft_step_s(request)
-    draft_s = sum(curve.at(width) for width in draft_widths(shape)) if num_rows > 1 else 0.0
+    draft_s = sum(curve.at(width) for width in shape.draft_widths) if num_rows > 1 else 0.0
     seconds = draft_s + one.seconds + (VERIFY_S if request.knows_compute else 0.0)
     num_in_flight = 1
     num_stages = len(layout.parts)

@@ -21,7 +21,6 @@ from offload.planning.cost_model import (
     Costs,
     Curve,
     Traffic,
-    draft_widths,
     fit_overlap_penalty,
     step_time,
 )
@@ -113,7 +112,7 @@ def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[floa
 
     Whole trees take time for ranking, drawing noise and catching up as well.
     """
-    predicted = [sum(map(curve.at, draft_widths(topology))) for topology in topologies]
+    predicted = [sum(map(curve.at, topology.draft_widths)) for topology in topologies]
     pairs = zip(draft_s, predicted, strict=True)
     scale = median([took / wanted for took, wanted in pairs] or [1.0])
     return replace(curve, seconds=tuple(scale * second for second in curve.seconds))

@@ -146,6 +146,12 @@ class Topology:
         """Children of every node; the ranks below a node are 0 to this number, exclusive."""
         return np.bincount(self.parent_N[1:], minlength=self.num_nodes)
 
+    @property
+    def draft_widths(self) -> list[int]:
+        """Rows of every draft step: each level's nodes that have children."""
+        is_run_N = self.num_children_N > 0
+        return [int(np.count_nonzero(is_run_N[level])) for level in self.levels[:-1]]
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Topology) and np.array_equal(self.parent_N, other.parent_N)
 

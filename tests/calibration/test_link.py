@@ -11,6 +11,7 @@ from fake_device import FakeDevice
 from offload.calibration import link as calibrate
 from offload.calibration import link as device_link
 from offload.calibration.link import LOCAL_BYTES_PER_S, copy_bytes_per_s, device_link_bytes_per_s, link_bytes_per_s
+from offload.memory.plan import MemoryPlan
 from offload.streaming.disk import DiskReader, allocate
 
 
@@ -50,6 +51,13 @@ def test_a_slot_is_written_after_whoever_had_its_memory(seed: int) -> None:
     assert copied == [0]
 
 
+class Counts(SimpleNamespace):
+    """Counts of a plan, and the sums that it makes of them."""
+
+    pass_bytes = MemoryPlan.pass_bytes
+    pass_disk_bytes = MemoryPlan.pass_disk_bytes
+
+
 def test_experts_that_the_host_has_no_room_for_come_as_fast_as_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy takes a virtual second on this card, however large."""
     monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
@@ -57,7 +65,7 @@ def test_experts_that_the_host_has_no_room_for_come_as_fast_as_the_disk(monkeypa
 
     def rate(num_host_slots: int, disk_bytes_per_s: float = 1000.0, **more: int) -> float:
         counts = {"streamed_bytes": 0, "disk_streamed_bytes": 0, "num_host_expert_slots": num_host_slots}
-        plan = SimpleNamespace(**{**kept, **counts, "is_streamed": True, **more})
+        plan = Counts(**{**kept, **counts, "is_streamed": True, **more})
         return device_link_bytes_per_s(FakeDevice(), plan, [], disk_bytes_per_s=disk_bytes_per_s)
 
     assert rate(80) == rate(90) == pytest.approx(1 << 16), "nothing comes from the disk"

@@ -76,7 +76,7 @@ def least_s(machine: Machine, num_texts: int) -> float:
 
 @cache
 def tree_of(misses: float, num_nodes: int, depth: int) -> Topology:
-    return trees_of(misses, 1).tree(num_nodes, depth)
+    return trees_of(misses, 1).whole.tree(num_nodes, depth)
 
 
 MACHINES = {

@@ -165,7 +165,7 @@ def test_yields_are_counted_on_the_traces_or_were_counted(files: ModelFiles) -> 
     profile = profile_of(files, 16.0)
     p_K = isotonic(profile.acceptance)
     large, small = TreeSearch(p_K, profile.traces, 16.0, 512), TreeSearch(p_K, profile.traces, 16.0, 64, 16)
-    assert large.tree(64, 16) == small.tree(64, 16) and large.expected(64, 16) == small.expected(64, 16)
+    assert large.whole.tree(64, 16) == small.whole.tree(64, 16) and large.expected(64, 16) == small.expected(64, 16)
 
 
 @pytest.mark.parametrize("size", [(1, 4), (40, 1), (64, 2), (300, 40), (7, 99)])

@@ -27,7 +27,6 @@ from offload.planning.cost_model import (
     Curve,
     Prediction,
     Traffic,
-    draft_widths,
     fit_overlap_penalty,
     overlapped_s,
     step_time,
@@ -91,7 +90,7 @@ def test_curves_widths_and_steps_are_what_hand_sums_say() -> None:
     assert Curve((8,), (0.5,)).at(100) == 0.5
     assert Curve((1, 2), (2.0, 1.0)).at(9) == 1.0, "beyond the last point time never falls"
     # Draft widths are the nodes with children.
-    assert list(map(draft_widths, (chain(0), chain(3), sequences(4, 3)))) == [[], [1, 1, 1], [1, 4, 4]]
+    assert [one.draft_widths for one in (chain(0), chain(3), sequences(4, 3))] == [[], [1, 1, 1], [1, 4, 4]]
     # Step is draft plus the slower side.
     what = replace(costs(draft_s=0.05), compute_s=Curve((1, 11), (0.1, 0.2)), verify_s=0.01)
     for streamed_bytes, slots_bytes, total_s, limit in (
@@ -216,7 +215,7 @@ def test_order_without_traces_is_best_first(num_nodes: int) -> None:
         if tree.num_nodes == num_nodes:
             assert tree == best_first(P_K, num_nodes, depth)
             assert order.expected(num_nodes, depth) == pytest.approx(expected_tokens(tree, P_K))
-            assert order.outline(num_nodes, depth) == (num_nodes, tree.depth, draft_widths(tree))
+            assert order.outline(num_nodes, depth) == (num_nodes, tree.depth, tree.draft_widths)
 
 
 def test_smoothing_leads_from_the_traces_to_the_product_form() -> None:
@@ -245,7 +244,7 @@ def test_expected_tokens_are_not_fitted_to_the_traces() -> None:
     for seed in range(8):
         traces = independent_traces(p, 4, seed)
         forest = TreeSearch(measured_acceptance(traces)[0], traces, 0.5, 128)
-        tree = forest.tree(128, 12)
+        tree = forest.whole.tree(128, 12)
         truth = tokens_per_sweep(tree, fresh)
         fitted.append(tokens_per_sweep(tree, traces) / truth)
         held_out.append(forest.expected(128, 12) / truth)
