@@ -117,10 +117,7 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
 
 
 def files_of(file: Path) -> tuple[Path, ...]:
-    """Return the file, or all files that its model was split into, which need not exist.
-
-    Raises `UserError` for a name that says that there are none.
-    """
+    """Return all files of a split model, there or not. Raises `UserError` for a false name."""
     match = _SPLIT.fullmatch(file.name)
     if match is None:
         return (file,)
@@ -192,10 +189,7 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
 
 
 def _require_biases(where: str, config: Settings, own: Settings, tensors: Entries) -> None:
-    """Raise `UserError` for biases in the file that the model of this config would not add.
-
-    A model takes no notice of tensors that it lacks. `own` is the config of its text.
-    """
+    """Raise `UserError` for biases that the model of this config would not notice."""
     wanted = "qkvo" if own.get("attention_bias") else ""
     wanted = "qkv" if config.get("model_type") == "qwen2" else wanted
     end = "_proj.bias"

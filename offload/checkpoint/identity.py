@@ -119,11 +119,7 @@ class ModelIdentity(NamedTuple):
 
 
 def identity_of(checkpoint: Checkpoint) -> ModelIdentity:
-    """Return the identity of a model whose files are here, from samples and known proofs.
-
-    Raises `ReadError`, also where a file was replaced since it was opened, and `UserError` for
-    small files that make no sense.
-    """
+    """Return a model's identity from samples and proofs. Raises `ReadError` and `UserError`."""
     # first what tells whether a file was replaced
     parts = {"weights": _sampled(checkpoint), "config": _config(checkpoint)}
     settings = generation_settings(checkpoint)

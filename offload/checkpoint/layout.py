@@ -96,10 +96,7 @@ class SlabLayout:
 
     @cached_property
     def lead_bytes(self) -> int:
-        """Return the bytes before the first weight that a device need not get.
-
-        It is rounded down so that all weights keep their alignment without them.
-        """
+        """Return the bytes before the first weight, less what keeps all weights aligned."""
         coded = chain.from_iterable(self.coded.values())
         weights: list[Placed | Words] = [*self.parameters.values(), *coded]
         width = math.lcm(1, *(one.align_bytes for one in weights))

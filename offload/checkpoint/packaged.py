@@ -289,10 +289,7 @@ class _Corners:
         ]
 
     def layer(self, big: dict[str, Any], index: int, real: int, *, is_real: bool) -> list[_Piece]:
-        """Return layer `index`, with the small model's layer `real` in its corners.
-
-        An inserted layer has only the routing of `real` there.
-        """
+        """Return a layer with `real` in its corners; an inserted one has only its routing."""
         old = _layer_axes(self.config)
         new = _layer_axes(big)
         kept = new.keys() if is_real else _ROUTING if _ROUTER in new else frozenset()

@@ -282,11 +282,7 @@ def head_dim(sizes: dict[str, int]) -> int:
 def table_and_head(
     checkpoint: Checkpoint, rest: list[TensorEntry], vocab_size: int
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """Return the embedding tables, and the tensors that are needed after the layers.
-
-    Without a head of its own these include the first table; a section without even a norm after its
-    layers needs nothing there.
-    """
+    """Return embedding tables and what follows the layers: a tied head is the first table."""
     tensors = checkpoint.tensors.items()
     named = {name: one for name, one in tensors if _TABLE_NAME.search(name) and one in rest}
     tables = list(named.values())

@@ -73,10 +73,7 @@ class Coder(NamedTuple):
 def build(
     path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on_phase: OnPhase
 ) -> Store:
-    """Build a new store at `path` and return it.
-
-    Raises `UserError` where `path` exists, the corpus is empty, or the disk is full.
-    """
+    """Build a store. Raises `UserError` for a path that exists, an empty corpus or a full disk."""
     room = chunk_room(ram_bytes, coder)
     with _refusing_bad_places(path):
         require_new(path)

@@ -451,10 +451,7 @@ class ExpertPoolSize(NamedTuple):
 def fill_all(
     tiers: Sequence[MemoryTier], layer_bytes: Sequence[int], num_swept: int, pool: ExpertPoolSize
 ) -> list[Filling]:
-    """Give each tier layers that those before it could not keep.
-
-    Layers from `num_swept` on are an encoder's.
-    """
+    """Give each tier what those before could not keep; an encoder's layers follow `num_swept`."""
     fillings = []
     left = list(range(len(layer_bytes)))
     for tier in tiers:

@@ -415,10 +415,7 @@ class _Contents(NamedTuple):
         return MemoryTier(budget_bytes, fixed_bytes, passing_bytes, refusal)
 
     def _feeding_tier(self) -> MemoryTier:
-        """Return the tier of pinned host memory that feeds a GPU.
-
-        What loading passes through it lies where layers will.
-        """
+        """Return the pinned memory that feeds a GPU; loading passes where layers will lie."""
         target, draft, budget, *_ = self
         fixed_bytes = self.runtime_bytes + target.table_bytes
         # a head is expanded from what lies beside

@@ -124,10 +124,7 @@ def read_packed(path: Path) -> PackedFile:
 
 
 def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Yield name, offset and original bytes of each part of each tensor, checksums compared.
-
-    Raises `UserError` where a checksum differs.
-    """
+    """Yield name, offset and bytes of original parts. Raises `UserError` for a false sum."""
     with opened(packed.path, os.O_RDONLY) as fd:
 
         def jobs() -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
@@ -281,10 +278,7 @@ class Portion(NamedTuple):
 
 
 def write_packed(path: Path, portion: Portion, on_bytes: OnBytes) -> None:
-    """Pack, read back and compare, then give the file its name. Raises `OSError`.
-
-    `on_bytes` hears of each part of the source twice: once coded, once compared.
-    """
+    """Pack, read back, compare, name the file; parts are told twice. Raises `OSError`."""
     with replacing(path) as scratch:
         with (
             opened(portion.path, os.O_RDONLY) as source,

@@ -176,9 +176,8 @@ def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
     """Write the files that `model` was packed from; return their folder. Raises `UserError`."""
     folder = model.expanduser().resolve()
     destination = destination.expanduser().resolve()
-    read_manifest(folder)
-    found = by_source(folder)
     source = check_unpack(folder, destination)
+    found = by_source(folder)
     if not is_finished(destination, source):
         with unfinished(destination, source) as scratch:
             _write_originals(folder, found, scratch, progress)
@@ -213,7 +212,6 @@ def _write_originals(
 def verify(model: Path, *, progress: Progress) -> PackResult:
     """Decode every weight of a packed folder. Raises `UserError` where a checksum differs."""
     folder = model.expanduser().resolve()
-    read_manifest(folder)
     found = by_source(folder)
     count = _Counter(sum(own[0].origin.num_bytes for own in found.values()), progress)
     for own in found.values():

@@ -90,6 +90,11 @@ class Curve:
         slope = (y1 - y0) / (x1 - x0)
         return y1 + slope * (size - x1) if size <= x1 else y1 + max(0.0, slope) * (size - x1)
 
+    def total(self, sizes: Sequence[int]) -> float:
+        """Return the seconds of all sizes together; each different one is looked up once."""
+        known = {size: self.at(size) for size in set(sizes)}
+        return sum(known[size] for size in sizes)
+
     def plus(self, other: "Curve") -> "Curve":
         """Return the sum of both curves."""
         sizes = tuple(sorted({*self.sizes, *other.sizes}))
@@ -218,9 +223,8 @@ def step_of(
     costs: Costs, traffic: Traffic, num_rows: int, widths: Sequence[int], *, is_grown: bool = False
 ) -> StepTime:
     """Return the time of one step from the rows of its sweep and of each of its draft steps."""
-    draft_s = _summed_s(costs.draft_step_s, widths) + (
-        len(widths) * costs.grow_s.at(num_rows) if is_grown else 0.0
-    )
+    grow_s = len(widths) * costs.grow_s.at(num_rows) if is_grown else 0.0
+    draft_s = costs.draft_step_s.total(widths) + grow_s
     host_s = costs.host_s.at(num_rows)
     hidden_s = min(draft_s + host_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
     return _best_sweep(_possible_sweeps(costs, traffic, num_rows, hidden_s))._replace(
@@ -280,13 +284,7 @@ def prompt_pass(costs: Costs, traffic: Traffic, num_rows: int) -> PromptPass:
 def paced(bounds: DynamicShape, costs: Costs) -> DynamicShape:
     """Return the bounds with the growth pace that takes the least time; of equals, fewer rows."""
     shapes = [replace(bounds, pace=pace) for pace in PACES]
-    return min(shapes, key=lambda shape: _summed_s(costs.draft_step_s, shape.draft_widths))
-
-
-def _summed_s(curve: Curve, sizes: Sequence[int]) -> float:
-    """Return the seconds of all sizes; each different size is looked up once."""
-    known = {size: curve.at(size) for size in set(sizes)}
-    return sum(known[size] for size in sizes)
+    return min(shapes, key=lambda shape: costs.draft_step_s.total(shape.draft_widths))
 
 
 def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:

@@ -98,10 +98,6 @@ class TreeOrder:
         """Return how many nodes are no deeper than `depth`."""
         return len(self._sums(depth))
 
-    def depth_of(self, num_nodes: int, depth: int) -> int:
-        """Return the depth of the tree of that size, which may be less than its bound."""
-        return int(self._depth_O[self._place(depth) < num_nodes].max())
-
     def outline(self, num_nodes: int, depth: int) -> Outline:
         """Return the outline of a tree; a draft step runs one node for each first child."""
         is_run_O = self._is_first_O & (self._place(depth) < num_nodes)
@@ -169,11 +165,11 @@ class TreeSearch:
             if is_dynamic and num_nodes > 1:
                 yield depth, DynamicShape(num_nodes, depth)
                 continue
-            reached = self.whole.depth_of(num_nodes, depth)
-            if reached == last:
+            outline = self.whole.outline(num_nodes, depth)
+            if outline.depth == last:
                 return
-            last = reached
-            yield depth, self.whole.outline(num_nodes, depth)
+            last = outline.depth
+            yield depth, outline
 
     def expected(self, num_nodes: int, depth: int) -> float:
         """Return G(n, d), counted on held-out traces, or from the product form without traces."""

@@ -55,10 +55,7 @@ class ObservedPass(NamedTuple):
 
     @property
     def counted_rows(self) -> int:
-        """Return the rows that the pass counts for.
-
-        A lone text's are those that it had; texts that compete for the nodes of all have bounds.
-        """
+        """Return the rows that a pass counts for: those of a lone text, else the bounds of all."""
         return self.nodes[0] if len(self.nodes) == 1 else self.most_rows
 
     @property
@@ -92,7 +89,11 @@ class ObservedPasses:
         passes = self.among(num_texts)
         if not passes:
             return known
-        expected_s = sum(_draft_s(known, one) for one in passes)
+        # texts draft together
+        widths = (
+            [len(one.shapes) * width for width in one.shapes[0].draft_widths] for one in passes
+        )
+        expected_s = sum(map(known.draft_step_s.total, widths))
         drafted = sum(one.draft_s for one in passes) / expected_s if expected_s else 1.0
         steps_s = tuple(drafted * one for one in known.draft_step_s.seconds)
         computed_s = _computed_s(passes)
@@ -223,13 +224,6 @@ def _scaled(curve: Curve, ratio_at: dict[int, float]) -> Curve:
         [ratio * curve.at(size) for ratio, size in zip(ratios, sizes, strict=True)]
     )
     return Curve(tuple(sizes), tuple(seconds.tolist()))
-
-
-def _draft_s(costs: Costs, one: ObservedPass) -> float:
-    """Return the predicted drafting time of a pass; texts draft together."""
-    return sum(
-        costs.draft_step_s.at(len(one.shapes) * width) for width in one.shapes[0].draft_widths
-    )
 
 
 def _link_bytes_per_s(passes: Sequence[ObservedPass], known: float, slots_bytes: int) -> float:

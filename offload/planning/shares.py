@@ -182,10 +182,7 @@ def _no_room(ranks: Sequence[RankCapacity], load: Load) -> UserError:
 
 
 def _link_s(rank: RankCapacity, own_bytes: float, kv_bytes: float, held_bytes: float) -> float:
-    """Return the link's seconds for `own_bytes` of layers.
-
-    Beside layers that stay, a rank holds `kv_bytes`, or `held_bytes` if it streams.
-    """
+    """Return the link's seconds for layers, beside what a rank holds if all stay, or it streams."""
     if own_bytes + kv_bytes <= rank.memory_bytes * (1 + 1e-12):  # by rounding it may be more
         return 0.0
     streamed_bytes = own_bytes - max(0.0, rank.memory_bytes - held_bytes)

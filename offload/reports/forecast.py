@@ -330,7 +330,7 @@ def _rate(
     label = label_of(shape)
     one = _pass(request, layout, num_rows)
     curve = layout.draft_step_s(request)
-    draft_s = sum(curve.at(width) for width in shape.draft_widths) if num_rows > 1 else 0.0
+    draft_s = curve.total(shape.draft_widths) if num_rows > 1 else 0.0
     seconds = draft_s + one.seconds + (VERIFY_S if request.knows_compute else 0.0)
     num_in_flight = 1
     num_stages = len(layout.parts)

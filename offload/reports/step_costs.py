@@ -112,7 +112,7 @@ def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[floa
 
     Whole trees take time for ranking, drawing noise and catching up as well.
     """
-    predicted = [sum(map(curve.at, topology.draft_widths)) for topology in topologies]
+    predicted = [curve.total(topology.draft_widths) for topology in topologies]
     pairs = zip(draft_s, predicted, strict=True)
     scale = median([took / wanted for took, wanted in pairs] or [1.0])
     return replace(curve, seconds=tuple(scale * second for second in curve.seconds))
