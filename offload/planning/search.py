@@ -44,6 +44,7 @@ from offload.trees.topology import (
     Floats,
     Ints,
     OrderedNode,
+    Shape,
     Topology,
     check_acceptance,
     grow_order,
@@ -147,6 +148,12 @@ class TreeSearch:
     def whole(self) -> TreeOrder:
         """Return the order from all traces."""
         return self._order(self.traces)
+
+    def built(self, shape: DynamicShape | Outline) -> Shape:
+        """Return the tree of an outline; bounds stay what they are."""
+        if isinstance(shape, DynamicShape):
+            return shape
+        return self.whole.tree(shape.num_nodes, shape.depth)
 
     def shapes(
         self, num_nodes: int, max_depth: int, *, is_dynamic: bool
@@ -315,11 +322,9 @@ def search(
         trees = trees_of(max_nodes)
         ranked = rank(trees)
     found = []
-    for one in ranked if is_dynamic else ranked[:most]:
-        shape = one.shape
-        if isinstance(shape, Outline):
-            shape = trees.whole.tree(shape.num_nodes, shape.depth)
-        found.append(Prediction(label_of(shape), shape, one.step, (one.tokens, one.tokens)))
+    for _, shape, step, tokens in ranked if is_dynamic else ranked[:most]:
+        tree = trees.built(shape)
+        found.append(Prediction(label_of(tree), tree, step, (tokens, tokens)))
     return trees, found
 
 
