@@ -53,10 +53,9 @@ class ExpertShape(NamedTuple):
 def expert_shape(
     checkpoint: Checkpoint, config: Settings, num_layers: int, computed: Encoding
 ) -> ExpertShape | None:
-    """Return the experts of a model that computes in `computed`.
+    """Return the experts of a model that computes in `computed`; None for fewer than two.
 
-    Returns None where fewer than two could be read on demand. `config` is that of the decoder of
-    text. Raises `UserError` where it and the tensors disagree on their number.
+    Raises `UserError` where config and tensors disagree on their number.
     """
     num_chosen = first_size(config, *_CHOSEN, most=math.inf)
     if config.get("model_type") not in ON_DEMAND or not num_chosen:

@@ -41,21 +41,13 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_small(path: Path, most_bytes: int | None = None) -> str:
-    """Return the whole text of a small file.
-
-    Raises `OSError`, also where it is larger than `most_bytes`, and `ValueError` for text that is
-    not UTF-8.
-    """
+    """Return the text of a small file. Raises `OSError`, also for large ones, and `ValueError`."""
     with open_regular(path) as file:
         return read_all_of(file, most_bytes).decode("utf-8")
 
 
 def read_given(path: Path, most_bytes: int | None = None) -> bytes:
-    """Return all bytes of a file or pipe that the user has named.
-
-    A pipe without a writer is empty. Raises `OSError`, also for a file that is too large or would
-    never end.
-    """
+    """Return all bytes of a file or pipe; one without a writer is empty. Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     found = os.fstat(fd)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode) or os.isatty(fd)):
@@ -78,11 +70,7 @@ def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int 
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises the `OSError` of `read_small`, and `UserError`, which ends in `remedy`, for any other
-    content.
-    """
+    """Return the JSON object in a file. Raises `OSError`, and `UserError` for other content."""
     try:
         value = json.loads(read_small(path))
     except (ValueError, RecursionError) as error:

@@ -43,12 +43,10 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
 
 
 def served_sampling(model: str) -> Sampling:
-    """Return how tokens are drawn for requests that do not say.
+    """Return how tokens are drawn for requests that do not say: as the model's own file suggests.
 
-    That is as the model suggests, else as OpenAI does, with temperature 1.
-
-    A model's own file goes first because chances are tuned for it: what runs at 0.6 by its makers'
-    advice is worse at 1. Raises `UserError` for a suggestion that makes no sense.
+    Chances are tuned for it: what runs at 0.6 is worse at 1, which is OpenAI's temperature and used
+    else. Raises `UserError` for a suggestion that makes no sense.
     """
     suggested = suggested_sampling(model, 0)
     return Sampling(temperature=1.0) if suggested.is_greedy else suggested

@@ -68,11 +68,7 @@ def gguf_file(model: str | os.PathLike[str]) -> Path | None:
 def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Checkpoint:
     """Read the headers of a GGUF file, or of all files that a model was split into.
 
-    Args:
-        config: folder or hub id of the original model, for its config and tokenizer.
-
-    Raises:
-        UserError: files that contradict themselves, each other or the config, or that are not read.
+    `config` is folder or hub id of the original model. Raises `UserError` for contradictions.
     """
     files = files_of(file)
     for path in files:

@@ -44,13 +44,8 @@ def config_of(
 ) -> Config:
     """Return the config of a model from its GGUF metadata alone.
 
-    Args:
-        where: names the file.
-        names: shapes of its tensors by GGUF's names.
-        factors: the frequency divisors in `rope_freqs.weight`; empty where the file has none.
-
-    Raises:
-        UserError: the metadata lacks a size, or has a key that is not known.
+    `names` has the shapes of its tensors, `factors` the divisors in `rope_freqs.weight`, if any.
+    Raises `UserError` for a size that is missing, or a key that is not known.
     """
     said = _ArchMetadata(where, metadata)
     unknown = said.keys() - _KNOWN - (ARCHITECTURES[said.arch].keys or set())

@@ -131,13 +131,9 @@ def inflate(
 ) -> Path:
     """Write the inflated checkpoint of `source`, unless it is there already; return its folder.
 
-    Args:
-        source: a Llama without biases or a Qwen3-MoE with experts in every layer, its head tied, in
-            one file and one type, which its config names.
-        progress: is called after every block with the bytes done and those of all.
-
-    Raises `UserError` where `destination` holds anything else, another process writes it, or the
-    disk is full.
+    `source` is a Llama without biases or a Qwen3-MoE with experts in every layer, its head tied, in
+    one file and one type. `progress` is called with the bytes done and those of all. Raises
+    `UserError` for a destination that holds anything else or is being written, and a full disk.
     """
     destination = destination.resolve()
     small = read_json(source / "config.json")

@@ -69,11 +69,9 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 def remembered(
     function: Callable[Concatenate["Checkpoint", _Others], _Found],
 ) -> Callable[Concatenate["Checkpoint", _Others], _Found]:
-    """Return the function with its results kept, by checkpoint and other arguments.
+    """Return the function with its results kept by checkpoint and arguments, but for errors.
 
-    Many plans ask the same questions of one checkpoint, and what is kept is freed with it. Errors
-    are raised anew each time. A result must not be changed, nor refer to the checkpoint, which
-    would then never be freed.
+    A result must not be changed, nor refer to the checkpoint, with which it is freed.
     """
     known: WeakKeyDictionary[Checkpoint, dict[Any, _Found]] = WeakKeyDictionary()
 
@@ -473,10 +471,9 @@ def has_weights(directory: Path) -> bool:
 
 
 def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
-    """Return the weight files, which need not exist, and the index's map of tensors to them.
+    """Return the weight files, there or not, and the index's map of tensors to them, if any.
 
-    The map is None without an index. Raises `UserError` where there are no files, or the index
-    makes no sense.
+    Raises `UserError` where there are no files, or the index makes no sense.
     """
     if os.path.isfile(directory / INDEX):
         weight_map = read_json(directory / INDEX).get("weight_map")

@@ -326,11 +326,7 @@ def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> i
 
 
 def _row_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
-    """Return what one row holds at once inside a layer.
-
-    This is residual, norms (partly in fp32), heads and feed-forward. Some families mix several
-    residual streams, which lie beside each other.
-    """
+    """Return what one row holds inside a layer: residual streams, norms, heads and feed-forward."""
     num_streams = first_size(config, "hc_mult", "hc_count", most=_MAX_STREAMS) or 1
     width = sizes["hidden_size"] * num_streams
     inner = sizes.get("intermediate_size", 4 * sizes["hidden_size"])

@@ -170,14 +170,9 @@ _MLX = ("group_size", "bits")
 
 
 def check_method(name: str, config: Settings) -> None:
-    """Check that a config names no quantisation, or one that is read.
+    """Raise `UserError` for a method of quantisation, or a version of it, that is not read.
 
-    Args:
-        name: of the folder, for the message.
-        config: the model's, or its `text_config`.
-
-    Raises:
-        UserError: the method, its version or its number of bits is not read.
+    `name` is of the folder; `config` is the model's, or its `text_config`.
     """
     mlx = config.get("quantization")
     if isinstance(mlx, dict) and all(key in mlx for key in _MLX):

@@ -291,10 +291,7 @@ class Corpus:
         self.num_bytes = sum(file.num_bytes for file in self._files)
 
     def documents(self, render: Callable[[Messages], str] = joined) -> Iterator[str]:
-        """Yield the texts; `render` turns a conversation into one, or raises `ValueError`.
-
-        Raises `UserError` for the first bad file or line, unless they are skipped.
-        """
+        """Yield the texts, conversations rendered. Raises `UserError` for a bad one that counts."""
         before = 0
         for file in self._files:
             try:

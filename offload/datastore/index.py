@@ -120,11 +120,9 @@ class ReversedText:
 
 
 def sorted_positions(tokens_B: NDArray[np.unsignedinteger]) -> NDArray[np.int32]:
-    """Return the positions of a reversed text, sorted by the suffix that begins there.
+    """Return the positions of a reversed text, sorted by their suffixes, none behind a separator.
 
-    Positions that follow a separator are left out. The text is sorted as bytes by a library;
-    suffixes that begin within a token are dropped in place: 4 bytes for every byte of the text is
-    all the memory.
+    Sorted as bytes by a library, without suffixes within a token: memory is 4 bytes for each byte.
     """
     import pydivsufsort
 
@@ -208,11 +206,7 @@ class SuffixIndex:
     def continuations(
         self, matches: Matches, length: int = 10, most: int = 256, seed: int = 0
     ) -> NDArray[np.int64]:
-        """Return what follows the matches, (M, length), -1 from a document's end on.
-
-        Of more than `most` matches, a uniformly random set of `most` is used, the same one for the
-        same seed.
-        """
+        """Return what follows up to `most` drawn matches, (M, length), -1 from a document's end."""
         drawn_M = _drawn(matches, most, seed)
         bounds = np.cumsum([0, *(one.hi - one.lo for one in matches.ranges)])
         cuts = np.searchsorted(drawn_M, bounds)
@@ -289,9 +283,8 @@ class Trie(NamedTuple):
 def heaviest(continuations_MC: Ints, num_nodes: int) -> Trie:
     """Return the nodes that most continuations pass through, with all their ancestors.
 
-    A row ends at its first negative token. Among nodes of equal count the shallower comes first,
-    then the one whose path has the lower token where the two paths part. So the choice does not
-    depend on the order of the rows.
+    A row ends at its first negative token. Of equal counts the shallower comes first, then the path
+    with the lower token: the choice does not depend on the order of the rows.
     """
     num_rows, depth = continuations_MC.shape
     if not num_rows or not depth:

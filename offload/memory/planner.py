@@ -169,11 +169,9 @@ def require_no_states(files: ModelFiles, dtype: str) -> None:
 def make_plan(
     target: ModelShape, draft: ModelShape | None, budget: MemoryBudget, num_nodes: int
 ) -> MemoryPlan:
-    """Fill one memory tier after the other for models of these shapes, and a context that is given.
+    """Fill one memory tier after the other for models of these shapes.
 
-    Raises:
-        UserError: a tier cannot hold two slots; names the least budget that works, and the longest
-            context and the most texts that do.
+    Raises `UserError` with the least budget that works, and the longest context and most texts.
     """
     try:
         return _plan_experts(target, draft, num_nodes, budget)

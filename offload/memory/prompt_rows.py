@@ -47,13 +47,9 @@ def wanted_rows(link_s: float, row_s: float, context: int) -> int:
 def with_prompt_rows(
     plan_of: Callable[[int], MemoryPlan], shape: ModelShape, context: int, rates: Rates | None
 ) -> MemoryPlan:
-    """Return the plan with as many prompt rows in a pass as pay.
+    """Return the plan with as many prompt rows in a pass as pay; the usual ones without rates.
 
-    Args:
-        plan_of: takes rows; raises `UserError` where they do not fit beside two layers.
-        rates: None for an unknown machine, which keeps the usual number.
-
-    Raises `UserError` where not even the fewest rows fit.
+    `plan_of` takes rows and raises `UserError` where they do not fit; so does this for the fewest.
     """
     usual = _first_that_fits(plan_of, min(PROMPT_ROWS, context))
     if rates is None or not gains_by_rows(usual):
@@ -95,10 +91,7 @@ def _first_that_fits(plan_of: Callable[[int], MemoryPlan], rows: int) -> MemoryP
 
 
 def _parts(wanted: int) -> Iterator[int]:
-    """Yield row counts that take a wanted pass in one, two, three, ... passes.
-
-    It ends where they are no more than usual.
-    """
+    """Yield rows that take a wanted pass in one, two, three ... passes, while more than usual."""
     num_parts = 1
     while (rows := math.ceil(wanted / num_parts / _STEP_ROWS) * _STEP_ROWS) > PROMPT_ROWS:
         yield min(rows, wanted)

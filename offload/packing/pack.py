@@ -129,15 +129,9 @@ class PackResult(NamedTuple):
 def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress) -> PackResult:
     """Write the packed model, or continue an interrupted packing; a finished one is left as it is.
 
-    Args:
-        progress: is called with the bytes of the source that were coded and proved, each counted
-            once, and all of them.
-
-    Raises:
-        UserError: the model is not safetensors in bfloat16, or in float16 that stems from it; the
-            folder holds something else or is the model's own; the source changed since packing
-            began; or the disk is full.
-        ReadError: the source changes meanwhile, or cannot be read.
+    `progress` is called with the bytes of the source that were coded and proved, and all of them.
+    Raises `UserError` for what is not 16 bits in safetensors, another's folder, a source that
+    changed or a full disk, and `ReadError` where the source changes meanwhile.
     """
     checkpoint = check_pack(model, destination)
     destination = destination.expanduser().resolve()

@@ -183,11 +183,7 @@ def yields_of(
 def gains(
     counted: Sequence[DynamicYield], fixed: Callable[[int, int], float]
 ) -> Callable[[int, int], float]:
-    """Return a function of nodes and depth: a dynamic tree's tokens over the static tree's.
-
-    It is 1 where nothing was counted. `fixed` gives the tokens per sweep of the static tree of that
-    size and depth.
-    """
+    """Return by nodes and depth a dynamic tree's tokens over those of the static one, `fixed`."""
     curves: dict[int, dict[int, float]] = {1: {1: 1.0}}
     for one in sorted(counted, key=lambda one: (one.num_nodes, one.depth)):
         # Trees of one level are the same grown or fixed: the draft's best children of the root.

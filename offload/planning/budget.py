@@ -87,13 +87,10 @@ def prompt_costs(budget: MemoryBudget, files: ModelFiles, num_rows: int) -> Cost
 def with_experts(
     budget: MemoryBudget, files: ModelFiles, *, num_nodes: int | None = None
 ) -> MemoryBudget:
-    """Return the budget with `experts` settled as demand or layers.
+    """Return the budget with `experts` settled as demand or layers, by the usual routing.
 
-    Routing is taken as is usual: profiles are looked for later, since their counts are of experts
-    that are read on demand.
-
-    Args:
-        num_nodes: of the tree that was named; None compares the best ones.
+    Profiles, whose counts are of experts on demand, come later. Without `num_nodes`, that of a
+    named tree, the best trees are compared.
     """
     if budget.experts != "auto":
         return budget

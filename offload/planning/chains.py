@@ -36,8 +36,7 @@ def tokens_per_run(alpha: float, gamma: int) -> float:
 def best_length(alpha: float, max_length: int, relative_time: Callable[[int], float]) -> int:
     """Return the gamma in 0..`max_length` with the largest gain (section 3.5), the least of equals.
 
-    `relative_time` is the time of a step with so many guesses, in any unit; `gamma * c + 1` is the
-    paper's.
+    `relative_time` is in any unit; `gamma * c + 1` is the paper's.
     """
     return max(
         range(max_length + 1), key=lambda gamma: tokens_per_run(alpha, gamma) / relative_time(gamma)

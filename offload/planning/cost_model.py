@@ -402,9 +402,8 @@ def _pass_curve(
 ) -> Curve:
     """Return the time of a pass against its rows: flat while reading dominates, then proportional.
 
-    Each row is multiplied with k of E routed experts, and the rows together read at most k times
-    their number. On a GPU no pass is quicker than its kernels are launched, unless it has been
-    recorded.
+    A row meets k of E routed experts, n rows read n k at most. On a GPU no pass is quicker than its
+    kernels are launched, unless it was recorded.
     """
     assert hardware.flops_per_s and hardware.memory_bytes_per_s, "rates of computing are known"
     read_bytes = (

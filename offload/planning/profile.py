@@ -170,10 +170,9 @@ class Profile:
         return self.smoothing < PRODUCT_FORM
 
     def of_experts(self, experts: ExpertShape | None, *, is_named: bool = False) -> "Profile":
-        """Return the profile for a target with these experts, read on demand.
+        """Return the profile for a target with these experts: counts of others are dropped.
 
-        Uses of other experts are dropped. Raises `UserError` for them where the user has named the
-        profile.
+        Raises `UserError` for them where the user has named the profile.
         """
         uses = self.expert_uses
         if uses is None or experts is None:

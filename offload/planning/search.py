@@ -292,15 +292,12 @@ def search(
     num_texts: int = 1,
     most: int | None = None,
 ) -> tuple[TreeSearch, list[Prediction]]:
-    """Return the trees of the whole grid that memory can hold, and where they come from.
+    """Return the trees that memory can hold, the quickest first, and where they come from.
 
-    The one with the most tokens per second comes first. With several texts in a pass each has such
-    a tree, and a prediction is for all of them together.
+    With several texts in a pass each has such a tree, and a prediction is for all of them together.
 
     Args:
-        traffic_of: what a sweep moves when memory is planned for so many nodes; None where that
-            does not fit.
-        is_dynamic: whether trees are dynamic.
+        traffic_of: what a sweep moves with so many nodes; None where they do not fit.
         trees_of: returns the trees of at most so many nodes; large ones take long to order.
         most: how many of the best static trees are built and returned; None for all of them.
     """

@@ -311,10 +311,7 @@ class _Selection:
 
 
 def is_free_of_trees(rule: str) -> bool:
-    """Return whether the text for a seed is the same with every tree.
-
-    Only then may trees be dynamic, and what passes have shown may change the choice.
-    """
+    """Return whether a seed's text is the same with every tree, which then may be dynamic."""
     return not drafting_of(rule).keeps_distributions
 
 
@@ -473,10 +470,7 @@ class TreeSelector:
     def for_run(
         self, sampling: Sampling, rule: str, tree: str | None = None, num_texts: int = 1
     ) -> TreeChoice:
-        """Return the tree named for this run or for all, or the best one for `num_texts` texts.
-
-        Raises `UserError` where it is too large or too deep.
-        """
+        """Return the tree named for this run or for all, or the best one. Raises `UserError`."""
         spec = self.spec if tree is None else parse_tree(tree)
         profile, note = self._profile(spec, sampling, rule)
         # a note names its profile: without one any sampling has the same tree
