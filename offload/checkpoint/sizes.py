@@ -111,8 +111,7 @@ class ModelShape:
     # whether functions that are compiled on the spot may expand its weights
     is_compiled: bool = False
     shares_rest: bool = False  # with the target, whose embeddings, norm and head it uses
-    # of keys by which layers choose what they attend to
-    index_bytes_per_token: int = 0
+    index_bytes_per_token: int = 0  # of keys by which layers choose what they attend to
     # of a position that a pass may see, in the layer that runs: keys and values, expanded
     column_bytes: int = 0
     recurrent: RecurrentShape = NO_STATES  # of layers that keep states beside keys and values

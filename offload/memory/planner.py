@@ -78,29 +78,18 @@ class ModelFiles(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """What all memory plans of a run have in common: its budgets, and what its texts ask for.
+    """What all memory plans of a run have in common: its budgets, and what its texts ask for."""
 
-    Attributes:
-        ram: bytes of the host's memory; a `ByteSize` where the user gave it.
-        gpu: bytes of the device that computes; None on a CPU.
-        dtype: the type in which the models compute.
-        context: positions of a text; None takes the model's limit, at most `DEFAULT_CONTEXT`.
-        rule: the rule of acceptance.
-        experts: one of `options.EXPERTS`. Routed experts come one by one with demand, within their layers
-            with layers; auto is demand where that is possible and not everything stays.
-        parallel: texts that are written at a time, each with keys and values of its own.
-        rates: of the machine, where they are known: they decide how many rows a pass over a prompt
-            has.
-    """
-
-    ram: int
-    gpu: int | None = None
+    ram: int  # of the host; a `ByteSize` where the user gave it
+    gpu: int | None = None  # of the device that computes; None on a CPU
     dtype: str = "auto"
-    context: int | None = None
+    context: int | None = None  # of a text; None takes the model's limit, up to `DEFAULT_CONTEXT`
     rule: str = "match"
+    # Routed experts come one by one with demand, within their layers with layers; auto is demand
+    # where that is possible and not everything stays.
     experts: str = "auto"
-    parallel: int = 1
-    rates: Rates | None = None
+    parallel: int = 1  # texts that are written at a time, each with keys and values of its own
+    rates: Rates | None = None  # if they are known, they decide the rows of a prompt's pass
 
     def plan(self, files: ModelFiles, num_nodes: int) -> MemoryPlan:
         """Return the plan that loading follows, from headers alone.
@@ -182,14 +171,10 @@ def make_plan(
 
 
 class TooLittleMemoryError(UserError):
-    """A budget that cannot hold two slots.
+    """A budget that cannot hold two slots."""
 
-    Attributes:
-        find_smaller: returns what could be lowered instead of raising the budget. That takes some
-            dozens of plans, so it is asked when the line is read: searches for a budget raise and
-            drop hundreds of these.
-    """
-
+    # Returns what could be lowered instead of raising the budget. That takes some dozens of plans,
+    # so it is asked when the line is read: searches for a budget raise and drop hundreds of these.
     find_smaller: Callable[[], str] | None = None
     _smaller = ""
 

@@ -119,8 +119,7 @@ class ExpertTraffic(NamedTuple):
     num_kept: int  # experts kept where layers are computed
     routing: ExpertRouting
     num_in_memory: int  # experts that need not come from the disk, the kept ones included
-    # the link's rate over the disk's; 1 where the disk is the link
-    link_over_disk: float = 1.0
+    link_over_disk: float = 1.0  # the link's rate over the disk's; 1 where the disk is the link
 
     @classmethod
     def of(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "ExpertTraffic | None":

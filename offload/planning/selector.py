@@ -96,8 +96,7 @@ class TreeChoice(NamedTuple):
     candidates: tuple[Prediction, ...] = ()
     # with `chain:auto` the policy for later chains; `shape` is the first one
     chains: ChainPolicy | None = None
-    # whether the prediction rests on a profile of this pair
-    is_measured: bool = False
+    is_measured: bool = False  # whether the prediction rests on a profile of this pair
 
     @property
     def is_dynamic(self) -> bool:
@@ -346,8 +345,7 @@ class TreeSelector:
     _known: dict[tuple[TreeSpec, str, str, int], tuple[TreeChoice, int]] = field(
         default_factory=dict
     )
-    # passes of this decoder
-    seen: ObservedPasses = field(default_factory=ObservedPasses)
+    seen: ObservedPasses = field(default_factory=ObservedPasses)  # passes of this decoder
     _since_s: float = 0.0  # of passes that no choice has used
     _num_learnt: int = 0  # how often choices became old
 

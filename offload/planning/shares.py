@@ -28,8 +28,7 @@ Cuts = dict[int, tuple[Cost, tuple[range, ...]]]  # by the number of layers take
 class RankCapacity(NamedTuple):
     """The memory and rates of one rank for its part of the layers."""
 
-    # where layers are computed: for layers that stay, slots, and keys and values
-    memory_bytes: int
+    memory_bytes: int  # where layers are computed: for layers that stay, slots, and keys and values
     link_bytes_per_s: float  # to that memory
     # what this rank alone would need to compute all layers in one pass; 0: unknown
     compute_s: float = 0.0
