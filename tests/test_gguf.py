@@ -94,6 +94,14 @@ def test_logits_of_current_families(name: str, tmp_path: Path) -> None:
     assert is_close(own_logits(open_headers(written.path)), wanted_logits(written))
 
 
+@pytest.mark.parametrize("name", ["deepseek2", "qwen35moe"])
+def test_gate_and_up_of_experts_may_be_one_stack(name: str, tmp_path: Path) -> None:
+    written = written_with_config(name, "Q8_0", tmp_path, fuses=True)
+    checkpoint = open_headers(written.path)
+    assert any(one.endswith("experts.gate_up_proj") for one in checkpoint.tensors)
+    assert is_close(own_logits(checkpoint), wanted_logits(written))
+
+
 @matrix("kind", ["IQ4_XS", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q5_K", "BF16"], always=["MXFP4"], daily=1)
 def test_logits_of_mixtures_of_any_kind(kind: str, tmp_path: Path) -> None:
     """In several parts of a file."""

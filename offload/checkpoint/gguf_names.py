@@ -33,6 +33,7 @@ _GEMMA_NORMS = {"ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": 
 _ROUTER = {"ffn_gate_inp": "mlp.gate"}
 _EXPERTS = {"ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
             "ffn_down_exps": "mlp.experts.{}.down_proj"}  # fmt: skip
+_FUSED_EXPERTS = {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"}
 _MIXTRAL_EXPERTS = {"ffn_gate_exps": "block_sparse_moe.experts.{}.w1", "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
                     "ffn_down_exps": "block_sparse_moe.experts.{}.w2"}  # fmt: skip
 _SHARED_EXPERTS = {
@@ -137,7 +138,7 @@ ARCHITECTURES = {
         {**_PARTS, **_LATENT, **_ROUTER, **_SHARED_EXPERTS},
         states_few_sizes=True,
         experts=_EXPERTS,
-        others={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+        others={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias", **_FUSED_EXPERTS},
         ignored=(FACTORS,),
     ),
     "qwen35": Architecture(
@@ -160,7 +161,7 @@ ARCHITECTURES = {
         added=1,
         states_few_sizes=True,
         experts=_EXPERTS,
-        others={**_RECURRENT_VECTORS, "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"},
+        others={**_RECURRENT_VECTORS, **_FUSED_EXPERTS},
     ),
     "gemma4": Architecture(
         ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),

@@ -365,7 +365,8 @@ def _byte_tokens(tokenizer: Tokenizer | None) -> dict[int, int]:
         return {}
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     tokens = tokenizer.convert_tokens_to_ids(names)
-    is_whole = tokenizer.convert_ids_to_tokens(tokens) == names
+    # None stands for a name that it lacks, where it has no token for what is unknown
+    is_whole = None not in tokens and tokenizer.convert_ids_to_tokens(tokens) == names
     return {token: byte for byte, token in enumerate(tokens)} if is_whole else {}
 
 

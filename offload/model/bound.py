@@ -8,6 +8,7 @@ layers of a model that stays. Coded weights have their numbers only while their 
 Invariant: a parameter is bound to the bytes of its own layer, or is empty.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from offload.checkpoint.cuts import Section
 from offload.checkpoint.layout import SlabLayout, Stack, TensorPart, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.tensors import MIXTURE
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
 from offload.model.expanded import CodedWeight, CompanionScratch, ExpandedWeights
@@ -39,12 +41,13 @@ from offload.model.mapping import (
     tables_around,
     view_of,
 )
-from offload.model.meta import build_meta_model, keep_section, layer_stacks
+from offload.model.meta import build_meta_model, keep_section, layer_stacks, too_old
 from offload.model.quantised_draft import HeldWeights
 
 # flat bytes, in host memory or on a device
 Slab = np.ndarray | Tensor
 _HOST = torch.device("cpu")
+_ROUTED = re.compile(MIXTURE)
 
 
 class BoundModel:
@@ -156,6 +159,9 @@ class BoundModel:
             if experts is not None:
                 self._experts_of[layer] = experts
             kept = {name: what for name, what in stacks.items() if name not in routed}
+            if on_demand and any(map(_ROUTED.search, kept)):
+                what = "experts that come one by one, which are made otherwise here"
+                raise too_old(self.checkpoint, what, ", or give --experts layers")
             self._layouts.append(slab_layout(kept))
         self.experts = [*self._experts_of.values()]
         self.layer_layouts = self._layouts[: self.num_layers]

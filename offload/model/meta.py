@@ -77,11 +77,20 @@ def _decoder_class(config: Any) -> Any:
         and isinstance(one, type)
         and issubclass(one, PreTrainedModel)
         and one.__module__ == home
-        and getattr(one, "config_class", None) is type(config)
+        and type(config) in _configs_of(one)
     ]
     if len(found) != 1:
         raise ValueError(f"transformers has no language model of type {config.model_type}")
     return found[0]
+
+
+def _configs_of(decoder: type[PreTrainedModel]) -> tuple[Any, Any]:
+    """Return the classes of config that a decoder tells of, and that it is made of.
+
+    PaddleOCR-VL's tells of that of the whole model in transformers 5.17.
+    """
+    made_of = signature(decoder).parameters.get("config")
+    return getattr(decoder, "config_class", None), made_of and made_of.annotation
 
 
 class _WithHead:
@@ -208,7 +217,8 @@ def _config(settings: dict[str, Any]) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         has_code = "auto_map" in settings
         code = "it needs code of its own, which is not run"
-        raise ValueError(code if has_code else "transformers lacks it")
+        missing = f"transformers {transformers.__version__} lacks it, a newer one may have it"
+        raise ValueError(code if has_code else missing)
     own = copy.deepcopy({**settings, **_OUTPUT_FLAGS, "model_type": kind})
     return CONFIG_MAPPING[kind].from_dict(own)
 
@@ -336,9 +346,10 @@ _MANY_ZEROS = 1 << 24
 # of torch and of transformers
 _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-_RECURRENT = ("linear_attention", "mamba", "conv", "hybrid")
+# `recurrent` is what RecurrentGemma's are called in transformers 5.17
+_RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
 _INDEXED = ("indexed_attention",)
-# what older transformers call them
+# what older transformers, and what they wrote, call them
 _INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
 _KIND_LISTS = ("layer_types", "layers_block_type")
 _BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
@@ -473,7 +484,7 @@ def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) ->
 
 def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
     """Refuse kinds of layers that transformers would refuse without naming them."""
-    known = {*ALLOWED_LAYER_TYPES, *_ATTENTION, *_RECURRENT, *_BY_ROW}
+    known = {*ALLOWED_LAYER_TYPES, *_ATTENTION, *_RECURRENT, *_INDEXED_BEFORE, *_BY_ROW}
     parts = (checkpoint.config, checkpoint.config.get("text_config"))
     lists = (part.get(name) for part in parts if isinstance(part, dict) for name in _KIND_LISTS)
     kinds = [kind for found in lists if isinstance(found, list) for kind in found]
@@ -509,13 +520,18 @@ def _kinds_of(config: Any) -> list[str]:
 
 
 def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
-    if kinds & {*_INDEXED_BEFORE}:
-        what = "layers that choose by an index, which are made otherwise here"
-        remedy = "pip install -U transformers, to 5.23 or newer"
-        raise UserError(
-            f"{checkpoint.directory.name}: transformers {transformers.__version__} is too old for "
-            f"model type {checkpoint.config.get('model_type')} ({what}): {remedy}"
-        )
+    is_old = not {*_INDEXED} & {*ALLOWED_LAYER_TYPES}
+    if is_old and kinds & {*_INDEXED, *_INDEXED_BEFORE}:
+        raise too_old(checkpoint, "layers that choose by an index, which are made otherwise here")
     if kinds:
         what = f"layers of kind {', '.join(sorted(kinds))}"
         raise unsupported(checkpoint, f"{what}, whose state cannot be rolled back to a tree's path")
+
+
+def too_old(checkpoint: Checkpoint, what: str, other_way: str = "") -> UserError:
+    """Say that a newer transformers has `what` as it is needed, and what would do without."""
+    rule = f"{checkpoint.directory.name}: transformers {transformers.__version__} is too old for"
+    kind = f"model type {checkpoint.config.get('model_type')}"
+    return UserError(
+        f"{rule} {kind} ({what}): pip install -U transformers, to 5.23 or newer{other_way}"
+    )

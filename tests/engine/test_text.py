@@ -344,13 +344,21 @@ def test_bytes_that_are_no_text_are_shown_once_it_is_certain(tokenizer: PreTrain
     assert stream.finish() == "\ufffd"
 
 
-def byte_fallback() -> PreTrainedTokenizerFast:
+def byte_fallback(num_bytes: int = 256, unknown: str | None = "<unk>") -> PreTrainedTokenizerFast:
     """As Llama 2's: words bring their space along, and each byte of what the vocabulary lacks is a token."""
-    words = ["<unk>", "<s>", "\u2581", "\u2581a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["<unk>", "<s>", "\u2581", "\u2581a", "b", *(f"<0x{byte:02X}>" for byte in range(num_bytes))]
     raw = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, [], byte_fallback=True))
     spaces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     raw.decoder = decoders.Sequence(spaces)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", unk_token=unknown)
+
+
+@pytest.mark.parametrize("unknown", ["<unk>", None])
+@pytest.mark.parametrize("num_bytes", [0, 255])
+def test_a_vocabulary_may_lack_bytes_and_what_stands_for_the_unknown(num_bytes: int, unknown: str | None) -> None:
+    """As transformers 5.17 makes of a file of llama.cpp whose tokens are not Llama's own."""
+    stream = TextStream(byte_fallback(num_bytes, unknown), [2])
+    assert stream.push([3, 4])[0] + stream.finish() == " ab"
 
 
 SAMPLES = ["é", "日", "😀", "a", "日本", "\ufffd"]

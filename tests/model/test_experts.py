@@ -18,6 +18,7 @@ from test_families import INDEXED, config_of, tiny_model
 from test_wrappers import saved
 from tiny import save
 from transformers import AutoModelForCausalLM
+from transformers.models.aria import modeling_aria as aria
 
 from offload.checkpoint.families import ON_DEMAND
 from offload.checkpoint.layout import SlabLayout
@@ -189,6 +190,10 @@ def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
 def test_experts_inside_of_models_that_see(kind: str, tmp_path: Path) -> None:
     family = kind.removesuffix("_text")
     saved(WRAPPERS.get(family, family), tmp_path, **MIXED.get(family, {}))
+    if kind == "aria_text" and not hasattr(aria, "AriaTextTopKRouter"):
+        with pytest.raises(UserError, match=r"too old for model type aria .*or give --experts layers"):
+            StreamedModel(open_checkpoint(tmp_path), "float32", on_demand=True)
+        pytest.skip("this transformers has no aria_text whose experts come one by one")
     assert_one_by_one(tmp_path)
 
 

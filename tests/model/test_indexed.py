@@ -33,13 +33,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import offload
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.memory.planner import ModelFiles, require_no_states
 from offload.model import indexed, meta
 from offload.model.indexed import Choice, Pool, choose, index_scores
+from offload.model.meta import build_meta_model
 from offload.model.parts import BatchMask, PartMask
 from offload.model.path_attention import path_attention, path_rows
 
@@ -222,16 +223,31 @@ def test_what_trees_cannot_follow_is_refused(case: str, tmp_path: Path) -> None:
         meta_model_of(config, tmp_path)
 
 
-@pytest.mark.parametrize("is_older", [False, True])
-def test_an_index_of_another_make_or_an_older_transformers_is_named(
-    is_older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = "layers of kind indexed_attention"
-    if is_older:
-        monkeypatch.setattr(meta, "_kinds_of", lambda config: ["deepseek_sparse_attention"] * len(config.layer_types))
-        words = r"too old for model type axk2 .*pip install -U transformers"
-    with known(indexed, "_MAKES", monkeypatch), pytest.raises(offload.UserError, match=words):
+def test_an_index_of_another_make_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = pytest.raises(offload.UserError, match="layers of kind indexed_attention")
+    with known(indexed, "_MAKES", monkeypatch), told:
         meta_model_of(config_of("axk2"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_sparse_attention", "indexed_attention"])
+def test_an_older_transformers_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls such layers otherwise, and does not know what newer ones call them."""
+    allowed = [one for one in meta.ALLOWED_LAYER_TYPES if one != "indexed_attention"]
+    monkeypatch.setattr(meta, "ALLOWED_LAYER_TYPES", allowed)
+    checkpoint = saying(kind, tmp_path)
+    monkeypatch.setattr(meta, "_kinds_of", lambda _: checkpoint.config["layer_types"])
+    with pytest.raises(offload.UserError, match=r"too old for model type axk2 .*pip install -U transformers"):
+        build_meta_model(checkpoint, torch.bfloat16)
+
+
+def test_what_an_older_transformers_wrote_is_taken(tmp_path: Path) -> None:
+    build_meta_model(saying("deepseek_sparse_attention", tmp_path), torch.bfloat16)
+
+
+def saying(kind: str, directory: Path) -> Checkpoint:
+    """Headers of a model whose config calls its layers so."""
+    settings = config_of("axk2").to_dict()
+    return Checkpoint(directory, {**settings, "layer_types": [kind] * len(settings["layer_types"])}, (), {})
 
 
 NUM_HEADS, WIDTH = 3, 8

@@ -1,5 +1,6 @@
 """Hybrids: layers with a state follow token trees, step by step, and every promise of a decoder holds for them."""
 
+import inspect
 import json
 import math
 import shutil
@@ -125,7 +126,11 @@ def delta_rows(num_rows: int, key_size: int = 16, value_size: int = 12) -> recur
     generator = torch.Generator().manual_seed(0)
     shapes = {"query": (2, key_size), "key": (2, key_size), "value": (6, value_size), "g": (6,), "beta": (6,)}
     rows = {name: torch.randn(num_rows, *shape, generator=generator) for name, shape in shapes.items()}
-    return {name: -row.abs() if name == "g" else row.bfloat16() for name, row in rows.items()}
+    rows = {name: -row.abs() if name == "g" else row.bfloat16() for name, row in rows.items()}
+    rule = inspect.unwrap(qwen3_5.torch_recurrent_gated_delta_rule)
+    if "repeat_interleave" not in rule.__code__.co_names:  # in transformers 5.17 a layer does it before the rule
+        rows |= {name: rows[name].repeat_interleave(3, dim=1) for name in ("query", "key")}
+    return rows
 
 
 # 12 columns are too few for vectors, and numba is asked about those of 64 alone
