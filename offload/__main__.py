@@ -8,12 +8,12 @@ import io
 import os
 import signal
 import sys
-import threading
 from types import FrameType
 from typing import Any
 
+from offload.interrupts import send_later
+
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
-_ASK_AGAIN_S = 0.02
 # each an exception, so that a session is written and the terminal echoes
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -59,13 +59,10 @@ def _buffered(stdout: Any) -> Any:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt` or `SystemExit`, but not within an import.
-
-    What is half imported takes it for an error of its own, or swallows it.
-    """
+    """Raise `KeyboardInterrupt` or `SystemExit`, but within an import later: it may swallow them."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            _send_later(number)
+            send_later(number)
             return
         frame = frame.f_back
     if number == signal.SIGINT:
@@ -76,17 +73,11 @@ def _end(number: int, frame: FrameType | None) -> None:
 def _unraisable(what: "sys.UnraisableHookArgs") -> None:
     """Send a signal again that came within a destructor, which no exception leaves."""
     if what.exc_type is KeyboardInterrupt:
-        _send_later(signal.SIGINT)
+        send_later(signal.SIGINT)
     elif isinstance(what.exc_value, SystemExit) and isinstance(what.exc_value.code, int):
-        _send_later(what.exc_value.code - 128)
+        send_later(what.exc_value.code - 128)
     else:
         sys.__unraisablehook__(what)
-
-
-def _send_later(number: int) -> None:
-    again = threading.Timer(_ASK_AGAIN_S, os.kill, (os.getpid(), number))
-    again.daemon = True
-    again.start()
 
 
 if __name__ == "__main__":

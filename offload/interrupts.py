@@ -1,4 +1,4 @@
-"""Signals at safe moments: Ctrl-C after an exchange, and SIGTERM with a reason.
+"""Signals at safe moments: held back meanwhile, sent again later, and SIGTERM with a reason.
 
 An exchange between ranks that is broken off cannot be resumed, so Ctrl-C waits for its end.
 torchrun sends SIGTERM to all ranks as soon as one fails; rank 0 then reports which rank was lost.
@@ -13,34 +13,43 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 _LOSS_S = 2.0
-_AGAIN_S = 0.05
+_AGAIN_S = 0.02
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Delay Ctrl-C within the body until its end; may be nested.
+def held_back(*numbers: int) -> Iterator[None]:
+    """Let signals, by default Ctrl-C, wait for the end of the body; may be nested.
 
     Only the main thread receives signals; in others nothing changes.
     """
-    before = signal.getsignal(signal.SIGINT)
-    heard = list[tuple[int, FrameType | None]]()
-    if not callable(before):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    came = list[int]()
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in numbers or (signal.SIGINT,)}
     try:
-        with _heard_by(signal.SIGINT, lambda *which: heard.append(which)):
-            yield
+        yield
     finally:
-        for one in heard:
-            before(*one)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def send_later(number: int) -> None:
+    """Send this process a signal once more, when what cannot raise for it now is over."""
+    again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+    again.daemon = True
+    again.start()
 
 
 @contextmanager
 def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool) -> Iterator[None]:
-    """Raise the loss that rank 0 finds when SIGTERM comes, if it finds one within a moment.
-
-    Otherwise SIGTERM does what it did before.
-    """
+    """Raise on SIGTERM the loss that rank 0 finds within a moment; else it does what it did before."""
     before = signal.getsignal(signal.SIGTERM)
     if not is_head:
         yield
@@ -51,9 +60,7 @@ def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool
         while frame is not None and frame.f_code.co_name != "__del__":
             frame = frame.f_back
         if frame is not None:
-            again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
-            again.daemon = True
-            again.start()
+            send_later(number)
             return
         due_s = time.monotonic() + _LOSS_S
         while (loss := find_loss()) is None and time.monotonic() < due_s:
@@ -68,10 +75,7 @@ def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool
 
 
 def terminated_at_once() -> AbstractContextManager[None]:
-    """Let SIGTERM end the process in the middle of a call that may wait for minutes.
-
-    At that point there is nothing to report yet.
-    """
+    """Let SIGTERM end the process within a call that may take minutes: there is nothing to tell yet."""
     is_heard = callable(signal.getsignal(signal.SIGTERM))
     return _heard_by(signal.SIGTERM, signal.SIG_DFL) if is_heard else nullcontext()
 

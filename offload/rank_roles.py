@@ -154,6 +154,12 @@ def require_place(environment: Mapping[str, str] = os.environ) -> RankInfo:
     return place
 
 
+def is_worker(ranks: str | None) -> bool:
+    """Return whether another rank talks to the user; never without `ranks`. Raises `UserError`."""
+    place = None if ranks is None else find_place()
+    return place is not None and place.rank > 0
+
+
 def own_value(text: str, flag: str, place: RankInfo | None) -> str:
     """Return this rank's value of a list with one value per rank; one value is for all.
 

@@ -26,7 +26,14 @@ from typing import Any, NamedTuple
 from offload.checkpoint.files import cache_folder, open_regular, read_small, write_whole
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.hub import READ_BY_LIBRARIES
-from offload.checkpoint.safetensors import Checkpoint, Stamp, read_json
+from offload.checkpoint.safetensors import (
+    MORE_TEMPLATES,
+    PROCESSOR_TEMPLATE,
+    TEMPLATE,
+    Checkpoint,
+    Stamp,
+    read_json,
+)
 from offload.checkpoint.whole import default_manifest, read_manifest
 from offload.errors import ReadError, UserError
 
@@ -59,8 +66,6 @@ _NAMES_OF_CONFIG = (
 # the other settings of generation that matter are part of a request
 _SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template"
-_MORE_TEMPLATES = "additional_chat_templates"
 _NOTES = Path(".cache", "huggingface", "download")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT = re.compile(r"[0-9a-f]{40}")
@@ -275,12 +280,12 @@ def _text_files(where: Path) -> dict[str, str]:
         template.update(tokenizer.digest())
     else:
         for path in _text_paths(where):
-            is_template = path.suffix == ".jinja" or path.name == f"{_TEMPLATE}.json"
+            is_template = path.suffix == ".jinja" or path.name == PROCESSOR_TEMPLATE
             digest = template if is_template else tokenizer
             digest.update(path.name.encode())
             if path.name == _TOKENIZER_CONFIG:
                 told = _without_names(read_json(path))
-                template.update(json.dumps(told.pop(_TEMPLATE, None), sort_keys=True).encode())
+                template.update(json.dumps(told.pop(TEMPLATE, None), sort_keys=True).encode())
                 digest.update(json.dumps(told, sort_keys=True).encode())
             else:
                 digest.update(_small(path))
@@ -290,7 +295,7 @@ def _text_files(where: Path) -> dict[str, str]:
 
 def _text_paths(folder: Path) -> list[Path]:
     """Return the files of a tokenizer and its templates, sorted by name."""
-    more = folder / _MORE_TEMPLATES
+    more = folder / MORE_TEMPLATES
     with _reading(folder):
         names = filter(READ_BY_LIBRARIES.fullmatch, sorted(os.listdir(folder)))
         own = [folder / name for name in names]

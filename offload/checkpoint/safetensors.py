@@ -63,7 +63,9 @@ _MOST_NAMES = 1000  # of a folder, among which one may be meant
 INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+TEMPLATE = "chat_template"  # in tokenizer_config.json, or a file of its own
+PROCESSOR_TEMPLATE = f"{TEMPLATE}.json"  # of models that also see, where tokenizers do not look
+MORE_TEMPLATES = "additional_chat_templates"  # a folder
 
 
 def remembered(
@@ -427,10 +429,11 @@ def has_tokenizer(directory: Path) -> bool:
 
 def has_chat_template(directory: Path) -> bool:
     """Return whether a folder tells speakers apart, by a template or its kind of tokenizer."""
-    if any(os.path.exists(directory / name) for name in (*_TEMPLATES, "tekken.json")):
+    files = (f"{TEMPLATE}.jinja", PROCESSOR_TEMPLATE, MORE_TEMPLATES, "tekken.json")
+    if any(os.path.exists(directory / name) for name in files):
         return True
     path = directory / "tokenizer_config.json"
-    return os.path.isfile(path) and bool(read_json(path).get("chat_template"))
+    return os.path.isfile(path) and bool(read_json(path).get(TEMPLATE))
 
 
 def no_chat_template() -> UserError:

@@ -25,7 +25,7 @@ COMMANDS = {
     "unpack": ("pack_commands", "Give back the model that a packed one was made from."),
     "verify": ("verify_command", "Is a model whole?"),
     "serve": ("serve_command", "Serve a model larger than memory over OpenAI's protocol."),
-    "launch": ("launch_command", "Run a command on many ranks."),
+    "launch": ("launch", "Run a command on many ranks."),
     # `offload.commands` knows it
     "bench": ("", "Measure speeds, each beside its ceiling."),
     "datastore": ("datastore_commands", "Make a store of text, in which guesses are looked up."),

@@ -10,11 +10,10 @@ from dataclasses import asdict
 from functools import partial
 
 from offload.checkpoint.hub import is_here, open_headers
-from offload.cli.batch_file import BatchTask
+from offload.cli.batch_file import BatchTask, ResultsFile
 from offload.cli.console import Console, Loading, place_line
 from offload.cli.flags import as_flags
 from offload.cli.live_line import BatchProgress, duration, plural
-from offload.cli.results_file import ResultsFile
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.identities import Identities

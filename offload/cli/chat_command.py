@@ -1,13 +1,20 @@
 """The command `chat`."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
-from offload.cli.launch import is_worker
 from offload.cli.libraries import libraries
 from offload.cli.sampling import GivenSampling
 from offload.cli.session_file import found_session
 from offload.options import ModelOptions, OutputOptions, SamplingOptions, TalkingModels, TextOptions
+from offload.rank_roles import is_worker
+
+if TYPE_CHECKING:
+    from offload.engine.request import Request
 
 
 @flags.command(
@@ -33,14 +40,13 @@ def chat(
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     given = GivenSampling.of(sampling)
-    found_session(text_options.session, model_options.ranks)
+    session = found_session(text_options.session, model_options.ranks)
     from offload.engine.precheck import check_run
-    from offload.engine.request import Request
     from offload.planning.load_options import LoadOptions
 
     model, draft = models.given
     options = LoadOptions.of(model_options)
-    Request(stop=text_options.stop).check()
+    first = _any_question(text_options, session)
     check_run(model, draft, options, needs_template=True)
     from offload.cli.chat_input import SilentTerminal
 
@@ -56,4 +62,17 @@ def chat(
 
                 with console.making_target() as landed:
                     model, options = packaged_chat(options, landed)
-            converse(Loading(model, draft, options, note), console, text_options, chosen, terminal)
+            loading = Loading(model, draft, options, note)
+            converse(loading, console, text_options, replace(first, sampling=chosen), terminal)
+
+
+def _any_question(text: TextOptions, session: Path | None) -> "Request":
+    """Return a question with all that is wrong with every question. Raises `UserError`."""
+    from offload.engine.request import Request
+
+    opening = [{"role": "system", "content": text.system}] if text.system else []
+    question = [*opening, {"role": "user", "content": "Hello"}]
+    is_kept = text.session is not None
+    first = Request(question, max_new_tokens=1, stop=text.stop, session=session, is_kept=is_kept)
+    first.check()
+    return first

@@ -2,10 +2,8 @@
 figures.
 """
 
-import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from offload.calibration.trial import ComparisonOutcome, used
 from offload.checkpoint.files import cache_folder
 from offload.cli.flags import as_flags
-from offload.cli.live_line import LiveLine, Phase, Progress, TextProgress, fitted, plural
+from offload.cli.live_line import LiveLine, Phase, TextProgress, plural
 from offload.engine.hooks import Hooks
 from offload.options import OutputOptions
 from offload.stats import Stats
@@ -31,7 +29,7 @@ if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait 
 _CHOICES_SHOWN = 2
 
 
-class Console:
+class Console(LiveLine):
     """Shows the lines of one run, and the live one below them; nothing where JSON or quiet is wanted.
 
     Args:
@@ -47,19 +45,15 @@ class Console:
         is_silent: bool = False,
     ) -> None:
         self._is_quiet = output.quiet or output.as_json or is_silent
+        super().__init__(is_off=self._is_quiet)
         self._is_verbose = output.verbose
         self.is_decimal = is_decimal(sizes_like)
-        self._line = LiveLine(is_off=self._is_quiet)
-        self._shown: Progress | None = None
-        # threads that read weights have notes; a signal's handler may interrupt one
-        self._saying = threading.RLock()
 
     def __enter__(self) -> "Console":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.clear()
-        self._line.close()
+        self.close()
 
     @property
     def hooks(self) -> Hooks:
@@ -69,11 +63,7 @@ class Console:
     def say(self, lines: str) -> None:
         """Print lines for the user, above what is under way."""
         if not self._is_quiet and lines:
-            with self._saying:
-                self._line.hide()
-                print(fitted(as_flags(lines), sys.stderr), file=sys.stderr)
-                if self._shown is not None:
-                    self._line.show(self._shown)
+            self.print(as_flags(lines))
 
     def detail(self, lines: str) -> None:
         """Print lines that only `--verbose` shows."""
@@ -86,14 +76,15 @@ class Console:
         self.say(opening_lines(names, decoder, choice, is_decimal=self.is_decimal))
         self.detail(detail_lines(decoder, choice if names.draft else None))
 
-    def text(self, piece: str) -> None:
-        """Write text of a model to stdout."""
-        self._line.write(piece)
-
-    @property
-    def num_written(self) -> int:
-        """How many characters of text there are on stdout."""
-        return self._line.num_written
+    def write(self, pieces: Iterable[str]) -> BaseException | None:
+        """Write pieces of text as they come; return what ended them, to raise it behind the text."""
+        failure: BaseException | None = None
+        try:
+            for piece in pieces:
+                self.text(piece)
+        except BaseException as error:
+            failure = error
+        return failure
 
     def wait(self, label: str) -> None:
         """Show that something is under way of which it is not known how much is left."""
@@ -101,14 +92,10 @@ class Console:
 
     def announce(self, label: str) -> None:
         """Show what is under way as `wait` does, and at once in a log, which has no live line."""
-        self._shown = Phase(label)
-        self._line.show(self._shown, is_at_once=True)
+        self.show(Phase(label), is_at_once=True)
 
     def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "") -> None:
-        """Show the progress of something that is measured in bytes.
-
-        Without a label it is that of what is under way.
-        """
+        """Show the progress in bytes of something; without a label, of what is under way."""
         phase = self._phase(label)
         phase.is_in_bytes = True
         phase.is_decimal = self.is_decimal
@@ -141,26 +128,16 @@ class Console:
 
     def layer_done(self) -> None:
         """Count one more layer that has run."""
-        if self._shown is not None:
-            self._shown.num_layers += 1
-
-    def clear(self) -> None:
-        """Take the live line away."""
-        self._shown = None
-        self._line.hide()
+        if self.progress is not None:
+            self.progress.num_layers += 1
 
     def _phase(self, label: str) -> Phase:
         """Return the phase under way, or a new one where it has another label."""
-        shown = self._shown
+        shown = self.progress
         if not isinstance(shown, Phase) or label not in ("", shown.label):
             shown = Phase(label)
             self.show(shown)
         return shown
-
-    def show(self, progress: Progress) -> None:
-        """Show this from now on: the next calls of `layer_done` are of its passes."""
-        self._shown = progress
-        self._line.show(progress)
 
 
 class ModelNames(NamedTuple):

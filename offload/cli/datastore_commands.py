@@ -2,9 +2,11 @@
 
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,13 +14,18 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.cli.live_line import fitted
-from offload.machine import available_ram_bytes
+from offload.cli.live_line import fitted, plural
+from offload.errors import UserError, reason
+from offload.machine import available_ram_bytes, peak_rss_bytes
 from offload.options import OutputOptions
-from offload.units import parse_size
+from offload.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
-    from offload.cli.datastore_run import Write
+    from offload.datastore.build import Coder, Corpus, Messages, OnPhase
+    from offload.datastore.store import Store
+    from offload.engine.text import Tokenizer
+
+    Write = Callable[[Iterator[str], Coder, int, OnPhase], Store]
 
 _RAM_BYTES = 2 << 30
 
@@ -36,7 +43,7 @@ _FILES_HELP = "UTF-8 text, folders of it, or .jsonl of samples"
 _RAM_HELP = "memory to build with; default: 2GiB, or 3/4 of what is free if that is less"
 _SKIP_HELP = "pass over bad files and lines, and name them"
 Files = Annotated[list[Path], typer.Argument(metavar="FILES|DIR|JSONL...", help=_FILES_HELP)]
-Store = Annotated[Path, typer.Argument(metavar="STORE", help="folder of a datastore")]
+Folder = Annotated[Path, typer.Argument(metavar="STORE", help="folder of a datastore")]
 Ram = Annotated[str | None, typer.Option(metavar="SIZE", help=_RAM_HELP)]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help=_SKIP_HELP)]
 
@@ -84,7 +91,7 @@ def build(
     offload datastore append chats.store today.jsonl --skip-bad --json""",
 )
 def append(
-    store: Store,
+    store: Folder,
     files: Files,
     output: OutputOptions,
     tokenizer: Annotated[str | None, typer.Option(metavar="MODEL", help=_OTHER_HELP)] = None,
@@ -111,13 +118,12 @@ def append(
 
     offload datastore info python.store --json""",
 )
-def info(store: Store, output: OutputOptions) -> None:
+def info(store: Folder, output: OutputOptions) -> None:
     """What is in a store, which tokenizer it is for, and how much memory sorting its largest chunk took."""
-    from offload.cli.datastore_run import info_lines
     from offload.datastore.store import read_store
 
     found = read_store(store)
-    print(json.dumps(found.as_dict()) if output.as_json else fitted(info_lines(found), sys.stdout))
+    print(json.dumps(found.as_dict()) if output.as_json else fitted(_info_lines(found), sys.stdout))
 
 
 @flags.command(
@@ -129,9 +135,8 @@ def info(store: Store, output: OutputOptions) -> None:
 
     offload datastore verify python.store --json""",
 )
-def verify(store: Store, output: OutputOptions) -> None:
+def verify(store: Folder, output: OutputOptions) -> None:
     """Read every byte of a store: sizes, checksums, tokens, and the order of every position."""
-    from offload.cli.datastore_run import store_line
     from offload.datastore.store import read_store
     from offload.datastore.store import verify as check
 
@@ -139,7 +144,24 @@ def verify(store: Store, output: OutputOptions) -> None:
     with Console(output) as console:
         check(found, partial(console.bytes_landed, label="reading"))
     sound = json.dumps({**found.as_dict(), "is_sound": True})
-    print(sound if output.as_json else f"{store_line(found)}: sound")
+    print(sound if output.as_json else f"{_store_line(found)}: sound")
+
+
+def _store_line(store: "Store", *, is_decimal: bool = False) -> str:
+    """Return how large a store is."""
+    amounts = f"{plural(store.num_tokens, 'token')} of {plural(store.num_documents, 'document')}"
+    size = format_bytes(store.num_bytes, is_decimal=is_decimal)
+    return f"{store.path}: {amounts} in {plural(len(store.chunks), 'chunk')}, {size}"
+
+
+def _info_lines(store: "Store") -> str:
+    """Return what a store is for, and what it takes to build one like it."""
+    from offload.datastore.index import TokenWidth
+
+    width = TokenWidth.of(store.vocab_size).num_bytes
+    ids = f"{store.vocab_size:,} ids in {width} bytes each, sha256 {store.tokenizer_sha256[:12]}"
+    sorting = f"sorting its largest chunk took {format_bytes(store.sorting_bytes)} beside the process's own memory"
+    return "\n".join([_store_line(store), f"tokenizer of {store.tokenizer}: {ids}", sorting])
 
 
 def _write(
@@ -161,9 +183,95 @@ def _write(
         console.wait(f"looking for the tokenizer of {model}")
         place = tokenizer_place(model)
         with libraries(console):
-            from offload.cli.datastore_run import write_store
-
-            told, lines = write_store(write, corpus, model, place, ram_bytes, console)
-        console.say(lines)
+            told = _write_store(write, corpus, model, place, ram_bytes, console)
     if output.as_json:
         print(json.dumps(told))
+
+
+def _write_store(
+    write: "Write", corpus: "Corpus", model: str, place: Path, ram_bytes: int, console: Console
+) -> dict[str, Any]:
+    """Write a corpus by `write`, one of the two functions of `offload.datastore.build`, and say so.
+
+    The tokenizer of `model` lies in `place`. Returns what `--json` prints.
+    """
+    from offload.datastore.build import Coder, joined
+    from offload.engine.text import load_tokenizer, render_chat
+
+    console.wait(f"reading the tokenizer of {model}")
+    tokenizer = load_tokenizer(place)
+    assert tokenizer is not None, "its files are there"
+    encode = _encoder(tokenizer)
+    started_s = time.monotonic()
+    num_new_tokens = 0
+    since_bytes = 0  # when something else was last under way: what is left is foretold well
+
+    def counted(texts: list[str]) -> Iterator[list[int]]:
+        nonlocal num_new_tokens
+        for ids in encode(texts):
+            num_new_tokens += len(ids)
+            yield ids
+
+    def render(messages: "Messages") -> str:
+        if not tokenizer.chat_template:
+            return joined(messages)
+        try:
+            return render_chat(tokenizer, messages)
+        except Exception as error:  # of any kind: a template is a stranger's program
+            raise UserError(f"does not fit into the chat template ({reason(error)})") from None
+
+    def documents() -> Iterator[str]:
+        for text in corpus.documents(render):
+            done_bytes = corpus.done_bytes - since_bytes
+            console.bytes_landed(done_bytes, corpus.num_bytes - since_bytes, "encoding")
+            yield text
+
+    def wait(label: str) -> None:
+        nonlocal since_bytes
+        since_bytes = corpus.done_bytes
+        console.wait(label)
+
+    name = str(place.absolute()) if Path(model).expanduser().exists() else model
+    coder = Coder(name, tokenizer.get_vocab(), counted)
+    store = write(documents(), coder, ram_bytes, wait)
+    console.clear()
+    elapsed_s = time.monotonic() - started_s
+    told = {
+        **store.as_dict(),
+        "num_new_tokens": num_new_tokens,
+        "elapsed_s": elapsed_s,
+        "ram_bytes": ram_bytes,
+        "peak_rss_bytes": peak_rss_bytes(),
+        # from the first file's first byte to the last one's safe place on disk
+        "tokens_per_s": num_new_tokens / elapsed_s,
+        "num_files": corpus.num_files,
+        "num_binary": corpus.num_binary,
+        "num_hidden": corpus.num_hidden,
+        "bad": corpus.bad,
+    }
+    console.say(_written_lines(store, corpus, told, is_decimal=console.is_decimal))
+    return told
+
+
+def _written_lines(store: "Store", corpus: "Corpus", told: dict[str, Any], *, is_decimal: bool) -> str:
+    """Return what a person wants to know, with what was passed over first."""
+    peak = format_bytes(told["peak_rss_bytes"], is_decimal=is_decimal)
+    budget = format_bytes(told["ram_bytes"], is_decimal=is_decimal)
+    passed = [f"{corpus.num_hidden} hidden"] if corpus.num_hidden else []
+    passed += [f"{corpus.num_binary} binary"] if corpus.num_binary else []
+    notes = [f"skipped: {line}" for line in corpus.bad]
+    notes += [f"passed over in folders: {', '.join(passed)}"] if passed else []
+    speed = f"{plural(told['num_new_tokens'], 'new token')}, {told['tokens_per_s']:,.0f} a second"
+    closing = f"{speed}; peak memory {peak} of {budget} allowed"
+    return "\n".join([*notes, _store_line(store, is_decimal=is_decimal), closing])
+
+
+def _encoder(tokenizer: "Tokenizer") -> Callable[[list[str]], Iterator[list[int]]]:
+    """Return what encodes all texts of a batch at once, on all cores where the tokenizer can."""
+    how = {"add_special_tokens": False}
+    if not tokenizer.is_fast:
+        return lambda texts: iter(tokenizer(texts, verbose=False, **how)["input_ids"])
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return lambda texts: (found.ids for found in backend.encode_batch_fast(texts, **how))

@@ -3,12 +3,12 @@
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
-from offload.cli.launch import is_worker
 from offload.cli.libraries import libraries
-from offload.cli.prompt_input import asked_prompt
+from offload.cli.prompt_input import read_prompt, with_system
 from offload.cli.sampling import GivenSampling, found_grammar
 from offload.cli.session_file import found_session
 from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions
+from offload.rank_roles import is_worker
 
 
 @flags.command(
@@ -48,7 +48,8 @@ def generate(
     grammar = found_grammar(text_options)
     prompt = None
     if prompts is None and not is_elsewhere:
-        prompt = asked_prompt(text_options, is_needed=session is None)
+        text = read_prompt(text_options.prompt, text_options.file, is_needed=session is None)
+        prompt = with_system(text, text_options.system, raw=text_options.raw)
     model, draft = models.given
     options = LoadOptions.of(model_options)
     needs_template = text_options.system is not None
@@ -72,8 +73,9 @@ def generate(
             num_logprobs=text_options.num_logprobs,
             grammar=grammar,
         )
+        request.check()
         if prompts is not None or text_options.samples > 1:
-            write_many(loading, console, request, text_options, as_json=output.as_json)
+            write_many(loading, console, request, prompts, text_options, as_json=output.as_json)
             return
         with libraries(console):
             from offload.cli.text_run import write_text

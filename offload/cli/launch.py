@@ -16,9 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from offload.cli.flags import error_line
+import typer
+
+from offload.cli.app import app
+from offload.cli.flags import error_line, grouped
 from offload.cli.live_line import LiveLine, Phase, fitted, plural, print_error
 from offload.errors import TOLD, RankError, UserError, reason, require
 from offload.rank_roles import RankInfo, find_place
@@ -37,6 +40,36 @@ _PRESSES_WITHIN_S = 10.0
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _MEET_HEAD_S = 5.0
 _HEARD_S = 3.0
+_COMMAND_HELP = "generate, chat or bench decode, with their flags"
+_RANKS_HELP = "number of ranks on all hosts together; see docs/ranks.md"
+_HOSTS_HELP = "hosts, on each of which the same command is started; rank 0 is on the first"
+_INDEX_HELP = "which of the hosts this is; default: found by its name"
+_PORT_HELP = "port at which hosts meet; default: 29500, or any on one host"
+
+
+@app.command(
+    cls=grouped({}),
+    context_settings={"allow_interspersed_args": False},
+    epilog="""Examples:
+
+    offload launch -n 2 -- generate -m big -p "Once upon a time" --ranks shards
+
+    offload launch -n 4 -- chat -m big -d small --ranks stages:0-2,draft:3
+
+    offload launch -n 2 --hosts alpha,beta -- generate -m big -p Hello""",
+)
+def launch(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help=_COMMAND_HELP)],
+    num_ranks: Annotated[int, typer.Option("-n", metavar="N", min=1, help=_RANKS_HELP)],
+    hosts: Annotated[str | None, typer.Option(metavar="A,B", help=_HOSTS_HELP)] = None,
+    host_index: Annotated[int | None, typer.Option(metavar="I", min=0, help=_INDEX_HELP)] = None,
+    port: Annotated[int | None, typer.Option(metavar="PORT", min=1, max=65535, help=_PORT_HELP)] = None,
+) -> None:
+    """Run a command on many ranks, by torchrun's launcher; rank 0 reads and writes here."""
+    code, lines = run_ranks(plan_launch(num_ranks, hosts, host_index, port, command))
+    for line in lines:
+        print_error(line)
+    raise typer.Exit(code)
 
 
 class Launch(NamedTuple):
@@ -276,15 +309,6 @@ def begin(command: Sequence[str], own: Mapping[str, object]) -> RankInfo | None:
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)
     return place
-
-
-def is_worker(ranks: str | None) -> bool:
-    """Return whether another rank talks to the user; never without roles of ranks.
-
-    Raises `UserError`.
-    """
-    place = None if ranks is None else find_place()
-    return place is not None and place.rank > 0
 
 
 def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:

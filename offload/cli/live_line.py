@@ -215,7 +215,7 @@ def duration(seconds: float) -> str:
 class LiveLine:
     """Shows how far something is, in one line at the bottom of a terminal.
 
-    `write` is for text on stdout, `hide` comes before anything else on stderr.
+    What else goes there goes by it: text to stdout, and lines to stderr.
     """
 
     def __init__(self, *, is_off: bool) -> None:
@@ -226,10 +226,11 @@ class LiveLine:
         self._pause_s = _TICK_S if self._redraws else _DUMB_S if is_terminal else _FILE_S
         self._is_shared = not is_off and _is_same_file(sys.stdout, self._stream)
         self._begins_at_once = is_terminal
-        self._lock = threading.Lock()
+        # one's own thread may have it, where a signal or a destructor has something to say
+        self._lock = threading.RLock()
         self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._progress: Progress | None = None
+        self.progress: Progress | None = None
         self._column = 0
         self._is_drawn = False
         self._has_wrapped = False
@@ -240,7 +241,7 @@ class LiveLine:
         if self._is_off:
             return
         with self._lock:
-            self._progress = progress
+            self.progress = progress
             if self._redraws or self._begins_at_once or is_at_once:
                 self._draw()
         self._begins_at_once = False
@@ -252,8 +253,8 @@ class LiveLine:
                 )
                 self._thread.start()
 
-    def write(self, text: str) -> None:
-        """Print a piece of text on stdout, and draw the line anew."""
+    def text(self, text: str) -> None:
+        """Write a piece of text to stdout, and draw the line anew."""
         if not text:
             return
         with self._lock:
@@ -268,15 +269,23 @@ class LiveLine:
             if self._redraws:
                 self._draw()
 
-    def hide(self) -> None:
+    def print(self, lines: str) -> None:
+        """Print lines on stderr, above what is under way."""
+        with self._lock:
+            self._erase()
+            print(fitted(lines, self._stream), file=self._stream)
+            if self._redraws:
+                self._draw()
+
+    def clear(self) -> None:
         """Take the line away until something else is shown."""
         with self._lock:
             self._erase()
-            self._progress = None
+            self.progress = None
 
     def close(self) -> None:
         """Take it away, and its thread; what is shown later begins another one."""
-        self.hide()
+        self.clear()
         if self._thread is not None:
             self._has_ended.set()
             self._thread.join()
@@ -293,10 +302,10 @@ class LiveLine:
             return
 
     def _draw(self) -> None:
-        if self._progress is None:
+        if self.progress is None:
             return
         width = columns(self._stream)
-        line = _fitting(self._progress.parts(), width - 1)
+        line = _fitting(self.progress.parts(), width - 1)
         if not self._redraws:
             line = "" if self._column else f"{line}\n"
         elif self._column:

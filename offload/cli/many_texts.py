@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.cli.batch_file import read_tasks, varied
+from offload.cli.batch_file import open_results, read_tasks, varied
 from offload.cli.console import Console, Loading
-from offload.cli.launch import is_worker
 from offload.cli.libraries import libraries
-from offload.cli.results_file import open_results
 from offload.errors import UserError, require
 from offload.options import TextOptions
+from offload.rank_roles import is_worker
 
 if TYPE_CHECKING:
     from offload.engine.request import Request
@@ -21,10 +20,7 @@ _SUFFIX = ".jsonl"
 
 
 def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
-    """Return the file of many prompts, which its name tells; None for one prompt.
-
-    Raises `UserError` for flags that do not go together.
-    """
+    """Return the file of many prompts, told by its name, if any. Raises `UserError` for odd flags."""
     file = text.file
     prompts = file if file is not None and file.suffix == _SUFFIX else None
     if prompts is not None and text.prompt is not None:
@@ -42,14 +38,19 @@ def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
 
 
 def write_many(
-    loading: Loading, console: Console, common: "Request", text: TextOptions, *, as_json: bool
+    loading: Loading,
+    console: Console,
+    common: "Request",
+    prompts: Path | None,
+    text: TextOptions,
+    *,
+    as_json: bool,
 ) -> None:
-    """Write all texts that are asked for; `common` has the settings of all, and the prompt of samples.
+    """Write all texts that are asked for: of a file's prompts, or samples of that of `common`.
 
     Raises `UserError` before anything is loaded, `RunError` in the end where prompts have failed.
     """
     options = loading.options
-    prompts = prompts_of(text, as_json=as_json)
     # a worker reads nothing, and serves whatever it is
     if prompts is None or is_worker(options.ranks):
         requests = [*varied(common, text.samples)]

@@ -9,26 +9,13 @@ from typing import TYPE_CHECKING
 
 from offload.checkpoint.files import read_all_of, read_given
 from offload.errors import UserError
-from offload.options import TextOptions
 
 if TYPE_CHECKING:
     from offload.engine.request import Prompt
 
 
-def asked_prompt(text: TextOptions, *, is_needed: bool) -> "Prompt | None":
-    """Return the prompt that flags or standard input give, behind what the model is told before it.
-
-    None leaves it to a session's file. Raises `UserError`.
-    """
-    prompt = read_prompt(text.prompt, text.file, is_needed=is_needed)
-    return with_system(prompt, text.system, raw=text.raw)
-
-
 def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True) -> str:
-    """Return what `-p`, `-f` or standard input give.
-
-    Raises `UserError` where they give two prompts, or none that is needed.
-    """
+    """Return what `-p`, `-f` or standard input give: one prompt. Raises `UserError`."""
     if prompt is not None and file is not None:
         raise UserError("-p and -f exclude each other: give one of them")
     if prompt not in (None, "-"):
@@ -54,9 +41,7 @@ def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True
 
 
 def with_system(text: str, system: str | None, *, raw: bool = False) -> "Prompt | None":
-    """Return a prompt behind what the model is told before it, or the prompt alone.
-
-    None leaves it to a session's file.
+    """Return a prompt behind what the model is told before it; None leaves both to a session's file.
 
     Raises `UserError`.
     """

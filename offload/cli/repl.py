@@ -22,7 +22,6 @@ from offload.errors import UserError
 from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
-from offload.sampling_options import Sampling
 
 HINT = "Ctrl-C stops an answer, /help lists commands, /bye or Ctrl-D leaves"
 
@@ -79,13 +78,14 @@ def converse(
     loading: Loading,
     console: Console,
     text: TextOptions,
-    sampling: Sampling,
+    first: Request,
     terminal: SilentTerminal,
 ) -> None:
     """Load a model, and answer questions with it until the user leaves. Raises `UserError`.
 
     Args:
         text: its session is gone on from where it is there, and written after every answer.
+        first: a question with all that is wrong with every question, such as no chat template.
         terminal: is silent until there is a prompt.
     """
     own_bytes = rss_bytes()
@@ -95,14 +95,13 @@ def converse(
         console.layer_done()
         brake.check()
 
-    first = _any_question(text, sampling)
     hooks = console.hooks._replace(on_layer=on_layer)
     with open_decoder(loading.model, loading.draft, loading.options, first, hooks=hooks) as decoder:
-        console.open(loading.names, decoder, decoder.tree_choice(sampling))
+        console.open(loading.names, decoder, decoder.tree_choice(first.sampling))
         console.say(loading.note)
         chat = Chat(
             decoder,
-            sampling,
+            first.sampling,
             system=text.system,
             max_new_tokens=text.max_new_tokens,
             stop=text.stop,
@@ -113,15 +112,6 @@ def converse(
         terminal.end()
         commands = ChatCommands(chat, console, own_bytes, text.session)
         answer_questions(chat, commands, decoder.plan, console, brake)
-
-
-def _any_question(text: TextOptions, sampling: Sampling) -> Request:
-    """Return a question with all that is wrong with every question, such as no chat template."""
-    opening = [{"role": "system", "content": text.system}] if text.system else []
-    found = text.session if text.session and text.session.exists() else None
-    question = [*opening, {"role": "user", "content": "Hello"}]
-    is_kept = text.session is not None
-    return Request(question, sampling, 1, stop=text.stop, session=found, is_kept=is_kept)
 
 
 def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
@@ -182,22 +172,15 @@ def _answer(
     brake: InterruptFlag,
 ) -> None:
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
-    num_shown = 0
-    failure: BaseException | None = None
     assert chat.turn is not None, "one has just begun"
     console.follow(chat.turn, plan, chat.max_new_tokens)
+    num_before = console.num_written
     try:
         with closing(pieces):
-            try:
-                for piece in pieces:
-                    num_shown += len(piece)
-                    console.text(piece)
-            # whatever it is, but for `Stopped` it is raised again behind the text
-            except BaseException as error:
-                failure = error
+            failure = console.write(pieces)
             brake.end()
         result = chat.turn.result()
-        console.text(result.text[num_shown:] + "\n")
+        console.text(result.text[console.num_written - num_before :] + "\n")
     finally:
         console.clear()
     console.say(turn_line(result.stats, result.finish_reason))

@@ -4,14 +4,18 @@ accounted for.
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from offload.cli.console import Console, Loading, alpha_line, clipped_line, closing_lines, cut_line
-from offload.cli.session_file import begun_text, kept_text
+from offload.cli.session_file import saving
+from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
 from offload.engine.load import open_decoder
-from offload.engine.request import Request
+from offload.engine.request import Prompt, Request
+from offload.errors import UserError
 from offload.machine import rss_bytes
 from offload.model.target import Target
 
@@ -25,12 +29,11 @@ def write_text(
         session: the file that the text is kept in.
     """
     own_bytes = rss_bytes()
-    request.check()  # also where a session brings the prompt
     models = (loading.model, loading.draft)
     with open_decoder(*models, loading.options, request, hooks=console.hooks) as decoder:
         if continues := session is not None:
             console.wait("reading the session")
-        begun = begun_text(decoder, session, request.prompt)
+        begun = _begun_text(decoder, session, request.prompt)
         run = decoder.start(replace(request, prompt=begun), continues=continues)
         console.open(loading.names, decoder, run.tree_choice)
         console.say(loading.note)
@@ -39,8 +42,33 @@ def write_text(
             num_prompt = run.sequence.stats.num_prompt_tokens
             console.say(clipped_line(request.max_new_tokens, num_new, num_prompt, decoder.plan))
         console.follow(run, decoder.plan, num_new)
-        with kept_text(decoder, run, session, console):
+        with _kept_text(decoder, run, session, console):
             _write_run(run, console, own_bytes, decoder.target if as_json else None)
+
+
+def _begun_text(decoder: Decoder, path: Path | None, prompt: Prompt | None) -> Prompt:
+    """Return the prompt of a run whose text is kept in this file; without one it goes on there."""
+    if path is None or not path.exists():
+        return prompt or ""
+    tokens, messages, _ = decoder.load_session(path)
+    if messages is not None:
+        what = f"{path} holds a conversation: go on with it by offload chat"
+        raise UserError(f"{what}, or name another file")
+    if not prompt and tokens[-1:] and tokens[-1] in decoder.end_ids:
+        what = f"the text in {path} has come to its end: give a prompt"
+        raise UserError(f"{what}, or name another file")
+    return prompt or tokens
+
+
+@contextmanager
+def _kept_text(decoder: Decoder, run: Run, path: Path | None, console: Console) -> Iterator[None]:
+    """Keep a run's text in this file, however it ends; without a new token the file stays as it is."""
+    try:
+        yield
+    finally:
+        if path is not None and run.sequence.new_ids:
+            with saving(console):
+                decoder.save_session(path)
 
 
 def _write_run(run: Run, console: Console, own_bytes: int, target: Target | None) -> None:
@@ -49,13 +77,7 @@ def _write_run(run: Run, console: Console, own_bytes: int, target: Target | None
     Args:
         target: what ran, for one object at the end instead of text.
     """
-    failure: BaseException | None = None
-    try:
-        for piece in run:
-            if target is None:
-                console.text(piece)
-    except BaseException as error:  # whatever it is, it is raised again behind the text
-        failure = error
+    failure = console.write(run if target is None else ("" for _ in run))
     result = run.result()
     rest = result.text[console.num_written :]
     if target is not None:

@@ -11,15 +11,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 from offload.checkpoint.gguf import require_reader
 from offload.checkpoint.hub import are_same, check_tokenizer_files, other_vocabulary
-from offload.checkpoint.safetensors import has_tokenizer, no_chat_template, read_json
+from offload.checkpoint.safetensors import (
+    PROCESSOR_TEMPLATE,
+    TEMPLATE,
+    has_tokenizer,
+    no_chat_template,
+    read_json,
+)
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
 from offload.errors import UserError, ensure, refusing
 from offload.memory.planner import ModelFiles
 
 # What an incomplete UTF-8 sequence decodes to.
 _REPLACEMENT = "\ufffd"
-# Models that also see have their template here, where tokenizers do not look.
-_PROCESSOR_TEMPLATE = "chat_template.json"
 # Tokens decoded before the new ones: some tokenizers glue, or drop a leading space.
 _CONTEXT_TOKENS = 8
 # SentencePiece writes a space so.
@@ -51,9 +55,9 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
         _check_names(Path(directory))
         config = _config_beside(Path(directory))
         tokenizer = AutoTokenizer.from_pretrained(directory, config=config, **how)
-    beside = Path(directory) / _PROCESSOR_TEMPLATE
+    beside = Path(directory) / PROCESSOR_TEMPLATE
     if not tokenizer.chat_template and os.path.isfile(beside):
-        tokenizer.chat_template = read_json(beside).get("chat_template")
+        tokenizer.chat_template = read_json(beside).get(TEMPLATE)
     return tokenizer
 
 

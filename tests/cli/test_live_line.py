@@ -71,7 +71,7 @@ def test_text_is_what_it_is_without_the_line(num_columns: int, seed: int) -> Non
         line, screen = LiveLine(is_off=False), Screen(NUM_ROWS, num_columns)
         line.show(Phase("<waiting>"))
         for number, piece in enumerate(pieces):
-            line.write(piece)
+            line.text(piece)
             screen.feed(terminal.read())
             written = "".join(pieces[: number + 1])
             assert screen.lines[-1].startswith("<waiting>") or not written
@@ -106,7 +106,7 @@ def test_an_interrupt_as_the_line_begins_leaves_a_line_that_ends() -> None:
         terminal.read()
         line = LiveLine(is_off=True)
         line.show(Phase("importing"))
-        line.write("text\n")
+        line.text("text\n")
         line.close()
         assert terminal.read() == "text\r\n", "nothing is shown when it is off"
 

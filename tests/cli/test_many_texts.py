@@ -18,9 +18,8 @@ from shell import Outcome, shell
 
 from offload.checkpoint import identity
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.batch_file import read_tasks
+from offload.cli.batch_file import ResultsFile, read_tasks
 from offload.cli.live_line import BatchProgress
-from offload.cli.results_file import ResultsFile
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError

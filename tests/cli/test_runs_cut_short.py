@@ -318,7 +318,7 @@ from offload.cli import generate_command
 class Dying:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
-generate_command.asked_prompt = lambda *_, **__: (Dying(), "Say:")[1]
+generate_command.read_prompt = lambda *_, **__: (Dying(), "Say:")[1]
 __main__.main()
 """
 
