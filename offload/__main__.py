@@ -1,5 +1,4 @@
-"""The command `offload`, and `python -m offload`: standard streams that are there, and signals that
-are never lost.
+"""The command `offload`, and `python -m offload`: streams that are there, signals never lost.
 
 Both must hold before anything else is imported, so this file imports nothing that takes time.
 """

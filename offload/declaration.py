@@ -1,8 +1,7 @@
 """How an option is declared: once, as a field of a record, with all that its doors need to know.
 
-The command line, the environment, config.toml, HTTP, files of prompts, a chat's `/set`, lm-eval, documents and error
-words are made of what stands there. Nothing is imported that takes time. Invariant: what a door knows of an option it
-has from here.
+Command line, environment, config.toml, HTTP, files of prompts, `/set` of a chat, lm-eval, documents
+and error words are made of what stands there. Nothing is imported that takes time.
 """
 
 import math
@@ -114,7 +113,7 @@ def as_in(record: type, name: str) -> Any:
 
 @cache
 def options_of(record: type) -> Mapping[str, Option]:
-    """Return the options of a record by name, in the order of their declaration."""
+    """Return the options of a record by name, as they are declared."""
     return dict(_all_options(record))
 
 
@@ -164,10 +163,7 @@ def listed(names: Sequence[str], last: str = "and") -> str:
 def called_with(
     arguments: Callable[P, Record],
 ) -> Callable[[Callable[[Record], Result]], Callable[P, Result]]:
-    """Let a function of one record be called with the record's fields.
-
-    To every reader they are its signature.
-    """
+    """Let a function of one record be called with its fields; they are its signature."""
 
     def decorate(function: Callable[[Record], Result]) -> Callable[P, Result]:
         taken = signature(arguments).parameters.values()
@@ -199,10 +195,7 @@ def with_arguments(doc: str, record: Any) -> str:
 
 @cache
 def interval(text: str) -> tuple[str, Callable[[float], bool]]:
-    """Return what a number must do, in words, and whether one does it.
-
-    Intervals are `[0, 1)`, `-1 to 1` and `0 or more`.
-    """
+    """Return what `[0, 1)`, `-1 to 1` or `0 or more` asks of a number, and whether one does it."""
     if found := re.fullmatch(r"(\S+) or more", text):
         low = _bound(found[1])
         return f"be {text}", lambda value: low <= value < math.inf
@@ -225,10 +218,7 @@ def _bound(text: str) -> float:
 
 
 def whole_number(value: object, what: str) -> int:
-    """Return `value` as an int of Python, whichever library's it is.
-
-    Raises `UserError` where it is no whole number.
-    """
+    """Return `value`, of whichever library, as an int of Python. Raises `UserError`."""
     try:
         return int(index(value))  # type: ignore[arg-type]  # True is 1, and libraries ask for the difference
     except TypeError:
@@ -236,10 +226,7 @@ def whole_number(value: object, what: str) -> int:
 
 
 def number(value: object, what: str) -> float:
-    """Return `value` as a float of Python, whichever library's it is.
-
-    Raises `UserError` where it is no number.
-    """
+    """Return `value`, of whichever library, as a float of Python. Raises `UserError`."""
     try:
         if not isinstance(value, str):
             return float(value)  # type: ignore[arg-type]

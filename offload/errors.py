@@ -66,10 +66,7 @@ class RankError(RunError):
 
 
 def ensure(holds: bool, rule: str) -> None:
-    """Raise `ValueError` where a rule does not hold.
-
-    The code that reads a file catches it and adds which file breaks the rule.
-    """
+    """Raise `ValueError` for a rule that does not hold; what reads a file adds which breaks it."""
     if not holds:
         raise ValueError(rule)
 
@@ -99,8 +96,8 @@ def require(holds: bool, rule: str, value: object, remedy: str) -> None:
 def refusing(what: str, remedy: str) -> Iterator[None]:
     """Raise `UserError` for any exception inside that the input caused.
 
-    Files and grammars from outside fail inside libraries with exceptions of any type. A lack of
-    memory or descriptors is not their fault, and passes unchanged.
+    Files and grammars fail inside libraries with exceptions of any type. A lack of memory or
+    descriptors is not their fault, and passes unchanged.
     """
     try:
         yield
@@ -135,9 +132,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def one_line(message: str) -> str:
-    """Return a message shortened and without control characters.
-
-    What it quotes from a hostile file may be long, and must not steer a terminal.
-    """
+    """Return a message short and without control characters: it may quote a hostile file."""
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
     return line if len(line) <= _MAX_CHARS else f"{line[:_KEPT_CHARS]} ... {line[-_KEPT_CHARS:]}"

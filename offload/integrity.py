@@ -2,13 +2,12 @@
 
 What the files were is known from the hub, which leaves checksums beside its downloads, from the
 manifest of an earlier run, or, for a packed model, from its own checksums. In the hub's cache a
-file is a link to one named by its checksum; in a folder of its own each file has a note in
-`.cache`. Large files have a sha256, small ones git's checksum.
+file is a link to one named by its checksum; in a folder of its own each has a note in `.cache`.
+Large files have a sha256, small ones git's checksum.
 
-Files are read whole at the speed of their disk, in parts: checksums, and the largest number of
-every tensor. Invariant: memory holds a few parts, however large the files are, and each byte is
-read once. A manifest is only written where that is asked for, for files without damage; it replaces
-one only where the hub's checksum confirms the files. A file in a folder of its own is not
+Invariant: memory holds a few parts, however large the files are, and each byte is read once, at the
+speed of the disk. A manifest is only written where that is asked for, for files without damage; it
+replaces one only where the hub's checksum confirms the files. A file in a folder of its own is not
 compared with the hub once it was written to; in the cache all files are.
 """
 
@@ -101,10 +100,9 @@ class FileReading:
 def measure(
     files: Sequence[WholeFile], hashed: Collection[int], on_bytes: Callable[[int], None]
 ) -> list[FileReading]:
-    """Read all of these files once.
+    """Read all of these files once. Raises `ReadError` for one that is not what its header was.
 
-    `hashed` are the indices of files whose sha256 is wanted; `on_bytes` hears of the bytes
-    measured. Raises `ReadError` where a file is not the one whose header was read.
+    `hashed` are the files whose sha256 is wanted; `on_bytes` hears of the bytes measured.
     """
     num_threads = min(_MAX_THREADS, num_cores())
     known = [FileReading(file, is_hashed=index in hashed) for index, file in enumerate(files)]
@@ -260,11 +258,7 @@ class _ReadFile(NamedTuple):
 
     @property
     def sums(self) -> FileSums:
-        """Return the checksums as the manifest has them.
-
-        Where the bytes are unchanged, the manifest's own entry is kept, also for a touched or
-        copied file.
-        """
+        """The checksums; the manifest's own where bytes are the same, also of a copied file."""
         stamp = self.file.stamp
         header = self.measured.sums[0]
         spans = zip(self.file.spans, self.measured.sums, strict=True)

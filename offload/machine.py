@@ -50,10 +50,7 @@ def has_cuda_driver() -> bool:
 
 
 def peak_rss_bytes(process: int | str = "self") -> int:
-    """Return the most memory that a process has held at once.
-
-    `getrusage` would count its parent's share before the start.
-    """
+    """Return the most memory a process has held; `getrusage` counts what its parent had, too."""
     return _kilobytes(f"/proc/{process}/status", "VmHWM:") * 1024
 
 
@@ -111,8 +108,7 @@ def memory_groups(root: Path, membership: Path) -> Iterator[tuple[Path, GroupFil
 def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
     """Yield folders of this process's groups, innermost first, and whether they are of version 2.
 
-    `root` is where the cgroup file systems are mounted, `membership` the kernel's list,
-    /proc/self/cgroup.
+    `root` is where cgroups are mounted, `membership` the kernel's list, /proc/self/cgroup.
     """
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for line in lines:
@@ -140,10 +136,7 @@ def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
 
 
 def _idle_cache_bytes(folder: Path, key: str) -> int:
-    """Return the size of cached file pages that were not used lately.
-
-    They count as used, but the kernel drops them as soon as memory is wanted.
-    """
+    """Return cached file pages not used lately: they count as used, and are dropped for others."""
     if not (folder / "memory.stat").is_file():
         return 0
     lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -151,19 +144,13 @@ def _idle_cache_bytes(folder: Path, key: str) -> int:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may keep busy, at least 1.
-
-    It counts the cores that it may run on, and no more than its container's quota pays for.
-    """
+    """Return how many cores this process may run on, and its container's quota pays for."""
     quotas = cpu_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, quotas)]))
 
 
 def cpu_quotas(root: Path, membership: Path) -> list[float]:
-    """Return the cores that every limited group of this process pays for, innermost first.
-
-    `membership` is /proc/self/cgroup.
-    """
+    """Return the cores that each limited group of this process pays for, innermost first."""
     found = [_read_quota(folder) for folder, _ in control_groups("cpu", root, membership)]
     return [quota for quota in found if quota is not None]
 

@@ -1,8 +1,7 @@
 """The roles of ranks (`ranks`), the place of this process, and pipelines (`pipeline`).
 
 `ranks`: with `shards` every rank streams its output rows of every layer. With `stages:0-2,draft:3`
-consecutive layers lie on ranks 0 to 2 in that order, and rank 3 only drafts. Rank 0 has the text in
-either case. A process's place comes from torchrun's environment.
+consecutive layers lie on ranks 0 to 2 in that order, and rank 3 only drafts. Rank 0 has the text.
 
 `pipeline` says how runs of a pipeline of stages follow each other:
 
@@ -14,8 +13,7 @@ either case. A process's place comes from torchrun's environment.
     async,no-cancel         an ablation: dead runs are computed to their end
     async,no-continuous     another: one large batch of guesses instead of micro-batches
 
-Invariant: every rank has something to do, and `pipeline` never changes what is emitted. No torch,
-so a command can ask at once.
+Invariant: `pipeline` never changes what is emitted. No torch, so a command can ask at once.
 """
 
 import os
@@ -161,10 +159,7 @@ def is_worker(ranks: str | None) -> bool:
 
 
 def own_value(text: str, flag: str, place: RankInfo | None) -> str:
-    """Return this rank's value of a list with one value per rank; one value is for all.
-
-    Raises `UserError` for another length.
-    """
+    """Return this rank's of one value per rank, or that for all. Raises `UserError`."""
     values = text.split(",")
     if place is None or len(values) == 1:
         return text
@@ -227,10 +222,7 @@ class PipelineOptions:
         return self.mode != "plain"
 
     def num_runs(self, num_stages: int) -> int:
-        """Return the most runs in flight.
-
-        More than one per stage and one that waits would only add latency.
-        """
+        """Return the most runs in flight: one a stage, and one that waits; more add latency."""
         return (self.credits or num_stages + 1) if self.mode == "async" else 1
 
     def num_rows(self, num_free: int = _PAPER_ROWS) -> int:
@@ -241,10 +233,7 @@ class PipelineOptions:
 
 
 def free_rows(seconds: Sequence[float]) -> int:
-    """Return how many rows take next to no extra time, by the seconds of runs of `TIMED_ROWS`.
-
-    `seconds` may have only the first of these.
-    """
+    """Return how many rows cost next to no time, by seconds of some or all `TIMED_ROWS`."""
     timed = zip(TIMED_ROWS, seconds, strict=False)
     return max(rows for rows, took_s in timed if took_s <= _FREE * seconds[0])
 

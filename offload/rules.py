@@ -1,7 +1,4 @@
-"""The rules of verification by name: how each lets drafts choose children, and what judges these.
-
-The functions that judge need torch, this table does not.
-"""
+"""The rules of verification by name: how drafts choose children, what judges these. No torch."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -51,11 +48,7 @@ def drafting_of(rule: str) -> ChildSampling:
 
 
 def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None) -> float:
-    """Return `lenience`, checked to be one that the rule can use. Raises `UserError`.
-
-    Args:
-        sampling: how tokens will be drawn; None is not known yet.
-    """
+    """Return `lenience`, checked for rule and, where known, `sampling`. Raises `UserError`."""
     lenience = number(lenience, "`lenience`")
     remedy = "1 is exact, and the default"
     require(0 < lenience <= 1, "`lenience` must lie in (0, 1]", lenience, remedy)

@@ -44,7 +44,7 @@ class RunningMean:
 
     @property
     def standard_error(self) -> float | None:
-        """Return the standard error as if the numbers were independent; None for fewer than two."""
+        """As if the numbers were independent; None for fewer than two."""
         if self.count < 2:
             return None
         spread = max(0.0, self.total_squares - self.total * self.total / self.count)
@@ -57,10 +57,7 @@ class RunningMean:
 
 
 class RankFigures(NamedTuple):
-    """What one of many ranks has moved and held since it loaded.
-
-    Figures of an interval are the difference of those at its ends.
-    """
+    """What a rank has moved and held since it loaded; an interval has the difference of two."""
 
     ram_bytes: int  # the budget
     own_bytes: int  # what Python and its libraries took before loading
@@ -96,10 +93,7 @@ class Transfers(NamedTuple):
 
 @dataclass(slots=True, repr=False)
 class Stats:
-    """Figures of one generation.
-
-    Times and bytes leave out the prompt's sweep, which `ttft_s` covers.
-    """
+    """Figures of one generation; times and bytes without the prompt's sweep, see `ttft_s`."""
 
     num_prompt_tokens: int = 0
     num_kept_tokens: int = 0  # prompt tokens whose keys and values were kept from the last run
@@ -165,15 +159,12 @@ class Stats:
 
     @property
     def alpha(self) -> RunningMean | None:
-        """Return E[sum of min(p, q)] over the verified positions.
-
-        Returns None where there were none, or the draft's q was not kept.
-        """
+        """E[sum of min(p, q)] over verified positions; None without any, or the draft's q."""
         return self.first_guess if self.is_draft_known and self.first_guess.count else None
 
     @property
     def expert_hit_rate(self) -> float | None:
-        """Return the share of requested experts that were there; None without requests."""
+        """Share of requested experts that were there; None without requests."""
         asked = self.expert_hits + self.expert_misses
         return self.expert_hits / asked if asked else None
 

@@ -1,9 +1,8 @@
 """How compute threads wait for each other: they spin for a while, or they sleep.
 
 Spinning is quicker where the cores are ours, and far slower beside a process that needs one.
-libgomp reads once, at start, how often to spin (`GOMP_SPINCOUNT`), but while there are more OpenMP
-threads than cores it spins a hundred times at most, says its manual. So an idle team of threads is
-kept for as long as the others shall sleep.
+libgomp reads `GOMP_SPINCOUNT` once, at start, but with more OpenMP threads than cores it spins a
+hundred times at most, says its manual: an idle team is kept while the others shall sleep.
 """
 
 import os

@@ -74,10 +74,7 @@ class ThreadPolicy:
         return self._found_nearby(num_rows)
 
     def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
-        """Record the times of a step in these modes.
-
-        Only comparable steps count: a prompt's step is like no other.
-        """
+        """Record the times of a step in these modes, not of a prompt's: that is like no other."""
         if num_rows not in self._choices:
             starts = zip(self._found_nearby(num_rows), self._seen_s, strict=True)
             draft, sweep = (_Choice(self._ladder, *start) for start in starts)
@@ -104,10 +101,7 @@ def _are_alike(rows: int, other_rows: int) -> bool:
 
 
 def thread_ladder(most: int) -> list[int]:
-    """Return the counts worth trying: powers of two up to `most`, all cores, and one less.
-
-    One less leaves a core to a busy neighbour.
-    """
+    """Return counts worth trying: powers of two, all cores, one less for a busy neighbour."""
     powers = {2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most}
     return sorted(powers | {most, max(1, most - 1)})
 
@@ -189,10 +183,9 @@ class _Choice:
         return Mode(self._ladder[at], is_asleep=True) if 0 <= at < len(self._ladder) else None
 
     def _judge(self) -> bool:
-        """End a trial by the median of a few steps; return whether it has ended.
+        """End a trial by the median of a few steps, since neighbours slow some; return whether.
 
-        Single steps are slowed by neighbours. A mode that is much slower is given up at its first
-        step.
+        A mode that is much slower is given up at its first step.
         """
         usual_s = median(self._recent)
         tried_s = median(self._tried)

@@ -16,10 +16,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def fastest_s(measure: Callable[[], float], budget_s: float, *, least_rounds: int = 1) -> float:
-    """Return the least of repeated measurements: what the machine can do when undisturbed.
-
-    See `median_s` for the arguments.
-    """
+    """Return the least of repeated measurements: what the machine can do undisturbed."""
     return min(_rounds(measure, budget_s, least_rounds, 1000))
 
 

@@ -72,10 +72,7 @@ def parse_size(given: str | int, flag: str) -> int:
 
 
 def parse_rate(given: str | int | None, flag: str) -> int | None:
-    """Return the bytes per second of `400MB`, with or without `/s`; None stays None.
-
-    Raises `UserError`.
-    """
+    """Return bytes per second of `400MB` or `400MB/s`; None stays None. Raises `UserError`."""
     return None if given is None else int(Rate.parse(given, flag))
 
 

@@ -1,9 +1,7 @@
 """How coded weights are expanded: by numba or Triton instead of plain torch.
 
-Both are compared on words of the checkpoint's own layers.
-
-Invariant: a function is used only where it has agreed with the reference at every coding of its
-kind.
+Both are compared on words of the checkpoint's own layers. Invariant: a function is used only where
+it has agreed with the reference at every coding of its kind.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,10 +47,8 @@ def choose_expansion(
 ) -> ExpansionChoice:
     """Compare expansions on words of the model's own layers, which are not bound yet.
 
-    Nothing is read where no weights are coded.
-
     Args:
-        fetch: reads the slab of a layer.
+        fetch: reads the slab of a layer; it is not called where no weights are coded.
         device: where the model computes; None is the CPU, with as many threads as torch has now.
     """
     codings = _layer_of_codings(model)

@@ -56,10 +56,7 @@ class Invariance(NamedTuple):
         return self.rows is not None and not self.rows.num_refused
 
     def arithmetic(self, device: str) -> str:
-        """Return what the bits of keys and values depend on here.
-
-        It is empty where they depend on the rows beside as well.
-        """
+        """Return what bits of keys and values depend on; empty where also on the rows beside."""
         if not self.holds:
             return ""
         # row sizes are those that hold with all of them
@@ -125,13 +122,11 @@ def settle_invariance(
 ) -> Invariance:
     """Make `model` invariant where that is wanted, and where it can be had.
 
-    It is asked by the least plan, and once more where only the chosen tree has brought it to stream
-    layers.
+    It is asked by the least plan, and again where only the chosen tree has brought it to stream.
 
     Args:
         device: that computes; None is the CPU, which may do so with several counts of threads.
         is_alone: no other rank computes rows of the model.
-
     """
     if reason := _why_not(model, options, plan, device=device, is_alone=is_alone):
         return Invariance(reason=reason)

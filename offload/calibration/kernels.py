@@ -2,10 +2,8 @@
 
 Triton compiles a kernel anew for every width, path length and temperature that is a constant of it;
 all are compared, and so compiled, before the first step. The rival is the reference, but for
-`match`, which draws on the few rows that a walk visits.
-
-Invariant: a kernel is used only where it has agreed with the reference at every shape; the bench
-times the very functions that the start of a run compares.
+`match`, which draws on the few rows that a walk visits. Invariant: a kernel is used only where it
+agrees with the reference at every shape; the bench times the very functions that a run compares.
 """
 
 from collections.abc import Callable, Iterator

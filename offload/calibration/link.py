@@ -46,7 +46,7 @@ def link_bytes_per_s(
     """Return bytes per second at which slabs arrive from the largest of these files.
 
     They are read as a pass reads them: chunks from all over the file are kept in flight until the
-    time is over, so that neither a cache below nor the start of the file speaks for the rest.
+    time is over, so that neither a cache nor the start of the file speaks for the rest.
     `limit_bytes_per_s` slows the link down on purpose.
     """
     try:
@@ -84,10 +84,7 @@ def link_bytes_per_s(
 
 
 def copy_bytes_per_s(device: "Device", array: "np.ndarray") -> float:
-    """Return bytes per second at which a GPU copies `array`, by its own clock.
-
-    `array` is page-locked memory of the host.
-    """
+    """Return bytes per second at which a GPU copies page-locked `array`, by its own clock."""
     import torch
 
     slot = device.allocate(array.nbytes)
@@ -117,9 +114,7 @@ def device_link_bytes_per_s(
     """Return bytes per second of streamed layers: the slower of copies to the GPU and of reads.
 
     Experts count as if all that the GPU has no room for were asked for once; host memory keeps as
-    many as it has slots.
-
-    `disk_bytes_per_s` stands for reads that are not to be measured.
+    many as it has slots. `disk_bytes_per_s` stands for reads that are not to be measured.
     """
     if not plan.is_streamed:
         return LOCAL_BYTES_PER_S
@@ -176,10 +171,7 @@ def with_rates(
 
 
 def product_flops_per_s(dtype: str, num_threads: int) -> float:
-    """Return the undisturbed rate of products of as many rows as one has at most on a CPU.
-
-    A busy second would stay in the plan.
-    """
+    """Return the undisturbed rate of a CPU's largest products; a busy second would stay."""
     import torch  # plans of machines elsewhere are made without it
     from torch.nn.functional import linear
 

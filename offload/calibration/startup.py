@@ -1,10 +1,9 @@
 """Quick calibration: what is known of a pair of models here before the first weight pass.
 
 `auto` needs to know what computing, drafting and the link cost. A profile of `offload tune` tells
-the first two; disks drift by the hour, so the link is measured in any case. Without a profile,
-computing is tried for a second: enough to tell a tree of 32 nodes from one of 512. Nothing streams
-yet while this runs, so readers that share the processor are not in these figures: `offload tune`,
-the full calibration, has them.
+the first two; disks drift by the hour, so the link is always measured. Without a profile, computing
+is tried for a second: enough to tell a tree of 32 nodes from one of 512. Readers that share the
+processor are not in these figures: `offload tune`, the full calibration, has them.
 """
 
 from collections.abc import Callable
@@ -95,10 +94,7 @@ def pick_kernels(
     plan: MemoryPlan,
     settings: RunSettings,
 ) -> KernelChoice:
-    """Let a GPU use the kernels that agree with what runs without them.
-
-    The draft's small passes are recorded with them.
-    """
+    """Let a GPU use the kernels that agree, with which the draft's small passes are recorded."""
     if device is None or not is_for_kernels(device.place):
         return NO_KERNELS
     choice = choose_kernels(shapes_of(target, plan, settings.sampling, draft), device)

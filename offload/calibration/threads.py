@@ -1,8 +1,8 @@
 """How fast this processor computes, tried before anything streams.
 
-The thread mode to begin with follows from the products that a step consists of; real steps correct
-it. A pass is timed by its typical layer, with everything around the layers, and multiplied; a draft
-step by growing trees of a given width: both are curves of seconds against rows.
+The thread mode to begin with follows from the products of a step; real steps correct it. A pass is
+timed by its typical layer, with everything around the layers, and multiplied; a draft step by
+growing trees of a given width: both are curves of seconds against rows.
 """
 
 import time
@@ -104,10 +104,7 @@ def thread_policy(
     fixed: int | None,
     device: Device | None,
 ) -> ThreadPolicy:
-    """Return the policy of a run, whose sweeps have so many rows.
-
-    A count that is named is `fixed`, and so is torch's own where a device computes.
-    """
+    """Return the policy of a run; a named count is `fixed`, torch's own where a GPU computes."""
     if fixed is None and device is None:
         return pick_threads(target, draft, num_rows)
     return ThreadPolicy.fixed(fixed or torch.get_num_threads())
@@ -118,8 +115,7 @@ def pick_threads(
 ) -> ThreadPolicy:
     """Return the policy for this CPU, beginning with the fastest modes for sweeps and drafting.
 
-    `num_rows` are those of a sweep. Ranks on one host compute at the same time, and share its
-    cores.
+    Sweeps have `num_rows`. Ranks on one host compute at the same time, and share its cores.
     """
     place = find_place()
     ladder = thread_ladder(
@@ -145,10 +141,7 @@ def sweep_curve(
     *,
     budget_s: float = 0.5,
 ) -> Curve:
-    """Measure the compute time of a whole pass against its rows.
-
-    `slab` is the typical layer's, which is not bound yet.
-    """
+    """Measure the compute time of a pass against its rows, by the typical layer's `slab`."""
     typical = model.typical_layer
     share = (
         sum(layout.slab_bytes for layout in model.layer_layouts)
@@ -173,10 +166,7 @@ def draft_curve(
     *,
     budget_s: float = 0.4,
 ) -> Curve:
-    """Measure the time of one draft step against its rows, behind `prompt`.
-
-    `cache`, one of the drafter's, is left empty.
-    """
+    """Measure the time of a draft step against its rows, behind `prompt`; `cache` is left empty."""
 
     def grow_s(topology: Topology) -> float:
         cache.clear()
@@ -197,8 +187,7 @@ def draft_curve(
 def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
     """Return medians of `measure` at ever larger sizes, for as long as `budget_s` lasts.
 
-    The first run of a size is not like the others (on a GPU it may be recorded) and counts in no
-    median, nor as time.
+    The first run of a size (on a GPU it may be recorded) counts in no median, nor as time.
     """
     seconds: list[float] = []
     started = time.perf_counter()

@@ -1,9 +1,7 @@
 """One kernel against what runs without it: used where both agree, at the sizes of the run.
 
-How fast both are is a question for the bench (`bench/gpu/kernels.py`), since a kernel is written to
-be faster.
-
-Invariant: a kernel that was wrong or refused at one shape is not used at any.
+The bench tells how fast both are (`bench/gpu/kernels.py`). Invariant: a kernel that was wrong or
+refused at one shape is not used at any.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,7 @@
 """The program and its groups of commands; each command registers itself from a file of its own.
 
-Invariant: a command's file is imported where that command is called, or all are asked for:
-`offload --help` has the names and what they do from here.
+Invariant: that file is imported where its command is called, or all are asked for: `--help` of the
+program has the names and what they do from here.
 """
 
 from importlib import import_module

@@ -239,10 +239,7 @@ class ResultsFile:
             self.num_failed += has_failed
 
     def require(self, difference: "Callable[[ModelIdentity], str]") -> None:
-        """Raise `UserError` where a line is of another model.
-
-        `difference` tells in words what differs from it.
-        """
+        """Raise `UserError` where a line is of another model; `difference` says in what."""
         for number, model in self.models.items():
             if what := difference(model):
                 which = f"{self.name}, line {number} is not of this model ({what})"
@@ -306,10 +303,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _whole_lines(file: BinaryIO, path: Path) -> list[bytes]:
-    """Return all lines but a last one that was cut short.
-
-    Raises `UserError` where that one is nothing of ours.
-    """
+    """Return all lines but one cut short at the end. Raises `UserError` where that is not ours."""
     file.seek(0)
     with open(file.fileno(), "rb", closefd=False) as reader:
         lines = list[bytes]()

@@ -27,10 +27,7 @@ from offload.planning.near_copy import read_models
 def write_batch(
     loading: Loading, console: Console, tasks: Sequence[BatchTask], results: ResultsFile
 ) -> None:
-    """Write what is not done yet, a line for each text.
-
-    Raises `RunError` in the end if prompts have failed.
-    """
+    """Write what is not done yet, a line for each text. Raises `RunError` if some have failed."""
     follows_draft = loading.options.lenience < 1
     identities = _identities(loading, console) if results.models else None
     if identities is not None:
@@ -102,10 +99,7 @@ def _opened(loading: Loading, request: Request, console: Console) -> Iterator[De
 def _finished(
     decoder: Decoder, requests: Sequence[Request], console: Console
 ) -> Iterator[Finished]:
-    """Yield results in the order of finishing.
-
-    In the end, and where it is interrupted, a line tells how fast they came.
-    """
+    """Yield results as they finish; in the end, interrupted or not, a line tells how fast."""
     progress = BatchProgress(len(requests), len(decoder.plan.layer_bytes))
     num_cut = 0
     console.show(progress)

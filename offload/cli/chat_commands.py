@@ -42,8 +42,7 @@ class ChatCommands:
 
     Args:
         own_bytes: of the program itself, before it loaded.
-        session: the file that every answer is kept in, and that /save and /load mean where they
-            name none.
+        session: the file that every answer is kept in, and that /save and /load mean by no name.
 
     Attributes:
         session: as given; None after /load of another file, so that this one stays as it is.

@@ -27,7 +27,7 @@ _NUM_REMEMBERED = 1000
 
 
 class SilentTerminal:
-    """Keeps what is typed from being shown while it is entered; it is left for the next question."""
+    """Keeps what is typed from being shown while it is entered; the next question has it."""
 
     def __init__(self) -> None:
         self._before: list[Any] | None = None
@@ -58,10 +58,7 @@ class Entry(NamedTuple):
 
 
 class ChatInput:
-    """Reads entries from standard input.
-
-    At a terminal lines can be edited, and those of earlier days called back.
-    """
+    """Reads entries from standard input; at a terminal lines are edited, and called back later."""
 
     def __init__(self, hint: str) -> None:
         self._hint = hint
@@ -99,10 +96,7 @@ class ChatInput:
                     self._keep_history()
 
     def read(self) -> Entry | None:
-        """Return the next entry, or None where there are no more.
-
-        Raises `UserError` for what is no UTF-8.
-        """
+        """Return the next entry, None at the end. Raises `UserError` for what is no UTF-8."""
         try:
             line = self._line("> ")
             if line is None:
@@ -128,10 +122,7 @@ class ChatInput:
         self._readline.append_history_file(max(0, num_new), _history())
 
     def _block(self, first: str) -> str:
-        """Return what lies between the quotes, the first of which were just read.
-
-        The end of the input closes them as well.
-        """
+        """Return what lies between quotes, the first just read; the end of input closes them."""
         lines = [first]
         while not lines[-1].rstrip().endswith(_QUOTES) and (line := self._line("... ")) is not None:
             lines.append(line)

@@ -1,6 +1,4 @@
-"""What a person sees besides the text: what goes on, what runs, the plan as a picture, the closing
-figures.
-"""
+"""What a person sees beside the text: what goes on, what runs and where, the closing figures."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -148,10 +146,7 @@ class ModelNames(NamedTuple):
 
     @classmethod
     def of(cls, model: str, draft: str | None, ranks: str | None = None) -> "ModelNames":
-        """Return the names without the folders around them, or the owner on the hub.
-
-        Of several `ranks` what is told is the head's.
-        """
+        """Return the last parts of both names, the head's where there are several `ranks`."""
         name = Path(model).absolute().name
         where = "" if ranks is None else " on rank 0"
         return cls(f"{name}{where}", draft and Path(draft).absolute().name)
@@ -173,7 +168,7 @@ class Loading(NamedTuple):
 def opening_lines(
     names: ModelNames, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False
 ) -> str:
-    """Return what is not as fast as it could be, what runs, where it lies, and what to expect."""
+    """Return what is not as fast as it could be, what runs, where, and what to expect."""
     lines = [*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal)]
     sources = str(decoder.sources)
     if names.draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
@@ -272,10 +267,7 @@ def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
 def closing_lines(
     stats: Stats, plan: "MemoryPlan", own_bytes: int, *, is_decimal: bool = False
 ) -> str:
-    """Return speed, what one sweep yields, the link and memory.
-
-    `own_bytes` is what the program took before it loaded.
-    """
+    """Return speed, tokens a pass, link and memory; the program took `own_bytes` before."""
     if stats.num_new_tokens == 0:
         return "no tokens generated"
     first = f"{plural(stats.num_new_tokens, 'token')}, the first after {stats.ttft_s:.2f} s"

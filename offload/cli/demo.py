@@ -1,5 +1,4 @@
-"""The packaged pairs of models: a real run on any machine, without a network, a GPU or a model of
-one's own.
+"""The packaged pairs of models: a real run on any machine, without network, GPU or a model at hand.
 
 The target of a pair is inflated to about a gigabyte without changing what it computes, and allowed
 a quarter of that in memory, so that it streams.
@@ -39,13 +38,7 @@ def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
 
 
 def budget(size_bytes: int, ram: str | int | None, tree: str, rule: str) -> str | int:
-    """Return what a target of that size may take: a quarter of it, or the least that works.
-
-    Raises `UserError`.
-
-    Args:
-        ram: what was asked for instead.
-    """
+    """Return `ram` if it works, or else a quarter of the size if that does. Raises `UserError`."""
     plan = _planned(PAIR, size_bytes, tree, context=_CONTEXT, rule=rule)
     if ram is None:
         return max(size_bytes // 4, least_budget(plan))
@@ -69,8 +62,7 @@ def _planned(pair: Path, size_bytes: int, tree: str, **how: Any) -> Callable[[in
 def packaged_chat(options: LoadOptions, progress: Progress) -> tuple[str, LoadOptions]:
     """Return the packaged target that answers questions, inflated, and how it is loaded.
 
-    It streams: a quarter of it is allowed in memory, or the least that works. What the user has
-    named stays as it is. Raises `UserError`.
+    It streams from a quarter of its memory, unless the user has named another. Raises `UserError`.
     """
     context = options.context or _CHAT_CONTEXT
     ram = options.ram

@@ -48,7 +48,7 @@ class ShownPass(NamedTuple):
 
 
 def usual_pass(passes: list[PassFigures]) -> ShownPass | None:
-    """Return the pass that kept as many guesses as most did, by the median; None without guesses.
+    """Return the pass that kept as many guesses as most, by the median; None without guesses.
 
     The last pass is left out: the text may end within it.
     """
@@ -61,11 +61,7 @@ def usual_pass(passes: list[PassFigures]) -> ShownPass | None:
 
 
 def tree_lines(shown: ShownPass, text_of: Callable[[int], str]) -> str:
-    """Return the drawing of a pass, with what it means in its first line.
-
-    Args:
-        text_of: the text of a token.
-    """
+    """Return the drawing of a pass, with what it means first; `text_of` gives a token's text."""
     figures = shown.figures
     num_below = [0] * len(figures.parents)
     for node in range(len(figures.parents) - 1, 0, -1):  # parents come before their children
@@ -112,10 +108,7 @@ class DemoResult(NamedTuple):
 
     @property
     def speedup(self) -> float | None:
-        """How many times more tokens per second the tree gives.
-
-        None where all tokens came with the prompt's pass.
-        """
+        """Times as many tokens per second with a tree; None where the prompt's pass had all."""
         tree = self.tree.stats.tokens_per_s
         plain = self.plain.stats.tokens_per_s
         return tree / plain if tree and plain else None
@@ -131,9 +124,8 @@ def compare(
 ) -> DemoResult:
     """Decode the prompt without and with the decoder's tree, and prove every token of both runs.
 
-    With a rule that draws afresh no single token is right, and none is proved. `show` receives a
-    heading and each run, and must exhaust it. Raises `UserError` where a token is not the original
-    model's.
+    With a rule that draws afresh no token is right, and none is proved. `show` receives a heading
+    and each run, and must exhaust it. Raises `UserError` where a token is not the original model's.
     """
     num_plain = min(_NUM_PLAIN, num_tree)
     first = f"without guesses, the first {plural(num_plain, 'token')}: one token per pass"

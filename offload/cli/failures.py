@@ -1,7 +1,6 @@
-"""What the machine refuses wherever it likes, files, memory, threads, and standard output that fails.
+"""What the machine refuses wherever it likes: files, memory, threads, and standard output.
 
-Where a refusal is expected it has a message of its own; this is what is left, one line each,
-whatever asked for it, so that none ends in a traceback.
+Where a refusal is expected it has a message of its own; what is left is one line, no traceback.
 """
 
 import errno
@@ -47,10 +46,7 @@ def machine_failure(error: BaseException) -> str | None:
 
 
 def is_stuck() -> bool:
-    """Return whether standard output cannot be written to.
-
-    Then that has failed, and no other file.
-    """
+    """Return whether standard output cannot be written to: then that failed, and no other file."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -59,9 +55,6 @@ def is_stuck() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """End where the reader of stdout has gone or has no room.
-
-    The interpreter must not try to write more at exit.
-    """
+    """End where stdout has no reader or no room, so that the interpreter does not write more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

@@ -43,7 +43,7 @@ _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 def command(
     app: typer.Typer, *, name: str | None = None, **how: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command whose flags are the options, of the records that it takes, that name the command.
+    """Make a function of records a command, whose flags are those options that name the command.
 
     Other parameters are typer's own. The command is called as its function, or by `name`.
     """
@@ -140,10 +140,7 @@ def _of_this_rank(context: typer.Context, param: Any, text: str | None) -> str |
 
 
 def _own_number(context: typer.Context, param: Any, text: str | None) -> int | None:
-    """Return a whole number, this rank's own where there is one for each.
-
-    Raises `UserError` for more than there are of what it counts.
-    """
+    """Return this rank's own whole number. Raises `UserError` for more than there are."""
     own = _of_this_rank(context, param, text)
     if own is None:
         return None
@@ -168,10 +165,7 @@ class Defaults(NamedTuple):
     notes: list[str]  # of variables that are nearly a flag's
 
     def blame(self, message: str, given: list[str]) -> str:
-        """Return an error's line, with where its flag was set if that was not in `given`.
-
-        `given` are the arguments of the command line.
-        """
+        """Return an error's line, with where its flag was set if not in `given`, the arguments."""
         name = given[0]
         if not any(command == name for command, _ in self.sources):
             return message
@@ -186,10 +180,7 @@ class Defaults(NamedTuple):
         return message
 
     def set(self, scope: Mapping[str, dict[str, Any]], key: str, value: Any, source: str) -> None:
-        """Set a flag of those commands of `scope` that have it; an empty value unsets it.
-
-        Raises `UserError` for a key that is no flag of theirs.
-        """
+        """Set a flag of commands that have it; empty unsets it. Raises `UserError` for none."""
         if isinstance(value, dict) or not any(key in known for known in scope.values()):
             known = {flag for flags in scope.values() for flag in flags}
             near = ", ".join(get_close_matches(key, known, _NUM_NAMED, cutoff=0))
@@ -215,10 +206,7 @@ def may_have_defaults() -> bool:
 
 
 def find_defaults(commands: Mapping[str, Any]) -> Defaults:
-    """Return what file and environment set for these commands.
-
-    Raises `UserError` for a key that is no flag of theirs.
-    """
+    """Return what file and environment set for these commands. Raises `UserError`."""
     flags = {name: _settings(command) for name, command in commands.items()}
     shared = {
         name: {key: param for key, param in known.items() if _may(param, "is_shared")}

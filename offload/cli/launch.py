@@ -121,10 +121,7 @@ def names_ranks(command: Sequence[str]) -> bool:
 
 
 def run_ranks(plan: Launch) -> tuple[int, list[str]]:
-    """Start the ranks and wait for their end.
-
-    Return an exit code, and lines on ranks that could not say a word.
-    """
+    """Start the ranks, wait for them; return an exit code, and lines for those that said none."""
     # what torchrun would log stands in the code and lines that are returned
     import logging
 
@@ -174,9 +171,7 @@ def run_ranks(plan: Launch) -> tuple[int, list[str]]:
 
 @contextmanager
 def _announced(plan: Launch) -> Iterator[None]:
-    """Tell what is under way until the ranks have lines of their own: torch's launcher takes seconds
-    to import, and several hosts wait for each other.
-    """
+    """Tell what is under way until ranks do: torch's launcher is slow, and hosts wait."""
     is_quiet = bool({"-q", "--quiet", "--json"} & {*plan.command})
     line = LiveLine(is_off=is_quiet)
     try:
@@ -193,15 +188,12 @@ def _announced(plan: Launch) -> Iterator[None]:
 def verdict(
     exit_codes: Mapping[int, int], *, has_head: bool = True, is_interrupted: bool = False
 ) -> tuple[int, list[str]]:
-    """Return the exit code and lines of ranks that failed.
-
-    Rank 0's code is that of the command; the others' only tell of it.
+    """Return the exit code and lines of ranks that failed: rank 0's own code is the command's.
 
     Args:
         exit_codes: by rank, of those that did not end with 0, the first to fail first; a signal's
             is negative.
-        has_head: whether rank 0 is one of these; if it has ended well, the others have nothing more
-            to lose.
+        has_head: whether rank 0 is among these; if it ended well, others have no more to lose.
     """
     if is_interrupted:
         return 128 + signal.SIGINT, []
@@ -227,10 +219,7 @@ def verdict(
 
 
 class _Presses:
-    """Counts Ctrl-C: the first goes to the ranks, some more in a row kill what does not end.
-
-    Of the ranks, rank 0 heeds it.
-    """
+    """Counts Ctrl-C: the first goes to the ranks, some more in a row kill what does not end."""
 
     def __init__(self, num_killing: int) -> None:
         self._num_killing = num_killing
@@ -289,10 +278,7 @@ def free_port() -> int:
 def begin(command: Sequence[str], own: Mapping[str, object]) -> RankInfo | None:
     """Take this process's place, if the command is for many ranks and a launcher started it.
 
-    Raises `UserError`.
-
-    Args:
-        own: what is set for it elsewhere, by parameter.
+    `own` is what is set for it elsewhere, by parameter. Raises `UserError`.
     """
     # of benches the last
     is_told = names_ranks(command) or own.get("ranks") or os.environ.get("OFFLOAD_RANKS")
@@ -334,10 +320,7 @@ def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
 
 
 def _is_heard(place: RankInfo, line: str) -> bool:
-    """Leave the line where rank 0 looks while it waits for this one; return whether it was heard.
-
-    A rank 0 that fails in the same way ends both.
-    """
+    """Leave the line where rank 0 looks while it waits for this one; return whether it heard."""
     from offload.distributed.join import leave_reason
 
     try:
@@ -351,10 +334,7 @@ def _print(place: RankInfo, line: str) -> None:
 
 
 def _end_with_parent(number: int) -> None:
-    """Have a signal sent here when the launcher ends, however that happens.
-
-    It is sent now if the launcher has ended already.
-    """
+    """Have a signal sent here when the launcher ends, or now if it has ended already."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)

@@ -2,8 +2,8 @@
 lines of our own.
 
 Importing them is most of a command's start, and half of that is torch's compiler and parts for many
-machines: named in decorators and type checks of functions that are never called here. Only the
-command line does this, whose process is its own. `python -X importtime -m offload generate ...` tells what is left.
+machines, named in decorators and type checks of functions that are never called here. Only the
+command line does this, whose process is its own.
 """
 
 import gc
@@ -67,10 +67,7 @@ def libraries(
 
 
 class _NoCompiler(ModuleType):
-    """Decorators of torch's compiler that leave a function alone.
-
-    Anything else that is asked for is the compiler's own.
-    """
+    """Decorators of torch's compiler that leave functions alone; all else is the compiler's own."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("allow_in_graph", "assume_constant_result"):
@@ -86,10 +83,7 @@ class _NoCompiler(ModuleType):
 
 
 def _import(before_leaving: Callable[[], None]) -> None:
-    """Import quickly; Ctrl-C ends the program at once.
-
-    There is nothing to keep, and much that could swallow an exception.
-    """
+    """Import quickly; Ctrl-C ends the program at once: much could swallow an exception."""
     before = signal.getsignal(signal.SIGINT)
     if before not in (signal.SIG_IGN, None):
         signal.signal(signal.SIGINT, lambda *_: _leave(before_leaving))

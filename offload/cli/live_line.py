@@ -2,12 +2,12 @@
 
 Text goes to stdout and the line to stderr, and both may be the same terminal. Where text stands in
 mid-line, the line lies in the row below, and the cursor goes back to where text goes on. A thread
-of its own keeps the line moving, for an import or a large read tells nothing of itself. Invariant:
-no byte of the line is on the screen while text is written; what cannot be drawn over (`TERM=dumb`,
-a file, a pipe) gets a plain line now and then instead.
+keeps it moving, for an import or a large read tells nothing of itself. Invariant: no byte of the
+line is on the screen while text is written; what cannot be drawn over (`TERM=dumb`, a file, a pipe)
+gets a plain line now and then instead.
 
-How far something is comes as the parts of the line: the most telling first, because a narrow
-terminal shows no more.
+How far something is comes as the parts of the line, the most telling first: a narrow terminal
+shows no more.
 """
 
 import os
@@ -136,11 +136,7 @@ class TextProgress:
 
 @dataclass
 class BatchProgress:
-    """Many texts, of which some are written at a time.
-
-    Attributes:
-        num_tokens: new ones, of texts that are finished or under way.
-    """
+    """Many texts, of which some are written at a time."""
 
     num_texts: int
     layers_per_pass: int
@@ -325,8 +321,7 @@ class LiveLine:
     def _follow(self, text: str) -> None:
         """Note the column where text has left the cursor.
 
-        Behind the last one terminals differ in what they do next, so the row is ended there by a
-        blank that goes.
+        Behind the last one terminals differ, so the row is ended there by a blank that goes.
         """
         width = columns(self._stream)
         self._column = column_after(text, self._column, width)

@@ -1,8 +1,6 @@
-"""The command line: flags become calls of the Python interface, errors become one line and an exit
-code.
+"""The command line: flags become calls of Python, errors become one line and an exit code.
 
-Text goes to stdout as it is accepted, everything else to stderr. torch is imported only by commands
-that compute.
+Text goes to stdout as it is accepted, all else to stderr. Only commands that compute import torch.
 """
 
 import errno
@@ -83,7 +81,7 @@ def main() -> None:
 
 
 def _named_command(command: Any, given: list[str]) -> str:
-    """Return the words that name a command, where the option parser does not tell whose error it is."""
+    """Return the words that name a command, where the option parser does not tell."""
     words = ["offload"]
     for word in given:
         known = command.list_commands(None) if hasattr(command, "list_commands") else []

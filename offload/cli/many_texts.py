@@ -1,6 +1,4 @@
-"""`offload generate` where it is asked for more than one text: what goes together, and what is read
-before it loads.
-"""
+"""`offload generate` of more than one text: what goes together, what is read before it loads."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The commands that make a model in 16 bits smaller without loss, and give it back: `pack` and
-`unpack`.
-"""
+"""The commands that make a model in 16 bits smaller without loss, and give it back."""
 
 import json
 import time

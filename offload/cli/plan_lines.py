@@ -1,5 +1,4 @@
-"""What `offload plan` prints: first whether it runs and how fast, then with `-v` where every byte
-and second goes.
+"""What `offload plan` prints: whether it runs and how fast; with `-v` where each byte and second goes.
 
 With `--ranks`: which way of sharing a model is better on a cluster, and what every rank does.
 """
@@ -35,10 +34,7 @@ def answer_lines(
     is_verbose: bool = False,
     is_decimal: bool = False,
 ) -> str:
-    """Return seconds per token as the headline, and what it rests on, label by label.
-
-    With `is_verbose`, all terms as well.
-    """
+    """Return seconds per token as the headline, then what it rests on; verbose, all terms."""
     plan = found.plan
     rows = [("model", model_words(found.models[0]))]
     for draft in found.models[1:]:
@@ -256,10 +252,7 @@ def _row(one: "Prediction") -> str:
 
 
 def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
-    """Return a row per use of memory: bytes, and a bar in proportion to the budget.
-
-    A GPU comes first, then its host.
-    """
+    """Return a row per use of memory with a bar; of a GPU first, then of its host."""
     num_streamed = len(plan.layer_bytes) - plan.num_resident
     num_experts = plan.num_expert_slots
     positions = f"{plan.context} positions"

@@ -1,6 +1,4 @@
-"""Where a prompt comes from: a flag, a file, a pipe. UTF-8 or refused, because a model should read
-what was meant.
-"""
+"""Where a prompt comes from: a flag, a file, a pipe; UTF-8 or refused, to be read as meant."""
 
 import os
 import sys
@@ -41,10 +39,7 @@ def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True
 
 
 def with_system(text: str, system: str | None, *, raw: bool = False) -> "Prompt | None":
-    """Return a prompt behind what the model is told before it; None leaves both to a session's file.
-
-    Raises `UserError`.
-    """
+    """Return a prompt behind a `system` one; None leaves all to a session. Raises `UserError`."""
     if not system:
         return text or None
     if raw:

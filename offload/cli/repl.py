@@ -31,10 +31,7 @@ class Stopped(Exception):  # noqa: N818
 
 
 class InterruptFlag:
-    """Turns Ctrl-C into `Stopped`, raised by `check` and nowhere else.
-
-    `check` is for `load(on_layer=...)`.
-    """
+    """Turns Ctrl-C into `Stopped`, raised by `check` alone, which is for `load(on_layer=...)`."""
 
     def __init__(self) -> None:
         self._is_pulled = False

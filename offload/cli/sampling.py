@@ -44,10 +44,7 @@ class GivenSampling(NamedTuple):
         return cls(own if is_drawn else None, {**laid_over, "seed": own.seed})
 
     def settled(self, model: str, on_phase: Callable[[str], None]) -> tuple[Sampling, str]:
-        """Return the user's own sampling, or what the model suggests with a note for the user.
-
-        Raises `UserError` for a suggestion that makes no sense.
-        """
+        """Return the user's own sampling, or the model's with a note. Raises `UserError`."""
         if self.sampling is not None:
             return self.sampling, ""
         from offload.checkpoint.generation_config import suggested_sampling
@@ -84,10 +81,7 @@ def sampling_words(sampling: Sampling) -> str:
 
 
 def found_grammar(text: TextOptions) -> Grammar | None:
-    """Return what a text must keep, or None.
-
-    Files hold a schema, or rules in Lark's notation. Raises `UserError`.
-    """
+    """Return what a text must keep, read from files, or None. Raises `UserError`."""
     given = {name: getattr(text, name) for name in GRAMMARS}
     for name, file in given.items():
         if not isinstance(file, Path):

@@ -61,10 +61,7 @@ def serve(
 
 
 def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
-    """Return the keys in a file, one a line.
-
-    Raises `UserError` where there is none, or none is given and others than this machine can ask.
-    """
+    """Return the keys in a file, one a line. Raises `UserError` for none where others can ask."""
     if file is None:
         if not is_loopback(host):
             rule = f"`host` {host} can be reached by others"

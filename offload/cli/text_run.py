@@ -1,6 +1,4 @@
-"""One text from a model: opened, continued where a session says so, written to stdout as it comes,
-accounted for.
-"""
+"""One text from a model: opened, gone on from a session, written to stdout, accounted for."""
 
 import json
 import sys

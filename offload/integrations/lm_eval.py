@@ -53,11 +53,7 @@ _SETTINGS = options_at("harness", Sampling)
 
 @register_model("offload")
 class OffloadLM(TemplateLM):
-    """A decoder as lm-eval takes models.
-
-    Attributes:
-        decoder: that writes and scores.
-    """
+    """A decoder as lm-eval takes models."""
 
     def __init__(
         self,
@@ -165,10 +161,7 @@ class OffloadLM(TemplateLM):
         return answers
 
     def _window(self, request: Tokens) -> tuple[list[int], int]:
-        """Return as much of a text as there is room for, and where its scored part begins.
-
-        Its last token is no input.
-        """
+        """Return as much of a text as has room, its last token no input, and where scores begin."""
         _, context, scored = request
         num_scored = len(scored)
         rule = f"what is scored must have between 1 and {self.max_length} tokens"
@@ -180,10 +173,7 @@ class OffloadLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return for each text the log-probability of all its tokens.
-
-        Texts that are longer than the context go window by window.
-        """
+        """Return each text's log-probability, window by window where it is longer than that."""
         windows = list[Tokens]()
         owners = list[int]()
         for number, request in enumerate(requests):
@@ -233,10 +223,7 @@ class OffloadLM(TemplateLM):
     def _request(
         self, context: str, settings: dict[str, Any], *, repetition: int
     ) -> tuple[Request, list[str]]:
-        """Return what to write, and the strings that end it, that of the end token included.
-
-        Raises `UserError`.
-        """
+        """Return what to write, and strings that end it, with the end token's. Raises `UserError`."""
         told: dict[str, Any] = {**normalize_gen_kwargs(settings, self.max_gen_toks)}
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(told.pop("until"), eos=eos)

@@ -3,14 +3,12 @@
 Headers tell what lies where. Rates come from `--hardware`, or on this machine from the link,
 measured here and now, and from a profile of `offload tune`; where only the link is known, and
 perhaps how fast this processor multiplies, a prediction is a lower bound and says so. Tokens per
-pass are a range, from pairs that papers measured, where this pair was not measured. No torch but
-for a GPU, for the speed of products, or to count a model that only torch can build.
-
-Drafts are told apart for machines whose rates of computing are known: a small model, stored or in
-fewer bits, a self draft, or none, each planned and predicted as if it were asked for.
+pass are a range, from pairs that papers measured, where this pair was not. Drafts are compared for
+machines whose rates of computing are known, each planned and predicted as if it were asked for.
 
 Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link, and a
-few pieces whose exponents tell what packing would win.
+few pieces whose exponents tell what packing would win. No torch but for a GPU, for the speed of
+products, or to count a model that only torch can build.
 """
 
 from collections.abc import Sequence
@@ -104,7 +102,7 @@ class Estimate(NamedTuple):
 
     @property
     def sweep_bytes(self) -> int:
-        """Bytes that one pass moves; with experts on demand, what one token is expected to need."""
+        """Bytes that one pass moves; with experts on demand, what one token may need."""
         experts = self.traffic.experts
         return self.plan.streamed_bytes + (round(experts.link_bytes_at(1)) if experts else 0)
 
@@ -210,10 +208,7 @@ def estimate(
 
 
 def _products_s(run: ResolvedRun) -> Curve:
-    """Return the seconds of a pass's products of weights against its rows, where they were timed.
-
-    That is on this machine's CPU, for the rows of a prompt's pass (`calibration.link.with_rates`).
-    """
+    """Return the seconds of a pass's products on this CPU against its rows, if they were timed."""
     if run.budget.gpu is not None or run.hardware is not None:
         return NOTHING
     costs = prompt_costs(run.budget, run.files, MAX_TREE_NODES)
@@ -335,7 +330,7 @@ def compare_drafts(
     disk_speed: str | int | None = None,
     read: ReadHeaders = describe,
 ) -> list[DraftCandidate]:
-    """Return the candidates, the one predicted to be the fastest first, those that do not fit last.
+    """Return ways to draft, the quickest first, those that do not fit last.
 
     Nothing where no `hardware` is named: only its rates tell drafts apart.
     """

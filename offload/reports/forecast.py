@@ -55,10 +55,7 @@ _GAINS = {
 
 
 def in_flight_gain(num_runs: int, num_nodes: int) -> float:
-    """Return the speed relative to one run at a time, where all stages take equally long.
-
-    Interpolated in logarithms.
-    """
+    """Return the speed over one run at a time for equal stages, interpolated in logarithms."""
     sizes = [math.log2(size) for size in _GAINS]
     columns = zip(*_GAINS.values(), strict=True)
     gains = [float(np.interp(math.log2(num_nodes), sizes, column)) for column in columns]
@@ -164,10 +161,7 @@ class ClusterForecast(NamedTuple):
         return {"works": True, "ranks": ranks, "passes": passes, "predictions": rates}
 
     def busy(self, part: RankPart) -> RankTime:
-        """Return what one rank does in such a pass.
-
-        With shards every rank exchanges; with stages the network does it meanwhile.
-        """
+        """Return what a rank does in a pass; of stages the network exchanges meanwhile."""
         is_disk = not part.machine.gpu_bytes or Traffic.of(part.plan, part.machine).is_disk_slower
         compute_s = part.compute_s.at(self.num_rows) if part.compute_s else 0.0
         exchange_s = self.usual.exchange_s if self.kind == "shards" else 0.0
@@ -212,9 +206,7 @@ def forecast(
     ranks: Path,
     tokens_per_sweep: float | None = None,
 ) -> Forecast:
-    """Forecast both ways on the cluster of a file.
-
-    Raises `UserError` for bad files, and where neither way works.
+    """Forecast both ways on the cluster of a file. Raises `UserError` where neither works.
 
     Args:
         tokens_per_sweep: of the named tree; None takes what is known of the pair.

@@ -1,8 +1,7 @@
 """Proof after the fact: is every emitted token what a resident float32 run of the model draws?
 
 Speed is only worth printing for right tokens. In bf16 two tokens can lie closer than rounding, so
-the proof is a gap per token: zero where the token is the float32 draw, the distance to it
-otherwise.
+the proof is a gap per token: zero for the float32 draw, the distance to it otherwise.
 """
 
 import math
@@ -23,10 +22,7 @@ BF16_NOISE = 0.15
 
 
 def rounding(sampling: Sampling) -> float:
-    """Return the largest gap that bf16 explains.
-
-    Scores are logits over the temperature, when greedy the logits themselves.
-    """
+    """Return the largest gap of scores, logits over the temperature, that bf16 explains."""
     return BF16_NOISE if sampling.is_greedy else BF16_NOISE / sampling.temperature
 
 
@@ -35,8 +31,7 @@ def draw_gaps(
 ) -> list[float]:
     """Return by how much each new token misses the best perturbed score in float32 (see `Sampler`).
 
-    `model` is a folder of a checkpoint that fits into memory; for an inflated target the one it was
-    made from.
+    `model` is a checkpoint that fits into memory; for an inflated target what it was made from.
     """
     reference = resident_model(open_headers(model), "float32")
     try:
@@ -47,10 +42,7 @@ def draw_gaps(
 
 
 def chain_logits(model: StreamedModel, ids: list[int]) -> Tensor:
-    """Return scores (T, V) after each of these ids, from one pass of a resident model.
-
-    Ids that an encoder reads are left out.
-    """
+    """Return scores (T, V) after each of these ids, but for those that an encoder reads."""
     cache = model.new_cache(len(ids))
     model.take_in(ids, cache)
     token_T = torch.tensor(ids[cache.length :])
@@ -62,7 +54,7 @@ def gaps_of(
 ) -> list[float]:
     """Return the gaps for logits (T, V) that predicted `new_ids`, the first at `position`.
 
-    Infinite where the logits are not finite, which no limit lets pass.
+    Infinite where logits are not finite, which no limit lets pass.
     """
     assert not sampling.is_adjusted, (
         "what a text's own past has changed cannot be told from its logits"

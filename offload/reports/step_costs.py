@@ -46,10 +46,7 @@ def measure_costs(
     sampling: Sampling,
     progress: Counted,
 ) -> Costs:
-    """Measure the cost curves of a decoder, up to the largest tree that its memory holds.
-
-    Each round goes on from `prompt`.
-    """
+    """Measure a decoder's cost curves up to its largest tree, each round behind `prompt`."""
     largest = decoder.plan.num_nodes
     wanted = {*TIMED_SIZES, largest, *(SMALL_SIZES if decoder.plan.has_experts else ())}
     sizes = sorted(size for size in wanted if 1 < size <= largest)
@@ -84,10 +81,7 @@ def measure_costs(
 def _steps(
     decoder: Decoder, prompt: Sequence[int], sampling: Sampling, topologies: Sequence[Topology]
 ) -> list[Stats]:
-    """Return the figures of one step per topology, in their order, on one sequence.
-
-    The first step takes the prompt in.
-    """
+    """Return the figures of one step per topology, on one sequence; the first reads the prompt."""
     sequence = decoder.begin(prompt, sampling)
     figures = []
     for topology in topologies:
@@ -108,10 +102,7 @@ def _overlap_penalty(
 
 
 def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[float]) -> Curve:
-    """Scale the curve of bare draft steps to what whole trees took.
-
-    Whole trees take time for ranking, drawing noise and catching up as well.
-    """
+    """Scale bare draft steps to whole trees, which rank, draw noise and catch up as well."""
     predicted = [curve.total(topology.draft_widths) for topology in topologies]
     pairs = zip(draft_s, predicted, strict=True)
     scale = median([took / wanted for took, wanted in pairs] or [1.0])
@@ -119,10 +110,7 @@ def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[floa
 
 
 def _link_bytes_per_s(decoder: Decoder, plain: Sequence[Stats]) -> float:
-    """Return the rate of the link as streamed where passes of one row wait for it.
-
-    Else as a plain reader finds it.
-    """
+    """Return the link's rate as streamed where passes of a row wait for it, else as read alone."""
     streamed_bytes = decoder.plan.streamed_bytes
     sweep_s = median(step.sweep_s for step in plain)
     is_slower = median(step.stall_s for step in plain) > _STALLED_SHARE * sweep_s

@@ -38,10 +38,7 @@ DrawStar = Callable[[], TokenTree]
 def write(
     decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str
 ) -> list[int]:
-    """Return what the target writes behind a prompt.
-
-    That is `num_new` tokens, fewer where it ends the text.
-    """
+    """Return `num_new` tokens that the target writes behind a prompt, fewer where the text ends."""
     run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree)
     for _ in run:
         pass
@@ -94,10 +91,7 @@ def dynamic_again(
 def given_trace(
     decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling
 ) -> list[int]:
-    """Return the ranks of what the target would emit at `start` and every later position of a text.
-
-    The text is not the target's own.
-    """
+    """Return the ranks of what the target would emit from `start` on in a text not its own."""
     sequence = decoder.begin(tokens, sampling)
     ranks = []
     stars = _stars(decoder, sequence, start)
@@ -148,10 +142,7 @@ def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: i
 
 
 def _target_logits(decoder: Decoder, text: Text, start: int) -> Iterator[Tensor]:
-    """Yield the target's logits (V) for every token from `start` on.
-
-    The text is scored as a tree that is one path.
-    """
+    """Yield the target's logits (V) for every token from `start` on, scored as one path."""
     tokens = text.tokens
     cache = text.caches.target
     num_rows = decoder.plan.num_nodes

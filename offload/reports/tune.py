@@ -1,7 +1,6 @@
 """Full calibration: measure which of a draft's guesses come true on this machine, and every cost.
 
-What is measured is in `windows` and `step_costs`; here is the way from options to a saved profile,
-and to the tree that it leads to.
+This is the way from options to a saved profile; what is measured: `windows` and `step_costs`.
 """
 
 from collections.abc import Sequence
@@ -125,10 +124,7 @@ def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
 def choice_from(
     profile: Profile, sampling: Sampling, run: ResolvedRun, timed: ResolvedRun
 ) -> TreeChoice:
-    """Return the tree that a run like this one chooses by the profile.
-
-    Where memory has no room for such a run's context, it is that of the run that was timed.
-    """
+    """Return the tree that a run like this chooses, with the timed one's context if it must be."""
     settings = run.settings(sampling)
     one = timed if traffic_in(run.budget, run.files, 1) is None else run
     trees = replace(one, tree=TreeSpec("auto")).trees(sampling)
@@ -140,7 +136,7 @@ def choice_from(
 def largest_that_fits(run: ResolvedRun, spec: TreeSpec) -> ResolvedRun:
     """Return the run with a tune's context and the largest tree to time that its memory holds.
 
-    The tree is the named one, or of the first of `SIZES` that fits. Raises `UserError`.
+    That is the named tree, or one of the first of `SIZES` that fits. Raises `UserError`.
     """
     target = run.files.target
     rule = "texts to tune by must go on, a model with an encoder writes anew"

@@ -116,9 +116,9 @@ def encode_windows(
 def cut_windows(
     texts: Sequence[Sequence[int]], num_tokens: int, is_teacher_forced: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """Return windows that give `num_tokens` to trace, spread over all texts.
+    """Return windows that give `num_tokens` to trace, or all there are, spread over the texts.
 
-    Fewer where the texts hold no more. Raises `UserError` where no text is as long as one window.
+    Raises `UserError` where no text is as long as one window.
     """
     size = NUM_PROMPT + (NUM_NEW if is_teacher_forced else 0)
     stride = NUM_PROMPT + NUM_NEW
@@ -182,10 +182,7 @@ def expert_uses(pool: CountsExperts | None) -> ExpertUses | None:
 
 
 def _unfinished(question: TuneQuestion) -> list[TracedWindow]:
-    """Return the windows that an interrupted tune of this question has finished.
-
-    A file that is not whole counts for nothing.
-    """
+    """Return what an interrupted tune has finished; nothing of a file that is not whole."""
     try:
         windows = read_object(question.state_path, "it is made anew")["windows"]
         traced = [TracedWindow(*window) for window in windows]

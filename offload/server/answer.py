@@ -6,14 +6,13 @@ write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 an ans
 object (with `parameters`), Mistral a list of them. `TokenNames` tells of single tokens: a token's
 text alone may be half a character, its bytes are exact.
 
-`arrivals` brings pieces of several texts from the engine's thread into the server's loop. A stream is
-server-sent events: chunks of an answer, comments at once and while there are none, and the end. An
-error that comes too late for a status is an event of its own, and then the stream has no `[DONE]`.
+`arrivals` brings pieces of texts from the engine's thread into the server's loop. A stream is
+server-sent events: chunks of an answer, comments while there are none, and the end. An error that
+comes too late for a status is an event of its own, and then the stream has no `[DONE]`.
 
 Invariants: the chunks of a stream, put together, are the choices of the answer that is sent whole.
-Text that turns out to be no call is handed out as text, and none of it is lost. A client that is
-gone cancels what it has asked for: one that hangs up, a task that is cancelled and an error all
-leave by the same door, which cancels every ticket; for those that have ended that is nothing.
+Text that turns out to be no call is handed out as text. A client that is gone cancels what it has
+asked for: hanging up, a cancelled task and an error leave by one door, which cancels every ticket.
 """
 
 import asyncio
@@ -110,10 +109,7 @@ _LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
 
 
 class TokenNames:
-    """What the tokens of one vocabulary are called.
-
-    Those that end a text are no part of it, and not told of.
-    """
+    """What the tokens of one vocabulary are called, but for those that end a text."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Set[int]) -> None:
         self._pieces = TokenPieces(tokenizer)
@@ -171,10 +167,7 @@ _FINGERPRINT = f"offload-{__version__}"
 
 
 class Answer:
-    """An answer to one request in the making, with a choice for each ticket.
-
-    What has ended a text is raised wherever its end is asked for.
-    """
+    """An answer to a request, a choice for each ticket; asking for an end raises what ended it."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -357,11 +350,8 @@ async def arrivals(
 ) -> AsyncGenerator[tuple[int, TextPiece | None] | None]:
     """Yield the number of a ticket with its next piece, or with None at its end, until all ended.
 
-    None alone comes at once, and whenever nothing has come for so long. Raises `ClientGone`. When
-    this is closed every ticket is cancelled.
-
-    Args:
-        receive: tells when the client has gone, once the body was read.
+    None alone comes at once, and whenever nothing has come for so long. Closing this cancels every
+    ticket. Raises `ClientGone`, of which `receive` tells once the body was read.
     """
     loop = asyncio.get_running_loop()
     came = asyncio.Event()

@@ -1,8 +1,8 @@
 """The routes of the server, its figures for Prometheus, and the chat page.
 
-Whatever routes answer is in OpenAI's form, errors included; what they do is the engine's. The app
-is there before its engine, so that `/health` can say that the model is loading: until
-`app.state.engine` is set, all else is refused with 503.
+Routes answer in OpenAI's form, errors included; what they do is the engine's. The app is there
+before its engine, so that `/health` can say that the model is loading: until `app.state.engine` is
+set, all else is refused with 503.
 
 Invariants: no route waits in the server's own thread for what takes time. The bytes of the page
 that are sent are those that were hashed, and it has one style and one script, without an address.
@@ -122,8 +122,8 @@ class Page(NamedTuple):
 def read_page(path: Path = _FILE) -> Page:
     """Return the page with the headers under which a browser runs its one script.
 
-    Hashes need no state between answers, and a page that was changed by accident does not run in
-    part. Raises `ValueError` for a page of several scripts or styles.
+    Hashes need no state between answers, and a page changed by accident does not run in part.
+    Raises `ValueError` for a page of several scripts or styles.
     """
     text = path.read_text(encoding="utf-8")  # lines end in \n then, which is what a browser hashes
     fields = map(_field, options_at("page", Sampling).values())
@@ -166,10 +166,7 @@ _CLIENT_GONE = 499  # nginx's; it is never read
 
 
 def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
-    """Return a server of one engine, for any ASGI server.
-
-    With None the model is loading until `app.state.engine` is set.
-    """
+    """Return an ASGI server; without an engine the model loads until `app.state.engine` is set."""
     # Pages of documentation would load scripts from elsewhere; redirects would name the host that a
     # client names.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -318,10 +315,7 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
 
 
 def _log(error: BaseException) -> None:
-    """Print where a fault of ours lies.
-
-    What a client has sent is never printed, and an error's own words may quote it.
-    """
+    """Print where a fault of ours lies, but no words of an error, which may quote a client."""
     what = str(error)
     if not isinstance(error, RunError):
         if refusal_of(error).code != "internal_error":

@@ -1,8 +1,8 @@
 """A socket that listens from the first second, and what answers on it while libraries are imported.
 
-Importing takes seconds, and health checks take a connection that is refused for a server that is
-dead. Nothing here takes time to import. Invariant: from `bind` on no connection is refused until
-the server ends, and a port that is taken is refused before a model is loaded.
+Importing takes seconds, and health checks take a server that refuses connections for dead. Nothing
+here takes time to import. Invariant: from `bind` on no connection is refused until the server ends,
+and a port that is taken is refused before a model is loaded.
 """
 
 import errno
@@ -136,10 +136,7 @@ def address_of(bound: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address, or the name `localhost`, is this machine's own alone.
-
-    Other names are taken for public.
-    """
+    """Return whether this machine alone is meant: an address, or `localhost` of all names."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -3,9 +3,9 @@
 uvicorn serves, without its signals and its lines. `Guard` is plain ASGI, so that a body is counted
 as it comes, with or without a Content-Length.
 
-Invariants: no connection is held for nothing, since a client that sends no request, or does not
-read an answer, is cut off after a while. Nothing behind the guard sees a request without the key,
-or more bytes than are allowed; keys are compared in constant time and never in an address.
+Invariants: a client that sends no request, or does not read an answer, is cut off after a while.
+Nothing behind the guard sees a request without the key, or more bytes than are allowed; keys are
+compared in constant time and never in an address.
 """
 
 import asyncio
@@ -113,10 +113,7 @@ class _Connection(H11Protocol):
         self._limit(_REQUEST_S)
 
     def handle_events(self) -> None:
-        """Limit the time until a request's head has come.
-
-        Of one that is answered, uvicorn limits the time until the next.
-        """
+        """Limit the time until a request's head has come; uvicorn does so between requests."""
         super().handle_events()
         is_begun = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
         if not is_begun and not self.flow.write_paused:
@@ -240,10 +237,7 @@ class Guard:
             raise Refusal(401, message, code="invalid_api_key", headers=asked)
 
     async def _body(self, receive: Receive) -> bytes:
-        """Return all of the body; of one that is too large, a part is read and dropped.
-
-        Clients listen when they have sent all.
-        """
+        """Return the body; what is too large is read in part: clients listen when they have sent all."""
         limit = self._settings.max_body_bytes
         num_read = 0
         body = bytearray()

@@ -2,8 +2,7 @@
 
 A body is checked field by field. A field that is not known is refused by name, as OpenAI does. What
 is known and without meaning here, or without harm if it is left out, is accepted, and its name is
-given back in a header. From a body to requests of an engine is one place, which knows both
-vocabularies.
+given back in a header.
 
 Invariant: 500 is a fault of this program or its disk alone, and never carries a traceback; what a
 client can mend has 400, with the rule, the value and the remedy.
@@ -71,10 +70,7 @@ class Refusal(Exception):  # noqa: N818
 
 
 def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Refusal:
-    """Return what a client is told of an error.
-
-    What it cannot mend, and none of ours foresaw, stays untold.
-    """
+    """Return what a client is told of an error: nothing of one that none of ours foresaw."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, QueueFull):
@@ -243,10 +239,7 @@ class ChatBody(Body):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the answer must keep.
-
-        Raises `Refusal` for a format that is none, `UserError` for a schema that is.
-        """
+        """What the answer must keep. Raises `Refusal` for no format, `UserError` for no schema."""
         if forced := self.forced_tools:
             return find_grammar(json_schema=_schema_of_calls(forced))
         wished = self.response_format or {"type": "text"}
@@ -288,10 +281,9 @@ class ChatBody(Body):
 
 
 def _schema_of_calls(functions: Sequence[Function]) -> dict[str, Any]:
-    """Return the schema of a JSON object that calls one of these.
+    """Return the schema of a JSON object that calls one of these; what `$ref`s mean is at its root.
 
-    What parameters refer to stays at the root, as their `$ref` has it. Raises `Refusal` where two
-    functions mean different things by one name.
+    Raises `Refusal` where two functions mean different things by one name.
     """
     shared = dict[str, Any]()
     calls = []
@@ -343,10 +335,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """Return a body that came over the wire.
-
-    Raises `Refusal` for what is no JSON in UTF-8, and for fields that are wrong.
-    """
+    """Return a body that came over the wire. Raises `Refusal` for bad JSON and wrong fields."""
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
@@ -398,10 +387,7 @@ def _told(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _calls_told(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return calls of an earlier answer as templates take them.
-
-    Their arguments are objects there and not JSON.
-    """
+    """Return calls of an earlier answer as templates take them: arguments are no JSON there."""
     told = []
     try:
         for call in calls:
@@ -437,8 +423,7 @@ class ServerSettings:
         """Names, without a port, that a request may ask for; None allows any.
 
         Only on loopback: a stranger's page that gives its own name the address 127.0.0.1 (DNS
-        rebinding) would otherwise be as good as a page of ours. Elsewhere it is a key that the
-        stranger has not.
+        rebinding) would be as good as a page of ours. Elsewhere it lacks the key.
         """
         own = f"[{self.host}]" if ":" in self.host else self.host
         return (*_LOOPBACK_NAMES, own.lower()) if is_loopback(self.host) else None
@@ -449,10 +434,7 @@ _LEGACY_TOKENS = 16  # of /v1/completions, where a body does not say
 
 
 def order_chat(engine: Engine, settings: ServerSettings, body: ChatBody) -> list[Ticket]:
-    """Submit a request; return one ticket for each choice.
-
-    Raises `Refusal` and `UserError`; then no request is left behind.
-    """
+    """Submit a request, a ticket for each choice, or none. Raises `Refusal` and `UserError`."""
     _require_few(engine, body)
     grammar = body.grammar
     ids = engine.decoder.encode(body.told, tools=body.tools_told)
@@ -473,10 +455,7 @@ def order_chat(engine: Engine, settings: ServerSettings, body: ChatBody) -> list
 def order_completion(
     engine: Engine, settings: ServerSettings, body: CompletionBody
 ) -> list[Ticket]:
-    """Submit a request; return a ticket for each choice of each prompt, in OpenAI's order.
-
-    Raises what `order_chat` raises.
-    """
+    """Submit a request, a ticket for each choice of each prompt. Raises as `order_chat`."""
     _require_few(engine, body)
     prompts = [engine.decoder.encode(prompt, raw=True) for prompt in body.prompts]
     num_new = _LEGACY_TOKENS if body.max_tokens is None else body.max_tokens
