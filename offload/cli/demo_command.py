@@ -46,6 +46,7 @@ def demo(
         from offload.checkpoint.packaged import PROMPT, inflated_target
         from offload.cli import demo as packaged
         from offload.cli import demo_run as run
+        from offload.engine.load import open_decoder
         from offload.engine.request import Request
 
         prompt = PROMPT if text_options.prompt is None else read_prompt(text_options.prompt, None)
@@ -56,7 +57,8 @@ def demo(
         packaged.check(request)
         with console.making_target() as landed:
             target = inflated_target(size_bytes, landed)
-        with run.open_demo(target, options, console, request) as decoder:
+        draft = packaged.PAIR / "draft"
+        with open_decoder(target, draft, options, request, hooks=console.hooks) as decoder:
             names = ModelNames(target.name, "of the package")
             console.open(names, decoder, decoder.tree_choice(sampling))
             num_prompt = len(decoder.encode(prompt, raw=True))
@@ -69,4 +71,4 @@ def demo(
         print(json.dumps({**both, "speedup": result.speedup, "num_identical": result.num_same}))
     console.say(run.comparison_lines(result))
     console.detail(run.proof_details(result))
-    console.say(_NEXT.format(target=target, draft=packaged.PAIR / "draft"))
+    console.say(_NEXT.format(target=target, draft=draft))

@@ -8,7 +8,6 @@ every guess is drawn or counted.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from offload.checkpoint.packaged import PAIR
@@ -16,11 +15,8 @@ from offload.cli.console import Console
 from offload.cli.live_line import plural
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
-from offload.engine.load import open_decoder
-from offload.engine.request import Request
 from offload.engine.sequence import PassFigures
 from offload.errors import UserError
-from offload.planning.load_options import LoadOptions
 from offload.reports.proof import draw_gaps, rounding
 from offload.sampling_options import Sampling
 from offload.stats import Stats
@@ -157,13 +153,6 @@ def compare(
         raise UserError(f"{told}: please report this as a bug")
     num_exact = sum(gap == 0 for gap in gaps)
     return DemoResult(plain, grown, num_exact, len(gaps) - num_exact, num_same)
-
-
-def open_demo(
-    target: Path, options: LoadOptions, console: Console, request: Request | None = None
-) -> Decoder:
-    """Open the inflated target with its packaged draft."""
-    return open_decoder(target, PAIR / "draft", options, request, hooks=console.hooks)
 
 
 def show_run(

@@ -31,6 +31,7 @@ from offload.reports.step_costs import measure_costs
 from offload.reports.windows import (
     NUM_PROMPT,
     TuneQuestion,
+    bounds_to_grow,
     encode_windows,
     expert_uses,
     summarise,
@@ -98,8 +99,12 @@ def tune(
     assert own_draft is not None, "two models were fetched"
     identity = Identity.of(target, own_draft, sampling, options.rule, run.machine)
     with open_run(timed, Request(is_named=True)) as decoder:
-        question = TuneQuestion.of(
-            decoder, identity, sampling, windows, is_teacher_forced=is_teacher_forced
+        question = TuneQuestion(
+            identity=identity,
+            sampling=sampling,
+            windows=windows,
+            is_teacher_forced=is_teacher_forced,
+            bounds=bounds_to_grow(decoder, is_teacher_forced=is_teacher_forced),
         )
         traced = trace_windows(decoder, question, hooks.on_count)
         uses = expert_uses(decoder.target.experts)

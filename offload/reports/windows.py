@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from offload.checkpoint.files import read_object
 from offload.checkpoint.safetensors import Checkpoint
@@ -38,6 +36,7 @@ from offload.planning.profile import (
 from offload.planning.search import best_smoothing
 from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
 from offload.sampling_options import Sampling
+from offload.streaming.experts import ExpertPool
 from offload.trees.topology import DynamicShape, isotonic
 
 # tokens of a window: what is given, and what is written or read behind it
@@ -72,35 +71,17 @@ class TuneQuestion:
         digest = hashlib.sha256(repr((self, NUM_PROMPT, NUM_NEW, NUM_RANKS)).encode()).hexdigest()
         return profiles_folder() / f"{self.identity.file_name}.{digest[:12]}.unfinished"
 
-    @classmethod
-    def of(
-        cls,
-        decoder: Decoder,
-        identity: Identity,
-        sampling: Sampling,
-        windows: tuple[tuple[int, ...], ...],
-        *,
-        is_teacher_forced: bool,
-    ) -> "TuneQuestion":
-        """Return what is to be measured of this decoder.
-
-        No dynamic trees are grown again where scores must not shape a tree, nor where the target
-        has written nothing to grow along.
-        """
-        can_grow = decoder.rule.repeats_draws and not is_teacher_forced
-        return cls(
-            identity=identity,
-            sampling=sampling,
-            windows=windows,
-            is_teacher_forced=is_teacher_forced,
-            bounds=bounds_to_count(decoder.plan.num_nodes) if can_grow else (),
-        )
-
     def proved(self, decoder: Decoder) -> "TuneQuestion":
         """Return the question with a sum of the weights, which all have been read by now."""
         known = {part: decoder.identities.of(part) for part in self.identity.proofs}
         proofs = {part: one.proofs for part, one in known.items() if one is not None}
         return replace(self, identity=replace(self.identity, proofs=proofs))
+
+
+def bounds_to_grow(decoder: Decoder, *, is_teacher_forced: bool) -> tuple[DynamicShape, ...]:
+    """Return the dynamic trees to grow again, if scores may shape them and the target has written."""
+    can_grow = decoder.rule.repeats_draws and not is_teacher_forced
+    return bounds_to_count(decoder.plan.num_nodes) if can_grow else ()
 
 
 def encode_windows(
@@ -162,20 +143,8 @@ def trace_window(decoder: Decoder, question: TuneQuestion, index: int) -> Traced
     return TracedWindow(ranks_of(decoder, window, written, sampling), bursts_B)
 
 
-class CountsExperts(Protocol):
-    """The counts that a pool of experts keeps of its passes."""
-
-    @property
-    def uses_LE(self) -> NDArray[Any]: ...
-    @property
-    def num_rows(self) -> int: ...
-
-
-def expert_uses(pool: CountsExperts | None) -> ExpertUses | None:
-    """Return how often experts were used.
-
-    None where they do not come on demand, or an earlier tune has traced all windows.
-    """
+def expert_uses(pool: ExpertPool | None) -> ExpertUses | None:
+    """Return how often experts were used; None where they come unasked, or no window was traced."""
     if pool is None or not pool.num_rows:
         return None
     return ExpertUses(tuple(map(tuple, pool.uses_LE.tolist())), int(pool.num_rows))

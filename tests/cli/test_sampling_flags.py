@@ -11,14 +11,13 @@ from shell import shell
 
 from offload.bench.harness.models import resident_pair
 from offload.checkpoint.packaged import PAIR
-from offload.cli.console import Console
 from offload.cli.demo import demo_options
-from offload.cli.demo_run import compare, open_demo
+from offload.cli.demo_run import compare
 from offload.cli.sampling import sampling_words
 from offload.distributed.pipeline_decoder import check_stages
+from offload.engine import load
 from offload.engine.request import Request
 from offload.errors import UserError
-from offload.options import OutputOptions
 from offload.planning.load_options import LoadOptions
 from offload.reports.tune import tune
 from offload.sampling_options import Sampling
@@ -110,7 +109,7 @@ def test_it_is_said_on_stderr_and_in_the_json() -> None:
 def test_nobody_proves_or_tunes_what_is_not_exact(tmp_path: Path) -> None:
     options = demo_options("1GiB", "chain:3", lenience=0.5)
     with (
-        open_demo(PAIR / "target", options, Console(OutputOptions(quiet=True))) as decoder,
+        load.open_decoder(PAIR / "target", PAIR / "draft", options) as decoder,
         pytest.raises(UserError, match="proved"),
     ):
         compare(decoder, "import", Sampling(), num_tree=2, show=lambda _, run: print(*run))
