@@ -8,6 +8,8 @@ Invariant: trials cost about a percent of the time, since the wait for the next 
 the last one lost.
 """
 
+import os
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -21,6 +23,7 @@ _ALIKE = 4  # times as many rows: what was found for these is where others begin
 _MORE_BAR = 0.95
 _SLOWED = 1.2  # times as slow as when modes were last compared: something has changed
 _LOST_SHARE = 0.01  # of all time, for trials
+_BYTES_PER_THREAD = 1 << 17  # of an addition that torch spreads over all threads
 # steps until the next trial
 _FIRST_WAIT = 3
 _LEAST_WAIT = 8
@@ -215,3 +218,54 @@ def _cores_taken(mode: Mode) -> tuple[int, bool]:
 def _steps_for(lost_s: float, step_s: float) -> int:
     """Return the steps until so much time may be lost again."""
     return min(_MOST_WAIT, max(_LEAST_WAIT, round(lost_s / (_LOST_SHARE * step_s))))
+
+
+class ThreadWaiting:
+    """Sets how the compute threads of this process wait for each other; at first they spin.
+
+    Spinning is quicker where the cores are ours, and far slower beside a process that needs one.
+    libgomp reads `GOMP_SPINCOUNT` once, at start, but with more OpenMP threads than cores it spins a
+    hundred times at most, says its manual: an idle team is kept while the others shall sleep.
+    """
+
+    def __init__(self) -> None:
+        self._ended: threading.Event | None = None
+        self._thread = threading.Thread()
+
+    def compute_in(self, mode: Mode) -> None:
+        """Compute with this mode's threads from now on, which wait as it says."""
+        import torch  # the rest of this file is for those who compute nothing, too
+
+        torch.set_num_threads(mode.num_threads)
+        if mode.num_threads > 1:
+            self.let_sleep(mode.is_asleep)
+
+    def let_sleep(self, is_asleep: bool) -> None:
+        """Let waiting threads sleep at once, or spin for a while first."""
+        if is_asleep and self._ended is None:
+            self._ended = threading.Event()
+            started = threading.Event()
+            self._thread = threading.Thread(
+                target=_keep_team, args=(started, self._ended), name="offload-idle", daemon=True
+            )
+            self._thread.start()
+            started.wait()
+        elif not is_asleep and self._ended is not None:
+            self.close()
+
+    def close(self) -> None:
+        """End the idle team."""
+        if self._ended is not None:
+            self._ended.set()
+            self._thread.join()
+            self._ended = None
+
+
+def _keep_team(started: threading.Event, ended: threading.Event) -> None:
+    import torch
+
+    num_threads = max(2, len(os.sched_getaffinity(0)))
+    torch.set_num_threads(num_threads)
+    torch.zeros(num_threads * _BYTES_PER_THREAD, dtype=torch.uint8).add_(1)
+    started.set()
+    ended.wait()

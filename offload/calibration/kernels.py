@@ -171,60 +171,62 @@ def _random(device: str, *shape: int) -> Tensor:
 
 def _draws(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
     for vocab_size in shapes.vocab_sizes:
-        noise = (3, 1000, vocab_size, device)
-        yield _equal(
-            "keyed_gumbel", f"V {vocab_size}", KERNELS.keyed_gumbel, REFERENCES.keyed_gumbel, noise
-        )
+        yield _equal("keyed_gumbel", f"V {vocab_size}", (3, 1000, vocab_size, device))
         for num_rows in shapes.level_sizes:
             probs_WV = _random(device, num_rows, vocab_size).mul_(3).softmax(1)
             shape = f"W {num_rows}, V {vocab_size}, 16 draws"
-            what = (probs_WV, 16, 3, 0)
-            kernel = KERNELS.draw_without_replacement
-            reference = REFERENCES.draw_without_replacement
-            yield _equal("draw_without_replacement", shape, kernel, reference, what)
+            yield _equal("draw_without_replacement", shape, (probs_WV, 16, 3, 0))
 
 
-def _equal(
+def _equal(name: str, shape: str, what: tuple[Any, ...]) -> KernelComparison:
+    run = partial(getattr(KERNELS, name), *what)
+    run_reference = partial(getattr(REFERENCES, name), *what)
+
+    def agrees() -> bool:
+        got = run()
+        wanted = run_reference()
+        if got.dtype == torch.int64:
+            return torch.equal(got, wanted)
+        # logarithms of one device may differ in the last place
+        return torch.allclose(got, wanted, rtol=1e-13, atol=1e-13)
+
+    return KernelComparison(name, shape, run, run_reference, agrees)
+
+
+def _alike(
     name: str,
     shape: str,
-    kernel: Callable[..., Tensor],
     reference: Callable[..., Tensor],
-    what: Any,
+    what: tuple[Any, ...],
+    last: Tensor,
+    *,
+    rtol: float,
+    atol: float,
 ) -> KernelComparison:
-    def agrees() -> bool:
-        got = kernel(*what)
-        wanted = reference(*what)
-        # logarithms of one device may differ in the last place
-        exact = got.dtype == torch.int64
-        return (
-            torch.equal(got, wanted)
-            if exact
-            else torch.allclose(got, wanted, rtol=1e-13, atol=1e-13)
-        )
+    """Compare a kernel that rounds otherwise, and gives a row the same bits beside others as alone.
 
-    return KernelComparison(name, shape, lambda: kernel(*what), lambda: reference(*what), agrees)
+    `last` has the last row alone of the first of `what`.
+    """
+    kernel = getattr(KERNELS, name)
+
+    def agrees() -> bool:
+        together = kernel(*what)
+        is_close = torch.allclose(together, reference(*what), rtol=rtol, atol=atol)
+        return is_close and torch.equal(kernel(last, *what[1:]), together[-1:])
+
+    return KernelComparison(name, shape, partial(kernel, *what), partial(reference, *what), agrees)
 
 
 def _norms(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
-    kernel = KERNELS.rms_norm
-    assert kernel is not None, "there is a kernel to compare"
     for (width, form, dtype, has_weight), num_rows in product(shapes.norms, shapes.num_nodes):
         weight_D = _random(device, width).to(dtype) if has_weight else None
-        what = (_random(device, num_rows, width).to(dtype), weight_D, 1e-6, form)
+        row_TD = _random(device, num_rows, width).to(dtype)
+        what = (row_TD, weight_D, 1e-6, form)
         # one number in a few hundred is rounded the other way
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-        agrees = partial(_norms_agree, kernel, what, tolerance)
+        how = {"rtol": tolerance, "atol": tolerance}
         shape = f"N {num_rows}, D {width}"
-        yield KernelComparison(
-            "rms_norm", shape, partial(kernel, *what), partial(rms_norm_reference, *what), agrees
-        )
-
-
-def _norms_agree(kernel: Callable[..., Tensor], what: tuple[Any, ...], tolerance: float) -> bool:
-    together = kernel(*what)
-    alone = kernel(what[0][-1:], *what[1:])
-    is_close = torch.allclose(together, rms_norm_reference(*what), rtol=tolerance, atol=tolerance)
-    return is_close and torch.equal(alone, together[-1:])
+        yield _alike("rms_norm", shape, rms_norm_reference, what, row_TD[-1:], **how)
 
 
 def _attention(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
@@ -240,8 +242,6 @@ def _attention(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
 
 def _one_attention(heads: Heads, rows: PathRows, num_prefix: int, device: str) -> KernelComparison:
     num_rows = len(rows.walk_TL)
-    kernel = KERNELS.path_attention
-    assert kernel is not None, "there is a kernel to compare"
     query_HTK = (
         _random(device, num_rows, heads.num_heads, heads.width).to(heads.dtype).transpose(0, 1)
     )
@@ -251,19 +251,10 @@ def _one_attention(heads: Heads, rows: PathRows, num_prefix: int, device: str) -
     )
     sink_H = _random(device, heads.num_heads).to(heads.dtype) if heads.has_sinks else None
     what = (query_HTK, key_GSK, value_GSK, rows, ScoreTerms(heads.width**-0.5, heads.cap, sink_H))
-    tolerance = 1e-3 if heads.dtype == torch.float32 else 2e-2
-
-    def agrees() -> bool:
-        alone = (query_HTK[:, -1:], *what[1:])  # a row's bits are its own
-        together = kernel(*what)
-        is_close = torch.allclose(together, path_attention(*what), atol=tolerance)
-        return is_close and torch.equal(kernel(*alone), together[-1:])
-
+    how = {"rtol": 1e-5, "atol": 1e-3 if heads.dtype == torch.float32 else 2e-2}
     shape = f"N {num_rows}, P {num_prefix}, {heads.num_heads}/{heads.num_groups} x {heads.width}"
     shape += f", window {rows.window}" if rows.window else ""
-    return KernelComparison(
-        "path_attention", shape, lambda: kernel(*what), lambda: path_attention(*what), agrees
-    )
+    return _alike("path_attention", shape, path_attention, what, query_HTK[:, -1:], **how)
 
 
 def _matches(shapes: Shapes, device: str) -> Iterator[KernelComparison]:

@@ -26,8 +26,7 @@ from offload.planning.cost_model import Curve
 from offload.rank_roles import find_place
 from offload.sampling.sampler import Sampler
 from offload.streaming.device import Device
-from offload.thread_waiting import ThreadWaiting
-from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
+from offload.threads import Mode, StepModes, ThreadPolicy, ThreadWaiting, thread_ladder
 from offload.timer import median_s, timed
 from offload.trees.topology import Topology, chain, sequences
 

@@ -8,8 +8,8 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
+from offload.cli.prompt_input import found_session
 from offload.cli.sampling import GivenSampling
-from offload.cli.session_file import found_session
 from offload.options import ModelOptions, OutputOptions, SamplingOptions, TalkingModels, TextOptions
 from offload.rank_roles import is_worker
 

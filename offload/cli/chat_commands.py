@@ -10,7 +10,6 @@ from offload.cli.console import Console, memory_line, turn_line
 from offload.cli.live_line import fitted, plural
 from offload.cli.prompt_input import read_prompt
 from offload.cli.sampling import sampling_words
-from offload.cli.session_file import saving
 from offload.declaration import listed, options_at, synonyms_at
 from offload.engine.chat import Chat
 from offload.errors import UserError, did_you_mean
@@ -95,7 +94,7 @@ class ChatCommands:
 
     def _save(self, name: str) -> None:
         path = self._file(name)
-        with saving(self._console):
+        with self._console.saving():
             self._chat.save(path)
         self._say(f"kept in {path}")
 

@@ -35,9 +35,7 @@ class SilentTerminal:
     def __enter__(self) -> "SilentTerminal":
         if sys.stdin.isatty():
             self._before = termios.tcgetattr(sys.stdin)
-            quiet = [*self._before]
-            quiet[3] &= ~termios.ECHO
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+            _set_flag(termios.ECHO, is_on=False)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,5 +1,6 @@
 """What a person sees beside the text: what goes on, what runs and where, the closing figures."""
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from offload.checkpoint.files import cache_folder
 from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, Phase, TextProgress, plural
 from offload.engine.hooks import Hooks
+from offload.interrupts import held_back
 from offload.options import OutputOptions
 from offload.stats import Stats
 from offload.units import format_bytes, is_decimal
@@ -113,6 +115,16 @@ class Console(LiveLine):
         if num_bytes:
             size = format_bytes(num_bytes, is_decimal=True)
             self.say(f"made the packaged model: {size}, which stay in {cache_folder()}")
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Tell that a session is written, and let what would end the program wait until it is."""
+        with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            try:
+                self.wait("keeping the session")
+                yield
+            finally:
+                self.clear()
 
     def count(self, done: int, total: int, label: str) -> None:
         """Show the progress of something that is counted."""

@@ -4,9 +4,8 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
-from offload.cli.prompt_input import read_prompt, with_system
+from offload.cli.prompt_input import found_session, read_prompt, with_system
 from offload.cli.sampling import GivenSampling, found_grammar
-from offload.cli.session_file import found_session
 from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions
 from offload.rank_roles import is_worker
 

@@ -1,4 +1,4 @@
-"""Where a prompt comes from: a flag, a file, a pipe; UTF-8 or refused, to be read as meant."""
+"""Where a text begins: a flag, a file, a pipe, in UTF-8 or refused; or the file of a session."""
 
 import os
 import sys
@@ -58,3 +58,21 @@ def decode(raw: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         rule = f"the prompt must be UTF-8, {name} is not at byte {error.start}"
         raise UserError(f"{rule}: convert it first") from None
+
+
+def found_session(path: Path | None, ranks: str | None = None) -> Path | None:
+    """Return the file if it is there, else None. Raises `UserError` where it could not be written."""
+    if path is None:
+        return None
+    if ranks is not None:
+        rule = "`session` keeps what one process has computed"
+        raise UserError(f"{rule}, got `ranks` {ranks}: leave one of them out")
+    folder = path.absolute().parent
+    what = ""
+    if path.is_dir():
+        what = "it is a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        what = f"{folder} is no folder that can be written to"
+    if what:
+        raise UserError(f"cannot keep a session in {path} ({what}): name another file")
+    return path if path.exists() else None

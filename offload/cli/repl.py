@@ -14,7 +14,6 @@ from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput, SilentTerminal
 from offload.cli.console import Console, Loading, turn_line
 from offload.cli.live_line import plural, print_error
-from offload.cli.session_file import saving
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
@@ -138,7 +137,7 @@ def answer_questions(
         # what could not be written is tried again at the next answer
         nonlocal kept
         if commands.session is not None and chat.messages != kept:
-            with saving(console):
+            with console.saving():
                 chat.save(commands.session)
             kept = chat.messages
 

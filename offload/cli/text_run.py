@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from offload.cli.console import Console, Loading, alpha_line, clipped_line, closing_lines, cut_line
-from offload.cli.session_file import saving
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
 from offload.engine.load import open_decoder
@@ -65,7 +64,7 @@ def _kept_text(decoder: Decoder, run: Run, path: Path | None, console: Console) 
         yield
     finally:
         if path is not None and run.sequence.new_ids:
-            with saving(console):
+            with console.saving():
                 decoder.save_session(path)
 
 

@@ -24,7 +24,7 @@ from offload.model.target import Target
 from offload.sampling.grammar import Grammar
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
-from offload.thread_waiting import ThreadWaiting
+from offload.threads import ThreadWaiting
 from offload.trees.topology import Shape, chain
 from offload.trees.verification import Rule, find_rule, not_exact_line
 

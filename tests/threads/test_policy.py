@@ -272,7 +272,7 @@ def test_threads_spin_for_a_bounded_time_unless_the_user_says_otherwise(
 
 IDLE = """
 import time
-from offload.thread_waiting import ThreadWaiting
+from offload.threads import ThreadWaiting
 import torch
 def idle_s():
     torch.set_num_threads(2)
