@@ -253,7 +253,9 @@ def _write_store(
     return told
 
 
-def _written_lines(store: "Store", corpus: "Corpus", told: dict[str, Any], *, is_decimal: bool) -> str:
+def _written_lines(
+    store: "Store", corpus: "Corpus", told: dict[str, Any], *, is_decimal: bool
+) -> str:
     """Return what a person wants to know, with what was passed over first."""
     peak = format_bytes(told["peak_rss_bytes"], is_decimal=is_decimal)
     budget = format_bytes(told["ram_bytes"], is_decimal=is_decimal)

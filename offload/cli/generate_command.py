@@ -1,13 +1,20 @@
 """The command `generate`: one text, or many."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
-from offload.cli.prompt_input import found_session, read_prompt, with_system
+from offload.cli.prompt_input import found_session, prompts_of, read_prompt, with_system
 from offload.cli.sampling import GivenSampling, found_grammar
 from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions
 from offload.rank_roles import is_worker
+
+if TYPE_CHECKING:
+    from offload.engine.request import Request
 
 
 @flags.command(
@@ -35,7 +42,6 @@ def generate(
 ) -> None:
     """Write text with a model larger than memory."""
     # they take a third of the time of `--help`
-    from offload.cli.many_texts import prompts_of, write_many
     from offload.engine.precheck import check_run
     from offload.engine.request import Request
     from offload.planning.load_options import LoadOptions
@@ -74,7 +80,7 @@ def generate(
         )
         request.check()
         if prompts is not None or text_options.samples > 1:
-            write_many(loading, console, request, prompts, text_options, as_json=output.as_json)
+            _write_many(loading, console, request, prompts, text_options, as_json=output.as_json)
             return
         with libraries(console):
             from offload.cli.text_run import write_text
@@ -82,3 +88,40 @@ def generate(
             write_text(
                 loading, console, request, session=text_options.session, as_json=output.as_json
             )
+
+
+def _write_many(
+    loading: Loading,
+    console: Console,
+    common: "Request",
+    prompts: Path | None,
+    text: TextOptions,
+    *,
+    as_json: bool,
+) -> None:
+    """Write all texts that are asked for: of a file's prompts, or samples of that of `common`.
+
+    Raises `UserError` before anything is loaded, `RunError` in the end where prompts have failed.
+    """
+    from offload.cli.batch_file import open_results, read_tasks, varied
+
+    options = loading.options
+    # a worker reads nothing, and serves whatever it is
+    if prompts is None or is_worker(options.ranks):
+        requests = [*varied(common, text.samples)]
+        with libraries(console):
+            from offload.cli.batch_run import write_samples
+
+            write_samples(loading, console, requests, as_json=as_json)
+        return
+    written_by = f"{options.dtype} {options.rule} {options.lenience:g}"
+    ends_with_context = text.max_new_tokens == -1
+    written_by += f" {options.context or 'usual'}" if ends_with_context else ""
+    # otherwise a prompt that has no room for what it asks for is told of in its line
+    common = replace(common, is_clipped=ends_with_context)
+    console.wait("reading prompts")
+    tasks = read_tasks(prompts, common, text.samples, written_by, text.system)
+    with open_results(text.out, tasks, prompts, console.text) as results, libraries(console):
+        from offload.cli.batch_run import write_batch
+
+        write_batch(loading, console, tasks, results)

@@ -63,7 +63,9 @@ def launch(
     num_ranks: Annotated[int, typer.Option("-n", metavar="N", min=1, help=_RANKS_HELP)],
     hosts: Annotated[str | None, typer.Option(metavar="A,B", help=_HOSTS_HELP)] = None,
     host_index: Annotated[int | None, typer.Option(metavar="I", min=0, help=_INDEX_HELP)] = None,
-    port: Annotated[int | None, typer.Option(metavar="PORT", min=1, max=65535, help=_PORT_HELP)] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", min=1, max=65535, help=_PORT_HELP)
+    ] = None,
 ) -> None:
     """Run a command on many ranks, by torchrun's launcher; rank 0 reads and writes here."""
     code, lines = run_ranks(plan_launch(num_ranks, hosts, host_index, port, command))

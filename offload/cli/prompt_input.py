@@ -6,10 +6,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.checkpoint.files import read_all_of, read_given
-from offload.errors import UserError
+from offload.errors import UserError, require
+from offload.options import TextOptions
 
 if TYPE_CHECKING:
     from offload.engine.request import Prompt
+
+_MANY = ".jsonl"
+
+
+def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
+    """Return the file of many prompts, told by its name, if any. Raises `UserError` for odd flags."""
+    file = text.file
+    prompts = file if file is not None and file.suffix == _MANY else None
+    if prompts is not None and text.prompt is not None:
+        raise UserError("-p and -f exclude each other: give one of them")
+    is_unsaid = text.out is None or prompts is not None
+    rule = f"`out` is for results of many prompts, -f FILE{_MANY}"
+    require(is_unsaid, rule, file or "one prompt", "leave it out, stdout has the text")
+    is_alone = text.session is None or (prompts is None and text.samples == 1)
+    got = "many prompts" if prompts else f"`samples` {text.samples}"
+    require(is_alone, "`session` keeps one text", got, "leave one of them out")
+    is_told = text.num_logprobs is None or as_json or prompts is not None
+    rule = "`num_logprobs` are part of what --json prints"
+    require(is_told, rule, text.num_logprobs, "give --json")
+    return prompts
 
 
 def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True) -> str:

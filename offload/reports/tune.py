@@ -107,7 +107,7 @@ def tune(
             bounds=bounds_to_grow(decoder, is_teacher_forced=is_teacher_forced),
         )
         traced = trace_windows(decoder, question, hooks.on_count)
-        uses = expert_uses(decoder.target.experts)
+        uses = expert_uses(decoder)
         costs = measure_costs(decoder, windows[0][:NUM_PROMPT], sampling, hooks.on_count)
         hooks.on_phase("ranking trees")
         names = (target.directory.name, own_draft.directory.name)

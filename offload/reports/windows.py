@@ -36,7 +36,6 @@ from offload.planning.profile import (
 from offload.planning.search import best_smoothing
 from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
 from offload.sampling_options import Sampling
-from offload.streaming.experts import ExpertPool
 from offload.trees.topology import DynamicShape, isotonic
 
 # tokens of a window: what is given, and what is written or read behind it
@@ -143,8 +142,9 @@ def trace_window(decoder: Decoder, question: TuneQuestion, index: int) -> Traced
     return TracedWindow(ranks_of(decoder, window, written, sampling), bursts_B)
 
 
-def expert_uses(pool: ExpertPool | None) -> ExpertUses | None:
+def expert_uses(decoder: Decoder) -> ExpertUses | None:
     """Return how often experts were used; None where they come unasked, or no window was traced."""
+    pool = decoder.target.experts
     if pool is None or not pool.num_rows:
         return None
     return ExpertUses(tuple(map(tuple, pool.uses_LE.tolist())), int(pool.num_rows))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,10 @@ class Counting:
     uses_LE, num_rows = np.array([[3, 0], [1, 2]]), 3
 
 
+def with_pool(pool: Counting | None) -> Any:
+    return SimpleNamespace(target=SimpleNamespace(experts=pool))
+
+
 def test_uses_of_experts_come_into_the_profile(pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was counted while tracing, not while timing."""
     measure, pool = tuning.measure_costs, Counting()
@@ -190,13 +195,13 @@ def test_uses_of_experts_come_into_the_profile(pair: Pair, text: Path, monkeypat
         pool.uses_LE, pool.num_rows = np.full((2, 2), 50), 50
         return measure(decoder, *others)
 
-    monkeypatch.setattr(tuning, "expert_uses", lambda _: expert_uses(pool))
+    monkeypatch.setattr(tuning, "expert_uses", lambda _: expert_uses(with_pool(pool)))
     monkeypatch.setattr(tuning, "measure_costs", timed)
     tuned = run(pair, text)
     assert tuned.profile.expert_uses == ExpertUses(((3, 0), (1, 2)), 3)
     assert parse_profile(tuned.path).expert_uses == tuned.profile.expert_uses
     pool.num_rows = 0
-    assert expert_uses(pool) is None and expert_uses(None) is None
+    assert expert_uses(with_pool(pool)) is None and expert_uses(with_pool(None)) is None
 
 
 def test_named_profile_must_hold(pair: Pair, usual: TuneResult) -> None:
