@@ -17,7 +17,6 @@ from offload.cli.live_line import BatchProgress, duration, plural
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.identities import Identities
-from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.scheduler import Finished, write_all
 from offload.errors import RunError, UserError
@@ -86,8 +85,7 @@ def _identities(loading: Loading, console: Console) -> Identities | None:
 
 @contextmanager
 def _opened(loading: Loading, request: Request, console: Console) -> Iterator[Decoder]:
-    models = (loading.model, loading.draft)
-    with open_decoder(*models, loading.options, request, hooks=console.hooks) as decoder:
+    with loading.open(console, request) as decoder:
         console.clear()
         name = loading.names.model
         place = place_line(name, decoder.plan, is_decimal=console.is_decimal)

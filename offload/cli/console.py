@@ -21,6 +21,7 @@ from offload.units import format_bytes, is_decimal
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
     from offload.engine.decoder import Decoder
     from offload.engine.generation import Run
+    from offload.engine.request import Request
     from offload.memory.plan import MemoryPlan
     from offload.planning.cost_model import Prediction
     from offload.planning.load_options import LoadOptions
@@ -170,11 +171,24 @@ class Loading(NamedTuple):
     model: str
     draft: str | None
     options: "LoadOptions"
-    note: str  # for the user, about the sampling
+    note: str = ""  # for the user, about the sampling
 
     @property
     def names(self) -> ModelNames:
         return ModelNames.of(self.model, self.draft, self.options.ranks)
+
+    def open(
+        self, console: Console, request: "Request", check: Callable[[], None] = lambda: None
+    ) -> "Decoder":
+        """Load it, as the console shows; `check` is called where a layer has run."""
+        from offload.engine.load import open_decoder
+
+        def on_layer() -> None:
+            console.layer_done()
+            check()
+
+        hooks = console.hooks._replace(on_layer=on_layer)
+        return open_decoder(self.model, self.draft, self.options, request, hooks=hooks)
 
 
 def opening_lines(

@@ -15,7 +15,6 @@ from offload.cli.chat_input import ChatInput, SilentTerminal
 from offload.cli.console import Console, Loading, turn_line
 from offload.cli.live_line import plural, print_error
 from offload.engine.chat import Chat
-from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.machine import rss_bytes
@@ -86,13 +85,7 @@ def converse(
     """
     own_bytes = rss_bytes()
     brake = InterruptFlag()
-
-    def on_layer() -> None:
-        console.layer_done()
-        brake.check()
-
-    hooks = console.hooks._replace(on_layer=on_layer)
-    with open_decoder(loading.model, loading.draft, loading.options, first, hooks=hooks) as decoder:
+    with loading.open(console, first, brake.check) as decoder:
         console.open(loading.names, decoder, decoder.tree_choice(first.sampling))
         console.say(loading.note)
         chat = Chat(

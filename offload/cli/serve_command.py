@@ -7,7 +7,7 @@ from pathlib import Path
 from offload.checkpoint.files import read_small
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console
+from offload.cli.console import Console, Loading
 from offload.cli.libraries import libraries
 from offload.errors import UserError, installing, reason, require
 from offload.options import ModelOptions, OutputOptions, ServerOptions, TalkingModels
@@ -41,7 +41,7 @@ def serve(
     options = LoadOptions.of(model_options)
     check_run(model, draft, options)
     keys = read_keys(server.api_key_file, server.host)
-    parse_size(server.max_body, "`max_body`")
+    max_body_bytes = parse_size(server.max_body, "`max_body`")
     for origin in server.cors or ():
         is_origin = re.fullmatch(r"https?://[a-z0-9.-]+(:\d+)?", origin) is not None
         rule = "`cors` must be an origin, with no path and no capitals"
@@ -57,7 +57,8 @@ def serve(
 
                 with console.making_target() as landed:
                     model, options = packaged_chat(options, landed)
-            serve_model(model, draft, options, console, server, keys=keys, early=early)
+            loading = Loading(model, draft, options)
+            serve_model(loading, console, server, keys, max_body_bytes, early)
 
 
 def read_keys(file: Path | None, host: str) -> tuple[str, ...]:

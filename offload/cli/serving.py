@@ -9,30 +9,25 @@ are told, and nothing is left behind.
 from threading import Event, Timer
 
 from offload.checkpoint.generation_config import served_sampling
-from offload.cli.console import Console, ModelNames
+from offload.cli.console import Console, Loading
 from offload.cli.live_line import plural
 from offload.cli.sampling import sampling_words
-from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.service import Closing, Engine
 from offload.errors import UserError
 from offload.options import ServerOptions
-from offload.planning.load_options import LoadOptions
 from offload.server.app import create_app
 from offload.server.listening import EarlyAnswers
 from offload.server.network import Listening
 from offload.server.protocol import ServerSettings
-from offload.units import parse_size
 
 
 def serve_model(
-    model: str,
-    draft: str | None,
-    options: LoadOptions,
+    loading: Loading,
     console: Console,
     server: ServerOptions,
-    *,
     keys: tuple[str, ...],
+    max_body_bytes: int,
     early: EarlyAnswers,
 ) -> None:
     """Serve until a signal ends it. Raises `UserError` and `RunError`.
@@ -41,35 +36,31 @@ def serve_model(
         keys: any of them lets in; none asks for none.
         early: has the socket, and answers on it until this server can.
     """
-    sampling = served_sampling(str(options.config or model))
-    names = ModelNames.of(model, draft)
+    sampling = served_sampling(str(loading.options.config or loading.model))
     settings = ServerSettings(
-        model_id=names.model,
+        model_id=loading.names.model,
         sampling=sampling,
         aliases=tuple(server.alias or ()),
         host=server.host,
         origins=tuple(server.cors or ()),
         api_keys=keys,
-        max_body_bytes=parse_size(server.max_body, "`max_body`"),
+        max_body_bytes=max_body_bytes,
     )
     app = create_app(None, settings)
-    first = Request(sampling=sampling)
     brake = Event()
 
-    def on_layer() -> None:
-        console.layer_done()
+    def check() -> None:
         if brake.is_set():
             raise Closing("the server is closing: ask again later")
 
-    hooks = console.hooks._replace(on_layer=on_layer)
     with (
         Listening(app, early.hand_over(), console.say) as listening,
-        open_decoder(model, draft, options, first, hooks=hooks) as decoder,
+        loading.open(console, Request(sampling=sampling), check) as decoder,
     ):
         if decoder.tokenizer is None:
             rule = "a server needs the model's tokenizer"
             raise UserError(f"{rule}: put its tokenizer.json beside it")
-        console.open(names, decoder, decoder.tree_choice(sampling))
+        console.open(loading.names, decoder, decoder.tree_choice(sampling))
         console.say(f"a request that does not say how to draw gets {sampling_words(sampling)}")
         with Engine(decoder, max_waiting=server.queue) as engine:
             app.state.engine = engine

@@ -10,7 +10,6 @@ from pathlib import Path
 from offload.cli.console import Console, Loading, alpha_line, clipped_line, closing_lines, cut_line
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
-from offload.engine.load import open_decoder
 from offload.engine.request import Prompt, Request
 from offload.errors import UserError
 from offload.machine import rss_bytes
@@ -26,8 +25,7 @@ def write_text(
         session: the file that the text is kept in.
     """
     own_bytes = rss_bytes()
-    models = (loading.model, loading.draft)
-    with open_decoder(*models, loading.options, request, hooks=console.hooks) as decoder:
+    with loading.open(console, request) as decoder:
         if continues := session is not None:
             console.wait("reading the session")
         begun = _begun_text(decoder, session, request.prompt)
