@@ -6,7 +6,7 @@ and error words are made of what stands there. Nothing is imported that takes ti
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, wraps
 from inspect import Parameter, Signature, signature
@@ -76,12 +76,6 @@ class Option:
         """The name that error lines have for it."""
         return self.flags[0].partition("/")[0]
 
-    @cached_property
-    def setting(self) -> str:
-        """The key in config.toml: the first long name without its dashes."""
-        long = [flag for flag in self.flags if flag.startswith("--")]
-        return long[0].partition("/")[0].removeprefix("--")
-
     @property
     def is_number(self) -> bool:
         return self.kind in (int, float) and not self.is_several
@@ -114,7 +108,20 @@ def as_in(record: type, name: str) -> Any:
 @cache
 def options_of(record: type) -> Mapping[str, Option]:
     """Return the options of a record by name, as they are declared."""
-    return dict(_all_options(record))
+    found = dict[str, Option]()
+    for own in fields(record):
+        if (other := own.metadata.get("of")) is not None:
+            for name, one in options_of(other).items():
+                found[name] = one if one.keeps_default else replace(one, default=None)
+        elif (declared := own.metadata.get(_KEY)) is not None:
+            # the first type of its annotation
+            first = get_args(own.type)[0] if isinstance(own.type, UnionType) else own.type
+            kind = declared.get("kind") or get_origin(first) or first
+            group = declared.get("group", getattr(record, "GROUP", "Output"))
+            assert group in GROUPS, f"{own.name} is of no group"
+            settled = {"name": own.name, "kind": kind, "group": group}
+            found[own.name] = Option(**{**declared, **settled})
+    return found
 
 
 def options_at(door: str, *records: type) -> dict[str, Option]:
@@ -181,16 +188,11 @@ def called_with(
 
         returns = signature(function).return_annotation
         call.__signature__ = shown.replace(return_annotation=returns)  # type: ignore[attr-defined]
-        call.__doc__ = with_arguments(function.__doc__ or "", arguments)
+        told = [f"        {name}: {one.help}" for name, one in options_of(arguments).items()]
+        call.__doc__ = (function.__doc__ or "").replace("        {arguments}", "\n".join(told))
         return call
 
     return decorate
-
-
-def with_arguments(doc: str, record: Any) -> str:
-    """Return a docstring whose line `{arguments}` tells of each option of a record."""
-    lines = [f"        {name}: {one.help}" for name, one in options_of(record).items()]
-    return doc.replace("        {arguments}", "\n".join(lines))
 
 
 @cache
@@ -233,17 +235,3 @@ def number(value: object, what: str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass  # of whatever kind it is
     raise UserError(f"{what} must be a number, got {value!r:.80}: try 0.7")
-
-
-def _all_options(record: type) -> Iterator[tuple[str, Option]]:
-    for own in fields(record):
-        if (other := own.metadata.get("of")) is not None:
-            for name, one in options_of(other).items():
-                yield name, one if one.keeps_default else replace(one, default=None)
-        elif (declared := own.metadata.get(_KEY)) is not None:
-            # the first type of its annotation
-            first = get_args(own.type)[0] if isinstance(own.type, UnionType) else own.type
-            kind = declared.get("kind") or get_origin(first) or first
-            group = declared.get("group", getattr(record, "GROUP", "Output"))
-            assert group in GROUPS, f"{own.name} is of no group"
-            yield own.name, Option(**{**declared, "name": own.name, "kind": kind, "group": group})

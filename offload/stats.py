@@ -34,10 +34,6 @@ class RunningMean:
             self.total += value
             self.total_squares += value * value
 
-    def __add__(self, other: "RunningMean") -> "RunningMean":
-        squares = self.total_squares + other.total_squares
-        return RunningMean(self.count + other.count, self.total + other.total, squares)
-
     @property
     def mean(self) -> float | None:
         return self.total / self.count if self.count else None
