@@ -15,7 +15,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -58,9 +58,60 @@ _OTHER_SUM = "its bytes are not those of the hub (sha256)"
 Progress = Callable[[int, int], None]
 
 
-class _Batch(NamedTuple):
-    """Consecutive parts that are read at once."""
+class FileReading:
+    """A file, what it should be, and what is found in it so far, as far as the disk gave it.
 
+    Attributes:
+        known: its checksums in the manifest.
+        wanted: the hub's sha256, which is computed unless the manifest has it.
+        crcs: for each span, the CRC-32 of its parts.
+        tops: for each span, the largest bits of its numbers.
+        failure: why the file could not be read, else empty.
+        turns: events of the batches whose bytes the sha256 has.
+    """
+
+    def __init__(
+        self, file: WholeFile, known: FileSums | None = None, wanted: str | None = None
+    ) -> None:
+        self.file = file
+        self.known = known
+        self.wanted = wanted
+        self.failure = ""
+        self.crcs = [""] * len(file.spans)
+        self.tops = [0] * len(file.spans)
+        is_hashed = wanted not in (None, known and known.sha256)
+        self.hashed = hashlib.sha256() if is_hashed else None
+        self.turns: dict[int, Event] = {}
+
+    @property
+    def name(self) -> str:
+        return self.file.path.name
+
+    @property
+    def sha256(self) -> str | None:
+        return None if self.hashed is None else self.hashed.hexdigest()
+
+    @property
+    def sums(self) -> FileSums:
+        """The checksums; the manifest's own where bytes are the same, also of a copied file."""
+        stamp = self.file.stamp
+        spans = zip(self.file.spans, self.crcs, strict=True)
+        tensors = {span.name: own for span, own in spans if span.name is not None}
+        found = FileSums(stamp.num_bytes, stamp.written_ns, self.wanted, self.crcs[0], tensors)
+        if self.known is None or not have_same_bytes(found, self.known):
+            return found
+        return replace(self.known, sha256=self.wanted or self.known.sha256)
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether the file has the bytes of the manifest."""
+        return self.known is not None and have_same_bytes(self.sums, self.known)
+
+
+class _Batch(NamedTuple):
+    """Consecutive parts of a file that are read at once."""
+
+    file: FileReading
     shard: int
     parts: tuple[tuple[int, int, int], ...]  # span, [lo, hi)
     turn: int  # its number in the file, since a sha256 is updated in order
@@ -74,60 +125,6 @@ class _Batch(NamedTuple):
         return self.parts[-1][2]
 
 
-class FileReading:
-    """What is found in a file so far, as far as the disk gave it.
-
-    Attributes:
-        sums: for each span, the CRC-32 of its parts.
-        tops: for each span, the largest bits of its numbers.
-        failure: why the file could not be read, else empty.
-        turns: events of the batches whose bytes the sha256 has.
-    """
-
-    def __init__(self, file: WholeFile, *, is_hashed: bool) -> None:
-        self.spans = file.spans
-        self.failure = ""
-        self.sums = [""] * len(file.spans)
-        self.tops = [0] * len(file.spans)
-        self.hashed = hashlib.sha256() if is_hashed else None
-        self.turns: dict[int, Event] = {}
-
-    @property
-    def sha256(self) -> str | None:
-        return None if self.hashed is None else self.hashed.hexdigest()
-
-
-def measure(
-    files: Sequence[WholeFile], hashed: Collection[int], on_bytes: Callable[[int], None]
-) -> list[FileReading]:
-    """Read all of these files once. Raises `ReadError` for one that is not what its header was.
-
-    `hashed` are the files whose sha256 is wanted; `on_bytes` hears of the bytes measured.
-    """
-    num_threads = min(_MAX_THREADS, num_cores())
-    known = [FileReading(file, is_hashed=index in hashed) for index, file in enumerate(files)]
-    free = [allocate(_BUFFER_BYTES) for _ in range(num_threads + _NUM_AHEAD)]
-    pending = deque[_Job]()
-    paths = [file.path for file in files]
-    with closing(DiskReader(paths, stamps=[file.stamp for file in files])) as reader:
-        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-measure")
-        try:
-            for batch in _in_turns(files, num_threads):
-                if not free:
-                    free.append(_collect(pending.popleft(), known, on_bytes))
-                if not known[batch.shard].failure:
-                    pending.append(_begin(batch, known[batch.shard], reader, pool, free.pop()))
-            while pending:
-                _collect(pending.popleft(), known, on_bytes)
-        finally:
-            for job in pending:
-                job.found.cancel()
-            for turn in chain.from_iterable(file.turns.values() for file in known):
-                turn.set()
-            pool.shutdown(cancel_futures=True)
-    return known
-
-
 class _Job(NamedTuple):
     """A batch under way."""
 
@@ -136,44 +133,62 @@ class _Job(NamedTuple):
     found: Future[list[tuple[int, int]]]
 
 
-def _begin(
-    batch: _Batch,
-    file: FileReading,
-    reader: DiskReader,
-    pool: ThreadPoolExecutor,
-    buffer: np.ndarray,
-) -> _Job:
+def measure(files: Sequence[FileReading], on_bytes: Callable[[int], None]) -> None:
+    """Read all of these files once; `on_bytes` hears of the bytes measured.
+
+    Raises `ReadError` for a file that is not the one whose header was read.
+    """
+    num_threads = min(_MAX_THREADS, num_cores())
+    free = [allocate(_BUFFER_BYTES) for _ in range(num_threads + _NUM_AHEAD)]
+    pending = deque[_Job]()
+    paths = [one.file.path for one in files]
+    with closing(DiskReader(paths, stamps=[one.file.stamp for one in files])) as reader:
+        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-measure")
+        try:
+            for batch in _in_turns(files, num_threads):
+                if not free:
+                    free.append(_collect(pending.popleft(), on_bytes))
+                if not batch.file.failure:
+                    pending.append(_begin(batch, reader, pool, free.pop()))
+            while pending:
+                _collect(pending.popleft(), on_bytes)
+        finally:
+            for job in pending:
+                job.found.cancel()
+            for turn in chain.from_iterable(one.turns.values() for one in files):
+                turn.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin(batch: _Batch, reader: DiskReader, pool: ThreadPoolExecutor, buffer: np.ndarray) -> _Job:
     at = batch.lo % BLOCK_BYTES
     piece = SlabRead(batch.shard, batch.lo, batch.hi, at)
-    file.turns[batch.turn] = Event()
+    batch.file.turns[batch.turn] = Event()
     reads = reader.read(SlabLayout((piece,), {}, _BUFFER_BYTES, is_direct=True), buffer)
     stored = buffer[at : at + batch.hi - batch.lo]
-    return _Job(batch, buffer, pool.submit(_work, batch, file, reads, stored))
+    return _Job(batch, buffer, pool.submit(_work, batch, reads, stored))
 
 
-def _collect(
-    job: _Job, known: Sequence[FileReading], on_bytes: Callable[[int], None]
-) -> np.ndarray:
+def _collect(job: _Job, on_bytes: Callable[[int], None]) -> np.ndarray:
     """Wait for a batch, record its results, and return its buffer."""
-    file = known[job.batch.shard]
+    file, _, parts, turn = job.batch
     try:
-        for (span, *_), (crc, bits) in zip(job.batch.parts, job.found.result(), strict=True):
-            file.sums[span] += f"{crc:08x}"
+        for (span, *_), (crc, bits) in zip(parts, job.found.result(), strict=True):
+            file.crcs[span] += f"{crc:08x}"
             file.tops[span] = max(file.tops[span], bits)
     except ReadError as error:
         file.failure = file.failure or str(error)
-    file.turns.pop(job.batch.turn - 1, None)
+    file.turns.pop(turn - 1, None)
     on_bytes(job.batch.hi - job.batch.lo)
     return job.buffer
 
 
-def _work(
-    batch: _Batch, file: FileReading, reads: list[Future[None]], stored: np.ndarray
-) -> list[tuple[int, int]]:
+def _work(batch: _Batch, reads: list[Future[None]], stored: np.ndarray) -> list[tuple[int, int]]:
+    file = batch.file
     try:
         finish(reads)
         parts = [
-            (file.spans[span], lo, stored[lo - batch.lo : hi - batch.lo])
+            (file.file.spans[span], lo, stored[lo - batch.lo : hi - batch.lo])
             for span, lo, hi in batch.parts
         ]
         tops = [_top(*part) for part in parts]
@@ -203,7 +218,7 @@ def _top(span: Span, lo: int, stored: np.ndarray) -> int:
     )
 
 
-def _in_turns(files: Sequence[WholeFile], num_files: int) -> Iterator[_Batch]:
+def _in_turns(files: Sequence[FileReading], num_files: int) -> Iterator[_Batch]:
     """Yield batches of a few files in turns, so that as many files are hashed at once."""
     batches = [_batches(shard, file) for shard, file in enumerate(files)]
     for first in range(0, len(files), num_files):
@@ -211,18 +226,18 @@ def _in_turns(files: Sequence[WholeFile], num_files: int) -> Iterator[_Batch]:
         yield from (batch for row in zip_longest(*several) for batch in row if batch is not None)
 
 
-def _batches(shard: int, file: WholeFile) -> Iterator[_Batch]:
+def _batches(shard: int, file: FileReading) -> Iterator[_Batch]:
     own = list[tuple[int, int, int]]()
     turn = 0
-    for index, span in enumerate(file.spans):
+    for index, span in enumerate(file.file.spans):
         for lo, hi in span.parts():
             if own and hi - own[0][1] > PART_BYTES:
-                yield _Batch(shard, tuple(own), turn)
+                yield _Batch(file, shard, tuple(own), turn)
                 own = []
                 turn = turn + 1
             own.append((index, lo, hi))
     if own:
-        yield _Batch(shard, tuple(own), turn)
+        yield _Batch(file, shard, tuple(own), turn)
 
 
 class Report(NamedTuple):
@@ -246,32 +261,6 @@ class Report(NamedTuple):
         told["damage"] = [one._asdict() for one in self.damage]
         speed = self.num_bytes / max(self.elapsed_s, 1e-9)
         return {"is_sound": not self.damage, **told, "bytes_per_s": speed}
-
-
-class _ReadFile(NamedTuple):
-    """A file that was read, and what it should be."""
-
-    file: WholeFile
-    measured: FileReading
-    known: FileSums | None  # from the manifest
-    wanted: str | None  # the hub's sha256
-
-    @property
-    def sums(self) -> FileSums:
-        """The checksums; the manifest's own where bytes are the same, also of a copied file."""
-        stamp = self.file.stamp
-        header = self.measured.sums[0]
-        spans = zip(self.file.spans, self.measured.sums, strict=True)
-        tensors = {span.name: own for span, own in spans if span.name is not None}
-        found = FileSums(stamp.num_bytes, stamp.written_ns, self.wanted, header, tensors)
-        if self.known is None or not have_same_bytes(found, self.known):
-            return found
-        return replace(self.known, sha256=self.wanted or self.known.sha256)
-
-    @property
-    def is_as_before(self) -> bool:
-        """Return whether the file has the bytes of the manifest."""
-        return self.known is not None and have_same_bytes(self.sums, self.known)
 
 
 def verify(
@@ -308,14 +297,14 @@ def verify(
 
         found_odd = (one for path in sorted(fresh) for one in undecoded(path))
         damage += [one for one in found_odd if (one.file, one.tensor) not in named]
-    found = {own.file.path.name: own.sums for own in seen}
+    found = {own.name: own.sums for own in seen}
     notes = [*_notes(whole, seen), *small, *_differing_files(known, found, manifest)]
     is_written = may_write and not damage and found != known
     if is_written and (why := _unwritable(manifest, found)):
         notes.append(why)
         is_written = False
     damaged = {one.file for one in damage}
-    sound = [own for own in seen if own.file.path.name not in damaged]
+    sound = [own for own in seen if own.name not in damaged]
     return Report(
         path=whole.path,
         num_files=len(whole.files),
@@ -333,13 +322,12 @@ def verify(
 
 def _read_all(
     whole: ModelSpans, known: Mapping[str, FileSums], progress: Progress
-) -> list[_ReadFile]:
-    """Read all files; compute the sha256 of those for which no manifest has it yet."""
-    before = [known.get(file.path.name) for file in whole.files]
-    hub = (hub_sum(file.path) for file in whole.files)
-    wanted = [one if is_sha256(one) else None for one in hub]
-    noted = [None if own is None else own.sha256 for own in before]
-    hashed = {index for index, one in enumerate(wanted) if one not in (None, noted[index])}
+) -> list[FileReading]:
+    seen = list[FileReading]()
+    for file in whole.files:
+        wanted = hub_sum(file.path)
+        known_sums = known.get(file.path.name)
+        seen.append(FileReading(file, known_sums, wanted if is_sha256(wanted) else None))
     done_bytes = 0
     total_bytes = whole.num_bytes
 
@@ -349,45 +337,44 @@ def _read_all(
         progress(done_bytes, total_bytes)
 
     try:
-        measured = measure(whole.files, hashed, on_bytes) if whole.files else []
+        if seen:
+            measure(seen, on_bytes)
     except ReadError as error:
         raise UserError(f"{error}") from None
     for file in whole.files:
         if stamp_of(file.path) != file.stamp:
             what = f"{file.path.name} was changed while it was read"
             raise UserError(f"{what}: ask again when no program writes to it")
-    return [_ReadFile(*one) for one in zip(whole.files, measured, before, wanted, strict=True)]
+    return seen
 
 
-def _judge(seen: _ReadFile, manifest: Path) -> list[Damage]:
-    name = seen.file.path.name
-    found = seen.measured
-    if found.failure:
-        return [Damage(name, "", found.failure)]
+def _judge(seen: FileReading, manifest: Path) -> list[Damage]:
+    if seen.failure:
+        return [Damage(seen.name, "", seen.failure)]
     damage = [
-        Damage(name, span.name, NOT_FINITE)
-        for span, bits in zip(seen.file.spans, found.tops, strict=True)
+        Damage(seen.name, span.name, NOT_FINITE)
+        for span, bits in zip(seen.file.spans, seen.tops, strict=True)
         if span.name is not None and span.form is not None and not is_finite(bits, span.form)
     ]
-    is_as_hub = found.sha256 is not None and found.sha256 == seen.wanted
+    sha256 = seen.sha256
+    is_as_hub = sha256 is not None and sha256 == seen.wanted
     if seen.known is not None and not is_as_hub:
         odd = {one.tensor for one in damage}
-        changed = differences(name, seen.sums, seen.known, manifest)
+        changed = differences(seen.name, seen.sums, seen.known, manifest)
         damage += [one for one in changed if one.tensor not in odd]
-    if found.sha256 is not None and not is_as_hub:
-        damage.append(Damage(name, "", _OTHER_SUM))
+    if sha256 is not None and not is_as_hub:
+        damage.append(Damage(seen.name, "", _OTHER_SUM))
     return damage
 
 
-def _notes(whole: ModelSpans, seen: Sequence[_ReadFile]) -> list[str]:
+def _notes(whole: ModelSpans, seen: Sequence[FileReading]) -> list[str]:
     tops = list[TensorMaximum]()
     for own in seen:
-        name = own.file.path.name
-        for span, bits in zip(own.file.spans, own.measured.tops, strict=True):
-            if span.name is None or span.form is None or own.measured.failure:
+        for span, bits in zip(own.file.spans, own.tops, strict=True):
+            if span.name is None or span.form is None or own.failure:
                 continue
             if span.hi > span.lo and is_finite(bits, span.form):
-                tops.append(TensorMaximum(span.name, name, span.is_matrix, span.form, bits))
+                tops.append(TensorMaximum(span.name, own.name, span.is_matrix, span.form, bits))
     lines = remarks(tops, has_zeros=has_zeros(whole.folder))
     for file in whole.files:
         if file.unread:
