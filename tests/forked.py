@@ -31,7 +31,6 @@ _PRELOADED = (
     "offload.cli.text_run",
     "offload.cli.chat_command",
     "offload.cli.generate_command",
-    "offload.cli.batch_run",
     "offload.cli.repl",
     "offload.distributed.join",
     "transformers.models.llama.modeling_llama",

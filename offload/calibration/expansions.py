@@ -98,9 +98,8 @@ def _comparisons(words: CodedWeight, faster: Expansion) -> Iterator[KernelCompar
     )
     for kind in _kinds(words, out):
         rival = REFERENCE._replace(**{kind: getattr(faster, kind)})
-        run, run_reference = (
-            partial(words.expand, into, how) for into, how in ((out, rival), (wanted, REFERENCE))
-        )
+        run = partial(words.expand, out, rival)
+        run_reference = partial(words.expand, wanted, REFERENCE)
         shape = f"{words.coding.name}, {' x '.join(map(str, words.shape))}"
         yield KernelComparison(
             kind, shape, run, run_reference, partial(_agree, run, run_reference, out, wanted)

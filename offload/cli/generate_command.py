@@ -110,7 +110,7 @@ def _write_many(
     if prompts is None or is_worker(options.ranks):
         requests = [*varied(common, text.samples)]
         with libraries(console):
-            from offload.cli.batch_run import write_samples
+            from offload.cli.text_run import write_samples
 
             write_samples(loading, console, requests, as_json=as_json)
         return
@@ -122,6 +122,6 @@ def _write_many(
     console.wait("reading prompts")
     tasks = read_tasks(prompts, common, text.samples, written_by, text.system)
     with open_results(text.out, tasks, prompts, console.text) as results, libraries(console):
-        from offload.cli.batch_run import write_batch
+        from offload.cli.text_run import write_batch
 
         write_batch(loading, console, tasks, results)
