@@ -19,7 +19,7 @@ def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
     """Return the file of many prompts, told by its name, if any. Raises `UserError` for odd flags."""
     file = text.file
     prompts = file if file is not None and file.suffix == _MANY else None
-    if prompts is not None and text.prompt is not None:
+    if file is not None and text.prompt is not None:
         raise UserError("-p and -f exclude each other: give one of them")
     is_unsaid = text.out is None or prompts is not None
     rule = f"`out` is for results of many prompts, -f FILE{_MANY}"
@@ -35,8 +35,6 @@ def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
 
 def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True) -> str:
     """Return what `-p`, `-f` or standard input give: one prompt. Raises `UserError`."""
-    if prompt is not None and file is not None:
-        raise UserError("-p and -f exclude each other: give one of them")
     if prompt not in (None, "-"):
         name = "-p"
         raw = os.fsencode(str(prompt))

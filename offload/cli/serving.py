@@ -13,7 +13,7 @@ from offload.cli.console import Console, Loading
 from offload.cli.live_line import plural
 from offload.cli.sampling import sampling_words
 from offload.engine.request import Request
-from offload.engine.service import Closing, Engine
+from offload.engine.service import ASK_LATER, Closing, Engine
 from offload.errors import UserError
 from offload.options import ServerOptions
 from offload.server.app import create_app
@@ -51,7 +51,7 @@ def serve_model(
 
     def check() -> None:
         if brake.is_set():
-            raise Closing("the server is closing: ask again later")
+            raise Closing(ASK_LATER)
 
     with (
         Listening(app, early.hand_over(), console.say) as listening,

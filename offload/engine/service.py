@@ -16,7 +16,7 @@ from offload.machine import give_back_memory
 
 # An idle server gives memory back then, and the next request pays for new pages.
 _IDLE_S = 5.0
-_ASK_LATER = "the server is closing: ask again later"
+ASK_LATER = "the server is closing: ask again later"
 
 
 class QueueFull(UserError):  # noqa: N818
@@ -96,7 +96,7 @@ class Engine:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-            self._scheduler.turn_away(Closing(_ASK_LATER))
+            self._scheduler.turn_away(Closing(ASK_LATER))
         self._ended.wait(max(0.0, grace_s))
         with self._changed:
             self._is_over = True
@@ -111,7 +111,7 @@ class Engine:
     def _require_room(self) -> None:
         with self._changed:
             if not self.is_open:
-                raise Closing(_ASK_LATER)
+                raise Closing(ASK_LATER)
             if self._scheduler.num_waiting + len(self._scheduler.active) >= self.most_requests:
                 self._scheduler.count(num_refused=1)
                 raise QueueFull(f"{self._max_waiting} requests wait already: ask again later")
@@ -138,7 +138,7 @@ class Engine:
             with self._changed:
                 self._is_closing = True
             self._scheduler.end_all(error)
-            self._scheduler.turn_away(error or Closing(_ASK_LATER))
+            self._scheduler.turn_away(error or Closing(ASK_LATER))
 
     def _has_work(self) -> bool:
         """Wait for some; False once there will be none."""

@@ -13,7 +13,6 @@ products, or to count a model that only torch can build.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 from offload.checkpoint.sizes import ModelFacts, model_shape, name_of
@@ -340,7 +339,7 @@ def compare_drafts(
     if draft is not None and copy_bits(draft) is None:
         kinds += [(draft, None), *((draft, dtype) for dtype in BITS)]
     kinds += [(f"self:{kind}", None) for kind in BITS]
-    how: Any = {"hardware": hardware, "disk_speed": disk_speed, "read": cache(read)}
+    how: Any = {"hardware": hardware, "disk_speed": disk_speed, "read": read}
     found = list[DraftCandidate]()
     for one, dtype in kinds:
         own = replace(options, tree="auto", draft_dtype=dtype)

@@ -21,7 +21,7 @@ from offload.declaration import options_at
 from offload.engine.job import Ticket
 from offload.engine.request import Request, samples_of
 from offload.engine.scheduler import EngineFigures
-from offload.engine.service import Closing, Engine, QueueFull
+from offload.engine.service import ASK_LATER, Closing, Engine, QueueFull
 from offload.errors import RunError, UserError, did_you_mean
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.sampling_options import Sampling
@@ -95,7 +95,7 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
 def closing() -> Refusal:
     """Return the refusal of a server that ends."""
     again = {"Retry-After": "10"}
-    return Refusal(503, "the server is closing: ask again later", code="closing", headers=again)
+    return Refusal(503, ASK_LATER, code="closing", headers=again)
 
 
 def loading() -> Refusal:
