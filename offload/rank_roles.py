@@ -144,9 +144,9 @@ def find_place(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
     )
 
 
-def require_place(environment: Mapping[str, str] = os.environ) -> RankInfo:
+def require_place() -> RankInfo:
     """Return what torchrun has set. Raises `UserError` where it has set nothing."""
-    if (place := find_place(environment)) is None:
+    if (place := find_place()) is None:
         rule = "`ranks` needs several processes that know each other"
         raise UserError(f"{rule}, got one by itself: {START}")
     return place

@@ -140,9 +140,9 @@ def with_rates(
     files: ModelFiles,
     num_nodes: int,
     *,
-    num_threads: int | None = None,
-    limit_bytes_per_s: float | None = None,
-    disk_bytes_per_s: float | None = None,
+    num_threads: int | None,
+    limit_bytes_per_s: float | None,
+    disk_bytes_per_s: float | None,
 ) -> MemoryBudget:
     """Return the budget with the rates of this machine's CPU, where plans may gain by them.
 

@@ -42,6 +42,9 @@ _MOST_LOGITS = 128  # rows that a device scores at once, see `sampling.logits`
 _DRAFT_STEPS = 4  # of which the first runs committed tokens
 _TOKENS_PER_STEP = 4  # that a draft has to catch up with, as in decoding
 _LEAST_S = 1e-7
+# for all modes, and for the sweeps of all sizes
+_MODES_S = 0.06
+_SWEEPS_S = 0.5
 _MAX_ROUNDS = 9
 
 
@@ -57,8 +60,6 @@ def fastest_mode(
     num_rows: int,
     width: int,
     dtype: torch.dtype,
-    *,
-    budget_s: float = 0.06,
     multiply: Multiply = linear,
 ) -> Fastest:
     """Return the mode with the shortest product of `num_rows` rows and a (width, width) matrix.
@@ -84,7 +85,7 @@ def fastest_mode(
             waiting.let_sleep(mode.is_asleep)
             compute = partial(_compute, rows, weight, multiply)
             compute()  # the first is not like the others
-            seen_s[mode] = median_s(partial(timed, compute), budget_s / len(modes), least_rounds=3)
+            seen_s[mode] = median_s(partial(timed, compute), _MODES_S / len(modes), least_rounds=3)
             if seen_s[mode] < 0.9 * seen_s[best]:
                 best = mode
     torch.set_num_threads(before)
@@ -130,16 +131,10 @@ def pick_threads(
 def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> Fastest:
     width = int(getattr(model.meta_model.config, "hidden_size", 0) or 1024)
     multiply = product_for(linear, torch.empty(0, dtype=model.dtype))
-    return fastest_mode(ladder, num_rows, min(width, 4096), model.dtype, multiply=multiply)
+    return fastest_mode(ladder, num_rows, min(width, 4096), model.dtype, multiply)
 
 
-def sweep_curve(
-    model: StreamedModel,
-    slab: np.ndarray,
-    sizes: Sequence[int] = SWEEP_SIZES,
-    *,
-    budget_s: float = 0.5,
-) -> Curve:
+def sweep_curve(model: StreamedModel, slab: np.ndarray, sizes: Sequence[int]) -> Curve:
     """Measure the compute time of a pass against its rows, by the typical layer's `slab`."""
     typical = model.typical_layer
     share = (
@@ -152,7 +147,7 @@ def sweep_curve(
         share = model.num_layers
     model.bind_layer(typical, slab)
     try:
-        return fill_curve(lambda size: _sweep_s(model, size, share), sizes, budget_s)
+        return fill_curve(lambda size: _sweep_s(model, size, share), sizes, _SWEEPS_S)
     finally:
         model.unbind_layer(typical)
 

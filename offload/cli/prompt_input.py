@@ -57,7 +57,7 @@ def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True
     return text
 
 
-def with_system(text: str, system: str | None, *, raw: bool = False) -> "Prompt | None":
+def with_system(text: str, system: str | None, *, raw: bool) -> "Prompt | None":
     """Return a prompt behind a `system` one; None leaves all to a session. Raises `UserError`."""
     if not system:
         return text or None
@@ -79,7 +79,7 @@ def decode(raw: bytes, name: str) -> str:
         raise UserError(f"{rule}: convert it first") from None
 
 
-def found_session(path: Path | None, ranks: str | None = None) -> Path | None:
+def found_session(path: Path | None, ranks: str | None) -> Path | None:
     """Return the file if it is there, else None. Raises `UserError` where it could not be written."""
     if path is None:
         return None
