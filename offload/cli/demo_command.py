@@ -5,7 +5,7 @@ from functools import partial
 
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console, ModelNames
+from offload.cli.console import Console, Loading, ModelNames
 from offload.cli.libraries import libraries
 from offload.cli.live_line import plural
 from offload.cli.prompt_input import read_prompt
@@ -46,7 +46,6 @@ def demo(
         from offload.checkpoint.packaged import PROMPT, inflated_target
         from offload.cli import demo as packaged
         from offload.cli import demo_run as run
-        from offload.engine.load import open_decoder
         from offload.engine.request import Request
 
         prompt = PROMPT if text_options.prompt is None else read_prompt(text_options.prompt, None)
@@ -58,7 +57,7 @@ def demo(
         with console.making_target() as landed:
             target = inflated_target(size_bytes, landed)
         draft = packaged.PAIR / "draft"
-        with open_decoder(target, draft, options, request, hooks=console.hooks) as decoder:
+        with Loading(str(target), str(draft), options).open(console, request) as decoder:
             names = ModelNames(target.name, "of the package")
             console.open(names, decoder, decoder.tree_choice(sampling))
             num_prompt = len(decoder.encode(prompt, raw=True))
