@@ -6,13 +6,19 @@ it has agreed with the reference at every coding of its kind.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload.calibration.trial import ComparisonOutcome, KernelComparison, compare, used
+from offload.calibration.trial import (
+    ComparisonOutcome,
+    KernelChoice,
+    KernelComparison,
+    choose,
+    compare,
+)
 from offload.checkpoint.layout import SlabLayout
 from offload.encoding.base import Coding
 from offload.kernels.compiled import HAS_NUMBA
@@ -30,21 +36,11 @@ WITHOUT_NUMBA = (
 _ENOUGH = 1 << 18
 
 
-class ExpansionChoice(NamedTuple):
-    """How a model's coded weights are expanded, and why."""
-
-    expansion: Expansion = REFERENCE
-    # one for each kind and coding
-    comparisons: tuple[ComparisonOutcome, ...] = ()
-    # for the user
-    notes: tuple[str, ...] = ()
-
-
 def choose_expansion(
     model: StreamedModel,
     fetch: Callable[[SlabLayout], np.ndarray],
     device: Device | None,
-) -> ExpansionChoice:
+) -> KernelChoice[Expansion]:
     """Compare expansions on words of the model's own layers, which are not bound yet.
 
     Args:
@@ -55,12 +51,11 @@ def choose_expansion(
     faster = _faster_expansion(model.place)
     if not codings or faster is None:
         missed = bool(codings) and model.place.type == "cpu"
-        return ExpansionChoice(notes=(WITHOUT_NUMBA,) if missed else ())
+        return KernelChoice(REFERENCE, notes=(WITHOUT_NUMBA,) if missed else ())
     outcomes = list[ComparisonOutcome]()
     for words in _examples(model, fetch, codings):
         outcomes += [compare(one, device) for one in _comparisons(words, faster)]
-    agreeing = {kind: getattr(faster, kind) for kind, is_used in used(outcomes).items() if is_used}
-    return ExpansionChoice(REFERENCE._replace(**agreeing), tuple(outcomes), tuple(_notes(outcomes)))
+    return choose(REFERENCE, faster, outcomes, *_notes(outcomes))
 
 
 def _faster_expansion(place: torch.device) -> Expansion | None:

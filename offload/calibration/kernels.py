@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offload.calibration.trial import ComparisonOutcome, KernelComparison, compare, used
+from offload.calibration.trial import KernelChoice, KernelComparison, choose, compare
 from offload.checkpoint.sizes import config_sizes, head_dim
 from offload.kernels.kv_commit import MAX_ROWS
 from offload.kernels.match_rows import match_rows_reference
@@ -131,28 +131,13 @@ def _norms_of(model: StreamedModel) -> Iterator[Norm]:
         yield Norm(width, form, model.dtype, weight is not None)
 
 
-class KernelChoice(NamedTuple):
-    """The kernels that a run takes, and why."""
-
-    kernels: KernelSet
-    # empty on a CPU, where no kernel runs
-    comparisons: tuple[ComparisonOutcome, ...]
-    # for the user
-    notes: tuple[str, ...] = ()
+NO_KERNELS = KernelChoice(REFERENCES)
 
 
-NO_KERNELS = KernelChoice(REFERENCES, ())
-
-
-def choose_kernels(shapes: Shapes, device: Device) -> KernelChoice:
+def choose_kernels(shapes: Shapes, device: Device) -> KernelChoice[KernelSet]:
     """Compare each kernel at each shape; return those that agree in place of their references."""
-    outcomes = [
-        compare(comparison, device) for comparison in comparisons(shapes, str(device.place))
-    ]
-    agreeing = {
-        kernel: getattr(KERNELS, kernel) for kernel, is_used in used(outcomes).items() if is_used
-    }
-    return KernelChoice(REFERENCES._replace(**agreeing), tuple(outcomes))
+    outcomes = [compare(one, device) for one in comparisons(shapes, str(device.place))]
+    return choose(REFERENCES, KERNELS, outcomes)
 
 
 def comparisons(shapes: Shapes, device: str) -> Iterator[KernelComparison]:

@@ -5,11 +5,13 @@ refused at one shape is not used at any.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 # a console line does without torch
 if TYPE_CHECKING:
     from offload.streaming.device import Device
+
+Functions = TypeVar("Functions")  # a record of them, such as `KernelSet`
 
 
 class KernelComparison(NamedTuple):
@@ -61,6 +63,24 @@ def used(outcomes: Iterable[ComparisonOutcome]) -> dict[str, bool]:
     for outcome in outcomes:
         found[outcome.kernel] = found.get(outcome.kernel, True) and not outcome.reason
     return found
+
+
+class KernelChoice(NamedTuple, Generic[Functions]):
+    """The functions that a run takes, and why."""
+
+    kernels: Functions
+    # empty where there is nothing to compare
+    comparisons: tuple[ComparisonOutcome, ...] = ()
+    # for the user
+    notes: tuple[str, ...] = ()
+
+
+def choose(
+    references: Any, kernels: Functions, outcomes: Sequence[ComparisonOutcome], *notes: str
+) -> KernelChoice[Functions]:
+    """Return the kernels that have agreed with their references, and the others' references."""
+    agreeing = {name: getattr(kernels, name) for name, is_used in used(outcomes).items() if is_used}
+    return KernelChoice(references._replace(**agreeing), tuple(outcomes), notes)
 
 
 def rows_of(outcomes: Sequence[ComparisonOutcome]) -> list[dict[str, object]]:

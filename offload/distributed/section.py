@@ -176,7 +176,7 @@ def load_section(
         for note in send_beside_layers(device, resources, model):
             run.hooks.on_note(note)
     model.read_rest(store.fetch)
-    model.expand_with(choose_expansion(model, store.fetch, device).expansion)
+    model.expand_with(choose_expansion(model, store.fetch, device).kernels)
     torch.set_num_threads(run.options.threads or pick_threads(model, None).start.sweep.num_threads)
     stream = open_layers(store, model.layer_layouts, plan, device, resources)
     stream.load_resident()

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload.calibration.expansions import ExpansionChoice, choose_expansion
+from offload.calibration.expansions import KernelChoice, choose_expansion
 from offload.checkpoint.generation_config import end_ids_of
 from offload.checkpoint.safetensors import Checkpoint
 from offload.engine.hooks import Progress
@@ -144,7 +144,7 @@ def _open_files(
     )
 
 
-def read_pair(pair: ModelPair) -> list[ExpansionChoice]:
+def read_pair(pair: ModelPair) -> list[KernelChoice]:
     """Read all of the draft, and of the target what lies around its layers.
 
     Returns how each one's coded weights are expanded. That is tried before layers are read, since a
@@ -208,10 +208,10 @@ def telling(pair: ModelPair) -> Callable[[], None]:
     return on_layer
 
 
-def _pick_expansion(pair: ModelPair, model: StreamedModel, store: ByteSource) -> ExpansionChoice:
+def _pick_expansion(pair: ModelPair, model: StreamedModel, store: ByteSource) -> KernelChoice:
     """Choose how a model's coded weights are expanded, and let them be so."""
     choice = choose_expansion(model, store.fetch, pair.run.device)
-    model.expand_with(choice.expansion)
+    model.expand_with(choice.kernels)
     pair.notes.extend(note for note in choice.notes if note not in pair.notes)
     return choice
 
@@ -244,6 +244,6 @@ def resident_model(
     with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, watcher=watcher)) as store:
         model.read_rest(store.fetch)
         if place == _HOST:
-            model.expand_with(choose_expansion(model, store.fetch, None).expansion)
+            model.expand_with(choose_expansion(model, store.fetch, None).kernels)
         model.hold_layers(store.fetch)
     return model

@@ -7,6 +7,7 @@ from offload.calibration.kernels import NO_KERNELS, KernelChoice
 from offload.drafting.lookup import NO_SOURCES, GuessSources
 from offload.engine.session import SessionModels
 from offload.engine.text import Tokenizer
+from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.planning.selector import TreeSelector
 from offload.sampling.grammar_mask import Grammars
@@ -25,7 +26,7 @@ class DecoderConfig(NamedTuple):
     grammars: Grammars
     threads: ThreadPolicy
     lenience: float = 1.0
-    choice: KernelChoice = NO_KERNELS
+    choice: KernelChoice[KernelSet] = NO_KERNELS
     tokenizer: Tokenizer | None = None
     # tokens that end a text
     end_ids: frozenset[int] = frozenset()

@@ -11,7 +11,7 @@ from stored import plain, quantised
 from torch import Tensor
 
 from offload.calibration import expansions as expansion_choice
-from offload.calibration.expansions import WITHOUT_NUMBA, choose_expansion
+from offload.calibration.expansions import WITHOUT_NUMBA, KernelChoice, choose_expansion
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE
@@ -37,7 +37,7 @@ class Opened:
         self.layers.append(self.model.layer_layouts.index(layout))
         return self.reader.fetch(layout)
 
-    def choose(self) -> expansion_choice.ExpansionChoice:
+    def choose(self) -> KernelChoice:
         with closing(self.reader):
             return choose_expansion(self.model, self.fetch, None)
 
@@ -46,7 +46,7 @@ class Opened:
 def test_what_agrees_is_used_for_the_kinds_that_the_model_has(recipe: str, tmp_path: Path) -> None:
     opened = Opened(tmp_path, recipe)
     chosen = opened.choose()
-    assert chosen.expansion == REFERENCE._replace(**{KINDS[recipe]: getattr(COMPILED, KINDS[recipe])})
+    assert chosen.kernels == REFERENCE._replace(**{KINDS[recipe]: getattr(COMPILED, KINDS[recipe])})
     assert opened.layers == [0] and chosen.notes == ()
     assert {one.kernel for one in chosen.comparisons} == {KINDS[recipe]}
     assert not any(one.reason for one in chosen.comparisons)
@@ -59,7 +59,7 @@ def test_one_bit_is_one_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(expansion_choice, "COMPILED", COMPILED._replace(float8=almost))
     chosen = Opened(tmp_path, "fp8-block").choose()
-    assert chosen.expansion == REFERENCE
+    assert chosen.kernels == REFERENCE
     (note,) = chosen.notes
     assert note == "float8 weights are expanded with torch: the faster function is not used, for its results differ"
 
@@ -70,13 +70,13 @@ def test_what_cannot_be_compiled_here_is_not_used(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(expansion_choice, "COMPILED", COMPILED._replace(float8=refuse))
     chosen = Opened(tmp_path, "fp8-block").choose()
-    assert chosen.expansion == REFERENCE
+    assert chosen.kernels == REFERENCE
     assert chosen.notes[0].endswith("is not used, for ImportError: Numba needs NumPy 2.4 or less")
 
 
 def test_nothing_is_read_of_plain_models(tmp_path: Path) -> None:
     opened = Opened(tmp_path, None)
-    assert opened.choose() == expansion_choice.ExpansionChoice()
+    assert opened.choose() == KernelChoice(REFERENCE)
     assert opened.layers == []
 
 
@@ -84,7 +84,7 @@ def test_what_is_missing_is_said_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(expansion_choice, "HAS_NUMBA", False)
     opened = Opened(tmp_path, "fp8-block")
     chosen = opened.choose()
-    assert (chosen.expansion, chosen.notes, opened.layers) == (REFERENCE, (WITHOUT_NUMBA,), [])
+    assert (chosen.kernels, chosen.notes, opened.layers) == (REFERENCE, (WITHOUT_NUMBA,), [])
     assert "pip install 'offload[fast]'" in WITHOUT_NUMBA
 
 
