@@ -18,7 +18,6 @@ from offload.calibration.threads import SWEEP_SIZES, draft_curve, sweep_curve
 from offload.checkpoint.layout import SlabLayout
 from offload.drafting.model import ModelDrafter
 from offload.kernels.jit import is_for_kernels
-from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.cuda_graphs import use_graphs
 from offload.model.norms import normalize_with
@@ -46,7 +45,7 @@ def calibrate(
     settings: RunSettings,
     *,
     threads: ThreadPolicy,
-    choice: KernelChoice[KernelSet],
+    choice: KernelChoice,
     link: Callable[[], float],
 ) -> None:
     """Find out what an automatic choice needs to know, and tell `trees`.
@@ -94,7 +93,7 @@ def pick_kernels(
     device: Device | None,
     plan: MemoryPlan,
     settings: RunSettings,
-) -> KernelChoice[KernelSet]:
+) -> KernelChoice:
     """Let a GPU use the kernels that agree, with which the draft's small passes are recorded."""
     if device is None or not is_for_kernels(device.place):
         return NO_KERNELS

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console, Loading
-from offload.cli.libraries import libraries
+from offload.cli.console import Console
+from offload.cli.libraries import Loading, libraries
 from offload.cli.prompt_input import found_session
 from offload.cli.sampling import GivenSampling
 from offload.options import ModelOptions, OutputOptions, SamplingOptions, TalkingModels, TextOptions

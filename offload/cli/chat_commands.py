@@ -94,7 +94,7 @@ class ChatCommands:
 
     def _save(self, name: str) -> None:
         path = self._file(name)
-        with self._console.saving():
+        with self._console.keeping("the session"):
             self._chat.save(path)
         self._say(f"kept in {path}")
 

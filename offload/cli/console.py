@@ -1,6 +1,5 @@
 """What a person sees beside the text: what goes on, what runs and where, the closing figures."""
 
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from offload.checkpoint.files import cache_folder
 from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, Phase, TextProgress, plural
 from offload.engine.hooks import Hooks
-from offload.interrupts import held_back
 from offload.options import OutputOptions
 from offload.stats import Stats
 from offload.units import format_bytes, is_decimal
@@ -21,10 +19,8 @@ from offload.units import format_bytes, is_decimal
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
     from offload.engine.decoder import Decoder
     from offload.engine.generation import Run
-    from offload.engine.request import Request
     from offload.memory.plan import MemoryPlan
     from offload.planning.cost_model import Prediction
-    from offload.planning.load_options import LoadOptions
     from offload.planning.selector import TreeChoice
 
 _CHOICES_SHOWN = 2
@@ -117,16 +113,6 @@ class Console(LiveLine):
             size = format_bytes(num_bytes, is_decimal=True)
             self.say(f"made the packaged model: {size}, which stay in {cache_folder()}")
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Tell that a session is written, and let what would end the program wait until it is."""
-        with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            try:
-                self.wait("keeping the session")
-                yield
-            finally:
-                self.clear()
-
     def count(self, done: int, total: int, label: str) -> None:
         """Show the progress of something that is counted."""
         self._phase(label).reach(done, total)
@@ -163,32 +149,6 @@ class ModelNames(NamedTuple):
         name = Path(model).absolute().name
         where = "" if ranks is None else " on rank 0"
         return cls(f"{name}{where}", draft and Path(draft).absolute().name)
-
-
-class Loading(NamedTuple):
-    """What is to be loaded, as the user names it."""
-
-    model: str
-    draft: str | None
-    options: "LoadOptions"
-    note: str = ""  # for the user, about the sampling
-
-    @property
-    def names(self) -> ModelNames:
-        return ModelNames.of(self.model, self.draft, self.options.ranks)
-
-    def open(
-        self, console: Console, request: "Request", check: Callable[[], None] = lambda: None
-    ) -> "Decoder":
-        """Load it, as the console shows; `check` is called where a layer has run."""
-        from offload.engine.load import open_decoder
-
-        def on_layer() -> None:
-            console.layer_done()
-            check()
-
-        hooks = console.hooks._replace(on_layer=on_layer)
-        return open_decoder(self.model, self.draft, self.options, request, hooks=hooks)
 
 
 def opening_lines(

@@ -5,8 +5,8 @@ from functools import partial
 
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console, Loading, ModelNames
-from offload.cli.libraries import libraries
+from offload.cli.console import Console, ModelNames
+from offload.cli.libraries import Loading, libraries
 from offload.cli.live_line import plural
 from offload.cli.prompt_input import read_prompt
 from offload.options import DemoOptions, ModelOptions, OutputOptions, TextOptions

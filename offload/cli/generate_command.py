@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console, Loading
-from offload.cli.libraries import libraries
+from offload.cli.console import Console
+from offload.cli.libraries import Loading, libraries
 from offload.cli.prompt_input import found_session, prompts_of, read_prompt, with_system
 from offload.cli.sampling import GivenSampling, found_grammar
 from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions

@@ -13,12 +13,14 @@ shows no more.
 import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import threading
 import time
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from io import UnsupportedOperation
@@ -264,6 +266,16 @@ class LiveLine:
             sys.stdout.flush()
             if self._redraws:
                 self._draw()
+
+    @contextmanager
+    def keeping(self, what: str) -> Iterator[None]:
+        """Show what is written to a file, and let what would end the program wait until it is."""
+        with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            try:
+                self.show(Phase(f"keeping {what}"))
+                yield
+            finally:
+                self.clear()
 
     def print(self, lines: str) -> None:
         """Print lines on stderr, above what is under way."""

@@ -12,7 +12,8 @@ from contextlib import ExitStack, closing, contextmanager
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput, SilentTerminal
-from offload.cli.console import Console, Loading, turn_line
+from offload.cli.console import Console, turn_line
+from offload.cli.libraries import Loading
 from offload.cli.live_line import plural, print_error
 from offload.engine.chat import Chat
 from offload.engine.request import Request
@@ -130,7 +131,7 @@ def answer_questions(
         # what could not be written is tried again at the next answer
         nonlocal kept
         if commands.session is not None and chat.messages != kept:
-            with console.saving():
+            with console.keeping("the session"):
                 chat.save(commands.session)
             kept = chat.messages
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from offload.checkpoint.files import read_small
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console, Loading
-from offload.cli.libraries import libraries
+from offload.cli.console import Console
+from offload.cli.libraries import Loading, libraries
 from offload.errors import UserError, installing, reason, require
 from offload.options import ModelOptions, OutputOptions, ServerOptions, TalkingModels
 from offload.server.listening import EarlyAnswers, bind, is_loopback

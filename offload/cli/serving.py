@@ -9,7 +9,8 @@ are told, and nothing is left behind.
 from threading import Event, Timer
 
 from offload.checkpoint.generation_config import served_sampling
-from offload.cli.console import Console, Loading
+from offload.cli.console import Console
+from offload.cli.libraries import Loading
 from offload.cli.live_line import plural
 from offload.cli.sampling import sampling_words
 from offload.engine.request import Request

@@ -16,7 +16,6 @@ from offload.checkpoint.hub import is_here, open_headers
 from offload.cli.batch_file import BatchTask, ResultsFile
 from offload.cli.console import (
     Console,
-    Loading,
     alpha_line,
     clipped_line,
     closing_lines,
@@ -24,6 +23,7 @@ from offload.cli.console import (
     place_line,
 )
 from offload.cli.flags import as_flags
+from offload.cli.libraries import Loading
 from offload.cli.live_line import BatchProgress, duration, plural
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
@@ -82,7 +82,7 @@ def _kept_text(decoder: Decoder, run: Run, path: Path | None, console: Console) 
         yield
     finally:
         if path is not None and run.sequence.new_ids:
-            with console.saving():
+            with console.keeping("the session"):
                 decoder.save_session(path)
 
 
