@@ -1,8 +1,8 @@
 """What a command loads: torch and transformers, without what no decoder needs of them, then models.
 
-Importing the libraries is most of a command's start, and half of that is torch's compiler and parts for many
-machines, named in decorators and type checks of functions that are never called here. Only the
-command line does this, whose process is its own.
+Importing the libraries is most of a command's start, and half of that is torch's compiler and parts
+for many machines, named in decorators and type checks of functions that are never called here. Only
+the command line does this, whose process is its own.
 """
 
 import gc
