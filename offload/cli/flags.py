@@ -13,7 +13,7 @@ import inspect
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,7 +26,7 @@ from offload import machine
 from offload.checkpoint.files import read_small
 from offload.declaration import GROUPS, Option, build, options_of
 from offload.errors import UserError, did_you_mean, reason, require
-from offload.options import RECORDS
+from offload.options import RECORDS, OutputOptions
 from offload.rank_roles import find_place, own_value
 
 TRACEBACK = "OFFLOAD_TRACEBACK"  # for those who take a line for a fault of ours; it sets no flag
@@ -122,6 +122,12 @@ def as_flags(message: str) -> str:
         return _DECLARED[name].flag + (f" {value}" if value else "")
 
     return re.sub(r'`(\w+)(?:="([^`"]*)")?`', flag, message)
+
+
+def ask_for_silence(words: Iterable[str]) -> bool:
+    """Return whether a command line wants no lines on stderr but errors."""
+    output = options_of(OutputOptions)
+    return not {*output["quiet"].flags, *output["as_json"].flags}.isdisjoint(words)
 
 
 def error_line(message: str) -> str:

@@ -21,7 +21,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from offload.cli.app import app
-from offload.cli.flags import error_line, grouped
+from offload.cli.flags import ask_for_silence, error_line, grouped
 from offload.cli.live_line import LiveLine, Phase, fitted, plural, print_error
 from offload.errors import TOLD, RankError, UserError, reason, require
 from offload.rank_roles import RankInfo, find_place
@@ -174,7 +174,7 @@ def run_ranks(plan: Launch) -> tuple[int, list[str]]:
 @contextmanager
 def _announced(plan: Launch) -> Iterator[None]:
     """Tell what is under way until ranks do: torch's launcher is slow, and hosts wait."""
-    is_quiet = bool({"-q", "--quiet", "--json"} & {*plan.command})
+    is_quiet = ask_for_silence(plan.command)
     line = LiveLine(is_off=is_quiet)
     try:
         line.show(Phase(f"starting {plural(plan.num_here, 'rank')}"))

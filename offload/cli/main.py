@@ -41,7 +41,7 @@ def main() -> None:
                 commands.pop("bench", None)
                 own = flags.find_defaults(commands)
             place = launch.begin(given, own.by_command.get(given[0], {}))
-            if own.notes and not {"-q", "--quiet", "--json"} & {*given}:
+            if own.notes and not flags.ask_for_silence(given):
                 print(*map(error_line, own.notes), sep="\n", file=sys.stderr)
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
         # A copy, since the option parser takes words away from what it is given.
