@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from offload.checkpoint.files import read_given
+from offload.checkpoint.identity import ModelIdentity
 from offload.cli.live_line import plural
 from offload.cli.prompt_input import decode, with_system
 from offload.declaration import listed, options_at, synonyms_at
@@ -27,9 +28,6 @@ from offload.errors import RunError, UserError, did_you_mean, ensure, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, find_grammar
 from offload.sampling_options import MOST_SAMPLES, NARROWING, Sampling
-
-if TYPE_CHECKING:
-    from offload.checkpoint.identity import ModelIdentity
 
 _DRAWING = options_at("batch", Sampling)
 _TEXT = options_at("batch", TextOptions)
@@ -210,8 +208,6 @@ class ResultsFile:
 
     def find(self, lines: Sequence[bytes], tasks: Sequence[BatchTask]) -> None:
         """Note what is done already. Raises `UserError` where a line is of other tasks."""
-        from offload.checkpoint.identity import ModelIdentity  # only a run needs it
-
         digests = {(task.index, task.sample): task.digest for task in tasks}
         seen = set[str]()
         for number, line in enumerate(lines, start=1):
@@ -238,7 +234,7 @@ class ResultsFile:
             self.done.add(key)
             self.num_failed += has_failed
 
-    def require(self, difference: "Callable[[ModelIdentity], str]") -> None:
+    def require(self, difference: Callable[[ModelIdentity], str]) -> None:
         """Raise `UserError` where a line is of another model; `difference` says in what."""
         for number, model in self.models.items():
             if what := difference(model):

@@ -6,18 +6,16 @@ With `--ranks`: which way of sharing a model is better on a cluster, and what ev
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
+from offload.checkpoint.sizes import ModelFacts
 from offload.cli.live_line import plural
+from offload.distributed.layout import RankPart
 from offload.memory.plan import LayerTier, MemoryPlan
+from offload.planning.cost_model import Prediction, PromptPass
+from offload.planning.hardware import KNOWN
+from offload.reports.estimate import DraftCandidate, Estimate, Packing
+from offload.reports.forecast import ClusterForecast, Forecast
 from offload.units import format_bytes
-
-if TYPE_CHECKING:  # they bring numpy along
-    from offload.checkpoint.sizes import ModelFacts
-    from offload.distributed.layout import RankPart
-    from offload.planning.cost_model import Prediction, PromptPass
-    from offload.reports.estimate import DraftCandidate, Estimate, Packing
-    from offload.reports.forecast import ClusterForecast, Forecast
 
 _gb = partial(format_bytes, is_decimal=True)
 _BAR_WIDTH = 32
@@ -28,8 +26,8 @@ _WAYS = {"shards": "a part of every layer on each rank", "stages": "layers of it
 
 
 def answer_lines(
-    found: "Estimate",
-    drafts: Sequence["DraftCandidate"] = (),
+    found: Estimate,
+    drafts: Sequence[DraftCandidate] = (),
     *,
     is_verbose: bool = False,
     is_decimal: bool = False,
@@ -59,7 +57,7 @@ def answer_lines(
     return "\n".join(lines)
 
 
-def _drafts_rows(drafts: Sequence["DraftCandidate"]) -> list[tuple[str, str]]:
+def _drafts_rows(drafts: Sequence[DraftCandidate]) -> list[tuple[str, str]]:
     """Return all ways to draft, the best first; what does not work is left to `--json`."""
     rows = list[tuple[str, str]]()
     for one in drafts:
@@ -73,7 +71,7 @@ def _drafts_rows(drafts: Sequence["DraftCandidate"]) -> list[tuple[str, str]]:
     return [] if len(rows) == 1 else rows  # one is what the headline says
 
 
-def _headline(found: "Estimate") -> str:
+def _headline(found: Estimate) -> str:
     if found.is_lower_bound and not found.plan.is_streamed:
         where = _where(found.plan)
         return f"It runs, and all of it stays {where}: computing alone decides how fast."
@@ -94,7 +92,7 @@ def _headline(found: "Estimate") -> str:
     return f"It runs: {least}{_range_words(best)} seconds per token{texts}{alone}{other}."
 
 
-def _range_words(one: "Prediction") -> str:
+def _range_words(one: Prediction) -> str:
     return _between(*map(seconds_words, one.s_per_token_range))
 
 
@@ -112,7 +110,7 @@ def seconds_words(seconds: float) -> str:
     return f"{seconds:{form}}"
 
 
-def model_words(model: "ModelFacts") -> str:
+def model_words(model: ModelFacts) -> str:
     """Return a model and its size, in words."""
     how = "in memory" if model.is_held else "as stored"
     words = f"{model.name}: {_count(model.num_parameters)} parameters, {_gb(model.num_bytes)} {how}"
@@ -124,7 +122,7 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
-def _machine_words(found: "Estimate", is_decimal: bool) -> str:
+def _machine_words(found: Estimate, is_decimal: bool) -> str:
     plan = found.plan
     hardware = found.hardware
     size = partial(format_bytes, is_decimal=is_decimal)
@@ -139,8 +137,6 @@ def _machine_words(found: "Estimate", is_decimal: bool) -> str:
         parts.append(f"a disk of {_gb(disk)}/s{', measured just now' if found.is_measured else ''}")
     if hardware is None:
         return ", ".join(parts)
-    from offload.planning.hardware import KNOWN  # which brings numpy along
-
     usual = KNOWN.get(hardware.name)
     assumed = " (assumed: --ram and --disk-speed say otherwise)" if usual is hardware else ""
     return f"{hardware.name}: {', '.join(parts)}{assumed}"
@@ -158,7 +154,7 @@ def _layers_words(plan: MemoryPlan) -> str:
     return f"{stay}, {' and '.join(come)} in every pass"
 
 
-def _experts_words(found: "Estimate") -> str:
+def _experts_words(found: Estimate) -> str:
     plan = found.plan
     share = plan.num_kept_experts / plan.num_experts
     words = f"{plan.num_kept_experts:,} of {plan.num_experts:,} stay ({share:.0%})"
@@ -169,7 +165,7 @@ def _experts_words(found: "Estimate") -> str:
     return words
 
 
-def _sweep_words(found: "Estimate") -> str:
+def _sweep_words(found: Estimate) -> str:
     plan = found.plan
     words = f"one pass over the weights moves {_gb(found.sweep_bytes)}"
     if plan.has_experts:
@@ -196,7 +192,7 @@ _LIMITS = {
 }
 
 
-def _prompt_words(prompt: "PromptPass", *, is_least: bool) -> str:
+def _prompt_words(prompt: PromptPass, *, is_least: bool) -> str:
     form = ".3g" if prompt.tokens_per_s < 1000 else ",.0f"
     speed = f"{prompt.tokens_per_s:{form}} tokens/s"
     took = seconds_words(prompt.seconds)
@@ -205,7 +201,7 @@ def _prompt_words(prompt: "PromptPass", *, is_least: bool) -> str:
     return f"{words}; with computing, as this processor did it just now" if is_least else words
 
 
-def _packing_words(packing: "Packing", found: "Estimate") -> str:
+def _packing_words(packing: Packing, found: Estimate) -> str:
     if packing.forecast.share is None:
         return "unknown: float16 loses a quarter where it stems from bfloat16, which plan sees where its weights are"
     basis = "by its weights" if packing.forecast.is_sampled else "as usual"
@@ -220,7 +216,7 @@ def _packing_words(packing: "Packing", found: "Estimate") -> str:
     return f"{words}, {seconds_words(packing.sweep_s)} s instead of {seconds_words(found.sweep_s)}"
 
 
-def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:
+def _tokens_words(found: Estimate, *, is_verbose: bool) -> str:
     best = found.predictions[-1]
     low, high = (f"{tokens:.1f}" for tokens in best.tokens_range)
     if best.shape.num_nodes == 1:
@@ -240,12 +236,12 @@ def wrapped(label: str, words: str) -> str:
     )
 
 
-def _table(predictions: Sequence["Prediction"]) -> list[str]:
+def _table(predictions: Sequence[Prediction]) -> list[str]:
     columns = f"{'tokens':>7} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
     return [f"{'':>19} {columns}", *map(_row, predictions)] if predictions else []
 
 
-def _row(one: "Prediction") -> str:
+def _row(one: Prediction) -> str:
     step = one.step
     terms = f"{one.tokens_per_sweep:>7.2f} {step.draft_s:>10.3f} {step.link_s:>11.3f} {step.compute_s:>11.3f}"
     return f"{one.label:>19} {terms} {one.s_per_token:>8.3f}  {step.limit}"
@@ -299,7 +295,7 @@ def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int, is_decimal: boo
     return "\n".join(lines)
 
 
-def cluster_lines(found: "Forecast", *, is_verbose: bool = False) -> str:
+def cluster_lines(found: Forecast, *, is_verbose: bool = False) -> str:
     """Return the better way as the headline, what it rests on, then both ways rank by rank.
 
     With `is_verbose`, also what takes each rank's memory in the better way.
@@ -335,7 +331,7 @@ def cluster_lines(found: "Forecast", *, is_verbose: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _cluster_headline(found: "Forecast") -> str:
+def _cluster_headline(found: Forecast) -> str:
     best = found.best
     other = next(way for way in found.ways if way is not found.best)
     if found.is_link_alone and best.layout and not any(part.link_s for part in best.layout.parts):
@@ -347,7 +343,7 @@ def _cluster_headline(found: "Forecast") -> str:
 
 
 def _way_lines(
-    way: "ClusterForecast", parts: Sequence["RankPart"], is_link_alone: bool
+    way: ClusterForecast, parts: Sequence[RankPart], is_link_alone: bool
 ) -> Iterator[str]:
     yield f"{way.kind}: {_WAYS[way.kind]}"
     yield f"  {'rank':<11} {'share':>5} {'has':>13} {'memory':>18} {'reads':>8} {'at':>9} {'seconds':>7}"
@@ -369,7 +365,7 @@ def _way_lines(
         yield f"  {one.num_rows:<12} {times} {_gb(sum(one.sent_bytes)):>12}"
 
 
-def _rank_row(way: "ClusterForecast", part: "RankPart") -> str:
+def _rank_row(way: ClusterForecast, part: RankPart) -> str:
     has = "rows"
     if way.kind == "stages":
         has = f"layers {part.layers.start}-{part.layers.stop - 1}"
@@ -385,7 +381,7 @@ def _rank_row(way: "ClusterForecast", part: "RankPart") -> str:
     return f"  {part.machine.name:<11.11} {share:>5} {has:>13} {memory:>18} {reads} {seconds:>7}"
 
 
-def _waiting_words(way: "ClusterForecast", parts: Sequence["RankPart"]) -> str:
+def _waiting_words(way: ClusterForecast, parts: Sequence[RankPart]) -> str:
     """Return which rank the others wait for, and what that one does meanwhile."""
     times = [way.busy(part) for part in parts]
     slowest = max(range(len(times)), key=lambda rank: times[rank].seconds)
