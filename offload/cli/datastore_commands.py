@@ -195,8 +195,8 @@ def _write_store(
 
     The tokenizer of `model` lies in `place`. Returns what `--json` prints.
     """
-    from offload.datastore.build import Coder, joined
-    from offload.engine.text import load_tokenizer, render_chat
+    from offload.datastore.build import Coder
+    from offload.engine.text import load_tokenizer
 
     console.wait(f"reading the tokenizer of {model}")
     tokenizer = load_tokenizer(place)
@@ -212,16 +212,8 @@ def _write_store(
             num_new_tokens += len(ids)
             yield ids
 
-    def render(messages: "Messages") -> str:
-        if not tokenizer.chat_template:
-            return joined(messages)
-        try:
-            return render_chat(tokenizer, messages)
-        except Exception as error:  # of any kind: a template is a stranger's program
-            raise UserError(f"does not fit into the chat template ({reason(error)})") from None
-
     def documents() -> Iterator[str]:
-        for text in corpus.documents(render):
+        for text in corpus.documents(partial(_rendered, tokenizer)):
             done_bytes = corpus.done_bytes - since_bytes
             console.bytes_landed(done_bytes, corpus.num_bytes - since_bytes, "encoding")
             yield text
@@ -251,6 +243,18 @@ def _write_store(
     }
     console.say(_written_lines(store, corpus, told, is_decimal=console.is_decimal))
     return told
+
+
+def _rendered(tokenizer: "Tokenizer", messages: "Messages") -> str:
+    from offload.datastore.build import joined
+    from offload.engine.text import render_chat
+
+    if not tokenizer.chat_template:
+        return joined(messages)
+    try:
+        return render_chat(tokenizer, messages)
+    except Exception as error:  # of any kind: a template is a stranger's program
+        raise UserError(f"does not fit into the chat template ({reason(error)})") from None
 
 
 def _written_lines(
