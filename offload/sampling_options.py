@@ -1,7 +1,7 @@
 """The options that decide how tokens are drawn, each declared once and checked where it comes in."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from offload.declaration import check_numbers, number, option, options_of, whole_number
@@ -111,6 +111,11 @@ class Sampling:
     def is_adjusted(self) -> bool:
         penalties = (self.repeat_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties) or bool(self.logit_bias)
+
+    @property
+    def kind(self) -> "Sampling":
+        """Return the settings without the seed: what is learned of acceptance holds for these."""
+        return replace(self, seed=0)
 
     @property
     def unprofiled(self) -> str:

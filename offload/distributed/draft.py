@@ -18,15 +18,23 @@ much was run ahead, only how soon it comes; parents come before their children.
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from offload.checkpoint.sizes import config_sizes
-from offload.distributed.orders import HEAD, error_message, sampling_of, text_of
+from offload.distributed.orders import (
+    HEAD,
+    DraftNodeUpdate,
+    Least,
+    error_message,
+    read_grow,
+    sampling_of,
+    text_of,
+    tree_message,
+)
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.drafting.base import ByKind
 from offload.drafting.draft_model import Draft
@@ -45,47 +53,24 @@ _ROWS_PER_PASS = 8  # at most
 
 @dataclass(slots=True, eq=False)
 class DraftNode:
-    """A token after a path.
-
-    Attributes:
-        number: by which the head knows it; None was not told yet.
-        row: among the uncommitted rows; None was not run, or is committed.
-        children: of falling chance; None was not run.
-        score_V: what they are ranked by.
-    """
+    """A token after a path."""
 
     token: int
     position: int
     parent: "DraftNode | None" = None
     p: float = 1.0  # its own chance
     log_f: float = 0.0  # of its path below the first root of the text
-    number: int | None = None
-    row: int | None = None
-    children: "list[DraftNode] | None" = None
-    score_V: Tensor | None = None
-
-
-class DraftNodeUpdate(NamedTuple):
-    """A node as the head hears of it."""
-
-    number: int
-    parent: int
-    token: int
-    f: float  # chance of its path below the root
-    p: float
+    number: int | None = None  # by which the head knows it; None was not told yet
+    row: int | None = None  # of those uncommitted; None was not run, or is committed
+    children: "list[DraftNode] | None" = None  # of falling chance; None was not run
+    score_V: Tensor | None = None  # what they are ranked by
 
 
 class DraftTree:
     """A resident draft model, its cache of one text, and the tree below the last accepted token.
 
-    Args:
-        vocab_size: of the target.
-        num_rows: rows of the tree that the cache has room for, beside `context` committed tokens.
-
-    Attributes:
-        root: the newest committed token; its path begins every other.
-        capacity: `num_rows`.
-        vocab_size: of the target.
+    The cache has room for `context` committed tokens, and `num_rows` of the tree, its `capacity`.
+    The root is the newest committed token, whose path begins every other.
     """
 
     def __init__(self, model: StreamedModel, vocab_size: int, context: int, num_rows: int) -> None:
@@ -98,14 +83,12 @@ class DraftTree:
 
     @property
     def num_rows(self) -> int:
-        """U: rows that were run below the root."""
         return len(self._rows)
 
     def begin(self, tokens: Sequence[int], sampler: Sampler, calibration: DraftCalibration) -> None:
-        """Begin a text with these committed tokens, at least one.
+        """Begin a text; what it shares with the last one is not run again.
 
-        What it shares with the last text is not run again. `calibration` learns from the tokens that
-        follow.
+        `tokens` are committed ones, at least one; `calibration` learns from those that follow.
         """
         self._cache.clear(num_shared(self._tokens, tokens[:-1]))
         self._tokens = list(tokens)
@@ -139,9 +122,7 @@ class DraftTree:
     def best(
         self, num_nodes: int, least_f: float, least_p: float
     ) -> tuple[list[DraftNode], list[DraftNode]]:
-        """Return the best nodes not told yet, on paths that meet the cut-offs, as far as they are
-        certain, and those that have to be run to know more. Best first.
-        """
+        """Return best nodes not told yet that are certain, and those to run to know more."""
         nodes = list[DraftNode]()
         to_run = list[DraftNode]()
         num_seen = 0
@@ -161,10 +142,7 @@ class DraftTree:
         return nodes, to_run
 
     def _in_order(self, least_f: float, least_p: float) -> Iterator[DraftNode]:
-        """Yield the root, then all known nodes by falling f.
-
-        Of siblings the next one is looked at when one has been.
-        """
+        """Yield the root, then all known nodes by falling f, of siblings one after the other."""
         least_log_f = self.root.log_f + (math.log(least_f) if least_f > 0 else -math.inf)
         serial = count(1)
         heap = [(-self.root.log_f, 0, [self.root], 0)]
@@ -176,10 +154,7 @@ class DraftTree:
                     heapq.heappush(heap, (-others[at].log_f, next(serial), others, at))
 
     def run(self, nodes: Sequence[DraftNode]) -> None:
-        """Score nodes whose parents were run, in one pass.
-
-        The root comes alone, behind all that is committed.
-        """
+        """Score nodes whose parents were run, in one pass; the root comes alone."""
         is_root = nodes[0] is self.root
         logits_WV = self._draft.catch_up(self._tokens) if is_root else self._run_rows(nodes)
         score_WV = point_mass_scores(
@@ -197,10 +172,7 @@ class DraftTree:
             ]
 
     def tell(self, nodes: Sequence[DraftNode]) -> list[DraftNodeUpdate]:
-        """Return what the head has to hear: accepted tokens that it was not told, then these nodes.
-
-        The nodes get numbers.
-        """
+        """Return accepted tokens the head was not told, then these nodes, with numbers."""
         news = self._news
         self._news = []
         for node in nodes:
@@ -210,13 +182,7 @@ class DraftTree:
             node.number = next(self._numbers)
             news.append((node, node.parent.number))
         return [
-            DraftNodeUpdate(
-                self._number_of(node),
-                parent,
-                node.token,
-                min(1.0, math.exp(node.log_f - self.root.log_f)),
-                node.p,
-            )
+            DraftNodeUpdate(self._number_of(node), parent, node.token, node.p)
             for node, parent in news
         ]
 
@@ -267,11 +233,8 @@ _AHEAD = 2  # one of so many rows may be run before the head asks; the others ar
 
 @dataclass(slots=True)
 class _Asked:
-    """A GROW that was not answered yet."""
-
     num_nodes: int
-    least_f: float
-    least_p: float
+    least: Least
     num_passes: int = 0
 
 
@@ -284,10 +247,7 @@ def load_draft(run: ResolvedRun, context: int, num_rows: int) -> DraftTree:
 
 
 def serve_draft(transport: Transport, tree: DraftTree) -> None:
-    """Draft until the head says STOP.
-
-    Raises `RankError` where the head is lost; any other error is told to it, and raised.
-    """
+    """Draft until the head says STOP. Raises `RankError` for its loss; other errors it is told."""
     service = _DraftService(transport, tree)
     is_idle = True
     try:
@@ -319,14 +279,13 @@ class _DraftService:
         self._asked: _Asked | None = None
 
     def take(self, message: Message) -> None:
-        """Note what the head says."""
         if message.kind == Kind.RESET:
             self._begin(message)
         elif message.kind == Kind.ACCEPT:
             self._tree.accept(message.numbers)
-        elif message.kind == Kind.GROW and message.payload is not None:
+        elif message.kind == Kind.GROW:
             assert self._asked is None, "one question at a time"
-            self._asked = _Asked(message.numbers[0], *message.payload.tolist())
+            self._asked = _Asked(*read_grow(message))
         else:
             raise ValueError(f"a draft was told to {message.kind.name}")
 
@@ -339,7 +298,7 @@ class _DraftService:
             _, to_run = tree.best(_ANSWER, 1 / tree.capacity, 0.0)
             to_run = to_run[: max(0, room)]
         else:
-            nodes, to_run = tree.best(asked.num_nodes, asked.least_f, asked.least_p)
+            nodes, to_run = tree.best(asked.num_nodes, *asked.least)
             is_late = asked.num_passes >= _MOST_PASSES and bool(nodes)
             if len(nodes) == asked.num_nodes or not to_run or is_late:
                 self._answer(tree.tell(nodes))
@@ -353,13 +312,9 @@ class _DraftService:
         if self._asked is not None:  # at a tree that is gone
             self._answer([])
         sampling = sampling_of(message)
-        calibration = self._calibration[replace(sampling, seed=0)]
+        calibration = self._calibration[sampling.kind]
         self._tree.begin(text_of(message), Sampler(sampling, self._tree.vocab_size), calibration)
 
     def _answer(self, told: Sequence[DraftNodeUpdate]) -> None:
         self._asked = None
-        numbers = [number for node in told for number in (node.number, node.parent, node.token)]
-        payload = (
-            torch.tensor([(node.f, node.p) for node in told], dtype=torch.float64) if told else None
-        )
-        self._transport.send(HEAD, Channel.RESULT, Message(Kind.TREE, numbers, payload))
+        self._transport.send(HEAD, Channel.RESULT, tree_message(told))

@@ -6,6 +6,7 @@ rank's share can be timed, and tried out, alone.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,29 +32,18 @@ _TIMED_ROWS = (1, 16, 64, 256)
 _NUM_TIMES = 3
 
 
+@dataclass(eq=False, repr=False)
 class Exchange:
-    """One rank's part in the passes of a shared model.
+    """One rank's part in the passes of a shared model, exchanged through host memory."""
 
-    What is exchanged passes through host memory on every rank, on whatever each of them computes.
-
-    Args:
-        own_bytes: memory that this process took before it loaded anything.
-
-    Attributes:
-        num_passes: passes that all ranks have run together.
-        num_rows: rows of these passes.
-        row_bytes: what this rank sends in a pass for each row.
-        send: brings rows of the host to where this rank computes.
-    """
-
-    def __init__(self, transport: Transport, own_bytes: int = 0) -> None:
-        self._transport = transport
-        self._own_bytes = own_bytes
-        self._is_open = False
-        self.row_bytes = 0
-        self.send: Callable[[Tensor], Tensor] = lambda rows: rows
-        self.num_passes = 0
-        self.num_rows = 0
+    transport: Transport
+    _own_bytes: int = 0  # memory that this process took before it loaded anything
+    row_bytes: int = 0  # what this rank sends in a pass for each row
+    num_passes: int = 0  # that all ranks have run together
+    num_rows: int = 0  # of these passes
+    # brings rows of the host to where this rank computes
+    send: Callable[[Tensor], Tensor] = lambda rows: rows
+    _is_open: bool = False
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -70,14 +60,14 @@ class Exchange:
             return rows
         self.num_passes += 1
         self.num_rows += len(rows)
-        return self.send(self._transport.broadcast(rows.cpu()))
+        return self.send(self.transport.broadcast(rows.cpu()))
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """Return the columns of all ranks, of which `part`, (..., widths[rank]), has this one's."""
-        before = sum(widths[: self._transport.rank])
+        before = sum(widths[: self.transport.rank])
         if not self._is_open:
             return pad(part, (before, sum(widths) - before - part.shape[-1]))
-        return self.send(self._transport.gather(part.flatten(0, -2).cpu(), widths)).unflatten(
+        return self.send(self.transport.gather(part.flatten(0, -2).cpu(), widths)).unflatten(
             0, part.shape[:-1]
         )
 
@@ -87,7 +77,7 @@ class Exchange:
 
         def gather_all(num_rows: int) -> None:
             for widths in gathers.widths:
-                own = column.expand(num_rows, widths[self._transport.rank])
+                own = column.expand(num_rows, widths[self.transport.rank])
                 self.gather(own.contiguous(), widths)
 
         seconds = list[float]()
@@ -109,17 +99,18 @@ class Exchange:
             stream.bytes_read,
             stream.stall_s,
             self.row_bytes,
-            dict(self._transport.bytes_sent),
-            self._transport.exchange_s,
+            dict(self.transport.bytes_sent),
+            self.transport.exchange_s,
         )
 
 
-def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, rank: int) -> None:
+def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange) -> None:
     """Let every layer of a model without storage compute one rank's rows, and gather the others'.
 
     On the head the input of the first layer is shared with other ranks, which ask `Exchange.share`
     for it. Raises `UserError` for other modules.
     """
+    rank = exchange.transport.rank
     layers = layer_stacks(meta_model)[0]
     if rank == 0:
         layers[0].register_forward_pre_hook(partial(_share_input, exchange), with_kwargs=True)

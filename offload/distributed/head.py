@@ -23,10 +23,16 @@ from contextlib import suppress
 from enum import Enum
 from typing import Literal, NamedTuple
 
-import torch
-
-from offload.distributed.orders import reset_message
-from offload.distributed.runs import Issue, RunNode, RunStep, RunTable
+from offload.distributed.orders import (
+    Issue,
+    Least,
+    commit_message,
+    grow_message,
+    read_error,
+    read_tree,
+    reset_message,
+)
+from offload.distributed.runs import RunNode, RunStep, RunTable
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.engine.sharing import num_shared
 from offload.errors import RankError, require
@@ -37,25 +43,13 @@ from offload.sampling.sampler import require_token
 from offload.sampling_options import Sampling
 
 
-class Least(NamedTuple):
-    """Bounds of guesses that are asked for."""
-
-    f: float  # of the whole path below the root
-    p: float  # of the token alone, among its siblings
-
-
 class CutOff:
-    """The least chance of guesses.
+    """The least chance of guesses: by price, or by a rule.
 
-    By price, which stays: f must reach (seconds of one more row at the slowest stage) / (seconds of
-    a token). Or by PipeInfer's rule (2407.11798, section IV): guesses on unproved guesses must be
-    surer, whatever time they take,
+    By price f must reach (seconds of one more row at the slowest stage) / (seconds of a token). By
+    PipeInfer's rule (2407.11798, section IV) guesses on unproved guesses must be surer:
 
-    cut = start + recovery x (batches since a run was accepted) - decay x (attempts that found
-    nothing since then)
-
-    Args:
-        rule: None cuts by price.
+    cut = start + recovery x (batches since a run was accepted) - decay x (failed attempts since)
     """
 
     def __init__(self, row_s: float, rule: PaperCut | None = None) -> None:
@@ -153,8 +147,6 @@ _UNKNOWN = RowPrice()
 
 
 class _Draft(Enum):
-    """What is known of the draft's readiness."""
-
     IDLE = "may be asked"
     ASKED = "has not answered yet"
     OUTDATED = "has not answered yet, and the root has moved since"
@@ -206,10 +198,7 @@ class Head:
     def begin(
         self, tokens: Sequence[int], sampling: Sampling, end: int, most_kept: int = sys.maxsize
     ) -> None:
-        """Begin a text with these tokens, at least one, that has at most `end`.
-
-        What agrees with the text before is not run again, up to `most_kept` tokens.
-        """
+        """Begin a text of at most `end` tokens; up to `most_kept` of the last one's stay."""
         with held_back():
             self.end()
             known = self._tokens[: self._table.num_committed]
@@ -218,8 +207,7 @@ class Head:
             self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
             self._time.begin()
             self._tell("begun")
-            message = reset_message(num_kept, sampling)
-            self._data(Kind.RESET, message.numbers, message.payload)
+            self._data(reset_message(num_kept, sampling))
             self._ask_draft(reset_message(num_kept, sampling, self._tokens))
             for lo in range(num_kept, len(tokens), PROMPT_ROWS):
                 self._issue_prompt(lo, min(lo + PROMPT_ROWS, len(tokens)))
@@ -228,8 +216,7 @@ class Head:
     def advance(self, on_arrival: Callable[[], None] = lambda: None) -> list[int]:
         """Return the next tokens, at least one; none where the text has reached its end.
 
-        `on_arrival` is called when anything has arrived; what it raises leaves the text where it
-        is.
+        `on_arrival` hears of anything that arrives; what it raises leaves the text where it is.
         """
         while not self._table.is_complete:
             with held_back():  # what stages are told and what the table holds must be the same
@@ -270,11 +257,11 @@ class Head:
         run = self._table.new_run()
         num_rows = hi - lo
         sees = [list(range(row + 1)) for row in range(num_rows)]
-        rows = Issue(run, self._tokens[lo:hi], list(range(lo, hi)), sees)
+        issued = Issue(run, self._tokens[lo:hi], list(range(lo, hi)), sees)
         self._tell("issued", run, num_rows)
-        self._data(Kind.RUN, _run_numbers(rows, int(hi == len(self._tokens))))
+        self._data(issued.message(int(hi == len(self._tokens))))
         self._table.commit_prompt(run, num_rows)
-        self._data(Kind.COMMIT, [num_rows, *range(num_rows)])
+        self._data(commit_message(range(num_rows)))
 
     def _fill(self) -> None:
         """Issue and ask for all that may be issued and asked for now."""
@@ -284,7 +271,7 @@ class Head:
         while self._table.has_credit and (nodes := self._next_nodes()):
             issued = self._table.issue(nodes)
             self._tell("issued", issued.run, len(nodes))
-            self._data(Kind.RUN, _run_numbers(issued, len(nodes)))
+            self._data(issued.message(len(nodes)))
             self._draft = _Draft.IDLE if self._draft == _Draft.SHORT else self._draft
             self._ask_for_guesses()
 
@@ -305,10 +292,7 @@ class Head:
 
     @property
     def _num_wanted(self) -> int:
-        """Return how many guesses the next run needs.
-
-        Without continuous speculation, those of all runs at once.
-        """
+        """Return how many guesses the next run needs, or all at once, if not continuous."""
         num_runs = (
             1 if self._options.is_continuous else self._options.num_runs(len(self._roles.stages))
         )
@@ -327,8 +311,7 @@ class Head:
             return
         self._num_asked = self._num_wanted - len(self._guesses(self._num_wanted))
         if self._num_asked > 0:
-            least = torch.tensor(self._cut.least(self._time.token_s), dtype=torch.float64)
-            self._ask_draft(Message(Kind.GROW, [self._num_asked], least))
+            self._ask_draft(grow_message(self._num_asked, self._cut.least(self._time.token_s)))
             self._draft = _Draft.ASKED
 
     def _take(self, source: int, message: Message) -> None:
@@ -337,9 +320,7 @@ class Head:
         elif message.kind == Kind.TREE and source == self._roles.draft:
             self._take_tree(message)
         elif message.kind == Kind.ERROR and message.payload is not None:
-            raise RankError(
-                f"rank {source}: {bytes(message.payload.tolist()).decode(errors='replace')}"
-            )
+            raise RankError(f"rank {source}: {read_error(message)}")
         else:
             raise RankError(f"rank {source} has sent {message.kind.name}, which ends the text")
 
@@ -356,10 +337,7 @@ class Head:
         if self._num_stale:
             self._num_stale -= 1
             return
-        p_N = [] if message.payload is None else message.payload[:, 1].tolist()
-        numbers = iter(message.numbers)
-        nodes = zip(numbers, numbers, numbers, p_N, strict=True)
-        num_new = sum(self._table.offer(*node) is not None for node in nodes)
+        num_new = sum(self._table.offer(*node) is not None for node in read_tree(message))
         if num_new:
             self._cut.speculated()
         if self._draft == _Draft.OUTDATED or num_new >= self._num_asked:
@@ -372,7 +350,7 @@ class Head:
     def _take_step(self, step: RunStep) -> None:
         """Tell all ranks what was emitted, those first that need not go on."""
         self._cancel(step.dead)
-        self._data(Kind.COMMIT, [len(step.path), *step.path, *step.kept])
+        self._data(commit_message(step.path, step.kept))
         self._tokens += map(require_token, step.tokens)
         self._ask_draft(Message(Kind.ACCEPT, step.tokens))
         is_asked = self._draft in (_Draft.ASKED, _Draft.OUTDATED)
@@ -389,10 +367,8 @@ class Head:
         for run in runs:
             self._tell("cancelled", run)
 
-    def _data(
-        self, kind: Kind, numbers: Sequence[int] = (), payload: torch.Tensor | None = None
-    ) -> None:
-        self._transport.send(self._roles.stages[0], Channel.DATA, Message(kind, numbers, payload))
+    def _data(self, message: Message) -> None:
+        self._transport.send(self._roles.stages[0], Channel.DATA, message)
 
     def _ask_draft(self, message: Message) -> None:
         if self._roles.draft is not None and self._options.speculates:
@@ -402,21 +378,8 @@ class Head:
         self.listen(RunEvent(self._clock(), what, run, num))
 
 
-def _run_numbers(rows: Issue, num_drawn: int) -> list[int]:
-    """Return the numbers of a RUN; its last `num_drawn` rows are drawn."""
-    numbers = [rows.run, 0, len(rows.tokens), num_drawn]
-    for pair in zip(rows.tokens, rows.positions, strict=True):
-        numbers += pair
-    for seen in rows.sees:
-        numbers += [len(seen), *seen]
-    return numbers
-
-
 def _ways(roles: Roles) -> list[tuple[int, Channel]]:
-    """Return where anything for the head may arrive.
-
-    Rank 0 hears its own orders on the other channels.
-    """
+    """Return where anything for the head may arrive; rank 0 hears its own orders elsewhere."""
     ranks = sorted({*roles.stages, *([] if roles.draft is None else [roles.draft])})
     ways = [(rank, Channel.RESULT) for rank in ranks]
     ways += [(rank, Channel.CONTROL) for rank in ranks if rank != 0]

@@ -32,15 +32,14 @@ from offload.rank_roles import RankInfo, require_place
 from offload.streaming.summing import with_sum
 
 # the version of messages and handshakes; it changes where an older rank would misread them
-PROTOCOL = 2
+PROTOCOL = 3
 JOIN_LIMIT_S = 120.0
 EXCHANGE_LIMIT_S = 60.0
 _MAX_HANDSHAKE_BYTES = 65536
 # types of the values in a handshake
 _KINDS = (dict, dict, str, list)
 _ASK_AGAIN_S = 0.1
-# a wait in an exchange is longer than the limit, so that silence is noticed first
-_PATIENCE = 1.2
+_PATIENCE = 1.2  # a wait in an exchange is longer than the limit, so that silence is noticed first
 # time for rank 0 to print what it has heard, before torchrun ends it because another has ended
 _TELL_S = 1.0
 _READ_S = 5.0
@@ -55,14 +54,10 @@ _REMEDIES = {
 class RankHandshake(NamedTuple):
     """What a rank says of itself when it joins."""
 
-    # by the keys of `_REMEDIES`
-    must_agree: dict[str, str]
-    # proofs of the weights, see `ModelIdentity`
-    proofs: dict[str, str]
-    # a name, and what tells apart hosts of one name
-    host: str
-    # disks that weights are read from
-    disks: list[str]
+    must_agree: dict[str, str]  # by the keys of `_REMEDIES`
+    proofs: dict[str, str]  # proofs of the weights, see `ModelIdentity`
+    host: str  # a name, and what tells apart hosts of one name
+    disks: list[str]  # disks that weights are read from
 
     @classmethod
     def of_this(cls, model: ModelIdentity, options: str, shards: Sequence[Path]) -> "RankHandshake":
@@ -98,8 +93,7 @@ class Joined(NamedTuple):
     """Ranks that have found each other."""
 
     transport: Gloo
-    # by rank
-    handshakes: list[RankHandshake]
+    handshakes: list[RankHandshake]  # by rank
 
     def note(self) -> str:
         """Return what the user should know of where ranks are; empty where there is nothing."""
@@ -116,11 +110,10 @@ class Joined(NamedTuple):
 def meet_ranks(
     run: ResolvedRun, resources: ExitStack, transport: Transport | None
 ) -> tuple[Transport, tuple[str, ...]]:
-    """Return the way to all other ranks, who meet where torchrun's environment says, and notes.
+    """Return the way to all other ranks, open as long as `resources`, and notes.
 
-    It is open as long as `resources`. A transport that is there already is taken as it is.
-
-    Raises `UserError` where ranks do not come, or have other files or options.
+    They meet where torchrun's environment says; a transport that is given is taken as it is. Raises
+    `UserError` where ranks do not come, or have other files or options.
     """
     if transport is not None:
         return transport, ()
@@ -138,9 +131,7 @@ def meet_ranks(
 
 
 def _prove(run: ResolvedRun, joint: Joined, identity: ModelIdentity) -> None:
-    """Prove that all ranks have the same weights, of which each will read its share alone.
-
-    All are read once where nothing else proves it.
+    """Prove that all ranks have the same weights, if need be by reading all of them once.
 
     Raises `UserError` on all of them where they have not.
     """
@@ -233,10 +224,7 @@ def ended_by(transport: Gloo) -> Iterator[None]:
 
 
 def leave_reason(place: RankInfo, line: str, *, meet_s: float, heard_s: float) -> bool:
-    """Tell rank 0, which waits for this rank, why it does not join; return whether it has heard.
-
-    Raises `UserError`.
-    """
+    """Tell rank 0 why this rank does not join; return whether it has heard. Raises `UserError`."""
     store = meet(place, meet_s)
     due_s = monotonic() + heard_s
     try:
@@ -253,10 +241,7 @@ def leave_reason(place: RankInfo, line: str, *, meet_s: float, heard_s: float) -
 
 
 def meet(place: RankInfo, limit_s: float) -> dist.Store:
-    """Return the store that all ranks write to.
-
-    Raises `UserError` where it is not reached in time.
-    """
+    """Return the store that all ranks write to. Raises `UserError` where it is not reached."""
     is_host = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(
@@ -281,8 +266,7 @@ def exchange_handshakes(
 ) -> list[RankHandshake]:
     """Return the handshakes of all ranks.
 
-    Raises `UserError` with the rank that has not come in time or why one gave up, `RankError`
-    without a store.
+    Raises `UserError` for a rank that is late, or gave up, `RankError` without a store.
     """
     try:
         store.set(f"card/{place.rank}", json.dumps(mine._asdict()))
@@ -296,10 +280,7 @@ def exchange_handshakes(
 
 
 def _wait_for_readers(store: dist.Store, place: RankInfo) -> None:
-    """Have rank 0, whose end closes the store, stay until all ranks have read the handshakes.
-
-    A rank that dies meanwhile is not waited for longer than `_READ_S`.
-    """
+    """Have rank 0, whose end closes the store, stay until all have read it, or `_READ_S`."""
     store.set(f"read/{place.rank}", "")
     due_s = monotonic() + _READ_S
     keys = [f"read/{rank}" for rank in range(place.num_ranks)]
@@ -346,10 +327,7 @@ def compare(handshakes: Sequence[RankHandshake]) -> None:
 
 
 def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool) -> None:
-    """Refuse ranks with other weights, or in the end weights not proved to be the same.
-
-    Raises `UserError`.
-    """
+    """Raise `UserError` for other weights, or in the end weights not proved to be the same."""
     for rank, own in enumerate(proofs):
         is_same = proved(proofs[0], own)
         if is_same is False or (is_final and not is_same):
@@ -358,20 +336,13 @@ def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool)
 
 
 def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: float) -> Gloo:
-    """Return a transport over process groups that are made here.
-
-    Raises `UserError` where ranks cannot reach each other.
-    """
+    """Return a transport over new process groups. Raises `UserError` for ranks out of reach."""
     choose_interface(place.address, place.port)
     meeting = timedelta(seconds=limit_s)
     talking = timedelta(seconds=exchange_limit_s)
     try:
         dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=place.rank,
-            world_size=place.num_ranks,
-            timeout=talking,
+            "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=talking
         )
         channels = {one: dist.new_group(timeout=meeting, backend="gloo") for one in Channel}
         exchange = dist.new_group(timeout=_PATIENCE * talking, backend="gloo")

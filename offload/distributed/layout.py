@@ -29,6 +29,7 @@ from offload.checkpoint.families import has_encoder
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import ModelShape, config_sizes, head_dim, model_shape, text_config
 from offload.encoding.base import ENCODINGS, PLAIN_OF
+from offload.engine.resolve import FILLED_SHARE
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles
@@ -51,20 +52,16 @@ _EXPERTS = ("expert", "router", "mlp.gate.", "block_sparse_moe")
 class ShardRole(Enum):
     """What becomes of a product's rows on other ranks."""
 
-    # they stay there
-    OWN = 0
-    # its input is gathered, and its output
-    JOINED = 1
-    # its output is gathered
-    GATHERED = 2
+    OWN = 0  # they stay there
+    JOINED = 1  # its input is gathered, and its output
+    GATHERED = 2  # its output is gathered
 
 
 class ShardedMatrix(NamedTuple):
     """One matrix of every layer."""
 
     role: ShardRole
-    # the rows that each rank has
-    rows_R: tuple[MatrixRows, ...]
+    rows_R: tuple[MatrixRows, ...]  # the rows that each rank has
 
 
 class Sharding(NamedTuple):
@@ -79,7 +76,6 @@ class Sharding(NamedTuple):
 
     @property
     def percentages(self) -> str:
-        """The share of all rows that each rank has, in words."""
         counts = [
             sum(rows.num for rows in one)
             for one in zip(*(m.rows_R for m in self.matrices.values()), strict=True)
@@ -102,10 +98,7 @@ class Sharding(NamedTuple):
 
 
 def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding:
-    """Return shards of about these sizes, which add up to 1.
-
-    Raises `UserError` for families whose layers cannot be cut, and where a rank would get nothing.
-    """
+    """Return shards of about these sizes, which add up to 1. Raises `UserError` if uncuttable."""
     where = checkpoint.directory.name
     shapes = layer_tensors(checkpoint)
     codings = [one.name for one in checkpoint.codings]
@@ -153,10 +146,9 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
 def split_rows(
     num_rows: int, fractions: Sequence[float], step: int = _STEP
 ) -> tuple[MatrixRows, ...]:
-    """Split rows into whole steps, one at least for every rank, about as the fractions say.
+    """Split rows into whole steps, or single rows if few, about as the fractions say.
 
-    Small matrices are split by single rows. Raises `UserError` where there are fewer rows than
-    ranks.
+    Every rank has one at least. Raises `UserError` where there are fewer rows than ranks.
     """
     num_ranks = len(fractions)
     if num_rows < num_ranks:
@@ -180,10 +172,7 @@ def split_rows(
 
 
 def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) -> bool:
-    """Return whether layers are those of Llama.
-
-    There heads and features can be computed apart, and norms do not span them.
-    """
+    """Return whether heads and features can be computed apart, as in Llama."""
     sizes = config_sizes(checkpoint)
     num_heads = sizes.get("num_attention_heads", 0)
     num_groups = sizes.get("num_key_value_heads")
@@ -210,10 +199,7 @@ def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) 
 
 
 def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[float]) -> Sharding:
-    """Split whole key/value heads with their query heads.
-
-    Features and results even out what these leave uneven.
-    """
+    """Split whole key/value heads with their query heads; features and results even them out."""
     sizes = config_sizes(checkpoint)
     groups_R = split_rows(sizes["num_key_value_heads"], fractions, 1)
     of_group = (
@@ -246,8 +232,6 @@ def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[
 
 
 _KEYS = "self_attn.k_proj"
-# share of the context whose keys and values a pass reads on average
-_FILLED_SHARE = 0.5
 
 
 class ClusterRequest(NamedTuple):
@@ -261,7 +245,6 @@ class ClusterRequest(NamedTuple):
 
     @property
     def knows_compute(self) -> bool:
-        """Whether rates of computing are known of all ranks."""
         return all(machine.flops_per_s for machine in self.cluster.ranks)
 
 
@@ -269,16 +252,12 @@ class RankPart(NamedTuple):
     """What one rank has of the model."""
 
     machine: Hardware
-    # its own layers, or those of which it has rows
-    layers: range
-    # by matrix of these layers; empty where it has all rows
-    rows: dict[str, MatrixRows]
+    layers: range  # its own layers, or those of which it has rows
+    rows: dict[str, MatrixRows]  # by matrix of these layers; empty where it has all rows
     shape: ModelShape
     plan: MemoryPlan
-    # its share of all layers' bytes
-    fraction: float
-    # key/value heads, where attention is computed by the ranks that have them
-    num_heads: int = 0
+    fraction: float  # its share of all layers' bytes
+    num_heads: int = 0  # key/value heads, where attention is computed by the ranks that have them
 
     @property
     def link_s(self) -> float:
@@ -290,9 +269,8 @@ class RankPart(NamedTuple):
         """Seconds of its processor against rows; None where its rates are not known."""
         if self.machine.flops_per_s is None:
             return None
-        return costs_on(
-            self.machine, self.shape, None, int(_FILLED_SHARE * self.plan.context)
-        ).compute_s
+        positions = int(FILLED_SHARE * self.plan.context)
+        return costs_on(self.machine, self.shape, None, positions).compute_s
 
     def as_dict(self) -> dict[str, object]:
         """Return the figures by the names that `--json` uses."""
@@ -321,14 +299,13 @@ class ClusterLayout(NamedTuple):
             return NOTHING
         head = self.parts[0]
         draft = model_shape(request.files.draft, request.dtype)
-        return costs_on(head.machine, draft, draft, head.plan.context // 2).draft_step_s
+        return costs_on(
+            head.machine, draft, draft, int(FILLED_SHARE * head.plan.context)
+        ).draft_step_s
 
 
 def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
-    """Lay out rows of every layer on each rank.
-
-    Raises `UserError` for layers that cannot be cut, and for too little memory.
-    """
+    """Lay out rows of every layer on each rank. Raises `UserError`."""
     target = request.files.target
     machines = request.cluster.ranks
     even = share_layers(target, [1 / len(machines)] * len(machines))
@@ -343,28 +320,20 @@ def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
     sharding = share_layers(
         target, shard_fractions(capacities, Load(whole.layer_bytes, shared_kv_bytes))
     )
-    parts = tuple(_shard(request, num_nodes, sharding, rank) for rank in range(len(machines)))
-    return ClusterLayout(parts, gathers_of(target, sharding, request.dtype))
-
-
-def _shard(request: ClusterRequest, num_nodes: int, sharding: Sharding, rank: int) -> RankPart:
-    machine = request.cluster.ranks[rank]
-    files = shard_files(request.files, sharding, rank)
-    rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
-    shape = model_shape(files.target, request.dtype)
-    num_heads = 0
-    if sharding.has_own_heads:
-        num_heads = rows[_KEYS].num // head_dim(config_sizes(files.target))
-    plan = _plan(request, num_nodes, machine, files)
-    fraction = _fraction(request, files.target)
-    return RankPart(machine, range(len(shape.layer_bytes)), rows, shape, plan, fraction, num_heads)
+    parts = list[RankPart]()
+    for rank, machine in enumerate(machines):
+        files = shard_files(request.files, sharding, rank)
+        rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
+        part = _part(request, num_nodes, machine, files, range(len(whole.layer_bytes)))
+        num_heads = 0
+        if sharding.has_own_heads:
+            num_heads = rows[_KEYS].num // head_dim(config_sizes(files.target))
+        parts.append(part._replace(rows=rows, num_heads=num_heads))
+    return ClusterLayout(tuple(parts), gathers_of(target, sharding, request.dtype))
 
 
 def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
-    """Lay out layers on each rank.
-
-    Raises `UserError` for more ranks than layers, and for too little memory.
-    """
+    """Lay out layers on each rank. Raises `UserError`."""
     target = request.files.target
     ranks = request.cluster.ranks
     if has_encoder(target.config):
@@ -384,15 +353,24 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
         capacity, num_slots = _capacity(request, num_nodes, machine, files, 0)
         capacities.append(capacity)
     load = Load(whole.layer_bytes, whole.kv_bytes_per_token * num_slots)
-    parts = list[RankPart]()
-    for rank, layers in enumerate(stage_layers(capacities, load)):
-        files = files_of(rank, layers.start, layers.stop)
-        shape = model_shape(files.target, request.dtype)
-        plan = _plan(request, num_nodes, ranks[rank], files)
-        parts.append(
-            RankPart(ranks[rank], layers, {}, shape, plan, _fraction(request, files.target))
-        )
-    return ClusterLayout(tuple(parts), Hops(len(ranks), *_row_sizes(target, request.dtype)))
+    parts = tuple(
+        _part(request, num_nodes, ranks[rank], files_of(rank, layers.start, layers.stop), layers)
+        for rank, layers in enumerate(stage_layers(capacities, load))
+    )
+    return ClusterLayout(parts, Hops(len(ranks), *_row_sizes(target, request.dtype)))
+
+
+def _part(
+    request: ClusterRequest, num_nodes: int, machine: Hardware, files: ModelFiles, layers: range
+) -> RankPart:
+    """Return what a rank has that reads all of these files, with its share of all layers' bytes."""
+    own_bytes, whole_bytes = (
+        checkpoint_of(one, layers_alone(one)).num_bytes
+        for one in (files.target, request.files.target)
+    )
+    shape = model_shape(files.target, request.dtype)
+    plan = _plan(request, num_nodes, machine, files)
+    return RankPart(machine, layers, {}, shape, plan, own_bytes / whole_bytes)
 
 
 def gathers_of(target: Checkpoint, sharding: Sharding, dtype: str) -> Gathers:
@@ -421,14 +399,6 @@ def layers_alone(checkpoint: Checkpoint) -> Section:
     )
 
 
-def _fraction(request: ClusterRequest, own: Checkpoint) -> float:
-    """Return a rank's share of all layers' bytes in the files."""
-    part, whole = (
-        checkpoint_of(one, layers_alone(one)).num_bytes for one in (own, request.files.target)
-    )
-    return part / whole
-
-
 def _plan(
     request: ClusterRequest,
     num_nodes: int,
@@ -452,15 +422,14 @@ def _capacity(
 ) -> tuple[RankCapacity, int]:
     """Return what a rank has for layers and cache, and how many slots a cache has.
 
-    `kept_bytes` of each slot it keeps in any case. Raises `UserError` where everything else leaves
-    nothing.
+    `kept_bytes` of each slot it keeps in any case. Raises `UserError` where nothing is left.
     """
     unlimited = _plan(request, num_nodes, machine, files, is_unlimited=True)
     compute_s = 0.0
     target = request.files.target
     if request.knows_compute:
         layers = model_shape(checkpoint_of(target, layers_alone(target)), request.dtype)
-        positions = int(_FILLED_SHARE * unlimited.context)
+        positions = int(FILLED_SHARE * unlimited.context)
         compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)
     capacity = RankCapacity.beside(
         unlimited,

@@ -1,7 +1,7 @@
-"""The numbers of messages to ranks that serve, and what ranks settle before the first pass.
+"""What the numbers of each message are, for both of its ends, and what ranks settle before a pass.
 
-Orders are runs and commits of stages, how a text is drawn, and why a rank fails. Between joining
-and the first pass every rank says something small, and all ranks hear it.
+Orders are runs and commits of stages, how a text is drawn, guesses, and why a rank fails. Between
+joining and the first pass every rank says something small, and all ranks hear it.
 
 Invariant: numbers that cannot be an order raise `ValueError`, before anything is computed.
 """
@@ -17,6 +17,25 @@ from offload.declaration import options_of
 from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.errors import RankError, UserError, ensure, reason
 from offload.sampling_options import Sampling
+
+
+class Issue(NamedTuple):
+    """A run as the head issues it: w rows behind the U that are there."""
+
+    run: int
+    tokens: list[int]
+    positions: list[int]
+    # per row the uncommitted rows that it looks at, in [0, U + w), ascending, itself the last
+    sees: list[list[int]]
+
+    def message(self, num_drawn: int) -> Message:
+        """Return a RUN; the last `num_drawn` of its rows are drawn."""
+        numbers = [self.run, 0, len(self.tokens), num_drawn]
+        for pair in zip(self.tokens, self.positions, strict=True):
+            numbers += pair
+        for seen in self.sees:
+            numbers += [len(seen), *seen]
+        return Message(Kind.RUN, numbers)
 
 
 class RunMessage(NamedTuple):
@@ -51,11 +70,13 @@ def read_run(numbers: Sequence[int], num_uncommitted: int) -> RunMessage:
     return RunMessage(number, bool(is_dead), num_drawn, token_W, position_W, sees_WU)
 
 
-def read_commit(numbers: Sequence[int], num_uncommitted: int) -> tuple[list[int], list[int]]:
-    """Read a COMMIT of `num_uncommitted` rows, none of them named twice.
+def commit_message(path: Sequence[int], kept: Sequence[int] = ()) -> Message:
+    """Return a COMMIT of the rows of a path, and those that stay uncommitted, in their new order."""
+    return Message(Kind.COMMIT, [len(path), *path, *kept])
 
-    Return those that are committed, and those that stay uncommitted, in their new order.
-    """
+
+def read_commit(numbers: Sequence[int], num_uncommitted: int) -> tuple[list[int], list[int]]:
+    """Return the rows of a `commit_message`, of `num_uncommitted` that there are, none named twice."""
     num_path, *rows = numbers
     is_sound = (
         len({*rows}) == len(rows)
@@ -75,10 +96,7 @@ _REAL = [name for name, one in options_of(Sampling).items() if one.kind is float
 
 
 def reset_message(num_kept: int, sampling: Sampling, tokens: Sequence[int] = ()) -> Message:
-    """Return a RESET: how the tokens of a text are drawn, and how many are kept.
-
-    To a draft it brings the text itself.
-    """
+    """Return a RESET: how tokens are drawn, how many are kept, and to a draft the text itself."""
     numbers = [num_kept, *(getattr(sampling, name) for name in _WHOLE), *tokens]
     law = torch.tensor([getattr(sampling, name) for name in _REAL], dtype=torch.float64)
     return Message(Kind.RESET, numbers, law)
@@ -96,9 +114,58 @@ def text_of(reset: Message) -> Sequence[int]:
     return reset.numbers[1 + len(_WHOLE) :]
 
 
+class Least(NamedTuple):
+    """Bounds of guesses that are asked for."""
+
+    f: float  # of the whole path below the root
+    p: float  # of the token alone, among its siblings
+
+
+def grow_message(num_nodes: int, least: Least) -> Message:
+    """Return a GROW: so many guesses within these bounds are asked for."""
+    return Message(Kind.GROW, [num_nodes], torch.tensor(least, dtype=torch.float64))
+
+
+def read_grow(message: Message) -> tuple[int, Least]:
+    """Return what a `grow_message` asks for."""
+    if message.payload is None:
+        raise ValueError("guesses are asked for within bounds")
+    return message.numbers[0], Least(*message.payload.tolist())
+
+
+class DraftNodeUpdate(NamedTuple):
+    """A guess as the head hears of it."""
+
+    number: int
+    parent: int
+    token: int
+    p: float  # its chance among its siblings
+
+
+def tree_message(told: Sequence[DraftNodeUpdate]) -> Message:
+    """Return a TREE: what a draft proposes, parents before their children."""
+    numbers = [number for node in told for number in node[:3]]
+    p_N = torch.tensor([node.p for node in told], dtype=torch.float64) if told else None
+    return Message(Kind.TREE, numbers, p_N)
+
+
+def read_tree(message: Message) -> list[DraftNodeUpdate]:
+    """Return what a `tree_message` proposes."""
+    p_N = [] if message.payload is None else message.payload.tolist()
+    numbers = iter(message.numbers)
+    return [DraftNodeUpdate(*node) for node in zip(numbers, numbers, numbers, p_N, strict=True)]
+
+
 def error_message(error: Exception) -> Message:
     """Return an ERROR with its reason, in UTF-8."""
     return Message(Kind.ERROR, (), torch.tensor(list(reason(error).encode()), dtype=torch.uint8))
+
+
+def read_error(message: Message) -> str:
+    """Return the reason of an `error_message`."""
+    return bytes([] if message.payload is None else message.payload.tolist()).decode(
+        errors="replace"
+    )
 
 
 HEAD = 0  # the rank that has the text
@@ -107,10 +174,7 @@ T = TypeVar("T")
 
 
 def all_gather_objects(transport: Transport, value: Any) -> list[Any]:
-    """Return the values of all ranks, in their order; each is anything that JSON has.
-
-    Returns when the last rank has spoken.
-    """
+    """Return what each rank says, anything that JSON has, when the last one has spoken."""
     ranks = range(transport.num_ranks)
     if transport.rank != HEAD:
         transport.send(HEAD, Channel.DATA, _word(value))
@@ -130,20 +194,14 @@ def broadcast_from_head(transport: Transport, value: Any = None) -> Any:
 
 
 def agree_on(transport: Transport, refusal: str | None = None) -> None:
-    """Go on where no rank objects.
-
-    Raises `UserError` on all ranks where one objects, with its reason.
-    """
+    """Go on where no rank objects. Raises `UserError` on all, with the reason, where one does."""
     for rank, line in enumerate(all_gather_objects(transport, refusal)):
         if line is not None:
             raise UserError(f"rank {rank}: {line}")
 
 
 def try_together(transport: Transport, attempt: Callable[[], T]) -> T:
-    """Return what this rank's attempt gives, when no rank's is refused.
-
-    Raises `UserError` as `agree_on` does.
-    """
+    """Return what this rank's attempt gives, when no rank's is refused; raises as `agree_on`."""
     try:
         found = attempt()
     except UserError as error:

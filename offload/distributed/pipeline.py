@@ -30,10 +30,9 @@ def open_pipeline(
     transport: Transport | None = None,
     request: Request | None = None,
 ) -> PipelineDecoder:
-    """Return the head's decoder, once all ranks have loaded.
+    """Return the head's decoder; on any other rank serve to the end, then raise `SystemExit`.
 
-    On any other rank: serve to the end, then raise `SystemExit`. Raises `UserError` where ranks do
-    not come or do not fit, or the request cannot be served, and `ReadError`.
+    Raises `UserError` where ranks or the request do not fit, and `ReadError`.
     """
     roles, pipeline = run.options.pipeline_roles(has_draft=run.files.draft is not None)
     refuse_encoders(run.files)

@@ -15,13 +15,13 @@ from torch import Tensor
 from offload.checkpoint.generation_config import end_ids_of
 from offload.distributed.head import Head
 from offload.distributed.pipeline_rank import PipelineRank
-from offload.drafting.base import NoDrafter, NoState
+from offload.drafting.base import NoState
+from offload.drafting.lookup import NO_SOURCES, LookupDrafter
 from offload.engine.decoder import Decoder, RunStart
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.sequence import Sequence
-from offload.engine.session import SessionModels
 from offload.errors import UserError
 from offload.planning.selector import TreeSelector
 from offload.sampling.grammar_mask import Grammars
@@ -30,10 +30,7 @@ from offload.threads import ThreadPolicy
 
 
 def check_stages(request: Request) -> None:
-    """Refuse what needs a text's past, or logits, where tokens are drawn: a stage has neither.
-
-    Raises `UserError`.
-    """
+    """Raise `UserError` for what needs a text's past, or logits: no stage has them."""
     remedy = "leave them out, or use `ranks` shards"
     if request.sampling.is_adjusted:
         raise UserError(
@@ -48,11 +45,7 @@ def check_stages(request: Request) -> None:
 
 
 class NullCache(NoState):
-    """What stands for a cache here: the stages have those of the target.
-
-    Attributes:
-        length: tokens that a text may keep of the one before.
-    """
+    """What stands for a cache here; of the text before, `length` tokens may be kept."""
 
     length = 0
 
@@ -91,10 +84,9 @@ class RemoteTarget:
 
 
 class PipelineDecoder(Decoder):
-    """A `Decoder` over the head of a pipeline.
+    """A `Decoder` over the head of a pipeline, whose trees the draft rank guesses run by run.
 
-    Its trees are made of what the draft rank guesses, run by run. A step waits for tokens of runs
-    that are on their way anyway, and `on_layer` is called when ranks have computed anything.
+    A step waits for tokens of runs that are on their way, and `on_layer` hears of what arrives.
     """
 
     def __init__(
@@ -107,7 +99,8 @@ class PipelineDecoder(Decoder):
         notes: list[str],
     ) -> None:
         elsewhere: Any = RemoteTarget(rank.vocab_size)
-        super().__init__(elsewhere, NoDrafter(), settled, resources=resources, notes=notes)
+        drafter = LookupDrafter(NO_SOURCES, float)
+        super().__init__(elsewhere, drafter, settled, resources=resources, notes=notes)
         self._head = head
         self._on_layer = rank.run.hooks.on_layer
         self._last = list[Sequence]()
@@ -136,12 +129,10 @@ class PipelineDecoder(Decoder):
         sequence.stats.add_step(Transfers(), draft_s=0.0, sweep_s=took_s, verify_s=0.0)
         return [counted]
 
-    def check(
-        self, request: Request, *, tree: str | None = None, rule: str | None = None
-    ) -> RunStart:
+    def check(self, request: Request) -> RunStart:
         """Check as every decoder does, and raise `UserError` where stages cannot draw the text."""
         check_stages(request)
-        return super().check(request, tree=tree, rule=rule)
+        return super().check(request)
 
     def _other_rule(self, name: str) -> NoReturn:
         raise UserError(
@@ -164,14 +155,10 @@ def settled_of(rank: PipelineRank) -> DecoderConfig:
     run = rank.run
     plan = rank.own_plan()
     assert plan is not None, "rank 0 is a stage"
-    identities = Identities(run.files, run.open_source)
-    models = SessionModels(
-        *run.files, run.options.dtype, plan.context, plan.has_longest_context, identities
-    )
     end_ids = end_ids_of(run.files.target)
     return DecoderConfig(
         plan=plan,
-        models=models,
+        identities=Identities(run.files, run.open_source, dtype=run.options.dtype),
         trees=TreeSelector.without_trees(plan),
         rule=run.options.rule,
         threads=ThreadPolicy.fixed(torch.get_num_threads()),

@@ -34,7 +34,6 @@ class PipelineRank(NamedTuple):
 
     @property
     def stage(self) -> int | None:
-        """Which of them it is; None where it only drafts."""
         return next(
             (index for index, rank in enumerate(self.roles.stages) if rank == self.transport.rank),
             None,
@@ -42,7 +41,6 @@ class PipelineRank(NamedTuple):
 
     @property
     def drafts(self) -> bool:
-        """Whether it makes the guesses."""
         return self.pipeline.speculates and self.transport.rank == self.roles.draft
 
     @property
@@ -60,10 +58,7 @@ class PipelineRank(NamedTuple):
         return Section(layers.start, layers.stop, index == 0, index == len(self.roles.stages) - 1)
 
     def plan(self, index: int, layers: range, room: MemoryBudget) -> MemoryPlan:
-        """Plan what this rank takes as that stage, the draft beside it included if it drafts.
-
-        Raises `UserError`.
-        """
+        """Plan what this rank takes as that stage, with the draft if it has it. Raises `UserError`."""
         files = self.run.files
         own = checkpoint_of(files.target, self.section(index, layers))
         return room.plan(
@@ -71,22 +66,17 @@ class PipelineRank(NamedTuple):
         )
 
     def own_plan(self) -> MemoryPlan | None:
-        """Plan this rank's stage, once layers are shared out; None if it is no stage.
-
-        Raises `UserError`.
-        """
+        """Plan this rank's stage, if it is one, once layers are shared out. Raises `UserError`."""
         if self.stage is None:
             return None
         return self.plan(self.stage, self.layers[self.stage], self.run.budget)
 
     @property
     def vocab_size(self) -> int:
-        """V of the target."""
         return config_sizes(self.run.files.target)["vocab_size"]
 
     @property
     def context(self) -> int:
-        """Positions of a text, on every rank."""
         return self.plan(0, range(1), self.run.budget.unlimited()).context
 
 

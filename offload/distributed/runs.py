@@ -32,6 +32,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from offload.distributed.orders import Issue
+
 
 @dataclass(slots=True, eq=False)
 class RunNode:
@@ -40,18 +42,13 @@ class RunNode:
     token: int
     position: int
     parent: "RunNode | None"
-    # its chance among its siblings, as drafted
-    p: float = 1.0
-    # the chance of its path below the root
-    f: float = 1.0
-    # in the order of finding
-    serial: int = 0
-    # None: not issued yet
-    run: int | None = None
+    p: float = 1.0  # its chance among its siblings, as drafted
+    f: float = 1.0  # the chance of its path below the root
+    serial: int = 0  # in the order of finding
+    run: int | None = None  # None: not issued yet
     # among the uncommitted rows; None before it is issued and once it is committed
     row: int | None = None
-    # the target's token after it
-    drawn: int | None = None
+    drawn: int | None = None  # the target's token after it
     is_dead: bool = False
     children: "dict[int, RunNode]" = field(default_factory=dict)
 
@@ -59,59 +56,37 @@ class RunNode:
 @dataclass(slots=True, eq=False)
 class _Run:
     nodes: tuple[RunNode, ...]
-    # whether it has more than the root
-    is_speculative: bool
+    is_speculative: bool  # whether it has more than the root
     is_dead: bool = False
-
-
-class Issue(NamedTuple):
-    """A run as stages get it: w rows behind the U that are there."""
-
-    run: int
-    tokens: list[int]
-    positions: list[int]
-    # per row the uncommitted rows that it looks at, in [0, U + w), ascending, itself the last
-    sees: list[list[int]]
 
 
 class RunStep(NamedTuple):
     """What follows from draws: tokens to emit, one COMMIT, and runs to stop."""
 
-    # emitted, at least one
-    tokens: list[int]
-    # rows that are committed, by their old numbers
-    path: list[int]
-    # rows that stay uncommitted, in their new order, by their old numbers
-    kept: list[int]
-    # runs on their way that are no longer needed, each named once
-    dead: list[int]
+    tokens: list[int]  # emitted, at least one
+    path: list[int]  # rows that are committed, by their old numbers
+    kept: list[int]  # rows that stay uncommitted, in their new order, by their old numbers
+    dead: list[int]  # runs on their way that are no longer needed, each named once
 
 
 class RunTable:
     """Nodes, and runs on their way, of one text after the other.
 
-    Args:
-        credits: runs on their way at most, dead ones included until they are back.
-        capacity: uncommitted rows that the stages' caches have room for; at least 1.
-
-    Attributes:
-        root: the node whose draw all ranks wait for.
-        num_committed: P.
+    The root is the node whose draw all ranks wait for, `num_committed` is P.
     """
 
     def __init__(self, credits: int, capacity: int) -> None:
-        self._credits = credits
-        self._capacity = capacity
+        self._credits = credits  # runs on their way at most, dead ones included until they are back
+        self._capacity = capacity  # uncommitted rows that stages have room for; at least 1
         self._next_run = 0
         self._num_found = 0
         self._on_way: dict[int, _Run] = {}
         self.begin(0, 0, 0)
 
     def begin(self, token: int, position: int, end: int, num_kept: int = 0) -> None:
-        """Begin a text: `token` is the last of its prompt.
+        """Begin a text of at most `end` positions: `token` is the last of its prompt.
 
-        `num_kept` positions of the prompt are committed already, and at position `end` there is
-        room for no more. Runs that are still on their way are dead.
+        `num_kept` positions are committed already. Runs that are still on their way are dead.
         """
         for run in self._on_way.values():
             run.is_dead = True
@@ -150,34 +125,26 @@ class RunTable:
 
     @property
     def num_on_way(self) -> int:
-        """Runs that are not back yet."""
         return len(self._on_way)
 
     @property
     def has_credit(self) -> bool:
-        """Whether one more run may be issued."""
         return self.num_on_way < self._credits
 
     @property
     def speculates(self) -> bool:
-        """Whether a live run on its way has guesses."""
         return any(run.is_speculative and not run.is_dead for run in self._on_way.values())
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text has reached its end."""
         return self.root.position + 1 >= self._end
 
     @property
     def alive(self) -> list[int]:
-        """Runs on their way that are needed."""
         return [number for number, run in self._on_way.items() if not run.is_dead]
 
     def offer(self, number: int, parent_number: int, token: int, p: float) -> RunNode | None:
-        """Add a `guess` by the draft's own numbers.
-
-        A guess below a node that is unknown or dead is passed over.
-        """
+        """Add a `guess` by the draft's own numbers, unless its parent is unknown or dead."""
         parent = self._nodes.get(parent_number)
         if parent is None or parent.is_dead:
             return None
@@ -187,10 +154,7 @@ class RunTable:
         return node
 
     def guess(self, parent: RunNode, token: int, p: float) -> RunNode | None:
-        """Return a new node with the chance p among its siblings.
-
-        None where it is there already, or nothing would come of it.
-        """
+        """Return a new node with the chance p among its siblings; None for one of no use."""
         if token in parent.children or not self.root.position <= parent.position < self._end - 2:
             return None
         # NaN becomes a chance, too: f must not rise
@@ -199,20 +163,14 @@ class RunTable:
         return node
 
     def best(self, count: int, least_f: float = 0.0) -> list[RunNode]:
-        """Return the likeliest guesses that were not issued, parents before children.
-
-        No more than there is room for.
-        """
+        """Return the likeliest guesses not issued, as far as there is room, parents first."""
         worth = (node for node in self._open if node.f >= least_f)
         return heapq.nsmallest(
             min(count, self.room), worth, key=lambda node: (-node.f, node.serial)
         )
 
     def issue(self, nodes: Sequence[RunNode]) -> Issue:
-        """Issue a run of these nodes, each after its parent; there must be a credit.
-
-        The root is first where it is among them.
-        """
+        """Issue a run of these nodes, each after its parent, the root first; it takes a credit."""
         assert self.has_credit and len(nodes) + self.num_rows <= self._capacity, "no room for a run"
         run = self.new_run()
         lo = self.num_rows
@@ -229,10 +187,7 @@ class RunTable:
         return Issue(run, [node.token for node in nodes], [node.position for node in nodes], sees)
 
     def drawn(self, number: int, is_dead: bool, tokens: Sequence[int]) -> None:
-        """Note a run that is back, with the target's token after each row.
-
-        Raises `ValueError` for what was not asked for.
-        """
+        """Note a run that is back, with its draws. Raises `ValueError` for one not asked for."""
         run = self._on_way.pop(number, None)
         if run is None:
             if tokens:
@@ -249,10 +204,7 @@ class RunTable:
             node.drawn = token
 
     def walk(self) -> RunStep | None:
-        """Emit draws as far as they are there; None if none is.
-
-        The rows are renumbered, so the caller must send the COMMIT next.
-        """
+        """Emit draws that are there, if any; rows are renumbered, so a COMMIT must be sent next."""
         passed = [self.root]
         tokens = list[int]()
         while passed[-1].drawn is not None:
@@ -268,10 +220,7 @@ class RunTable:
         return RunStep(tokens, path, kept, self._newly_dead())
 
     def abandon(self) -> list[int]:
-        """Mark all runs as dead; return those that were needed.
-
-        But for the root's, which may be committed.
-        """
+        """Mark all runs as dead; return those that were needed, but not the root's."""
         dead = self.alive
         for number in dead:
             self._on_way[number].is_dead = True
@@ -316,7 +265,7 @@ class RunTable:
         path = [node.row for node in passed if node.row is not None]
         for node in passed:
             node.row = None
-        stay = [node for node in self._rows if self._stays(node)]
+        stay = [node for node in self._rows if node.row is not None and not node.is_dead]
         kept = [node.row for node in stay if node.row is not None]
         for row, node in enumerate(stay):
             node.row = row
@@ -324,15 +273,8 @@ class RunTable:
         self.num_committed += len(path)
         return path, kept
 
-    def _stays(self, node: RunNode) -> bool:
-        return node.row is not None and not node.is_dead
-
     def _newly_dead(self) -> list[int]:
-        """Mark and return runs without a live node.
-
-        A run on its way has no node above the root: what was passed has been drawn, and its run is
-        back.
-        """
+        """Mark and return runs without a live node; those of passed nodes are back already."""
         dead = [
             number
             for number in self.alive

@@ -50,12 +50,11 @@ class _LayersEndError(Exception):
 
 
 class SectionModel(StreamedModel):
-    """A `StreamedModel` over `section` of a checkpoint; layers, layouts and caches are numbered
-    from 0 on.
+    """A `StreamedModel` over `section` of a checkpoint, whose layers are numbered from 0 on.
 
-    Wherever ids of rows are asked for, it takes hidden states (T, D) if it has no table. Its passes
-    give hidden states of all their rows (T, D) if it has no head; `score` is for one that has.
-    Raises `UserError` for a family whose layers hang together.
+    Without a table it takes hidden states (T, D) in the place of ids; without a head its passes
+    give hidden states of all their rows. Raises `UserError` for a family whose layers hang
+    together.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class SectionModel(StreamedModel):
 
     @property
     def width(self) -> int:
-        """Return D, the width of hidden states."""
         return int(self.meta_model.config.hidden_size)
 
     def _call(self, token_1T: Tensor, **more: Any) -> Any:
@@ -108,13 +106,9 @@ class SectionModel(StreamedModel):
 
 
 def capacity_of(run: ResolvedRun, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
-    """Return what this rank can take.
+    """Return what this rank can take, measured on all ranks of a host at one time.
 
-    All ranks of a host measure at one time, so that what they have in common is divided.
-
-    Args:
-        held: a plan without limits, for what it holds beside layers; keys and values count with them where
-            ranks share those.
+    `held` is a plan without limits; keys and values count with layers where ranks share those.
     """
     shards = run.files.target.shards
     disk = link_bytes_per_s(shards, limit_bytes_per_s=run.options.limit_bytes_per_s)

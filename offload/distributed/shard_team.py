@@ -16,13 +16,7 @@ from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import model_shape
 from offload.distributed.exchange import Exchange, cut_model
 from offload.distributed.join import meet_ranks
-from offload.distributed.layout import (
-    Sharding,
-    gathers_of,
-    layers_alone,
-    shard_files,
-    share_layers,
-)
+from offload.distributed.layout import Sharding, gathers_of, layers_alone, shard_files, share_layers
 from offload.distributed.orders import (
     agree_on,
     all_gather_objects,
@@ -48,14 +42,8 @@ class Shards(Team):
     is_alone = False
 
     def __init__(
-        self,
-        transport: Transport,
-        sharding: Sharding,
-        exchange: Exchange,
-        resources: ExitStack,
-        notes: Sequence[str],
+        self, sharding: Sharding, exchange: Exchange, resources: ExitStack, notes: Sequence[str]
     ) -> None:
-        self.transport = transport
         self.sharding = sharding
         self.exchange = exchange
         self._resources = resources
@@ -63,27 +51,24 @@ class Shards(Team):
 
     def own(self, run: ResolvedRun) -> ResolvedRun:
         """Return the run of this rank's rows, with all that is around the layers."""
-        own = self.sharding.checkpoint_of(self.transport.rank, run.files.target)
+        own = self.sharding.checkpoint_of(self.exchange.transport.rank, run.files.target)
         # profiles are those of one process
         options = replace(run.options, profile="none")
         return replace(run, files=run.files._replace(target=own), options=options)
 
     def adapt(self, meta_model: Any) -> None:
         """Cut the model to these rows."""
-        cut_model(meta_model, self.sharding, self.exchange, self.transport.rank)
+        cut_model(meta_model, self.sharding, self.exchange)
 
     def settle(self, plan: MemoryPlan) -> None:
-        """Have the others plan for as many rows and positions.
-
-        Raises `UserError` where one has no room.
-        """
-        broadcast_from_head(self.transport, [plan.num_nodes, plan.context])
-        agree_on(self.transport)
+        """Have the others plan for as many rows and positions. Raises `UserError`."""
+        broadcast_from_head(self.exchange.transport, [plan.num_nodes, plan.context])
+        agree_on(self.exchange.transport)
 
     def target(self, *args: Any, **more: Any) -> ShardedTarget:
         """Return what the others follow, once all have loaded, until `resources` are closed."""
-        agree_on(self.transport)  # all have loaded
-        target = ShardedTarget(*args, transport=self.transport, exchange=self.exchange, **more)
+        agree_on(self.exchange.transport)  # all have loaded
+        target = ShardedTarget(*args, exchange=self.exchange, **more)
         self._resources.callback(target.stop)
         return target
 
@@ -93,12 +78,8 @@ def join_shards(
 ) -> Shards:
     """Return the head's view, once all ranks have agreed.
 
-    On any other rank: follow the head to its end, then raise `SystemExit`.
-
-    Args:
-        transport: to the others; None meets them where torchrun's environment says.
-
-    Raises `UserError` where ranks do not come or do not fit, or layers cannot be shared.
+    On any other rank: follow the head to its end, then raise `SystemExit`. Raises `UserError` where
+    ranks do not come or do not fit, or layers cannot be shared.
     """
     own_bytes = rss_bytes()
     transport, notes = meet_ranks(run, resources, transport)
@@ -137,9 +118,8 @@ def _share(
     gathers = gathers_of(files.target, sharding, dtype)
     exchange = Exchange(transport, own_bytes)
     exchange.row_bytes = gathers.sent_bytes(1)[transport.rank]
-    shards = Shards(
-        transport, sharding, exchange, resources, [*([_BY_HOST] if has_gpu else []), *notes]
-    )
+    notes = [*([_BY_HOST] if has_gpu else []), *notes]
+    shards = Shards(sharding, exchange, resources, notes)
     torch_dtype = getattr(torch, compute_dtype_name(files.target, dtype))
     shards.exchange_s = exchange.pass_s(gathers, torch_dtype)
     return shards
@@ -147,7 +127,7 @@ def _share(
 
 def _follow(shards: Shards, run: ResolvedRun, resources: ExitStack) -> None:
     """Load what the head's plan leaves to this rank, and compute what the head says until it ends."""
-    transport = shards.transport
+    transport = shards.exchange.transport
     num_nodes, context = broadcast_from_head(transport)
     files = shard_files(run.files, shards.sharding, transport.rank)
     budget = replace(run.budget, context=context)
@@ -155,4 +135,4 @@ def _follow(shards: Shards, run: ResolvedRun, resources: ExitStack) -> None:
     own = shards.own(run).files.target
     model, stream = load_section(run, own, layers_alone(own), plan, resources, adapt=shards.adapt)
     agree_on(transport)
-    serve_shard(model, stream, plan, transport, shards.exchange)
+    serve_shard(model, stream, plan, shards.exchange)

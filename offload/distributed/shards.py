@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from offload.distributed.exchange import Exchange
-from offload.distributed.orders import all_gather_objects
+from offload.distributed.orders import all_gather_objects, commit_message
 from offload.distributed.section import SectionModel
-from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.distributed.transport import Channel, Kind, Message
 from offload.errors import RankError, UserError
 from offload.interrupts import held_back
 from offload.memory.plan import MemoryPlan
@@ -43,14 +43,13 @@ class ShardedTarget(Target):
         stream: Layers,
         plan: MemoryPlan,
         *,
-        transport: Transport,
         exchange: Exchange,
         on_layer: Callable[[], None] = lambda: None,
         **more: Any,
     ) -> None:
         super().__init__(model, stream, plan, on_layer=self._hear_layer, **more)
         exchange.send = self.send
-        self._transport = transport
+        self._transport = exchange.transport
         self._exchange = exchange
         self._listener = on_layer
         self._is_broken = False
@@ -64,10 +63,7 @@ class ShardedTarget(Target):
         )
 
     def figures(self) -> list[RankFigures]:
-        """Return what each rank has moved and held so far; between two passes.
-
-        Raises `RankError`.
-        """
+        """Return each rank's figures so far, between two passes. Raises `RankError`."""
         self._require_whole()
         self._tell(Message(Kind.WORD))
         told = all_gather_objects(self._transport, self._own_figures())
@@ -124,7 +120,7 @@ class _HeadCache(KVCache):
 
     def commit(self, rows: Sequence[int], kept: Sequence[int] = ()) -> None:
         super().commit(rows, kept)
-        self._tell(Message(Kind.COMMIT, [len(rows), *rows, *kept]))
+        self._tell(commit_message(rows, kept))
 
     def clear(self, num_kept: int = 0) -> None:
         if num_kept < self.length:
@@ -142,17 +138,9 @@ class _HeadCache(KVCache):
         self.states()
 
 
-def serve_shard(
-    model: SectionModel,
-    stream: Layers,
-    plan: MemoryPlan,
-    transport: Transport,
-    exchange: Exchange,
-) -> None:
-    """Follow the head until it ends.
-
-    Raises `RankError` where it is lost, `ReadError` where the disk fails.
-    """
+def serve_shard(model: SectionModel, stream: Layers, plan: MemoryPlan, exchange: Exchange) -> None:
+    """Follow the head until it ends. Raises `RankError` where it is lost, and `ReadError`."""
+    transport = exchange.transport
     cache = model.new_cache(plan.cache_slots)
     model.stream_layers(stream.acquire, stream.release)
     exchange.send = model.send

@@ -41,7 +41,7 @@ from offload.errors import RankError, ensure
 from offload.memory.plan import MemoryPlan
 from offload.model.parts import BatchPart, causal
 from offload.rank_roles import TIMED_ROWS
-from offload.sampling.sampler import Logits, Sampler, or_no_token
+from offload.sampling.sampler import Logits, Sampler
 from offload.sampling_options import Sampling
 from offload.streaming.layers import Layers
 from offload.timer import timed
@@ -61,19 +61,13 @@ class PipelineStage:
     """A section of the target, its cache of one text, and the sampler of its draws.
 
     Args:
-        model: the section; what lies around its layers is bound for good.
-        stream: its layers.
+        model: what lies around its layers is bound for good.
         plan: of the section; its tree's nodes are the uncommitted rows that there is room for.
         slow_layer_s: seconds that every layer takes longer, for studies.
     """
 
     def __init__(
-        self,
-        model: SectionModel,
-        stream: Layers,
-        plan: MemoryPlan,
-        *,
-        slow_layer_s: float = 0.0,
+        self, model: SectionModel, stream: Layers, plan: MemoryPlan, *, slow_layer_s: float = 0.0
     ) -> None:
         self.model = model
         self.stream = stream
@@ -90,7 +84,6 @@ class PipelineStage:
 
     @property
     def num_uncommitted(self) -> int:
-        """U, the rows that are not committed."""
         return len(self._position_U)
 
     def reset(self, num_kept: int, sampling: Sampling) -> None:
@@ -119,8 +112,7 @@ class PipelineStage:
     ) -> Tensor | None:
         """Return what the next stage gets, (W, D), or the drawn tokens; None where cancelled.
 
-        Its rows count anyway. `hidden_WD` is what the stage before gives; the first one takes ids.
-        Raises `ReadError`.
+        `hidden_WD` is what the stage before gives; the first takes ids. Raises `ReadError`.
         """
         lo = self.num_uncommitted
         self._position_U = torch.cat([self._position_U, run.position_W])
@@ -168,10 +160,7 @@ class PipelineStage:
         self.reset(0, Sampling())
 
     def _draw(self, logits: Logits, position_K: Tensor) -> Tensor:
-        """Return the target's token after each row, as `match` draws it.
-
-        `NO_TOKEN` stands where scores are not finite.
-        """
+        """Return the target's tokens as `match` draws them, or `NO_TOKEN`."""
         tokens = list[int]()
         while len(tokens) < len(position_K):
             lo, chunk_CV = logits.chunk_with(len(tokens))
@@ -180,8 +169,7 @@ class PipelineStage:
                 tokens += self.sampler.draw_rows(chunk_CV, position_C).tolist()
                 continue
             for logits_V, position in zip(chunk_CV, position_C.tolist(), strict=True):
-                scores_1V = self.sampler.perturbed(logits_V[None], position)
-                tokens.append(int(or_no_token(scores_1V.argmax(1), scores_1V)))
+                tokens.append(self.sampler.token_at(logits_V, position))
         return torch.tensor(tokens, dtype=torch.long)
 
     def _release(self, layer: int) -> None:
@@ -194,8 +182,7 @@ class PipelineStage:
     def _may_stop(self, layer: int) -> bool:
         """Return whether to stop a cancelled pass behind this layer.
 
-        Stopping throws away what the slots hold: not worth it where they hold all that is left to
-        stream.
+        Not where the slots, which stopping throws away, hold all that is left to stream.
         """
         streamed = self.stream.carrier.streamed
         if not streamed:
@@ -217,11 +204,8 @@ def load_stage(
 def serve_stage(transport: Transport, before: int, after: int | None, stage: PipelineStage) -> None:
     """Do what arrives on DATA until the head says STOP, or an ERROR of a stage before passes.
 
-    `before` is the rank that issues runs, or has the layers before; `after` the one that has the
-    layers behind. None: there are none, and this stage draws.
-
-    Raises `RankError` where a peer is lost; any other error is told to the head, ends the stages
-    behind, and is raised.
+    `before` is the rank that issues runs, or has the layers before; `after`, if any, those behind.
+    Raises `RankError` where a peer is lost; other errors end the head and the stages behind.
     """
     service = _StageService(transport, after, stage, _Cancellations(transport))
     try:
@@ -235,8 +219,6 @@ def serve_stage(transport: Transport, before: int, after: int | None, stage: Pip
 
 @dataclass(slots=True)
 class _StageService:
-    """One stage before the rank `_after`."""
-
     _transport: Transport
     _after: int | None
     _stage: PipelineStage
@@ -294,10 +276,7 @@ class _StageService:
 
 
 class _Cancellations:
-    """Runs that are no longer needed, as a thread hears of them.
-
-    Numbers of runs rise, so earlier ones are forgotten.
-    """
+    """Runs no longer needed, as a thread hears of them; earlier ones are forgotten."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -310,7 +289,6 @@ class _Cancellations:
             return run in self._dead
 
     def forget_before(self, run: int) -> None:
-        """Forget earlier runs: they will not be asked for again."""
         with self._lock:
             self._dead = {number for number in self._dead if number >= run}
 

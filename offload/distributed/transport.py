@@ -46,41 +46,26 @@ from offload.interrupts import held_back
 class Channel(IntEnum):
     """Ways between two ranks that do not wait for each other."""
 
-    # work, in the order in which it is to be done
-    DATA = 0
-    # what was drawn
-    RESULT = 1
-    # what must not wait behind work: cancellations, the end
-    CONTROL = 2
-    # between the head and the rank that drafts
-    DRAFT = 3
+    DATA = 0  # work, in the order in which it is to be done
+    RESULT = 1  # what was drawn
+    CONTROL = 2  # what must not wait behind work: cancellations, the end
+    DRAFT = 3  # between the head and the rank that drafts
 
 
 class Kind(IntEnum):
     """What a message asks for, or tells."""
 
-    # a text begins; how it is sampled, and how many committed positions stay
-    RESET = 0
-    # rows to be scored, behind those that were issued before
-    RUN = 1
-    # accepted rows, and those that stay uncommitted
-    COMMIT = 2
-    # what the target draws after each row of a run
-    DRAWN = 3
-    # runs that are not needed any more
-    CANCEL = 4
-    # the head has room for so many nodes
-    GROW = 5
-    # nodes that a draft proposes
-    TREE = 6
-    # tokens that were accepted
-    ACCEPT = 7
-    # the end
-    STOP = 8
-    # why a rank has failed
-    ERROR = 9
-    # anything small, as JSON
-    WORD = 10
+    RESET = 0  # a text begins; how it is sampled, and how many committed positions stay
+    RUN = 1  # rows to be scored, behind those that were issued before
+    COMMIT = 2  # accepted rows, and those that stay uncommitted
+    DRAWN = 3  # what the target draws after each row of a run
+    CANCEL = 4  # runs that are not needed any more
+    GROW = 5  # the head has room for so many nodes
+    TREE = 6  # nodes that a draft proposes
+    ACCEPT = 7  # tokens that were accepted
+    STOP = 8  # the end
+    ERROR = 9  # why a rank has failed
+    WORD = 10  # anything small, as JSON
 
 
 class Message(NamedTuple):
@@ -88,34 +73,23 @@ class Message(NamedTuple):
 
     kind: Kind
     numbers: Sequence[int] = ()
-    # contiguous, in host memory
-    payload: Tensor | None = None
+    payload: Tensor | None = None  # contiguous, in host memory
 
 
 class Transport(Protocol):
     """One rank's way to all others.
 
     Every method but `close` raises `RankError` where a peer is lost.
-
-    Attributes:
-        rank: this one's number; 0 is the head.
-        num_ranks: how many there are.
-        bytes_sent: by kind of message, `broadcast` and `gather`; headers included, as often as
-            there are receivers.
-        exchange_s: how long this rank was in `broadcast` and `gather`, waiting for slower ones
-            included.
     """
 
-    rank: int
+    rank: int  # 0 is the head
     num_ranks: int
+    # by kind of message, `broadcast` and `gather`: headers included, as often as there are receivers
     bytes_sent: Counter[str]
-    exchange_s: float
+    exchange_s: float  # in `broadcast` and `gather`, waiting for slower ranks included
 
     def send(self, to: int, channel: Channel, message: Message) -> None:
-        """Send, and return at once; what is sent to oneself arrives as well.
-
-        A payload must not be written to any more.
-        """
+        """Send, also to oneself, and return at once; the payload must not be written to."""
 
     def receive(self, source: int, channel: Channel) -> Message:
         """Return the next message, waiting for as long as a user may be idle."""
@@ -124,30 +98,21 @@ class Transport(Protocol):
         """Return the next message, None if it has not arrived."""
 
     def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
-        """Wait until a message of one of these (source, channel) has arrived; return that way.
-
-        No message is taken.
-        """
+        """Wait until one of these (source, channel) has a message; return it, and take none."""
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
-        """Return the source's rows on every rank.
+        """Return the source's rows on every rank; others give a tensor like it, to be filled.
 
-        Others give a tensor of the same shape and type, which may be filled. It lies in host
-        memory, as in `gather`: two ranks that chose a way by where their rows lie might never meet.
+        It lies in host memory, as in `gather`: ranks that chose a way by place might never meet.
         """
 
     def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
-        """Return the columns of all ranks side by side.
-
-        This rank's are `part_TR`; rank r has `widths[r]` of them.
-        """
+        """Return all ranks' columns side by side; rank r has `widths[r]`, this one `part_TR`."""
 
     def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
         """Tell the others that this rank has ended, and let go.
 
-        Args:
-            reason: why, where it has failed; others then raise `RankError` with it.
-            is_refusal: what failed is what a user can mend.
+        `reason` says why it has failed, where others raise `RankError`; a user can mend a refusal.
         """
 
 
@@ -161,8 +126,7 @@ HEADER_NUMBERS = 2 + MAX_DIMENSIONS
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
 )  # fmt: skip
-# in place of a type; types count from 1
-_NO_PAYLOAD = 0
+_NO_PAYLOAD = 0  # in place of a type; types count from 1
 # in place of the first number: nothing will follow
 _END = -1
 
@@ -172,16 +136,14 @@ class MessageHeader(NamedTuple):
 
     kind: Kind
     num_numbers: int
-    # None: no payload
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # None: no payload
     shape: tuple[int, ...]
 
 
 def header_of(message: Message) -> Tensor:
-    """Return the header of a message: `HEADER_NUMBERS` int32.
+    """Return a message's header, `HEADER_NUMBERS` int32.
 
-    They are kind, type and number of dimensions in a byte each, then the count of numbers, then
-    sizes.
+    A byte each of kind, type and number of dimensions, the count of numbers, then sizes.
     """
     payload = message.payload
     shape = [] if payload is None else list(payload.shape)
@@ -197,10 +159,7 @@ def end_header() -> Tensor:
 
 
 def read_header(header: Tensor) -> MessageHeader | None:
-    """Return what follows a header, None for the end.
-
-    Raises `ValueError` for what cannot be.
-    """
+    """Return what follows a header, None for the end. Raises `ValueError` for what cannot be."""
     first, num_numbers, *dimensions = header.tolist()
     if first == _END:
         return None
@@ -248,11 +207,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Gloo(Transport):
-    """One rank of a process group that is initialised, over groups for this use alone.
+    """One rank of an initialised process group, over groups for this use alone.
 
-    Args:
-        exchange: its time limit is how long one rank may keep the others waiting.
-        silence_s: the time limit of the group that is watched.
+    The limit of `exchange` is how long a rank may keep others waiting, `silence_s` that of
+    `watched`.
     """
 
     def __init__(
@@ -443,10 +401,7 @@ class Gloo(Transport):
 
 
 def _received(source: int, group: dist.ProcessGroup) -> Message | None:
-    """Return one message, None after the last.
-
-    Raises `ValueError` for a header that cannot be, `RuntimeError` for a loss.
-    """
+    """Return one message, None after the last. Raises `ValueError`, `RuntimeError` for a loss."""
     header = torch.empty(HEADER_NUMBERS, dtype=torch.int32)
     _receive(header, source, group)
     if (announced := read_header(header)) is None:
@@ -492,10 +447,7 @@ _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface(address: str, port: int) -> None:
-    """Set gloo's variable to the interface that leads to where ranks meet.
-
-    It stays as it is where the user has set it, or where no interface has that address.
-    """
+    """Set gloo's variable, unless it is set, to the interface that leads to where ranks meet."""
     if _VARIABLE in os.environ:
         return
     own = _own_address(address, port)

@@ -19,14 +19,12 @@ from torch import Tensor
 
 from offload.errors import RankError
 
-# kind, two bytes of length, a reason in UTF-8
-_WORD_BYTES = 1024
+_WORD_BYTES = 1024  # kind, two bytes of length, a reason in UTF-8
 _PULSE, _ENDED, _FAILED, _REFUSED = range(4)
 _PULSES_PER_LIMIT = 12
 _TICKS_PER_LIMIT = 120
 _NEVER = timedelta(days=30)
-# time for a last word to be heard, or for its absence to be noticed
-_LAST_WORD_S = 2.0
+_LAST_WORD_S = 2.0  # time for a last word to be heard, or for its absence to be noticed
 
 
 class Loss(NamedTuple):
@@ -34,12 +32,9 @@ class Loss(NamedTuple):
 
     rank: int
     line: str
-    # whether a user can mend it
-    is_refusal: bool = False
-    # whether the rank itself said so
-    is_told: bool = True
-    # whether its connection is closed
-    is_death: bool = False
+    is_refusal: bool = False  # whether a user can mend it
+    is_told: bool = True  # whether the rank itself said so
+    is_death: bool = False  # whether its connection is closed
     is_silence: bool = False
 
     def error(self) -> RankError:
@@ -55,12 +50,7 @@ class Loss(NamedTuple):
 
 
 class Watch:
-    """Listens to all other ranks.
-
-    Args:
-        group: a process group for this use alone.
-        on_loss: called once, by a thread.
-    """
+    """Listens to all other ranks by a group for this use alone; a thread calls `on_loss` once."""
 
     def __init__(
         self, group: dist.ProcessGroup, silence_s: float, on_loss: Callable[[], None]
@@ -88,14 +78,12 @@ class Watch:
 
     @property
     def loss(self) -> Loss | None:
-        """The first loss, if any."""
         return self._loss[0] if self._loss else None
 
     def verdict(self, otherwise: str, source: int | None = None) -> RankError:
         """Return why an exchange, or a message of `source`, failed, once that is known.
 
-        A rank that has ended well is not blamed before: it may have left because of the one that is
-        lost.
+        A rank that has ended well is not blamed before: it may have left because of another's loss.
         """
         self._is_lost.wait(0.0 if source in self._ended else _LAST_WORD_S)
         ended = (
@@ -113,10 +101,7 @@ class Watch:
             self._on_loss()
 
     def end(self, reason: str, *, is_refusal: bool) -> None:
-        """Say a last word to all others: ended well where there is no reason.
-
-        Waits until it is on its way, not longer.
-        """
+        """Say a last word to all others, a good one without a reason; wait until it is sent."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()

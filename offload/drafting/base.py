@@ -1,4 +1,4 @@
-"""What a decoder asks of a drafter, and the drafter that proposes nothing.
+"""What a decoder asks of a drafter.
 
 Drafters differ in how they find candidates; all of them grow a `TokenTree`, and none changes what
 is emitted. A drafter holds weights and what it has learned of acceptance, but no text: what it
@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import Shape, chain
+from offload.trees.verification import Acceptance
 
 
 class DraftState(Protocol):
@@ -27,16 +27,6 @@ class DraftState(Protocol):
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text beyond its first `num_kept` tokens."""
-
-
-class Drafted(NamedTuple):
-    """A tree, and what its drafter needs to know when a path of it is accepted."""
-
-    tree: TokenTree
-    # cache row, counted from the committed length, of every node that was run
-    row_of_node: dict[int, int]
-    # for a dynamic tree: the scores u_V after every node that was run, the root included
-    score_of_node: dict[int, Tensor]
 
 
 class DraftText(NamedTuple):
@@ -59,21 +49,16 @@ class Drafter(Protocol):
     def share_states(self, states: Sequence[Any]) -> None:
         """Prepare these new states for texts that will be drafted together."""
 
-    def grow(self, batch: Sequence[DraftText]) -> list[Drafted]:
-        """Return a tree for each text, below its last token.
+    def grow(self, batch: Sequence[DraftText]) -> list[TokenTree]:
+        """Return a tree below each text's last token; dynamic trees compete for pooled nodes."""
 
-        Dynamic trees compete for their pooled nodes.
-        """
+    def commit(self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: Any) -> None:
+        """Note the accepted path, as far as its text goes on, and what was emitted there."""
 
-    def commit(
-        self,
-        drafted: Drafted,
-        nodes: Sequence[int],
-        tokens: Sequence[int],
-        sampler: Sampler,
-        state: Any,
-    ) -> None:
-        """Note the accepted path, root first, and the token emitted after each of its nodes."""
+
+def root_alone(tokens: Sequence[int]) -> TokenTree:
+    """Return the tree without a guess behind these tokens."""
+    return TokenTree(chain(0), torch.tensor(tokens[-1:]))
 
 
 class NoState:
@@ -86,34 +71,6 @@ class NoState:
         """Do nothing."""
 
 
-class NoDrafter:
-    """A drafter whose trees are the root alone: every weight pass yields one token."""
-
-    def new_state(self) -> NoState:
-        """Return a state that keeps nothing."""
-        return NoState()
-
-    def share_states(self, states: Sequence[NoState]) -> None:
-        """Do nothing."""
-
-    def grow(self, batch: Sequence[DraftText]) -> list[Drafted]:
-        """Return the root of each text; a shape with more nodes is refused."""
-        assert all(text.shape.num_nodes == 1 for text in batch), "nothing fills a tree"
-        return [
-            Drafted(TokenTree(chain(0), torch.tensor(text.tokens[-1:])), {}, {}) for text in batch
-        ]
-
-    def commit(
-        self,
-        drafted: Drafted,
-        nodes: Sequence[int],
-        tokens: Sequence[int],
-        sampler: Sampler,
-        state: NoState,
-    ) -> None:
-        """Do nothing."""
-
-
 # a server's clients choose their settings freely, so only the latest kinds are kept
 MOST_KINDS = 256
 K = TypeVar("K", bound=Hashable)
@@ -121,10 +78,9 @@ V = TypeVar("V")
 
 
 class ByKind(OrderedDict[K, V]):
-    """What was learned for each kind of sampling, the latest `MOST_KINDS` of them.
+    """What was learned for each kind of sampling, the latest `MOST_KINDS`; it starts with `new()`.
 
-    Kinds are kept apart because what is certain at temperature 0 is not at temperature 1. A kind
-    that is not known starts with `new()`.
+    Kinds are kept apart because what is certain at temperature 0 is not at temperature 1.
     """
 
     def __init__(self, new: Callable[[], V]) -> None:

@@ -8,6 +8,7 @@ Invariant: between steps the cache holds committed tokens only, in their order.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,26 +22,16 @@ _CHUNK = 512  # rows of one pass when a long prompt is taken in
 _SCORED_CHUNK = 64  # ... when every row is scored
 
 
+@dataclass(frozen=True)
 class Draft:
-    """A resident model and the cache of one text.
+    """A resident model and one text's cache; only tokens that the target has are proposed."""
 
-    Tokens that the draft has beyond the target's vocabulary are never proposed.
-    """
-
-    def __init__(self, model: StreamedModel, vocab_size: int, cache: KVCache) -> None:
-        self._model = model
-        self._vocab_size = vocab_size
-        self._cache = cache
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
+    _model: StreamedModel
+    vocab_size: int  # of the target
+    _cache: KVCache
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
-        """Run the committed tokens that the cache lacks; return the root's scores (1, V).
-
-        The root is the last of them.
-        """
+        """Run the committed tokens that the cache lacks; return the last one's scores (1, V)."""
         for chunk in self._missing(tokens).split(_CHUNK):
             logits = self._run_committed(chunk, num_logits=1)
         return self._as_wide_as_target(logits)
@@ -68,24 +59,18 @@ class Draft:
         return BatchPart(self._known(token_W), position_U, ancestor_WU, self._cache)
 
     def score_parts(self, parts: Sequence[BatchPart], num_logits: int = 0) -> Tensor:
-        """Return scores (W, V) of the rows of several texts, part behind part.
-
-        Of the last `num_logits` rows, where that is given.
-        """
+        """Return scores (W, V) of several texts' rows, or of the last `num_logits` where given."""
         return self._as_wide_as_target(self._model.forward_parts(parts, num_logits=num_logits))
 
     def score(self, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
-        """Yield logits (1, V) for `tokens[start]` and every later one, each given all before it.
-
-        Many positions share a pass.
-        """
+        """Yield logits (1, V) for `tokens[start]` and every later one, each given all before it."""
         self._cache.clear()
         self._model.take_in(tokens, self._cache)
         for chunk in torch.tensor(tokens[self._cache.length : -1]).split(_SCORED_CHUNK):
             lo = self._cache.length
             for row, logits_V in enumerate(self._run_committed(chunk, num_logits=len(chunk))):
                 if lo + row + 1 >= start:
-                    yield logits_V[None, : self._vocab_size]
+                    yield logits_V[None, : self.vocab_size]
 
     def _run_committed(self, token_T: Tensor, num_logits: int) -> Tensor:
         self._cache.promise(len(token_T))
@@ -95,22 +80,16 @@ class Draft:
 
     def _as_wide_as_target(self, logits_WV: Tensor) -> Tensor:
         """Cut padding beyond the target's vocabulary; tokens that only the target has get -inf."""
-        missing = self._vocab_size - logits_WV.shape[1]
+        missing = self.vocab_size - logits_WV.shape[1]
         return pad(logits_WV, (0, missing), value=-torch.inf) if missing else logits_WV
 
     def _known(self, token_T: Tensor) -> Tensor:
-        """Clamp ids to those that the draft has.
-
-        The target may emit others, which only makes the draft's guess a poor one.
-        """
+        """Clamp ids to those that the draft has; others only make its guess a poor one."""
         return token_T.clamp(max=self._model.vocab_size - 1)
 
 
 def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return the roots' scores (B, V) of several texts over one model.
-
-    What does not fit into one pass is run before it.
-    """
+    """Return the roots' scores (B, V) of several texts; what exceeds one pass is run before it."""
     if len(drafts) == 1:
         return drafts[0].catch_up(texts[0])
     # rows beside the roots

@@ -25,6 +25,7 @@ last.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.drafting.base import Drafted
 from offload.drafting.draft_model import Draft, catch_up, run_together
 from offload.drafting.lookup import NO_GUESSES, Guess, Guesses, TrieCursor, sureness
 from offload.drafting.static import point_mass_scores
@@ -43,8 +43,7 @@ from offload.trees.topology import SIZES, DynamicShape, in_level_order, level_or
 # seconds of a step, by rows of the target's pass and of each draft pass
 StepSeconds = Callable[[int, Sequence[int]], float]
 
-# steps over which the mean of tokens is taken
-_MOST_STEPS = 32
+_MOST_STEPS = 32  # steps over which the mean of tokens is taken
 
 
 class DraftPassPolicy:
@@ -79,9 +78,6 @@ class DraftPassPolicy:
     ) -> int:
         """Return how many rows bring the most tokens for their time: the roots and the best nodes.
 
-        Rows that take no time are all worth it; each row of a mixture of experts may need further
-        experts.
-
         Args:
             chances: of the nodes below the roots to be accepted, falling.
             draft_widths: rows of every draft pass.
@@ -108,15 +104,12 @@ class DraftPassPolicy:
         self._tokens_per_step += (num_tokens - self._tokens_per_step) / self._num_steps
 
 
-# children that a node may have
-_NUM_CHILDREN = 32
-# one row in four may be a guess that is scored before all others
-_AHEAD = 4
+_NUM_CHILDREN = 32  # children that a node may have
+_AHEAD = 4  # one row in four may be a guess that is scored before all others
 # A candidate that much less likely than the best of a pass waits: by then it may be ousted.
 _LOG_FAR = math.log(16)
 _NOT_RUN = -1
-# rows that are allocated for a text at first
-_LEAST_ROOM = 32
+_LEAST_ROOM = 32  # rows that are allocated for a text at first
 _NO_COSTS = DraftPassPolicy()
 
 # In the order of finding: a parent before its children, siblings by rank.
@@ -136,48 +129,27 @@ _CANDIDATE = np.dtype(
 Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
 
 
+@dataclass(eq=False)
 class GrowingTree:
-    """The tree of one text while it grows: rows that were run, in the order of the text's cache.
+    """The tree of one text while it grows: rows that were run, in the order of the text's cache."""
 
-    The root is the first row.
+    draft: Draft
+    depth: int  # of the tree, at most
+    tokens: Sequence[int]  # committed ones; the last is the root, and the first row
+    sampler: Sampler
+    exponent: float  # beta, by which candidates are ranked, see `DraftCalibration`
+    guesses: Guesses = NO_GUESSES  # that are mixed with the draft's own
 
-    Args:
-        depth: of the tree, at most.
-        tokens: committed ones; the last is the root.
-        exponent: beta, by which candidates are ranked, see `DraftCalibration`.
-        guesses: that are mixed with the draft's own.
-
-    Attributes:
-        root: its position.
-        paths: tokens from below the root down to each row.
-    """
-
-    def __init__(
-        self,
-        draft: Draft,
-        depth: int,
-        tokens: Sequence[int],
-        sampler: Sampler,
-        exponent: float,
-        guesses: Guesses = NO_GUESSES,
-    ) -> None:
-        self.draft = draft
-        self.depth = depth
-        self.tokens = tokens
-        self.sampler = sampler
-        self.exponent = exponent
-        self.guesses = guesses
-        self.root = len(tokens) - 1
+    def __post_init__(self) -> None:
+        self.root = len(self.tokens) - 1
         self.num_run = 1
+        # tokens from below the root down to each row
         self.paths: list[tuple[int, ...]] = [()]
         self._position_U = np.zeros(_LEAST_ROOM, dtype=np.int64)
         self._sees_UU = np.eye(_LEAST_ROOM, dtype=bool)
 
     def add(self, picked: Candidates, parents: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return its next rows, as `Draft.run` takes them, below these parents.
-
-        A parent comes before its children.
-        """
+        """Return its next rows below these parents, which come first, as `Draft.run` takes them."""
         lo = self.num_run
         hi = self.num_run + picked.size
         self._make_room(hi)
@@ -221,11 +193,8 @@ def _levels(
 
 def grow_forest(
     trees: Sequence[GrowingTree], bounds: DynamicShape, policy: DraftPassPolicy = _NO_COSTS
-) -> list[Drafted]:
-    """Grow these trees, of `bounds.num_nodes` nodes together, to the end; return what was drafted.
-
-    Each may be of depth one or more.
-    """
+) -> list[TokenTree]:
+    """Grow trees of depth one or more, of `bounds.num_nodes` nodes together, to the end."""
     rows = _Rows(trees)
     best = _Best(bounds, [tree.depth for tree in trees])
     picked = rows.roots()
@@ -324,10 +293,7 @@ class _Best:
         return self._expanded(found[np.lexsort((found["row"], found["text"]))])
 
     def pick(self, first_row: int) -> Candidates:
-        """Return the best candidates that are worth running in one pass.
-
-        They are given the rows from `first_row` on, text by text.
-        """
+        """Return the best candidates worth a pass, with rows from `first_row` on, text by text."""
         log_f_C = self._weights()
         is_open_C = self.candidates["row"] == _NOT_RUN
         is_open_C &= self.candidates["depth"] < self._depth_R[self.candidates["text"]]
@@ -369,7 +335,6 @@ class _Rows:
         return len(self.scores)
 
     def roots(self) -> Candidates:
-        """Return the roots as candidates that were run."""
         roots = np.zeros(len(self._trees), dtype=_CANDIDATE)
         roots["row"] = roots["text"] = np.arange(roots.size)
         self._text_of = list(range(roots.size))
@@ -449,10 +414,7 @@ def ranked_children(score_WV: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
 
 
 def _children(parents: Candidates, rows: _Rows, tree: GrowingTree) -> Candidates:
-    """Return the likeliest children of one text's rows that were run, row after row.
-
-    Children without a chance are left out.
-    """
+    """Return the likeliest children, if they have a chance, of one text's rows that were run."""
     score_WV = torch.stack([rows.scores[row] for row in parents["row"].tolist()])
     log_pi_WV, token_WK = ranked_children(score_WV, tree.exponent)
     children_WK = np.zeros(token_WK.shape, dtype=_CANDIDATE)
@@ -510,7 +472,7 @@ def _keys(candidates: Candidates) -> NDArray[np.int64]:
     return (candidates["parent"] << 32) + candidates["token"]
 
 
-def _as_tree(found: Candidates, root: int, root_token: int, rows: _Rows) -> Drafted:
+def _as_tree(found: Candidates, root: int, root_token: int, rows: _Rows) -> TokenTree:
     was_run = np.flatnonzero(found["row"] != _NOT_RUN)
     found_of_row = {
         root: 0,
@@ -521,20 +483,19 @@ def _as_tree(found: Candidates, root: int, root_token: int, rows: _Rows) -> Draf
     token_N = torch.from_numpy(np.concatenate([[root_token], found["token"]])[order])
     node_of_found = {one: node for node, one in enumerate(order)}
     node_of_row = {row: node_of_found[one] for row, one in found_of_row.items()}
-    return Drafted(
-        TokenTree(in_level_order(parents), token_N),
-        {node: rows.local[row] - 1 for row, node in node_of_row.items() if row != root},
-        {node: rows.scores[row] for row, node in node_of_row.items()},
+    return TokenTree(
+        in_level_order(parents),
+        token_N,
+        row_of_node={n: rows.local[row] - 1 for row, n in node_of_row.items() if row != root},
+        score_of_node={node: rows.scores[row] for row, node in node_of_row.items()},
     )
 
 
 _GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 12.7, 16.0)
-# the exponent before anything was observed
-_START = 1.6
+_START = 1.6  # the exponent before anything was observed
 # prior loss of other exponents: so many nats times the squared log of their ratio to `_START`
 _PRIOR_LOSS = 4.0
-# share of all losses that is kept from one token to the next
-_KEPT = 0.998
+_KEPT = 0.998  # share of all losses that is kept from one token to the next
 
 
 class DraftCalibration:
@@ -554,10 +515,7 @@ class DraftCalibration:
         return _GRID[int(self._loss_G.argmin())]
 
     def learn(self, score_TV: Tensor, token_T: Tensor) -> None:
-        """Note the tokens that were emitted where the draft gave these scores.
-
-        A token that the draft ruled out tells nothing.
-        """
+        """Note tokens emitted at these scores; one that the draft ruled out tells nothing."""
         losses = [-(beta * score_TV).log_softmax(1).gather(1, token_T[:, None]) for beta in _GRID]
         for loss_G in torch.cat(losses, 1).cpu():
             if torch.isfinite(loss_G).all():

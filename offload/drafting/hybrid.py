@@ -11,12 +11,13 @@ was drawn before it; so growth stays predictable, and the tree exact with every 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from offload.drafting.base import Drafted, Drafter, DraftText, NoDrafter
+from offload.drafting.base import ByKind, Drafter, DraftText
 from offload.drafting.dynamic import DraftPassPolicy, StepSeconds
 from offload.drafting.lookup import (
     NO_GUESSES,
@@ -27,7 +28,7 @@ from offload.drafting.lookup import (
     Judged,
     LookupDrafter,
     SourcesState,
-    SourceWeightsByKind,
+    SourceWeights,
     sureness,
 )
 from offload.drafting.model import ModelDrafter
@@ -35,6 +36,7 @@ from offload.kernels.registry import KernelSet
 from offload.model.kv_cache import KVCache
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Sampler
+from offload.sampling_options import Sampling
 from offload.trees.token_tree import Draw, Proposals, TokenTree
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
@@ -44,17 +46,18 @@ from offload.trees.topology import (
     level_order,
     path_chances,
 )
+from offload.trees.verification import Acceptance
 
 # A static tree shrinks in steps of an eighth: each size has its own schedule, and few are kept.
 _STEPS = 8
 
 
+@dataclass(frozen=True)
 class HybridState:
     """What the draft model and the sources keep of one text."""
 
-    def __init__(self, cache: KVCache, sources: SourcesState) -> None:
-        self.cache = cache
-        self.sources = sources
+    cache: KVCache
+    sources: SourcesState
 
     def copy_from(self, other: "HybridState", num_tokens: int) -> None:
         """Take over the first `num_tokens` tokens of another text."""
@@ -73,7 +76,7 @@ class HybridDrafter:
     def __init__(self, model: ModelDrafter, sources: GuessSources) -> None:
         self._model = model
         self._sources = sources
-        self._weights = SourceWeightsByKind()
+        self._weights = ByKind[Sampling, SourceWeights](SourceWeights)
 
     def new_state(self) -> HybridState:
         """Return an empty cache and the sources' empty states."""
@@ -83,53 +86,47 @@ class HybridDrafter:
         """Let the draft's passes be shared, see `ModelDrafter`."""
         self._model.share_states([state.cache for state in states])
 
-    def grow(self, batch: Sequence[DraftText]) -> list[Drafted]:
-        """Return a tree for each text, no larger and no deeper than its shape.
-
-        Trees are grown together only if all are dynamic.
-        """
-        if not all(isinstance(text.shape, DynamicShape) for text in batch):
-            return [self._grow(text) for text in batch]
+    def grow(self, batch: Sequence[DraftText]) -> list[TokenTree]:
+        """Return a tree within each text's shape; dynamic trees are grown together."""
         guesses = [self._ask(text) for text in batch]
-        return self._model.grow(list(map(_of_model, batch)), guesses)
-
-    def _grow(self, text: DraftText) -> Drafted:
-        guesses = self._ask(text)
-        shape = text.shape
-        if isinstance(shape, DynamicShape) or shape.num_nodes == 1:
-            return self._model.grow([_of_model(text)], [guesses])[0]
-        found = guesses.best(shape.num_nodes - 1, shape.depth)
-        rest = _of_model(text)._replace(shape=_without_least(shape, found))
-        return graft(self._model.grow([rest])[0], found, shape.num_nodes)
+        grafts = list[Sequence[Guess]]()
+        texts = list[DraftText]()
+        for text, own in zip(batch, guesses, strict=True):
+            shape = text.shape
+            found: Sequence[Guess] = []
+            if not isinstance(shape, DynamicShape):
+                found = own.best(shape.num_nodes - 1, shape.depth)
+                shape = _without_least(shape, found) if found else shape
+            grafts.append(found)
+            texts.append(text._replace(shape=shape, state=text.state.cache))
+        trees = zip(self._model.grow(texts, guesses), grafts, batch, strict=True)
+        return [
+            graft(tree, found, text.shape.num_nodes) if found else tree
+            for tree, found, text in trees
+        ]
 
     def _ask(self, text: DraftText) -> Guesses:
         if not text.shape.depth:
             return NO_GUESSES
         asked = GuessRequest(text.shape.num_nodes - 1, text.shape.depth)
-        weights = self._weights.of(text.sampler)
+        weights = self._weights[text.sampler.sampling.kind]
         return self._sources.ask(text.tokens, asked, weights, text.state.sources)
 
     def commit(
-        self,
-        drafted: Drafted,
-        nodes: Sequence[int],
-        tokens: Sequence[int],
-        sampler: Sampler,
-        state: HybridState,
+        self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: HybridState
     ) -> None:
         """Keep the accepted path, and learn how good the draft and the guesses were."""
-        state.sources.last_guesses.learn(
-            tokens, list(self._judged(drafted, nodes, tokens, sampler))
-        )
-        self._model.commit(drafted, nodes, tokens, sampler, state.cache)
+        judged = list(self._judged(tree, accepted, sampler))
+        state.sources.last_guesses.learn(accepted.tokens, judged)
+        self._model.commit(tree, accepted, sampler, state.cache)
 
     def _judged(
-        self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler
+        self, tree: TokenTree, accepted: Acceptance, sampler: Sampler
     ) -> Iterator[Judged | None]:
         """Yield what the draft gave each emitted token, None where it scored nothing."""
         exponent = self._model.exponent(sampler)
-        for node, token in zip(nodes, tokens, strict=True):
-            score_V = drafted.score_of_node.get(node)
+        for node, token in zip(accepted.nodes, accepted.tokens, strict=True):
+            score_V = tree.score_of_node.get(node)
             if score_V is None:
                 yield None
             else:
@@ -137,14 +134,8 @@ class HybridDrafter:
                 yield Judged(float(pi_V[token]), sureness(float(pi_V.max())))
 
 
-def _of_model(text: DraftText) -> DraftText:
-    """Return the text with what the model keeps of it."""
-    return text._replace(state=text.state.cache)
-
-
-def graft(drafted: Drafted, found: Sequence[Guess], num_nodes: int) -> Drafted:
+def graft(tree: TokenTree, found: Sequence[Guess], num_nodes: int) -> TokenTree:
     """Hang guesses into a tree until it has `num_nodes`; guesses that are there stay."""
-    tree = drafted.tree
     node_of = {-1: 0}
     parents = tree.topology.parent_N.tolist()
     tokens = list(tree.tokens)
@@ -158,25 +149,27 @@ def graft(drafted: Drafted, found: Sequence[Guess], num_nodes: int) -> Drafted:
             parents.append(above)
             tokens.append(guess.token)
         node_of[index] = child
-    return _rearranged(drafted, parents, tokens)
+    return _rearranged(tree, parents, tokens)
 
 
-def _rearranged(drafted: Drafted, parents: Sequence[int], tokens: Sequence[int]) -> Drafted:
+def _rearranged(tree: TokenTree, parents: Sequence[int], tokens: Sequence[int]) -> TokenTree:
     """Return the tree with further nodes behind its own, all brought into level order."""
     order = level_order(parents)
     place = dict(zip(order, range(len(order)), strict=True))
     token_N = torch.tensor([tokens[one] for one in order])
-    proposals = drafted.tree.proposals
+    proposals = tree.proposals
     if proposals is not None:
-        more = np.zeros(len(parents) - drafted.tree.num_nodes, dtype=np.int64)
+        more = np.zeros(len(parents) - tree.num_nodes, dtype=np.int64)
         draw_N = np.concatenate([proposals.draw_N, more + int(Draw.POINT_MASS)])[order]
         proposals = Proposals(
             draw_N, np.concatenate([proposals.row_N, more - 1])[order], proposals.probs_EV
         )
-    return Drafted(
-        TokenTree(in_level_order(parents), token_N, proposals),
-        {place[node]: row for node, row in drafted.row_of_node.items()},
-        {place[node]: score_V for node, score_V in drafted.score_of_node.items()},
+    return TokenTree(
+        in_level_order(parents),
+        token_N,
+        proposals,
+        {place[node]: row for node, row in tree.row_of_node.items()},
+        {place[node]: score_V for node, score_V in tree.score_of_node.items()},
     )
 
 
@@ -202,7 +195,7 @@ def drafter_of(
     sources: GuessSources,
     step_s: StepSeconds,
 ) -> Drafter:
-    """Return what grows trees: of a draft model, of other sources, of both or of none.
+    """Return what grows trees: a draft model, other sources, both, or without either the root alone.
 
     Args:
         draft: its weights are bound for good.
@@ -211,8 +204,6 @@ def drafter_of(
             take.
     """
     if draft is None:
-        if not sources:
-            return NoDrafter()
         return LookupDrafter(sources, lambda num_rows: step_s(num_rows, ()))
     policy = partial(DraftPassPolicy, step_s)
     drafter = ModelDrafter(draft, vocab_size, num_slots, kernels, policy)

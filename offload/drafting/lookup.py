@@ -21,7 +21,6 @@ Shape letters, in this file only: E positions behind matches, M tokens of a cont
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,12 +28,13 @@ import torch
 from numpy.typing import NDArray
 
 from offload.datastore.index import Trie, heaviest
-from offload.drafting.base import ByKind, Drafted, DraftState, DraftText
+from offload.drafting.base import ByKind, DraftState, DraftText, root_alone
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.spec import MatchLength
 from offload.trees.token_tree import TokenTree, children_of
 from offload.trees.topology import DynamicShape, Shape, Topology, in_level_order, level_order
+from offload.trees.verification import Acceptance
 
 _GRID = np.array(
     [0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.93, 0.97, 0.99]
@@ -48,12 +48,10 @@ _UNSURE = (0.6, 0.35, 0.12, 0.03)
 # how far a source is trusted at first; others by half
 _PRIOR_TRUST = {"lookup": 1.0}
 NO_DRAFT = -1
-# observations that the prior is worth
-_PRIOR_COUNT = 4.0
+_PRIOR_COUNT = 4.0  # observations that the prior is worth
 # share of losses kept from one observation to the next: a text may turn from prose to code
 _KEPT = 0.99
-# chance of a token that no source has
-UNSAID = 1e-3
+UNSAID = 1e-3  # chance of a token that no source has
 
 
 class SourceWeights:
@@ -74,10 +72,7 @@ class SourceWeights:
         return f"SourceWeights({ {key: round(self.of(*key), 3) for key in sorted(self._loss)} })"
 
     def of(self, source: str, length: int, sureness: int = NO_DRAFT) -> float:
-        """Return the weight, in (0, 1), of guesses behind a match of `length` tokens.
-
-        `sureness` is that of the draft beside it, if there is one.
-        """
+        """Return the weight, in (0, 1), of guesses behind a match, beside a draft so sure."""
         key = source, _length_class(length), sureness
         if key not in self._weight:
             self._weight[key] = float(_GRID[np.argmin(self._loss.get(key, 0) + _prior_loss(*key))])
@@ -93,27 +88,13 @@ class SourceWeights:
         self._weight.pop(key, None)
 
 
-class SourceWeightsByKind:
-    """The `SourceWeights` of every kind of sampling."""
-
-    def __init__(self) -> None:
-        self._known = ByKind[Sampling, SourceWeights](SourceWeights)
-
-    def of(self, sampler: Sampler) -> SourceWeights:
-        """Return the weights of texts that are sampled like this."""
-        return self._known[replace(sampler.sampling, seed=0)]
-
-
 def sureness(chance: float) -> int:
     """Return the class of a draft that gives its likeliest token this chance."""
     return bisect_right(_SURE, chance) - 1
 
 
 def _prior_loss(source: str, length_class: int, sureness: int) -> np.ndarray:
-    """Return what every weight would have paid for assumed observations.
-
-    Long matches are assumed to be right, the text's own most.
-    """
+    """Return losses by assumed observations: long matches are right, the text's own most."""
     first = _LENGTHS[length_class] / (_LENGTHS[length_class] + 3) * _PRIOR_TRUST.get(source, 0.5)
     first *= 1.0 if sureness == NO_DRAFT else _UNSURE[sureness]
     return -_PRIOR_COUNT * (first * np.log(_GRID) + (1 - first) * np.log1p(-_GRID))
@@ -130,8 +111,7 @@ class GuessModel(Protocol):
     """One opinion on what follows on the context, and on every path from there."""
 
     source: str
-    # tokens of the context that it rests on
-    length: int
+    length: int  # tokens of the context that it rests on
 
     def length_at(self, depth: int) -> int:
         """Return how many tokens it rests on at the end of a path of this depth."""
@@ -182,19 +162,16 @@ class TrieCursor(NamedTuple):
     """Where a path stands in every tier."""
 
     depth: int
-    # the place in every tier, None where the path has left it
-    at: tuple[Any, ...]
+    at: tuple[Any, ...]  # the place in every tier, None where the path has left it
 
 
 class Guess(NamedTuple):
     """A guessed node below the root."""
 
-    # index among the guesses, -1 below the root
-    parent: int
+    parent: int  # index among the guesses, -1 below the root
     token: int
     depth: int
-    # chance of the whole path
-    chance: float
+    chance: float  # chance of the whole path
     place: TrieCursor
 
 
@@ -202,8 +179,7 @@ class Judged(NamedTuple):
     """What a draft said of a token that was emitted."""
 
     chance: float
-    # the draft's class of sureness there, see `sureness`
-    sureness: int
+    sureness: int  # the draft's class of sureness there, see `sureness`
 
 
 _UNJUDGED = Judged(0.0, NO_DRAFT)
@@ -242,10 +218,7 @@ class Guesses:
         )
 
     def best(self, count: int, depth: int, least: float = 0.0) -> list[Guess]:
-        """Return the likeliest paths as at most `count` nodes, parents first.
-
-        No path is deeper than `depth`, and each is likelier than `least`.
-        """
+        """Return at most `count` likeliest nodes, parents first, within `depth`, above `least`."""
         found: list[Guess] = []
         # no two entries agree in their third number, so places are never compared
         heap: list[tuple[float, int, int, int, int, TrieCursor]] = []
@@ -274,10 +247,7 @@ class Guesses:
         return found
 
     def learn(self, tokens: Sequence[int], drafted: Sequence[Judged | None]) -> None:
-        """Learn from tokens that were emitted one after the other.
-
-        `drafted` is what a draft said of each, None where it said nothing.
-        """
+        """Learn from tokens emitted in turn; `drafted` is what a draft said of each, or None."""
         place = self.root
         for token, judged in zip(tokens, drafted, strict=True):
             claims = list(self._claims(place))
@@ -304,10 +274,7 @@ class Guesses:
             rest = weight * share + (1 - weight) * rest
 
     def _claims(self, place: TrieCursor) -> Iterable[tuple[GuessModel, Mapping[int, float]]]:
-        """Yield what each tier claims beyond the tiers before it.
-
-        A shorter match that agrees with a longer one adds nothing.
-        """
+        """Yield what each tier claims beyond those before it: mere agreement adds nothing."""
         claimed: set[int] = set()
         for tier, at in zip(self._tiers, place.at, strict=True):
             shares = _NOTHING if at is None else tier.shares(at)
@@ -326,10 +293,8 @@ NO_GUESSES = Guesses((), SourceWeights())
 class GuessRequest(NamedTuple):
     """How many guesses are wanted."""
 
-    # at most, without the root
-    num_nodes: int
-    # tokens of a continuation
-    depth: int
+    num_nodes: int  # at most, without the root
+    depth: int  # tokens of a continuation
 
 
 class Source(Protocol):
@@ -399,12 +364,12 @@ PassSeconds = Callable[[int], float]
 
 
 class LookupDrafter:
-    """Grows trees of guesses alone."""
+    """Grows trees of guesses alone; without sources, the root alone: each pass yields one token."""
 
     def __init__(self, sources: GuessSources, pass_s: PassSeconds) -> None:
         self._sources = sources
         self._pass_s = pass_s
-        self._weights = SourceWeightsByKind()
+        self._weights = ByKind[Sampling, SourceWeights](SourceWeights)
 
     def new_state(self) -> SourcesState:
         """Return the sources' empty states."""
@@ -413,47 +378,34 @@ class LookupDrafter:
     def share_states(self, states: Sequence[SourcesState]) -> None:
         """Do nothing: the states have nothing in common."""
 
-    def grow(self, batch: Sequence[DraftText]) -> list[Drafted]:
-        """Return a tree for each text, grown by itself.
-
-        Within bounds it is as large as pays; of a fixed shape it has as much as guesses fill.
-        """
+    def grow(self, batch: Sequence[DraftText]) -> list[TokenTree]:
+        """Return trees: within bounds what pays, of a fixed shape what guesses fill."""
         return [self._grow(*text) for text in batch]
 
     def _grow(
         self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: SourcesState
-    ) -> Drafted:
+    ) -> TokenTree:
         asked = GuessRequest(shape.num_nodes - 1, shape.depth)
         if not asked.num_nodes:
-            return Drafted(as_tree([], tokens[-1]), {}, {})
-        guesses = self._sources.ask(tokens, asked, self._weights.of(sampler), state)
+            return root_alone(tokens)
+        guesses = self._sources.ask(tokens, asked, self._weights[sampler.sampling.kind], state)
         if isinstance(shape, DynamicShape):
-            return Drafted(as_tree(self._most_worthwhile(guesses.best(*asked)), tokens[-1]), {}, {})
-        return Drafted(as_tree(fill_with(guesses, shape), tokens[-1]), {}, {})
+            # as many of the first as bring the most expected tokens per second
+            found = guesses.best(*asked)
+            yields = 1 + np.cumsum([0.0, *(guess.chance for guess in found)])
+            rates = yields / [self._pass_s(num_rows) for num_rows in range(1, len(found) + 2)]
+            return as_tree(found[: int(np.argmax(rates))], tokens[-1])
+        return as_tree(fill_with(guesses, shape), tokens[-1])
 
     def commit(
-        self,
-        drafted: Drafted,
-        nodes: Sequence[int],
-        tokens: Sequence[int],
-        sampler: Sampler,
-        state: SourcesState,
+        self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: SourcesState
     ) -> None:
         """Learn how good the guesses were."""
-        state.last_guesses.learn(tokens, [None] * len(tokens))
-
-    def _most_worthwhile(self, found: Sequence[Guess]) -> Sequence[Guess]:
-        """Return the first guesses, as many as bring the most expected tokens per second."""
-        yields = 1 + np.cumsum([0.0, *(guess.chance for guess in found)])
-        rates = yields / [self._pass_s(num_rows) for num_rows in range(1, len(found) + 2)]
-        return found[: int(np.argmax(rates))]
+        state.last_guesses.learn(accepted.tokens, [None] * len(accepted.tokens))
 
 
 def fill_with(guesses: Guesses, topology: Topology) -> list[Guess]:
-    """Return the nodes of a shape for which there are guesses.
-
-    The child of rank k is the k-th likeliest.
-    """
+    """Return the nodes of a shape that guesses fill; the child of rank k is the k-th likeliest."""
     found: list[Guess] = []
     waiting = [(0, -1, Guess(-1, -1, 0, 1.0, guesses.root))]
     # the list grows while it is read, level by level
@@ -482,8 +434,7 @@ def as_tree(found: Sequence[Guess], root_token: int) -> TokenTree:
     )
 
 
-# matches of one length that are looked at: the latest
-_MOST_ENDS = 64
+_MOST_ENDS = 64  # matches of one length that are looked at: the latest
 
 
 class GrowingText:
@@ -539,10 +490,7 @@ class Copying:
 
 
 def _matches(token_T: NDArray[np.int64], match: MatchLength) -> list[tuple[int, NDArray[np.int64]]]:
-    """Return the positions behind matches, rising, by length.
-
-    The longest comes first, each next one has at most half as many tokens.
-    """
+    """Return positions behind matches, rising, by length; each next is half as long at most."""
     end_E = np.flatnonzero(token_T[:-1] == token_T[-1]) + 1
     found = []
     for length in range(1, match.most + 1):

@@ -10,7 +10,7 @@ Invariant: a store is read and never changed, so any number of texts and program
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,10 @@ from offload.planning.load_options import LoadOptions
 from offload.trees.spec import MatchLength, parse_match_length
 from offload.units import format_bytes
 
-# continuations that are looked at; more are sampled
-MOST_CONTINUATIONS = 128
-# tokens of a continuation; REST takes 10
-LONGEST = 16
-# tokens of the second match
-SHORT = 3
-# occurrences of a token that are counted; more are sampled
-_MOST_COUNTED = 4096
+MOST_CONTINUATIONS = 128  # continuations that are looked at; more are sampled
+LONGEST = 16  # tokens of a continuation; REST takes 10
+SHORT = 3  # tokens of the second match
+_MOST_COUNTED = 4096  # occurrences of a token that are counted; more are sampled
 _NUM_CHILDREN = 8
 # tokens whose followers are kept, some 4 MiB
 _NUM_KEPT = 1 << 12
@@ -57,10 +53,7 @@ class Retrieval:
     def tiers(
         self, tokens: Sequence[int], asked: GuessRequest, state: NoState
     ) -> Iterator[TrieGuesses]:
-        """Yield the continuations of the longest match, then those of a short one.
-
-        The longest match may be chance; a short one has many continuations.
-        """
+        """Yield continuations of the longest match, which may be chance, then of a short one."""
         least, bound = self._match
         while bound >= least:
             matches = self._index.longest(tokens[-bound:], bound, least)
@@ -73,13 +66,18 @@ class Retrieval:
             bound = SHORT if matches.length > SHORT else 0
 
 
+# by a few tokens, what follows on them and how often
+SharesAfter = Callable[[tuple[int, ...]], Mapping[int, float]]
+
+
 class NgramGuesses:
     """Counts of what follows on the last token (length 1), or on none; a place is that token."""
 
-    def __init__(self, followers: "Followers", length: int, token: int) -> None:
-        self.source = "ngram"
+    source = "ngram"
+
+    def __init__(self, shares_after: SharesAfter, length: int, token: int) -> None:
         self.length = length
-        self._followers = followers
+        self._shares_after = shares_after
         self._token = token
 
     def length_at(self, depth: int) -> int:
@@ -92,25 +90,11 @@ class NgramGuesses:
 
     def shares(self, place: int) -> Mapping[int, float]:
         """Return how often each token came next, as shares."""
-        return self._followers.shares_after((place,) if self.length else ())
+        return self._shares_after((place,) if self.length else ())
 
     def follow(self, place: int, token: int) -> int:
         """Return the token itself: only the last one counts."""
         return token
-
-
-class Followers:
-    """The tokens that follow on a few others, most frequent first, with their shares."""
-
-    def __init__(self, index: SuffixIndex) -> None:
-        self._index = index
-        self.shares_after = lru_cache(maxsize=_NUM_KEPT)(self._count)
-
-    def _count(self, tokens: tuple[int, ...]) -> Mapping[int, float]:
-        matches = self._index.longest(tokens, len(tokens), len(tokens))
-        trie = heaviest(self._index.continuations(matches, 1, _MOST_COUNTED), _NUM_CHILDREN)
-        counts = zip(trie.token_R.tolist(), trie.count_R.tolist(), strict=True)
-        return {token: count / trie.num_continuations for token, count in counts}
 
 
 class Ngrams:
@@ -119,7 +103,15 @@ class Ngrams:
     name = "ngram"
 
     def __init__(self, index: SuffixIndex) -> None:
-        self._followers = Followers(index)
+        self._index = index
+        self._shares_after = lru_cache(maxsize=_NUM_KEPT)(self._count)
+
+    def _count(self, tokens: tuple[int, ...]) -> Mapping[int, float]:
+        """Return the tokens that follow on these, most frequent first, with their shares."""
+        matches = self._index.longest(tokens, len(tokens), len(tokens))
+        trie = heaviest(self._index.continuations(matches, 1, _MOST_COUNTED), _NUM_CHILDREN)
+        counts = zip(trie.token_R.tolist(), trie.count_R.tolist(), strict=True)
+        return {token: count / trie.num_continuations for token, count in counts}
 
     def new_state(self) -> NoState:
         """Return a state that keeps nothing."""
@@ -130,7 +122,7 @@ class Ngrams:
     ) -> Iterator[NgramGuesses]:
         """Yield two opinions on every path: after the last token, and regardless of it."""
         for length in (1, 0):
-            yield NgramGuesses(self._followers, length, tokens[-1])
+            yield NgramGuesses(self._shares_after, length, tokens[-1])
 
 
 def open_sources(

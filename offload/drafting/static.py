@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.drafting.base import Drafted
 from offload.drafting.draft_model import Draft
 from offload.kernels.draw_without_replacement import largest_keys
 from offload.rules import ChildSampling
@@ -41,26 +40,21 @@ class Children(NamedTuple):
 def draw_children(
     logits_WV: Tensor, num_children: int, sampler: Sampler, position: int
 ) -> Children:
-    """Choose `num_children` for every row; all rows predict the token at `position`.
-
-    Where scores are NaN, any tokens may be chosen.
-    """
+    """Choose children for rows that predict the token at `position`; any where scores are NaN."""
     drafting = sampler.drafting
     # Draws without replacement become a ranking as the temperature falls to zero.
     if not drafting.keeps_distributions or (
         drafting is ChildSampling.WITHOUT_REPLACEMENT and sampler.is_greedy
     ):
-        return _best(point_mass_scores(logits_WV, sampler, position), num_children)
+        score_WV = point_mass_scores(logits_WV, sampler, position)
+        token_WK = score_WV.topk(min(num_children, score_WV.shape[1])).indices
+        return Children(token_WK.cpu(), Draw.POINT_MASS, None)
     probs_WV = sampler.distribution(logits_WV)
     if drafting is ChildSampling.WITHOUT_REPLACEMENT:
-        return Children(
-            _without_replacement(probs_WV, num_children, sampler).cpu(),
-            Draw.WITHOUT_REPLACEMENT,
-            probs_WV,
-        )
-    return Children(
-        _with_replacement(probs_WV, num_children, sampler).cpu(), Draw.WITH_REPLACEMENT, probs_WV
-    )
+        token_WK = _without_replacement(probs_WV, num_children, sampler)
+        return Children(token_WK.cpu(), Draw.WITHOUT_REPLACEMENT, probs_WV)
+    token_WK = _with_replacement(probs_WV, num_children, sampler)
+    return Children(token_WK.cpu(), Draw.WITH_REPLACEMENT, probs_WV)
 
 
 def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Sequence[int]) -> Tensor:
@@ -72,16 +66,8 @@ def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Seque
     )
 
 
-def _best(score_WV: Tensor, num_children: int) -> Children:
-    token_WK = score_WV.topk(min(num_children, score_WV.shape[1])).indices.cpu()
-    return Children(token_WK, Draw.POINT_MASS, None)
-
-
 def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Draw by exponential sort, as `draw_without_replacement_reference` does.
-
-    On the host the numbers come from the sampler's generator.
-    """
+    """Draw by exponential sort; on the host the numbers come from the sampler's generator."""
     if probs_WV.is_cuda:
         draw = sampler.kernels.draw_without_replacement
         return draw(probs_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(probs_WV)))
@@ -114,11 +100,8 @@ def _blocks(probs_WV: Tensor) -> tuple[Tensor, ...]:
     return probs_WV.split(max(1, _MAX_KEYS // probs_WV.shape[1]))
 
 
-def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> Drafted:
-    """Return a tree of this shape below `tokens[-1]`.
-
-    A node with more children than the vocabulary has tokens repeats the last one.
-    """
+def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
+    """Return a tree of this shape below the last token; missing tokens repeat the last child."""
     root = len(tokens) - 1
     schedule = _schedule(topology)
     proposals = None
@@ -136,7 +119,7 @@ def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampl
                 topology, draft.vocab_size, draw, probs_WV.device
             )
             proposals.write(level.node_W.numpy(), probs_WV)
-    return Drafted(TokenTree(topology, token_N, proposals), schedule.row_of_node, {})
+    return TokenTree(topology, token_N, proposals, schedule.row_of_node)
 
 
 class _Level:

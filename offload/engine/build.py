@@ -19,7 +19,7 @@ from offload.engine.hooks import Progress
 from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
-from offload.engine.session import SessionModels, check_session, require_sessions
+from offload.engine.session import check_session, require_sessions
 from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary, load_tokenizer
 from offload.model.encoder_decoder import open_model
 from offload.model.streamed import StreamedModel
@@ -35,16 +35,7 @@ _HOST = torch.device("cpu")
 class ModelPair:
     """Both models without the target's layers, as `resolve` has decided on them.
 
-    Attributes:
-        target: its embeddings and head are bound once they are read.
-        draft: all of it is.
-        store: the target's files.
-        end_ids: tokens that end a text.
-        notes: lines for the user.
-        scans: of what is read of both.
-        damage: what these have found that is not finite.
-        grammars: that texts may be asked to keep.
-        models: what files of texts tell of the two.
+    `notes` are for the user, `damage` is what the scans of both have found that is not finite.
     """
 
     run: ResolvedRun
@@ -57,20 +48,7 @@ class ModelPair:
     scans: tuple[WeightScan, ...]
     damage: list[str]
     grammars: Grammars
-    models: SessionModels
-
-    def check(self, request: Request) -> None:
-        """Raise `UserError` for a request that these models cannot serve."""
-        start = self.target.start
-        if request.prompt is not None:
-            bounds = (self.models.context, self.models.has_longest_context)
-            request.ids(self.tokenizer, self.target.vocab_size, *bounds, start=start)
-        if request.grammar is not None:
-            self.grammars.mask(request.grammar)
-        if request.is_kept or request.session is not None:
-            require_sessions(start)
-        if request.session is not None:
-            check_session(Path(request.session), self.models)
+    identities: Identities
 
 
 def open_pair(
@@ -110,7 +88,9 @@ def open_pair(
         words = (Vocabulary(one.vocab_size, one.start) for one in (target, draft))
         check_vocabulary(tokenizer, files, *words)
     limit = run.options.limit_bytes_per_s
-    identities = Identities(files, run.open_source, limit_bytes_per_s=limit, is_wished=is_summed)
+    identities = Identities(
+        files, run.open_source, dtype=dtype, limit_bytes_per_s=limit, is_wished=is_summed
+    )
     damage = list[str]()
     scans = tuple(WeightScan(one, damage.append) for one in files if one is not None)
     store = _open_files(run, files.target, limit, identities.watching("target", scans[0].look))
@@ -127,10 +107,25 @@ def open_pair(
         scans=scans,
         damage=damage,
         grammars=Grammars(tokenizer, target.vocab_size, end_ids),
-        models=SessionModels(*files, dtype, plan.context, plan.has_longest_context, identities),
+        identities=identities,
     )
-    pair.check(request)
+    _check(pair, request)
     return pair
+
+
+def _check(pair: ModelPair, request: Request) -> None:
+    """Raise `UserError` for a request that these models cannot serve."""
+    plan = pair.run.plan_for(1)
+    start = pair.target.start
+    if request.prompt is not None:
+        bounds = (plan.context, plan.has_longest_context)
+        request.ids(pair.tokenizer, pair.target.vocab_size, *bounds, start=start)
+    if request.grammar is not None:
+        pair.grammars.mask(request.grammar)
+    if request.is_kept or request.session is not None:
+        require_sessions(start)
+    if request.session is not None:
+        check_session(Path(request.session), pair.identities, plan)
 
 
 def _open_files(
@@ -160,7 +155,7 @@ def read_pair(pair: ModelPair) -> list[KernelChoice]:
     target.bring_samples(pair.store.fetch)
     choices = [_pick_expansion(pair, target, pair.store)]
     if draft is not None:
-        watcher = pair.models.identities.watching("draft", pair.scans[1].look)
+        watcher = pair.identities.watching("draft", pair.scans[1].look)
         source = _open_files(pair.run, draft.checkpoint, None, watcher)
         with closing(source):
             count(draft.read_rest(source.fetch, target))
@@ -182,10 +177,7 @@ def send_beside_layers(
 
 
 def telling(pair: ModelPair) -> Callable[[], None]:
-    """Return `on_layer` for a target, which tells the user, once, what its weights have shown.
-
-    It looks behind each of the first sweeps; of experts whenever they come.
-    """
+    """Return `on_layer` for a target: behind first sweeps it tells what weights have shown."""
     hooks = pair.run.hooks
     num_layers = pair.target.num_layers
     num_done = 0
@@ -235,10 +227,7 @@ def resident_model(
     *,
     found: Callable[[str], None] | None = None,
 ) -> StreamedModel:
-    """Return a small model with all its weights in memory.
-
-    They are scanned where `found` is there to hear of damage, see `WeightScan`.
-    """
+    """Return a small model in memory; `found` hears of damage, see `WeightScan`."""
     model = open_model(checkpoint, dtype, place)
     watcher = None if found is None else WeightScan(checkpoint, found).look
     with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, watcher=watcher)) as store:

@@ -20,8 +20,7 @@ from offload.sampling_options import Sampling
 
 # what is wrong with it is wrong with every question
 _GREETING = {"role": "user", "content": "Hello"}
-# What an answer that was cut short within a character ends with.
-_INCOMPLETE = "\ufffd"
+_INCOMPLETE = "\ufffd"  # what an answer that was cut short within a character ends with
 
 
 class Chat:
@@ -73,9 +72,7 @@ class Chat:
 
     @property
     def system(self) -> str | None:
-        """Return what the model is told before the first question; setting it leaves what was said
-        since.
-        """
+        """Return what the model is told before the first question; setting it keeps the rest."""
         is_there = bool(self.messages) and self.messages[0]["role"] == "system"
         return self.messages[0]["content"] if is_there else None
 
@@ -88,9 +85,7 @@ class Chat:
         self.messages = _opening(self.system)
 
     def undo(self) -> str:
-        """Forget the last question with its answer; returns the question. Raises `UserError` where
-        there is none.
-        """
+        """Forget the last question with its answer; return it. Raises `UserError` for none."""
         asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
             raise UserError("nothing was asked yet: ask something first")
@@ -107,9 +102,7 @@ class Chat:
         return self._begin([*self.messages, {"role": "user", "content": question}])
 
     def retry(self) -> Generator[str, None, None]:
-        """Ask the last question once more; its answer stays until there is another. Raises what
-        `ask` raises.
-        """
+        """Ask the last question once more, as `ask` does; its answer stays until the next."""
         before = self.messages
         question = self.undo()
         asked = [*self.messages, {"role": "user", "content": question}]
@@ -117,16 +110,13 @@ class Chat:
         return self._begin(asked)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Keep the conversation in a file, with the keys and values. Raises `UserError` where it
-        cannot be written.
-        """
+        """Keep the conversation, with keys and values, in a file. Raises `UserError`."""
         self._decoder.save_session(path, self.messages, self._num_turns)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Continue a conversation from a file, system prompt included.
+        """Continue a conversation from a file, system prompt included, without reading it again.
 
-        What `save` kept is not read again. Raises `UserError` for the files that
-        `Decoder.load_session` refuses, and for those of a text.
+        Raises `UserError` for files that `Decoder.load_session` refuses, and for those of a text.
         """
         session = self._decoder.load_session(path)
         if session.messages is None:

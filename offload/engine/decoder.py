@@ -10,16 +10,8 @@ from pathlib import Path
 from typing import Literal, Unpack, overload
 
 from offload.declaration import whole_number
-from offload.engine.generation import Generation, Run, RunInfo
-from offload.engine.request import (
-    Prompt,
-    Request,
-    Tool,
-    encode,
-    request_of,
-    samples_of,
-    several_of,
-)
+from offload.engine.generation import Generation, Run
+from offload.engine.request import Prompt, Request, Tool, encode, request_of, samples_of, several_of
 from offload.engine.scheduler import in_order
 from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
 from offload.engine.sequence import Limits
@@ -107,17 +99,18 @@ class Decoder(TokenDecoder):
         """
         several = several_of(prompt)
         if several is None and whole_number(num_samples, "`num_samples`") == 1:
-            with self._turn.held():
-                run = self.start(request_of(prompt, how), tree=tree, rule=rule)  # type: ignore[arg-type]
+            with self.turn.held():
+                run = self.start(request_of(prompt, how, tree, rule))  # type: ignore[arg-type]
                 try:
                     deque(run, maxlen=0)
                 finally:
                     self._pool.release(run.sequence)
                 return run.result()
         prompts: abc.Sequence[Prompt] = [prompt] if several is None else several  # type: ignore[list-item]
-        requests = [one for own in prompts for one in samples_of(request_of(own, how), num_samples)]
-        with self._turn.held():
-            return in_order(self, requests, tree=tree, rule=rule)
+        asked = [request_of(own, how, tree, rule) for own in prompts]
+        requests = [one for own in asked for one in samples_of(own, num_samples)]
+        with self.turn.held():
+            return in_order(self, requests)
 
     def stream(
         self,
@@ -128,7 +121,7 @@ class Decoder(TokenDecoder):
         **how: Unpack[TextArguments],
     ) -> Iterator[str]:
         """Yield pieces of one text as they are accepted; the arguments are those of `generate`."""
-        return iter(self.start(request_of(prompt, how), tree=tree, rule=rule))
+        return iter(self.start(request_of(prompt, how, tree, rule)))
 
     def run(
         self,
@@ -149,23 +142,16 @@ class Decoder(TokenDecoder):
             continues: keep the keys and values of all tokens that the prompt shares with the run
                 before; but for `invariance` they differ from the prompt's own by rounding.
         """
-        request = Request(prompt, sampling, max_new_tokens, raw=raw)
-        return self.start(request, tree=tree, rule=rule, continues=continues)
+        request = Request(prompt, sampling, max_new_tokens, raw=raw, tree=tree, rule=rule)
+        return self.start(request, continues=continues)
 
-    def start(
-        self,
-        request: Request,
-        *,
-        tree: str | None = None,
-        rule: str | None = None,
-        continues: bool = False,
-    ) -> Run:
+    def start(self, request: Request, *, continues: bool = False) -> Run:
         """Prepare a generation from a request, as `run` does.
 
         At most `num_parallel` - 1 other runs may be unreleased. Raises `UserError`.
         """
         sampling = request.sampling
-        prompt_ids, acceptance, choice = self.check(request, tree=tree, rule=rule)
+        prompt_ids, acceptance, choice = self.check(request)
         # no text goes on that an encoder reads
         start_ids = self._start or prompt_ids
         # before a place is taken: it may fail
@@ -183,28 +169,22 @@ class Decoder(TokenDecoder):
         )
         sequence.follow(
             choice.chains,
-            lambda num: self._trees.for_run(sampling, acceptance.name, tree, num).shape,
+            lambda num: self._trees.for_run(sampling, acceptance.name, request.tree, num).shape,
         )
         sequence.stats.num_prompt_tokens = len(prompt_ids)
         sequence.num_logprobs = request.num_logprobs
-        setup = RunInfo(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)
-        return Run(self.step, self._turn, sequence, text, setup)
+        return Run(self, sequence, text, choice)
 
-    def check(
-        self, request: Request, *, tree: str | None = None, rule: str | None = None
-    ) -> RunStart:
-        """Return what a run of this request begins with; any thread may ask while runs are under way.
-
-        Raises `UserError`.
-        """
+    def check(self, request: Request) -> RunStart:
+        """Return what a run of this request begins with; any thread may ask. Raises `UserError`."""
         bounds = (self.plan.context, self.plan.has_longest_context)
         with self._encoding:
             prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=self._start)
-        acceptance = self.rule if rule is None else self._other_rule(rule)
+        acceptance = self.rule if request.rule is None else self._other_rule(request.rule)
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
         if request.grammar is not None:
             self._grammars.mask(request.grammar)
-        choice = self._trees.for_run(request.sampling, acceptance.name, tree)
+        choice = self._trees.for_run(request.sampling, acceptance.name, request.tree)
         return prompt_ids, acceptance, choice
 
     def sweep(self, runs: abc.Sequence[Run]) -> None:
@@ -213,13 +193,13 @@ class Decoder(TokenDecoder):
         Raises `UserError` where one was overtaken, the decoder closed, or another thread is using
         it.
         """
-        with self._turn.stepping():
+        with self.turn.stepping():
             if writing := [run.sequence for run in runs if run.is_writing]:
                 self._pass(writing)
 
     def release(self, run: Run) -> None:
         """Let others have its keys and values; it writes nothing more. Again it does nothing."""
-        with self._turn.held():
+        with self.turn.held():
             self._pool.release(run.sequence)
 
     def score_texts(self, texts: abc.Sequence[tuple[abc.Sequence[int], int]]) -> list[TextScore]:
@@ -241,7 +221,7 @@ class Decoder(TokenDecoder):
         require(
             not self._start, "models with an encoder score no texts", "one", "choose another model"
         )
-        with self._turn.stepping():
+        with self.turn.stepping():
             scorer = Scorer(
                 self.target,
                 self._pool.borrow().target,
@@ -262,27 +242,23 @@ class Decoder(TokenDecoder):
         messages: list[dict[str, str]] | None = None,
         num_turns: int = 0,
     ) -> None:
-        """Keep the text that was written last, with its keys and values, in a file; see
-        `load_session`.
+        """Keep the text written last, with its keys and values, in a file; see `load_session`.
 
-        `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be
-        written.
+        `messages` and `num_turns` are a conversation's. Raises `UserError`.
         """
         require_sessions(self._start, self.num_parallel)
-        with self._turn.held():
+        with self.turn.held():
             told = (messages, num_turns)
-            save_session(Path(path), self._models, self._pool, self.arithmetic, *told)
+            save_session(Path(path), self.identities, self._pool, self.arithmetic, *told)
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
-        """Read the keys and values of a file: the next `run(..., continues=True)` keeps what it
-        shares with their text.
+        """Read a file's keys and values: the next run that `continues` keeps what it shares.
 
-        Raises `UserError` for files of other weights or another type, longer ones than the context,
-        broken ones.
+        Raises `UserError` for files of other weights or types, longer than the context, or broken.
         """
         require_sessions(self._start, self.num_parallel)
-        with self._turn.held():
-            return load_session(Path(path), self._models, self._pool, self.arithmetic)
+        with self.turn.held():
+            return load_session(Path(path), self.identities, self.plan, self._pool, self.arithmetic)
 
     @property
     def arithmetic(self) -> str:
@@ -294,25 +270,19 @@ class Decoder(TokenDecoder):
     ) -> list[int]:
         """Return the token ids of a prompt as `generate` takes it; any thread may ask.
 
-        Raises `UserError`.
-
-        Args:
-            tools: functions that the chat template tells the model of, as OpenAI's protocol
-                describes them.
+        `tools` are functions that the chat template tells the model of, as OpenAI's protocol
+        describes them. Raises `UserError`.
         """
         with self._encoding:
             return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, tools=tools)
 
     def room(self, prompt_ids: abc.Sequence[int]) -> int:
-        """Return how many new tokens may follow on a prompt.
-
-        They are less than one where it fills the context by itself.
-        """
+        """Return how many new tokens may follow on a prompt; less than one where it is too long."""
         return self.plan.context - len(self._start or prompt_ids)
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name, self.rule.lenience)
-        has_drawn = self._models.draft is not None and rule.drafting.keeps_distributions
+        has_drawn = self.identities.files.draft is not None and rule.drafting.keeps_distributions
         if has_drawn and self.plan.num_nodes > 1 and not self.plan.distribution_bytes:
             raise UserError(
                 f"rule {name} keeps the draft's distributions, memory was planned without them for "

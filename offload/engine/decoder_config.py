@@ -5,7 +5,7 @@ from typing import NamedTuple
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernels import NO_KERNELS, KernelChoice
 from offload.drafting.lookup import NO_SOURCES, GuessSources
-from offload.engine.session import SessionModels
+from offload.engine.identities import Identities
 from offload.engine.text import Tokenizer
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
@@ -18,17 +18,14 @@ class DecoderConfig(NamedTuple):
     """What holds for all runs; a rank's decoder has no more than what it names."""
 
     plan: MemoryPlan
-    models: SessionModels
+    identities: Identities
     trees: TreeSelector
-    # where a run names none
-    rule: str
-    # that texts may be asked to keep
-    grammars: Grammars
+    rule: str  # where a run names none
+    grammars: Grammars  # that texts may be asked to keep
     threads: ThreadPolicy
     lenience: float = 1.0
     choice: KernelChoice[KernelSet] = NO_KERNELS
     tokenizer: Tokenizer | None = None
-    # tokens that end a text
-    end_ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()  # tokens that end a text
     invariance: Invariance = Invariance()
     sources: GuessSources = NO_SOURCES

@@ -5,34 +5,22 @@ wanted length) may lie inside a burst; what was accepted beyond it is dropped an
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from offload.calibration.invariance import Invariance
 from offload.calibration.trial import ComparisonOutcome, rows_of
 from offload.engine.sequence import Sequence, TokenLogprob
-from offload.engine.sharing import DecoderLock
 from offload.engine.text import TextStream
+from offload.engine.token_decoder import TokenDecoder
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.planning.selector import TreeChoice
 from offload.sampling_options import Sampling
 from offload.stats import Stats
 
-# Characters of a text in the repr of a result.
-_TEXT_SHOWN = 60
+_TEXT_SHOWN = 60  # characters of a text in the repr of a result
 FinishReason = Literal["stop", "length", "interrupted"]
-
-
-class RunInfo(NamedTuple):
-    """What a text is written with: the part of a result that its sequence does not know."""
-
-    plan: MemoryPlan
-    tree_choice: TreeChoice
-    comparisons: tuple[ComparisonOutcome, ...]  # of kernels, where it runs on a GPU
-    invariance: Invariance  # whether tokens have the same bits with every tree
-    lenience: float = 1.0  # with less the text is not the target's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -57,9 +45,7 @@ class Generation:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the text is what the target alone would have written, or is distributed
-        like that.
-        """
+        """Return whether the text is the target's own, or is distributed like that."""
         return self.lenience == 1
 
     def __repr__(self) -> str:
@@ -105,66 +91,62 @@ class Generation:
         }
 
 
+@dataclass(eq=False, repr=False)
 class Run:
-    """Iterate to get pieces of text as they are accepted; `result()` tells at any time what there
-    is so far.
+    """Iterate for pieces of text as they are accepted; `result()` tells at any time what there is.
 
-    A run that was left or interrupted goes on when it is iterated again; one that is finished gives
-    nothing more.
+    A run that was left or interrupted goes on when iterated again; a finished one gives nothing
+    more.
     """
 
-    def __init__(
-        self,
-        step: Callable[[Sequence], object],
-        turn: DecoderLock,
-        sequence: Sequence,
-        text: TextStream,
-        setup: RunInfo,
-    ) -> None:
-        self._step = step
-        self._turn = turn
-        self.sequence = sequence
-        self._text = text
-        self._setup = setup
-        self.finish_reason: FinishReason = "interrupted"
-        self._started = time.perf_counter()
-        self._elapsed_s = 0.0
+    _decoder: TokenDecoder
+    sequence: Sequence
+    _text: TextStream
+    tree_choice: TreeChoice
+    finish_reason: FinishReason = "interrupted"
+    _started: float = field(default_factory=time.perf_counter)
+    _elapsed_s: float = 0.0
 
     def __repr__(self) -> str:
         return (
             f"Run({len(self.sequence.new_ids)} tokens so far, finish_reason={self.finish_reason!r})"
         )
 
-    @property
-    def tree_choice(self) -> TreeChoice:
-        return self._setup.tree_choice
-
     def __iter__(self) -> Iterator[str]:
         started = time.perf_counter() - self._elapsed_s
         while self.finish_reason == "interrupted":
-            with self._turn.held():  # a step and its text: several threads may iterate over one run
+            # a step and its text: several threads may iterate over one run
+            with self._decoder.turn.held():
                 self._started = started
                 if self.is_writing:
-                    self._step(self.sequence)
+                    self._decoder.step(self.sequence)
                 piece = self.take()
             yield piece
 
     @property
     def is_finished(self) -> bool:
-        """Return whether nothing more will come."""
         return self.finish_reason != "interrupted"
 
     @property
     def is_writing(self) -> bool:
-        """Return whether it needs a pass to go on."""
         return not self.is_finished and not self.sequence.has_ended
 
     def take(self) -> str:
-        """Return the text of what its sequence has gained by a pass, see `Decoder.sweep`."""
+        """Return the text of what a pass has gained, see `Decoder.sweep`, and note if it ends there."""
         if self.is_finished:
             return ""
         num_before = len(self._text.tokens)
-        piece = self._take()
+        missing = self.sequence.new_ids[num_before:]
+        is_at_end = self.sequence.is_at_end_token
+        piece, has_stopped = self._text.push(missing[:-1] if is_at_end else missing)
+        if has_stopped:
+            self.sequence.cut(len(self._text.tokens))
+        if has_stopped or is_at_end or self.sequence.sampler.is_over:
+            self.finish_reason = "stop"
+        elif not missing and self.sequence.has_ended:
+            self.finish_reason = "length"
+        if self.finish_reason != "interrupted" and not has_stopped:
+            piece += self._text.finish()
         if self.finish_reason != "length":
             stats = self.sequence.stats
             num_accepted = len(self.sequence.new_ids) - num_before
@@ -197,24 +179,10 @@ class Run:
             stats=stats,
             logprobs=logprobs,
             token_texts=self._text.texts_of(named),
-            plan=self._setup.plan,
-            tree_choice=self._setup.tree_choice,
-            comparisons=self._setup.comparisons,
+            plan=self._decoder.plan,
+            tree_choice=self.tree_choice,
+            comparisons=self._decoder.comparisons,
             # asked at the end: a product may have been refused under way
-            is_invariant=self._setup.invariance.holds and self._setup.lenience == 1,
-            lenience=self._setup.lenience,
+            is_invariant=self._decoder.invariance.holds and self.sequence.rule.is_exact,
+            lenience=self.sequence.rule.lenience,
         )
-
-    def _take(self) -> str:
-        """Return the text that was not taken before, and note if the sequence stops there."""
-        missing = self.sequence.new_ids[len(self._text.tokens) :]
-        is_at_end = self.sequence.is_at_end_token
-        piece, has_stopped = self._text.push(missing[:-1] if is_at_end else missing)
-        if has_stopped:
-            self.sequence.cut(len(self._text.tokens))
-        if has_stopped or is_at_end or self.sequence.sampler.is_over:
-            self.finish_reason = "stop"
-        elif not missing and self.sequence.has_ended:
-            self.finish_reason = "length"
-        is_whole = self.finish_reason != "interrupted" and not has_stopped
-        return piece + (self._text.finish() if is_whole else "")

@@ -1,15 +1,14 @@
-"""What both models of a decoder are called in files that it writes, and whether a file that it
-reads is of the same.
-"""
+"""What files call both models of a decoder, and whether a file that is read is of the same."""
 
 import sys
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from offload.checkpoint.identity import ModelIdentity, identity_of, same_model
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.errors import ReadError
 from offload.memory.planner import ModelFiles
 from offload.streaming.disk import DiskReader, OpenSource, Watcher
@@ -20,10 +19,10 @@ _LITTLE_BYTES = 64 << 20
 
 
 class Identities:
-    """Identities of target and draft, each found once, so that a name is that of the model which
-    was opened.
+    """Identities of target and draft, each found once: those of the files that were opened.
 
     Args:
+        dtype: that is wished for.
         is_wished: whether weights are summed as they are read, for files that will be written under
             their names.
     """
@@ -33,20 +32,30 @@ class Identities:
         files: ModelFiles,
         open_source: OpenSource = DiskReader,
         *,
+        dtype: str = "auto",
         limit_bytes_per_s: float | None = None,
         is_wished: bool = False,
     ) -> None:
-        self._files = {"target": files.target, "draft": files.draft}
+        self.files = files
+        self._dtype = dtype
         self._how: dict[str, Any] = {
             "open_source": open_source,
             "limit_bytes_per_s": limit_bytes_per_s,
         }
         self._known = dict[str, ModelIdentity]()
         self._sums = dict[str, BlockSum]()
-        for part, checkpoint in self._files.items() if is_wished else ():
+        for part, checkpoint in self.files._asdict().items() if is_wished else ():
             # no weights are read yet: the request may still be refused
             if checkpoint is not None:
                 self._identify(part, checkpoint, sys.maxsize)
+
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """Return the types that are computed in, by part; that of no draft is empty."""
+        files = self.files._asdict()
+        return {
+            part: compute_dtype_name(one, self._dtype) if one else "" for part, one in files.items()
+        }
 
     def _identify(self, part: str, checkpoint: Checkpoint, most_bytes: int) -> None:
         """Note what is known without reading; what lacks a sum gets one if it is no larger."""
@@ -60,7 +69,7 @@ class Identities:
         It has the sum of all weights once they are read. Raises `ReadError` where it is asked for
         too late: the files have changed since they were opened.
         """
-        checkpoint = self._files[part]
+        checkpoint: Checkpoint | None = getattr(self.files, part)
         if checkpoint is None:
             return None
         if part not in self._known:
@@ -75,15 +84,12 @@ class Identities:
 
     @property
     def target(self) -> ModelIdentity:
-        """Return the target's identity, see `of`."""
         found = self.of("target")
         assert found is not None, "there is always a target"
         return found
 
     def identity(self, *, follows_draft: bool = False) -> ModelIdentity:
-        """Return the target's identity; with `follows_draft` that of a text which depends on the
-        draft too.
-        """
+        """Return the target's identity, or that of a text that `follows_draft` as well."""
         return self.target.drafted_by(self.of("draft") if follows_draft else None)
 
     def difference(self, told: ModelIdentity, *, follows_draft: bool = False) -> str:
@@ -91,11 +97,9 @@ class Identities:
 
         All weights are read where nothing else can tell. Raises `ReadError`.
         """
-        checkpoint = self._files["target"]
         mine = self.identity(follows_draft=follows_draft)
-        assert checkpoint is not None, "there is always a target"
         if told.has_weights_of(mine) is None and not told.difference(mine) and told.has_sum:
-            mine = with_sum(checkpoint, mine, **self._how)
+            mine = with_sum(self.files.target, mine, **self._how)
         self._known["target"] = self.target._replace(proofs=mine.proofs)
         return same_model(told, mine)
 

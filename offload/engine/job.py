@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from offload.engine.generation import Generation, Run
@@ -16,8 +17,7 @@ from offload.engine.request import Request
 from offload.engine.sequence import PassFigures, TokenLogprob
 from offload.errors import RunError
 
-# Pieces that wait for a reader; further ones become part of the last.
-MOST_PIECES = 64
+MOST_PIECES = 64  # pieces that wait for a reader; further ones become part of the last
 
 
 class Cancelled(RunError):  # noqa: N818
@@ -42,36 +42,24 @@ class TextPiece(NamedTuple):
         )
 
 
+@dataclass(eq=False, repr=False)
 class Job:
-    """A request, what a run of it is to be started with, and what has become of it.
+    """A request, and what has become of it."""
 
-    Attributes:
-        run: while it is being written.
-        result, error: one of them, once it has ended.
-        changed: is held to look at a job, and told whenever something has come.
-    """
-
-    def __init__(
-        self, request: Request, *, tree: str | None = None, rule: str | None = None
-    ) -> None:
-        self.request = request
-        self.tree = tree
-        self.rule = rule
-        self.run: Run | None = None
-        self.result: Generation | None = None
-        self.error: BaseException | None = None
-        self.is_cancelled = False
-        self.is_done = False
-        self.submitted_s = time.monotonic()
-        self.changed = threading.Condition()
-        self._pieces = deque[TextPiece]()
-        self._heard: Callable[[], None] | None = None
+    request: Request
+    run: Run | None = None  # while it is being written
+    result: Generation | None = None  # this or an error, once it has ended
+    error: BaseException | None = None
+    is_cancelled: bool = False
+    is_done: bool = False
+    submitted_s: float = field(default_factory=time.monotonic)
+    # is held to look at a job, and told whenever something has come
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    _pieces: deque[TextPiece] = field(default_factory=deque)
+    _heard: Callable[[], None] | None = None
 
     def cancel(self) -> None:
-        """End before the next pass, with what there is by then.
-
-        It takes no lock, so that a collector of garbage may call it.
-        """
+        """End before the next pass; without a lock, so that a collector of garbage may call it."""
         self.is_cancelled = True
 
     def hand_out(self, piece: TextPiece) -> None:
@@ -99,9 +87,7 @@ class Job:
             return pieces
 
     def listen(self, heard: Callable[[], None] | None) -> None:
-        """Call this whenever something has come, from the scheduler's thread, and now: for callers
-        that cannot wait.
-        """
+        """Call this from the scheduler's thread whenever something has come, and now."""
         self._heard = heard
         if heard is not None:
             heard()
@@ -117,9 +103,8 @@ class Ticket:
     """Iterate for pieces as they come; `result` waits for the end. Dropping it cancels the request.
 
     Errors that end the request are raised by iterating, behind the last piece, and by `result`:
-    `UserError` for what the user can mend, `RunError` where something failed under way. A request
-    that was cancelled has the finish reason `interrupted`, or if it had not begun `Cancelled` is
-    raised.
+    `UserError`, or `RunError` where something failed under way. A cancelled request ends
+    `interrupted`, or if it had not begun with `Cancelled`.
     """
 
     def __init__(self, job: Job) -> None:
@@ -138,10 +123,7 @@ class Ticket:
         return self._job.take()
 
     def listen(self, heard: Callable[[], None] | None) -> None:
-        """Call this whenever something has come, from another thread, and once at once.
-
-        It is for callers that cannot wait.
-        """
+        """Call this from another thread whenever something has come, and once at once."""
         self._job.listen(heard)
 
     def cancel(self) -> None:

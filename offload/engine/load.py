@@ -126,8 +126,7 @@ def open_decoder(
 ) -> Decoder:
     """Do what `load` does, with its options in one piece; warnings are left to the caller.
 
-    `device` is open, `transport` leads to the other ranks of `options.ranks`. Raises what `load`
-    raises.
+    `device` is open, `transport` leads to the other ranks. Raises what `load` raises.
     """
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)

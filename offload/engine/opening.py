@@ -139,7 +139,7 @@ def _settle(
     team.settle(plan)
     return DecoderConfig(
         plan=plan,
-        models=pair.models,
+        identities=pair.identities,
         trees=trees,
         rule=options.rule,
         lenience=options.lenience,

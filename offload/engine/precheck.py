@@ -25,8 +25,7 @@ from offload.machine import has_cuda_driver
 from offload.planning.load_options import LoadOptions
 from offload.planning.near_copy import check_held, files_of, models_to_read
 
-# A short context: every run has more positions.
-_SHORT = 64
+_SHORT = 64  # a short context: every run has more positions
 
 
 def check_run(
@@ -43,8 +42,7 @@ def check_run(
     Args:
         needs_text: whether the target must have a tokenizer.
         needs_template: whether that must know who speaks in a conversation.
-        needs_context: whether memory must have room for the context of `options`, or for a short
-            one only.
+        needs_context: whether there must be room for the context of `options`, or for a short one.
     """
     check_held(draft, options.draft_dtype, options.ranks)
     options.tree_spec(has_draft=draft is not None)
@@ -93,7 +91,6 @@ def _require_tokenizer(target: Checkpoint) -> None:
 
 
 def _has_tokenizer(place: Path) -> bool:
-    """Return whether a folder or a GGUF file has one. Raises `UserError` where none can be read."""
     if os.path.isfile(place):
         require_reader(place)
         return True

@@ -38,6 +38,8 @@ class Request:
     num_logprobs: int | None = None
     grammar: Grammar | None = None  # that the text must keep
     is_clipped: bool = False  # more tokens than there is room for become as many as there is
+    tree: str | None = None  # others than those given to `load`; the tree no larger than that one
+    rule: str | None = None
 
     @property
     def is_for_file(self) -> bool:
@@ -84,14 +86,12 @@ class Request:
         *,
         start: tuple[int, ...] = (),
     ) -> list[int]:
-        """Return the token ids of the prompt.
-
-        Raises `UserError` for bad requests, or where `context` positions do not suffice.
+        """Return the token ids of the prompt. Raises `UserError`.
 
         Args:
-            is_longest: the model allows no more of them.
-            start: of a decoder whose prompt an encoder reads: prompt and new tokens have so many
-                positions each.
+            is_longest: the model allows no more than `context` positions.
+            start: of a decoder whose prompt an encoder reads; prompt and new tokens have `context`
+                each.
         """
         self.check()
         if self.stops and tokenizer is None:
@@ -123,20 +123,16 @@ class Request:
         return ids
 
     def num_new(self, ids: Sequence[int], context: int, start: tuple[int, ...] = ()) -> int:
-        """Return how many tokens may be written behind a prompt, one at least if any are wanted.
-
-        `start` is what stands before them where an encoder has the prompt.
-        """
+        """Return how many tokens may be written behind a prompt, one at least if any are wanted."""
         if not self.is_clipped:
             return self.max_new_tokens
         return min(self.max_new_tokens, max(1, context - len(start or ids)))
 
 
-def request_of(prompt: Prompt, arguments: Mapping[str, Any]) -> Request:
-    """Return the request that keywords of `Decoder.generate` ask for.
-
-    Raises `UserError`, and `TypeError` for an unknown keyword.
-    """
+def request_of(
+    prompt: Prompt, arguments: Mapping[str, Any], tree: str | None = None, rule: str | None = None
+) -> Request:
+    """Return what keywords of `Decoder.generate` ask for. Raises `UserError`, `TypeError`."""
     drawing = options_of(Sampling)
     known = [*options_at("python", TextOptions), *drawing]
     if unknown := arguments.keys() - {*known}:
@@ -146,7 +142,7 @@ def request_of(prompt: Prompt, arguments: Mapping[str, Any]) -> Request:
     left = dict(arguments)
     sampling = Sampling(**{name: left.pop(name) for name in drawing if name in left})
     kept = find_grammar(**{name: left.pop(name) for name in GRAMMARS if name in left})
-    return Request(prompt, sampling, grammar=kept, **left)
+    return Request(prompt, sampling, grammar=kept, tree=tree, rule=rule, **left)
 
 
 def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
@@ -161,10 +157,7 @@ def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
 
 
 def several_of(prompt: Any) -> Sequence[Prompt] | None:
-    """Return the prompts of a list of them; None for one prompt.
-
-    Raises `UserError` for an empty list.
-    """
+    """Return the prompts of a list of them; None for one. Raises `UserError` for an empty list."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
         return None
     is_one = isinstance(prompt[0], Mapping | int) or not isinstance(prompt[0], str | Sequence)
@@ -176,9 +169,7 @@ def several_of(prompt: Any) -> Sequence[Prompt] | None:
 
 
 def with_start(ids: Sequence[int], start: tuple[int, ...]) -> list[int]:
-    """Return a prompt, or a text that goes on, with the start of a decoder behind an encoder's
-    part.
-    """
+    """Return a prompt with the start of a decoder behind an encoder's part."""
     return [*ids, *(token for token in start if token not in ids)]
 
 
@@ -205,10 +196,7 @@ def encode(
     raw: bool = False,
     tools: Sequence[Tool] = (),
 ) -> list[int]:
-    """Return the token ids of a prompt, checked; `tools` are those of a conversation.
-
-    Raises `UserError`.
-    """
+    """Return a prompt's token ids, checked; `tools` are a conversation's. Raises `UserError`."""
     if not isinstance(prompt, str) and not _are_messages(prompt):
         ids = whole_numbers(prompt)
     elif tokenizer is None:
@@ -261,9 +249,7 @@ def _whole_text(text: str) -> str:
 
 
 def _are_messages(prompt: object) -> bool:
-    """Return whether a prompt is messages, by the first of them; other lists are taken for token
-    ids.
-    """
+    """Return whether a prompt is messages, by the first; other lists are token ids."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
@@ -272,10 +258,7 @@ _UNREAD = {"image", "images", "image_url", "audio", "audios", "video", "videos"}
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Return a message with text as its content, whose parts are put together as templates do.
-
-    Raises `UserError` for images and such.
-    """
+    """Return a message with its parts joined as text. Raises `UserError` for images and such."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if content is None and isinstance(message, Mapping) and message.get("tool_calls"):
         content = ""  # calls may be all that was said

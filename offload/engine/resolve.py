@@ -53,30 +53,22 @@ if TYPE_CHECKING:
 ReadHeaders = Callable[..., Checkpoint]
 
 NO_HOOKS = Hooks()
-# share of the context whose keys and values a pass reads on average
-_FILLED_SHARE = 0.5
+FILLED_SHARE = 0.5  # share of the context whose keys and values a pass reads on average
 
 
 class Assumptions(NamedTuple):
     """What stands in for this machine and its files where nothing will be loaded."""
 
-    # another machine; None is this one
-    hardware: Hardware | None = None
-    # instead of a measurement
-    disk_bytes_per_s: float | None = None
-    # returns headers by name and config
-    read: ReadHeaders = describe
-    # what describes the ranks, where several share the target
-    ranks: str | None = None
+    hardware: Hardware | None = None  # another machine; None is this one
+    disk_bytes_per_s: float | None = None  # instead of a measurement
+    read: ReadHeaders = describe  # returns headers by name and config
+    ranks: str | None = None  # what describes the ranks, where several share the target
 
     @classmethod
     def of(
         cls, hardware: str | None, disk_speed: str | int | None, read: ReadHeaders = describe
     ) -> "Assumptions":
-        """Return what a user names: another machine, and bytes per second such as `3GB`.
-
-        Raises `UserError`.
-        """
+        """Return another machine and a rate, as a user names them. Raises `UserError`."""
         disk_bytes_per_s = parse_rate(disk_speed, "`disk_speed`")
         machine = find_hardware(hardware) if hardware else None
         if machine is not None and disk_bytes_per_s is not None:
@@ -89,16 +81,12 @@ class ResolvedRun:
     """What options come to with the headers of these models on this machine, or an assumed one."""
 
     files: ModelFiles
-    # checked, with `dtype` settled
-    options: LoadOptions
+    options: LoadOptions  # checked, with `dtype` settled
     tree: TreeSpec
-    # None is the CPU
-    device: "Device | None"
+    device: "Device | None"  # None is the CPU
     budget: MemoryBudget
-    # lines for the user
-    notes: tuple[str, ...] = ()
-    # None where it will be loaded
-    assumed: Assumptions | None = None
+    notes: tuple[str, ...] = ()  # lines for the user
+    assumed: Assumptions | None = None  # None where it will be loaded
     open_source: OpenSource = DiskReader
     hooks: Hooks = NO_HOOKS
 
@@ -210,7 +198,7 @@ class ResolvedRun:
         alone = self.budget.plan(ModelFiles(self.files.target), 1)
         target, draft = self.files
         draft_shape = None if draft is None else model_shape(draft, dtype)
-        positions = int(_FILLED_SHARE * alone.context)
+        positions = int(FILLED_SHARE * alone.context)
         return costs_on(self.hardware, model_shape(target, dtype), draft_shape, positions)
 
     def profile_finder(self) -> Callable[[Sampling, str], tuple[Profile | None, str]]:
@@ -242,7 +230,7 @@ class ResolvedRun:
                 require_same_run(profile, identity, Path(named))
             return profile.of_experts(experts, is_named=True), str(named)
 
-        return lambda sampling, rule: find(replace(sampling, seed=0), rule)
+        return lambda sampling, rule: find(sampling.kind, rule)
 
 
 def resolve(
@@ -303,10 +291,7 @@ def settle(
     device: "Device | None" = None,
     assumed: Assumptions | None = None,
 ) -> ResolvedRun:
-    """Return the run of these models as far as headers alone decide it.
-
-    Raises `UserError` for options that do not go with the models or the machine.
-    """
+    """Return the run as far as headers alone decide it. Raises `UserError` for misfit options."""
     hardware, disk_bytes_per_s, *_ = assumed or Assumptions()
     budget = budget_of(options, str(device.place) if device else None, hardware)
     dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
@@ -325,10 +310,9 @@ def settle(
 
 
 def _own_device(options: LoadOptions, assumed: Assumptions | None) -> "Device | None":
-    """Open the GPU of this machine that a run takes; None for the CPU.
+    """Open the GPU that a run takes; None for the CPU.
 
-    Where nothing will be loaded, also None for a machine that is named, and for a budget on a GPU
-    elsewhere.
+    Where nothing will be loaded, also None for a named machine, or a budget on a GPU elsewhere.
     """
     if assumed is not None:
         if assumed.hardware is not None:

@@ -24,8 +24,7 @@ from offload.errors import RunError, UserError
 from offload.model.target import Target
 from offload.stats import Transfers
 
-# Rates are told of the passes of the last minute.
-_RECENT_S = 60.0
+_RECENT_S = 60.0  # rates are told of the passes of the last minute
 _MOST_RECENT = 256
 _NOTHING = Transfers()
 
@@ -41,9 +40,7 @@ class TextWriter(Protocol):
     def target(self) -> Target:
         """Return what tells what passes have moved."""
 
-    def start(
-        self, request: Request, *, tree: str | None, rule: str | None, continues: bool
-    ) -> Run:
+    def start(self, request: Request, *, continues: bool) -> Run:
         """Take a place for a text."""
 
     def sweep(self, runs: Sequence[Run]) -> None:
@@ -86,16 +83,13 @@ class Scheduler:
     """Jobs that wait, jobs that are being written, and the passes that these share.
 
     One thread at a time may call `admit`, `sweep` and `end_all`; any may call the other methods.
-
-    Attributes:
-        active: the jobs that are being written, in the order in which they were begun.
-        changed: is held to add a job or to look at several figures at once, and told of new jobs.
     """
 
     def __init__(self, decoder: TextWriter) -> None:
         self._decoder = decoder
+        # is held to add a job or to look at several figures at once, and told of new jobs
         self.changed = threading.Condition()
-        self.active = list[Job]()
+        self.active = list[Job]()  # being written, in the order in which they were begun
         self._waiting = deque[Job]()
         self._sums = EngineFigures()
         self._recent = deque[PassDone](maxlen=_MOST_RECENT)
@@ -103,12 +97,10 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Return whether anything waits or is being written."""
         return bool(self._waiting or self.active)
 
     @property
     def runs(self) -> list[Run]:
-        """Return the runs of all jobs that are being written."""
         return [job.run for job in self.active if job.run is not None]
 
     def add(self, job: Job) -> None:
@@ -130,7 +122,7 @@ class Scheduler:
                     break
                 job = self._waiting.popleft()
             try:
-                run = self._decoder.start(job.request, tree=job.tree, rule=job.rule, continues=True)
+                run = self._decoder.start(job.request, continues=True)
             except Exception as error:  # this request's own, whatever it is
                 ended.append(self._end(job, error=error))
                 continue
@@ -142,9 +134,7 @@ class Scheduler:
         return ended
 
     def sweep(self) -> list[Job]:
-        """Run one pass for all that are being written: pieces are handed out, and those leave that
-        it has ended; they are returned.
-        """
+        """Run one pass for all being written, hand out pieces; return the jobs it has ended."""
         active = list(self.active)
         runs = self.runs
         before = self._decoder.target.moved
@@ -230,10 +220,7 @@ class Scheduler:
         return gone + left
 
     def _sweep_each(self, runs: Sequence[Run]) -> list[Exception | None]:
-        """Run a pass for all, and where that fails for each: whose error it was shows alone.
-
-        Raises `RunError`.
-        """
+        """Run a pass for all, or if it fails for each, to see whose error it was; but `RunError`."""
         try:
             self._decoder.sweep(runs)
         except RunError:
@@ -302,17 +289,11 @@ def write_all(
     decoder: TextWriter,
     requests: Sequence[Request],
     on_pass: Callable[[Sequence[Run]], None] = lambda runs: None,
-    *,
-    tree: str | None = None,
-    rule: str | None = None,
 ) -> Generator[Finished, None, None]:
-    """Yield results in the order of finishing; what is left under way when this is closed is
-    dropped.
+    """Yield results in the order of finishing; closing this drops what is left under way.
 
-    An error that is no `UserError` of one request is raised.
-
-    Args:
-        on_pass: hears of all runs under way before every pass over the weights.
+    `on_pass` hears of all runs before every pass. An error that is no request's `UserError` is
+    raised.
     """
     scheduler = Scheduler(decoder)
     left = iter(enumerate(requests))
@@ -323,7 +304,7 @@ def write_all(
         while True:
             num_more = max(0, decoder.num_parallel - scheduler.num_waiting)
             for number, request in islice(left, num_more):
-                job = Job(request, tree=tree, rule=rule)
+                job = Job(request)
                 numbers[job] = number
                 scheduler.add(job)
             if not (ended := scheduler.admit()):
@@ -349,19 +330,10 @@ def _finished(jobs: Sequence[Job], numbers: dict[Job, int]) -> Generator[Finishe
         yield Finished(numbers.pop(job), outcome)
 
 
-def in_order(
-    decoder: TextWriter,
-    requests: Sequence[Request],
-    *,
-    tree: str | None = None,
-    rule: str | None = None,
-) -> list[Generation]:
-    """Return all results, as they were asked for.
-
-    Raises `UserError` for the first that cannot be served.
-    """
+def in_order(decoder: TextWriter, requests: Sequence[Request]) -> list[Generation]:
+    """Return all results, as they were asked for. Raises `UserError` for the first that fails."""
     found = dict[int, Generation]()
-    with closing(write_all(decoder, requests, tree=tree, rule=rule)) as finished:
+    with closing(write_all(decoder, requests)) as finished:
         for number, outcome in finished:
             if isinstance(outcome, UserError):
                 raise outcome

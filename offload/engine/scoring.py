@@ -8,6 +8,7 @@ Invariant: a row sees the tokens before it in its own text, and no others.
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,27 +45,17 @@ def wanted_of(texts: Any) -> list[tuple[Any, int]]:
         ) from None
 
 
+@dataclass(eq=False)
 class Scorer:
-    """Scores texts over a cache that is used for nothing else meanwhile.
+    """Scores texts over a cache that nothing else uses, by passes of `_max_rows` rows at most."""
 
-    Args:
-        max_rows: of one pass, which memory was planned for.
-
-    Attributes:
-        num_passes: over the weights, so far.
-    """
-
-    def __init__(self, target: Target, cache: KVCache, max_rows: int) -> None:
-        self._target = target
-        self._cache = cache
-        self._max_rows = max_rows
-        self.num_passes = 0
+    _target: Target
+    _cache: KVCache
+    _max_rows: int
+    num_passes: int = 0  # over the weights, so far
 
     def score(self, texts: Sequence[ScoreRequest]) -> list[TextScore]:
-        """Return the score of each text.
-
-        Raises `UserError` for one without a beginning, or longer than the context.
-        """
+        """Return the score of each text. Raises `UserError` for one without a beginning."""
         for tokens, first in texts:
             rule = "a text is scored behind its first token"
             require(0 < first <= len(tokens), rule, first, "give it a beginning")
@@ -99,10 +90,7 @@ class Scorer:
     def _long_batches(
         self, order: list[int], rows: list[list[int]], firsts: list[int]
     ) -> Iterator["_Branches"]:
-        """Yield texts that are longer than a pass part by part.
-
-        Those that begin alike share the parts before their ends.
-        """
+        """Yield texts longer than a pass part by part; those that begin alike share those parts."""
         waiting = deque(order)
         held = list[int]()
         while waiting:
@@ -123,10 +111,7 @@ class Scorer:
             yield branches
 
     def _room_behind(self, num_kept: int) -> int:
-        """Return how many rows a pass may have behind so many tokens in the cache.
-
-        Branches of many texts may outgrow the context.
-        """
+        """Return how many rows fit behind cached tokens; branches may outgrow the context."""
         return min(self._max_rows, self._cache.num_slots - num_kept)
 
     def _pass(
@@ -175,7 +160,6 @@ class _Branches:
         return len(self.paths) == 1
 
     def num_new(self, tokens: Sequence[int]) -> int:
-        """Return how many rows a text would add."""
         row = -1
         num_known = 0
         for token in tokens:
@@ -186,7 +170,6 @@ class _Branches:
         return len(tokens) - num_known
 
     def add(self, index: int, tokens: Sequence[int]) -> None:
-        """Add one more text."""
         row = -1
         path = list[int]()
         for depth, token in enumerate(tokens):

@@ -11,6 +11,7 @@ the target's own, before anything was done to its logits, and asking for them ch
 import sys
 from collections import abc
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -38,10 +39,7 @@ class TokenLogprob(NamedTuple):
 def path_logprobs(
     rows: Rows, nodes: abc.Sequence[int], tokens: abc.Sequence[int], num_top: int
 ) -> list[TokenLogprob]:
-    """Return the log-probabilities of the tokens emitted after these nodes of an accepted path.
-
-    They are those of the target's own logits.
-    """
+    """Return log-probabilities, by the target's own logits, of tokens emitted after nodes."""
     found = []
     for node, token in zip(nodes, tokens, strict=True):
         logprob_V = rows[node].float().log_softmax(0)
@@ -88,59 +86,44 @@ class Limits(NamedTuple):
     end_ids: frozenset[int] = frozenset()
 
 
+@dataclass(eq=False, repr=False)
 class Sequence:
-    """One text, with the caches that were lent to it.
+    """One text, with the caches that were lent to it."""
 
-    Attributes:
-        tokens: of the prompt, then all that were accepted; the last is the root of the next tree.
-        shape: of the next tree.
-        limits: what ends it.
-        stats: of its steps since the shape was set.
-        last_pass: its last step; None before the first.
-        num_logprobs: how many of the likeliest tokens to note beside each new one; None notes
-            nothing.
-        logprobs: of the new tokens, where they are noted.
-    """
+    tokens: list[int]  # of the prompt, then all that were accepted; the last is the next root
+    sampler: Sampler
+    rule: Rule
+    shape: Shape  # of the next tree
+    limits: Limits
+    has_draft: bool = field(default=True, kw_only=True)
+    last_pass: PassFigures | None = field(default=None, init=False)  # None before the first
+    # how many of the likeliest tokens to note beside each new one; None notes nothing
+    num_logprobs: int | None = field(default=None, init=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list, init=False)  # where they are noted
+    _caches: Caches | None = field(default=None, init=False)
+    _chains: ChainPolicy | None = field(default=None, init=False)
+    _among: Callable[[int], Shape] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        tokens: Iterable[int],
-        sampler: Sampler,
-        rule: Rule,
-        shape: Shape,
-        limits: Limits,
-        *,
-        has_draft: bool = True,
-    ) -> None:
-        self._has_draft = has_draft
-        self.tokens = list(tokens)
-        self.sampler = sampler
-        self.rule = rule
-        self.limits = limits
+    def __post_init__(self) -> None:
+        # the sampler keeps those of the prompt
+        self.tokens = list(self.tokens)
         self.num_prompt_tokens = len(self.tokens)
-        self._caches: Caches | None = None
-        self._chains: ChainPolicy | None = None
-        self._among: Callable[[int], Shape] | None = None
-        self.last_pass: PassFigures | None = None
-        self.num_logprobs: int | None = None
-        self.logprobs = list[TokenLogprob]()
-        self.set_shape(shape)
+        self.set_shape(self.shape)
 
     def set_shape(self, shape: Shape) -> Stats:
         """Give later trees this shape; return the figures of their steps, which begin anew."""
         self.stats = Stats(num_prompt_tokens=self.num_prompt_tokens)
         self._take_shape(shape)
         is_known = self.sampler.is_greedy or self.sampler.drafting is not ChildSampling.COUPLED
-        self.stats.is_draft_known = is_known and self._has_draft
+        self.stats.is_draft_known = is_known and self.has_draft
         return self.stats
 
     def follow(
         self, chains: ChainPolicy | None, among: Callable[[int], Shape] | None = None
     ) -> None:
-        """Let trees be chains of lengths that change as this says, from the next step on.
+        """Let trees be chains of changing lengths from the next step on; None changes nothing.
 
-        None changes nothing. `among` returns the shape of its tree by how many texts share the
-        pass; asked again, it may have learnt.
+        `among` returns the shape by how many texts share the pass; asked again, it may have learnt.
         """
         self._chains = chains
         self._among = among
@@ -158,10 +141,7 @@ class Sequence:
         self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
 
     def lengthen(self) -> None:
-        """End a step: let the next chain be as long as all steps so far suggest.
-
-        Nothing is drawn for it yet.
-        """
+        """End a step: let the next chain, not drawn yet, be as long as steps so far suggest."""
         if self._chains is None:
             return
         self.stats.chain_lengths.append(self.shape.depth)
@@ -171,10 +151,7 @@ class Sequence:
 
     @property
     def caches(self) -> Caches:
-        """Return what the models keep of it.
-
-        Raises `UserError` when they were taken away, by another one or for good.
-        """
+        """Return what the models keep of it. Raises `UserError` once they were taken away."""
         if self._caches is None:
             raise UserError(
                 "this decoder has begun another generation or was closed: finish one before the "
@@ -192,7 +169,6 @@ class Sequence:
 
     @property
     def is_at_end_token(self) -> bool:
-        """Return whether the model has ended the text."""
         return len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self.limits.end_ids
 
     @property

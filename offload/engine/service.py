@@ -28,14 +28,10 @@ class Closing(UserError):  # noqa: N818
 
 
 class Engine:
-    """Serves many callers with one decoder; use it as a context manager or `close` it, before the
-    decoder.
+    """Serves many callers with one decoder; use it as a context manager, or `close` it before that.
 
-    Any thread may call any method. Nothing else may use the decoder meanwhile.
-
-    Args:
-        decoder: as many texts as it has places are written at a time.
-        max_waiting: requests beyond these are refused while so many wait.
+    Any thread may call any method; nothing else may use the decoder. While `max_waiting` requests
+    wait, more are refused.
     """
 
     def __init__(self, decoder: Decoder, *, max_waiting: int = 64) -> None:
@@ -63,33 +59,27 @@ class Engine:
 
     @property
     def is_open(self) -> bool:
-        """Return whether it takes requests."""
         return not self._is_closing and not self._ended.is_set()
 
     @property
     def most_requests(self) -> int:
-        """Return how many requests may be written or wait at a time."""
         return self._max_waiting + self.decoder.num_parallel
 
-    def submit(
-        self, request: Request, *, tree: str | None = None, rule: str | None = None
-    ) -> Ticket:
-        """Take a request; it is begun once there is a place.
+    def submit(self, request: Request) -> Ticket:
+        """Take a request, to be begun once there is a place.
 
-        Raises `UserError` for one that cannot be served at all, `QueueFull` where too many wait,
-        and `Closing`.
+        Raises `UserError` for one that cannot be served, `QueueFull`, and `Closing`.
         """
         self._require_room()  # before its prompt is read, which may take longer
-        prompt_ids, *_ = self.decoder.check(request, tree=tree, rule=rule)
-        job = Job(replace(request, prompt=prompt_ids), tree=tree, rule=rule)
+        prompt_ids, *_ = self.decoder.check(request)
+        job = Job(replace(request, prompt=prompt_ids))
         with self._changed:
             self._require_room()
             self._scheduler.add(job)
         return Ticket(job)
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Take no more requests, end those that wait, let those under way have so long, then cancel
-        them.
+        """Refuse requests, end those that wait, and after the grace cancel those under way.
 
         Returns once the pass under way is over; again it does nothing.
         """

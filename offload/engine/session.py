@@ -13,8 +13,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from offload.checkpoint.files import open_regular, replacing
 from offload.checkpoint.identity import ModelIdentity, same_model
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, read_header
+from offload.checkpoint.safetensors import Checkpoint, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.checkpoint.state_sizes import index_layers, recurrent_layers
 from offload.drafting.hybrid import HybridState
@@ -32,18 +30,16 @@ from offload.encoding.base import PLAIN_OF, STORED
 from offload.engine.identities import Identities
 from offload.engine.sharing import CachePool
 from offload.errors import ReadError, UserError, ensure, reason, require
+from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache
 from offload.model.recurrent_cache import Point, RecurrentCache
 
-# The note that has the checksum of all that lies behind the header.
-SUM = "crc32"
+SUM = "crc32"  # the note that has the checksum of all that lies behind the header
 _TYPES = {getattr(torch, encoding.dtype): encoding.name for encoding in STORED.values()}
 
 
 def write_tensors(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors of any type that the format has, in this order, with notes about them. Raises
-    `OSError`.
-    """
+    """Write tensors of any type in this order, with notes about them. Raises `OSError`."""
     places = dict[str, Any]()
     end = 0
     for name, tensor in tensors.items():
@@ -68,9 +64,7 @@ def write_tensors(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Te
 
 
 def data_sum(path: Path) -> str:
-    """Return the checksum that a file should have noted, eight hexadecimal digits. Raises
-    `OSError`.
-    """
+    """Return the checksum that a file should have noted, eight digits. Raises `OSError`."""
     total = 0
     with path.open("rb") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
@@ -96,35 +90,6 @@ _STATES = "states"
 _AFRESH = "name another file, or delete it to begin anew"
 
 
-@dataclass(frozen=True)
-class SessionModels:
-    """What keys and values depend on, and how many there may be."""
-
-    target: Checkpoint
-    draft: Checkpoint | None
-    dtype: str  # that is wished for
-    context: int
-    has_longest_context: bool  # the target allows no more
-    identities: Identities  # of both, by what their files hold
-
-    @cached_property
-    def dtypes(self) -> dict[str, str]:
-        """Return the types that are computed in, by part; that of no draft is empty."""
-        pairs = zip(_PARTS, (self.target, self.draft), strict=True)
-        return {part: compute_dtype_name(one, self.dtype) if one else "" for part, one in pairs}
-
-    def can_use(self, part: str, notes: Mapping[str, str]) -> bool:
-        """Return whether that part of a file with these notes has the same weights in the same
-        type.
-
-        Nothing is read.
-        """
-        told = _told_identity(notes, part)
-        mine = self.identities.of(part)
-        is_same = told is not None and mine is not None and not same_model(told, mine)
-        return is_same and notes.get(f"{part}_dtype") == self.dtypes[part]
-
-
 class Session(NamedTuple):
     """What a file holds beside keys and values."""
 
@@ -135,17 +100,16 @@ class Session(NamedTuple):
 
 def save_session(
     path: Path,
-    models: SessionModels,
+    identities: Identities,
     pool: CachePool,
     arithmetic: str,
     messages: list[dict[str, str]] | None,
     num_turns: int,
 ) -> None:
-    """Write what the caches hold, and what was said. Raises `UserError` where nothing can be
-    written.
+    """Write what the caches hold, and what was said. Raises `UserError`.
 
-    `arithmetic` names what the bits of keys and values depend on beside weights and types; empty
-    where on more.
+    `arithmetic` is what bits of keys and values depend on beside weights and types; empty if on
+    more.
     """
     tokens = pool.tokens
     tensors = {_TOKENS: torch.tensor(pool.tokens, dtype=torch.int64)}
@@ -154,8 +118,12 @@ def save_session(
             tensors |= {_name(part, kind, layer): state for kind, state in held.items()}
         tensors |= _recurrent_tensors(part, cache, len(tokens))
     told = {"messages": json.dumps(messages), "num_turns": str(num_turns), "arithmetic": arithmetic}
+    told |= {f"{part}_dtype": dtype for part, dtype in identities.dtypes.items()}
     try:
-        write_tensors(path, {**_identities(models), **told, "format": _FORMAT}, tensors)
+        for part in _PARTS:
+            identity = identities.of(part)
+            told[part] = json.dumps(identity.as_dict()) if identity else ""
+        write_tensors(path, {**told, "format": _FORMAT}, tensors)
     # of the weights, which have changed since: that need not end a conversation
     except ReadError as error:
         raise UserError(f"cannot tell of which weights a session would be: {error}") from None
@@ -165,18 +133,8 @@ def save_session(
         ) from None
 
 
-def _identities(models: SessionModels) -> dict[str, str]:
-    """Return what a file tells of the models. Raises `ReadError`."""
-    found = {part: models.identities.of(part) for part in _PARTS}
-    told = {part: json.dumps(one.as_dict()) if one else "" for part, one in found.items()}
-    return told | {f"{part}_dtype": dtype for part, dtype in models.dtypes.items()}
-
-
 def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
-    """Return the identity that a file tells of a part; None for no model.
-
-    Raises `KeyError` where the file does not speak of that part.
-    """
+    """Return a part's identity as a file tells it; None for no model. Raises `KeyError`."""
     told = notes[part]
     try:
         return ModelIdentity.parse(json.loads(told))
@@ -184,21 +142,31 @@ def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
         return None
 
 
-def load_session(path: Path, models: SessionModels, pool: CachePool, arithmetic: str) -> Session:
+def can_use(identities: Identities, part: str, notes: Mapping[str, str]) -> bool:
+    """Return whether a file with these notes has this part's weights, in its type; nothing is read."""
+    told = _told_identity(notes, part)
+    mine = identities.of(part)
+    is_same = told is not None and mine is not None and not same_model(told, mine)
+    return is_same and notes.get(f"{part}_dtype") == identities.dtypes[part]
+
+
+def load_session(
+    path: Path, identities: Identities, plan: MemoryPlan, pool: CachePool, arithmetic: str
+) -> Session:
     """Fill the caches with what a file holds for them. Raises `UserError`.
 
     Of another draft nothing is taken, and of the target nothing that would have other bits if
     computed here.
     """
     with _opened(path) as file:
-        session = _checked(path, file, models)
+        session = _checked(path, file, identities, plan)
         if data_sum(path) != file.metadata().get(SUM):
             raise _broken(path, "its checksum does not fit")
         pool.take_back()
         pool.caches.clear()
         for part, cache in _caches(pool).items():
             has_same_bits = part == "draft" or arithmetic in ("", file.metadata().get("arithmetic"))
-            if has_same_bits and models.can_use(part, file.metadata()):
+            if has_same_bits and can_use(identities, part, file.metadata()):
                 kept = _kept_layers(file, part)
                 cache.refill(_held(file, part), _num_kept(file, part) if kept else 0)
                 if kept and isinstance(cache, RecurrentCache):
@@ -226,16 +194,13 @@ def require_sessions(start: tuple[int, ...], parallel: int = 1) -> None:
         )
 
 
-def check_session(path: Path, models: SessionModels) -> Session:
-    """Return what a file holds, proved by its header to fit these models.
-
-    Raises `UserError`; nothing is filled.
-    """
+def check_session(path: Path, identities: Identities, plan: MemoryPlan) -> Session:
+    """Return what a file holds, proved by its header to fit; fills nothing. Raises `UserError`."""
     with _opened(path) as file:
-        return _checked(path, file, models)
+        return _checked(path, file, identities, plan)
 
 
-def _checked(path: Path, file: Any, models: SessionModels) -> Session:
+def _checked(path: Path, file: Any, identities: Identities, plan: MemoryPlan) -> Session:
     notes = file.metadata() or {}
     if notes.get("format") != _FORMAT:
         raise UserError(
@@ -244,9 +209,9 @@ def _checked(path: Path, file: Any, models: SessionModels) -> Session:
     told = _told_identity(notes, "target") if "target" in notes else None
     if told is None:
         raise _broken(path, "it does not tell of which model it is")
-    if what := models.identities.difference(told):
+    if what := identities.difference(told):
         raise UserError(f"{path} was computed with another model ({what}): {_AFRESH}")
-    if notes.get("target_dtype") != (mine := models.dtypes["target"]):
+    if notes.get("target_dtype") != (mine := identities.dtypes["target"]):
         raise UserError(
             f"{path} was computed with other `dtype` ({notes.get('target_dtype')}, not {mine}): "
             f"{_AFRESH}"
@@ -254,14 +219,14 @@ def _checked(path: Path, file: Any, models: SessionModels) -> Session:
     try:
         session = _contents(file, notes)
         for part in _PARTS:
-            if models.can_use(part, notes):
-                _check_states(file, part, getattr(models, part), models.dtype, len(session.tokens))
+            if can_use(identities, part, notes):
+                _check_states(file, part, identities, len(session.tokens))
     except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise _broken(path, reason(error)) from None
-    if len(session.tokens) >= models.context:
-        remedy = "" if models.has_longest_context else "raise `context`, or "
+    if len(session.tokens) >= plan.context:
+        remedy = "" if plan.has_longest_context else "raise `context`, or "
         raise UserError(
-            f"{path} has {len(session.tokens)} tokens, the context {models.context}: "
+            f"{path} has {len(session.tokens)} tokens, the context {plan.context}: "
             f"{remedy}{_AFRESH}"
         )
     return session
@@ -283,19 +248,15 @@ def _contents(file: Any, notes: Mapping[str, str]) -> Session:
     return Session(file.get_tensor(_TOKENS).tolist(), messages, int(notes["num_turns"]))
 
 
-def _check_states(
-    file: Any, part: str, checkpoint: Checkpoint | None, dtype: str, num_tokens: int
-) -> None:
-    """Check keys and values of every layer that has its own, by the config's shapes.
-
-    Raises `ValueError`.
-    """
+def _check_states(file: Any, part: str, identities: Identities, num_tokens: int) -> None:
+    """Check keys and values of every layer by the config's shapes. Raises `ValueError`."""
+    checkpoint: Checkpoint | None = getattr(identities.files, part)
     kept = _kept_layers(file, part)
     if checkpoint is None or not kept:
         ensure(not kept, f"{part} has keys and values, and there is none")
         return
     sizes = config_sizes(checkpoint)
-    computed = PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
+    computed = PLAIN_OF[identities.dtypes[part]]
     num_own = sizes["num_hidden_layers"] - (
         text_config(checkpoint).get("num_kv_shared_layers") or 0
     )
@@ -323,7 +284,7 @@ def _check_states(
     total_bytes = sum(index.values()) * computed.align_bytes
     num_heads = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1))
     num_own = len(kept)
-    per_token_bytes = model_shape(checkpoint, dtype).kv_bytes_per_token
+    per_token_bytes = model_shape(checkpoint, identities.dtypes[part]).kv_bytes_per_token
     ensure(0 < num_kept <= num_tokens, f"{part} has {num_kept} positions of {num_tokens} tokens")
     is_uniform = per_token_bytes == 2 * num_own * num_heads * head_dim(sizes) * computed.align_bytes
     for name in (_name(part, kind, index) for index in kept for kind in _KINDS):
@@ -367,10 +328,7 @@ def _names(file: Any, part: str, kinds: tuple[str, ...]) -> set[str]:
 def _check_shapes(
     file: Any, found: set[str], wanted: Mapping[str, tuple[list[int], str]], what: str
 ) -> None:
-    """Check tensors by what the model's config and headers tell of them.
-
-    Raises `ValueError`; `what` tells of those that there should be.
-    """
+    """Check tensors by config and headers; `what` tells of them in words. Raises `ValueError`."""
     ensure(found == {*wanted}, f"{what}, not {sorted(found)}"[:200])
     for name, (shape, kind) in wanted.items():
         header = file.get_slice(name)
@@ -382,9 +340,7 @@ def _check_shapes(
 
 
 def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, Tensor]:
-    """Return the states of recurrent layers behind the positions that are kept, each a row of
-    numbers.
-    """
+    """Return recurrent layers' states behind the positions that are kept, each as one row."""
     if not isinstance(cache, RecurrentCache):
         return {}
     point = cache.point_at(cache.keepable(num_tokens))
@@ -395,7 +351,6 @@ def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, 
 
 
 def _point(file: Any, part: str) -> Point:
-    """Return the states of recurrent layers."""
     layers = {name: int(name.rsplit(".", 1)[1]) for name in _names(file, part, (_TAILS, _STATES))}
     found = {
         kind: {
@@ -435,9 +390,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _require_no_holes(path: Path) -> None:
-    """Raise where a file is larger than its tensors: it could be larger than memory, and all is
-    mapped.
-    """
+    """Raise where a file is larger than its tensors: all is mapped, and memory may be smaller."""
     try:
         read_header(path)
     except UserError as error:

@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from offload.engine.sequence import Caches, Sequence
 from offload.errors import UserError
 
-# Copying fewer tokens from another text takes as long as computing them.
-LEAST_COPIED = 16
+LEAST_COPIED = 16  # copying fewer tokens from another text takes as long as computing them
 
 
 class _Place:
@@ -77,7 +76,6 @@ class CachePool:
 
     @property
     def caches(self) -> Caches:
-        """Return the set that was used last."""
         return self._places[-1].caches
 
     @property
@@ -86,10 +84,9 @@ class CachePool:
         return self._places[-1].tokens
 
     def lend(self, sequence: Sequence, *, keeps: bool) -> None:
-        """Lend a free set, or the only one; `keeps` what was computed for the tokens that both
-        texts begin with.
+        """Lend a free set, or the only one. Raises `UserError` where all are taken.
 
-        Raises `UserError` where all are taken.
+        `keeps` what was computed for the tokens that both texts begin with.
         """
         free = self._free()
         num_kept = 0
@@ -104,8 +101,7 @@ class CachePool:
         self._places.append(place)
 
     def borrow(self) -> Caches:
-        """Return a free set, or the only one, emptied, for what is no text; the next text may have
-        it.
+        """Return a free set, or the only one, emptied for what is no text; a text may take it.
 
         Raises `UserError` where all are taken.
         """
@@ -127,9 +123,7 @@ class CachePool:
         return free
 
     def _copied(self, place: _Place, tokens: list[int], num_kept: int) -> int:
-        """Copy what another text's place holds more of these tokens; return how many the place has
-        then.
-        """
+        """Copy what another place holds more of these tokens; return how many there are then."""
         others = [(self._num_to_keep(one, tokens), one) for one in self._places]
         most_shared, other = max(others, key=lambda pair: pair[0])
         if other is place or most_shared < num_kept + LEAST_COPIED:
@@ -141,10 +135,7 @@ class CachePool:
         return most_shared
 
     def _num_to_keep(self, place: _Place, tokens: list[int]) -> int:
-        """Return how many of the tokens, but for the last, a place has.
-
-        It has none of another prompt to an encoder, however alike.
-        """
+        """Return how many tokens but the last a place has; none of another encoder's prompt."""
         num = num_shared(place.tokens, tokens)
         is_other = any(one not in tokens[:num] for one in self._start)
         return 0 if is_other else place.caches.target.keepable(min(num, len(tokens) - 1))
@@ -189,10 +180,7 @@ class DecoderLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the turn for a run, or a part of one.
-
-        Raises `UserError` where another thread has it, or the decoder was closed.
-        """
+        """Hold the turn for a run. Raises `UserError` where it is another thread's, or closed."""
         if not self._lock.acquire(blocking=False):
             raise UserError(
                 "this decoder is in use by another thread: wait until that is done, or load a "

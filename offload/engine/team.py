@@ -11,10 +11,8 @@ from offload.planning.cost_model import NOTHING, Curve
 class Team:
     """A process that has all of the target."""
 
-    # what a pass takes beside computing, against its rows
-    exchange_s: Curve = NOTHING
-    # for the user
-    notes: tuple[str, ...] = ()
+    exchange_s: Curve = NOTHING  # what a pass takes beside computing, against its rows
+    notes: tuple[str, ...] = ()  # for the user
     is_alone = True
 
     def own(self, run: ResolvedRun) -> ResolvedRun:
@@ -25,9 +23,7 @@ class Team:
         """Cut the model to what this process computes."""
 
     def settle(self, plan: MemoryPlan) -> None:
-        """Let the others load what the plan leaves to them. Raises `UserError` where one of them
-        cannot.
-        """
+        """Let the others load what the plan leaves to them. Raises `UserError` if one cannot."""
 
     def target(self, *args: Any, **more: Any) -> Target:
         """Return a `Target` of these arguments, which speaks for all."""

@@ -18,23 +18,19 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-# Seconds of a processor for one request; templates take milliseconds.
-_CPU_S = 5
+_CPU_S = 5  # seconds of a processor for one request; templates take milliseconds
 # Wall time for an answer, and for the start: the process may be stopped from outside.
 _WAIT_S = 60.0
 # Characters that a template may write beside what it was told.
 _MOST_CHARS = 1 << 20
-# It may repeat what it was told, and write it as JSON, this many times as long.
-_TIMES_TOLD = 8
-# Characters of JSON for one of text, at most.
-_ESCAPED = 12
-# Characters of an error at the start.
-_MOST_TOLD = 1000
+_TIMES_TOLD = 8  # it may repeat what it was told, and write it as JSON, this many times as long
+_ESCAPED = 12  # characters of JSON for one of text, at most
+_MOST_TOLD = 1000  # characters of an error at the start
 _READY = b"ready\n"
 
 
@@ -47,9 +43,7 @@ class TemplateExceeded(TemplateFailed):
 
 
 class TemplateProcess:
-    """Renders by `render`; it is started when it is first asked, and again after it had to be
-    ended.
-    """
+    """Renders by `render`; started when first asked, and again after it had to be ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,9 +52,7 @@ class TemplateProcess:
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return what a template makes of a conversation. Raises `TemplateFailed`.
 
-        Args:
-            variables: further arguments of transformers' `render_jinja_template`, such as
-                `add_generation_prompt`.
+        `variables` are further arguments of transformers' `render_jinja_template`.
         """
         told = {**variables, "chat_template": template, "conversations": [messages]}
         most_chars = _MOST_CHARS + _TIMES_TOLD * len(json.dumps([messages, variables], default=str))
@@ -87,12 +79,12 @@ class TemplateProcess:
             self._end()
         try:
             process = self._started()
-            with _Clock(process) as clock:
+            with _timed(process) as has_struck:
                 answer = _exchange(process, line, most_bytes)
         except BaseException:  # a signal's too: the answer that still comes is for no request
             self._end()
             raise
-        if clock.has_struck or "exceeded" in answer:
+        if has_struck.is_set() or "exceeded" in answer:
             self._end()
         return answer
 
@@ -107,7 +99,7 @@ class TemplateProcess:
                 stderr=subprocess.DEVNULL,
             )
             self._stop = weakref.finalize(self, _stop, os.getpid(), self._process)
-            with _Clock(self._process):
+            with _timed(self._process):
                 found = _line(self._process, _ESCAPED * _MOST_TOLD)
             if found != _READY:
                 why = " ".join(found.decode("utf-8", "replace").split()) or "without a word"
@@ -120,28 +112,23 @@ class TemplateProcess:
             self._stop()
 
 
-class _Clock:
-    """Ends a process that takes longer than `_WAIT_S` over what is inside; monotonic, so that no
-    clock is set there.
-    """
+@contextmanager
+def _timed(process: "subprocess.Popen[bytes]") -> Iterator[threading.Event]:
+    """End a process that takes longer than `_WAIT_S`, by monotonic time; the event tells of it."""
+    has_struck = threading.Event()
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self.has_struck = False
-        self._process = process
-        self._timer = threading.Timer(_WAIT_S, self._strike)
-        self._timer.daemon = True
+    def strike() -> None:
+        has_struck.set()
+        process.kill()
 
-    def __enter__(self) -> "_Clock":
-        self._timer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._timer.join()  # from here on it has struck or never will
-
-    def _strike(self) -> None:
-        self.has_struck = True
-        self._process.kill()
+    timer = threading.Timer(_WAIT_S, strike)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield has_struck
+    finally:
+        timer.cancel()
+        timer.join()  # from here on it has struck or never will
 
 
 def template_process() -> TemplateProcess:

@@ -20,8 +20,7 @@ from typing import Any
 
 # Memory beside what the process takes before its first request.
 _MEMORY_BYTES = 512 << 20
-# Characters of an error.
-_MOST_TOLD = 1000
+_MOST_TOLD = 1000  # characters of an error
 _PAGES = "/proc/self/statm"
 
 
@@ -64,9 +63,7 @@ def _told(error: Exception) -> str:
 
 
 def _sandbox() -> Callable[..., Any]:
-    """Return transformers' sandbox, without torch, pictures and what the package looks for on
-    import.
-    """
+    """Return transformers' sandbox without torch, pictures and what it looks for on import."""
     sys.modules |= dict.fromkeys(("torch", "PIL"))  # type: ignore[arg-type]  # None marks what is not there
     found = find_spec("transformers")
     if found is None or not found.submodule_search_locations:
@@ -89,10 +86,7 @@ def _sandbox() -> Callable[..., Any]:
 
 
 def _in_memory_bytes() -> int | None:
-    """Return the addresses in use, libraries included; None where the system does not tell.
-
-    They differ by gigabytes between machines.
-    """
+    """Return the addresses in use, libraries included; None where the system does not tell."""
     if not os.path.exists(_PAGES):
         return None
     with open(_PAGES) as pages:

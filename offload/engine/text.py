@@ -26,8 +26,7 @@ from offload.memory.planner import ModelFiles
 _REPLACEMENT = "\ufffd"
 # Tokens decoded before the new ones: some tokenizers glue, or drop a leading space.
 _CONTEXT_TOKENS = 8
-# SentencePiece writes a space so.
-_SPACE = "\u2581"
+_SPACE = "\u2581"  # SentencePiece writes a space so
 
 
 # a `PreTrainedTokenizerBase` of transformers, which takes a second to import
@@ -35,10 +34,7 @@ Tokenizer: TypeAlias = Any
 
 
 def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
-    """Return the tokenizer in a folder or GGUF file, None where it has none.
-
-    Raises `UserError` for what cannot be read.
-    """
+    """Return the tokenizer in a folder or GGUF file; None for none. Raises `UserError`."""
     from transformers import AutoTokenizer
 
     how = {"trust_remote_code": False, "local_files_only": True}
@@ -69,10 +65,7 @@ class Vocabulary(NamedTuple):
 
 
 def check_vocabulary(
-    tokenizer: Tokenizer | None,
-    files: ModelFiles,
-    target: Vocabulary,
-    drafter: Vocabulary,
+    tokenizer: Tokenizer | None, files: ModelFiles, target: Vocabulary, drafter: Vocabulary
 ) -> None:
     """Raise `UserError` where an id of the draft means another token than the target's.
 
@@ -117,9 +110,7 @@ def _config_beside(directory: Path) -> Any:
 
 
 def _check_names(directory: Path) -> None:
-    """Raise `ValueError` for a link in place of tokenizer.json to a file that transformers would
-    open.
-    """
+    """Raise `ValueError` for a file elsewhere that transformers would open for tokenizer.json."""
     told = directory / "tokenizer_config.json"
     names = read_json(told).get("fast_tokenizer_files", ()) if os.path.exists(told) else ()
     for name in names:
@@ -130,9 +121,7 @@ def _check_names(directory: Path) -> None:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> list[int]:
-    """Return the token ids of a prompt, in the model's chat template where it has one, unless
-    `raw`.
-    """
+    """Return a prompt's token ids, in the chat template where there is one, unless `raw`."""
     if not prompt:
         raise UserError("the prompt is empty: give some text")
     if raw or not tokenizer.chat_template:
@@ -146,11 +135,7 @@ def encode_messages(
 ) -> list[int]:
     """Return the token ids of a conversation up to where the model has to answer.
 
-    Raises `UserError` without a chat template.
-
-    Args:
-        tools: what the template is told of, and the model with it, where the template knows such a
-            thing.
+    `tools` are told to templates that know such. Raises `UserError` without a chat template.
     """
     if not tokenizer.chat_template:
         raise no_chat_template()
@@ -163,11 +148,9 @@ def encode_messages(
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-    """Return a conversation as the model's chat template writes it. Raises `TemplateFailed`.
+    """Return a conversation in the model's chat template. Raises `TemplateFailed`.
 
-    Args:
-        how: `add_generation_prompt`, `continue_final_message` and `tools`, as `apply_chat_template`
-            takes them.
+    `how` has arguments of `apply_chat_template`, such as `add_generation_prompt` and `tools`.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str):  # there are several, by name
@@ -196,8 +179,7 @@ def _in_template(
 def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
     """Return the messages in the tokenizer's template.
 
-    Templates of some models that also see look for lists of parts, and pass over what is text as if
-    it were none.
+    Templates of some models that also see look for lists of parts, and pass over plain text.
     """
     last = str(messages[-1]["content"]).strip()
     failure = None
@@ -246,9 +228,7 @@ class TokenPieces:
 
     @cached_property
     def _byte_of(self) -> dict[str, int]:
-        """Return the byte that a character stands for; empty for vocabularies that write bytes
-        otherwise.
-        """
+        """Return the byte of each character; empty for vocabularies that write bytes otherwise."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -257,11 +237,10 @@ class TokenPieces:
 
 
 class TextStream:
-    """Turns accepted tokens into text, handed out once characters are complete and no stop string
-    can begin there.
+    """Turns tokens into text, handed out once characters are whole and no stop string can begin
+    there.
 
-    A character that the prompt begins is new text if new tokens complete it; else what stands for
-    it is the prompt's.
+    A character that the prompt begins is new text if new tokens complete it.
     """
 
     def __init__(
@@ -283,9 +262,7 @@ class TextStream:
         return {token: pieces.text(token) for token in {*tokens}}
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
-        """Take new tokens; returns the piece that has become certain and whether a stop string was
-        reached.
-        """
+        """Take new tokens; return the piece that has become certain, and whether a stop came."""
         num_before = len(self._tokens)
         self._tokens += tokens
         whole = self.whole()
@@ -307,17 +284,11 @@ class TextStream:
 
     @property
     def tokens(self) -> list[int]:
-        """Return the pushed tokens up to the one that completed a stop string.
-
-        Later ones were accepted in vain.
-        """
+        """Return the pushed tokens up to the one that completed a stop string."""
         return list(self._tokens)
 
     def _cut_at_stop(self, num_before: int) -> None:
-        """Cut the text where the first stop string of a burst is complete.
-
-        None was complete before the burst, which began behind `num_before` tokens.
-        """
+        """Cut the text where the first stop string of a burst is complete; before it none was."""
         for count in range(num_before + 1, len(self._tokens)):
             text = self._text_of(self._tokens[:count])
             if any(stop in text for stop in self._stop):
@@ -361,9 +332,7 @@ class TextStream:
 
 
 def _byte_tokens(tokenizer: Tokenizer | None) -> dict[int, int]:
-    """Return the bytes of tokens such as `<0xE6>`; empty for vocabularies that write bytes
-    otherwise.
-    """
+    """Return bytes of tokens such as `<0xE6>`; empty where bytes are written otherwise."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if tokenizer is None or "ByteFallback" not in repr(getattr(backend, "decoder", None)):
         return {}
@@ -377,8 +346,7 @@ def _byte_tokens(tokenizer: Tokenizer | None) -> dict[int, int]:
 def _as_utf8(ids: list[int], byte_of: Mapping[int, int]) -> list[int]:
     """Return the tokens with replacement characters for bytes that are no UTF-8, each by itself.
 
-    A tokenizer would replace all tokens of bytes that stand together, characters that are complete
-    included.
+    A tokenizer would replace all byte tokens that stand together, complete characters included.
     """
     if byte_of.keys().isdisjoint(ids):
         return ids

@@ -36,10 +36,9 @@ class TokenDecoder:
     """Both models of a decoder, and the sequences that they write.
 
     It writes as many at a time as it was loaded for, each in a place of its own; where that is one,
-    a sequence that is begun overtakes the one before. Any thread may use it, one at a time: while a
-    step or a run is under way others get a `UserError`, but for `close`, which ends it.
-
-    One that is dropped closes itself.
+    a sequence that is begun overtakes the one before. Any thread may use it, one at a time: others
+    get a `UserError` meanwhile, but for `close`, which ends a step. One that is dropped closes
+    itself.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class TokenDecoder:
         notes: list[str],
     ) -> None:
         self.plan = config.plan
-        self._models = config.models
         self._trees = config.trees
         self.rule = find_rule(config.rule, config.lenience)
         self.threads = config.threads
@@ -62,14 +60,14 @@ class TokenDecoder:
         self.end_ids = config.end_ids
         self.invariance = config.invariance
         self.sources = config.sources
-        self.identities = self._models.identities
+        self.identities = config.identities
         self.target = target
         self.drafter = drafter
         self._resources = resources
         self._vocab_size = target.vocab_size
         self._start = target.start
         self._grammars = config.grammars
-        self._turn = DecoderLock(target.computing)
+        self.turn = DecoderLock(target.computing)
         # not every tokenizer may be used by two threads
         self._encoding = threading.Lock()
         self._waiting = ThreadWaiting()
@@ -115,15 +113,13 @@ class TokenDecoder:
     ) -> Sequence:
         """Begin a sequence with the prompt's tokens and the start that some models want.
 
-        Where one text is written at a time it overtakes the one before.
-
         Args:
             rule, shape: those of the decoder, and no tree, where they are left out.
-            keeps: the keys and values of all tokens that it shares with the sequence before, but
-                for its last.
+            keeps: keys and values of all but the last token that it shares with the sequence
+                before.
             grammar: that the new text must keep.
         """
-        with self._turn.held():
+        with self.turn.held():
             rule = rule or self.rule
             masks = [] if grammar is None else [self._grammars.mask(grammar)]
             how = (rule.drafting, self._kernels, self.target.send)
@@ -139,11 +135,10 @@ class TokenDecoder:
     def step(self, sequence: Sequence) -> list[int]:
         """Run one round of speculation: the target's weights cross the link exactly once.
 
-        Returns the newly accepted tokens as far as they count, at least one, which the sequence has
-        as well. Raises `UserError` where the sequence was overtaken, the decoder closed, or another
-        thread is using it.
+        Returns the new tokens that count, at least one; the sequence has them. Raises `UserError`
+        where the sequence was overtaken, the decoder closed, or another thread is using it.
         """
-        with self._turn.stepping():
+        with self.turn.stepping():
             counted = self._pass([sequence])[0]
             # a long prompt beside others comes in parts
             while not counted and sequence.caches.target.length < len(sequence.tokens) - 1:
@@ -156,19 +151,15 @@ class TokenDecoder:
 
     @property
     def num_parallel(self) -> int:
-        """Return how many texts may be written at a time."""
         return self.plan.parallel
 
     @property
     def num_threads(self) -> int:
-        """Return the most threads that compute at once."""
         return self.threads.most
 
     def close(self) -> None:
-        """Stop the readers, close the files, drop weights and buffers, once a step of another
-        thread is over.
-        """
-        with self._turn.last(), giving_back_memory():
+        """Stop readers, close files, drop weights, once another thread's step is over."""
+        with self.turn.last(), giving_back_memory():
             self._resources.close()
             if hasattr(self, "_pool"):
                 self._pool.take_back()
@@ -183,11 +174,7 @@ class TokenDecoder:
 
 
 def _close_dropped(resources: ExitStack) -> None:
-    """Close what a dropped decoder held.
-
-    Hooks of the models make a cycle with them, which would hold weights, threads and files until it
-    is collected.
-    """
+    """Close what a dropped decoder held: hooks make cycles that would keep weights for long."""
     # a reader that collects garbage cannot wait for itself
     if threading.current_thread().name.startswith("offload-"):
         threading.Thread(target=resources.close, daemon=True).start()

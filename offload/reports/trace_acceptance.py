@@ -27,7 +27,7 @@ from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import Proposals, TokenTree
 from offload.trees.topology import DynamicShape, chain, sequences
-from offload.trees.verification import ratio_trials, walk
+from offload.trees.verification import Acceptance, ratio_trials, walk
 
 # an unlikely token may take many draws; after so many the last outcome stands
 _MAX_DRAWS = 64
@@ -78,11 +78,12 @@ def dynamic_again(
     sampler = sequence.sampler
     state = sequence.caches.draft
     while at + bounds.depth < len(tokens):
-        (drafted,) = decoder.drafter.grow([DraftText(bounds, tokens[:at], sampler, state)])
+        (tree,) = decoder.drafter.grow([DraftText(bounds, tokens[:at], sampler, state)])
         nodes = [0]
-        while (child := drafted.tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
+        while (child := tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
             nodes.append(child)
-        decoder.drafter.commit(drafted, nodes, tokens[at : at + len(nodes)], sampler, state)
+        accepted = Acceptance(nodes, tokens[at : at + len(nodes)])
+        decoder.drafter.commit(tree, accepted, sampler, state)
         bursts.append(len(nodes))
         at += len(nodes)
     return bursts

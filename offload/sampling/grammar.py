@@ -33,8 +33,7 @@ REMEDY = "mend it, or ask for less"
 # Seconds of a processor that a compilation may take; most take milliseconds. Wall time would refuse
 # a good grammar where the machine is busy.
 _CPU_S = 10
-# Wall time: the process may be stopped from outside.
-_WAIT_S = 120.0
+_WAIT_S = 120.0  # wall time: the process may be stopped from outside
 # Between two parts of JSON: one space at most. A model that has little to say would else write blanks
 # until its last token, and every one of them costs its share of a pass.
 _BLANKS = "[ ]"
@@ -44,10 +43,8 @@ _BLANKS = "[ ]"
 class Grammar:
     """What a text may be. Raises `UserError` for a description that is none."""
 
-    # one of `KINDS`
-    kind: str
-    # the schema, the expression or the rules; empty for any JSON object
-    text: str = ""
+    kind: str  # one of `KINDS`
+    text: str = ""  # the schema, the expression or the rules; empty for any JSON object
 
     def __post_init__(self) -> None:
         rule = "a grammar must be of a known kind"
@@ -68,7 +65,11 @@ class Grammar:
         rule = f"{self} must be at most 1 MiB"
         require(num_bytes <= _MOST_BYTES, rule, f"{num_bytes} bytes", "ask for less")
         if self.kind == "json_schema":
-            _check_schema(text)
+            with refusing(f"`json_schema` must be JSON, got {text!r:.80}", "mend it"):
+                schema = json.loads(text)
+            rule = "`json_schema` must be an object"
+            is_schema = isinstance(schema, dict | bool)
+            require(is_schema, rule, f"{text!r:.80}", 'such as {"type": "object"}')
 
     def __str__(self) -> str:
         name = _ARGUMENT_OF.get(self.kind)
@@ -83,43 +84,20 @@ def find_grammar(
     regex: str | None = None,
     grammar: str | None = None,
 ) -> Grammar | None:
-    """Return the grammar that is given, if any. Raises `UserError` for several, or a bad one.
-
-    A schema may be given as text or as it is.
-    """
+    """Return the given grammar, a schema as text or as it is. Raises `UserError` for several."""
     given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     names = [f"`{name}`" for name, value in given.items() if value is not None]
     rule = "a text keeps one grammar at most"
     require(len(names) <= 1, rule, " and ".join(names), "leave the others out")
     if json_schema is not None:
-        return Grammar(
-            "json_schema", json_schema if isinstance(json_schema, str) else _as_json(json_schema)
-        )
+        text: Any = json_schema
+        if not isinstance(text, str):
+            with refusing(f"`json_schema` must be JSON, got {text!r:.80}", "mend it"):
+                text = json.dumps(text, allow_nan=False)
+        return Grammar("json_schema", text)
     if regex is not None:
         return Grammar("regex", regex)
     return None if grammar is None else Grammar("lark", grammar)
-
-
-def _as_json(schema: object) -> str:
-    try:
-        return json.dumps(schema, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"`json_schema` must be JSON, got {schema!r:.80} ({reason(error)}): mend it"
-        ) from None
-
-
-def _check_schema(text: str) -> None:
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"`json_schema` must be JSON, got {text!r:.80} ({reason(error)}): mend it"
-        ) from None
-    is_schema = isinstance(schema, dict | bool)
-    require(
-        is_schema, "`json_schema` must be an object", f"{text!r:.80}", 'such as {"type": "object"}'
-    )
 
 
 @lru_cache(maxsize=16)
@@ -142,7 +120,6 @@ def require_compiler() -> None:
 
 
 def _source(grammar: Grammar) -> str:
-    """Return the grammar as llguidance takes it."""
     from llguidance import LLMatcher
 
     make: dict[str, Callable[[str], str]] = {
@@ -171,10 +148,7 @@ def _json_source(schema: str) -> str:
 
 
 def _try_out(source: str, grammar: Grammar) -> None:
-    """Compile in a process of its own.
-
-    Raises `UserError` for what cannot be compiled, takes too long, or ends that process.
-    """
+    """Compile in a process of its own. Raises `UserError` for what fails, or takes too long."""
     script = Path(__file__).with_name("grammar_trial.py")
     got = f"got {grammar.text!r:.80}"
     try:

@@ -16,6 +16,7 @@ neither end this one nor keep it for ever.
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,39 +27,28 @@ from offload.errors import UserError, refusing, require
 from offload.sampling.adjustments import Send, stay
 from offload.sampling.grammar import REMEDY, Grammar, require_compiler, require_sound, tried_source
 
-# compiled grammars that are kept
-_MOST_KEPT = 16
-# the end token of a vocabulary that has none
-_END_NAME = "<|the end of the text, for grammars|>"
+_MOST_KEPT = 16  # compiled grammars that are kept
+_END_NAME = "<|the end of the text, for grammars|>"  # the end token of a vocabulary that has none
 TokenPath = tuple[int, ...]
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class GrammarMask:
     """One text's place in a grammar.
 
     The matcher stands behind the committed tokens, walks down a path and rolls back as far as the
     next path differs. Masks of a step are kept, since the target asks for those of the accepted
     path once more.
-
-    Args:
-        new_matcher: gives an `LLMatcher` at its start.
-        allowed: bool (V,), what may follow where a matcher stands, ends of the text included.
-        end_ids: tokens that end the text.
-        name: the grammar's, for messages to the user.
     """
 
-    def __init__(
-        self,
-        new_matcher: Callable[[], Any],
-        allowed: Callable[[Any], Tensor],
-        end_ids: Set[int],
-        name: str,
-    ) -> None:
-        self._new_matcher = new_matcher
-        self._allowed = allowed
-        self._end_ids = end_ids
-        self._name = name
+    _new_matcher: Callable[[], Any]  # gives an `LLMatcher` at its start
+    # bool (V,), what may follow where a matcher stands, ends of the text included
+    _allowed: Callable[[Any], Tensor]
+    _end_ids: Set[int]  # tokens that end the text
+    _name: str  # the grammar's, for messages to the user
+
+    def __post_init__(self) -> None:
         self.begin(())
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
@@ -71,11 +61,7 @@ class GrammarMask:
         self._restart()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Move behind these tokens.
-
-        Raises `UserError` where nothing may follow that the model can say, or the matcher has given
-        up.
-        """
+        """Move behind these tokens. Raises `UserError` where no token of the model may follow."""
         for token in tokens:
             self._has_ended = self._has_ended or token in self._end_ids
             if not self._has_ended:
@@ -100,10 +86,7 @@ class GrammarMask:
     def adjust(
         self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
     ) -> Tensor:
-        """Mask what the grammar forbids, see `Adjustment`.
-
-        A row whose largest score is not finite stays, so that sampling reports it.
-        """
+        """Mask what the grammar forbids, but for rows that sampling reports, as not finite."""
         rows = list[int]()
         masks = list[Tensor]()
         # neighbours share most
@@ -115,7 +98,13 @@ class GrammarMask:
         scores_TV = logits_TV.to(torch.float32, copy=True)
         if rows:
             row_R = send(torch.tensor(rows))
-            scores_TV[row_R] = _masked(scores_TV[row_R], send(torch.stack(masks)))
+            mask_RV = send(torch.stack(masks))
+            logits_RV = scores_TV[row_R]
+            scores_RV = logits_RV.masked_fill(~mask_RV, -torch.inf)
+            knows_none_R1 = scores_RV.amax(1, keepdim=True) == -torch.inf
+            scores_RV = scores_RV.masked_fill(knows_none_R1 & mask_RV, 0.0)
+            is_sound_R1 = logits_RV.amax(1, keepdim=True).isfinite()
+            scores_TV[row_R] = torch.where(is_sound_R1, scores_RV, logits_RV)
         return scores_TV
 
     def _mask(self, path: TokenPath) -> Tensor | None:
@@ -162,21 +151,8 @@ def _behind(token: int, known: Mapping[TokenPath, T]) -> dict[TokenPath, T]:
     return {path[1:]: one for path, one in known.items() if path[:1] == (token,)}
 
 
-def _masked(logits_RV: Tensor, mask_RV: Tensor) -> Tensor:
-    scores_RV = logits_RV.masked_fill(~mask_RV, -torch.inf)
-    is_sound_R1 = logits_RV.amax(1, keepdim=True).isfinite()
-    knows_none_R1 = scores_RV.amax(1, keepdim=True) == -torch.inf
-    scores_RV = scores_RV.masked_fill(knows_none_R1 & mask_RV, 0.0)
-    return torch.where(is_sound_R1, scores_RV, logits_RV)
-
-
 class Grammars:
-    """All grammars that one decoder is asked for.
-
-    Args:
-        tokenizer: of the target; None where it has none, and then every grammar is refused.
-        end_ids: tokens that end a text.
-    """
+    """All grammars that one decoder is asked for; without a tokenizer every one is refused."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Set[int]) -> None:
         self._tokenizer = tokenizer
@@ -190,10 +166,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def mask(self, grammar: Grammar) -> GrammarMask:
-        """Return what keeps one text within a grammar.
-
-        Raises `UserError` for a grammar by which nothing can be written.
-        """
+        """Return what keeps a text within a grammar. Raises `UserError` if it allows nothing."""
         with self._lock:
             matcher = self._compiled.get(grammar)
         if matcher is None:
@@ -246,10 +219,7 @@ class Grammars:
         return self._vocabulary
 
     def _allowed(self, matcher: Any) -> Tensor:
-        """Return bool (V,): what a matcher lets follow.
-
-        Tokens that end the text are allowed exactly where it may end.
-        """
+        """Return bool (V,): what may follow, ends of the text exactly where it may end."""
         packed_B = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed_V = np.unpackbits(packed_B, bitorder="little").astype(bool)
         allowed_V[self._vocabulary.eos_tokens] = False
@@ -259,10 +229,7 @@ class Grammars:
 
 
 def _with_an_end(backend: Any, end_ids: Set[int]) -> tuple[Any, list[int]]:
-    """Return a tokenizer that neither pads nor cuts, and its tokens that end a text.
-
-    One is added where it has none.
-    """
+    """Return a tokenizer that neither pads nor cuts, and its end tokens, one added if needed."""
     raw = copy.copy(backend)
     known = [end for end in sorted(end_ids) if backend.id_to_token(end) is not None]
     raw.no_padding()

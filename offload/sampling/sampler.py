@@ -15,7 +15,6 @@ test on shared noise is biased.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -144,13 +143,6 @@ _NO_IDS = torch.empty(1, 0, dtype=torch.long)
 _LEAST_UNIFORM = 2.0**-54
 
 
-class TreePaths(Protocol):
-    """A tree of tokens."""
-
-    def path(self, node: int) -> Sequence[int]:
-        """Return the tokens from below the root down to a node."""
-
-
 class Sampler:
     """The drawing rule of one generation; the target and every drafter use the same one.
 
@@ -213,28 +205,23 @@ class Sampler:
         self.accept(new_ids)
 
     def draw(self, logits_V: Tensor, position: int) -> int:
-        """Return the token at `position`, given the logits (V) there.
+        """Return the token at `position` by its logits (V). Raises `UserError` if not finite."""
+        return require_token(self.token_at(logits_V, position))
 
-        Raises `UserError` where the largest is not finite.
-        """
+    def token_at(self, logits_V: Tensor, position: int) -> int:
+        """Return what `draw` does, or `NO_TOKEN`."""
         scores_1V = self.perturbed(logits_V[None], position)
-        return require_token(int(or_no_token(scores_1V.argmax(1), scores_1V)))
+        return int(or_no_token(scores_1V.argmax(1), scores_1V))
 
     @property
     def draws_rows(self) -> bool:
-        """Whether many rows are better drawn at once.
-
-        Not where filters or adjustments would take long for each of them.
-        """
+        """Whether many rows are better drawn at once: not where each takes long by itself."""
         return (
             self.kernels.match_rows is not None and not self._is_filtered and not self.is_adjusted
         )
 
     def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
-        """Draw many rows, each at its own position: int64 (N), on the device.
-
-        `NO_TOKEN` stands where nothing can be drawn.
-        """
+        """Draw rows at their own positions: int64 (N), on the device; `NO_TOKEN` for no numbers."""
         draw = self.kernels.match_rows
         assert draw is not None and self.draws_rows, "rows are drawn one by one here"
         token_N = draw(
@@ -246,17 +233,11 @@ class Sampler:
         return or_no_token(token_N, logits_NV)
 
     def send(self, tensor: Tensor, scores: Tensor) -> Tensor:
-        """Return a small tensor of the host where these scores are.
-
-        A plain copy would wait for layers that are queued.
-        """
+        """Return a host tensor where scores are; a plain copy would wait for queued layers."""
         return tensor.to(scores.device) if self._send_by is None else self._send_by(tensor)
 
     def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
-        """Return log p + G up to a constant per row, float64, at one position or one per row.
-
-        When greedy, these are the logits.
-        """
+        """Return log p + G but for a constant per row, float64; the logits when greedy."""
         if self.is_greedy:
             return logits_TV
         scores_TV = self._warped(logits_TV)
@@ -269,10 +250,7 @@ class Sampler:
         return scores_TV.double().add_(noise[..., : scores_TV.shape[1]])
 
     def distribution(self, logits_TV: Tensor) -> Tensor:
-        """Return what is drawn from, float32 (T, V).
-
-        All is on the first argmax when greedy; NaN where the logits are of no use.
-        """
+        """Return what is drawn from, float32 (T, V), the first argmax when greedy; may be NaN."""
         if self.is_greedy:
             probs_TV = torch.nn.functional.one_hot(
                 logits_TV.argmax(-1), logits_TV.shape[-1]
@@ -290,35 +268,32 @@ class Sampler:
         return np.maximum(self._fresh.random(shape), _LEAST_UNIFORM)
 
     def take_rows(self, num_rows: int) -> int:
-        """Return the number of the first of `num_rows` rows of fresh hashed numbers.
-
-        No row is handed out twice.
-        """
+        """Return the first of `num_rows` rows of fresh hashed numbers; none is given twice."""
         self._num_rows_taken += num_rows
         return self._num_rows_taken - num_rows
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether logits depend on what the text has said before, or are biased."""
         return bool(self._adjustments)
 
     def adjusted(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Return float32 logits adjusted by the text's past, or the given tensor where nothing is.
+        """Return float32 logits adjusted by the text's past, or the given ones where nothing is.
 
-        Args:
-            paths: for every row the tokens behind the committed ones, down to the row itself; none
-                for the root.
+        `paths` are each row's tokens behind the committed ones, itself included; none for the root.
         """
         for adjustment in self._adjustments:
             logits_TV = adjustment.adjust(logits_TV, paths, partial(self.send, scores=logits_TV))
         return logits_TV
 
-    def adjusted_rows(self, tree: TreePaths, logits: Rows) -> Rows:
-        """Return the adjusted rows of a tree's nodes, each computed when it is looked at."""
+    def adjusted_rows(self, path: Callable[[int], Sequence[int]], logits: Rows) -> Rows:
+        """Return the adjusted rows of a tree's nodes, each computed when it is looked at.
+
+        `path` gives the tokens from below the root down to a node.
+        """
         if not self.is_adjusted:
             return logits
         return AdjustedRows(
-            logits, lambda node, logits_V: self.adjusted(logits_V[None], [tree.path(node)])[0]
+            logits, lambda node, logits_V: self.adjusted(logits_V[None], [path(node)])[0]
         )
 
     def _warped(self, logits_TV: Tensor) -> Tensor:
@@ -328,10 +303,7 @@ class Sampler:
         return scores_TV
 
     def _noise_at(self, position: int, device: torch.device) -> Tensor:
-        """Return the noise of a position, shared by all rows.
-
-        Positions only advance, so the oldest are dropped first.
-        """
+        """Return a position's noise, for all rows; positions advance, so the oldest go first."""
         if position not in self._noise:
             if len(self._noise) >= NOISE_POSITIONS:
                 del self._noise[min(self._noise)]
@@ -342,10 +314,7 @@ class Sampler:
 
 
 def or_no_token(token_T: Tensor, scores_TV: Tensor) -> Tensor:
-    """Return tokens drawn from these scores, `NO_TOKEN` where nothing can be.
-
-    The host looks at neither.
-    """
+    """Return tokens drawn from these scores, or `NO_TOKEN`; the host looks at neither."""
     return token_T.masked_fill(_lack_numbers(scores_TV), NO_TOKEN)
 
 
@@ -364,10 +333,7 @@ def require_number(value: float) -> float:
 
 
 def _lack_numbers(scores_TV: Tensor) -> Tensor:
-    """Return which rows have no largest number.
-
-    A NaN is the largest of its row, and infinity hides the largest.
-    """
+    """Return which rows have no largest number: NaN and infinity hide it."""
     return scores_TV.amax(1).isfinite().logical_not_()
 
 

@@ -486,7 +486,7 @@ def _order(
         num_new: new tokens of each; None is as many as there is room for.
         param: the field that has the prompts.
     """
-    how = {"tree": body.extension.tree, "rule": body.extension.rule}
+    common = replace(common, tree=body.extension.tree, rule=body.extension.rule)
     tickets = list[Ticket]()
     try:
         for ids in prompts:
@@ -501,7 +501,7 @@ def _order(
                 raise Refusal(400, message, code="context_length_exceeded", param=param)
             own = replace(common, prompt=ids, max_new_tokens=room if num_new is None else num_new)
             for request in samples_of(own, body.num_choices):
-                tickets.append(engine.submit(request, **how))
+                tickets.append(engine.submit(request))
     except Exception:
         for ticket in tickets:
             ticket.cancel()

@@ -26,8 +26,7 @@ from offload.trees.topology import (
 # what `--tree` may ask for; far beyond any size whose verification hides behind a link
 MAX_TREE_NODES = 65536
 MOST_MATCHED = 64
-# `auto` where nothing was measured; `choose` has the measured answer
-AUTO_NODES = 64
+AUTO_NODES = 64  # `auto` where nothing was measured; `choose` has the measured answer
 AUTO_DEPTH = 16
 MAX_CHAIN = 32  # guesses of a chain whose length is chosen
 
@@ -81,10 +80,7 @@ class TreeSpec:
         return shown.get(self.kind, f"{self.kind}:{size}")
 
     def build(self, p: AcceptanceVector = DEFAULT_ACCEPTANCE) -> Shape:
-        """Return the shape; `none` is the root alone.
-
-        Raises `UserError` where best-first meets a `p` that rises.
-        """
+        """Return the shape. Raises `UserError` where best-first meets a `p` that rises."""
         match self.kind:
             case "auto":
                 return best_first(p, AUTO_NODES, AUTO_DEPTH)
@@ -116,10 +112,7 @@ def label_of(shape: Shape) -> str:
 
 
 def parse_tree(text: str) -> TreeSpec:
-    """Parse `--tree`: `NxD` is N nodes, at most D deep; `dynamic:NxD` has the same bounds only.
-
-    Raises `UserError`.
-    """
+    """Parse `--tree`: `NxD` has N nodes, at most D deep. Raises `UserError`."""
     spec, numbers = _parsed(str(text))
     if spec is None:
         raise UserError(f'`tree` must be {_IN_WORDS}, got {text!r}: try `tree="64x16"`')

@@ -13,7 +13,7 @@ the tokens that were drawn for it (predictable growth).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -32,12 +32,9 @@ Floats = NDArray[np.float64]
 class Draw(IntEnum):
     """How one child was chosen."""
 
-    # chosen by any means in which chance had no part that a rule could use
-    POINT_MASS = 0
-    # from the node's distribution without the tokens of its elder siblings
-    WITHOUT_REPLACEMENT = 1
-    # from the node's distribution as it is
-    WITH_REPLACEMENT = 2
+    POINT_MASS = 0  # chosen by any means in which chance had no part that a rule could use
+    WITHOUT_REPLACEMENT = 1  # from the node's distribution without the tokens of its elder siblings
+    WITH_REPLACEMENT = 2  # from the node's distribution as it is
 
 
 class Offer(NamedTuple):
@@ -52,17 +49,12 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposals:
-    """The distributions that the children of one tree were drawn from.
+    """What a tree's children were drawn from, over V; zero where the draft has no token."""
 
-    Each is as wide as the target's vocabulary, and zero where the draft has no token.
-    """
-
-    # how each node was drawn as a child (a `Draw`); the root's entry means nothing
-    draw_N: Ints
+    draw_N: Ints  # how each node was drawn as a child (a `Draw`); the root's entry means nothing
     # which row of `probs_EV` a node's children were drawn from; -1 where all are point masses
     row_N: Ints
-    # float32, one distribution for each of the E nodes whose children were drawn
-    probs_EV: Tensor
+    probs_EV: Tensor  # float32, one distribution for each of the E nodes whose children were drawn
 
     @classmethod
     def blank(
@@ -75,10 +67,7 @@ class Proposals:
         return cls(np.full(topology.num_nodes, int(draw)), row_N, probs_EV)
 
     def write(self, node_W: Sequence[int] | Ints, probs_WV: Tensor) -> None:
-        """Note what the children of these nodes were drawn from.
-
-        The nodes follow one another, and all of them have children.
-        """
+        """Note what the children of these consecutive nodes were drawn from."""
         rows = self.row_N[node_W]
         assert (np.diff(rows) == 1).all(), "nodes of a level, in their order"
         self.probs_EV[rows[0] : rows[0] + len(rows)] = probs_WV
@@ -86,10 +75,7 @@ class Proposals:
     def offers(
         self, parent: int, children: Sequence[int], tokens: Sequence[int]
     ) -> Iterator[Offer]:
-        """Yield the children of `parent` in the order of their draws, while tokens are left.
-
-        Raises `UserError` for NaN.
-        """
+        """Yield children in draw order while tokens are left. Raises `UserError` for NaN."""
         row = int(self.row_N[parent])
         full_V = None if row < 0 else _normalised(self.probs_EV[row].double().cpu().numpy())
         for rank, (child, token) in enumerate(zip(children, tokens, strict=True)):
@@ -109,10 +95,7 @@ class Proposals:
 
 
 def _without(probs_V: Floats, tokens: list[int]) -> Floats:
-    """Return `probs_V` restricted to other tokens.
-
-    It is uniform over them once its support is used up (Sequoia, Alg. 1).
-    """
+    """Return `probs_V` restricted to other tokens; uniform where none is left (Sequoia, Alg. 1)."""
     left_V = probs_V.copy()
     left_V[tokens] = 0
     if not left_V.any():
@@ -128,13 +111,17 @@ def _normalised(probs_V: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Tokens on a topology."""
+    """Tokens on a topology: what a drafter grows, a pass scores and a rule verifies."""
 
     topology: Topology
-    # int64, the proposed ids; `token_N[0]` is committed already
-    token_N: Tensor
+    token_N: Tensor  # int64, the proposed ids; `token_N[0]` is committed already
     # what the tokens were drawn from; without it every child is a point mass
     proposals: Proposals | None = None
+    # For the drafter, when a path is accepted: the cache row, counted from the committed length, of
+    # every node that was run,
+    row_of_node: dict[int, int] = field(default_factory=dict)
+    # and of a dynamic tree the scores u_V after every such node, the root included.
+    score_of_node: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.token_N.shape == (self.topology.num_nodes,), "one token per node"

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from offload.errors import UserError, require
 
-# rows per node, those that are run in vain included
-_ROOM = 1.25
+_ROOM = 1.25  # rows per node, those that are run in vain included
 # rows of one draft pass: the most that a device replays from a recording, and no longer free on any
 _MOST_ROWS = 128
 
@@ -55,19 +54,15 @@ DEFAULT_ACCEPTANCE: tuple[float, ...] = (
 class GrowthSchedule(NamedTuple):
     """How many rows each draft pass runs while a dynamic tree of N nodes grows.
 
-    Large passes are few, and run a few more rows in vain: rows that children of the same pass would
-    have ousted. Trees of every pace are worth the same; which pace is fastest depends on what a
-    pass costs here, see `planning.cost_model.paced`. Passes and rows are as counted on the packaged
-    pair. A draft's cache has room for the rows of any pace, so that one may be chosen after memory
-    is planned.
+    Large passes are few, and run a few more rows in vain. Trees of every pace are worth the same;
+    which is fastest depends on what a pass costs, see `planning.cost_model.paced`. Passes and rows
+    are as counted on the packaged pair. A draft's cache has room for any pace.
     """
 
-    # a pass runs at most N / num_parts rows
-    num_parts: int
+    num_parts: int  # a pass runs at most N / num_parts rows
     # passes beyond the number of binary digits of N; a tree is about as deep as N has digits
     more_passes: int
-    # rows that are run, as a share of N
-    rows_share: float
+    rows_share: float  # rows that are run, as a share of N
 
     def rows_per_pass(self, num_nodes: int) -> int:
         """Return the most rows of one pass for a tree of `num_nodes`."""
@@ -97,19 +92,13 @@ def most_rows(num_nodes: int) -> int:
 class Topology:
     """An immutable, hashable tree shape in level order; build it with `from_parents`."""
 
-    # -1 for the root, else smaller than the node's own index
-    parent_N: Ints
-    # index among its siblings; 0 for the root
-    rank_N: Ints
-    # edges from the root
-    depth_N: Ints
+    parent_N: Ints  # -1 for the root, else smaller than the node's own index
+    rank_N: Ints  # index among its siblings; 0 for the root
+    depth_N: Ints  # edges from the root
 
     @classmethod
     def from_parents(cls, parents: Sequence[int] | Ints) -> "Topology":
-        """Return the tree whose node i hangs from `parents[i]`.
-
-        `parents[0]` is -1 and the nodes are in level order.
-        """
+        """Return the tree in level order whose node i hangs from `parents[i]`, the root from -1."""
         parent_N = np.array(parents, dtype=np.int64)
         assert parent_N[:1].tolist() == [-1] and (np.diff(parent_N) >= 0).all(), (
             "nodes are not in level order"
@@ -163,10 +152,8 @@ class Topology:
 class DynamicShape:
     """Bounds of a tree whose shape the draft settles anew in every step."""
 
-    # at most, the root included
-    num_nodes: int
-    # at most, in edges from the root
-    depth: int
+    num_nodes: int  # at most, the root included
+    depth: int  # at most, in edges from the root
     # how the tree grows; shapes with the same bounds are equal at any pace
     pace: GrowthSchedule = field(default=PACES[0], compare=False)
     # tokens that a weight pass is expected to yield: each takes a draft pass
@@ -184,10 +171,7 @@ Shape = Topology | DynamicShape
 
 
 def check_acceptance(p: AcceptanceVector) -> Floats:
-    """Return `p` as float64 `p_K`, proved to be chances of which at most one comes true.
-
-    Raises `UserError`.
-    """
+    """Return `p` as chances of which at most one comes true. Raises `UserError`."""
     try:
         p_K = np.array(p, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -208,10 +192,7 @@ def check_acceptance(p: AcceptanceVector) -> Floats:
 
 
 def isotonic(p: AcceptanceVector) -> Floats:
-    """Return the non-increasing vector nearest to a noisy `p`, of the same mean.
-
-    Nearest by least squares, found by pooling adjacent violators.
-    """
+    """Return the nearest non-increasing vector, by least squares, pooling adjacent violators."""
     # (sum, count) of each flat stretch
     pools: list[tuple[float, int]] = []
     for value in check_acceptance(p).tolist():
@@ -236,17 +217,12 @@ def path_chances(topology: Topology, p_K: Floats) -> Floats:
 
 
 class OrderedNode(NamedTuple):
-    """A node of an order in which parents and elder siblings come first.
+    """A node of an order with parents and elder siblings first: any first n nodes are a tree."""
 
-    The first n nodes of any such order are a tree.
-    """
-
-    # index in the order; -1 for the root
-    parent: int
+    parent: int  # index in the order; -1 for the root
     rank: int
     depth: int
-    # the chance that a weight pass reaches the node
-    score: float
+    score: float  # the chance that a weight pass reaches the node
 
 
 def grow_order(
@@ -341,10 +317,7 @@ def sequences(count: int, length: int) -> Topology:
 
 
 def k_ary(k: int, num_nodes: int) -> Topology:
-    """Return the complete k-ary tree, filled level by level up to `num_nodes` nodes.
-
-    k = 2 is Table 1's binary tree.
-    """
+    """Return the complete k-ary tree, filled level by level; k = 2 is Table 1's binary tree."""
     require(k >= 1, "a k-ary tree needs 1 child or more per node", k, "2 is the binary tree")
     _check_sizes(num_nodes, 0)
     return Topology.from_parents((np.arange(num_nodes) - 1) // k)

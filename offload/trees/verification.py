@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from offload.rules import RULES, ChildSampling, check_lenience, drafting_of
 from offload.sampling.sampler import Rows, Sampler, chunk_with, require_token
@@ -36,21 +35,22 @@ from offload.trees.token_tree import Draw, Floats, Offer, TokenTree, children_of
 class Acceptance(NamedTuple):
     """The outcome of one weight pass."""
 
-    # the accepted path, root first: rows whose keys and values are kept
-    nodes: list[int]
+    nodes: list[int]  # the accepted path, root first: rows whose keys and values are kept
     # new tokens: those of the accepted nodes after the root, then one more drawn from the target
     tokens: list[int]
     # for nodes of the path with children: the chance that the first one is accepted
     guesses: Sequence[float] = ()
 
+    def first(self, num: int) -> "Acceptance":
+        """Return as much of it as emits so many tokens."""
+        return Acceptance(self.nodes[:num], self.tokens[:num], self.guesses[:num])
+
 
 class Trial(NamedTuple):
     """One child's turn."""
 
-    # the child's node
-    child: int
-    # chance to be accepted, given that its elder siblings were not
-    chance: float
+    child: int  # the child's node
+    chance: float  # chance to be accepted, given that its elder siblings were not
     # the distribution of the next token if this was the last child and none was accepted
     residual_V: Floats
 
@@ -97,19 +97,13 @@ def walk(
 
 
 def acceptance_rate(p_V: Floats, q_V: Floats, lenience: float = 1.0) -> float:
-    """Return the chance that a draw from q is accepted: the sum of min(p / l, q).
-
-    l = 1 is exact (Leviathan et al., section A.5).
-    """
+    """Return sum of min(p / l, q), a draw's chance; l = 1 is exact (Leviathan et al., A.5)."""
     # rounding may bring the sum above 1
     return min(1.0, float(np.minimum(p_V / lenience, q_V).sum()))
 
 
 def _chance(target_V: Floats, offer: Offer, lenience: float) -> float:
-    """Return the chance that a draw like this one is accepted, if it is a node's first child.
-
-    A point mass always draws its own token.
-    """
+    """Return the chance of a first child drawn so; a point mass always draws its own token."""
     if offer.probs_V is None:
         return min(1.0, float(target_V[offer.token]) / lenience)
     return acceptance_rate(target_V, offer.probs_V, lenience)
@@ -140,7 +134,12 @@ def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
             token = sampler.draw(logits_NV[node], root_position + len(nodes))
         else:
             if node not in drawn:
-                drawn = _draw_chunk(tree, *chunk_with(logits_NV, node), sampler, root_position)
+                lo, logits_CV = chunk_with(logits_NV, node)
+                depth_C = tree.topology.depth_N[lo : lo + len(logits_CV)]
+                position_C = torch.from_numpy(depth_C.copy()).long() + (root_position + 1)
+                # brought to the host at once
+                token_C = sampler.draw_rows(logits_CV, position_C).tolist()
+                drawn = dict(enumerate(map(int, token_C), lo))
             token = require_token(drawn[node])
         tokens.append(token)
         child = tree.child(node, token)
@@ -151,16 +150,6 @@ def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
             return Acceptance(nodes, tokens, guesses)
         nodes.append(child)
         node = child
-
-
-def _draw_chunk(
-    tree: TokenTree, lo: int, logits_CV: Tensor, sampler: Sampler, root_position: int
-) -> dict[int, int]:
-    """Return the target's draw after every node of a chunk, brought to the host at once."""
-    depth_C = tree.topology.depth_N[lo : lo + len(logits_CV)]
-    position_C = torch.from_numpy(depth_C.copy()).long() + (root_position + 1)
-    token_C = sampler.draw_rows(logits_CV, position_C)
-    return dict(enumerate(map(int, token_C.tolist()), lo))
 
 
 def ratio_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
@@ -175,7 +164,11 @@ def ratio_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
     """
     residual_V = target_V
     for offer in offers:
-        left_V = _undelivered(residual_V, offer)
+        if offer.probs_V is None:
+            left_V = residual_V.copy()
+            left_V[offer.token] = 0
+        else:
+            left_V = np.maximum(residual_V - offer.probs_V, 0)
         mass = left_V.sum()
         # the child's distribution delivers all there is
         if not mass:
@@ -187,16 +180,7 @@ def ratio_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
         yield Trial(offer.child, chance, residual_V)
 
 
-def _undelivered(residual_V: Floats, offer: Offer) -> Floats:
-    if offer.probs_V is not None:
-        return np.maximum(residual_V - offer.probs_V, 0)
-    left_V = residual_V.copy()
-    left_V[offer.token] = 0
-    return left_V
-
-
-# bisection steps: rho exceeds the least one by k * 2^-24 at most
-_NUM_HALVINGS = 24
+_NUM_HALVINGS = 24  # bisection steps: rho exceeds the least one by k * 2^-24 at most
 
 
 def k_sequential_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
@@ -226,10 +210,7 @@ def k_sequential_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[T
 
 
 def _group_trials(target_V: Floats, group: list[Offer]) -> Iterator[Trial]:
-    """Yield the trials of k draws from one distribution.
-
-    All of them carry what remains after the last.
-    """
+    """Yield the trials of k draws from one distribution; all carry what remains after the last."""
     probs_V = group[0].probs_V
     assert probs_V is not None, "a draw with replacement has a distribution"
     rho = division_factor(target_V, probs_V, len(group))
@@ -245,10 +226,7 @@ def _group_trials(target_V: Floats, group: list[Offer]) -> Iterator[Trial]:
 
 
 def division_factor(target_V: Floats, probs_V: Floats, num_draws: int) -> float:
-    """Return rho, the least in [1, k] that leaves a distribution after k failures.
-
-    See `k_sequential_trials`.
-    """
+    """Return rho, the least in [1, k] that leaves a distribution, see `k_sequential_trials`."""
     is_common_V = (target_V > 0) & (probs_V > 0)
     p_C = target_V[is_common_V]
     q_C = probs_V[is_common_V]
@@ -262,10 +240,7 @@ def division_factor(target_V: Floats, probs_V: Floats, num_draws: int) -> float:
 
 
 def _num_deliveries(beta: float, num_draws: int) -> float:
-    """Return c = (1 - (1 - beta)^k) / beta, which is k where beta vanishes.
-
-    Computed as the sum of (1 - beta)^j for j < k.
-    """
+    """Return (1 - (1 - beta)^k) / beta, k where beta vanishes, as sum of (1 - beta)^j for j < k."""
     return sum((1 - beta) ** j for j in range(num_draws))
 
 
@@ -309,10 +284,7 @@ def verify_by(trials: Trials | None, lenience: float) -> Verify:
 def greedily_lenient(
     tree: TokenTree, logits_NV: Rows, sampler: Sampler, lenience: float
 ) -> Acceptance:
-    """Descend as long as a child is nearly the likeliest token.
-
-    Raises `UserError` where scores are not finite.
-    """
+    """Descend while a child is nearly the likeliest token. Raises `UserError` for no numbers."""
     nodes = [0]
     guesses = list[float]()
     while True:
@@ -343,12 +315,10 @@ class Rule:
     name: str
     drafting: ChildSampling
     verify: Verify
-    # less than 1 is not exact
-    lenience: float = 1.0
+    lenience: float = 1.0  # less than 1 is not exact
 
     @property
     def is_exact(self) -> bool:
-        """Whether the rule keeps the target's distribution, or its very tokens."""
         return self.lenience == 1
 
     @property

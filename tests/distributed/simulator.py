@@ -335,7 +335,7 @@ class _Draft:
             for child in worth:
                 heapq.heappush(heap, (-child.f, child.number, child, node.number))
         numbers = [number for node, parent in told for number in (node.number, parent, node.path[-1])]
-        payload = torch.tensor([[node.f, node.p] for node, _ in told], dtype=torch.float64).reshape(-1, 2)
+        payload = torch.tensor([node.p for node, _ in told], dtype=torch.float64)
         channel = Channel.DRAFT if self.rank else Channel.RESULT
         self.world.post((self.rank, 0, channel), Message(Kind.TREE, numbers, payload))
 

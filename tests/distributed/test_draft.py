@@ -15,8 +15,8 @@ from tiny import FAMILIES, VOCAB_SIZE, build, save
 from torch import Tensor
 
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.distributed.draft import DraftNodeUpdate, DraftTree, serve_draft
-from offload.distributed.orders import reset_message
+from offload.distributed.draft import DraftTree, serve_draft
+from offload.distributed.orders import DraftNodeUpdate, Least, grow_message, read_tree, reset_message
 from offload.distributed.transport import Channel, Kind, Message
 from offload.drafting.dynamic import DraftCalibration
 from offload.engine.build import resident_model
@@ -92,7 +92,6 @@ def test_the_best_paths_are_told_best_first(sampling: Sampling) -> None:
     assert len({*paths}) == 30 < len(wanted)
     log_f = torch.tensor([wanted[path] for path in paths])
     assert torch.allclose(log_f, torch.tensor(list(wanted.values())[:30]), atol=1e-4)
-    assert torch.allclose(torch.tensor([node.f for node in told]), log_f.exp(), atol=1e-4)
     p_of = {path: math.exp(wanted[path] - wanted.get(path[:-1], 0.0)) for path in wanted}
     assert [node.p for node in told] == pytest.approx([p_of[path] for path in paths], abs=1e-4)
 
@@ -190,8 +189,7 @@ def reset(transport: InMemory, tokens: Sequence[int], sampling: Sampling = WARM)
 
 
 def grow(transport: InMemory, num_nodes: int, least_f: float = 0.0, least_p: float = 0.0) -> None:
-    cut_offs = torch.tensor([least_f, least_p], dtype=torch.float64)
-    transport.send(1, Channel.DRAFT, Message(Kind.GROW, [num_nodes], cut_offs))
+    transport.send(1, Channel.DRAFT, grow_message(num_nodes, Least(least_f, least_p)))
 
 
 def answer(transport: InMemory) -> list[DraftNodeUpdate]:
@@ -200,8 +198,8 @@ def answer(transport: InMemory) -> list[DraftNodeUpdate]:
     if payload is None:
         assert not numbers
         return []
-    assert payload.dtype == torch.float64 and payload.shape == (len(numbers) // 3, 2)
-    return [DraftNodeUpdate(*numbers[3 * row : 3 * row + 3], *payload[row].tolist()) for row in range(len(payload))]
+    assert payload.dtype == torch.float64 and payload.shape == (len(numbers) // 3,)
+    return read_tree(Message(kind, numbers, payload))
 
 
 def test_a_question_has_one_answer_and_a_token_nobody_guessed_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_ranks_on_hosts_are_told_nothing_of_gpus(pair: tuple[Path, Path]) -> Non
 
 def test_rows_that_stay_on_a_gpu_are_refused(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake that was: the head gave a tensor of its GPU, and others gave one of their hosts."""
-    monkeypatch.setattr(Exchange, "share", lambda self, rows: self._transport.broadcast(rows))
+    monkeypatch.setattr(Exchange, "share", lambda self, rows: self.transport.broadcast(rows))
     on_cards(monkeypatch, {0})
     refused = pytest.raises(AssertionError)
     with refused, StrictDevice(), rank_threads(2, *pair, lambda rank: options_of({0}, rank)) as decoder:

@@ -5,7 +5,8 @@ import random
 import pytest
 from simulator import Speeds, World, own_text, simulated, written
 
-from offload.distributed.head import CutOff, Least, RowPrice
+from offload.distributed.head import CutOff, RowPrice
+from offload.distributed.orders import Least
 from offload.distributed.runs import RunNode, RunTable
 from offload.rank_roles import PaperCut, PipelineOptions, Roles
 

@@ -123,4 +123,4 @@ def test_what_is_more_than_a_product_is_not_cut(checkpoints: dict[str, Checkpoin
     layer.q_proj = Doubled(64, 64, bias=False, device="meta")
     sharding = share_layers(checkpoints["llama"], (0.5, 0.5))
     with pytest.raises(UserError, match="q_proj is no plain product: run it on one rank, or as stages"):
-        cut_model(meta_model, sharding, Mock(), 1)
+        cut_model(meta_model, sharding, Mock(transport=Mock(rank=1)))

@@ -17,7 +17,7 @@ import offload
 from offload.checkpoint.packaged import PAIR
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.drafting import dynamic
-from offload.drafting.base import Drafted, DraftText
+from offload.drafting.base import DraftText
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, DraftPassPolicy, GrowingTree, grow_forest
 from offload.drafting.lookup import NO_GUESSES, Guesses
@@ -33,6 +33,7 @@ from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import PACES, DynamicShape, GrowthSchedule, k_ary, most_rows
+from offload.trees.verification import Acceptance
 
 ROOT_AT = 1  # where the root stands
 PROMPT = [7, 11, 3, 42, 5]
@@ -57,22 +58,22 @@ def grow_best(
     exponent: float,
     guesses: Guesses = NO_GUESSES,
     policy: DraftPassPolicy | None = None,
-) -> Drafted:
+) -> TokenTree:
     """One text's tree of the best paths."""
     growing = GrowingTree(draft, bounds.depth, tokens, sampler, exponent, guesses)
-    (drafted,) = grow_forest([growing], bounds, policy or DraftPassPolicy())
-    return drafted
+    (tree,) = grow_forest([growing], bounds, policy or DraftPassPolicy())
+    return tree
 
 
-def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> Drafted:
+def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> TokenTree:
     return grow_best(draft_of_bigrams(model), bounds, [4, 0], sampler, exponent)
 
 
 def grown(worth: DraftPassPolicy) -> tuple[TokenTree, int]:
     """A large tree of as many passes and nodes as are worth their time; its passes."""
     model, shape = BigramModel(), DynamicShape(64, 6, GrowthSchedule(16, 9, 1.0))
-    drafted = grow_best(draft_of_bigrams(model), shape, [4, 0], Sampler(WARM, NUM_TOKENS), 1.25, policy=worth)
-    return drafted.tree, len(model.num_rows)
+    tree = grow_best(draft_of_bigrams(model), shape, [4, 0], Sampler(WARM, NUM_TOKENS), 1.25, policy=worth)
+    return tree, len(model.num_rows)
 
 
 def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
@@ -102,24 +103,24 @@ def best_paths(bounds: DynamicShape, sampler: Sampler, exponent: float) -> set[t
 @pytest.mark.parametrize(("sampling", "drafting"), CASES, ids=["greedy", "warm", "nucleus", "topk"])
 def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampling, drafting: ChildSampling) -> None:
     model, sampler = BigramModel(), Sampler(sampling, NUM_TOKENS, drafting)
-    tree, row_of_node, score_of_node = grow_bigrams(model, bounds, sampler, 1.25)
+    tree = grow_bigrams(model, bounds, sampler, 1.25)
     paths = [path_of(tree, node) for node in range(tree.num_nodes)]
     assert len(set(paths)) == len(paths), "no two children of a node carry one token"
     assert set(paths[1:]) == best_paths(bounds, sampler, 1.25)
     assert tree.topology.depth <= bounds.depth
     assert sum(model.num_rows) <= most_rows(bounds.num_nodes) + 1, "one is the prompt's"
-    assert set(score_of_node) == {0, *row_of_node}
+    assert set(tree.score_of_node) == {0, *tree.row_of_node}
 
 
 def test_a_grown_tree_of_few_passes() -> None:
     model = BigramModel()
-    tree = grow_bigrams(model, DynamicShape(64, 6), Sampler(WARM, NUM_TOKENS), 1.25).tree
+    tree = grow_bigrams(model, DynamicShape(64, 6), Sampler(WARM, NUM_TOKENS), 1.25)
     assert tree.num_nodes == 64 and len(model.num_rows) <= 8
     # The root alone asks nothing.
     model = BigramModel()
     text = DraftText(DynamicShape(1, 0), [4, 0], Sampler(GREEDY, NUM_TOKENS), None)
-    (drafted,) = ModelDrafter(model, NUM_TOKENS, 8).grow([text])  # type: ignore[arg-type]
-    assert drafted.tree.tokens == [0]
+    (tree,) = ModelDrafter(model, NUM_TOKENS, 8).grow([text])  # type: ignore[arg-type]
+    assert tree.tokens == [0]
     assert model.num_rows == []
 
 
@@ -169,7 +170,7 @@ def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) 
         logits_VV[token, follower] = 1e4
     model = BigramModel()
     model.logits_VV = logits_VV
-    tree = grow_bigrams(model, DynamicShape(40, 30), Sampler(GREEDY, NUM_TOKENS), 2.5).tree
+    tree = grow_bigrams(model, DynamicShape(40, 30), Sampler(GREEDY, NUM_TOKENS), 2.5)
     assert tree.topology.num_children_N.tolist() == [2] + [1] * 37 + [0] * 2
     assert path_of(tree, 39) == (1, 3) * 10 and path_of(tree, 38) == (2, 4) * 9 + (2,)
 
@@ -187,10 +188,10 @@ def draft_of(model: StreamedModel, cache: KVCache | None = None) -> Draft:
 
 def worst_gap(model: StreamedModel, sampler: Sampler) -> float:
     """Between the scores that nodes were grown by and those of their paths, run alone as committed tokens."""
-    tree, rows, scores = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, 4.0)
-    assert tree.topology.depth >= 4 and len(rows) > 8
+    tree = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, 4.0)
+    assert tree.topology.depth >= 4 and len(tree.row_of_node) > 8
     gaps = []
-    for node, score_V in scores.items():
+    for node, score_V in tree.score_of_node.items():
         path = [*PROMPT, *path_of(tree, node)]
         alone_1V = sampler.perturbed(draft_of(model).catch_up(path), len(path))
         gaps.append((alone_1V[0] - score_V).abs().max())
@@ -216,15 +217,15 @@ def gap_after_commit(model: StreamedModel, *, takes_another: bool) -> float:
     """Between what the draft says next after a dynamic tree's deepest path was kept, and what a fresh one says."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
     cache = drafter.new_state()
-    drafted = drafter.grow([DraftText(DynamicShape(48, 8), PROMPT, sampler, cache)])[0]
-    tree, rows, _ = drafted
+    tree = drafter.grow([DraftText(DynamicShape(48, 8), PROMPT, sampler, cache)])[0]
+    rows = tree.row_of_node
     nodes = [tree.num_nodes - 1]
     while nodes[0]:
         nodes.insert(0, int(tree.topology.parent_N[nodes[0]]))
     assert [rows[node] for node in nodes[1:] if node in rows] != list(range(len(nodes) - 1)), "no row has to move"
     if takes_another:
         rows[nodes[1]] = next(row for node, row in rows.items() if node not in nodes)
-    drafter.commit(drafted, nodes, [*(tree.tokens[node] for node in nodes[1:]), 9], sampler, cache)
+    drafter.commit(tree, Acceptance(nodes, [*(tree.tokens[node] for node in nodes[1:]), 9]), sampler, cache)
     text = [*PROMPT, *path_of(tree, nodes[-1]), 9]
     return float((draft_of(model, cache).catch_up(text) - draft_of(model).catch_up(text)).abs().max())
 
@@ -238,10 +239,11 @@ def test_a_fixed_tree_after_a_grown_one_forgets_it(model: StreamedModel) -> None
     """Both kinds share one cache."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
     used, tree = drafter.new_state(), k_ary(2, 31)
-    drafter.commit(drafter.grow([DraftText(DynamicShape(32, 6), PROMPT, sampler, used)])[0], [0], [9], sampler, used)
+    (grown,) = drafter.grow([DraftText(DynamicShape(32, 6), PROMPT, sampler, used)])
+    drafter.commit(grown, Acceptance([0], [9]), sampler, used)
     text = DraftText(tree, [*PROMPT, 9], sampler, used)
     (again,), (fresh,) = drafter.grow([text]), drafter.grow([text._replace(state=drafter.new_state())])
-    assert again.tree.tokens == fresh.tree.tokens
+    assert again.tokens == fresh.tokens
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.5, 8.0])

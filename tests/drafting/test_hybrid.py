@@ -11,7 +11,7 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.datastore.index import heaviest
-from offload.drafting.base import Drafted, DraftText
+from offload.drafting.base import DraftText
 from offload.drafting.hybrid import HybridDrafter, _without_least, graft
 from offload.drafting.lookup import (
     Copying,
@@ -31,7 +31,7 @@ from offload.sampling_options import Sampling
 from offload.trees.spec import MatchLength
 from offload.trees.token_tree import Draw, TokenTree
 from offload.trees.topology import DynamicShape, best_first, chain
-from offload.trees.verification import find_rule
+from offload.trees.verification import Acceptance, find_rule
 
 PROMPT = [*range(11, 29), 5, *range(11, 25)]
 GUESSED = [25, 26, 27, 28, 5, 11, 12, 13]
@@ -62,10 +62,10 @@ def guessed_paths(depth: int) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_a_long_match_is_in_every_tree(model: StreamedModel, shape, sampling: Sampling) -> None:
     drafter, sampler = hybrid(model), Sampler(sampling, VOCAB_SIZE)
-    tree = drafter.grow([DraftText(shape, PROMPT, sampler, drafter.new_state())])[0].tree
+    tree = drafter.grow([DraftText(shape, PROMPT, sampler, drafter.new_state())])[0]
     assert guessed_paths(3) <= paths(tree) and tree.num_nodes <= shape.num_nodes and tree.topology.depth <= shape.depth
     alone = ModelDrafter(model, VOCAB_SIZE, 256)
-    assert not guessed_paths(3) <= paths(alone.grow([DraftText(shape, PROMPT, sampler, alone.new_state())])[0].tree)
+    assert not guessed_paths(3) <= paths(alone.grow([DraftText(shape, PROMPT, sampler, alone.new_state())])[0])
 
 
 def test_without_a_guess_the_tree_is_the_models_own(model: StreamedModel) -> None:
@@ -73,7 +73,7 @@ def test_without_a_guess_the_tree_is_the_models_own(model: StreamedModel) -> Non
     for shape in (DynamicShape(24, 6), best_first([0.5, 0.2], 24, 6)):
         got = drafter.grow([DraftText(shape, [1, 2, 3, 4], sampler, drafter.new_state())])[0]
         wanted = alone.grow([DraftText(shape, [1, 2, 3, 4], sampler, alone.new_state())])[0]
-        assert got.tree.topology == wanted.tree.topology and got.tree.tokens == wanted.tree.tokens
+        assert got.topology == wanted.topology and got.tokens == wanted.tokens
 
 
 def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
@@ -82,9 +82,9 @@ def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
         [TrieGuesses("lookup", 8, heaviest(np.array([GUESSED, [25, 26, 3, 4, 5, 6, 7, 8]]), 32))], SourceWeights()
     )
     sampler = Sampler(GREEDY, VOCAB_SIZE)
-    tree, rows, scores = grow_best(draft_of(model), DynamicShape(40, 7), PROMPT, sampler, 1.0, guesses)
-    assert max(map(len, guessed_paths(6) & paths(tree))) >= 4 and len(rows) > 8
-    for node, score_V in scores.items():
+    tree = grow_best(draft_of(model), DynamicShape(40, 7), PROMPT, sampler, 1.0, guesses)
+    assert max(map(len, guessed_paths(6) & paths(tree))) >= 4 and len(tree.row_of_node) > 8
+    for node, score_V in tree.score_of_node.items():
         alone_1V = draft_of(model).catch_up([*PROMPT, *path_of(tree, node)])
         assert (alone_1V[0] - score_V).abs().max() < 1e-4
 
@@ -93,7 +93,7 @@ def test_a_dynamic_tree_is_the_best_of_the_mixture(model: StreamedModel) -> None
     """Grown again by hand: one node after the other, each with the chance that draft and guesses give it together."""
     guesses = Guesses([TrieGuesses("lookup", 3, heaviest(np.array([GUESSED, [3] * 8, [25] * 8]), 32))], SourceWeights())
     sampler, shape = Sampler(GREEDY, VOCAB_SIZE), DynamicShape(30, 4)
-    tree = grow_best(draft_of(model), shape, PROMPT, sampler, 1.3, guesses).tree
+    tree = grow_best(draft_of(model), shape, PROMPT, sampler, 1.3, guesses)
     every: dict[tuple[int, ...], float] = {(): 1.0}
     open_paths: list[tuple[tuple[int, ...], TrieCursor]] = [((), guesses.root)]
     for path, place in open_paths:
@@ -113,10 +113,10 @@ def test_a_commit_keeps_the_accepted_path(model: StreamedModel) -> None:
     for shape in (DynamicShape(32, 6), best_first([0.5, 0.2], 32, 6)):
         drafter, sampler = hybrid(model), Sampler(GREEDY, VOCAB_SIZE)
         state = drafter.new_state()
-        drafted = drafter.grow([DraftText(shape, PROMPT, sampler, state)])[0]
-        node_of = {path_of(drafted.tree, node): node for node in reversed(range(drafted.tree.num_nodes))}
+        tree = drafter.grow([DraftText(shape, PROMPT, sampler, state)])[0]
+        node_of = {path_of(tree, node): node for node in reversed(range(tree.num_nodes))}
         nodes = [node_of[tuple(GUESSED[:length])] for length in range(4)]
-        drafter.commit(drafted, nodes, [*GUESSED[:3], 9], sampler, state)
+        drafter.commit(tree, Acceptance(nodes, [*GUESSED[:3], 9]), sampler, state)
         text = [*PROMPT, *GUESSED[:3], 9]
         again, fresh = (draft_of(model, cache).catch_up(text) for cache in (state.cache, None))
         assert (again - fresh).abs().max() < 1e-4
@@ -148,7 +148,7 @@ def p_of_grafted(rule_name: str, shape: str, draft: str, planted=lambda drafted,
 
     def grow_with_guesses(root_R: torch.Tensor, sampler: Sampler) -> list[TokenTree]:
         trees = grow(draft_VV, SHAPES[shape], root_R, sampler)
-        return [planted(tree, graft(Drafted(tree, {}, {}), FOUND, tree.num_nodes + 3).tree) for tree in trees]
+        return [planted(tree, graft(tree, FOUND, tree.num_nodes + 3)) for tree in trees]
 
     sampler = TableSampler(sampling, rule)
     count_VV = count_pairs(grow_with_guesses, rule.verify, target_VV, sampler, 5000)

@@ -1,7 +1,7 @@
 """Penalties, biases and log-probabilities under speculation: those of no tree, and of transformers."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from offload.engine.generation import Generation
 from offload.engine.request import Request
 from offload.sampling.sampler import AdjustedRows, Rows, Sampler
 from offload.sampling_options import Sampling
-from offload.trees.token_tree import TokenTree
 
 PROMPT, NUM_NEW = [7, 11, 3, 42, 5, 11], 32
 TREES = ["8x3", "dynamic:16x6", "chain:4"]
@@ -46,8 +45,8 @@ def decoder(models: Pair) -> Iterator[Decoder]:
 def written(
     decoder: Decoder, how: dict[str, Any], tree: str = "none", rule: str = "match", *, num_logprobs: int | None = None
 ) -> Generation:
-    request = Request(PROMPT, Sampling(**how), NUM_NEW, num_logprobs=num_logprobs)
-    return finished(decoder.start(request, tree=tree, rule=rule))
+    request = Request(PROMPT, Sampling(**how), NUM_NEW, num_logprobs=num_logprobs, tree=tree, rule=rule)
+    return finished(decoder.start(request))
 
 
 @pytest.mark.parametrize(
@@ -119,8 +118,8 @@ def test_counts_of_openai(decoder: Decoder, models: Pair) -> None:
 def adjust_the_target_alone(patch: pytest.MonkeyPatch) -> None:
     adjusted = Sampler.adjusted
 
-    def adjusted_rows(self: Sampler, tree: TokenTree, logits: Rows) -> Rows:
-        return AdjustedRows(logits, lambda node, row_V: adjusted(self, row_V[None], [tree.path(node)])[0])
+    def adjusted_rows(self: Sampler, path: Callable[[int], Sequence[int]], logits: Rows) -> Rows:
+        return AdjustedRows(logits, lambda node, row_V: adjusted(self, row_V[None], [path(node)])[0])
 
     patch.setattr(Sampler, "adjusted_rows", adjusted_rows)
     patch.setattr(Sampler, "adjusted", lambda self, logits_TV, paths: logits_TV)
@@ -177,7 +176,7 @@ def test_they_are_part_of_the_object_and_as_many_as_there_are(decoder: Decoder) 
     assert all(one["top"][0] == [one["token"], one["logprob"]] for one in told), "greedy text is the likeliest"
     most = decoder.generate(PROMPT, max_new_tokens=2, num_logprobs=10**6).logprobs
     assert most is not None and all(len(one.top) == VOCAB_SIZE for one in most)
-    run = decoder.start(Request(PROMPT, max_new_tokens=NUM_NEW, num_logprobs=0), tree="8x3")
+    run = decoder.start(Request(PROMPT, max_new_tokens=NUM_NEW, num_logprobs=0, tree="8x3"))
     finished(run)
     run.sequence.cut(4)
     cut = run.result()

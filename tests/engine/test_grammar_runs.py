@@ -68,7 +68,8 @@ def written(
     decoder: Decoder, grammar: Grammar | None, sampling: Sampling = DRAWN["greedy"], *, tree: str = "none",
     rule: str = "match", num_new: int = NUM_NEW, prompt: Any = PROMPT, **more: Any,
 ) -> Generation:  # fmt: skip
-    return finished(decoder.start(Request(prompt, sampling, num_new, grammar=grammar, **more), tree=tree, rule=rule))
+    more |= {"tree": tree, "rule": rule}
+    return finished(decoder.start(Request(prompt, sampling, num_new, grammar=grammar, **more)))
 
 
 @pytest.mark.parametrize("name", ["object", "regex"])

@@ -93,7 +93,7 @@ def test_what_others_have_gained_by_the_pass_of_one_that_fails_is_handed_out(
 
 def test_a_decoder_that_is_closed_too_early_leaves_nobody_waiting(looper: Path) -> None:
     with shared_by(looper, 2) as engine, held_passes() as passes:
-        tickets = [engine.submit(request(FOR_EVER), tree="none") for _ in range(4)]
+        tickets = [engine.submit(replace(request(FOR_EVER), tree="none")) for _ in range(4)]
         until(lambda: engine.figures().pass_began_s is not None)
         passes.release(3)
         until(lambda: engine.figures().num_active == 2 and engine.figures().num_passes == 3)
@@ -108,9 +108,9 @@ def test_a_decoder_that_is_closed_too_early_leaves_nobody_waiting(looper: Path) 
 
 def test_who_has_ended_does_not_wait_for_the_others_next_pass(looper: Path) -> None:
     with shared_by(looper, 2) as engine, held_passes() as passes:
-        long = engine.submit(request(FOR_EVER), tree="none")
+        long = engine.submit(replace(request(FOR_EVER), tree="none"))
         until(lambda: engine.figures().pass_began_s is not None)
-        short = engine.submit(request(2), tree="none")
+        short = engine.submit(replace(request(2), tree="none"))
         passes.release(3)  # one for the first alone
         assert short.result(PATIENCE_S).finish_reason == "length"
         assert not long.is_done
@@ -128,7 +128,7 @@ def shared_by(model: Path, parallel: int) -> Iterator[Engine]:
 
 def test_pieces_are_the_text_in_order_and_a_slow_reader_gets_fewer_and_longer_ones(looper: Path) -> None:
     with engine_of(looper) as engine:
-        ticket, slow = engine.submit(request(40)), engine.submit(request(FOR_EVER), tree="none")
+        ticket, slow = engine.submit(request(40)), engine.submit(replace(request(FOR_EVER), tree="none"))
         pieces, result = list(ticket), ticket.result()
         whole = slow.result(PATIENCE_S)
         longer = list(slow)
@@ -157,7 +157,7 @@ def test_a_bad_request_is_refused_at_once_and_takes_no_place(looper: Path) -> No
         with pytest.raises(UserError, match="exceed the context"):
             engine.submit(request(10_000))
         with pytest.raises(UserError, match="tree"):
-            engine.submit(request(), tree="nonsense")
+            engine.submit(replace(request(), tree="nonsense"))
         figures = engine.figures()
         assert (figures.num_active, figures.num_waiting, figures.num_failed) == (0, 0, 0)
 

@@ -22,7 +22,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.session import SessionModels, _caches, check_session
+from offload.engine.session import _caches, can_use, check_session
 from offload.errors import UserError
 from offload.model.target import BatchEntry
 from offload.planning.load_options import LoadOptions
@@ -211,9 +211,9 @@ SAME = ModelIdentity(dict.fromkeys(PARTS, "a"), {SUM: "1" * 32})
 def test_states_are_taken_of_the_same_weights_in_the_same_type(
     told: ModelIdentity | None, dtype: str, is_taken: bool
 ) -> None:
-    models: Any = SimpleNamespace(identities=SimpleNamespace(of=lambda _: SAME), dtypes={"draft": "float32"})
+    mine: Any = SimpleNamespace(of=lambda _: SAME, dtypes={"draft": "float32"})
     notes = {"draft": json.dumps(told.as_dict()) if told else "", "draft_dtype": dtype}
-    assert SessionModels.can_use(models, "draft", notes) == is_taken
+    assert can_use(mine, "draft", notes) == is_taken
 
 
 def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_decoder_goes_on_behind_a_broken_file(saved: tuple[Decoder, Path], tmp
 def test_the_longest_context_cannot_be_raised(saved: tuple[Decoder, Path]) -> None:
     decoder, path = saved
     with pytest.raises(UserError, match="the context 42: name another file"):
-        check_session(path, replace(decoder._models, context=42, has_longest_context=True))
+        check_session(path, decoder.identities, replace(decoder.plan, context=42, max_context=42))
 
 
 @pytest.mark.usefixtures("_no_weights")

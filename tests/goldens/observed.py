@@ -214,7 +214,7 @@ def in_load(options: dict[str, Any]) -> None:
 def in_request(wishes: dict[str, Any]) -> None:
     from offload.engine.decoder import Decoder
 
-    check = SimpleNamespace(start=lambda request, **_: request.check() or request.stops or ())
+    check = SimpleNamespace(start=lambda request: request.check() or request.stops or ())
     Decoder.stream(check, "x", **wishes)  # type: ignore[arg-type]
 
 
@@ -224,7 +224,7 @@ def in_body(fields: dict[str, Any]) -> None:
 
     body = parse(ChatBody, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
     decoder = SimpleNamespace(encode=lambda *_, **__: [1, 2], room=lambda _: 50, plan=SimpleNamespace(context=64))
-    engine = SimpleNamespace(decoder=decoder, most_requests=8, submit=lambda request, **_: request.check())
+    engine = SimpleNamespace(decoder=decoder, most_requests=8, submit=lambda request: request.check())
     orders.order_chat(engine, ServerSettings(model_id="model"), body)  # type: ignore[arg-type]
 
 

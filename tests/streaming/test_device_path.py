@@ -352,6 +352,6 @@ def test_a_closed_decoder_keeps_nothing_by_its_turn(base: Path, monkeypatch: pyt
     place_layers(monkeypatch, *TIERS["host"])
     target, _, __ = pair_of("llama", base)
     decoder = offload.load(target, device=FakeDevice(), tree="none", context=64, threads=1, **BUDGETS)
-    held = decoder._turn._computing
+    held = decoder.turn._computing
     decoder.close()
     assert not hasattr(held, "__self__") and all(not isinstance(one, StreamedModel) for one in held.args)  # type: ignore[attr-defined]

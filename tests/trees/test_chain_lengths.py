@@ -12,7 +12,6 @@ import pytest
 import torch
 from tables import LEAST_P, ROOT, VOCAB_SIZE, WRONG_P, TableSampler, distributions, grow, p_value, pair
 
-from offload.drafting.base import Drafted
 from offload.drafting.hybrid import graft
 from offload.drafting.lookup import Guess, TrieCursor
 from offload.planning.chains import ChainPolicy
@@ -154,7 +153,7 @@ def test_a_guess_beside_drawn_tokens_is_no_part_of_alpha(name: str) -> None:
         (drawn,) = grow(draft_VV, chain(1), torch.tensor([root]), sampler)
         for token in range(VOCAB_SIZE):
             path = Guess(-1, drawn.tokens[1], 1, 0.9, nowhere), Guess(0, token, 2, 0.9, nowhere)
-            tree = graft(Drafted(drawn, {}, {}), path, 3).tree
+            tree = graft(drawn, path, 3)
             found = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
             sizes.add(len(found.nodes))
             assert len(found.guesses) == 1
