@@ -4,6 +4,7 @@ It holds weights and no text: the cache of the text's keys and values is lent to
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from offload.model.parts import BatchPart, causal
 from offload.model.streamed import StreamedModel
 from offload.sampling.sampler import Logits
 from offload.stats import RankFigures, Transfers
-from offload.streaming.device import Device
+from offload.streaming.device import Device, computing_on
 from offload.streaming.experts import ExpertPool
 from offload.streaming.layers import Layers
 from offload.trees.token_tree import TokenTree, ancestors
@@ -84,7 +85,7 @@ class Target:
         self._device = device or Device()
         self._on_layer = on_layer
         # to be entered by every thread that computes with it
-        self.computing = self._device.computing
+        self.computing = partial(computing_on, device)
         model.stream_layers(stream.acquire, self._release)
         if experts is not None:
             model.bring_experts(experts.bring)

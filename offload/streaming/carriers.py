@@ -235,13 +235,6 @@ class _FeedingCarrier(HostCarrier):
         """Return the slab: copies began with the first weight."""
         return slab
 
-    def _wait_for_feed(self) -> None:
-        """Return once the thread has finished what it is doing."""
-        self._feed.submit(int).result()
-
-    def _wait_for_copies(self) -> None:
-        self.device.synchronize(self.device.record(self.device.copies))
-
 
 # buffers through which resident layers come in
 _NUM_LOADERS = 2
@@ -311,9 +304,10 @@ class DeviceCarrier(_FeedingCarrier):
     def stop(self) -> None:
         """Stop; on return nothing moves any more. Waiting `acquire` calls are cancelled before."""
         self.ahead.cancel()
-        self._wait_for_feed()
+        # returns once the thread has finished what it is doing
+        self._feed.submit(int).result()
         self.ahead.stop()
-        self._wait_for_copies()
+        self.device.synchronize(self.device.record(self.device.copies))
 
     def close(self) -> None:
         """End the thread and let go of the memory; nothing moves."""
@@ -365,7 +359,7 @@ class DeviceCarrier(_FeedingCarrier):
                 on_bytes(self.layouts[layer].slab_bytes)
         finally:
             loading.stop()
-            self._wait_for_copies()
+            device.synchronize(device.record(device.copies))
             for buffer in own:
                 self.pinned.release(buffer)
 
@@ -464,11 +458,12 @@ class DeviceExpertCarrier(_FeedingCarrier):
         """Return once nothing is read or copied any more; what was asked for has been cancelled."""
         with self._lock:
             self._queue.clear()
-        self._wait_for_feed()
+        # returns once the thread has finished what it is doing
+        self._feed.submit(int).result()
         for reads in list(self._reads.values()):
             drop(reads)
         self._feed.shutdown()
-        self._wait_for_copies()
+        self.device.synchronize(self.device.record(self.device.copies))
         self._slots.clear()
 
     def _read_on(self) -> None:
@@ -497,7 +492,10 @@ class DeviceExpertCarrier(_FeedingCarrier):
         return None
 
     def _start_read(self, block: int, slot: int) -> None:
-        reads = self.read(block, self._slots[slot], self.sender.last.pop(slot, None))
+        if (sent := self.sender.last.pop(slot, None)) is not None:
+            self.device.synchronize(sent)
+        record = self.layouts[block]
+        reads = self.source.read(record, self._slots[slot].numpy()[: record.slab_bytes])
         self._reads[block] = reads
 
         def has_come(_: Future[None]) -> None:
