@@ -126,6 +126,7 @@ class Traffic(NamedTuple):
     slots_bytes: int  # what can be there before a sweep starts
     is_disk_slower: bool = False  # than the link to the GPU, so that a sweep waits for the disk
     experts: ExpertTraffic | None = None  # where they are read on demand
+    prompt_rows: int = 0  # that a pass takes in of a prompt
 
     @classmethod
     def of(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "Traffic":
@@ -144,7 +145,13 @@ class Traffic(NamedTuple):
         is_disk_slower = link_bytes > plan.streamed_bytes or (
             experts is not None and experts.is_disk_slower
         )
-        return cls(max(plan.streamed_bytes, link_bytes), slots_bytes, is_disk_slower, experts)
+        return cls(
+            max(plan.streamed_bytes, link_bytes),
+            slots_bytes,
+            is_disk_slower,
+            experts,
+            plan.max_prompt_rows,
+        )
 
     @property
     def is_streamed(self) -> bool:

@@ -74,6 +74,11 @@ class ObservedPasses:
         """Add a finished pass."""
         self._passes.setdefault(len(one.shapes), deque(maxlen=_MOST_SEEN)).append(one)
 
+    @property
+    def has_passes(self) -> bool:
+        """Return whether any pass was observed."""
+        return bool(self._passes)
+
     def among(self, num_texts: int) -> Sequence[ObservedPass]:
         """Return the passes of so many texts, or of the nearest number."""
         if not self._passes:

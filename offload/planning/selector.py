@@ -59,6 +59,8 @@ LOOKUP_NODES = 64  # of trees of retrieved guesses alone, as in REST (2311.08252
 LOOKUP_DEPTH = 32  # of such trees; copied passages may be long
 NUM_SHOWN = 5
 _SPARE_TRAFFIC = 1.01  # bytes of a sweep with room for guesses over one without, at most
+# Times the least seconds per token: what is known of acceptance is no better than that.
+_ALIKE = 1.02
 _GROWTH = 4  # times the nodes of a tree that may yet change
 _FEW_NODES = 64  # of trees whose nodes are ordered at once
 _MOST_KNOWN = 256  # choices that are kept
@@ -240,8 +242,8 @@ class _Selection:
         )
         if not ranked:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        best = ranked[0]
-        if self.is_dynamic:
+        best = self._beside_prompts(ranked)
+        if self.is_dynamic and self.known.seen.has_passes:
             best = self.known.seen.choose(ranked, self.num_texts, current)
         why = self.basis
         if isinstance(best.shape, DynamicShape):
@@ -258,6 +260,20 @@ class _Selection:
             tuple(ranked[:NUM_SHOWN]),
             is_measured=self.profile is not None,
         )
+
+    def _beside_prompts(self, ranked: Sequence[Prediction]) -> Prediction:
+        """Return the fastest tree, or one hardly slower that leaves room for more of a prompt.
+
+        A pass too many for a prompt takes longer than a whole text gains by a tree that is a
+        hundredth quicker.
+        """
+        alike = [one for one in ranked if one.s_per_token <= _ALIKE * ranked[0].s_per_token]
+
+        def prompt_rows(one: Prediction) -> int:
+            traffic = self._traffic(self.num_texts * one.shape.num_nodes)
+            return 0 if traffic is None else traffic.prompt_rows
+
+        return max(alike, key=prompt_rows)
 
     def _chain(self) -> TreeChoice:
         """Return the chain of the length with the largest gain, by the first acceptance entry."""

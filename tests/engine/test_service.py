@@ -186,8 +186,9 @@ def test_a_dropped_ticket_cancels_its_request(looper: Path) -> None:
         next(iter(ticket))
         del ticket
         gc.collect()
-        until(lambda: engine.figures().num_active == 0)
-        assert engine.figures().num_cancelled == 1
+        # it is counted as it ends, and leaves its place a moment before
+        until(lambda: engine.figures().num_cancelled == 1)
+        assert engine.figures().num_active == 0
 
 
 def test_a_disk_that_fails_ends_what_is_under_way(looper: Path) -> None:

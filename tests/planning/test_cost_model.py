@@ -115,7 +115,8 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
     traffic = Traffic.of(memory, TOY)
     assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)
     quick = replace(TOY, disk_bytes_per_s=20e9)
-    assert Traffic.of(memory, quick) == Traffic(memory.streamed_bytes, traffic.slots_bytes, is_disk_slower=False)
+    rows = memory.max_prompt_rows
+    assert Traffic.of(memory, quick) == Traffic(memory.streamed_bytes, traffic.slots_bytes, prompt_rows=rows)
 
 
 @pytest.mark.parametrize("num_nodes", [64, 128, 512])

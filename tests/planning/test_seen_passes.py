@@ -194,3 +194,22 @@ def test_a_lone_text_keeps_a_tree_that_is_good_and_leaves_one_that_is_not() -> N
     assert costs[0] > 1.5 and costs[3] < 1.25
     kept = set(passes(machine, trees_with(machine, machine.costs(1)), 1, 24, seed=0))
     assert len({(shape.num_nodes, shape.depth) for shape in kept}) == 1
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("num_texts", [1, 8])
+def test_a_tree_that_is_hardly_quicker_takes_no_room_from_prompts(name: str, num_texts: int) -> None:
+    machine = MACHINES[name]
+    trees = trees_with(machine, machine.costs(num_texts))
+    fastest = chosen(trees, num_texts)
+
+    def traffic_of(num_nodes: int) -> Traffic:
+        return machine.traffic._replace(prompt_rows=512 if num_nodes < num_texts * fastest.num_nodes else 256)
+
+    beside = replace(trees_with(machine, machine.costs(num_texts)), traffic_of=traffic_of)
+    choice = beside.for_run(Sampling(), "match", num_texts=num_texts)
+    first_s = choice.candidates[0].s_per_token
+    is_smaller = choice.shape.num_nodes < fastest.num_nodes
+    assert is_smaller or (name, num_texts) not in {("slow draft", 1), ("costly texts", 1)}
+    taken_s = step_time(machine.costs(num_texts), machine.traffic, choice.shape, num_texts).total_s
+    assert taken_s / (choice.tokens_per_sweep * num_texts) <= 1.03 * first_s
