@@ -135,7 +135,11 @@ def _object(line: str) -> dict[str, Any]:
         raise UserError(f"a line must be JSON, this one is not ({error!s:.80}): mend it") from None
     remedy = 'such as {"prompt": "Hello"}'
     require(isinstance(told, dict), "a line must be a JSON object", f"{line:.80}", remedy)
-    return {_SYNONYMS.get(key, key): value for key, value in told.items() if value is not None}
+    told = {key: value for key, value in told.items() if value is not None}
+    for other, key in _SYNONYMS.items():
+        rule = f"a line must have one of {key} and {other}"
+        require(not {other, key} <= told.keys(), rule, "both", "leave one out")
+    return {_SYNONYMS.get(key, key): value for key, value in told.items()}
 
 
 def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt | None:

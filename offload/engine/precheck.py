@@ -50,7 +50,8 @@ def check_run(
     if roles is not None and not roles.is_sharded:
         options.pipeline_roles(has_draft=draft is not None)
     names = models_to_read(model, draft)
-    headers = [headers_here(name, options.config if name is model else None) for name in names]
+    configs = [options.config, *(None for _ in names[1:])]
+    headers = [headers_here(name, config) for name, config in zip(names, configs, strict=True)]
     here = [one for one in headers if one is not None]
     if needs_text and headers[0] is not None:
         _require_tokenizer(headers[0])

@@ -290,7 +290,11 @@ def _schema_of_calls(functions: Sequence[Function]) -> dict[str, Any]:
     for one in functions:
         parameters = dict(one.parameters or {"type": "object"})
         for place in ("$defs", "definitions"):
-            for name, schema in (parameters.pop(place, None) or {}).items():
+            named = parameters.pop(place, None) or {}
+            if not isinstance(named, dict):
+                rule = f"'{place}' of the function {one.name:.80} must be an object"
+                raise Refusal.of_value("tools", rule)
+            for name, schema in named.items():
                 if shared.setdefault(place, {}).setdefault(name, schema) != schema:
                     rule = f"'{place}' of two functions differ in {name:.80}: rename one"
                     raise Refusal.of_value("tools", rule)
@@ -456,7 +460,7 @@ def order_completion(
     engine: Engine, settings: ServerSettings, body: CompletionBody
 ) -> list[Ticket]:
     """Submit a request, a ticket for each choice of each prompt. Raises as `order_chat`."""
-    _require_few(engine, body)
+    _require_few(engine, body, "n" if body.num_choices > 1 else "prompt")
     prompts = [engine.decoder.encode(prompt, raw=True) for prompt in body.prompts]
     num_new = _LEGACY_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = _sampling(settings, body)
@@ -464,11 +468,11 @@ def order_completion(
     return _order(engine, body, prompts, common, num_new, param="prompt")
 
 
-def _require_few(engine: Engine, body: Body) -> None:
+def _require_few(engine: Engine, body: Body, param: str = "n") -> None:
     """Raise `Refusal`, before anything is read, for more texts than could ever be served."""
     if body.num_texts > engine.most_requests:
         rule = f"this server takes {engine.most_requests} texts at a time, got {body.num_texts}"
-        raise Refusal.of_value("n", rule)
+        raise Refusal.of_value(param, rule)
 
 
 def _order(
