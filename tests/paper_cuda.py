@@ -14,7 +14,7 @@ from strict_place import StrictDevice, attend_on_card, place
 
 from offload.checkpoint.safetensors import Checkpoint
 from offload.engine.build import resident_model
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 
 Pool = tuple[int, int]
 
@@ -144,7 +144,7 @@ class Capturing(StrictDevice):
         return out
 
 
-def draft_on_card(checkpoint: Checkpoint) -> StreamedModel:
+def draft_on_card(checkpoint: Checkpoint) -> TreeModel:
     """A draft that may be recorded; to be made while the card is there."""
     model = resident_model(checkpoint, "float32", place())
     model.attend_with(attend_on_card)

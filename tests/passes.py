@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.streaming.disk import DiskReader
 
 
@@ -25,7 +25,7 @@ def sees(parents: Sequence[int]) -> Tensor:
     return sees_NN
 
 
-def with_weights(model: StreamedModel) -> StreamedModel:
+def with_weights(model: TreeModel) -> TreeModel:
     """Bind all of them where it computes, layer by layer."""
     with closing(DiskReader(model.checkpoint.shards)) as store:
         model.read_rest(store.fetch)
@@ -34,14 +34,14 @@ def with_weights(model: StreamedModel) -> StreamedModel:
     return model
 
 
-def tree_scores(model: StreamedModel, cache: Any, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+def tree_scores(model: TreeModel, cache: Any, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """One pass over a tree behind what is committed."""
     sees_NN = sees(parents)
     return model.forward(torch.tensor(tokens), sees_NN.sum(1) - 1 + cache.length, sees_NN, cache)
 
 
 def text_scores(
-    model: StreamedModel, token_T: Tensor, cuts: Sequence[int] = (), begin: Callable[[int], object] = lambda _: None
+    model: TreeModel, token_T: Tensor, cuts: Sequence[int] = (), begin: Callable[[int], object] = lambda _: None
 ) -> Tensor:
     """A text that is taken in by passes of so many rows; `begin` is told of each."""
     cache, parts = model.new_cache(len(token_T)), []

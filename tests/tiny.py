@@ -127,7 +127,7 @@ def finished(run: Any) -> Any:
 
 def advance(decoder: Any, runs: Sequence[Any]) -> list[str]:
     """One pass for all of these runs: the piece of text that each has gained by it."""
-    decoder.sweep(runs)
+    decoder.step_all(runs)
     return [run.take() for run in runs]
 
 

@@ -19,7 +19,7 @@ from offload.bench.harness.record import store
 from offload.calibration.threads import draft_curve
 from offload.calibration.trial import rows_of
 from offload.drafting.base import DraftText
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.model.target import BatchEntry
 from offload.planning.cost_model import Curve

@@ -25,7 +25,7 @@ from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE, Expansion
 from offload.kernels.jit import is_for_kernels
 from offload.model.expanded import CodedWeight
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.streaming.device import Device
 
 # The figures by kind are in docs/quantised.md, made by `offload bench expansion`.
@@ -37,7 +37,7 @@ _ENOUGH = 1 << 18
 
 
 def choose_expansion(
-    model: StreamedModel,
+    model: TreeModel,
     fetch: Callable[[SlabLayout], np.ndarray],
     device: Device | None,
 ) -> KernelChoice[Expansion]:
@@ -65,7 +65,7 @@ def _faster_expansion(place: torch.device) -> Expansion | None:
     return EXPANSION_KERNELS if is_for_kernels(place) else None
 
 
-def _layer_of_codings(model: StreamedModel) -> dict[Coding, int]:
+def _layer_of_codings(model: TreeModel) -> dict[Coding, int]:
     """Return every coding that layers have, with the first layer that has it."""
     found = dict[Coding, int]()
     for layer in range(model.num_layers):
@@ -74,7 +74,7 @@ def _layer_of_codings(model: StreamedModel) -> dict[Coding, int]:
 
 
 def _examples(
-    model: StreamedModel, fetch: Callable[[SlabLayout], np.ndarray], codings: dict[Coding, int]
+    model: TreeModel, fetch: Callable[[SlabLayout], np.ndarray], codings: dict[Coding, int]
 ) -> Iterator[CodedWeight]:
     """Yield words of each coding, from its smallest weight that is large enough, or its largest."""
     for layer in sorted(set(codings.values())):

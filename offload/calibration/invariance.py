@@ -23,7 +23,7 @@ from offload.model.indexed import choosing_few
 from offload.model.invariant import InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import InvariantAttention
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.model.wide_products import widens_products
 from offload.planning.load_options import LoadOptions
 from offload.streaming.device import Device
@@ -78,7 +78,7 @@ class _DifferError(Exception):
 
 
 def _why_not(
-    model: StreamedModel,
+    model: TreeModel,
     options: LoadOptions,
     plan: MemoryPlan,
     *,
@@ -97,7 +97,7 @@ def _why_not(
 
 
 def prepare_invariance(
-    model: StreamedModel,
+    model: TreeModel,
     options: LoadOptions,
     plan: MemoryPlan,
     *,
@@ -110,7 +110,7 @@ def prepare_invariance(
 
 
 def settle_invariance(
-    model: StreamedModel,
+    model: TreeModel,
     fetch: Callable[[SlabLayout], np.ndarray],
     options: LoadOptions,
     threads: ThreadPolicy,
@@ -144,7 +144,7 @@ def settle_invariance(
 
 
 def make_invariant(
-    model: StreamedModel,
+    model: TreeModel,
     fetch: Callable[[SlabLayout], np.ndarray],
     thread_counts: Sequence[int],
     context: int,
@@ -173,7 +173,7 @@ def make_invariant(
 
 
 def _try_layer(
-    model: StreamedModel,
+    model: TreeModel,
     fetch: Callable[[SlabLayout], np.ndarray],
     rows: "_CheckedRows",
     layer: int,
@@ -187,7 +187,7 @@ def _try_layer(
         model.unbind_layer(layer)
 
 
-def _turns_by_length(model: StreamedModel, context: int) -> bool:
+def _turns_by_length(model: TreeModel, context: int) -> bool:
     config = model.meta_model.config
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
@@ -208,7 +208,7 @@ def _length(stated: Any) -> int:
     return stated if type(stated) is int else 0
 
 
-def _require_invariance(model: StreamedModel, rows: "_CheckedRows") -> None:
+def _require_invariance(model: TreeModel, rows: "_CheckedRows") -> None:
     """Make the model invariant from now on, by `rows`. Raises `_DifferError`."""
     most = _length(getattr(model.meta_model.config, "max_position_embeddings", None)) or _NUM_ROWS
     generator = torch.Generator().manual_seed(0)
@@ -240,7 +240,7 @@ def _require_invariance(model: StreamedModel, rows: "_CheckedRows") -> None:
                 raise _DifferError("a layer gives other bits in a tree than to a text by itself")
 
 
-def _logits_by_tree(model: StreamedModel, token_T: Tensor, num_levels: int) -> Tensor:
+def _logits_by_tree(model: TreeModel, token_T: Tensor, num_levels: int) -> Tensor:
     """Return scores of the first rows of a chain, each beside a sibling, and of as many behind them."""
     cache = model.new_cache(4 * num_levels)
     level_N = torch.arange(2 * num_levels) // 2
@@ -255,7 +255,7 @@ def _logits_by_tree(model: StreamedModel, token_T: Tensor, num_levels: int) -> T
     return torch.cat([logits_NV[::2], behind])
 
 
-def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int], cache: KVCache) -> Tensor:
+def _logits(model: TreeModel, token_T: Tensor, cut: Sequence[int], cache: KVCache) -> Tensor:
     """Return scores of all rows of a chain, taken in by passes of so many rows."""
     parts = []
     for part_T in token_T.split(list(cut)):

@@ -24,7 +24,7 @@ from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_reference
 from offload.memory.plan import MemoryPlan
 from offload.model.norms import find_norms
 from offload.model.path_attention import path_attention, path_rows
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.sampling_options import Sampling
 from offload.streaming.device import Device
 from offload.trees.token_tree import ancestors
@@ -84,7 +84,7 @@ class Shapes(NamedTuple):
 
 
 def shapes_of(
-    model: StreamedModel, plan: MemoryPlan, sampling: Sampling, draft: StreamedModel | None = None
+    model: TreeModel, plan: MemoryPlan, sampling: Sampling, draft: TreeModel | None = None
 ) -> Shapes:
     """Return the shapes of these models, and of the logits that memory was planned for."""
     models = [one for one in (model, draft) if one is not None]
@@ -103,7 +103,7 @@ def shapes_of(
     )
 
 
-def _heads_of(model: StreamedModel) -> Heads:
+def _heads_of(model: TreeModel) -> Heads:
     sizes = config_sizes(model.checkpoint)
     config = model.meta_model.config
     num_heads = sizes.get("num_attention_heads", 1)
@@ -123,7 +123,7 @@ def _heads_of(model: StreamedModel) -> Heads:
     )
 
 
-def _norms_of(model: StreamedModel) -> Iterator[Norm]:
+def _norms_of(model: TreeModel) -> Iterator[Norm]:
     for module, form in find_norms(model.meta_model):
         # norms without a weight are those of queries and keys
         weight = getattr(module, "weight", None)

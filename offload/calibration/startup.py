@@ -16,12 +16,12 @@ from offload.calibration.kernels import NO_KERNELS, KernelChoice, choose_kernels
 from offload.calibration.link import LOCAL_BYTES_PER_S
 from offload.calibration.threads import SWEEP_SIZES, draft_curve, sweep_curve
 from offload.checkpoint.layout import SlabLayout
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.kernels.jit import is_for_kernels
 from offload.memory.plan import MemoryPlan
 from offload.model.cuda_graphs import use_graphs
 from offload.model.norms import normalize_with
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import NOTHING, Costs
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.sampling.sampler import Sampler
@@ -39,8 +39,8 @@ _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
 
 def calibrate(
     trees: TreeSelector,
-    target: StreamedModel,
-    draft: StreamedModel | None,
+    target: TreeModel,
+    draft: TreeModel | None,
     fetch: Callable[[SlabLayout], np.ndarray],
     settings: RunSettings,
     *,
@@ -88,8 +88,8 @@ def calibrate(
 
 
 def pick_kernels(
-    target: StreamedModel,
-    draft: StreamedModel | None,
+    target: TreeModel,
+    draft: TreeModel | None,
     device: Device | None,
     plan: MemoryPlan,
     settings: RunSettings,

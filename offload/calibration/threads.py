@@ -17,10 +17,10 @@ from torch.nn.functional import linear, silu
 
 from offload import machine
 from offload.drafting.base import DraftText
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.model.kv_cache import KVCache
 from offload.model.parts import causal
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.model.wide_products import product_for
 from offload.planning.cost_model import Curve
 from offload.rank_roles import find_place
@@ -98,8 +98,8 @@ def _compute(rows: torch.Tensor, weight: torch.Tensor, multiply: Multiply) -> No
 
 
 def thread_policy(
-    target: StreamedModel,
-    draft: StreamedModel | None,
+    target: TreeModel,
+    draft: TreeModel | None,
     num_rows: int,
     fixed: int | None,
     device: Device | None,
@@ -111,7 +111,7 @@ def thread_policy(
 
 
 def pick_threads(
-    target: StreamedModel, draft: StreamedModel | None, num_rows: int = _TYPICAL_NODES
+    target: TreeModel, draft: TreeModel | None, num_rows: int = _TYPICAL_NODES
 ) -> ThreadPolicy:
     """Return the policy for this CPU, beginning with the fastest modes for sweeps and drafting.
 
@@ -128,22 +128,22 @@ def pick_threads(
     )
 
 
-def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> Fastest:
+def _fastest(ladder: Sequence[int], model: TreeModel, num_rows: int) -> Fastest:
     width = int(getattr(model.meta_model.config, "hidden_size", 0) or 1024)
     multiply = product_for(linear, torch.empty(0, dtype=model.dtype))
     return fastest_mode(ladder, num_rows, min(width, 4096), model.dtype, multiply)
 
 
-def sweep_curve(model: StreamedModel, slab: np.ndarray, sizes: Sequence[int]) -> Curve:
+def sweep_curve(model: TreeModel, slab: np.ndarray, sizes: Sequence[int]) -> Curve:
     """Measure the compute time of a pass against its rows, by the typical layer's `slab`."""
     typical = model.typical_layer
     share = (
         sum(layout.slab_bytes for layout in model.layer_layouts)
         / model.layer_layouts[typical].slab_bytes
     )
-    # which slabs do not hold; the few dense layers that some mixtures begin with count like others,
+    # Slabs do not hold experts, and what those compute depends on the rows, which bytes do not tell.
+    # The few dense layers that some mixtures begin with count like others.
     if model.experts:
-        # since what experts compute depends on the rows, and bytes do not tell it
         share = model.num_layers
     model.bind_layer(typical, slab)
     try:
@@ -198,7 +198,7 @@ def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: 
     return Curve(tuple(sizes[: len(seconds)]), tuple(rising.tolist()))
 
 
-def _sweep_s(model: StreamedModel, num_rows: int, share: float) -> float:
+def _sweep_s(model: TreeModel, num_rows: int, share: float) -> float:
     """Return seconds of `share` times the typical layer, and of embeddings, norm and head once."""
     typical = model.typical_layer
     rest_s, with_layer_s = (
@@ -207,7 +207,7 @@ def _sweep_s(model: StreamedModel, num_rows: int, share: float) -> float:
     return rest_s + share * max(0.0, with_layer_s - rest_s)
 
 
-def _forward_s(model: StreamedModel, num_rows: int, layers: slice) -> float:
+def _forward_s(model: TreeModel, num_rows: int, layers: slice) -> float:
     row_T = torch.arange(num_rows)
     sees_TT = causal(num_rows)
     with model.cut_to(layers):

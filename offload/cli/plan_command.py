@@ -32,7 +32,7 @@ def plan(
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.model.headers import describe, is_built
     from offload.planning.load_options import LoadOptions
-    from offload.planning.near_copy import copy_bits
+    from offload.planning.quantised_drafts import copy_bits
 
     if machine.cluster is not None:
         _require_no_machine(machine, model_options)

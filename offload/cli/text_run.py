@@ -33,7 +33,7 @@ from offload.engine.scheduler import Finished, write_all
 from offload.errors import RunError, UserError
 from offload.machine import rss_bytes
 from offload.model.target import Target
-from offload.planning.near_copy import read_models
+from offload.planning.quantised_drafts import read_models
 
 
 def write_text(

@@ -44,7 +44,7 @@ from offload.engine.build import resident_model
 from offload.engine.resolve import ResolvedRun
 from offload.engine.sharing import num_shared
 from offload.errors import RankError
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 
@@ -73,7 +73,7 @@ class DraftTree:
     The root is the newest committed token, whose path begins every other.
     """
 
-    def __init__(self, model: StreamedModel, vocab_size: int, context: int, num_rows: int) -> None:
+    def __init__(self, model: TreeModel, vocab_size: int, context: int, num_rows: int) -> None:
         self._cache = model.new_cache(context + num_rows)
         self._draft = Draft(model, vocab_size, self._cache)
         self.vocab_size = vocab_size

@@ -25,7 +25,7 @@ from offload.model.meta import layer_stacks
 from offload.planning.cluster import Gathers
 from offload.planning.cost_model import Curve
 from offload.stats import RankFigures
-from offload.streaming.layers import Layers
+from offload.streaming.layers import LayerStream
 from offload.timer import timed
 
 _TIMED_ROWS = (1, 16, 64, 256)
@@ -87,7 +87,7 @@ class Exchange:
                 seconds.append(gathers.num_layers * layer_s)
         return Curve(_TIMED_ROWS, tuple(seconds))
 
-    def figures(self, stream: Layers, plan: MemoryPlan) -> RankFigures:
+    def figures(self, stream: LayerStream, plan: MemoryPlan) -> RankFigures:
         """Return what this rank has moved and held so far."""
         return RankFigures(
             plan.ram_bytes,

@@ -121,7 +121,7 @@ class PipelineDecoder(Decoder):
             )
         # where a step is cut short, the head may have gone further than the text
         self._is_under_way = False
-        counted = sequence.accept(self._head.advance(self._on_layer))
+        counted = sequence.extend(self._head.advance(self._on_layer))
         self._is_under_way = True
         if sequence.has_ended:
             self._head.end()

@@ -26,10 +26,10 @@ from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.engine.build import send_beside_layers
 from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.model.wide_products import product_for
 from offload.planning.shares import RankCapacity
-from offload.streaming.layers import Layers, open_layers
+from offload.streaming.layers import LayerStream, open_layers
 from offload.streaming.scan import WeightScan
 from offload.timer import timed
 
@@ -49,8 +49,8 @@ class _LayersEndError(Exception):
         self.hidden_1TD = hidden_1TD
 
 
-class SectionModel(StreamedModel):
-    """A `StreamedModel` over `section` of a checkpoint, whose layers are numbered from 0 on.
+class SectionModel(TreeModel):
+    """A `TreeModel` over `section` of a checkpoint, whose layers are numbered from 0 on.
 
     Without a table it takes hidden states (T, D) in the place of ids; without a head its passes
     give hidden states of all their rows. Raises `UserError` for a family whose layers hang
@@ -148,7 +148,7 @@ def load_section(
     plan: MemoryPlan,
     resources: ExitStack,
     **more: Any,
-) -> tuple[SectionModel, Layers]:
+) -> tuple[SectionModel, LayerStream]:
     """Return the model of this rank's layers and the stream that brings them, which has begun.
 
     `more` goes to the model. What both hold is open as long as `resources`.

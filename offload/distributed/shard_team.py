@@ -60,7 +60,7 @@ class Shards(Team):
         """Cut the model to these rows."""
         cut_model(meta_model, self.sharding, self.exchange)
 
-    def settle(self, plan: MemoryPlan) -> None:
+    def tell_plan(self, plan: MemoryPlan) -> None:
         """Have the others plan for as many rows and positions. Raises `UserError`."""
         broadcast_from_head(self.exchange.transport, [plan.num_nodes, plan.context])
         agree_on(self.exchange.transport)

@@ -25,11 +25,11 @@ from offload.interrupts import held_back
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
-from offload.model.streamed import StreamedModel
 from offload.model.target import Target
-from offload.sampling.sampler import Logits
+from offload.model.tree_model import TreeModel
+from offload.sampling.logits import Logits
 from offload.stats import RankFigures
-from offload.streaming.layers import Layers
+from offload.streaming.layers import LayerStream
 
 Tell = Callable[[Message], None]
 
@@ -39,8 +39,8 @@ class ShardedTarget(Target):
 
     def __init__(
         self,
-        model: StreamedModel,
-        stream: Layers,
+        model: TreeModel,
+        stream: LayerStream,
         plan: MemoryPlan,
         *,
         exchange: Exchange,
@@ -138,7 +138,9 @@ class _HeadCache(KVCache):
         self.states()
 
 
-def serve_shard(model: SectionModel, stream: Layers, plan: MemoryPlan, exchange: Exchange) -> None:
+def serve_shard(
+    model: SectionModel, stream: LayerStream, plan: MemoryPlan, exchange: Exchange
+) -> None:
     """Follow the head until it ends. Raises `RankError` where it is lost, and `ReadError`."""
     transport = exchange.transport
     cache = model.new_cache(plan.cache_slots)

@@ -41,9 +41,10 @@ from offload.errors import RankError, ensure
 from offload.memory.plan import MemoryPlan
 from offload.model.parts import BatchPart, causal
 from offload.rank_roles import TIMED_ROWS
-from offload.sampling.sampler import Logits, Sampler
+from offload.sampling.logits import Logits
+from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
-from offload.streaming.layers import Layers
+from offload.streaming.layers import LayerStream
 from offload.timer import timed
 
 _ENDS = (Kind.STOP, Kind.ERROR)
@@ -67,7 +68,12 @@ class PipelineStage:
     """
 
     def __init__(
-        self, model: SectionModel, stream: Layers, plan: MemoryPlan, *, slow_layer_s: float = 0.0
+        self,
+        model: SectionModel,
+        stream: LayerStream,
+        plan: MemoryPlan,
+        *,
+        slow_layer_s: float = 0.0,
     ) -> None:
         self.model = model
         self.stream = stream

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart, causal
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 
 _CHUNK = 512  # rows of one pass when a long prompt is taken in
 _SCORED_CHUNK = 64  # ... when every row is scored
@@ -26,7 +26,7 @@ _SCORED_CHUNK = 64  # ... when every row is scored
 class Draft:
     """A resident model and one text's cache; only tokens that the target has are proposed."""
 
-    _model: StreamedModel
+    _model: TreeModel
     vocab_size: int  # of the target
     _cache: KVCache
 

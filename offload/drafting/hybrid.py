@@ -31,10 +31,10 @@ from offload.drafting.lookup import (
     SourceWeights,
     sureness,
 )
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.kernels.registry import KernelSet
 from offload.model.kv_cache import KVCache
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import Draw, Proposals, TokenTree
@@ -188,7 +188,7 @@ def _without_least(shape: Topology, found: Sequence[Guess]) -> Topology:
 
 
 def drafter_of(
-    draft: StreamedModel | None,
+    draft: TreeModel | None,
     vocab_size: int,
     num_slots: int,
     kernels: KernelSet,

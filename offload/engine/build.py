@@ -21,8 +21,8 @@ from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.engine.session import check_session, require_sessions
 from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary, load_tokenizer
-from offload.model.encoder_decoder import open_model
-from offload.model.streamed import StreamedModel
+from offload.model.opening import open_model
+from offload.model.tree_model import TreeModel
 from offload.sampling.grammar_mask import Grammars
 from offload.streaming.device import CudaDevice, Device
 from offload.streaming.disk import ByteSource, DiskReader, Watcher
@@ -39,8 +39,8 @@ class ModelPair:
     """
 
     run: ResolvedRun
-    target: StreamedModel
-    draft: StreamedModel | None
+    target: TreeModel
+    draft: TreeModel | None
     store: ByteSource
     tokenizer: Tokenizer | None
     end_ids: frozenset[int]
@@ -165,7 +165,7 @@ def read_pair(pair: ModelPair) -> list[KernelChoice]:
 
 
 def send_beside_layers(
-    device: Device | None, resources: ExitStack, *models: StreamedModel | None
+    device: Device | None, resources: ExitStack, *models: TreeModel | None
 ) -> list[str]:
     """Let what these models send pass the layers that stream to a GPU; return lines for the user."""
     if not isinstance(device, CudaDevice):
@@ -200,7 +200,7 @@ def telling(pair: ModelPair) -> Callable[[], None]:
     return on_layer
 
 
-def _pick_expansion(pair: ModelPair, model: StreamedModel, store: ByteSource) -> KernelChoice:
+def _pick_expansion(pair: ModelPair, model: TreeModel, store: ByteSource) -> KernelChoice:
     """Choose how a model's coded weights are expanded, and let them be so."""
     choice = choose_expansion(model, store.fetch, pair.run.device)
     model.expand_with(choice.kernels)
@@ -226,7 +226,7 @@ def resident_model(
     place: torch.device = _HOST,
     *,
     found: Callable[[str], None] | None = None,
-) -> StreamedModel:
+) -> TreeModel:
     """Return a small model in memory; `found` hears of damage, see `WeightScan`."""
     model = open_model(checkpoint, dtype, place)
     watcher = None if found is None else WeightScan(checkpoint, found).look

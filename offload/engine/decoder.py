@@ -187,7 +187,7 @@ class Decoder(TokenDecoder):
         choice = self._trees.for_run(request.sampling, acceptance.name, request.tree)
         return prompt_ids, acceptance, choice
 
-    def sweep(self, runs: abc.Sequence[Run]) -> None:
+    def step_all(self, runs: abc.Sequence[Run]) -> None:
         """Run one pass over the weights for all of these; what each gains is there to `take`.
 
         Raises `UserError` where one was overtaken, the decoder closed, or another thread is using

@@ -132,7 +132,7 @@ class Run:
         return not self.is_finished and not self.sequence.has_ended
 
     def take(self) -> str:
-        """Return the text of what a pass has gained, see `Decoder.sweep`, and note if it ends there."""
+        """Return the text of what a pass has gained, see `Decoder.step_all`, and note if it ends there."""
         if self.is_finished:
             return ""
         num_before = len(self._text.tokens)

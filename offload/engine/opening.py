@@ -50,7 +50,7 @@ def open_run(run: ResolvedRun, request: Request | None = None, transport: Any = 
 def _open(run: ResolvedRun, request: Request, team: Team, resources: ExitStack) -> Decoder:
     """Open a decoder, which takes over `resources`."""
     settings = run.settings(request.sampling)
-    trees = run.trees(settings.sampling)
+    trees = run.tree_selector(settings.sampling)
     trees.exchange_s = team.exchange_s
     trees.check(*settings)
     run.hooks.on_phase("building the models")
@@ -60,7 +60,7 @@ def _open(run: ResolvedRun, request: Request, team: Team, resources: ExitStack) 
     prepare_invariance(
         pair.target, run.options, run.plan_for(1), device=run.device, is_alone=team.is_alone
     )
-    config = _settle(pair, trees, team, settings, resources)
+    config = _measure(pair, trees, team, settings, resources)
     plan = config.plan
     run.hooks.on_phase("reading layers that stay")
     # samples, to try and to time by; the plan has no room for them beside its own
@@ -91,7 +91,7 @@ def _open(run: ResolvedRun, request: Request, team: Team, resources: ExitStack) 
     return Decoder(target, drafter, config, resources=resources.pop_all(), notes=pair.notes)
 
 
-def _settle(
+def _measure(
     pair: ModelPair, trees: TreeSelector, team: Team, settings: RunSettings, resources: ExitStack
 ) -> DecoderConfig:
     """Read what lies around the layers, try out how to compute, settle the tree and its memory."""
@@ -132,11 +132,11 @@ def _settle(
             link=run.measure_link,
         )
     plan = run.plan_for(trees.nodes_to_plan(*settings))
-    trees.settle(plan)
+    trees.limit_to(plan)
     if plan.is_streamed and not least.is_streamed:
         invariance = same_bits(plan, hooks.on_phase, device=run.device, is_alone=team.is_alone)
     pair.notes.extend(invariance.notes)
-    team.settle(plan)
+    team.tell_plan(plan)
     return DecoderConfig(
         plan=plan,
         identities=pair.identities,

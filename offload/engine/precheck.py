@@ -23,7 +23,7 @@ from offload.engine.resolve import settle
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
 from offload.planning.load_options import LoadOptions
-from offload.planning.near_copy import check_held, files_of, models_to_read
+from offload.planning.quantised_drafts import check_held, files_of, models_to_read
 
 _SHORT = 64  # a short context: every run has more positions
 

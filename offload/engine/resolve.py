@@ -30,7 +30,6 @@ from offload.planning.budget import budget_of, traffic_in, with_experts
 from offload.planning.cost_model import Costs, costs_on
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.load_options import LoadOptions
-from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.profile import (
     Identity,
     Machine,
@@ -39,6 +38,7 @@ from offload.planning.profile import (
     parse_profile,
     require_same_run,
 )
+from offload.planning.quantised_drafts import check_held, files_of, models_to_read
 from offload.planning.selector import RunSettings, TreeSelector, routing_in
 from offload.rank_roles import find_place
 from offload.sampling_options import Sampling
@@ -138,7 +138,7 @@ class ResolvedRun:
             num_nodes = 1 if self.tree.is_chosen else self.tree.num_nodes
             self.plan_for(self.options.parallel * num_nodes)
 
-    def trees(self, sampling: Sampling) -> TreeSelector:
+    def tree_selector(self, sampling: Sampling) -> TreeSelector:
         """Return what chooses the trees, with all that is known before anything is measured.
 
         Raises `UserError` for a named profile that does not hold for such runs.

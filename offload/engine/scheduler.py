@@ -43,7 +43,7 @@ class TextWriter(Protocol):
     def start(self, request: Request, *, continues: bool) -> Run:
         """Take a place for a text."""
 
-    def sweep(self, runs: Sequence[Run]) -> None:
+    def step_all(self, runs: Sequence[Run]) -> None:
         """Run one pass for all of them."""
 
     def release(self, run: Run) -> None:
@@ -133,7 +133,7 @@ class Scheduler:
             self.count(waited_s=waited_s, num_prompt_tokens=run.sequence.num_prompt_tokens)
         return ended
 
-    def sweep(self) -> list[Job]:
+    def step(self) -> list[Job]:
         """Run one pass for all being written, hand out pieces; return the jobs it has ended."""
         active = list(self.active)
         runs = self.runs
@@ -222,7 +222,7 @@ class Scheduler:
     def _sweep_each(self, runs: Sequence[Run]) -> list[Exception | None]:
         """Run a pass for all, or if it fails for each, to see whose error it was; but `RunError`."""
         try:
-            self._decoder.sweep(runs)
+            self._decoder.step_all(runs)
         except RunError:
             raise
         except Exception as error:
@@ -315,7 +315,7 @@ def write_all(
         yield from begin()
         while runs := scheduler.runs:
             on_pass(runs)
-            yield from _finished(scheduler.sweep(), numbers)
+            yield from _finished(scheduler.step(), numbers)
             yield from begin()
     finally:
         scheduler.end_all(Cancelled("the others were given up"))

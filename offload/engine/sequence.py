@@ -19,7 +19,8 @@ from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.planning.chains import ChainPolicy
 from offload.rules import ChildSampling
-from offload.sampling.sampler import Rows, Sampler
+from offload.sampling.logits import Rows
+from offload.sampling.sampler import Sampler
 from offload.stats import Stats, Transfers
 from offload.trees.topology import DynamicShape, Shape, chain
 from offload.trees.verification import Rule
@@ -177,7 +178,7 @@ class Sequence:
         is_whole = len(self.tokens) >= self.num_prompt_tokens + self.limits.max_new_tokens
         return is_whole or self.is_at_end_token or self.sampler.is_over
 
-    def accept(self, tokens: list[int], logprobs: Iterable[TokenLogprob] = ()) -> list[int]:
+    def extend(self, tokens: list[int], logprobs: Iterable[TokenLogprob] = ()) -> list[int]:
         """Add newly accepted tokens up to where the text ends; returns those."""
         num_left = self.num_prompt_tokens + self.limits.max_new_tokens - len(self.tokens)
         end = next(

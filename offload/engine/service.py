@@ -120,7 +120,7 @@ class Engine:
             while self._has_work():
                 self._scheduler.admit()
                 if self._scheduler.active:
-                    self._scheduler.sweep()
+                    self._scheduler.step()
         except BaseException as caught:  # of our own making: no caller may be left waiting
             error = caught
             raise

@@ -8,22 +8,22 @@ one pass.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.drafting.base import Drafter, DraftText
-from offload.engine.sequence import PassFigures, path_logprobs
-from offload.engine.sequence import Sequence as Text
+from offload.engine.sequence import PassFigures, Sequence, path_logprobs
 from offload.model.target import BatchEntry, Target
 from offload.planning.seen import ObservedPass
-from offload.sampling.sampler import Rows
+from offload.sampling.logits import Rows
 from offload.threads import Mode, ThreadPolicy
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import Shape
 from offload.trees.verification import Acceptance
 
 
-def share_out(texts: Sequence[Text], num_rows: int) -> list[tuple[Text, BatchEntry]]:
+def share_out(texts: abc.Sequence[Sequence], num_rows: int) -> list[tuple[Sequence, BatchEntry]]:
     """Share out a pass that takes in at most `num_rows` tokens of prompts; trees are not grown yet.
 
     Return its texts, each with what it has in the pass; those that get no row wait for the next.
@@ -51,7 +51,7 @@ class SpeculationStep:
     # hears of every pass in which all texts had trees, and none a prompt
     _learn: Callable[[ObservedPass], None]
 
-    def step(self, texts: Sequence[Text]) -> list[list[int]]:
+    def step(self, texts: abc.Sequence[Sequence]) -> list[list[int]]:
         """Run one round of speculation; return each text's new tokens, none during its prompt."""
         for text in texts:
             # of a step that was cut short they may hold more
@@ -104,14 +104,16 @@ class SpeculationStep:
             self._learn_from(shapes, trees, num_accepted, figures)
         return [gained.get(id(text), []) for text in texts]
 
-    def _commit(self, text: Text, tree: TokenTree, accepted: Acceptance, rows: Rows) -> list[int]:
+    def _commit(
+        self, text: Sequence, tree: TokenTree, accepted: Acceptance, rows: Rows
+    ) -> list[int]:
         """Keep the accepted path as far as the text goes on; return the tokens that it has gained."""
         caches = text.caches
         num_tokens = len(text.tokens)
         logprobs = []
         if text.num_logprobs is not None:
             logprobs = path_logprobs(rows, accepted.nodes, accepted.tokens, text.num_logprobs)
-        counted = text.accept(accepted.tokens, logprobs)
+        counted = text.extend(accepted.tokens, logprobs)
         # a state cannot go back to where a text has ended
         kept = accepted.first(len(counted))
         self._target.commit(kept.nodes, num_tokens, caches.target)
@@ -121,9 +123,9 @@ class SpeculationStep:
 
     def _learn_from(
         self,
-        shapes: Sequence[Shape],
-        trees: Sequence[TokenTree],
-        num_accepted: Sequence[int],
+        shapes: abc.Sequence[Shape],
+        trees: abc.Sequence[TokenTree],
+        num_accepted: abc.Sequence[int],
         figures: PassFigures,
     ) -> None:
         """Learn from a pass of trees alone; what is accepted beyond a text's end counts as well."""
@@ -137,7 +139,7 @@ class SpeculationStep:
 
 
 def _note(
-    text: Text, tree: TokenTree, accepted: Acceptance, figures: PassFigures, verify_s: float
+    text: Sequence, tree: TokenTree, accepted: Acceptance, figures: PassFigures, verify_s: float
 ) -> None:
     """Count the step in the text's figures, and let its next chain follow from them."""
     text.stats.add_step(

@@ -22,7 +22,7 @@ class Team:
     def adapt(self, meta_model: Any) -> None:
         """Cut the model to what this process computes."""
 
-    def settle(self, plan: MemoryPlan) -> None:
+    def tell_plan(self, plan: MemoryPlan) -> None:
         """Let the others load what the plan leaves to them. Raises `UserError` if one cannot."""
 
     def target(self, *args: Any, **more: Any) -> Target:

@@ -21,7 +21,7 @@ from torch import Tensor
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_rows
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.streaming.device import Stream
 
 Work = Callable[[], None]
@@ -46,7 +46,7 @@ class _Recording(NamedTuple):
 class Graphs:
     """Recordings of one model's passes over one cache at a time, for `replay_with`."""
 
-    def __init__(self, model: StreamedModel, open_recorder: Callable[[], Record]) -> None:
+    def __init__(self, model: TreeModel, open_recorder: Callable[[], Record]) -> None:
         assert not model.experts, "what a pass asks for while it runs cannot be recorded"
         assert model.attend is not None, "the shapes of masks change with the prefix"
         self._model = model
@@ -68,7 +68,7 @@ class Graphs:
         cache: KVCache,
         num_logits: int,
     ) -> Tensor | None:
-        """See `StreamedModel.forward`; declines texts that take turns, and wide or deep passes."""
+        """See `TreeModel.forward`; declines texts that take turns, and wide or deep passes."""
         if not self._turn_to(cache):
             return None
         num_rows = len(ancestor_TU)
@@ -173,7 +173,7 @@ class CudaRecorder:
             raise
 
 
-def use_graphs(model: StreamedModel) -> str | None:
+def use_graphs(model: TreeModel) -> str | None:
     """Let a resident CUDA model replay its small passes; return a line that says why it cannot."""
     if model.has_states:
         return f"{_WITHOUT} (it has recurrent layers)"

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from offload.checkpoint.families import has_encoder
 from offload.checkpoint.generation_config import start_tokens
 from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import UserError, require
 from offload.kernels.path_attention import Window
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
-from offload.model.streamed import Masks, StreamedModel
+from offload.model.tree_model import Masks, TreeModel
 
 _HOST = torch.device("cpu")
 
@@ -73,8 +72,8 @@ class SourceCache(KVCache):
         super().clear(num_kept)
 
 
-class EncoderDecoderModel(StreamedModel):
-    """A `StreamedModel` whose `take_in` runs the encoder; all passes are those of the decoder."""
+class EncoderDecoderModel(TreeModel):
+    """A `TreeModel` whose `take_in` runs the encoder; all passes are those of the decoder."""
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any
@@ -170,11 +169,3 @@ class EncoderDecoderModel(StreamedModel):
     def _keep_scored(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Keep the rows that are scored; T5 would score every row."""
         return (args[0][:, -self._num_scored :], *args[1:])
-
-
-def open_model(
-    checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any
-) -> StreamedModel:
-    """Return a `StreamedModel`, or one with an encoder. Raises `UserError` for what cannot run."""
-    kind = EncoderDecoderModel if has_encoder(checkpoint.config) else StreamedModel
-    return kind(checkpoint, dtype, place, **more)

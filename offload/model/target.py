@@ -15,12 +15,12 @@ from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart, causal
-from offload.model.streamed import StreamedModel
-from offload.sampling.sampler import Logits
+from offload.model.tree_model import TreeModel
+from offload.sampling.logits import Logits
 from offload.stats import RankFigures, Transfers
 from offload.streaming.device import Device, computing_on
 from offload.streaming.experts import ExpertPool
-from offload.streaming.layers import Layers
+from offload.streaming.layers import LayerStream
 from offload.trees.token_tree import TokenTree, ancestors
 
 
@@ -65,8 +65,8 @@ class Target:
 
     def __init__(
         self,
-        model: StreamedModel,
-        stream: Layers,
+        model: TreeModel,
+        stream: LayerStream,
         plan: MemoryPlan,
         *,
         device: Device | None = None,

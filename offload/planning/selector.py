@@ -342,7 +342,7 @@ class TreeSelector:
 
     spec: TreeSpec  # the tree that `load` was asked for
     find: FindProfile
-    # what a plan for so many nodes moves; after `settle` the plan's own
+    # what a plan for so many nodes moves; after `limit_to` the plan's own
     traffic_of: TrafficOf = lambda _: None
     # measured at start: disks drift, so a profile's own figure may be old
     link_bytes_per_s: float | None = None
@@ -474,7 +474,7 @@ class TreeSelector:
             self.max_nodes = self.most_nodes if self.spec.is_chosen else self.max_nodes
         return costs
 
-    def settle(self, plan: MemoryPlan) -> None:
+    def limit_to(self, plan: MemoryPlan) -> None:
         """Limit trees to those that memory is now planned for."""
         traffic = Traffic.of(plan)
         self.traffic_of = lambda _: traffic

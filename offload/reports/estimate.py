@@ -35,7 +35,7 @@ from offload.planning.cost_model import (
 )
 from offload.planning.hardware import Hardware
 from offload.planning.load_options import LoadOptions
-from offload.planning.near_copy import BITS, copy_bits
+from offload.planning.quantised_drafts import BITS, copy_bits
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.trees.spec import MAX_TREE_NODES, label_of
 from offload.trees.topology import Shape, chain
@@ -175,7 +175,7 @@ def estimate(
         raise UserError(f"{rule}; on this machine offload tune measures it")
     run = replace(resolve(model, draft, options, assumed=assumed), tree=tree)
     settings = run.settings(options.profiled_sampling())
-    trees = run.trees(settings.sampling)
+    trees = run.tree_selector(settings.sampling)
     profile, _ = trees.find(*settings)
     link = run.measure_link() if run.knows_link else None
     products_s = _products_s(run)

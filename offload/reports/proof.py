@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.checkpoint.hub import open_headers
 from offload.engine.build import resident_model
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 
@@ -41,7 +41,7 @@ def draw_gaps(
     return gaps_of(logits_TV[-len(new_ids) - 1 : -1], len(prompt_ids), new_ids, sampling)
 
 
-def chain_logits(model: StreamedModel, ids: list[int]) -> Tensor:
+def chain_logits(model: TreeModel, ids: list[int]) -> Tensor:
     """Return scores (T, V) after each of these ids, but for those that an encoder reads."""
     cache = model.new_cache(len(ids))
     model.take_in(ids, cache)

@@ -14,7 +14,7 @@ import torch
 
 from offload.calibration.link import link_bytes_per_s
 from offload.calibration.threads import draft_curve
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Counted
 from offload.planning.cost_model import (

@@ -10,17 +10,18 @@ Invariant: with a rule that repeats the target's draws, a trace of written text 
 what decoding does.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from offload.drafting.base import DraftText
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.drafting.static import draw_children
 from offload.engine.decoder import Decoder
-from offload.engine.sequence import Sequence as Text
+from offload.engine.sequence import Sequence
 from offload.model.target import BatchEntry
 from offload.planning.acceptance import NUM_RANKS
 from offload.sampling.sampler import Sampler
@@ -36,7 +37,7 @@ DrawStar = Callable[[], TokenTree]
 
 
 def write(
-    decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str
+    decoder: Decoder, prompt: abc.Sequence[int], sampling: Sampling, num_new: int, tree: str
 ) -> list[int]:
     """Return `num_new` tokens that the target writes behind a prompt, fewer where the text ends."""
     run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree)
@@ -46,7 +47,7 @@ def write(
 
 
 def ranks_of(
-    decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling
+    decoder: Decoder, prompt: abc.Sequence[int], written: abc.Sequence[int], sampling: Sampling
 ) -> list[int]:
     """Return the ranks of what the target has written, -1 where a token is not a child's."""
     sequence = decoder.begin([*prompt, *written], sampling)
@@ -60,8 +61,8 @@ def ranks_of(
 
 def dynamic_again(
     decoder: Decoder,
-    prompt: Sequence[int],
-    written: Sequence[int],
+    prompt: abc.Sequence[int],
+    written: abc.Sequence[int],
     sampling: Sampling,
     bounds: DynamicShape,
 ) -> list[int]:
@@ -90,7 +91,7 @@ def dynamic_again(
 
 
 def given_trace(
-    decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling
+    decoder: Decoder, tokens: abc.Sequence[int], start: int, sampling: Sampling
 ) -> list[int]:
     """Return the ranks of what the target would emit from `start` on in a text not its own."""
     sequence = decoder.begin(tokens, sampling)
@@ -123,7 +124,7 @@ def _accepted_rank(
     return outcome.nodes[1] - 1 if len(outcome.nodes) > 1 else -1
 
 
-def _stars(decoder: Decoder, text: Text, start: int) -> Iterator[DrawStar]:
+def _stars(decoder: Decoder, text: Sequence, start: int) -> Iterator[DrawStar]:
     """Yield for every position from `start` on a way to draw the children of the token before."""
     assert isinstance(decoder.drafter, ModelDrafter), "only a model ranks candidates"
     rows = decoder.drafter.score(text.tokens, start, text.caches.draft)
@@ -142,7 +143,7 @@ def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: i
     return TokenTree(topology, torch.cat([token_1K.new_zeros(1), token_1K[0]]), proposals)
 
 
-def _target_logits(decoder: Decoder, text: Text, start: int) -> Iterator[Tensor]:
+def _target_logits(decoder: Decoder, text: Sequence, start: int) -> Iterator[Tensor]:
     """Yield the target's logits (V) for every token from `start` on, scored as one path."""
     tokens = text.tokens
     cache = text.caches.target

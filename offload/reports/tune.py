@@ -132,7 +132,7 @@ def choice_from(
     """Return the tree that a run like this chooses, with the timed one's context if it must be."""
     settings = run.settings(sampling)
     one = timed if traffic_in(run.budget, run.files, 1) is None else run
-    trees = replace(one, tree=TreeSpec("auto")).trees(sampling)
+    trees = replace(one, tree=TreeSpec("auto")).tree_selector(sampling)
     trees.find = lambda *_: (profile, "")
     trees.link_bytes_per_s = profile.costs.link_bytes_per_s
     return trees.for_run(*settings)

@@ -32,7 +32,7 @@ from offload.engine.generation import Generation
 from offload.engine.job import TextPiece, Ticket
 from offload.engine.sequence import PassFigures, TokenLogprob
 from offload.engine.text import Tokenizer, TokenPieces
-from offload.server.protocol import Body, ChatBody, closing, refusal_of
+from offload.server.protocol import Body, ChatBody, refusal_of, refuse_closing
 
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
@@ -221,7 +221,7 @@ class Answer:
     def _result(self, index: int) -> Generation:
         result = self._tickets[index].result()
         if result.finish_reason == "interrupted":  # and not by the client, who is here
-            raise closing()
+            raise refuse_closing()
         return result
 
     def _usage(self) -> dict[str, Any]:

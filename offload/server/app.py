@@ -41,19 +41,19 @@ from offload.server.answer import (
     TokenNames,
     arrivals,
 )
-from offload.server.network import Guard, answer
+from offload.server.network import Guard, refusal_response
 from offload.server.protocol import (
     AnyBody,
     ChatBody,
     CompletionBody,
     Refusal,
     ServerSettings,
-    loading,
     no_such_model,
     order_chat,
     order_completion,
     parse,
     refusal_of,
+    refuse_loading,
 )
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -197,7 +197,7 @@ def _answering(route: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], A
         except Exception as error:
             engine = request.app.state.engine
             _log(error)
-            return answer(refusal_of(error, engine and engine.figures()))
+            return refusal_response(refusal_of(error, engine and engine.figures()))
 
     return answered
 
@@ -281,7 +281,7 @@ async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
 def _engine(request: HttpRequest) -> Engine:
     engine: Engine | None = request.app.state.engine
     if engine is None:
-        raise loading()
+        raise refuse_loading()
     return engine
 
 
@@ -311,7 +311,7 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
         404: f"Unknown request URL: {what}: this server has {listed(known)}",
         405: f"Not allowed to {what}: {headers.get('Allow', 'another method')} is",
     }.get(error.status_code, error.detail)
-    return answer(Refusal(error.status_code, told, headers=headers))
+    return refusal_response(Refusal(error.status_code, told, headers=headers))
 
 
 def _log(error: BaseException) -> None:

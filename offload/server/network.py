@@ -203,7 +203,7 @@ class Guard:
         except Refusal as refusal:
             # what it still sends belongs to no request
             refusal.headers.setdefault("Connection", "close")
-            await answer(refusal)(scope, receive, send)
+            await refusal_response(refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -286,7 +286,7 @@ def _marked(send: Send, guest: str | None) -> Send:
     return sending
 
 
-def answer(refusal: Refusal) -> JSONResponse:
+def refusal_response(refusal: Refusal) -> JSONResponse:
     """Return a refusal as it goes over the wire."""
     return JSONResponse(refusal.as_dict(), refusal.status, refusal.headers)
 

@@ -81,7 +81,7 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
         again = {"Retry-After": str(round(wait_s))}
         return Refusal(429, str(error), code="queue_full", headers=again)
     if isinstance(error, Closing):
-        return closing()
+        return refuse_closing()
     if isinstance(error, UserError):
         message = str(error).replace("`max_new_tokens`", "`max_tokens`")
         # the record of an option begins its line with the field
@@ -92,13 +92,13 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
     return Refusal(500, "the server failed, and its log says where", code="internal_error")
 
 
-def closing() -> Refusal:
+def refuse_closing() -> Refusal:
     """Return the refusal of a server that ends."""
     again = {"Retry-After": "10"}
     return Refusal(503, ASK_LATER, code="closing", headers=again)
 
 
-def loading() -> Refusal:
+def refuse_loading() -> Refusal:
     """Return the refusal while the model is read."""
     return Refusal(503, LOADING, code="loading", headers={"Retry-After": "2"})
 

@@ -34,7 +34,7 @@ from offload.streaming.device import Device, Event, Spans
 from offload.streaming.disk import ByteSource, drop, finish, read_all, when_all_done
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.pinned import HostBuffer, PinnedAllocator
-from offload.streaming.stage import Stage
+from offload.streaming.slot_cycle import SlotCycle
 
 _BOUNCE_BYTES = 32 << 20
 _NUM_BOUNCES = 3
@@ -267,7 +267,7 @@ class DeviceCarrier(_FeedingCarrier):
         num_buffers = num_host_slots if self._disk_layers else 0
         buffers = [_flat(pinned.allocate(disk_bytes)) for _ in range(num_buffers)]
         assert buffers or not self._disk_layers, "layers on disk need host slots to be read into"
-        self.ahead = Stage(self.read, self._disk_layers, buffers)
+        self.ahead = SlotCycle(self.read, self._disk_layers, buffers)
         self._is_reading = bool(self._disk_layers)
 
     @property
@@ -349,7 +349,7 @@ class DeviceCarrier(_FeedingCarrier):
         fitting = [buffer for buffer in (*self.ahead.slots, *hosts) if len(buffer) >= size]
         own = [] if fitting else [self.pinned.allocate(size) for _ in range(_NUM_LOADERS)]
         buffers = fitting or [*map(_flat, own)]
-        loading = Stage(self.read, list(self.resident), buffers, is_cycle=False)
+        loading = SlotCycle(self.read, list(self.resident), buffers, is_cycle=False)
         loading.start()
         try:
             for layer, slab in self.resident.items():

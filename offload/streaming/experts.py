@@ -30,7 +30,7 @@ from offload.streaming.carriers import DeviceExpertCarrier, HostCarrier
 from offload.streaming.device import POISON, Device, Event, Stall
 from offload.streaming.disk import ByteSource, drop, when_all_done
 from offload.streaming.expert_cache import ExpertCache, warm_order
-from offload.streaming.stage import carried
+from offload.streaming.slot_cycle import carried
 
 # rows after which it is known how experts are used
 _KNOWN_ROWS = 64

@@ -20,10 +20,10 @@ from offload.memory.plan import MemoryPlan
 from offload.streaming.carriers import DeviceCarrier, HostCarrier
 from offload.streaming.device import POISON, Device, Event, Stall
 from offload.streaming.disk import ByteSource
-from offload.streaming.stage import Stage
+from offload.streaming.slot_cycle import SlotCycle
 
 
-class Layers:
+class LayerStream:
     """Hands out the layers of one checkpoint; some stay, others pass through `num_slots` slots.
 
     On a device everything but a wait for the disk is only enqueued.
@@ -36,7 +36,7 @@ class Layers:
         passing = [*carrier.streamed, *carrier.once]
         slot_bytes = max((carrier.layouts[n].slab_bytes for n in passing), default=0)
         slots = [self._device.allocate(slot_bytes) for _ in range(num_slots if passing else 0)]
-        self.stage = Stage(carrier.carry, carrier.streamed, slots)
+        self.stage = SlotCycle(carrier.carry, carrier.streamed, slots)
         # tests fill slots with NaN as soon as they are free
         self.poison_released = False
         # bytes of layers that were handed out and do not stay
@@ -125,7 +125,7 @@ def open_layers(
     plan: MemoryPlan,
     device: Device | None,
     resources: ExitStack,
-) -> Layers:
+) -> LayerStream:
     """Return layers placed by the plan, nothing of which is read yet; `resources` closes them."""
     sizes = [layout.slab_bytes for layout in layouts]
     assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
@@ -148,6 +148,6 @@ def open_layers(
             pinned=pinned,
             num_host_slots=plan.num_host_slots,
         )
-    layers = Layers(carrier, plan.num_slots)
+    layers = LayerStream(carrier, plan.num_slots)
     resources.callback(layers.close)
     return layers

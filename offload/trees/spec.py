@@ -26,7 +26,7 @@ from offload.trees.topology import (
 # what `--tree` may ask for; far beyond any size whose verification hides behind a link
 MAX_TREE_NODES = 65536
 MOST_MATCHED = 64
-AUTO_NODES = 64  # `auto` where nothing was measured; `choose` has the measured answer
+AUTO_NODES = 64  # `auto` where nothing was measured; else `planning.selector` answers
 AUTO_DEPTH = 16
 MAX_CHAIN = 32  # guesses of a chain whose length is chosen
 
@@ -53,7 +53,7 @@ class TreeSpec:
 
     @property
     def num_nodes(self) -> int:
-        """The most nodes the built tree can have, known before any acceptance vector is."""
+        """The most nodes of a named tree; of one that is to be chosen, those where nothing is measured."""
         match self.kind:
             case "auto":
                 return AUTO_NODES

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from offload.rules import RULES, ChildSampling, check_lenience, drafting_of
-from offload.sampling.sampler import Rows, Sampler, chunk_with, require_token
+from offload.sampling.logits import Rows, chunk_with
+from offload.sampling.sampler import Sampler, require_token
 from offload.trees.token_tree import Draw, Floats, Offer, TokenTree, children_of
 
 

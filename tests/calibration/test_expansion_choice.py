@@ -15,8 +15,8 @@ from offload.calibration.expansions import WITHOUT_NUMBA, KernelChoice, choose_e
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE
-from offload.model.encoder_decoder import open_model
-from offload.model.streamed import StreamedModel
+from offload.model.opening import open_model
+from offload.model.tree_model import TreeModel
 from offload.streaming.disk import DiskReader
 
 KINDS = {"fp8-block": "float8", "ct-w4": "integers", "awq": "columns", "nf4": "codebook"}
@@ -28,7 +28,7 @@ class Opened:
     def __init__(self, folder: Path, recipe: str | None, family: str = "llama") -> None:
         self.directory = (quantised(recipe, family) if recipe else plain(family))(folder / "model")
         checkpoint = open_checkpoint(self.directory)
-        self.model: StreamedModel = open_model(checkpoint, "bfloat16")
+        self.model: TreeModel = open_model(checkpoint, "bfloat16")
         self.reader = DiskReader(checkpoint.shards, stamps=checkpoint.stamps)
         self.model.read_rest(self.reader.fetch)
         self.layers = list[int]()

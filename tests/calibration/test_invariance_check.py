@@ -16,7 +16,7 @@ from offload.calibration.invariance import Invariance, make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.model.invariant import InvariantRows
 from offload.model.row_sizes import find_sizes
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.sampling_options import Sampling
 from offload.streaming.disk import DiskReader
 
@@ -51,7 +51,7 @@ def found(
     target: Path, thread_counts: tuple[int, ...] = (1,), *, dtype: str = "float32", context: int = 100
 ) -> Invariance:
     checkpoint = open_checkpoint(target)
-    model, source = StreamedModel(checkpoint, dtype), DiskReader(checkpoint.shards, rate_limit_bytes_per_s=None)
+    model, source = TreeModel(checkpoint, dtype), DiskReader(checkpoint.shards, rate_limit_bytes_per_s=None)
     try:
         model.bind_rest(source.fetch(model.rest_layout))
         return make_invariant(model, source.fetch, thread_counts, context)

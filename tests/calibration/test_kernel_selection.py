@@ -24,7 +24,7 @@ from offload.calibration.kernels import Heads, KernelChoice, Norm, Shapes, choos
 from offload.calibration.trial import ComparisonOutcome, KernelComparison, compare, rows_of, used
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.console import kernel_line
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.build import resident_model
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.kv_commit import kv_commit_reference
@@ -32,7 +32,7 @@ from offload.kernels.registry import KERNELS, REFERENCES
 from offload.kernels.rms_norm import FORMS
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_attention
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import Curve, Traffic
 from offload.planning.selector import TreeSelector
 from offload.sampling.sampler import Sampler
@@ -154,7 +154,7 @@ def test_comparisons_leave_the_callers_random_numbers_alone() -> None:
 def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
     config = FAMILIES[family]() if family in FAMILIES else config_of(family)
     model = resident_model(open_checkpoint(save(tiny_model(config), tmp_path / "target")), "float32")
-    draft = StreamedModel(open_checkpoint(save(tiny_model(FAMILIES["llama"]()), tmp_path / "draft")), "bfloat16")
+    draft = TreeModel(open_checkpoint(save(tiny_model(FAMILIES["llama"]()), tmp_path / "draft")), "bfloat16")
     plan = plan_memory((model.checkpoint, None), num_nodes=40, dtype="float32", ram="4GiB", gpu="4GiB", context=200)
     shapes = shapes_of(model, plan, Sampling(temperature=0.4), draft)
     target_heads, draft_heads = shapes.heads
@@ -211,7 +211,7 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
         order.append("kernels")
         return KernelChoice(chosen, ())
 
-    def sweep_curve(model: StreamedModel, slab: Any, sizes: Any) -> Curve:
+    def sweep_curve(model: TreeModel, slab: Any, sizes: Any) -> Curve:
         order.append("sweeps with these" if model.attend is chosen.path_attention else "sweeps with others")
         return Curve((1, 64), (1e-3, 2e-3))
 

@@ -24,7 +24,7 @@ from offload.cli.serving import serving_lines
 from offload.errors import UserError
 from offload.sampling_options import Sampling
 from offload.server.listening import EarlyAnswers, bind
-from offload.server.protocol import loading
+from offload.server.protocol import refuse_loading
 
 PATIENCE_S = 120
 
@@ -135,7 +135,7 @@ def test_it_answers_from_its_first_second(looper: Path) -> None:
 
 def test_early_answers_are_those_of_the_server_that_loads() -> None:
     """Body and code are those; a client that says nothing, or goes away, holds up no other for long."""
-    refusal = loading()
+    refusal = refuse_loading()
     with EarlyAnswers(bind("127.0.0.1", 0)) as early:
         host, port = early.address.removeprefix("http://").split(":")
         silent = socket.create_connection((host, int(port)))

@@ -20,7 +20,7 @@ from offload.distributed.orders import DraftNodeUpdate, Least, grow_message, rea
 from offload.distributed.transport import Channel, Kind, Message
 from offload.drafting.dynamic import DraftCalibration
 from offload.engine.build import resident_model
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 
@@ -130,7 +130,7 @@ def told_after_moves(model: object, rng: random.Random, size: int) -> tuple[set[
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_tree_whose_root_moved_is_that_of_a_fresh_one(seed: int, model: StreamedModel) -> None:
+def test_a_tree_whose_root_moved_is_that_of_a_fresh_one(seed: int, model: TreeModel) -> None:
     """Of the model, whose rows that stay are those of their paths, with four of the seeds."""
     got, wanted = told_after_moves(BigramModel(), random.Random(seed), NUM_TOKENS)
     assert got == wanted and len(got) >= 9
@@ -140,7 +140,7 @@ def test_a_tree_whose_root_moved_is_that_of_a_fresh_one(seed: int, model: Stream
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamedModel]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeModel]:
     """Every token of the text matters to it."""
     directory = save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("draft"))
     model = resident_model(open_checkpoint(directory), "float32")
@@ -159,7 +159,7 @@ def test_what_is_accepted_teaches_how_sure_to_be() -> None:
     assert len(calibration.lessons) == 2 + (len(calibration.lessons) > 2), "what was not run teaches nothing"
 
 
-def test_a_new_text_keeps_what_it_shares(model: StreamedModel) -> None:
+def test_a_new_text_keeps_what_it_shares(model: TreeModel) -> None:
     tree = tree_over(model, [*range(5, 25)])
     tell(tree, 9)
     again = [*range(5, 20), 3, 8]

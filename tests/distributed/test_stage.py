@@ -19,8 +19,9 @@ from offload.distributed.orders import read_run, reset_message
 from offload.distributed.stage import PipelineStage, _Cancellations, serve_stage
 from offload.distributed.transport import Channel, Kind, Message
 from offload.engine.build import resident_model
-from offload.model.streamed import StreamedModel
-from offload.sampling.sampler import NO_TOKEN, Logits, Sampler
+from offload.model.tree_model import TreeModel
+from offload.sampling.logits import Logits
+from offload.sampling.sampler import NO_TOKEN, Sampler
 from offload.sampling_options import Sampling
 
 WARM = Sampling(temperature=0.9, top_k=40, seed=11)
@@ -33,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint: Checkpoint) -> Iterator[StreamedModel]:
+def whole(checkpoint: Checkpoint) -> Iterator[TreeModel]:
     model = resident_model(checkpoint, "auto")
     yield model
     model.close()
@@ -72,7 +73,7 @@ def stop(transport: InMemory, threads: Sequence[threading.Thread]) -> None:
 class OneProcess:
     """The whole model over the same rows, at once; nothing is cancelled here."""
 
-    def __init__(self, model: StreamedModel) -> None:
+    def __init__(self, model: TreeModel) -> None:
         self._model, self._cache = model, model.new_cache(400)
 
     def reset(self, num_kept: int, sampling: Sampling) -> None:
@@ -94,7 +95,7 @@ class OneProcess:
 class TinyHead:
     """Issues random runs, commits and cancellations, and knows what one process draws."""
 
-    def __init__(self, transport: InMemory, num_stages: int, model: StreamedModel, sampling: Sampling) -> None:
+    def __init__(self, transport: InMemory, num_stages: int, model: TreeModel, sampling: Sampling) -> None:
         self.transport, self._num_stages, self._alone = transport, num_stages, OneProcess(model)
         self.wanted: dict[int, list[int]] = {}
         self.cancelled = set[int]()
@@ -207,7 +208,7 @@ def assert_draws(head: TinyHead) -> int:
 @pytest.mark.parametrize("cuts", [(0, 4), (0, 1, 4), (0, 1, 2, 3, 4)], ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "warm"])
 def test_draws_are_those_of_one_process(
-    sampling: Sampling, cuts: Sequence[int], checkpoint: Checkpoint, whole: StreamedModel
+    sampling: Sampling, cuts: Sequence[int], checkpoint: Checkpoint, whole: TreeModel
 ) -> None:
     for seed in range(2):
         with serving(checkpoint, cuts, random_delay(seed)) as (transports, _):
@@ -219,7 +220,7 @@ def test_draws_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_streaming_stages_draw_the_same(seed: int, checkpoint: Checkpoint, whole: StreamedModel) -> None:
+def test_streaming_stages_draw_the_same(seed: int, checkpoint: Checkpoint, whole: TreeModel) -> None:
     """Their layers pass through slots, and a pass that was cancelled half-way leaves the next one whole layers."""
     with serving(checkpoint, (0, 4), random_delay(seed), is_streamed=True, slow_layer_s=0.002) as (transports, stages):
         assert not stages[0].stream.carrier.resident
@@ -229,9 +230,7 @@ def test_streaming_stages_draw_the_same(seed: int, checkpoint: Checkpoint, whole
         assert_draws(head)
 
 
-def test_a_run_that_is_cancelled_before_it_begins_is_passed_on_empty(
-    checkpoint: Checkpoint, whole: StreamedModel
-) -> None:
+def test_a_run_that_is_cancelled_before_it_begins_is_passed_on_empty(checkpoint: Checkpoint, whole: TreeModel) -> None:
     def delay(_: int, receiver: int, channel: Channel) -> float:
         return 0.5 if (receiver, channel) == (0, Channel.DATA) else 0.0
 
@@ -253,7 +252,7 @@ def test_a_run_that_is_cancelled_before_it_begins_is_passed_on_empty(
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["resident", "streamed"])
-def test_a_run_is_stopped_between_two_layers(is_streamed: bool, checkpoint: Checkpoint, whole: StreamedModel) -> None:
+def test_a_run_is_stopped_between_two_layers(is_streamed: bool, checkpoint: Checkpoint, whole: TreeModel) -> None:
     """The head hears of the first layer, and cancels."""
     with serving(checkpoint, (0, 4), lambda *_: 0.0, is_streamed=is_streamed) as (transports, stages):
         layers, release = list[int](), stages[0].stream.release

@@ -21,12 +21,12 @@ from offload.drafting.base import DraftText
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, DraftPassPolicy, GrowingTree, grow_forest
 from offload.drafting.lookup import NO_GUESSES, Guesses
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.build import resident_model
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.model.kv_cache import KVCache
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.reports.trace_acceptance import dynamic_again, write
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
@@ -176,17 +176,17 @@ def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(scope="module")
-def model(pair: Pair) -> Iterator[StreamedModel]:
+def model(pair: Pair) -> Iterator[TreeModel]:
     model = resident_model(open_checkpoint(pair[1]), "float32")
     yield model
     model.close()
 
 
-def draft_of(model: StreamedModel, cache: KVCache | None = None) -> Draft:
+def draft_of(model: TreeModel, cache: KVCache | None = None) -> Draft:
     return Draft(model, VOCAB_SIZE, cache or KVCache(model.num_layers, 256))
 
 
-def worst_gap(model: StreamedModel, sampler: Sampler) -> float:
+def worst_gap(model: TreeModel, sampler: Sampler) -> float:
     """Between the scores that nodes were grown by and those of their paths, run alone as committed tokens."""
     tree = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, 4.0)
     assert tree.topology.depth >= 4 and len(tree.row_of_node) > 8
@@ -199,9 +199,7 @@ def worst_gap(model: StreamedModel, sampler: Sampler) -> float:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_every_row_sees_its_path_alone(
-    model: StreamedModel, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_row_sees_its_path_alone(model: TreeModel, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     """And rows that do not see it are caught."""
     assert worst_gap(model, Sampler(sampling, VOCAB_SIZE)) < 1e-4
     run = Draft.run
@@ -213,7 +211,7 @@ def test_every_row_sees_its_path_alone(
     assert worst_gap(model, Sampler(sampling, VOCAB_SIZE)) > 1e-2
 
 
-def gap_after_commit(model: StreamedModel, *, takes_another: bool) -> float:
+def gap_after_commit(model: TreeModel, *, takes_another: bool) -> float:
     """Between what the draft says next after a dynamic tree's deepest path was kept, and what a fresh one says."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
     cache = drafter.new_state()
@@ -230,12 +228,12 @@ def gap_after_commit(model: StreamedModel, *, takes_another: bool) -> float:
     return float((draft_of(model, cache).catch_up(text) - draft_of(model).catch_up(text)).abs().max())
 
 
-def test_commit_keeps_the_accepted_path_and_wrong_rows_are_caught(model: StreamedModel) -> None:
+def test_commit_keeps_the_accepted_path_and_wrong_rows_are_caught(model: TreeModel) -> None:
     assert gap_after_commit(model, takes_another=False) < 1e-4
     assert gap_after_commit(model, takes_another=True) > 1e-2
 
 
-def test_a_fixed_tree_after_a_grown_one_forgets_it(model: StreamedModel) -> None:
+def test_a_fixed_tree_after_a_grown_one_forgets_it(model: TreeModel) -> None:
     """Both kinds share one cache."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
     used, tree = drafter.new_state(), k_ary(2, 31)

@@ -23,9 +23,9 @@ from offload.drafting.lookup import (
     TrieGuesses,
     sureness,
 )
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.build import resident_model
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.spec import MatchLength
@@ -39,14 +39,14 @@ GREEDY, WARM = Sampling(), Sampling(temperature=1.0, seed=3)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamedModel]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeModel]:
     draft = save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("hybrid"))[1]
     model = resident_model(open_checkpoint(draft), "float32")
     yield model
     model.close()
 
 
-def hybrid(model: StreamedModel) -> HybridDrafter:
+def hybrid(model: TreeModel) -> HybridDrafter:
     return HybridDrafter(ModelDrafter(model, VOCAB_SIZE, 256), GuessSources([Copying(MatchLength(2, 16))]))
 
 
@@ -60,7 +60,7 @@ def guessed_paths(depth: int) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("shape", [DynamicShape(32, 6), best_first([0.5, 0.2], 32, 6), chain(7)], ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_a_long_match_is_in_every_tree(model: StreamedModel, shape, sampling: Sampling) -> None:
+def test_a_long_match_is_in_every_tree(model: TreeModel, shape, sampling: Sampling) -> None:
     drafter, sampler = hybrid(model), Sampler(sampling, VOCAB_SIZE)
     tree = drafter.grow([DraftText(shape, PROMPT, sampler, drafter.new_state())])[0]
     assert guessed_paths(3) <= paths(tree) and tree.num_nodes <= shape.num_nodes and tree.topology.depth <= shape.depth
@@ -68,7 +68,7 @@ def test_a_long_match_is_in_every_tree(model: StreamedModel, shape, sampling: Sa
     assert not guessed_paths(3) <= paths(alone.grow([DraftText(shape, PROMPT, sampler, alone.new_state())])[0])
 
 
-def test_without_a_guess_the_tree_is_the_models_own(model: StreamedModel) -> None:
+def test_without_a_guess_the_tree_is_the_models_own(model: TreeModel) -> None:
     drafter, alone, sampler = hybrid(model), ModelDrafter(model, VOCAB_SIZE, 256), Sampler(GREEDY, VOCAB_SIZE)
     for shape in (DynamicShape(24, 6), best_first([0.5, 0.2], 24, 6)):
         got = drafter.grow([DraftText(shape, [1, 2, 3, 4], sampler, drafter.new_state())])[0]
@@ -76,7 +76,7 @@ def test_without_a_guess_the_tree_is_the_models_own(model: StreamedModel) -> Non
         assert got.topology == wanted.topology and got.tokens == wanted.tokens
 
 
-def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
+def test_every_row_sees_its_path_alone(model: TreeModel) -> None:
     """Rows that were run ahead of others, many levels at once, have the scores of their own paths."""
     guesses = Guesses(
         [TrieGuesses("lookup", 8, heaviest(np.array([GUESSED, [25, 26, 3, 4, 5, 6, 7, 8]]), 32))], SourceWeights()
@@ -89,7 +89,7 @@ def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
         assert (alone_1V[0] - score_V).abs().max() < 1e-4
 
 
-def test_a_dynamic_tree_is_the_best_of_the_mixture(model: StreamedModel) -> None:
+def test_a_dynamic_tree_is_the_best_of_the_mixture(model: TreeModel) -> None:
     """Grown again by hand: one node after the other, each with the chance that draft and guesses give it together."""
     guesses = Guesses([TrieGuesses("lookup", 3, heaviest(np.array([GUESSED, [3] * 8, [25] * 8]), 32))], SourceWeights())
     sampler, shape = Sampler(GREEDY, VOCAB_SIZE), DynamicShape(30, 4)
@@ -109,7 +109,7 @@ def test_a_dynamic_tree_is_the_best_of_the_mixture(model: StreamedModel) -> None
     assert sum(every[path] for path in paths(tree)) == pytest.approx(sum(every[path] for path in wanted), rel=1e-3)
 
 
-def test_a_commit_keeps_the_accepted_path(model: StreamedModel) -> None:
+def test_a_commit_keeps_the_accepted_path(model: TreeModel) -> None:
     for shape in (DynamicShape(32, 6), best_first([0.5, 0.2], 32, 6)):
         drafter, sampler = hybrid(model), Sampler(GREEDY, VOCAB_SIZE)
         state = drafter.new_state()

@@ -14,7 +14,8 @@ import offload
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.request import Request
-from offload.sampling.sampler import AdjustedRows, Rows, Sampler
+from offload.sampling.logits import AdjustedRows, Rows
+from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 
 PROMPT, NUM_NEW = [7, 11, 3, 42, 5, 11], 32

@@ -27,7 +27,7 @@ from offload.engine.text import TextStream
 from offload.errors import UserError
 from offload.model.target import Target
 from offload.sampling_options import Sampling
-from offload.streaming.layers import Layers
+from offload.streaming.layers import LayerStream
 from offload.trees.spec import parse_tree
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
@@ -319,7 +319,7 @@ def test_close_ends_what_another_thread_writes(owner: type, method: str, looper:
 def test_what_a_step_calls_cannot_use_the_decoder(act: Callable[[Decoder], object], looper: Path) -> None:
     with open_decoder(looper) as decoder:
         wanted = decoder.generate(PROMPT, max_new_tokens=LENGTH).text
-        use = at_call(Layers, "release", 7, lambda: act(decoder))
+        use = at_call(LayerStream, "release", 7, lambda: act(decoder))
         with use, pytest.raises(offload.UserError, match="in the middle of a step"):
             decoder.generate(PROMPT, max_new_tokens=LENGTH)
         assert decoder.generate(PROMPT, max_new_tokens=LENGTH).text == wanted

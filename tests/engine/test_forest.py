@@ -25,7 +25,7 @@ from offload.engine.step import share_out
 from offload.engine.text import TextStream
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles, least_budget
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import Traffic
 from offload.planning.selector import TreeSelector
 from offload.sampling_options import Sampling
@@ -290,17 +290,17 @@ def test_trees_of_all_texts_have_room_together(tree: str, has_draft: bool, wante
 
 def test_a_draft_takes_in_no_more_at_once_than_planned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "_CHUNK", 20)
-    prompts, widths, right = [LENGTHY[start : start + 18] for start in (0, 20, 40)], list[int](), StreamedModel.run
+    prompts, widths, right = [LENGTHY[start : start + 18] for start in (0, 20, 40)], list[int](), TreeModel.run
     with opened(pair) as decoder:
         wanted = [decoder.generate(ids, max_new_tokens=10).token_ids for ids in prompts]
     with opened(pair, "dynamic:12x5", parallel=3) as decoder:
         model = decoder.drafter.model  # type: ignore[attr-defined]
 
-        def run(own: StreamedModel, token_T: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
+        def run(own: TreeModel, token_T: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
             widths.extend([len(token_T)] if own is model else [])
             return right(own, token_T, *arguments, **more)
 
-        monkeypatch.setattr(StreamedModel, "run", run)
+        monkeypatch.setattr(TreeModel, "run", run)
         assert [one.token_ids for one in decoder.generate(prompts, max_new_tokens=10)] == wanted
     assert 15 < max(widths) <= 20
 

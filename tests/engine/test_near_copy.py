@@ -19,7 +19,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.packing.pack import pack
-from offload.planning.near_copy import copy_bits, files_of
+from offload.planning.quantised_drafts import copy_bits, files_of
 
 PROMPT, TREE, CONTEXT = list(range(3, 15)), "dynamic:16x15", 256
 FAMILY = ("llama", "llama-tied", "qwen3", "gemma2", "phi3")

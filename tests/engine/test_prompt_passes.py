@@ -19,7 +19,7 @@ from offload.engine.request import Request
 from offload.memory import prompt_rows
 from offload.memory.plan import PROMPT_ROWS
 from offload.model.parts import BatchPart
-from offload.sampling.sampler import Logits
+from offload.sampling.logits import Logits
 from offload.sampling_options import Sampling
 
 _SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24,

@@ -11,7 +11,7 @@ from tiny import FAMILIES, save_pair
 
 import offload
 from offload.drafting.draft_model import Draft
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.sharing import CachePool
@@ -19,7 +19,7 @@ from offload.engine.text import TextStream
 from offload.model.target import Target
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
-from offload.streaming.layers import Layers
+from offload.streaming.layers import LayerStream
 from offload.trees.topology import DynamicShape, Shape, chain, k_ary
 from offload.trees.verification import find_rule
 
@@ -111,7 +111,7 @@ def resumed(decoder: Decoder, shape: Shape, owner: type, method: str, number: in
 
 MOMENTS = [
     (Target, "commit", 2), (ModelDrafter, "commit", 1), (ModelDrafter, "commit", 3), (Sequence, "accept", 2),
-    (Draft, "run", 4), (Target, "score", 4), (Layers, "release", 4),
+    (Draft, "run", 4), (Target, "score", 4), (LayerStream, "release", 4),
 ]  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def test_a_text_keeps_its_last_token_to_begin_with() -> None:
 def test_limits(limits: Limits, bursts: list[list[int]], wanted: list[int], has_ended: bool) -> None:
     """What lies behind the end was accepted in vain; an end token in the prompt ends nothing."""
     sequence = text_of([1, 2], limits)
-    counted = [token for burst in bursts for token in sequence.accept(burst)]
+    counted = [token for burst in bursts for token in sequence.extend(burst)]
     assert sequence.new_ids == counted == wanted and sequence.has_ended == has_ended
 
 

@@ -23,7 +23,7 @@ from offload.model.cuda_graphs import CudaRecorder, Graphs, Work, use_graphs
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.path_attention import path_attention
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.trees.spec import parse_tree
 from offload.trees.token_tree import ancestors
 
@@ -40,7 +40,7 @@ class Calls:
         return work
 
 
-def models(family: str, directory: Path) -> tuple[StreamedModel, StreamedModel, Calls]:
+def models(family: str, directory: Path) -> tuple[TreeModel, TreeModel, Calls]:
     checkpoint = open_checkpoint(save(build(FAMILIES[family]()), directory))
     plain, replayed, calls = resident_model(checkpoint, "float32"), resident_model(checkpoint, "float32"), Calls()
     replayed.attend_with(path_attention)
@@ -48,7 +48,7 @@ def models(family: str, directory: Path) -> tuple[StreamedModel, StreamedModel, 
     return plain, replayed, calls
 
 
-def passes(model: StreamedModel, cache: KVCache) -> list[torch.Tensor]:
+def passes(model: TreeModel, cache: KVCache) -> list[torch.Tensor]:
     """A prompt, then trees grown level by level, of which a path is kept; several widths, and an extent crossed."""
     generator, out = torch.Generator().manual_seed(1), []
     prompt = torch.randint(3, VOCAB_SIZE, (29,), generator=generator)
@@ -95,7 +95,7 @@ def test_a_pass_that_is_too_deep_is_not_recorded(tmp_path: Path, monkeypatch: py
     assert calls.num_recorded == 1, "the first pass alone"
 
 
-def grown(model: StreamedModel, cache: KVCache) -> torch.Tensor:
+def grown(model: TreeModel, cache: KVCache) -> torch.Tensor:
     """A pass of one row behind what there is, which nobody keeps."""
     return model.forward(torch.tensor([9]), torch.tensor([cache.length]), causal(1), cache)
 
@@ -208,7 +208,7 @@ def failing(*_: Any) -> None:
     raise ValueError("this family goes by the length of a text")
 
 
-def first_rows(model: StreamedModel) -> torch.Tensor:
+def first_rows(model: TreeModel) -> torch.Tensor:
     logits = model.forward(torch.arange(5, 8), torch.arange(3), causal(3), model.new_cache(8))
     return logits.held if isinstance(logits, OnCard) else logits
 

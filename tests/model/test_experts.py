@@ -25,7 +25,7 @@ from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import ReadError, UserError
 from offload.model.experts import bring_to
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import NEVER
 from offload.streaming.device import Device, Event
 from offload.streaming.disk import DiskReader
@@ -51,11 +51,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @contextmanager
 def opened(
     folder: Path, num_slots: int, *, ahead_rows: int = NEVER, device: Device | None = None, **more: int
-) -> Iterator[tuple[StreamedModel, ExpertPool]]:
+) -> Iterator[tuple[TreeModel, ExpertPool]]:
     """The model with its layers bound, on a device if there is one, and its pool of experts."""
     with ExitStack() as resources:
         place = torch.device("cpu") if device is None else device.place
-        model = StreamedModel(open_checkpoint(folder), "float32", place, on_demand=True)
+        model = TreeModel(open_checkpoint(folder), "float32", place, on_demand=True)
         resources.callback(model.close)
         store = DiskReader(model.checkpoint.shards)
         resources.callback(store.close)
@@ -71,7 +71,7 @@ def opened(
         yield model, pool
 
 
-def logits_of(model: StreamedModel, pool: ExpertPool, cuts: tuple[int, ...]) -> torch.Tensor:
+def logits_of(model: TreeModel, pool: ExpertPool, cuts: tuple[int, ...]) -> torch.Tensor:
     return text_scores(model, _TOKEN_T, cuts, pool.begin_pass)
 
 
@@ -88,7 +88,7 @@ def reference(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
 
 
 def whole_layers(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
-    model = with_weights(StreamedModel(open_checkpoint(folder), "float32"))
+    model = with_weights(TreeModel(open_checkpoint(folder), "float32"))
     model.meta_model.set_experts_implementation("eager")
     return text_scores(model, _TOKEN_T, cuts)
 
@@ -192,7 +192,7 @@ def test_experts_inside_of_models_that_see(kind: str, tmp_path: Path) -> None:
     saved(WRAPPERS.get(family, family), tmp_path, **MIXED.get(family, {}))
     if kind == "aria_text" and not hasattr(aria, "AriaTextTopKRouter"):
         with pytest.raises(UserError, match=r"too old for model type aria .*or give --experts layers"):
-            StreamedModel(open_checkpoint(tmp_path), "float32", on_demand=True)
+            TreeModel(open_checkpoint(tmp_path), "float32", on_demand=True)
         pytest.skip("this transformers has no aria_text whose experts come one by one")
     assert_one_by_one(tmp_path)
 
@@ -235,7 +235,7 @@ def test_a_layer_may_have_a_single_expert(tmp_path: Path) -> None:
     config = config_of("qwen3_moe")
     config.num_experts = config.num_local_experts = config.num_experts_per_tok = 1
     folder = save(tiny_model(config), tmp_path)
-    assert {one.num_experts for one in StreamedModel(open_checkpoint(folder), on_demand=True).experts} == {1}
+    assert {one.num_experts for one in TreeModel(open_checkpoint(folder), on_demand=True).experts} == {1}
     assert_one_by_one(folder, (9, 1, 14), 2)
 
 

@@ -30,7 +30,7 @@ from offload.model.invariant import InvariantRows, in_whole_vectors
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_rows
 from offload.model.row_sizes import find_sizes
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.trees.token_tree import ancestors
 from offload.trees.topology import Topology, chain
 
@@ -39,7 +39,7 @@ TEXT = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().m
 CUTS = ((NUM_TOKENS,), (13, 51, 20))
 
 
-def invariant_model(family: str, dtype: str, base: Path) -> StreamedModel:
+def invariant_model(family: str, dtype: str, base: Path) -> TreeModel:
     """Resident, with what the check at load finds for its first layer."""
     folder = checkpoint_of(family, base)
     invariance = found(folder, dtype=dtype, context=NUM_TOKENS)
@@ -50,12 +50,12 @@ def invariant_model(family: str, dtype: str, base: Path) -> StreamedModel:
     return model
 
 
-def score(model: StreamedModel, cache: KVCache, tokens: list[int], topology: Topology) -> Tensor:
+def score(model: TreeModel, cache: KVCache, tokens: list[int], topology: Topology) -> Tensor:
     position_N = torch.from_numpy(topology.depth_N.copy()) + cache.length
     return model.forward(torch.tensor(tokens), position_N, ancestors(topology), cache)
 
 
-def taken_in(model: StreamedModel, cut: tuple[int, ...]) -> Tensor:
+def taken_in(model: TreeModel, cut: tuple[int, ...]) -> Tensor:
     cache, parts, lo = model.new_cache(2 * NUM_TOKENS), [], 0
     for size in cut:
         parts.append(score(model, cache, TEXT[lo : lo + size], chain(size - 1)))
@@ -79,7 +79,7 @@ def scattered(num_prefix: int) -> tuple[Topology, list[int], list[int]]:
     return Topology.from_parents(parents), tokens, path
 
 
-def on_path(model: StreamedModel, num_prefix: int) -> Tensor:
+def on_path(model: TreeModel, num_prefix: int) -> Tensor:
     cache = model.new_cache(3 * NUM_TOKENS)
     score(model, cache, TEXT[:num_prefix], chain(num_prefix - 1))
     cache.commit(range(num_prefix))
@@ -102,7 +102,7 @@ def test_logits_do_not_depend_on_the_rows_beside(family: str, dtype: str, base: 
     assert_paths_are(plain, model)
 
 
-def assert_paths_are(plain: Tensor, model: StreamedModel) -> None:
+def assert_paths_are(plain: Tensor, model: TreeModel) -> None:
     for num_prefix in (1, 40, 58):  # with paths before, across and beyond the end of the first block
         got = on_path(model, num_prefix)
         wanted = plain[num_prefix : num_prefix + len(got)]

@@ -24,7 +24,7 @@ from offload.model import invariant as invariance
 from offload.model.invariant import InvariantRows
 from offload.model.norms import normalize_with
 from offload.model.path_attention import path_attention
-from offload.model.streamed import Attend, StreamedModel
+from offload.model.tree_model import Attend, TreeModel
 from offload.trees.token_tree import ancestors
 from offload.trees.topology import DEFAULT_ACCEPTANCE, best_first
 
@@ -63,7 +63,7 @@ class Sized(InvariantRows):
 
 
 def launches_of(
-    model: StreamedModel, card: Counting, num_rows: int, num_prefix: int, slow: Attend | None = None
+    model: TreeModel, card: Counting, num_rows: int, num_prefix: int, slow: Attend | None = None
 ) -> Counter[str]:
     """The most that a layer launches; with kernels, or with slow attention and the family's own norms."""
     most = Counter[str]()

@@ -30,7 +30,7 @@ from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.planner import model_shape
 from offload.model import mapping as naming
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 
 _SIZES = {**SIZES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 4}
 _ROUTED = {"n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
@@ -260,7 +260,7 @@ def test_what_cannot_be_right_is_refused(spoil: Spoil, words: str, tmp_path: Pat
     if spoil is rows_of_another_expert:
         for on_demand in (False, True):
             with pytest.raises(UserError, match=words):
-                StreamedModel(open_checkpoint(tmp_path), "float32", on_demand=on_demand)
+                TreeModel(open_checkpoint(tmp_path), "float32", on_demand=on_demand)
 
 
 def test_a_renaming_that_leads_nowhere_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_a_missing_shared_expert_is_named(part: str, on_demand: bool, tmp_path: 
     del tensors[lost]
     rewrite(tmp_path, tensors)
     with pytest.raises(UserError, match=f"tensor {re.escape(lost)} is missing: download the checkpoint again"):
-        StreamedModel(open_checkpoint(tmp_path), "float32", on_demand=on_demand)
+        TreeModel(open_checkpoint(tmp_path), "float32", on_demand=on_demand)
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

@@ -24,7 +24,7 @@ from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.path_attention import path_attention
-from offload.model.streamed import Attend, StreamedModel
+from offload.model.tree_model import Attend, TreeModel
 from offload.trees.token_tree import ancestors
 from offload.trees.topology import Topology
 
@@ -50,13 +50,13 @@ def checkpoint_of(family: str, base: Path) -> Path:
     return save(tiny_model(config_named(family)), base / family)
 
 
-def model_of(family: str, base: Path, attend: Attend | None = None) -> StreamedModel:
+def model_of(family: str, base: Path, attend: Attend | None = None) -> TreeModel:
     model = resident_model(open_checkpoint(checkpoint_of(family, base)), "float32")
     model.attend_with(attend)
     return model
 
 
-def logits_of_two_trees(model: StreamedModel) -> Tensor:
+def logits_of_two_trees(model: TreeModel) -> Tensor:
     """A prompt longer than every window, and two trees behind it; of the second only the last rows are scored."""
     topology = Topology.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7])
     cache, token_N = KVCache(model.num_layers, 80), torch.arange(10, 21)
@@ -108,7 +108,7 @@ def tree_of(text: list[int], num_pending: int, cache: KVCache) -> BatchPart:
     return BatchPart(torch.arange(20, 26) + len(text), position_U, sees_NU, cache)
 
 
-def alone(model: StreamedModel, text: list[int]) -> Tensor:
+def alone(model: TreeModel, text: list[int]) -> Tensor:
     """Logits after every node of a tree behind a text, which comes in a pass of its own."""
     own = model.new_cache(100)
     model.forward(*prompt_of(text, own))
@@ -116,7 +116,7 @@ def alone(model: StreamedModel, text: list[int]) -> Tensor:
     return model.forward(*tree_of(text, 0, own))
 
 
-def together(model: StreamedModel, lent: list[KVCache]) -> list[Tensor]:
+def together(model: TreeModel, lent: list[KVCache]) -> list[Tensor]:
     """Compute all texts in one pass; the first and the last bring their prompts along."""
     KVCache.side_by_side(lent)
     model.forward(*prompt_of(TEXTS[1], lent[1]))

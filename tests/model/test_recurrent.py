@@ -34,8 +34,8 @@ from offload.model.meta import build_meta_model
 from offload.model.recurrent import _by_device
 from offload.model.recurrent_cache import PassRows, Point, RecurrentCache, _by_branches, _by_levels
 from offload.model.recurrent_rows import BASE, RowTree, previous_inputs
-from offload.model.streamed import StreamedModel
 from offload.model.thread_team import TEAM
+from offload.model.tree_model import TreeModel
 
 KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear", "minimax", "zamba2")
 TREES = ("none", "chain:3", "8x3", "dynamic:16x4")
@@ -301,7 +301,7 @@ def test_scores_of_texts_are_transformers(qwen: Path) -> None:
             assert score.logprob == pytest.approx(wanted, abs=1e-3)
 
 
-def filled_cache(model: StreamedModel) -> Any:
+def filled_cache(model: TreeModel) -> Any:
     """80 slots: 30 rows are committed, and a tree waits behind them."""
     cache = model.new_cache(80)
     cache.promise(30)

@@ -26,9 +26,9 @@ from offload.memory.plan import MemoryPlan
 from offload.memory.planner import least_budget
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.streaming.disk import DiskReader
-from offload.streaming.layers import Layers, open_layers
+from offload.streaming.layers import LayerStream, open_layers
 
 PLAIN = ["llama", "llama-tied", "qwen3-sliding", "gemma3", "mistral-sliding", "phi3"]
 FAMILY_NAMES = [*PLAIN, "qwen2 in ct-w4-zeros"]
@@ -63,7 +63,7 @@ def plan_of(checkpoint: Checkpoint, section: Section, ram: int = 1 << 40) -> Mem
 @contextmanager
 def opened(
     checkpoint: Checkpoint, section: Section, *, is_streamed: bool, runs: bool = True
-) -> Iterator[tuple[SectionModel, Layers]]:
+) -> Iterator[tuple[SectionModel, LayerStream]]:
     """A section with its weights, all of them there or as many layers in slots as can be; it takes them as it runs."""
     with ExitStack() as resources:
         model = SectionModel(checkpoint, section)
@@ -110,12 +110,12 @@ def play(run: Pass, caches: Sequence[KVCache], seed: int = 0) -> list[Tensor]:
     return given
 
 
-def run_whole(model: StreamedModel) -> list[Tensor]:
+def run_whole(model: TreeModel) -> list[Tensor]:
     cache = model.new_cache(160)
     return play(lambda *rows: model.forward(*rows[:3], cache, num_logits=rows[3]), [cache])
 
 
-def run_parts(parts: Sequence[tuple[SectionModel, Layers]]) -> list[Tensor]:
+def run_parts(parts: Sequence[tuple[SectionModel, LayerStream]]) -> list[Tensor]:
     caches = [model.new_cache(160) for model, _ in parts]
 
     def run(rows: Tensor, position_U: Tensor, sees_TU: Tensor, num_logits: int) -> Tensor:
@@ -172,7 +172,7 @@ def test_a_layer_that_takes_itself_for_another_would_show(
     checkpoint = open_checkpoint(save(build(config), tmp_path))
     wanted = run_whole(resident_model(checkpoint, "auto"))
     if mistake == "windows of other layers":  # those of the first two
-        monkeypatch.setattr("offload.model.streamed.attention_windows", lambda _, num_layers: [24] * num_layers)
+        monkeypatch.setattr("offload.model.tree_model.attention_windows", lambda _, num_layers: [24] * num_layers)
     with ExitStack() as resources:
         parts = [resources.enter_context(opened(checkpoint, one, is_streamed=False)) for one in sections(0, 2, 4)]
         if mistake == "no scale":

@@ -34,7 +34,7 @@ from offload.planning.cost_model import (
 )
 from offload.planning.hardware import KNOWN, Hardware
 from offload.planning.search import MEASURED, range_for
-from offload.streaming.stage import Stage
+from offload.streaming.slot_cycle import SlotCycle
 from offload.trees.topology import DEFAULT_ACCEPTANCE, PACES, DynamicShape, Shape, best_first, chain
 
 GB = 10**9
@@ -169,7 +169,7 @@ def played_s(plan: MemoryPlan, costs: Costs, step: StepTime, num_steps: int = 4)
 
     num_layers, ends = len(plan.layer_bytes), list[float]()
     streamed = [layer for layer in range(num_layers) if not plan.is_resident[layer]]
-    stage = Stage(carry, streamed, [torch.empty(0)] * plan.num_slots)
+    stage = SlotCycle(carry, streamed, [torch.empty(0)] * plan.num_slots)
     stage.start()
     for _ in range(num_steps):
         now += step.draft_s + step.host_s + step.verify_s

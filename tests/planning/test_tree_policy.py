@@ -221,8 +221,8 @@ def usual_profile(costs: Costs) -> Profile:
 class Capped(ResolvedRun):
     """Planted: a way to trees that has a cap of its own, as each caller once had."""
 
-    def trees(self, sampling: Sampling) -> TreeSelector:
-        found = super().trees(sampling)
+    def tree_selector(self, sampling: Sampling) -> TreeSelector:
+        found = super().tree_selector(sampling)
         found.max_nodes = 512
         return found
 
@@ -251,7 +251,7 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
         )
     options = replace(options, profile="none")
     run = ResolvedRun(files=described, options=options, tree=parse_tree("auto"), device=None, budget=room)
-    trees = seen_by("generate", run).trees(Sampling())
+    trees = seen_by("generate", run).tree_selector(Sampling())
     trees.find = lambda *_: (profile, "")
     settled = trees.nodes_to_plan(Sampling(), "match")
     decoded = trees.for_run(Sampling(), "match")

@@ -28,8 +28,9 @@ from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MAX_LOGITS_ROWS
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
-from offload.model.streamed import StreamedModel
-from offload.sampling.sampler import Logits, Sampler, chunk_with
+from offload.model.tree_model import TreeModel
+from offload.sampling.logits import Logits, chunk_with
+from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import Draw, Offer, TokenTree, ancestors
 from offload.trees.topology import best_first, chain
@@ -81,7 +82,7 @@ def test_a_chunk_is_let_go_before_the_next_one_is_computed() -> None:
     assert len(alive) == 3
 
 
-def count_scored_rows(model: StreamedModel) -> list[int]:
+def count_scored_rows(model: TreeModel) -> list[int]:
     """How many rows the head gets at each call, from now on."""
     scored: list[int] = []
     head = model.meta_model.get_output_embeddings()
@@ -89,7 +90,7 @@ def count_scored_rows(model: StreamedModel) -> list[int]:
     return scored
 
 
-def passes(model: StreamedModel) -> tuple[Tensor, Logits, list[int]]:
+def passes(model: TreeModel) -> tuple[Tensor, Logits, list[int]]:
     """A tree behind a prompt, taken in by the same pass: all logits at once, then in chunks; rows that heads scored."""
     token_T = torch.randint(3, VOCAB_SIZE, (20 + NUM_NODES,), generator=torch.Generator().manual_seed(3))
     position_T = torch.cat([torch.arange(20), torch.from_numpy(TREE.depth_N.copy()) + 20])

@@ -24,7 +24,7 @@ from offload.errors import ReadError
 from offload.memory.plan import LayerTier
 from offload.streaming import carriers
 from offload.streaming.carriers import DeviceCarrier
-from offload.streaming.layers import Layers
+from offload.streaming.layers import LayerStream
 
 NUM_LAYERS, LEAD_BYTES = 7, 24
 
@@ -52,15 +52,15 @@ def own_store() -> ThreadStore:
 
 def layers_over(
     store: Any, tiers: list[LayerTier], num_slots: int, device: FakeDevice, limit_bytes: float = float("inf")
-) -> Layers:
+) -> LayerStream:
     how: dict[str, Any] = {"device": device, "pinned": fake_arena(limit_bytes), "num_host_slots": 2}
-    return Layers(DeviceCarrier(store, LAYOUTS, tiers, **how), num_slots)
+    return LayerStream(DeviceCarrier(store, LAYOUTS, tiers, **how), num_slots)
 
 
 @contextmanager
 def streaming(
     tiers: list[LayerTier], num_slots: int = 2, *, seed: int = 0, limit_bytes: float = float("inf"), **more: Any
-) -> Iterator[tuple[Layers, FakeDevice, ThreadStore]]:
+) -> Iterator[tuple[LayerStream, FakeDevice, ThreadStore]]:
     device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), own_store()
     stream = layers_over(store, tiers, num_slots, device, limit_bytes)
     stream.poison_released = True
@@ -74,7 +74,7 @@ def streaming(
         store.close()
 
 
-def sweep(stream: Layers, device: FakeDevice, pause: Callable[[], object] = lambda: None) -> list[str]:
+def sweep(stream: LayerStream, device: FakeDevice, pause: Callable[[], object] = lambda: None) -> list[str]:
     """One sweep; what the kernels will have seen that was not their layer, once the device has run them."""
     wrong: list[str] = []
 
@@ -92,7 +92,7 @@ def sweep(stream: Layers, device: FakeDevice, pause: Callable[[], object] = lamb
     return wrong
 
 
-def sweeps(stream: Layers, device: FakeDevice, count: int = 3, **more: Any) -> list[str]:
+def sweeps(stream: LayerStream, device: FakeDevice, count: int = 3, **more: Any) -> list[str]:
     wrong = [sweep(stream, device, **more) for _ in range(count)]
     device.finish()
     return [*chain.from_iterable(wrong)]
@@ -309,7 +309,7 @@ def test_a_reader_thread_that_breaks_is_heard_and_a_dropped_read_has_ended(monke
 KERNEL_S = 3.0
 
 
-def timed_sweep(stream: Layers, device: FakeDevice) -> None:
+def timed_sweep(stream: LayerStream, device: FakeDevice) -> None:
     def work() -> None:
         device.compute.now += KERNEL_S
 

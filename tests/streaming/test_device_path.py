@@ -24,7 +24,7 @@ import offload
 from offload.calibration import link as card_link
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.distributed.pipeline import Services
-from offload.drafting.model import ModelDrafter
+from offload.drafting.model_drafter import ModelDrafter
 from offload.engine import sharing as turn
 from offload.engine.build import resident_model
 from offload.engine.request import Request
@@ -33,11 +33,11 @@ from offload.engine.service import Engine
 from offload.memory import planner
 from offload.memory.planner import LayerTier, MemoryPlan
 from offload.model.kv_cache import KVCache
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.sampling_options import Sampling
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.disk import DiskReader
-from offload.streaming.layers import Layers
+from offload.streaming.layers import LayerStream
 
 TREES = ("none", "8x3", "64x16")
 NUM_NEW = 48
@@ -64,13 +64,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots hold NaN from the first start of a stream on."""
-    start = Layers._start
+    start = LayerStream._start
 
-    def poisoned(self: Layers) -> None:
+    def poisoned(self: LayerStream) -> None:
         self.poison_released = True
         start(self)
 
-    monkeypatch.setattr(Layers, "_start", poisoned)
+    monkeypatch.setattr(LayerStream, "_start", poisoned)
 
 
 def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str, **experts: int) -> None:
@@ -167,7 +167,7 @@ def test_the_embedding_table_stays_and_the_head_goes(tmp_path: Path) -> None:
     for family in ("llama", "llama-tied", "gemma3"):
         target, _ = save_pair(FAMILIES[family](), tmp_path / family)
         checkpoint = open_checkpoint(target)
-        model = StreamedModel(checkpoint, place=torch.device("meta"), has_host_table=True)
+        model = TreeModel(checkpoint, place=torch.device("meta"), has_host_table=True)
         store = DiskReader(checkpoint.shards)
         try:
             model.bind_rest(store.fetch(model.rest_layout))
@@ -197,13 +197,13 @@ def test_weights_begin_where_wide_loads_can(
     place_layers(monkeypatch, *TIERS["all three"])
     seen: set[tuple[int, int]] = set()
 
-    def watch(self: StreamedModel, layer: int, sent: torch.Tensor) -> dict[str, torch.Tensor]:
+    def watch(self: TreeModel, layer: int, sent: torch.Tensor) -> dict[str, torch.Tensor]:
         views = views_of(self, layer, sent)
         seen.update((layer, view.data_ptr() % 256) for view in views.values())
         return views
 
-    views_of = StreamedModel._views_of
-    monkeypatch.setattr(StreamedModel, "_views_of", watch)
+    views_of = TreeModel._views_of
+    monkeypatch.setattr(TreeModel, "_views_of", watch)
     with offload.load(target, tree="none", context=64, threads=1, invariant=False, **BUDGETS) as decoder:
         decoder.generate([5, 6, 7], max_new_tokens=3)
         layouts = decoder.target.stream.carrier.layouts
@@ -225,7 +225,7 @@ def test_a_layer_that_is_sent_at_once_begins_with_its_first_weight(remainder: in
 def test_views_of_a_slot_are_made_once(base: Path) -> None:
     target = pair_of("llama", base)[0]
     checkpoint = open_checkpoint(target)
-    model, store = StreamedModel(checkpoint), DiskReader(checkpoint.shards)
+    model, store = TreeModel(checkpoint), DiskReader(checkpoint.shards)
     layout = model.layer_layouts[0]
     slots = [torch.from_numpy(store.fetch(layout)[layout.sent]) for _ in range(2)]
     bound = []
@@ -257,7 +257,7 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
         assert 0 < got.stats.peak_device_bytes <= 2 << 30
 
 
-COMPUTES = ((StreamedModel, "_call"), (KVCache, "commit"), (KVCache, "copy_from"), (ModelDrafter, "commit"))
+COMPUTES = ((TreeModel, "_call"), (KVCache, "commit"), (KVCache, "copy_from"), (ModelDrafter, "commit"))
 
 
 class OneDevice(FakeDevice):
@@ -354,4 +354,4 @@ def test_a_closed_decoder_keeps_nothing_by_its_turn(base: Path, monkeypatch: pyt
     decoder = offload.load(target, device=FakeDevice(), tree="none", context=64, threads=1, **BUDGETS)
     held = decoder.turn._computing
     decoder.close()
-    assert not hasattr(held, "__self__") and all(not isinstance(one, StreamedModel) for one in held.args)  # type: ignore[attr-defined]
+    assert not hasattr(held, "__self__") and all(not isinstance(one, TreeModel) for one in held.args)  # type: ignore[attr-defined]

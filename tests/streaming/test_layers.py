@@ -22,12 +22,12 @@ from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout, TensorPar
 from offload.checkpoint.safetensors import open_checkpoint, read_header
 from offload.errors import ReadError
 from offload.memory.planner import model_shape
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.streaming.carriers import HostCarrier
 from offload.streaming.device import Device
 from offload.streaming.disk import ByteSource, DiskReader, finish
-from offload.streaming.layers import Layers
-from offload.streaming.stage import Stage
+from offload.streaming.layers import LayerStream
+from offload.streaming.slot_cycle import SlotCycle
 
 NUM_LAYERS = 5
 LAYOUTS = [SlabLayout((), {"w": Placed("F32", (4,), 0)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_LAYERS)]
@@ -62,13 +62,13 @@ class ToldStore:
 
 def stream_over(
     store: Any, resident: set[int], num_slots: int, layouts: Sequence[SlabLayout] = tuple(LAYOUTS)
-) -> Layers:
-    stream = Layers(HostCarrier(store, layouts, sorted(resident), Device()), num_slots)
+) -> LayerStream:
+    stream = LayerStream(HostCarrier(store, layouts, sorted(resident), Device()), num_slots)
     stream.load_resident()
     return stream
 
 
-def sweep(stream: Layers) -> None:
+def sweep(stream: LayerStream) -> None:
     stream.begin_sweep()
     for layer in range(NUM_LAYERS):
         assert (stream.acquire(layer) == layer).all(), f"layer {layer} is not what arrived"
@@ -101,7 +101,7 @@ def test_everything_resident_needs_no_slots_and_layers_come_in_order() -> None:
     with pytest.raises(AssertionError, match="block 1 acquired out of order"):
         stream.acquire(1)
     # A stage may have blocks that come once alone.
-    stage = Stage(lambda *_: [], [], [torch.empty(1)] * 2)
+    stage = SlotCycle(lambda *_: [], [], [torch.empty(1)] * 2)
     stage.start(None, [5, 6])
     assert not stage.is_at_start, "they stand before it"
     for block in (5, 6):
@@ -330,14 +330,14 @@ def test_bytes_may_come_from_anywhere(tmp_path: Path) -> None:
 
 
 def logits_of_a_generation(target: Path, ram: int) -> list[torch.Tensor]:
-    seen, forward = list[torch.Tensor](), StreamedModel.forward
+    seen, forward = list[torch.Tensor](), TreeModel.forward
 
     def watch(*what: Any, **how: Any) -> torch.Tensor:
         seen.append(forward(*what, **how))
         return seen[-1]
 
     how: dict[str, Any] = {"context": 128, "threads": 1, "invariant": False, "tree": "none"}
-    with offload.load(target, ram=ram, **how) as decoder, patch.object(StreamedModel, "forward", watch):
+    with offload.load(target, ram=ram, **how) as decoder, patch.object(TreeModel, "forward", watch):
         decoder.target.stream.poison_released = True
         decoder.generate([5, 6, 7], max_new_tokens=12)
     return seen

@@ -41,7 +41,7 @@ from offload.streaming import device as staging
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.device import StagingRing
 from offload.streaming.experts import open_pool
-from offload.streaming.layers import Layers
+from offload.streaming.layers import LayerStream
 
 Run = Callable[[ClockDevice], None]
 
@@ -58,7 +58,7 @@ def watched(store: Any, clocks: Clocks) -> Any:
     return store
 
 
-def sweep(stream: Layers, clocks: Clocks, num_layers: int = NUM_LAYERS) -> None:
+def sweep(stream: LayerStream, clocks: Clocks, num_layers: int = NUM_LAYERS) -> None:
     stream.begin_sweep()
     for layer in range(num_layers):
         slab = stream.acquire(layer)
@@ -74,7 +74,7 @@ def layers(kind: str, num_slots: int) -> Run:
         clocks, store = device.clocks, watched(layer_tests.own_store(), device.clocks)
         pinned = device.open_allocator()
         carrier = DeviceCarrier(store, LAYOUTS, TIERS[kind], device=device, pinned=pinned, num_host_slots=2)
-        stream = Layers(carrier, num_slots)
+        stream = LayerStream(carrier, num_slots)
         stream.poison_released = True
         try:
             stream.load_resident()

@@ -36,7 +36,7 @@ from offload.engine.build import resident_model
 from offload.engine.request import Request
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.rules import RULES, drafting_of
 from offload.sampling import sampler as sampling
 from offload.sampling_options import Sampling
@@ -113,9 +113,9 @@ def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
     assert passes > 0 and len(card.looks) <= per_pass * passes + len(new) + learning
 
 
-def placed_model(family: str, base: Path) -> StreamedModel:
+def placed_model(family: str, base: Path) -> TreeModel:
     """All its layers on the GPU, its tables on the host."""
-    return with_weights(StreamedModel(open_checkpoint(base / family), "float32", place(), has_host_table=True))
+    return with_weights(TreeModel(open_checkpoint(base / family), "float32", place(), has_host_table=True))
 
 
 @matrix("family", [*PER_LAYER, "gemma3", "olmoe", "deepseek_v3", "gpt_oss"], daily=2)
@@ -200,12 +200,12 @@ def test_what_is_left_on_the_wrong_side_is_refused(
         monkeypatch.setattr(sampling, "REFERENCES", sampling.REFERENCES._replace(keyed_gumbel=noise))
         monkeypatch.setattr(startup, "NO_KERNELS", startup.NO_KERNELS._replace(kernels=sampling.REFERENCES))
     elif mistake == "masks":
-        build_masks = StreamedModel._build_masks
+        build_masks = TreeModel._build_masks
 
         def masks_of_the_host(*args: Any) -> Any:
             return {window: None if mask is None else mask.cpu() for window, mask in build_masks(*args).items()}
 
-        monkeypatch.setattr(StreamedModel, "_build_masks", masks_of_the_host)
+        monkeypatch.setattr(TreeModel, "_build_masks", masks_of_the_host)
     else:
         monkeypatch.setattr(Tensor, "cpu", lambda tensor: tensor)
     refused = pytest.raises((RuntimeError, TypeError), match=r"(on|of) the card")

@@ -43,7 +43,7 @@ class _Transfer(NamedTuple):
     parts: Sequence[Future[Any]]
 
 
-class Stage:
+class SlotCycle:
     """The cycle of `blocks`, in the order of their use, through `slots`.
 
     Slots are flat bytes, each large enough for every block. Only `cancel` may be called by another

@@ -16,7 +16,7 @@ from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.static import fill
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.model.kv_cache import KVCache
-from offload.model.streamed import StreamedModel
+from offload.model.tree_model import TreeModel
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -33,7 +33,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        model: StreamedModel,
+        model: TreeModel,
         vocab_size: int,
         num_slots: int,
         kernels: KernelSet = REFERENCES,

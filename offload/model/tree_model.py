@@ -27,7 +27,7 @@ from offload.model.path_attention import InvariantAttention, attend_along_paths,
 from offload.model.recurrent import has_states, new_cache
 from offload.model.thread_team import TEAM
 from offload.model.wide_products import WideProducts, lacks_products
-from offload.sampling.sampler import Logits
+from offload.sampling.logits import Logits
 
 # by window; None: nothing is masked
 Masks = Mapping[Window, Tensor | PathRows | BatchMask | None]
@@ -40,7 +40,7 @@ _HOST = torch.device("cpu")
 _TEAM_ROWS = 256
 
 
-class StreamedModel(BoundModel):
+class TreeModel(BoundModel):
     """Passes of a model whose weights are bound as it runs, see `BoundModel`.
 
     Attributes:
