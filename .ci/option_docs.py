@@ -57,10 +57,12 @@ def with_table(text: str) -> str:
 def text_arguments() -> str:
     """Return the source of a module with keywords and their types."""
     types = {one.name: one.type for record in (TextOptions, Sampling) for one in fields(record)}
+    # Python has a default of its own for it, and None is none
+    types["max_new_tokens"] = int
     lines = []
     for name, one in {**options_at("python", TextOptions), **options_of(Sampling)}.items():
         kind = types[name]
-        lines += [f"    # {line}" for line in textwrap.wrap(one.help, 92)]
+        lines += [f"    # {line}" for line in textwrap.wrap(one.of("python").help, 92)]
         lines.append(f"    {name}: {kind.__name__ if isinstance(kind, type) else kind}")
     return _HEAD + "\n".join(lines) + "\n"
 

@@ -273,6 +273,7 @@ class TextOptions:
                 "help": "write at most N tokens in an answer; default: as many as have room",
             },
             "demo": {"default": 96, "least": 0, "help": "write at most N new tokens"},
+            "python": {"help": "write at most N new tokens; 128 where it is left out"},
         },
         doors=("python", "batch", "chat"), called={"batch": "max_tokens", "chat": "max-tokens"},
     )
@@ -280,6 +281,7 @@ class TextOptions:
         "--stop", metavar="TEXT", is_several=True, commands=_WRITE,
         help="end the text before this string; may be given several times",
         doors=("python", "batch", "chat"),
+        differs={"python": {"help": "end the text before this string, or before any of several"}},
     )
     json_schema: Mapping[str, Any] | str | None = option(
         "--json-schema", kind=Path, metavar="FILE", commands=("generate",),
@@ -307,6 +309,7 @@ class TextOptions:
         "--logprobs", metavar="K", commands=("generate",), doors=("python", "batch"),
         group="Output",
         called={"batch": "logprobs"},
+        differs={"python": {"help": "tell how likely each new token is, and the K likeliest beside it"}},
         help="with --json: tell how likely each new token is, and the K likeliest tokens beside it",
         doc="with `--json`: `logprobs` holds for each new token its text and log-probability, and the K "
         "likeliest tokens with theirs (`top`, `top_texts`), by the target's own logits, before "

@@ -88,6 +88,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = option(
         "--logit-bias", default=(), metavar="ID:NUMBER", kind=str, is_several=True,
         help="add NUMBER to the logit of the token ID; may be given several times", commands=_WRITE,
+        differs={"python": {"help": "add numbers to the logits of tokens, by their ids"}},
         doors=("http", "batch"), http_within=(-100, 100),
     )
     # fmt: on

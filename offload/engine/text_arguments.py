@@ -10,9 +10,9 @@ import typing
 class TextArguments(typing.TypedDict, total=False):
     """What may be asked of a text; all may be left out."""
 
-    # write at most N new tokens; -1: as many as the context has room for
-    max_new_tokens: int | None
-    # end the text before this string; may be given several times
+    # write at most N new tokens; 128 where it is left out
+    max_new_tokens: int
+    # end the text before this string, or before any of several
     stop: str | collections.abc.Sequence[str] | None
     # write JSON that this schema allows; see docs/grammar.md
     json_schema: collections.abc.Mapping[str, typing.Any] | str | None
@@ -22,7 +22,7 @@ class TextArguments(typing.TypedDict, total=False):
     grammar: str | None
     # leave the chat template out
     raw: bool
-    # with --json: tell how likely each new token is, and the K likeliest tokens beside it
+    # tell how likely each new token is, and the K likeliest beside it
     num_logprobs: int | None
     # how freely tokens are drawn; 0 is greedy
     temperature: float
@@ -40,5 +40,5 @@ class TextArguments(typing.TypedDict, total=False):
     presence_penalty: float
     # subtract A from the logits of tokens in the answer, as many times as they are there
     frequency_penalty: float
-    # add NUMBER to the logit of the token ID; may be given several times
+    # add numbers to the logits of tokens, by their ids
     logit_bias: collections.abc.Mapping[int, float] | tuple[tuple[int, float], ...]

@@ -274,7 +274,8 @@ class MemoryPlan:
             "embedding_and_head_bytes": self.rest_bytes,
             **({"encoder_bytes": self.encoder_bytes} if self.source_tokens else {}),
             "host_embedding_bytes": self.table_bytes,
-            "law_bytes": self.distribution_bytes,
+            "distribution_bytes": self.distribution_bytes,
+            "law_bytes": self.distribution_bytes,  # the first name of the key, kept for readers
             "resident_layers": layers[LayerTier.RESIDENT],
             "disk_layers": layers[LayerTier.DISK],
             **({"experts": self._experts_dict()} if self.has_experts else {}),
