@@ -98,7 +98,7 @@ def test_a_text_is_the_same_whatever_clocks_do(talker: Path, monkeypatch: pytest
 
 
 def test_a_stream_over_http_outlives_a_sleep(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client has slept as well: clocks of silence have run out, and nobody was silent."""
+    """Its client has slept as well: clocks of silence have run out, though no rank was silent."""
     asked = {"prompt": PROMPT, "max_tokens": 40, "stream": True, "temperature": 0}
     with (
         monkeypatch.context() as patch,

@@ -55,10 +55,11 @@ class _Meter:
         self.imported_bytes = rss_bytes()
         self.found = list[dict[str, Any]]()
         self._phase = ""
-        self.begin("headers")
+        self.next_phase("headers")
         self.found.clear()
 
-    def begin(self, phase: str) -> None:
+    def next_phase(self, phase: str) -> None:
+        """Note what the phase that ends has taken, and begin another."""
         peak_bytes = peak_rss_bytes() - self.imported_bytes
         end_bytes = rss_bytes() - self.imported_bytes
         library = ctypes.CDLL(None)
@@ -101,10 +102,10 @@ def _follow(order: Order) -> dict[str, Any]:
         ids = decoder.encode(PROMPT * 20, raw=True)[: order.prompt_tokens]
         plan = decoder.plan
         for text in range(order.num_texts):
-            meter.begin(f"text {text + 1}")
+            meter.next_phase(f"text {text + 1}")
             firsts = [(text + n) * _STEP % max(1, len(ids) // 2) for n in range(plan.parallel)]
             decoder.generate([ids[first:] for first in firsts], seed=text, **how)
-        meter.begin("end")
+        meter.next_phase("end")
     slots = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
     posts = {name: slots if name == "slots_bytes" else getattr(plan, name) for name in POSTS}
     return {

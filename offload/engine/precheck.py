@@ -45,7 +45,7 @@ def check_run(
         needs_context: whether there must be room for the context of `options`, or for a short one.
     """
     check_held(draft, options.draft_dtype, options.ranks)
-    options.tree_spec(has_draft=draft is not None)
+    options.check_tree(has_draft=draft is not None)
     roles = options.roles()
     if roles is not None and not roles.is_sharded:
         options.pipeline_roles(has_draft=draft is not None)

@@ -253,7 +253,7 @@ def resolve(
 
     Raises `UserError` for options, models or memory that cannot serve.
     """
-    options.tree_spec(has_draft=draft is not None)
+    options.check_tree(has_draft=draft is not None)
     check_held(draft, options.draft_dtype, options.ranks or (assumed and assumed.ranks))
     device = device or _own_device(options, assumed)
     hooks.on_phase("reading headers")

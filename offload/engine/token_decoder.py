@@ -41,6 +41,8 @@ class TokenDecoder:
     itself.
     """
 
+    _is_open = False
+
     def __init__(
         self,
         target: Target,
@@ -94,11 +96,11 @@ class TokenDecoder:
         self.notes = notes
         self.notes += [] if self.rule.is_exact else [not_exact_line(self.rule)]
         self.notes += dict.fromkeys(note for note in found if note)
+        self._is_open = True
 
     def __repr__(self) -> str:
-        is_open = hasattr(self, "_pool")
         state = f"rule={self.rule.name!r}, num_threads={self.num_threads}"
-        return f"Decoder({state if is_open else 'closed'})\n{self.plan}"
+        return f"Decoder({state if self._is_open else 'closed'})\n{self.plan}"
 
     def begin(
         self,
@@ -161,7 +163,8 @@ class TokenDecoder:
         """Stop readers, close files, drop weights, once another thread's step is over."""
         with self.turn.last(), giving_back_memory():
             self._resources.close()
-            if hasattr(self, "_pool"):
+            if self._is_open:
+                self._is_open = False
                 self._pool.take_back()
                 del self.target, self.drafter, self._pool, self._speculation
                 self.sources = NO_SOURCES

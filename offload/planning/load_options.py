@@ -178,6 +178,10 @@ class LoadOptions(ModelOptions):
         has_sources = self.has_sources(has_draft=has_draft)
         return tree_to_fill(self.tree, self.rule, has_draft=has_draft, has_sources=has_sources)
 
+    def check_tree(self, *, has_draft: bool) -> None:
+        """Raise `UserError` for a tree that nothing could fill."""
+        self.tree_spec(has_draft=has_draft)
+
     def planned_tree(self, *, has_draft: bool, tokens_per_sweep: float | None) -> TreeSpec:
         """Return the tree to plan for, of which a sweep may be said to yield so many tokens.
 

@@ -195,16 +195,16 @@ def test_all_samples_join_once_the_prompt_is_there(pair: Pair, prompt: list[int]
 @pytest.mark.parametrize("parallel", [1, 3])
 def test_one_that_fails_under_way_fails_alone(pair: Pair, parallel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a grammar may that comes to where no token of the model is left."""
-    requests, right = of_seeds(LONG, 4), Text.accept
+    requests, right = of_seeds(LONG, 4), Text.extend
     with opened(pair, tree="none", parallel=parallel) as decoder:
         wanted = [decoder.generate(LONG, temperature=0.8, seed=seed, max_new_tokens=NUM_DRAWN) for seed in range(4)]
 
-        def accept(text: Text, *arguments: Any) -> list[int]:
+        def extend(text: Text, *arguments: Any) -> list[int]:
             if text.sampler.sampling.seed == 1 and len(text.new_ids) == 2:
                 raise UserError("nothing may follow")
             return right(text, *arguments)
 
-        monkeypatch.setattr(Text, "accept", accept)
+        monkeypatch.setattr(Text, "extend", extend)
         outcomes = {one.number: one.outcome for one in write_all(decoder, requests)}
     assert sorted(outcomes) == [0, 1, 2, 3] and isinstance(outcomes[1], UserError)
     for number in (0, 2, 3):

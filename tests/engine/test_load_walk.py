@@ -29,7 +29,7 @@ CALLED_FROM_BELOW = {
     "engine.resolve",  # the profile of other settings
     "engine.team",  # cuts a model, where several processes share it
     "memory.planner",  # its plans are remembered
-    "model.streamed",  # sends noise to a device
+    "model.tree_model",  # sends noise to a device
     "planning.acceptance",  # ranks a tree's nodes
 }
 

@@ -110,7 +110,7 @@ def resumed(decoder: Decoder, shape: Shape, owner: type, method: str, number: in
 
 
 MOMENTS = [
-    (Target, "commit", 2), (ModelDrafter, "commit", 1), (ModelDrafter, "commit", 3), (Sequence, "accept", 2),
+    (Target, "commit", 2), (ModelDrafter, "commit", 1), (ModelDrafter, "commit", 3), (Sequence, "extend", 2),
     (Draft, "run", 4), (Target, "score", 4), (LayerStream, "release", 4),
 ]  # fmt: skip
 

@@ -96,7 +96,7 @@ def test_a_pass_that_is_too_deep_is_not_recorded(tmp_path: Path, monkeypatch: py
 
 
 def grown(model: TreeModel, cache: KVCache) -> torch.Tensor:
-    """A pass of one row behind what there is, which nobody keeps."""
+    """A pass of one row behind what there is, which is not kept."""
     return model.forward(torch.tensor([9]), torch.tensor([cache.length]), causal(1), cache)
 
 
@@ -156,7 +156,7 @@ def test_padding_sees_numbers_and_slots_never_written_hold_some(
     ((_, recording),) = recorded._recordings.items()
     walk_WL = recording.input_WI[:, graphed._INPUTS :]
     assert len(walk_WL) == 4 and torch.equal(walk_WL[3], walk_WL[2]), "what the last row sees"
-    # Memory as an allocator may hand it out: NaN in every slot that nobody has written.
+    # Memory as an allocator may hand it out: NaN in every slot that was never written.
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(torch.nan))
     _, replayed, _ = models("llama", tmp_path)
@@ -173,7 +173,7 @@ def test_logits_outlive_the_next_pass_and_lie_in_one_place(tmp_path: Path) -> No
         assert recorded._logits_WV is not None
         recorded._logits_WV.fill_(0)
     assert torch.equal(first, kept)
-    # With a large vocabulary those of every width and length would take hundreds of megabytes that nobody planned.
+    # With a large vocabulary those of every width and length would take hundreds of megabytes beyond the plan.
     _, replayed, _ = models("llama", tmp_path)
     recorded, cache = Graphs(replayed, Calls), KVCache(replayed.num_layers, 8)
     replayed.replay_with(recorded)
@@ -273,7 +273,7 @@ def test_recordings_go_on_behind_one_that_failed_and_one_that_cannot_begin_is_cl
 
 
 def test_an_allocator_that_is_left_open_refuses(paper: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistake that was: nobody closes what a broken capture has opened. Torch 2.11 alone minds."""
+    """The mistake that was: what a broken capture has opened stays open. Torch 2.11 alone minds."""
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None)
     checkpoint = checkpoint_of("dynamic", tmp_path)
     with Capturing(paper):

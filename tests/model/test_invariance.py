@@ -125,7 +125,7 @@ def test_attention_by_products_of_torch_has_the_same_bits(base: Path, monkeypatc
     assert_paths_are(taken_in(model, (1,) * NUM_TOKENS), model)
 
 
-def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:
+def test_values_that_no_row_sees_do_no_harm(base: Path) -> None:
     """What an abandoned pass left behind may be no number."""
     model = invariant_model("llama", "float32", base)
     cache = model.new_cache(3 * NUM_TOKENS)

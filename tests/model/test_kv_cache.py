@@ -95,7 +95,7 @@ def test_many_rows_are_read_before_any_is_written(num_rows: int, gather: Gather)
     assert committed(cache) == rows[:100] and rows_behind(cache, num_rows - 100) == rows[100:]
 
 
-def test_whoever_keeps_nothing_starts_behind_the_committed_rows_and_clear_forgets() -> None:
+def test_a_text_that_keeps_nothing_starts_behind_the_committed_rows_and_clear_forgets() -> None:
     cache = KVCache(NUM_LAYERS, NUM_SLOTS)
     write(cache, [1, 2, 3])
     cache.commit([1], [2])

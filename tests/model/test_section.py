@@ -201,7 +201,7 @@ def test_a_plan_counts_what_a_section_has(family: str, checkpoints: Callable[[st
     assert (*one.layer_bytes, *two.layer_bytes, *three.layer_bytes) == whole.layer_bytes
     assert one.kv_bytes + two.kv_bytes + three.kv_bytes == whole.kv_bytes and two.kv_bytes == 2 * one.kv_bytes
     assert two.rest_bytes == 0 < one.rest_bytes <= three.rest_bytes < whole.rest_bytes + one.rest_bytes
-    assert two.activation_bytes == one.activation_bytes < three.activation_bytes, "whoever has no head scores no row"
+    assert two.activation_bytes == one.activation_bytes < three.activation_bytes, "a part without a head scores no row"
 
 
 def test_on_a_gpu_a_table_is_no_head(checkpoints: Callable[[str], Checkpoint]) -> None:

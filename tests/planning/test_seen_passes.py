@@ -151,7 +151,7 @@ def believed(machine: Machine, how: str, num_texts: int) -> Costs:
 @pytest.mark.parametrize("num_texts", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("name", MACHINES)
 def test_what_is_known_at_the_start_gives_the_best_tree(name: str, num_texts: int) -> None:
-    machine = MACHINES[name]._replace(misses=1.0)  # which nobody knows then
+    machine = MACHINES[name]._replace(misses=1.0)  # which is not known then
     shape = chosen(trees_with(machine, machine.costs(num_texts)), num_texts)
     assert machine.s_per_token(shape, num_texts) <= ALLOWED * least_s(machine, num_texts)
 

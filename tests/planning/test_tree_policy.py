@@ -1,4 +1,4 @@
-"""One tree for whoever asks, on each machine: what decodes, plans, tunes and measures mean one shape and one yield."""
+"""One tree for all that ask, on each machine: what decodes, plans, tunes and measures mean one shape and one yield."""
 
 import json
 from dataclasses import fields, replace

@@ -397,7 +397,7 @@ def test_branches_bend_where_no_label_is(page: Any) -> None:
 
 
 def is_tidy(parents: list[int], depth: list[int], place: list[float]) -> bool:
-    """Whether children are one deeper than their parent, and lie in its part of the picture and in nobody else's."""
+    """Whether children are one deeper than their parent, and lie in its own part of the picture alone."""
     spans = [[y, y] for y in place]
     for child in range(len(parents) - 1, 0, -1):
         mother = spans[parents[child]]

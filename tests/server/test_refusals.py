@@ -236,7 +236,7 @@ def test_a_full_queue(looper: Path) -> None:
 
 
 def test_a_disk_that_fails(looper: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is told by its kind, and the log names the file: where models lie is nobody's business."""
+    """It is told by its kind, and the log names the file: where models lie is not a client's business."""
     with serving(looper) as served:
         asked = {"prompt": "Say:", "max_tokens": 100, **GREEDY}
         with failing_reads(4):

@@ -78,7 +78,7 @@ def test_comments_come_while_nothing_is_written(served: Served) -> None:
 
 @pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR, None], ids=["half closed", "closed", "reset"])
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole"])
-def test_whoever_hangs_up_is_dropped(served: Served, how: int | None, is_streamed: bool) -> None:
+def test_a_client_that_hangs_up_is_dropped(served: Served, how: int | None, is_streamed: bool) -> None:
     before = served.engine.figures()
     with before_steps(lambda: time.sleep(0.02)), connect(served) as client:
         client.sendall(request_bytes(ASKED | {"stream": is_streamed}))
@@ -94,7 +94,7 @@ def test_whoever_hangs_up_is_dropped(served: Served, how: int | None, is_streame
     assert after.num_tokens - before.num_tokens < MANY
 
 
-def test_whoever_hangs_up_while_waiting_is_dropped(served: Served) -> None:
+def test_a_client_that_hangs_up_while_waiting_is_dropped(served: Served) -> None:
     before = served.engine.figures()
     with held_passes() as begun, connect(served) as first:
         first.sendall(request_bytes(ASKED))
@@ -138,7 +138,7 @@ def test_what_is_no_http(served: Served) -> None:
         read_all(client)
 
 
-def test_whoever_does_not_read_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text is written meanwhile, and nothing of it is kept for ever."""
     monkeypatch.setattr(listening, "_READ_S", 0.3)
     before = served.engine.figures()
@@ -151,7 +151,7 @@ def test_whoever_does_not_read_is_cut_off(served: Served, monkeypatch: pytest.Mo
     until(served.rests)
 
 
-def test_whoever_sends_no_request_is_cut_off(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_no_request_is_cut_off(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(looper) as served:
         with connect(served) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")

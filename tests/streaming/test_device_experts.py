@@ -109,7 +109,7 @@ def test_a_forgotten_wait_shows(whose: str, num_host_slots: int, monkeypatch: py
             pool.poison_released = whose != "copies"  # which would wait in order with what is computed
             return run(pool, device, chosen(6, 3, seed), pause=lambda: time.sleep(0.001))
 
-    assert any(wrong(seed) for seed in range(10)), f"nobody missed the wait of {whose}"
+    assert any(wrong(seed) for seed in range(10)), f"no seed missed the wait of {whose}"
 
 
 def test_what_the_host_has_is_sent_without_waiting_for_anything() -> None:
@@ -173,7 +173,7 @@ def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.Monk
             assert "could not be page-locked" in (pool.carrier.note or "")
 
 
-def test_a_read_that_fails_or_cannot_begin_reaches_whoever_wants_the_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_or_cannot_begin_reaches_what_wants_the_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_slots, ahead_rows in ((3, NEVER), (6, 1)):
         with pools(num_slots, 4, ahead_rows=ahead_rows) as (pool, device, store):
             store.failing = {NUM_EXPERTS + 3}

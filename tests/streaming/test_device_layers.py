@@ -118,7 +118,7 @@ def test_a_forgotten_wait_shows(whose: str, kind: str, monkeypatch: pytest.Monke
         with streaming(TIERS[kind], seed=seed, **how) as (stream, device, _):
             return sweeps(stream, device, pause=lambda: time.sleep(0.001 if whose == "threads" else 0))
 
-    assert any(wrong(seed) for seed in range(10)), f"nobody missed the wait of {whose}"
+    assert any(wrong(seed) for seed in range(10)), f"no seed missed the wait of {whose}"
 
 
 def test_pinned_buffers_wait_for_their_copies_and_host_layers_for_nothing() -> None:

@@ -100,7 +100,7 @@ def test_scores_that_are_not_finite_are_refused_on_the_way_and_nowhere_else(
     scores_NV = 1000 * scores(1, 4, 0, 0, 8, 0, 0, 3)
     scores_NV[[2, 3, 5, 6], 7] = score
     walked = match(tree, scores_NV, Sampler(sampler, 10, kernels=kernels), 7)
-    assert walked[:2] == ([0, 1, 4, 7], [1, 4, 8, 3]), "nobody looks at what was not accepted"
+    assert walked[:2] == ([0, 1, 4, 7], [1, 4, 8, 3]), "what was not accepted is not looked at"
     scores_NV[7, 2] = score
     with pytest.raises(UserError, match="scores are not finite numbers"):
         match(tree, scores_NV, Sampler(sampler, 10, kernels=kernels), 7)
@@ -214,7 +214,7 @@ def likeliest_tree(draft_V: Floats, num_children: int) -> TokenTree:
     sampler = Sampler(Sampling(temperature=1), len(draft_V), ChildSampling.TOP_K)
     logits_1V = torch.from_numpy(np.log(draft_V + 1e-30))[None]
     children = draw_children(logits_1V, num_children, sampler, 0)
-    assert children.probs_WV is None, "top-k children are point masses, nobody needs their law"
+    assert children.probs_WV is None, "top-k children are point masses, which have no distribution"
     return TokenTree(k_ary(num_children, 1 + num_children), torch.cat([torch.zeros(1).long(), children.token_WK[0]]))
 
 
