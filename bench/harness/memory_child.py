@@ -95,7 +95,7 @@ def _follow(order: Order) -> dict[str, Any]:
         if not layers_s:
             layers_s.append(time.perf_counter())
 
-    hooks = Hooks(on_phase=meter.begin, on_layer=on_layer)
+    hooks = Hooks(on_phase=meter.next_phase, on_layer=on_layer)
     how: Any = {"max_new_tokens": order.num_tokens, "temperature": order.temperature}
     started_s = time.perf_counter()
     with open_decoder(order.target, order.draft, options, hooks=hooks) as decoder:
