@@ -135,7 +135,7 @@ class CudaRecorder:
     seen.
     """
 
-    def __init__(self, side: Stream) -> None:
+    def __init__(self, side: torch.cuda.Stream) -> None:
         self._side = side
         self._pool = torch.cuda.graph_pool_handle()
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,10 +28,10 @@ from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, PinningMethod, open_pinned_allocator
 from offload.units import format_bytes, parse_size
 
-# an event: a mark in a stream, reached or not yet
-Event = Any
-# a stream: work that is done in order
-Stream = Any
+# a mark in a stream, reached or not yet; on a host the time at which it was passed; None: reached
+Event = torch.cuda.Event | float | None
+# work that is done in order; None: the host's own
+Stream = torch.cuda.Stream | None
 # twice the embeddings of the largest trees
 STAGING_BYTES = 32 << 20
 _ALIGN_BYTES = 256
@@ -151,7 +151,7 @@ class Device:
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
         """Return seconds between two timed events, None while the later one is not reached."""
-        return float(after - before)
+        return cast(float, after) - cast(float, before)
 
     def peak_bytes(self) -> int:
         """Return the most memory of its own that this process has taken at once."""
@@ -251,15 +251,17 @@ class CudaDevice(Device):
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Order `stream` behind `event`."""
-        stream.wait_event(event)
+        cast(torch.cuda.Stream, stream).wait_event(cast(torch.cuda.Event, event))
 
     def synchronize(self, event: Event) -> None:
         """Let the host wait for `event`."""
-        event.synchronize()
+        cast(torch.cuda.Event, event).synchronize()
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
         """Return seconds between two timed events, None while the later one is not reached."""
-        return before.elapsed_time(after) / 1e3 if after.query() else None
+        ended = cast(torch.cuda.Event, after)
+        begun = cast(torch.cuda.Event, before)
+        return begun.elapsed_time(ended) / 1e3 if ended.query() else None
 
     def peak_bytes(self) -> int:
         """Return torch's own high-water mark, plus what CUDA keeps beside it."""
@@ -368,7 +370,7 @@ class Spans:
         self._listener: Record | None = None
         # kinds of work, layers, and the timed events before and after
         self._spans = deque[tuple[str, int, Event, Event]]()
-        self._origin = None
+        self._origin: Event = None
         self._origin_s = 0.0
 
     @property
