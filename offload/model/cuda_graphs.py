@@ -22,7 +22,6 @@ from offload.kernels.path_attention import BLOCK, HEADER, PathRows
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_rows
 from offload.model.tree_model import TreeModel
-from offload.streaming.device import Stream
 
 Work = Callable[[], None]
 # runs the work at least once; what it returns does it again on the same tensors
