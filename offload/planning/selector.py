@@ -242,9 +242,10 @@ class _Selection:
         )
         if not ranked:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        best = self._beside_prompts(ranked)
         if self.is_dynamic and self.known.seen.has_passes:
             best = self.known.seen.choose(ranked, self.num_texts, current)
+        else:
+            best = self._beside_prompts(ranked)
         why = self.basis
         if isinstance(best.shape, DynamicShape):
             counted = sum(one.num_sweeps for one in trees.counted)

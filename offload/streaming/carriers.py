@@ -165,7 +165,7 @@ class HostCarrier:
         read_all(self.source, slabs, on_bytes)
 
     def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
-        """Start moving a block into a slot, see `stage.Carry`."""
+        """Start moving a block into a slot, see `slot_cycle.Carry`."""
         asked = self.spans.mark(self.device.copies)
         reads = self.read(layer, slot, free)
 
