@@ -162,6 +162,11 @@ def check_numbers(record: Any) -> None:
             object.__setattr__(record, name, one.checked(getattr(record, name)))
 
 
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """Return a line, which names options in backticks, with a door's own names for them."""
+    return re.sub(r"`(\w+)`", lambda found: names.get(found[1], found[0]), message)
+
+
 def listed(names: Sequence[str], last: str = "and") -> str:
     """Return `a, b and c`; one name is itself."""
     return f" {last} ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])

@@ -52,9 +52,8 @@ class ModelChoice:
         "itself, [rounded while it is read](drafts.md), as its own draft; in one process alone",
     )
 
-    @property
-    def given(self) -> tuple[str, str | None]:
-        """Both, as text."""
+    def names(self) -> tuple[str, str | None]:
+        """Return both, as text."""
         return str(self.model), None if self.draft is None else str(self.draft)
 
 
@@ -68,8 +67,7 @@ class TalkingModels(ModelChoice):
         doc="the packaged pair, made larger than its memory: it answers questions about Python",
     )
 
-    @property
-    def given(self) -> tuple[str, str | None]:
+    def names(self) -> tuple[str, str | None]:
         """Return both, as text; the packaged pair where it is asked for. Raises `UserError`."""
         named = [str(one) for one in (self.model, self.draft) if one]
         if self.demo:
@@ -78,7 +76,7 @@ class TalkingModels(ModelChoice):
             return str(CHAT_PAIR / "target"), str(CHAT_PAIR / "draft")
         way = "give a folder, a GGUF file or a hub id, or `demo` for the packaged one"
         require(bool(self.model), "`model` says what is to run", "none", way)
-        return super().given
+        return super().names()
 
 
 @dataclass(frozen=True)
@@ -360,6 +358,10 @@ class OutputOptions:
         "--verbose", "-v", default=False, help="tell more: threads, slots, why this tree",
         commands=(*_RUN, "plan", "demo"), differs={"plan": {"is_main": True}},
     )
+
+    def __post_init__(self) -> None:
+        rule = "`quiet` and `verbose` exclude each other"
+        require(not (self.quiet and self.verbose), rule, "both", "leave one of them out")
 
 
 @dataclass(frozen=True, kw_only=True)

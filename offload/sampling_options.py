@@ -11,6 +11,7 @@ NOISE_POSITIONS = 32  # whose noise a sampler keeps: a step needs one for every 
 MOST_PENALTY = 100  # logits are about as large, and scores must stay finite
 MOST_SAMPLES = 100_000  # of a prompt: each is held until all are written
 LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow, and all large ones would be equal
+_NUM_SEEDS = 1 << 63
 _WRITE = ("generate", "chat")
 _ALL = ("http", "batch", "chat", "harness")
 
@@ -117,6 +118,10 @@ class Sampling:
     def kind(self) -> "Sampling":
         """Return the settings without the seed: what is learned of acceptance holds for these."""
         return replace(self, seed=0)
+
+    def later(self, number: int) -> "Sampling":
+        """Return the settings with the seed so many behind; the first one follows on the last."""
+        return replace(self, seed=(self.seed + number) % _NUM_SEEDS)
 
     @property
     def unprofiled(self) -> str:

@@ -1,4 +1,4 @@
-"""Sizes and rates with their units, and the legend of shape suffixes.
+"""Sizes, rates, counts and times as people read them, and the legend of shape suffixes.
 
 A tensor's name ends in one letter per dimension: `logits_NV`, `parent_N`, `key_GSK`.
 
@@ -91,3 +91,19 @@ def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:
         if abs(amount) >= 1:
             return f"{amount:{'.3g' if amount < 999.5 else '.0f'}} {prefix}{infix}B"
     return f"{num_bytes:.0f} B"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 token`, `2 tokens`, `1,234 tokens`, `2 passes`."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
+
+
+def duration(seconds: float) -> str:
+    """Return `7 s`, `1:05`, `2 h 05 min`: as exact as a person wants to know it, and never nothing."""
+    whole = max(1, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02}"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

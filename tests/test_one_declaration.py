@@ -37,12 +37,12 @@ for name in [one for one in sys.modules if one.partition(".")[0] == "offload"]:
     del sys.modules[name]  # of the process that this one was forked from
 from unittest.mock import patch
 import typer
-from offload.cli import batch_file, chat_commands, main
+from offload.cli import batch_file, main, slash_commands
 from offload.sampling_options import Sampling
 from offload.engine.request import request_of
 from offload.distributed.orders import reset_message, sampling_of
-from offload.server.app import read_page
-from offload.server.protocol import ChatBody
+from offload.server.bodies import ChatBody
+from offload.server.page import read_page
 from offload.declaration import options_at
 
 def refusal(*arguments):
@@ -62,7 +62,7 @@ found = {
     "flag": refusal("--made-up", "2"),
     "HTTP": sorted(ChatBody.model_fields),
     "a file of prompts": batch_file._FIELDS,
-    "/set": chat_commands._HELP,
+    "/set": slash_commands._HELP,
     "page": read_page().body.decode(),
     "Python": request_of("x", {"made_up": 0.25}).sampling.made_up,
     "ranks": sampling_of(reset_message(0, Sampling(made_up=0.25))).made_up,
@@ -123,14 +123,14 @@ def test_an_option_is_found_at_every_door(door: str, words: tuple[str, ...], doo
 
 def test_other_names_of_an_option_are_taken_at_the_doors_of_programs() -> None:
     """`repetition_penalty`, as Hugging Face and vLLM have it."""
-    from offload.cli import batch_file, chat_commands
-    from offload.server.protocol import ChatBody, parse
+    from offload.cli import batch_file, slash_commands
+    from offload.server.bodies import ChatBody, parse
 
     body = {"messages": [{"role": "user", "content": "x"}]}
     for name in ("repeat_penalty", "repetition_penalty"):
         assert parse(ChatBody, json.dumps({**body, name: 1.5}).encode()).repeat_penalty == 1.5
         assert batch_file._object(json.dumps({name: 1.5})) == {"repeat_penalty": 1.5}
-    assert chat_commands._SHORT["repetition-penalty"] == "repeat-penalty"
+    assert slash_commands._SHORT["repetition-penalty"] == "repeat-penalty"
     assert "--repetition-penalty" in options_of(Sampling)["repeat_penalty"].flags
 
 

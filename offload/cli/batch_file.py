@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,14 +19,14 @@ from typing import Any, BinaryIO
 
 from offload.checkpoint.files import read_given
 from offload.checkpoint.identity import ModelIdentity
-from offload.cli.live_line import plural
 from offload.cli.prompt_input import decode, with_system
-from offload.declaration import listed, options_at, synonyms_at
+from offload.declaration import listed, options_at, renamed, synonyms_at
 from offload.engine.request import Prompt, Request, samples_of
 from offload.errors import RunError, UserError, did_you_mean, ensure, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, find_grammar
 from offload.sampling_options import MOST_SAMPLES, NARROWING, Sampling
+from offload.units import plural
 
 _DRAWING = options_at("batch", Sampling)
 _TEXT = options_at("batch", TextOptions)
@@ -88,8 +87,7 @@ def read_tasks(
                 tasks.append(BatchTask(index, sample, name, one, _digest(one, written_by)))
         except UserError as error:
             # it names arguments, and here they are keys
-            rule = re.sub(r"`(\w+)`", lambda match: _KEYS.get(match[1], match[1]), str(error))
-            raise UserError(f"{file}, line {number}: {rule}") from None
+            raise UserError(f"{file}, line {number}: {renamed(str(error), _KEYS)}") from None
         index += 1
     remedy = 'give lines such as {"prompt": "Hello"}'
     require(bool(tasks), f"{file} must hold prompts", "none", remedy)

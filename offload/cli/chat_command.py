@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
-from offload.cli.libraries import Loading, libraries
+from offload.cli.libraries import libraries
+from offload.cli.loading import Loading
 from offload.cli.prompt_input import found_session
 from offload.cli.sampling import GivenSampling
 from offload.options import ModelOptions, OutputOptions, SamplingOptions, TalkingModels, TextOptions
@@ -41,29 +42,18 @@ def chat(
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     given = GivenSampling.of(sampling)
     session = found_session(text_options.session, model_options.ranks)
-    from offload.engine.precheck import check_run
-    from offload.planning.load_options import LoadOptions
-
-    model, draft = models.given
-    options = LoadOptions.of(model_options)
     first = _any_question(text_options, session)
-    check_run(model, draft, options, needs_template=True)
+    loading = Loading.of(models, model_options, needs_template=True)
     from offload.cli.chat_input import SilentTerminal
 
-    is_elsewhere = is_worker(model_options.ranks)
-    shown = Console(output, model_options.ram, is_silent=is_elsewhere)
+    shown = Console(output, model_options.ram, is_silent=is_worker(model_options.ranks))
     with shown as console, SilentTerminal() as terminal:
-        chosen, note = given.settled(str(model_options.config or model), console.wait)
+        chosen, note = given.settled(loading.config_place, console.wait)
         with libraries(console, before_leaving=terminal.end):
             from offload.cli.repl import converse
 
-            if models.demo:
-                from offload.cli.demo import packaged_chat
-
-                with console.making_target() as landed:
-                    model, options = packaged_chat(options, landed)
-            loading = Loading(model, draft, options, note)
-            converse(loading, console, text_options, replace(first, sampling=chosen), terminal)
+            made = replace(loading.made(console), note=note)
+            converse(made, console, text_options, replace(first, sampling=chosen), terminal)
 
 
 def _any_question(text: TextOptions, session: Path | None) -> "Request":

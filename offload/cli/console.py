@@ -1,37 +1,56 @@
-"""What a person sees beside the text: what goes on, what runs and where, the closing figures."""
+"""What a person sees beside the text: lines, and one that lives at the bottom of a terminal.
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+Text goes to stdout and all else to stderr, and both may be the same terminal. Where text stands in
+mid-line, the live line lies in the row below, and the cursor goes back to where text goes on. A
+thread keeps it moving, for an import or a large read tells nothing of itself. Invariant: no byte of
+it is on the screen while text is written; what cannot be drawn over (`TERM=dumb`, a file, a pipe)
+gets a plain line now and then instead.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from io import UnsupportedOperation
+from typing import TYPE_CHECKING, TextIO
 
-from offload.calibration.trial import ComparisonOutcome, used
-from offload.checkpoint.files import cache_folder
 from offload.cli.flags import as_flags
-from offload.cli.live_line import LiveLine, Phase, TextProgress, plural
+from offload.cli.progress import Phase, Progress, TextProgress
+from offload.cli.terminal import column_after, columns, fitted
 from offload.engine.hooks import Hooks
+from offload.interrupts import held_back
 from offload.options import OutputOptions
-from offload.stats import Stats
-from offload.units import format_bytes, is_decimal
+from offload.units import is_decimal
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
-    from offload.engine.decoder import Decoder
     from offload.engine.generation import Run
     from offload.memory.plan import MemoryPlan
-    from offload.planning.cost_model import Prediction
-    from offload.planning.selector import TreeChoice
 
-_CHOICES_SHOWN = 2
+# between two lines on a terminal, on one that cannot redraw, in a file
+_TICK_S = 0.25
+_DUMB_S = 5.0
+_FILE_S = 30.0
+# for one row below, scrolling if need be; the column stays
+_LEAVE_ROOM = "\x1bD\x1b[A"
+_UP = "\x1b[A"
+_SAVE_CURSOR = "\x1b7"
+_RESTORE_CURSOR = "\x1b8"
+_CLEAR_ROW = "\x1b[K"
+_CLEAR_BELOW = "\x1b[J"
 
 
-class Console(LiveLine):
+class Console:
     """Shows the lines of one run, and the live one below them; nothing where JSON or quiet is wanted.
 
     Args:
         sizes_like: a size as the user has written it, for the unit of those that are shown.
         is_silent: show nothing, whatever is wanted.
+
+    Attributes:
+        progress: what the live line tells of; None while there is none.
+        num_written: characters of text.
     """
 
     def __init__(
@@ -42,9 +61,23 @@ class Console(LiveLine):
         is_silent: bool = False,
     ) -> None:
         self._is_quiet = output.quiet or output.as_json or is_silent
-        super().__init__(is_off=self._is_quiet)
         self._is_verbose = output.verbose
         self.is_decimal = is_decimal(sizes_like)
+        self.progress: Progress | None = None
+        self.num_written = 0
+        self._stream = sys.stderr
+        is_terminal = not self._is_quiet and self._stream.isatty()
+        self._redraws = is_terminal and os.environ.get("TERM", "dumb") != "dumb"
+        self._pause_s = _TICK_S if self._redraws else _DUMB_S if is_terminal else _FILE_S
+        self._is_shared = not self._is_quiet and _is_same_file(sys.stdout, self._stream)
+        self._begins_at_once = is_terminal
+        # one's own thread may have it, where a signal or a destructor has something to say
+        self._lock = threading.RLock()
+        self._has_ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._column = 0
+        self._is_drawn = False
+        self._has_wrapped = False
 
     def __enter__(self) -> "Console":
         return self
@@ -59,19 +92,34 @@ class Console(LiveLine):
 
     def say(self, lines: str) -> None:
         """Print lines for the user, above what is under way."""
-        if not self._is_quiet and lines:
-            self.print(as_flags(lines))
+        if self._is_quiet or not lines:
+            return
+        with self._lock:
+            self._erase()
+            print(fitted(as_flags(lines), self._stream), file=self._stream)
+            if self._redraws:
+                self._draw()
 
     def detail(self, lines: str) -> None:
         """Print lines that only `--verbose` shows."""
         if self._is_verbose:
             self.say(lines)
 
-    def open(self, names: "ModelNames", decoder: "Decoder", choice: "TreeChoice") -> None:
-        """Tell what is about to run; loading is over."""
-        self.clear()
-        self.say(opening_lines(names, decoder, choice, is_decimal=self.is_decimal))
-        self.detail(detail_lines(decoder, choice if names.draft else None))
+    def text(self, text: str) -> None:
+        """Write a piece of text to stdout, and draw the line anew."""
+        if not text:
+            return
+        with self._lock:
+            self._erase()
+            up = _UP if self._has_wrapped and text.startswith("\n") else ""
+            # before the writing, because Ctrl-C strikes right after it
+            self.num_written += len(text)
+            sys.stdout.write(up + text)
+            if self._is_shared:
+                self._follow(text)
+            sys.stdout.flush()
+            if self._redraws:
+                self._draw()
 
     def write(self, pieces: Iterable[str]) -> BaseException | None:
         """Write pieces of text as they come; return what ended them, to raise it behind the text."""
@@ -82,6 +130,23 @@ class Console(LiveLine):
         except BaseException as error:
             failure = error
         return failure
+
+    def show(self, progress: Progress, *, is_at_once: bool = False) -> None:
+        """Let the line tell of this from now on; `is_at_once` also in a file or a pipe."""
+        if self._is_quiet:
+            return
+        with self._lock:
+            self.progress = progress
+            if self._redraws or self._begins_at_once or is_at_once:
+                self._draw()
+        self._begins_at_once = False
+        if self._thread is None:
+            # one that Ctrl-C met as it began could not be waited for
+            with held_back():
+                self._thread = threading.Thread(
+                    target=self._keep_moving, name="offload-line", daemon=True
+                )
+                self._thread.start()
 
     def wait(self, label: str) -> None:
         """Show that something is under way of which it is not known how much is left."""
@@ -98,21 +163,6 @@ class Console(LiveLine):
         phase.is_decimal = self.is_decimal
         phase.reach(done_bytes, total_bytes)
 
-    @contextmanager
-    def making_target(self) -> Iterator[Callable[[int, int], None]]:
-        """Yield what shows how far a packaged target is; where one was made, say that it stays."""
-        num_bytes = 0
-
-        def landed(done_bytes: int, total_bytes: int) -> None:
-            nonlocal num_bytes
-            num_bytes = total_bytes
-            self.bytes_landed(done_bytes, total_bytes, label="making the target")
-
-        yield landed
-        if num_bytes:
-            size = format_bytes(num_bytes, is_decimal=True)
-            self.say(f"made the packaged model: {size}, which stay in {cache_folder()}")
-
     def count(self, done: int, total: int, label: str) -> None:
         """Show the progress of something that is counted."""
         self._phase(label).reach(done, total)
@@ -128,6 +178,31 @@ class Console(LiveLine):
         if self.progress is not None:
             self.progress.num_layers += 1
 
+    @contextmanager
+    def keeping(self, what: str) -> Iterator[None]:
+        """Show what is written to a file, and let what would end the program wait until it is."""
+        with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            try:
+                self.show(Phase(f"keeping {what}"))
+                yield
+            finally:
+                self.clear()
+
+    def clear(self) -> None:
+        """Take the line away until something else is shown."""
+        with self._lock:
+            self._erase()
+            self.progress = None
+
+    def close(self) -> None:
+        """Take it away, and its thread; what is shown later begins another one."""
+        self.clear()
+        if self._thread is not None:
+            self._has_ended.set()
+            self._thread.join()
+            self._thread = None
+            self._has_ended.clear()
+
     def _phase(self, label: str) -> Phase:
         """Return the phase under way, or a new one where it has another label."""
         shown = self.progress
@@ -136,200 +211,61 @@ class Console(LiveLine):
             self.show(shown)
         return shown
 
+    def _keep_moving(self) -> None:
+        try:
+            while not self._has_ended.wait(self._pause_s):
+                with self._lock:
+                    self._draw()
+        # stderr is gone, which the writer of text will find out by itself
+        except (OSError, ValueError):
+            return
 
-class ModelNames(NamedTuple):
-    """What runs, as the user calls it."""
+    def _draw(self) -> None:
+        if self.progress is None:
+            return
+        width = columns(self._stream)
+        line = _fitting(self.progress.parts(), width - 1)
+        if not self._redraws:
+            line = "" if self._column else f"{line}\n"
+        elif self._column:
+            line = f"{_LEAVE_ROOM}{_SAVE_CURSOR}\n\r{line}{_CLEAR_ROW}{_RESTORE_CURSOR}"
+        else:
+            line = f"\r{line}{_CLEAR_ROW}"
+        self._stream.write(line)
+        self._stream.flush()
+        self._is_drawn = self._redraws
 
-    model: str
-    draft: str | None
+    def _erase(self) -> None:
+        if self._is_drawn:
+            self._stream.write(_CLEAR_BELOW if self._column else f"\r{_CLEAR_BELOW}")
+            self._stream.flush()
+        self._is_drawn = False
 
-    @classmethod
-    def of(cls, model: str, draft: str | None, ranks: str | None = None) -> "ModelNames":
-        """Return the last parts of both names, the head's where there are several `ranks`."""
-        name = Path(model).absolute().name
-        where = "" if ranks is None else " on rank 0"
-        return cls(f"{name}{where}", draft and Path(draft).absolute().name)
+    def _follow(self, text: str) -> None:
+        """Note the column where text has left the cursor.
 
-
-def opening_lines(
-    names: ModelNames, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False
-) -> str:
-    """Return what is not as fast as it could be, what runs, where, and what to expect."""
-    lines = [*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal)]
-    sources = str(decoder.sources)
-    if names.draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
-        # a folder is often called so
-        called = names.draft if names.draft == "draft" else f"draft {names.draft}"
-        lines.append(f"{called}{sources and f' with {sources}'}, {_expectation(choice)}")
-    elif choice and choice.shape.num_nodes > 1:
-        lines.append(f"no draft: up to {choice.shape.num_nodes - 1} guesses a pass by {sources}")
-    return "\n".join(lines)
-
-
-def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> str:
-    """Return where the layers lie, and what a sweep moves."""
-    from offload.memory.plan import LayerTier
-
-    num_layers = len(plan.layer_bytes)
-    moved = format_bytes(plan.streamed_bytes, is_decimal=is_decimal)
-    if plan.gpu_bytes is not None:
-        num_host = plan.num_layers_in(LayerTier.HOST)
-        num_disk = plan.num_layers_in(LayerTier.DISK)
-        where = f"{plan.num_resident} of {num_layers} layers on the GPU, {num_host} in RAM, {num_disk} on disk"
-        return f"{name}: {where}" + (f"; {moved} a pass" if plan.num_slots else "")
-    budget = format_bytes(plan.ram_bytes, is_decimal=is_decimal)
-    layers = f"{plan.num_resident} of {num_layers} layers"
-    where = f"{layers} in RAM ({budget} allowed), {moved} a pass from disk"
-    if plan.has_experts:
-        experts = f"{plan.num_kept_experts:,} of {plan.num_experts:,} experts and {layers}"
-        where = f"{experts} around them in RAM ({budget} allowed), others come as they are needed"
-    elif not plan.num_slots:
-        where = f"all {num_layers} layers fit into RAM ({budget} allowed), nothing is streamed"
-    return f"{name}: {where}"
+        Behind the last one terminals differ, so the row is ended there by a blank that goes.
+        """
+        width = columns(self._stream)
+        self._column = column_after(text, self._column, width)
+        self._has_wrapped = self._redraws and self._column >= width
+        if self._has_wrapped:
+            sys.stdout.write(" \r")
+            self._column = 0
 
 
-def _expectation(choice: "TreeChoice") -> str:
-    from offload.trees.spec import label_of  # which brings numpy along
-
-    speed = f"{choice.tokens_per_sweep:.1f} tokens a pass expected"
-    if choice.candidates:
-        speed = f"{1 / choice.candidates[0].s_per_token:.2f} tokens/s"
-        # by a usual draft, and as if nothing else used the machine
-        speed = f"{speed} expected" if choice.is_measured else f"at best {speed}"
-    tree = f"tree {label_of(choice.shape)}"
-    if choice.chains:
-        tree = f"chains, of {choice.shape.depth} at first"
-    return f"{tree}, {speed}"
+def _fitting(parts: list[str], width: int) -> str:
+    """Return as many parts as fit, and of the first as much as does."""
+    line = parts[0][:width]
+    for part in parts[1:]:
+        if len(line) + len(part) + 2 > width:
+            break
+        line += f", {part}"
+    return line
 
 
-def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
-    """Return threads, slots, kernels, and why this tree."""
-    plan = decoder.plan
-    modes = decoder.threads.start
-    threads = plural(modes.sweep.num_threads, "compute thread")
-    if modes.draft.num_threads != modes.sweep.num_threads:
-        threads += f", {modes.draft.num_threads} for drafting"
-    slots = f"streamed layers pass through {plan.num_slots} slots; " if plan.num_slots else ""
-    lines = [f"{slots}{threads}"]
-    if decoder.comparisons:
-        lines.append(kernel_line(decoder.comparisons))
-    if choice:
-        lines.append(choice_lines(choice))
-    return "\n".join(lines)
-
-
-def kernel_line(outcomes: Sequence[ComparisonOutcome]) -> str:
-    """Return which kernels and expansions of weights run here, and why others do not."""
-    reasons = {one.kernel: one.reason for one in outcomes if one.reason}
-    running = ", ".join(kernel for kernel, is_used in used(outcomes).items() if is_used) or "none"
-    left_out = ", ".join(f"{kernel} ({reason})" for kernel, reason in reasons.items()) or "none"
-    return f"kernels: {running}; left out: {left_out}"
-
-
-def choice_lines(choice: "TreeChoice") -> str:
-    """Return which tree is used and why; where it was chosen, beside the next best."""
-    tree = _tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_dynamic)
-    if choice.chains is not None:
-        tree = f"chains of at most {choice.chains.max_length} guesses"
-    first = f"{tree}: {choice.why}"
-    return "\n".join([first, *candidate_rows(choice.candidates[:_CHOICES_SHOWN])])
-
-
-def _tree_words(num_nodes: int, depth: int, is_dynamic: bool) -> str:
-    if not depth:
-        return "no tree"
-    return f"{'dynamic tree of at most' if is_dynamic else 'tree of'} {plural(num_nodes, 'node')}, {depth} deep"
-
-
-def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
-    """Return what was predicted for the best few trees."""
-    return [
-        f"  {c.label:>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step.total_s:.3f} s, "
-        f"{c.s_per_token:.4f} s/token, {c.step.limit}-bound"
-        for c in candidates
-    ]
-
-
-def closing_lines(
-    stats: Stats, plan: "MemoryPlan", own_bytes: int, *, is_decimal: bool = False
-) -> str:
-    """Return speed, tokens a pass, link and memory; the program took `own_bytes` before."""
-    if stats.num_new_tokens == 0:
-        return "no tokens generated"
-    first = f"{plural(stats.num_new_tokens, 'token')}, the first after {stats.ttft_s:.2f} s"
-    memory = memory_line(stats, plan, own_bytes, is_decimal=is_decimal)
-    if not stats.num_sweeps or not stats.tpot_s:
-        return f"{first}\n{memory}"
-    if stats.runs:
-        count = Counter(what for _, what, _, _ in stats.runs)
-        runs = f"{plural(count['issued'], 'run')}, {count['cancelled']} cancelled"
-        return f"{first}; then {stats.tokens_per_s:.2f} tokens/s ({runs})\n{memory}"
-    tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
-    speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens a pass"
-    if stats.chain_lengths:
-        tree = f"chains of {fmean(stats.chain_lengths):.1f} guesses"
-    lines = [f"{first}; then {speed} ({plural(stats.num_sweeps, 'pass')}, {tree})", memory]
-    if stats.bytes_streamed:
-        waited = f"{stats.stall_s / stats.sweep_s:.0%} of a pass is waiting for it"
-        link = f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}"
-        if stats.expert_hit_rate is not None:
-            link += f"; {stats.expert_hit_rate:.0%} of the experts that were needed were there"
-        lines.insert(1, link)
-    return "\n".join(lines)
-
-
-def alpha_line(stats: Stats) -> str:
-    """Return how alike draft and target were where both are known; empty where they are not."""
-    if stats.alpha is None:
-        return ""
-    error = stats.alpha.standard_error
-    doubt = "" if error is None else f"±{error:.3f}"
-    positions = plural(stats.alpha.count, "position")
-    return f"alpha {stats.alpha.mean:.3f}{doubt}, the chance of a first guess, by {positions}"
-
-
-def memory_line(
-    stats: Stats, plan: "MemoryPlan", own_bytes: int, *, is_decimal: bool = False
-) -> str:
-    """Return the most memory that was held, beside all that may be: the budget, and the program."""
-    sizes = (stats.peak_rss_bytes, plan.ram_bytes, own_bytes, stats.peak_device_bytes)
-    peak, budget, own, on_gpu = (format_bytes(size, is_decimal=is_decimal) for size in sizes)
-    allowed = format_bytes(plan.ram_bytes + own_bytes, is_decimal=is_decimal)
-    line = f"peak memory {peak}; allowed {allowed} = {budget} (--ram) + {own} for Python"
-    return f"{line}; {on_gpu} on the GPU" if stats.peak_device_bytes else line
-
-
-def clipped_line(asked: int, num_new: int, num_prompt: int, plan: "MemoryPlan") -> str:
-    """Return what becomes of more new tokens than there is room for; nothing where they fit."""
-    if num_new >= asked:
-        return ""
-    room = f"the context of {plan.context} has no more room"
-    behind = f"behind a prompt of {plural(num_prompt, 'token')}"
-    return f"at most {num_new} new tokens and not {asked}: {room} {behind}{_longer(plan)}"
-
-
-def cut_line(stats: Stats, finish_reason: str, plan: "MemoryPlan") -> str:
-    """Return that a text is cut off, and by what; nothing where it has come to its end."""
-    if finish_reason != "length" or not stats.num_new_tokens:
-        return ""
-    if stats.num_prompt_tokens + stats.num_new_tokens >= plan.context:
-        return f"the text is cut off where the context of {plan.context} ends{_longer(plan)}"
-    num = plural(stats.num_new_tokens, "token")
-    return f"the text is cut off after {num}: -n -1 writes as many as the context has room for"
-
-
-def _longer(plan: "MemoryPlan") -> str:
-    longest = ", the longest that this model was made for"
-    return longest if plan.has_longest_context else ": --context N makes it longer"
-
-
-def turn_line(stats: Stats, finish_reason: str) -> str:
-    """Return how long an answer of a conversation took, and how much had to be read again for it."""
-    how = {"interrupted": ", stopped", "length": ", cut off by its limit"}.get(finish_reason, "")
-    speed = ""
-    if stats.tpot_s:
-        speed = f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens a pass"
-    num_read = stats.num_prompt_tokens - stats.num_kept_tokens
-    read = f"{num_read} of the prompt's {plural(stats.num_prompt_tokens, 'token')} read"
-    new = f"{plural(stats.num_new_tokens, 'token')}{how}"
-    return f"({new}, the first after {stats.ttft_s:.1f} s{speed}; {read})"
+def _is_same_file(one: TextIO, other: TextIO) -> bool:
+    try:
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    except (OSError, UnsupportedOperation):  # of a stream in memory
+        return False

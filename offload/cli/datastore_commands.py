@@ -1,7 +1,6 @@
 """The commands that make and look after datastores, corpora that drafts are looked up in."""
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,11 +13,11 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.cli.live_line import fitted, plural
+from offload.cli.terminal import print_result
 from offload.errors import UserError, reason
 from offload.machine import available_ram_bytes, peak_rss_bytes
 from offload.options import OutputOptions
-from offload.units import format_bytes, parse_size
+from offload.units import format_bytes, parse_size, plural
 
 if TYPE_CHECKING:
     from offload.datastore.build import Coder, Corpus, Messages, OnPhase
@@ -123,7 +122,7 @@ def info(store: Folder, output: OutputOptions) -> None:
     from offload.datastore.store import read_store
 
     found = read_store(store)
-    print(json.dumps(found.as_dict()) if output.as_json else fitted(_info_lines(found), sys.stdout))
+    print_result(_info_lines(found), found.as_dict(), as_json=output.as_json)
 
 
 @flags.command(
@@ -143,8 +142,8 @@ def verify(store: Folder, output: OutputOptions) -> None:
     found = read_store(store)
     with Console(output) as console:
         check(found, partial(console.bytes_landed, label="reading"))
-    sound = json.dumps({**found.as_dict(), "is_sound": True})
-    print(sound if output.as_json else f"{_store_line(found)}: sound")
+    figures = {**found.as_dict(), "is_sound": True}
+    print_result(f"{_store_line(found)}: sound", figures, as_json=output.as_json)
 
 
 def _store_line(store: "Store", *, is_decimal: bool = False) -> str:

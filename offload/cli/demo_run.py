@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from offload.checkpoint.packaged import PAIR
 from offload.cli.console import Console
-from offload.cli.live_line import plural
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.sequence import PassFigures
@@ -21,6 +20,7 @@ from offload.reports.proof import draw_gaps, rounding
 from offload.sampling_options import Sampling
 from offload.stats import Stats
 from offload.trees.verification import find_rule
+from offload.units import plural
 
 _NUM_PLAIN = 16  # tokens that are written without a tree, at most
 _BESIDE = 2  # wrong guesses drawn beside each token of the path

@@ -1,38 +1,26 @@
 """Flags, made of what is declared in `offload.options`: a command is a function of records of options.
 
-Values that are not given come from a file of one's own and, before it, from environment variables.
-The file is a TOML file of flag names, `ram = "8GiB"`; those in a table, `[chat]`, are for that
-command alone and come first. What holds for all commands, as every variable does, holds for those
-that take a model; the demo brings its own.
-
 `--help` shows the options of a command that matter first, and the others by name; `--help-all`
 explains all. The group of an option, and whether it matters first, belong to its declaration.
 """
 
 import inspect
-import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from offload import machine
-from offload.checkpoint.files import read_small
 from offload.declaration import GROUPS, Option, build, options_of
-from offload.errors import UserError, did_you_mean, reason, require
+from offload.errors import require
 from offload.options import RECORDS, OutputOptions
 from offload.rank_roles import find_place, own_value
 
-TRACEBACK = "OFFLOAD_TRACEBACK"  # for those who take a line for a fault of ours; it sets no flag
-_PREFIX = "OFFLOAD_"
-_NUM_NAMED = 3  # flags that an error names, the nearest ones
-_DECLARED = {name: one for record in reversed(RECORDS) for name, one in options_of(record).items()}
+DECLARED = {name: one for record in reversed(RECORDS) for name, one in options_of(record).items()}
 # a command with no more options shows them all
 _FEW = 12
 _ALL = "--help-all"
@@ -117,9 +105,9 @@ def as_flags(message: str) -> str:
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
-        if name not in _DECLARED:
+        if name not in DECLARED:
             return match[0]
-        return _DECLARED[name].flag + (f" {value}" if value else "")
+        return DECLARED[name].flag + (f" {value}" if value else "")
 
     return re.sub(r'`(\w+)(?:="([^`"]*)")?`', flag, message)
 
@@ -154,130 +142,12 @@ def _own_number(context: typer.Context, param: Any, text: str | None) -> int | N
         raise typer.BadParameter("Input should be a valid integer")
     if int(own) < 1:
         raise typer.BadParameter("Input should be at least 1")
-    if _DECLARED[str(param.name)].counts == "cores":
+    if DECLARED[str(param.name)].counts == "cores":
         # More threads than cores only wait for each other, and thousands are more than a process may start.
         most = machine.num_cores()
         rule = f"{param.opts[0]} must be at most {most}, the cores that this process may use"
         require(int(own) <= most, rule, own, "leave it out to have it measured")
     return int(own)
-
-
-class Defaults(NamedTuple):
-    """What a file and the environment set."""
-
-    commands: Mapping[str, Any]  # {name: what the option parser runs}
-    by_command: dict[str, dict[str, Any]]  # as a context takes it: {command: {parameter: value}}
-    sources: dict[tuple[str, str], str]  # {(command, parameter): the variable or file that sets it}
-    notes: list[str]  # of variables that are nearly a flag's
-
-    def blame(self, message: str, given: list[str]) -> str:
-        """Return an error's line, with where its flag was set if not in `given`, the arguments."""
-        name = given[0]
-        if not any(command == name for command, _ in self.sources):
-            return message
-        context = self.commands[name].make_context(name, given[1:], resilient_parsing=True)
-        for param in context.command.params:
-            source = self.sources.get((name, param.name))
-            origin = context.get_parameter_source(param.name)
-            flags = "|".join([*param.opts, *param.secondary_opts])
-            is_given = origin is not None and origin.name == "COMMANDLINE"
-            if source and not is_given and re.search(rf"(?<![\w-])({flags})(?![\w-])", message):
-                return f"{message} (--{_key(param)} is set by {source})"
-        return message
-
-    def set(self, scope: Mapping[str, dict[str, Any]], key: str, value: Any, source: str) -> None:
-        """Set a flag of commands that have it; empty unsets it. Raises `UserError` for none."""
-        if isinstance(value, dict) or not any(key in known for known in scope.values()):
-            known = {flag for flags in scope.values() for flag in flags}
-            near = ", ".join(get_close_matches(key, known, _NUM_NAMED, cutoff=0))
-            raise UserError(
-                f"{source} sets {key!r}, which is no flag: take it out, or name one of {near}"
-            )
-        for name, flags in scope.items():
-            if (param := flags.get(key)) is None:
-                continue
-            self.by_command[name].pop(param.name, None)
-            self.sources.pop((name, param.name), None)
-            if value != "":
-                is_one = param.multiple and not isinstance(value, list)
-                self.by_command[name][param.name] = [value] if is_one else value
-                self.sources[name, param.name] = source
-
-
-def may_have_defaults() -> bool:
-    """Return whether there is a file of one's own, or a variable that may set a flag."""
-    path = config_file()
-    is_there = path is not None and os.path.lexists(path)
-    return is_there or any(name.startswith(_PREFIX) for name in os.environ)
-
-
-def find_defaults(commands: Mapping[str, Any]) -> Defaults:
-    """Return what file and environment set for these commands. Raises `UserError`."""
-    flags = {name: _settings(command) for name, command in commands.items()}
-    shared = {
-        name: {key: param for key, param in known.items() if _may(param, "is_shared")}
-        for name, known in flags.items()
-        if "model" in known
-    }
-    path = config_file()
-    found = Defaults(commands, {name: {} for name in flags}, {}, [])
-    told = _read(path) if path else {}
-    tables = {name: told.pop(name) for name in flags if isinstance(told.get(name), dict)}
-    for key, value in told.items():
-        found.set(shared, key, value, str(path))
-    for name, table in tables.items():
-        for key, value in table.items():
-            found.set({name: flags[name]}, key, value, str(path))
-    keys = {key for known in shared.values() for key in known}
-    variables = {f"{_PREFIX}{key.upper().replace('-', '_')}": key for key in keys}
-    for name, value in os.environ.items():
-        if name in variables:
-            found.set(shared, variables[name], value, name)
-        # of another program's variables nothing is said
-        elif (
-            name.startswith(_PREFIX)
-            and name != TRACEBACK
-            and (meant := did_you_mean(name, variables))
-        ):
-            found.notes.append(f"{name} sets no flag{meant}")
-    return found
-
-
-def config_file() -> Path | None:
-    """Return where the file is looked for; None where there is no home."""
-    folder = os.environ.get("XDG_CONFIG_HOME")
-    try:
-        return Path(folder or Path.home() / ".config") / "offload" / "config.toml"
-    except RuntimeError:
-        return None
-
-
-def _settings(command: Any) -> dict[str, Any]:
-    """Return what may be set of a command, by key."""
-    known = {_key(one): one for one in command.params if _may(one, "is_setting")}
-    return {key: one for key, one in known.items() if key not in ("", "help", "help-all")}
-
-
-def _may(param: Any, what: str) -> bool:
-    """Return what is declared of a parameter; one that is not declared may all."""
-    return param.name not in _DECLARED or bool(getattr(_DECLARED[param.name], what))
-
-
-def _key(param: Any) -> str:
-    """Return the first long name without its dashes; empty where there is none."""
-    long = _longest(param)
-    return long[2:] if long.startswith("--") else ""
-
-
-def _read(path: Path) -> dict[str, Any]:
-    import tomllib  # `--help` reads no file
-
-    try:
-        return tomllib.loads(read_small(path))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:  # among them what is no UTF-8 or no TOML
-        raise UserError(f"cannot read {path} ({reason(error)}): mend it or move it away") from None
 
 
 def grouped(declared: Mapping[str, Option]) -> type[TyperCommand]:
@@ -319,7 +189,7 @@ class _GroupedCommand(TyperCommand):
             elif one is not None and ctx.meta.get(_ALL):
                 section = one.group
             elif one is not None and is_long(self.declared) and not one.is_main:
-                rest.setdefault(one.group, []).append(_longest(param))
+                rest.setdefault(one.group, []).append(longest_name(param))
                 continue
             # no flag is broken into two lines
             told = re.sub(r"--?[a-z][\w-]*", lambda flag: flag[0].replace("-", _HYPHEN), record[1])
@@ -340,7 +210,7 @@ def _row(group: str, names: str, formatter: Any) -> str:
     return "\n".join([*textwrap.wrap(names, formatter.width, initial_indent=head, **how), ""])
 
 
-def _longest(param: Any) -> str:
+def longest_name(param: Any) -> str:
     """Return the name that an option is looked for by."""
     return next((name for name in param.opts if name.startswith("--")), param.opts[0])
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
-from offload.cli.libraries import Loading, libraries
+from offload.cli.libraries import libraries
+from offload.cli.loading import Loading
 from offload.cli.prompt_input import found_session, prompts_of, read_prompt, with_system
 from offload.cli.sampling import GivenSampling, found_grammar
 from offload.options import ModelChoice, ModelOptions, OutputOptions, SamplingOptions, TextOptions
@@ -41,10 +42,8 @@ def generate(
     output: OutputOptions,
 ) -> None:
     """Write text with a model larger than memory."""
-    # they take a third of the time of `--help`
-    from offload.engine.precheck import check_run
+    # it takes a third of the time of `--help`
     from offload.engine.request import Request
-    from offload.planning.load_options import LoadOptions
 
     is_elsewhere = is_worker(model_options.ranks)
     prompts = prompts_of(text_options, as_json=output.as_json)
@@ -55,17 +54,16 @@ def generate(
     if prompts is None and not is_elsewhere:
         text = read_prompt(text_options.prompt, text_options.file, is_needed=session is None)
         prompt = with_system(text, text_options.system, raw=text_options.raw)
-    model, draft = models.given
-    options = LoadOptions.of(model_options)
     needs_template = text_options.system is not None
-    check_run(model, draft, options, needs_text=session is None, needs_template=needs_template)
+    needs = {"needs_text": session is None, "needs_template": needs_template}
+    loading = Loading.of(models, model_options, **needs)
     if grammar is not None and not is_elsewhere:
         from offload.sampling.grammar import tried_source
 
         tried_source(grammar)
     with Console(output, model_options.ram, is_silent=is_elsewhere) as console:
-        chosen, note = given.settled(str(model_options.config or model), console.wait)
-        loading = Loading(model, draft, options, note)
+        chosen, note = given.settled(loading.config_place, console.wait)
+        loading = replace(loading, note=note)
         request = Request(
             prompt,
             chosen,

@@ -1,10 +1,7 @@
-"""Many ranks of one command on this host, by torchrun's own launcher, which is called in this
-process; and what the command line does otherwise in a process that is one of them.
+"""Many ranks of one command on this host, by torchrun's own launcher, which is called in this process.
 
 Standard streams are the ranks' own; the launcher only starts them, hands on Ctrl-C, and makes one
-exit code of theirs. Rank 0 owns standard input and output. The others read and write nothing, leave
-Ctrl-C to rank 0, and tell it why they fail; only where it does not hear that, they print the line
-themselves. Invariant: no rank outlives the launcher, however it ends.
+exit code of theirs. Invariant: no rank outlives the launcher, however it ends.
 """
 
 import os
@@ -21,25 +18,26 @@ from typing import Annotated, NamedTuple
 import typer
 
 from offload.cli.app import app
-from offload.cli.flags import ask_for_silence, error_line, grouped
-from offload.cli.live_line import LiveLine, Phase, fitted, plural, print_error
-from offload.errors import TOLD, RankError, UserError, reason, require
-from offload.rank_roles import RankInfo, find_place
+from offload.cli.console import Console
+from offload.cli.flags import ask_for_silence, grouped
+from offload.cli.rank_process import (
+    COMMANDS,
+    EXIT_HEAD_SILENT,
+    EXIT_UNSAID,
+    LAUNCHER,
+    names_ranks,
+    takes_ranks,
+)
+from offload.cli.terminal import print_error
+from offload.errors import UserError, reason, require
+from offload.options import OutputOptions
+from offload.units import plural
 
-# the process that the ranks' parent must be; variables that set flags begin with OFFLOAD_
-LAUNCHER = "_OFFLOAD_LAUNCHER"
-EXIT_UNSAID = 3  # of rank 0: another rank has died, and the launcher says how
-# of others: they have not heard of rank 0 for too long, and the launcher says so
-EXIT_HEAD_SILENT = 4
-_COMMANDS = ("generate", "chat", "bench decode")
 _MEET_S = 120
 _HOST_RULE = "--hosts must name this host once"
 # there the second ends the program in order; elsewhere two are enough
 _KILLING_PRESSES = {"chat": 3}
 _PRESSES_WITHIN_S = 10.0
-_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
-_MEET_HEAD_S = 5.0
-_HEARD_S = 3.0
 _COMMAND_HELP = "generate, chat or bench decode, with their flags"
 _RANKS_HELP = "number of ranks on all hosts together; see docs/ranks.md"
 _HOSTS_HELP = "hosts, on each of which the same command is started; rank 0 is on the first"
@@ -92,7 +90,7 @@ def plan_launch(
     num_ranks: int, hosts: str | None, host_index: int | None, port: int | None, command: list[str]
 ) -> Launch:
     """Return what the flags ask for. Raises `UserError`."""
-    rule = f"offload launch starts one of {', '.join(_COMMANDS)}"
+    rule = f"offload launch starts one of {', '.join(COMMANDS)}"
     named = command[: 1 + (command[0] == "bench")]
     require(takes_ranks(command), rule, " ".join(named), "offload launch -n 2 -- generate ...")
     if hosts is None:
@@ -110,16 +108,6 @@ def plan_launch(
     rule = f"--host-index must be less than {num_hosts}"
     require(host_index < num_hosts, rule, host_index, "the first is 0")
     return Launch(num_ranks // num_hosts, names, host_index, port or 29500, command)
-
-
-def takes_ranks(command: Sequence[str]) -> bool:
-    """Return whether it is a command that runs on many ranks."""
-    return any(list(command[: len(one.split())]) == one.split() for one in _COMMANDS)
-
-
-def names_ranks(command: Sequence[str]) -> bool:
-    """Return whether the command says which rank does what."""
-    return any(one.split("=")[0] == "--ranks" for one in command)
 
 
 def run_ranks(plan: Launch) -> tuple[int, list[str]]:
@@ -174,17 +162,14 @@ def run_ranks(plan: Launch) -> tuple[int, list[str]]:
 @contextmanager
 def _announced(plan: Launch) -> Iterator[None]:
     """Tell what is under way until ranks do: torch's launcher is slow, and hosts wait."""
-    is_quiet = ask_for_silence(plan.command)
-    line = LiveLine(is_off=is_quiet)
-    try:
-        line.show(Phase(f"starting {plural(plan.num_here, 'rank')}"))
+    with Console(OutputOptions(quiet=ask_for_silence(plan.command))) as console:
+        console.wait(f"starting {plural(plan.num_here, 'rank')}")
         yield
-    finally:
-        line.close()
-    if len(plan.hosts) > 1 and not is_quiet:
-        meeting = f"{plan.address}:{plan.port}, for {_MEET_S} s at most"
-        told = f"this is host {plan.host_index} of {len(plan.hosts)}, from 0 on; hosts meet at {meeting}"
-        print(fitted(told, sys.stderr), file=sys.stderr, flush=True)
+        console.clear()
+        if len(plan.hosts) > 1:
+            meeting = f"{plan.address}:{plan.port}, for {_MEET_S} s at most"
+            place = f"this is host {plan.host_index} of {len(plan.hosts)}, from 0 on"
+            console.say(f"{place}; hosts meet at {meeting}")
 
 
 def verdict(
@@ -275,71 +260,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def begin(command: Sequence[str], own: Mapping[str, object]) -> RankInfo | None:
-    """Take this process's place, if the command is for many ranks and a launcher started it.
-
-    `own` is what is set for it elsewhere, by parameter. Raises `UserError`.
-    """
-    # of benches the last
-    is_told = names_ranks(command) or own.get("ranks") or os.environ.get("OFFLOAD_RANKS")
-    place = find_place() if is_told and takes_ranks(command) else None
-    if place is None or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return place
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what is lost is said in a line of ours
-    _end_with_parent(signal.SIGKILL if place.rank else signal.SIGTERM)
-    if place.rank:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, 0)
-        os.dup2(nothing, 1)
-    return place
-
-
-def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
-    """Return the exit code of a rank that has failed, and print its line if no other can.
-
-    That is rank 0, and of the death of a rank the launcher, if all ranks are its own. Of the
-    silence of rank 0 it is the launcher beside it, which will have to kill it.
-    """
-    if place.rank == 0:
-        are_all_here = LAUNCHER in os.environ and place.num_on_host == place.num_ranks
-        if are_all_here and getattr(error, "is_death", False):
-            return EXIT_UNSAID
-        print_error(line)
-        return code
-    if isinstance(error, RankError):
-        is_known = error.is_head_silent and LAUNCHER in os.environ and not place.host_index
-        if (place.host_index and not error.is_head_told) or (error.is_head_silent and not is_known):
-            _print(place, line)
-        return 0 if error.is_head_told else EXIT_HEAD_SILENT if is_known else code
-    if TOLD not in getattr(error, "__notes__", ()) and not _is_heard(place, line):
-        _print(place, line)
-    return code
-
-
-def _is_heard(place: RankInfo, line: str) -> bool:
-    """Leave the line where rank 0 looks while it waits for this one; return whether it heard."""
-    from offload.distributed.join import leave_reason
-
-    try:
-        return leave_reason(place, line, meet_s=_MEET_HEAD_S, heard_s=_HEARD_S)
-    except UserError:  # no rank is there
-        return False
-
-
-def _print(place: RankInfo, line: str) -> None:
-    print(error_line(f"rank {place.rank}: {line}"), file=sys.stderr, flush=True)
-
-
-def _end_with_parent(number: int) -> None:
-    """Have a signal sent here when the launcher ends, or now if it has ended already."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is not None and os.getppid() != int(launcher):
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a command loads: torch and transformers, without what no decoder needs of them, then models.
+"""torch and transformers, imported without what no decoder needs of them.
 
 Importing the libraries is most of a command's start, and half of that is torch's compiler and parts
 for many machines, named in decorators and type checks of functions that are never called here. Only
@@ -15,15 +15,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from offload.cli.console import Console, ModelNames
+from offload.cli.console import Console
 from offload.machine import has_cuda_driver
-
-if TYPE_CHECKING:
-    from offload.engine.decoder import Decoder
-    from offload.engine.request import Request
-    from offload.planning.load_options import LoadOptions
 
 # Used where they are installed: by losses, by candidates of assisted generation, by pictures and by
 # quantisers.
@@ -38,32 +33,6 @@ _PARTS = (
     "transformers.tokenization_utils_tokenizers",
     "torch.fx.experimental.symbolic_shapes",
 )
-
-
-class Loading(NamedTuple):
-    """What is to be loaded, as the user names it."""
-
-    model: str
-    draft: str | None
-    options: "LoadOptions"
-    note: str = ""  # for the user, about the sampling
-
-    @property
-    def names(self) -> ModelNames:
-        return ModelNames.of(self.model, self.draft, self.options.ranks)
-
-    def open(
-        self, console: Console, request: "Request", check: Callable[[], None] = lambda: None
-    ) -> "Decoder":
-        """Load it, as the console shows; `check` is called where a layer has run."""
-        from offload.engine.load import open_decoder
-
-        def on_layer() -> None:
-            console.layer_done()
-            check()
-
-        hooks = console.hooks._replace(on_layer=on_layer)
-        return open_decoder(self.model, self.draft, self.options, request, hooks=hooks)
 
 
 @contextmanager

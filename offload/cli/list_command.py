@@ -1,10 +1,10 @@
 """The command `list`: which models the hub's library has downloaded."""
 
-import json
 from typing import Any
 
 from offload.cli import flags
 from offload.cli.app import app
+from offload.cli.terminal import print_result
 from offload.errors import UserError, reason
 from offload.options import OutputOptions
 from offload.units import format_bytes
@@ -24,13 +24,11 @@ def list_models(output: OutputOptions) -> None:
     from offload.checkpoint.download import cached_models
 
     found = [_told(name) for name in cached_models()]
-    if output.as_json:
-        print(json.dumps(found))
-    elif not found:
-        print("no model was downloaded yet: generate, chat and serve do that with -m ORG/NAME")
-    else:
+    lines = ["no model was downloaded yet: generate, chat and serve do that with -m ORG/NAME"]
+    if found:
         width = max(len(one["name"]) for one in found)
-        print("\n".join(flags.as_flags(_row(one, width)) for one in found))
+        lines = [_row(one, width) for one in found]
+    print_result("\n".join(lines), found, as_json=output.as_json)
 
 
 def _told(name: str) -> dict[str, Any]:

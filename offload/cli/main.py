@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import typer
 
-from offload.cli import flags, launch
+from offload.cli import defaults, flags, rank_process
 from offload.cli.app import app, every_command
 from offload.cli.failures import is_stuck, leave, machine_failure
 from offload.cli.flags import error_line
-from offload.cli.live_line import print_error
+from offload.cli.terminal import print_error
 from offload.errors import RankError, RunError, UserError, did_you_mean
 from offload.rank_roles import RankInfo
 
@@ -27,7 +27,7 @@ EXIT_INTERRUPTED = 130
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
     given = sys.argv[1:] or ["--help"]
-    own = flags.Defaults({}, {}, {}, [])
+    own = defaults.Defaults({}, {}, {}, [])
     place = None
     try:
         command: Any = typer.main.get_command(app)
@@ -36,11 +36,11 @@ def main() -> None:
         if "_OFFLOAD_COMPLETE" in os.environ:
             command.main(prog_name="offload")
         if not {"-h", "--help", "--help-all", "--version"} & {*given}:
-            if flags.may_have_defaults():
+            if defaults.may_have_defaults():
                 commands = every_command()
                 commands.pop("bench", None)
-                own = flags.find_defaults(commands)
-            place = launch.begin(given, own.by_command.get(given[0], {}))
+                own = defaults.find_defaults(commands)
+            place = rank_process.begin(given, own.by_command.get(given[0], {}))
             if own.notes and not flags.ask_for_silence(given):
                 print(*map(error_line, own.notes), sep="\n", file=sys.stderr)
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
@@ -117,7 +117,7 @@ def _said_of(error: Any, given: list[str]) -> str:
 def _fail(
     message: str, code: int, place: RankInfo | None = None, error: Exception | None = None
 ) -> NoReturn:
-    if error is not None and os.environ.get(flags.TRACEBACK):
+    if error is not None and os.environ.get(defaults.TRACEBACK):
         import traceback
 
         # its causes, too, also where a message of ours took their place
@@ -127,6 +127,6 @@ def _fail(
             cause = cause.__context__
         traceback.print_exception(error)
     if place is not None and error is not None:
-        sys.exit(launch.leave(place, error, message, code))
+        sys.exit(rank_process.leave(place, error, message, code))
     print_error(message)
     sys.exit(code)

@@ -12,10 +12,9 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.cli.live_line import plural
 from offload.errors import require
 from offload.options import OutputOptions, PackOptions
-from offload.units import format_bytes
+from offload.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from offload.packing.pack import PackResult

@@ -1,7 +1,5 @@
 """The command `plan`."""
 
-import json
-import sys
 from contextlib import ExitStack
 from functools import cache
 
@@ -9,7 +7,7 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.cli.live_line import fitted
+from offload.cli.terminal import print_result
 from offload.errors import require
 from offload.options import ModelChoice, ModelOptions, OutputOptions, PlanOptions
 
@@ -36,7 +34,7 @@ def plan(
 
     if machine.cluster is not None:
         _require_no_machine(machine, model_options)
-    model, draft = models.given
+    model, draft = models.names()
     options = LoadOptions.of(model_options)
     tokens_per_sweep = machine.tokens_per_sweep
     with Console(output, model_options.ram) as console, ExitStack() as resources:
@@ -65,8 +63,7 @@ def plan(
             figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
             how = {"is_verbose": output.verbose, "is_decimal": console.is_decimal}
             lines = answer_lines(found, drafts, **how)
-    told = flags.as_flags(json.dumps(figures) if output.as_json else lines)
-    print(told if output.as_json else fitted(told, sys.stdout))
+    print_result(lines, figures, as_json=output.as_json)
 
 
 def _require_no_machine(machine: PlanOptions, model_options: ModelOptions) -> None:

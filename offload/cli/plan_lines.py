@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from offload.checkpoint.sizes import ModelFacts
-from offload.cli.live_line import plural
 from offload.distributed.layout import RankPart
 from offload.memory.plan import LayerTier, MemoryPlan
 from offload.planning.cost_model import Prediction, PromptPass
 from offload.planning.hardware import KNOWN
 from offload.reports.estimate import DraftCandidate, Estimate, Packing
 from offload.reports.forecast import ClusterForecast, Forecast
-from offload.units import format_bytes
+from offload.units import format_bytes, plural
 
 _gb = partial(format_bytes, is_decimal=True)
 _BAR_WIDTH = 32

@@ -10,17 +10,19 @@ import signal
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 
-from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput, SilentTerminal
-from offload.cli.console import Console, turn_line
-from offload.cli.libraries import Loading
-from offload.cli.live_line import plural, print_error
+from offload.cli.console import Console
+from offload.cli.loading import Loading
+from offload.cli.run_lines import turn_line
+from offload.cli.slash_commands import LEAVE, SlashCommands
+from offload.cli.terminal import print_error
 from offload.engine.chat import Chat
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
+from offload.units import plural
 
 HINT = "Ctrl-C stops an answer, /help lists commands, /bye or Ctrl-D leaves"
 
@@ -86,9 +88,7 @@ def converse(
     """
     own_bytes = rss_bytes()
     brake = InterruptFlag()
-    with loading.open(console, first, brake.check) as decoder:
-        console.open(loading.names, decoder, decoder.tree_choice(first.sampling))
-        console.say(loading.note)
+    with loading.open(console, first, check=brake.check) as decoder:
         chat = Chat(
             decoder,
             first.sampling,
@@ -100,7 +100,7 @@ def converse(
             _go_on(chat, text, console)
         console.say(HINT)
         terminal.end()
-        commands = ChatCommands(chat, console, own_bytes, text.session)
+        commands = SlashCommands(chat, console, own_bytes, text.session)
         answer_questions(chat, commands, decoder.plan, console, brake)
 
 
@@ -119,7 +119,7 @@ def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
 
 def answer_questions(
     chat: Chat,
-    commands: ChatCommands,
+    commands: SlashCommands,
     plan: MemoryPlan,
     console: Console,
     brake: InterruptFlag,

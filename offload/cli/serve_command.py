@@ -5,13 +5,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from offload.checkpoint.files import read_small
+from offload.checkpoint.generation_config import served_sampling
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
-from offload.cli.libraries import Loading, libraries
+from offload.cli.libraries import libraries
+from offload.cli.loading import Loading
 from offload.errors import UserError, installing, reason, require
 from offload.options import ModelOptions, OutputOptions, ServerOptions, TalkingModels
 from offload.server.listening import EarlyAnswers, bind, is_loopback
+from offload.server.settings import ServerSettings
 from offload.units import parse_size
 
 
@@ -34,12 +37,7 @@ def serve(
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         remedy = installing("offload[serve]")
         raise UserError(f"offload serve needs {' and '.join(missing)}: {remedy}")
-    from offload.engine.precheck import check_run
-    from offload.planning.load_options import LoadOptions
-
-    model, draft = models.given
-    options = LoadOptions.of(model_options)
-    check_run(model, draft, options)
+    loading = Loading.of(models, model_options)
     keys = read_keys(server.api_key_file, server.host)
     max_body_bytes = parse_size(server.max_body, "`max_body`")
     for origin in server.cors or ():
@@ -52,13 +50,24 @@ def serve(
         with libraries(console):
             from offload.cli.serving import serve_model
 
-            if models.demo:
-                from offload.cli.demo import packaged_chat
-
-                with console.making_target() as landed:
-                    model, options = packaged_chat(options, landed)
-            loading = Loading(model, draft, options)
-            serve_model(loading, console, server, keys, max_body_bytes, early)
+            made = loading.made(console)
+            settings = ServerSettings(
+                model_id=made.model_name,
+                sampling=served_sampling(made.config_place),
+                aliases=tuple(server.alias or ()),
+                host=server.host,
+                origins=tuple(server.cors or ()),
+                api_keys=keys,
+                max_body_bytes=max_body_bytes,
+            )
+            serve_model(
+                made,
+                console,
+                settings,
+                early,
+                num_waiting=server.queue,
+                grace_s=server.grace,
+            )
 
 
 def read_keys(file: Path | None, host: str) -> tuple[str, ...]:

@@ -8,46 +8,37 @@ are told, and nothing is left behind.
 
 from threading import Event, Timer
 
-from offload.checkpoint.generation_config import served_sampling
 from offload.cli.console import Console
-from offload.cli.libraries import Loading
-from offload.cli.live_line import plural
+from offload.cli.loading import Loading
 from offload.cli.sampling import sampling_words
 from offload.engine.request import Request
 from offload.engine.service import ASK_LATER, Closing, Engine
 from offload.errors import UserError
-from offload.options import ServerOptions
 from offload.server.app import create_app
 from offload.server.listening import EarlyAnswers
 from offload.server.network import Listening
-from offload.server.protocol import ServerSettings
+from offload.server.settings import ServerSettings
+from offload.units import plural
 
 
 def serve_model(
     loading: Loading,
     console: Console,
-    server: ServerOptions,
-    keys: tuple[str, ...],
-    max_body_bytes: int,
+    settings: ServerSettings,
     early: EarlyAnswers,
+    *,
+    num_waiting: int,
+    grace_s: float,
 ) -> None:
     """Serve until a signal ends it. Raises `UserError` and `RunError`.
 
     Args:
-        keys: any of them lets in; none asks for none.
         early: has the socket, and answers on it until this server can.
+        num_waiting: requests that may wait for a place.
+        grace_s: that texts under way have when the server ends.
     """
-    sampling = served_sampling(str(loading.options.config or loading.model))
-    settings = ServerSettings(
-        model_id=loading.names.model,
-        sampling=sampling,
-        aliases=tuple(server.alias or ()),
-        host=server.host,
-        origins=tuple(server.cors or ()),
-        api_keys=keys,
-        max_body_bytes=max_body_bytes,
-    )
     app = create_app(None, settings)
+    first = Request(sampling=settings.sampling)
     brake = Event()
 
     def check() -> None:
@@ -56,17 +47,18 @@ def serve_model(
 
     with (
         Listening(app, early.hand_over(), console.say) as listening,
-        loading.open(console, Request(sampling=sampling), check) as decoder,
+        loading.open(console, first, check=check) as decoder,
     ):
         if decoder.tokenizer is None:
             rule = "a server needs the model's tokenizer"
             raise UserError(f"{rule}: put its tokenizer.json beside it")
-        console.open(loading.names, decoder, decoder.tree_choice(sampling))
-        console.say(f"a request that does not say how to draw gets {sampling_words(sampling)}")
-        with Engine(decoder, max_waiting=server.queue) as engine:
+        console.say(
+            f"a request that does not say how to draw gets {sampling_words(settings.sampling)}"
+        )
+        with Engine(decoder, max_waiting=num_waiting) as engine:
             app.state.engine = engine
             console.say(serving_lines(settings.model_id, listening.address))
-            _wait(listening, engine, console, server.grace, brake)
+            _wait(listening, engine, console, grace_s, brake)
 
 
 def serving_lines(name: str, address: str) -> str:

@@ -5,35 +5,26 @@ Invariant: what is finished is written at once and whole, however the command en
 """
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from offload.checkpoint.hub import is_here, open_headers
 from offload.cli.batch_file import BatchTask, ResultsFile
-from offload.cli.console import (
-    Console,
-    alpha_line,
-    clipped_line,
-    closing_lines,
-    cut_line,
-    place_line,
-)
+from offload.cli.console import Console
 from offload.cli.flags import as_flags
-from offload.cli.libraries import Loading
-from offload.cli.live_line import BatchProgress, duration, plural
+from offload.cli.loading import Loading
+from offload.cli.progress import BatchProgress
+from offload.cli.run_lines import alpha_line, clipped_line, closing_lines, cut_line
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
-from offload.engine.identities import Identities
 from offload.engine.request import Prompt, Request
 from offload.engine.scheduler import Finished, write_all
 from offload.errors import RunError, UserError
 from offload.machine import rss_bytes
 from offload.model.target import Target
-from offload.planning.quantised_drafts import read_models
+from offload.units import duration, plural
 
 
 def write_text(
@@ -50,12 +41,9 @@ def write_text(
             console.wait("reading the session")
         begun = _begun_text(decoder, session, request.prompt)
         run = decoder.start(replace(request, prompt=begun), continues=continues)
-        console.open(loading.names, decoder, run.tree_choice)
-        console.say(loading.note)
         num_new = run.sequence.limits.max_new_tokens
-        if request.max_new_tokens < sys.maxsize:
-            num_prompt = run.sequence.stats.num_prompt_tokens
-            console.say(clipped_line(request.max_new_tokens, num_new, num_prompt, decoder.plan))
+        num_prompt = run.sequence.stats.num_prompt_tokens
+        console.say(clipped_line(request.max_new_tokens, num_new, num_prompt, decoder.plan))
         console.follow(run, decoder.plan, num_new)
         with _kept_text(decoder, run, session, console):
             _write_run(run, console, own_bytes, decoder.target if as_json else None)
@@ -113,7 +101,10 @@ def write_batch(
 ) -> None:
     """Write what is not done yet, a line for each text. Raises `RunError` if some have failed."""
     follows_draft = loading.options.lenience < 1
-    identities = _identities(loading, console) if results.models else None
+    identities = None
+    if results.models:
+        console.wait("comparing models")
+        identities = loading.identities()
     if identities is not None:
         results.require(partial(identities.difference, follows_draft=follows_draft))
     todo = [task for task in tasks if (task.index, task.sample) not in results.done]
@@ -123,7 +114,7 @@ def write_batch(
         )
     if todo:
         first = Request(sampling=todo[0].request.sampling, is_named=bool(results.name))
-        with _opened(loading, first, console) as decoder:
+        with loading.open(console, first, tells_tree=False) as decoder:
             if identities is None:  # files had to be fetched first
                 results.require(partial(decoder.identities.difference, follows_draft=follows_draft))
             # while files are those that were opened
@@ -144,7 +135,11 @@ def write_samples(
 ) -> None:
     """Write texts of one prompt as they finish, each under a heading, or at the end as one list."""
     objects = dict[int, dict[str, object]]()
-    with _opened(loading, requests[0], console) as decoder:
+    first = requests[0]
+    with loading.open(console, first, tells_tree=False) as decoder:
+        ids = decoder.encode(first.prompt or "", raw=first.raw)
+        num_new = first.num_new(ids, decoder.plan.context)
+        console.say(clipped_line(first.max_new_tokens, num_new, len(ids), decoder.plan))
         try:
             for index, outcome in _finished(decoder, requests, console):
                 if isinstance(outcome, UserError):
@@ -156,27 +151,6 @@ def write_samples(
         finally:
             if as_json:
                 console.text(json.dumps([objects[index] for index in sorted(objects)]) + "\n")
-
-
-def _identities(loading: Loading, console: Console) -> Identities | None:
-    """Return the identities of models whose files are here, before anything is loaded."""
-    console.wait("comparing models")
-    options = loading.options
-    files = read_models(loading.model, loading.draft, options, open_headers)
-    if not all(map(is_here, filter(None, files))):
-        return None
-    return Identities(files, limit_bytes_per_s=options.limit_bytes_per_s)
-
-
-@contextmanager
-def _opened(loading: Loading, request: Request, console: Console) -> Iterator[Decoder]:
-    with loading.open(console, request) as decoder:
-        console.clear()
-        name = loading.names.model
-        place = place_line(name, decoder.plan, is_decimal=console.is_decimal)
-        console.say("\n".join([*decoder.notes, place]))
-        console.say(loading.note)
-        yield decoder
 
 
 def _finished(

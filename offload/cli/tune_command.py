@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from offload.cli import flags
 from offload.cli.app import app
-from offload.cli.console import Console, candidate_rows
+from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.cli.live_line import fitted
+from offload.cli.run_lines import candidate_rows
+from offload.cli.terminal import fitted
 from offload.options import ModelChoice, ModelOptions, OutputOptions, TuneOptions
 from offload.sampling_options import Sampling
 
@@ -43,7 +44,7 @@ def tune(
 
     for path in trace.text:
         read_text(path)
-    model, draft = models.given
+    model, draft = models.names()
     assert draft is not None, "its flag is required here"
     options = LoadOptions.of(replace(model_options, tree=model_options.tree or "auto"))
     # a tune sets its own

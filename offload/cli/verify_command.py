@@ -1,7 +1,5 @@
 """`offload verify`: is a model what it was, and does it hold numbers?"""
 
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,11 +11,10 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.failures import machine_failure
-from offload.cli.flags import as_flags
-from offload.cli.live_line import fitted, plural
+from offload.cli.terminal import print_result
 from offload.errors import UserError
 from offload.options import OutputOptions, VerifyOptions
-from offload.units import format_bytes
+from offload.units import format_bytes, plural
 
 if TYPE_CHECKING:
     from offload.integrity import Report
@@ -58,9 +55,7 @@ def verify(
         with _not_as_damage():
             place = compared.manifest and compared.manifest.expanduser()
             report = check(open_whole(model), place, may_write=compared.write, progress=show)
-        console.clear()
-        told = fitted(as_flags("\n".join(_lines(report))), sys.stdout)
-    print(json.dumps(report.as_dict()) if output.as_json else told)
+    print_result("\n".join(_lines(report)), report.as_dict(), as_json=output.as_json)
     if report.damage:
         raise typer.Exit(_DAMAGED)
 

@@ -9,7 +9,6 @@ forgotten.
 
 import os
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
@@ -137,7 +136,7 @@ class Chat:
                 f"begin anew with "
                 f"/clear{'' if self._decoder.plan.has_longest_context else ', or raise `context`'}"
             )
-        sampling = replace(self.sampling, seed=self.sampling.seed + self._num_turns)
+        sampling = self.sampling.later(self._num_turns)
         num_new = min(
             context if self.max_new_tokens is None else self.max_new_tokens, context - len(ids)
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Unpack, overload
 
 from offload.declaration import whole_number
-from offload.engine.generation import Generation, Run
+from offload.engine.generation import Generation, Run, RunStart
 from offload.engine.request import Prompt, Request, Tool, encode, request_of, samples_of, several_of
 from offload.engine.scheduler import in_order
 from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
@@ -24,9 +24,6 @@ from offload.planning.selector import TreeChoice
 from offload.rules import check_lenience
 from offload.sampling_options import Sampling
 from offload.trees.verification import Rule, find_rule
-
-# what a run begins with: ids of its prompt, the rule and the tree
-RunStart = tuple[list[int], Rule, TreeChoice]
 
 
 class Decoder(TokenDecoder):
@@ -145,13 +142,16 @@ class Decoder(TokenDecoder):
         request = Request(prompt, sampling, max_new_tokens, raw=raw, tree=tree, rule=rule)
         return self.start(request, continues=continues)
 
-    def start(self, request: Request, *, continues: bool = False) -> Run:
+    def start(
+        self, request: Request, *, continues: bool = False, checked: RunStart | None = None
+    ) -> Run:
         """Prepare a generation from a request, as `run` does.
 
-        At most `num_parallel` - 1 other runs may be unreleased. Raises `UserError`.
+        At most `num_parallel` - 1 other runs may be unreleased. `checked` is what `check` has
+        returned for it, and is not proved again. Raises `UserError`.
         """
         sampling = request.sampling
-        prompt_ids, acceptance, choice = self.check(request)
+        prompt_ids, acceptance, choice = checked or self.check(request)
         # no text goes on that an encoder reads
         start_ids = self._start or prompt_ids
         # before a place is taken: it may fail

@@ -21,6 +21,22 @@ Tool = Mapping[str, Any]  # a function that a model may call, as OpenAI's protoc
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
+class NoRoom(UserError):  # noqa: N818
+    """A prompt and its new tokens exceed the context.
+
+    Attributes:
+        num_prompt: tokens of the prompt.
+        num_new: wanted behind it; None for as many as there is room for.
+        context: positions that there are.
+    """
+
+    def __init__(self, message: str, num_prompt: int, num_new: int | None, context: int) -> None:
+        super().__init__(message)
+        self.num_prompt = num_prompt
+        self.num_new = num_new
+        self.context = context
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One run to be."""
@@ -40,6 +56,7 @@ class Request:
     is_clipped: bool = False  # more tokens than there is room for become as many as there is
     tree: str | None = None  # others than those given to `load`; the tree no larger than that one
     rule: str | None = None
+    tools: Sequence[Tool] = ()  # that the model may call in a conversation
 
     @property
     def is_for_file(self) -> bool:
@@ -106,7 +123,7 @@ class Request:
         most = max(dict(self.sampling.logit_bias), default=0)
         rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
         require(most < vocab_size, rule, most, "use this model's tokenizer")
-        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
+        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw, tools=self.tools)
         num_new = self.num_new(ids, context, start)
         if start:
             _check_source(ids, start, num_new, context)
@@ -116,10 +133,9 @@ class Request:
                 remedy = ", the longest that this model was made for: "
             new = "a new one" if num_new == 1 else f"{num_new} new ones"
             fewer = "" if self.is_clipped else " or lower `max_new_tokens`"
-            raise UserError(
-                f"a prompt of {len(ids)} tokens and {new} exceed the context of "
-                f"{context}{remedy}shorten the prompt{fewer}"
-            )
+            what = f"a prompt of {len(ids)} tokens and {new} exceed the context of {context}"
+            asked = None if self.is_clipped else num_new
+            raise NoRoom(f"{what}{remedy}shorten the prompt{fewer}", len(ids), asked, context)
         return ids
 
     def num_new(self, ids: Sequence[int], context: int, start: tuple[int, ...] = ()) -> int:
@@ -150,10 +166,7 @@ def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
     is_possible = 1 <= whole_number(num_samples, "`num_samples`") <= MOST_SAMPLES
     require(is_possible, f"`num_samples` must lie in 1 to {MOST_SAMPLES}", num_samples, "try 1")
     for number in range(num_samples):
-        yield replace(
-            request,
-            sampling=replace(request.sampling, seed=(request.sampling.seed + number) % 2**63),
-        )
+        yield replace(request, sampling=request.sampling.later(number))
 
 
 def several_of(prompt: Any) -> Sequence[Prompt] | None:

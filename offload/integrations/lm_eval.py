@@ -235,7 +235,7 @@ class OffloadLM(TemplateLM):
         drawing = {_SETTINGS[name].name: value for name, value in told.items()}
         if not is_drawn:
             drawing["temperature"] = 0.0
-        sampling = Sampling(**drawing, seed=self._seed + repetition)
+        sampling = Sampling(**drawing, seed=self._seed).later(repetition)
         num_kept = self.max_length - num_new
         rule = f"max_gen_toks must be less than the context of {self.max_length}"
         require(num_kept > 0, rule, num_new, "raise `context`, or lower it by --gen_kwargs")

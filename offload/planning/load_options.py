@@ -5,6 +5,7 @@ weight is read, and torch is not imported.
 """
 
 import os
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -28,6 +29,13 @@ from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to
 from offload.units import ByteSize, Rate, parse_rate
 
 MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
+
+
+def check_device_name(name: object) -> None:
+    """Raise `UserError` for what is the name of no device."""
+    is_name = isinstance(name, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is not None
+    rule = "`device` must be auto, cpu, cuda or cuda:N"
+    require(is_name, rule, repr(name), 'try `device="auto"`')
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,7 @@ class LoadOptions(ModelOptions):
             parse_pipeline(self.pipeline)
 
     def _check_sizes(self) -> None:
+        check_device_name(self.device)
         for name, kind in (("ram", ByteSize), ("gpu_memory", ByteSize), ("link_limit", Rate)):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, kind.parse(given, f"`{name}`"))

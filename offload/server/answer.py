@@ -1,109 +1,25 @@
 """An answer in the making: what the texts of a request have gained, in OpenAI's words.
 
-`Answer` has what chat and plain completions share, with a subclass for each. `ToolCalls` finds
-calls of tools in what a model writes, in the forms that common models were taught: Hermes and Qwen
-write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 an answer that is one such
-object (with `parameters`), Mistral a list of them. `TokenNames` tells of single tokens: a token's
-text alone may be half a character, its bytes are exact.
+`Answer` has what chat and plain completions share, with a subclass for each. `TokenNames` tells of
+single tokens: a token's text alone may be half a character, its bytes are exact.
 
-`arrivals` brings pieces of texts from the engine's thread into the server's loop. A stream is
-server-sent events: chunks of an answer, comments while there are none, and the end. An error that
-comes too late for a status is an event of its own, and then the stream has no `[DONE]`.
-
-Invariants: the chunks of a stream, put together, are the choices of the answer that is sent whole.
-Text that turns out to be no call is handed out as text. A client that is gone cancels what it has
-asked for: hanging up, a cancelled task and an error leave by one door, which cancels every ticket.
+Invariant: the chunks of a stream, put together, are the choices of the answer that is sent whole.
 """
 
-import asyncio
-import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
-from contextlib import aclosing
+from collections.abc import Sequence, Set
 from functools import lru_cache
 from typing import Any, ClassVar
-
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from offload import __version__
 from offload.engine.generation import Generation
 from offload.engine.job import TextPiece, Ticket
 from offload.engine.sequence import PassFigures, TokenLogprob
 from offload.engine.text import Tokenizer, TokenPieces
-from offload.server.protocol import Body, ChatBody, refusal_of, refuse_closing
-
-_OPEN = "<tool_call>"
-_CLOSE = "</tool_call>"
-
-
-class ToolCalls:
-    """Finds calls of tools in one answer, piece by piece; without tools all is text."""
-
-    def __init__(self, *, is_wanted: bool) -> None:
-        self._is_wanted = is_wanted
-        self._held = ""
-        self._is_begun = False
-        self._calls: list[dict[str, Any]] = []
-
-    def push(self, piece: str) -> str:
-        """Return text that is no part of a call, as far as that is certain."""
-        if not self._is_wanted:
-            return piece
-        self._held += piece
-        if not self._is_begun and self._held.lstrip()[:1] in ("{", "[", ""):
-            return ""  # it may be a call as a whole; at the end that is known
-        self._is_begun = True
-        said = ""
-        while _OPEN in self._held:
-            before, _, rest = self._held.partition(_OPEN)
-            inner, close, after = rest.partition(_CLOSE)
-            said += before
-            self._held = _OPEN + rest
-            if not close:
-                return said
-            said += self._call_or_text(inner, _OPEN + inner + _CLOSE)
-            self._held = after
-        # a tag may begin with the last of them
-        begun = (size for size in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:size]))
-        certain = len(self._held) - next(begun, 0)
-        said = said + self._held[:certain]
-        self._held = self._held[certain:]
-        return said.rstrip() if self._calls and not said.strip() else said
-
-    def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return what is left of the text, and all calls."""
-        held = self._held
-        self._held = ""
-        if not self._is_wanted or not held:
-            return held, self._calls
-        inner = held.removeprefix(_OPEN)  # some leave the closing tag out
-        return self._call_or_text(inner, held), self._calls
-
-    def _call_or_text(self, inner: str, whole: str) -> str:
-        found = _read(inner)
-        self._calls += found
-        return "" if found else whole
-
-
-def _read(text: str) -> list[dict[str, Any]]:
-    """Return the calls in a text that is one, or a list of them; none where it is anything else."""
-    try:
-        value = json.loads(text)
-        calls = []
-        for one in value if isinstance(value, list) else [value]:
-            name = one["name"]
-            arguments = one["arguments"] if "arguments" in one else one["parameters"]
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                return []
-            told = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-            key = f"call_{secrets.token_hex(12)}"
-            calls.append({"id": key, "type": "function", "function": told})
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return []
-    return calls
-
+from offload.server.bodies import Body, ChatBody
+from offload.server.refusals import refuse_closing
+from offload.server.tool_calls import ToolCalls
 
 _LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
 
@@ -141,7 +57,7 @@ class TokenNames:
                 num_chars += len(text)
         return told
 
-    def told(self, passed: PassFigures) -> dict[str, Any]:
+    def of_pass(self, passed: PassFigures) -> dict[str, Any]:
         """Return what a pass did, for the page: its tree with texts, and what it took."""
         return {
             "parents": passed.parents,
@@ -194,13 +110,13 @@ class Answer:
         """Return the chunks for what a text has gained, or for its end."""
         if piece is None:
             return [self._chunk([one]) for one in self._last(index, self._result(index))]
-        passed = piece.last_pass if self._body.extension.passes else None
+        passed = piece.last_pass if self._body.tells_passes else None
         choice = self._next(index, piece, may_be_silent=passed is None)
         if choice is None:
             return []
         chunk = self._chunk([choice])
         if passed is not None:
-            chunk["offload"] = self._names.told(passed)
+            chunk["offload"] = self._names.of_pass(passed)
         return [chunk]
 
     def closing(self) -> list[dict[str, Any]]:
@@ -260,7 +176,7 @@ class ChatAnswer(Answer):
         self, body: ChatBody, tickets: Sequence[Ticket], names: TokenNames, model_id: str
     ) -> None:
         super().__init__(body, tickets, names, model_id)
-        self._calls = [ToolCalls(is_wanted=bool(body.tools_told)) for _ in tickets]
+        self._calls = [ToolCalls(is_wanted=bool(body.offered_tools)) for _ in tickets]
         self._has_logprobs = bool(body.logprobs)
 
     def opening(self) -> list[dict[str, Any]]:
@@ -279,10 +195,10 @@ class ChatAnswer(Answer):
 
     def _next(self, index: int, piece: TextPiece, *, may_be_silent: bool) -> dict[str, Any] | None:
         text = self._calls[index].push(piece.text)
-        told = self._told(piece.logprobs)
-        if may_be_silent and not text and not told:
+        logprobs = self._logprobs(piece.logprobs)
+        if may_be_silent and not text and not logprobs:
             return None
-        return self._delta(index, {"content": text}, logprobs=told)
+        return self._delta(index, {"content": text}, logprobs=logprobs)
 
     def _last(self, index: int, result: Generation) -> list[dict[str, Any]]:
         rest, calls = self._calls[index].finish()
@@ -298,10 +214,10 @@ class ChatAnswer(Answer):
         if calls:
             message |= {"content": (content + rest) or None, "tool_calls": calls}
         reason = "tool_calls" if calls else result.finish_reason
-        told = self._told(result.logprobs or ())
-        return {"index": index, "message": message, "logprobs": told, "finish_reason": reason}
+        logprobs = self._logprobs(result.logprobs or ())
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def _told(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         content = self._names.of_chat(logprobs) if self._has_logprobs else []
         return {"content": content, "refusal": None} if content else None
 
@@ -339,133 +255,3 @@ class CompletionAnswer(Answer):
 
     def _choice(self, index: int, result: Generation) -> dict[str, Any]:
         return self._text(index, result.text, result.finish_reason, result.logprobs or ())
-
-
-class ClientGone(Exception):  # noqa: N818
-    """The client does not wait for the answer any more."""
-
-
-async def arrivals(
-    tickets: Sequence[Ticket], receive: Receive, every_s: float | None = None
-) -> AsyncGenerator[tuple[int, TextPiece | None] | None]:
-    """Yield the number of a ticket with its next piece, or with None at its end, until all ended.
-
-    None alone comes at once, and whenever nothing has come for so long. Closing this cancels every
-    ticket. Raises `ClientGone`, of which `receive` tells once the body was read.
-    """
-    loop = asyncio.get_running_loop()
-    came = asyncio.Event()
-    watch = asyncio.create_task(_until_gone(receive))
-    watch.add_done_callback(lambda _: came.set())
-
-    def tell() -> None:
-        # in the engine's thread, which may outlive the loop
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(came.set)
-
-    try:
-        for ticket in tickets:
-            ticket.listen(tell)
-        # from here on closing cancels them, also where no piece is ever taken
-        yield None
-        left = dict(enumerate(tickets))
-        while left:
-            came.clear()
-            for index, ticket in list(left.items()):
-                # before its pieces are taken, so that none comes behind the end
-                is_done = ticket.is_done
-                for piece in ticket.take():
-                    yield index, piece
-                if is_done:
-                    del left[index]
-                    yield index, None
-            if left and not watch.done():
-                try:
-                    async with asyncio.timeout(every_s):
-                        await came.wait()
-                except TimeoutError:
-                    yield None
-            if watch.done():
-                raise ClientGone
-    finally:
-        watch.cancel()
-        for ticket in tickets:
-            ticket.cancel()
-            ticket.listen(None)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-ALIVE = b": waiting\n\n"
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-class EventStream(Response):
-    """An answer, chunk by chunk.
-
-    Args:
-        keep_alive_s: without a chunk, after which a comment is sent.
-        on_error: hears of errors that the client is told.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        answer: Answer,
-        tickets: Sequence[Ticket],
-        headers: Mapping[str, str],
-        *,
-        keep_alive_s: float,
-        on_error: Callable[[BaseException], None],
-    ) -> None:
-        super().__init__(headers={**_HEADERS, **headers})
-        del self.headers["content-length"]
-        self._answer = answer
-        self._tickets = tickets
-        self._keep_alive_s = keep_alive_s
-        self._on_error = on_error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, unless the client goes first."""
-        head = {"status": self.status_code, "headers": self.raw_headers}
-        await send({"type": "http.response.start", **head})
-        try:
-            pieces = arrivals(self._tickets, receive, self._keep_alive_s)
-            async with aclosing(pieces), aclosing(self._events(pieces)) as events:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-        except ClientGone:
-            return
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _events(
-        self, pieces: AsyncIterator[tuple[int, TextPiece | None] | None]
-    ) -> AsyncGenerator[bytes]:
-        opening = self._answer.opening()
-        try:
-            async for arrival in pieces:
-                if arrival is None:
-                    # also at once: a pass takes seconds, and a client that waits for a place wants
-                    # to know that it does
-                    yield ALIVE
-                for chunk in opening if arrival is None else self._answer.chunks(*arrival):
-                    yield _event(chunk)
-                opening = []
-        except ClientGone:
-            raise
-        except Exception as error:
-            self._on_error(error)
-            yield _event(refusal_of(error).as_dict())
-            return
-        for chunk in self._answer.closing():
-            yield _event(chunk)
-        yield b"data: [DONE]\n\n"
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    told = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {told}\n\n".encode()

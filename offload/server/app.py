@@ -1,24 +1,18 @@
-"""The routes of the server, its figures for Prometheus, and the chat page.
+"""The routes of the server.
 
 Routes answer in OpenAI's form, errors included; what they do is the engine's. The app is there
 before its engine, so that `/health` can say that the model is loading: until `app.state.engine` is
 set, all else is refused with 503.
 
-Invariants: no route waits in the server's own thread for what takes time. The bytes of the page
-that are sent are those that were hashed, and it has one style and one script, without an address.
+Invariant: no route waits in the server's own thread for what takes time.
 """
 
-import base64
-import hashlib
-import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import aclosing
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from anyio import to_thread
 from fastapi import FastAPI
@@ -26,141 +20,19 @@ from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from offload.declaration import Option, listed, options_at
+from offload.declaration import listed
 from offload.engine.job import Ticket
-from offload.engine.scheduler import EngineFigures
+from offload.engine.request import NoRoom, samples_of
 from offload.engine.service import Engine
 from offload.errors import RunError
-from offload.sampling_options import Sampling
-from offload.server.answer import (
-    Answer,
-    ChatAnswer,
-    ClientGone,
-    CompletionAnswer,
-    EventStream,
-    TokenNames,
-    arrivals,
-)
-from offload.server.network import Guard, refusal_response
-from offload.server.protocol import (
-    AnyBody,
-    ChatBody,
-    CompletionBody,
-    Refusal,
-    ServerSettings,
-    no_such_model,
-    order_chat,
-    order_completion,
-    parse,
-    refusal_of,
-    refuse_loading,
-)
-
-MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def metrics_text(figures: EngineFigures) -> str:
-    """Return one family of lines for each figure, in Prometheus' text format.
-
-    Rates are of the passes of the last minute, and 0 where there was none.
-    """
-    moved = figures.moved
-    recent = figures.recent
-    num_passes = max(1, len(recent))
-    per_s = 1 / (sum(one.seconds for one in recent) or float("inf"))
-    num_tokens = sum(one.num_tokens for one in recent)
-    num_texts = sum(one.num_texts for one in recent)
-    recent_bytes = sum(one.moved.num_bytes for one in recent)
-    outcomes = {
-        "done": figures.num_done,
-        "cancelled": figures.num_cancelled,
-        "failed": figures.num_failed,
-        "queue_full": figures.num_refused,
-    }
-    lines = list[str]()
-
-    def family(kind: str, name: str, what: str, value: float | Mapping[str, float]) -> None:
-        samples = {"": value}
-        if isinstance(value, Mapping):
-            samples = {f'{{outcome="{outcome}"}}': count for outcome, count in value.items()}
-        lines.append(f"# HELP offload_{name} {what}")
-        lines.append(f"# TYPE offload_{name} {kind}")
-        lines.extend(f"offload_{name}{labels} {one:.10g}" for labels, one in samples.items())
-
-    gauge = partial(family, "gauge")
-    counter = partial(family, "counter")
-    gauge("requests_active", "texts that are written", figures.num_active)
-    gauge("requests_waiting", "requests that wait for a place", figures.num_waiting)
-    what = "tokens of prompts that were begun"
-    counter("prompt_tokens_total", what, figures.num_prompt_tokens)
-    counter("tokens_total", "new tokens", figures.num_tokens)
-    counter("passes_total", "passes over the weights", figures.num_passes)
-    counter("pass_seconds_total", "time in passes", figures.pass_s)
-    counter("link_bytes_total", "bytes of weights that passes have moved", moved.num_bytes)
-    counter("link_wait_seconds_total", "time that computing waited for the link", moved.stall_s)
-    what = "time that requests waited before they were begun"
-    counter("queue_wait_seconds_total", what, figures.waited_s)
-    gauge("tokens_per_second", "new tokens per second of passes", num_tokens * per_s)
-    gauge("tokens_per_pass", "new tokens of all texts per pass", num_tokens / num_passes)
-    gauge("texts_per_pass", "texts that share a pass", num_texts / num_passes)
-    gauge("link_bytes_per_second", "bytes moved per second of passes", recent_bytes * per_s)
-    counter("requests_total", "requests by what became of them", outcomes)
-    return "\n".join([*lines, ""])
-
-
-_FILE = Path(__file__).with_name("page.html")
-_PLACE = "      <!-- options of drawing -->"
-
-
-class Page(NamedTuple):
-    """What is answered at `/`."""
-
-    body: bytes  # HTML in UTF-8
-    headers: dict[str, str]
-
-
-def read_page(path: Path = _FILE) -> Page:
-    """Return the page with the headers under which a browser runs its one script.
-
-    Hashes need no state between answers, and a page changed by accident does not run in part.
-    Raises `ValueError` for a page of several scripts or styles.
-    """
-    text = path.read_text(encoding="utf-8")  # lines end in \n then, which is what a browser hashes
-    fields = map(_field, options_at("page", Sampling).values())
-    text = text.replace(_PLACE, "\n".join(fields))
-    script, style = (f"'sha256-{_hash_of(text, tag)}'" for tag in ("script", "style"))
-    policy = (
-        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
-    )
-    headers = {
-        "Content-Type": "text/html; charset=utf-8",
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return Page(text.encode(), headers)
-
-
-def _field(one: Option) -> str:
-    """Return a field of the settings for an option of drawing."""
-    low, high = one.page
-    step = "1" if one.kind is int else "any"
-    absent = "as the model suggests" if one.is_suggested else "a new one each time"
-    label = one.at("chat").capitalize()
-    bounds = f'min="{low}" max="{high}" step="{step}"'
-    return f'      <label>{label}<input id="{one.at("http")}" type="number" {bounds} placeholder="{absent}"></label>'
-
-
-def _hash_of(text: str, tag: str) -> str:
-    """Return the SHA-256 in base64 of the only element of that name, without attributes."""
-    bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    num = text.count(f"<{tag}")
-    if len(bodies) != 1 or num != 1:
-        raise ValueError(f"the page must have one <{tag}> without attributes, found {num}")
-    return base64.b64encode(hashlib.sha256(bodies[0].encode()).digest()).decode()
-
+from offload.server.answer import Answer, ChatAnswer, CompletionAnswer, TokenNames
+from offload.server.bodies import AnyBody, Body, ChatBody, CompletionBody, parse
+from offload.server.guard import Guard
+from offload.server.metrics import MEDIA_TYPE, metrics_text
+from offload.server.page import read_page
+from offload.server.refusals import Refusal, no_such_model, refusal_of, refuse_loading
+from offload.server.settings import ServerSettings
+from offload.server.stream import ClientGone, EventStream, arrivals
 
 _CLIENT_GONE = 499  # nginx's; it is never read
 
@@ -197,7 +69,7 @@ def _answering(route: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], A
         except Exception as error:
             engine = request.app.state.engine
             _log(error)
-            return refusal_response(refusal_of(error, engine and engine.figures()))
+            return refusal_of(error, engine and engine.figures()).response()
 
     return answered
 
@@ -225,12 +97,11 @@ async def _model(request: HttpRequest) -> Response:
 
 
 async def _chat(request: HttpRequest) -> Response:
-    return await _answer(request, await _read(request, ChatBody), order_chat, ChatAnswer)
+    return await _answer(request, await _read(request, ChatBody), ChatAnswer)
 
 
 async def _completions(request: HttpRequest) -> Response:
-    body = await _read(request, CompletionBody)
-    return await _answer(request, body, order_completion, CompletionAnswer)
+    return await _answer(request, await _read(request, CompletionBody), CompletionAnswer)
 
 
 _ROUTES: list[tuple[str, str, Callable[[HttpRequest], Any]]] = [
@@ -246,16 +117,19 @@ _ROUTES: list[tuple[str, str, Callable[[HttpRequest], Any]]] = [
 async def _answer(
     request: HttpRequest,
     body: AnyBody,
-    order: Callable[[Engine, ServerSettings, AnyBody], list[Ticket]],
     kind: Callable[[AnyBody, list[Ticket], TokenNames, str], Answer],
 ) -> Response:
     state = request.app.state
     engine = _engine(request)
-    tickets = await to_thread.run_sync(order, engine, state.settings, body)
+    tickets = await to_thread.run_sync(submit, engine, state.settings, body)
     if not hasattr(state, "names"):
         state.names = TokenNames(engine.decoder.tokenizer, engine.decoder.end_ids)
     made = kind(body, tickets, state.names, state.settings.model_id)
-    headers = {"X-Ignored-Fields": ", ".join(body.ignored)} if body.ignored else {}
+    ignored = body.ignored
+    template = getattr(engine.decoder.tokenizer, "chat_template", None)
+    if body.offered_tools and "tools" not in str(template):
+        ignored = sorted([*ignored, "tools"])  # the model is not told of them
+    headers = {"X-Ignored-Fields": ", ".join(ignored)} if ignored else {}
     if body.stream:
         keep_alive_s = state.settings.keep_alive_s
         return EventStream(made, tickets, headers, keep_alive_s=keep_alive_s, on_error=_log)
@@ -263,6 +137,41 @@ async def _answer(
         async for _ in pieces:
             pass
         return JSONResponse(made.whole(), headers=headers)
+
+
+def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Ticket]:
+    """Submit each choice of each prompt, or none of them; return their tickets.
+
+    Raises `Refusal` and `UserError`.
+    """
+    requests = body.requests(settings.sampling)
+    num_texts = body.num_choices * len(requests)
+    # before anything is read, for more texts than could ever be served
+    if num_texts > engine.most_requests:
+        rule = f"this server takes {engine.most_requests} texts at a time, got {num_texts}"
+        raise Refusal.of_value("n" if body.num_choices > 1 else body.prompt_field, rule)
+    try:
+        starts = [engine.check(request) for request in requests]
+    except NoRoom as error:
+        field = body.prompt_field
+        wanted = "" if error.num_new is None else f" and {error.num_new} in the completion"
+        message = (
+            f"This model's maximum context length is {error.context} tokens, but you asked for "
+            f"{error.num_prompt} tokens in the {field}{wanted}: "
+            f"shorten the {field} or lower `max_tokens`"
+        )
+        code = "context_length_exceeded"
+        raise Refusal(400, message, code=code, param=field) from None
+    tickets = list[Ticket]()
+    try:
+        for request, start in zip(requests, starts, strict=True):
+            for sample in samples_of(request, body.num_choices):
+                tickets.append(engine.submit(sample, start))
+    except Exception:
+        for ticket in tickets:
+            ticket.cancel()
+        raise
+    return tickets
 
 
 async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
@@ -311,7 +220,7 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
         404: f"Unknown request URL: {what}: this server has {listed(known)}",
         405: f"Not allowed to {what}: {headers.get('Allow', 'another method')} is",
     }.get(error.status_code, error.detail)
-    return refusal_response(Refusal(error.status_code, told, headers=headers))
+    return Refusal(error.status_code, told, headers=headers).response()
 
 
 def _log(error: BaseException) -> None:

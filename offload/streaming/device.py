@@ -9,7 +9,6 @@ the layers that are queued, and `Spans` and `Stall` tell what the streams did an
 Invariant: nothing waits for the whole device.
 """
 
-import re
 import time
 import warnings
 from collections import deque
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import UserError, reason
+from offload.planning.load_options import check_device_name
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, PinningMethod, open_pinned_allocator
 from offload.units import format_bytes, parse_size
@@ -317,9 +317,7 @@ def open_device(
     """
     if not isinstance(name, str):
         return name
-    if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
-        rule = "`device` must be auto, cpu, cuda or cuda:N"
-        raise UserError(f'{rule}, got {name!r}: try `device="auto"`')
+    check_device_name(name)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         if gpu_memory is not None:
             parse_size(gpu_memory, "`gpu_memory`")

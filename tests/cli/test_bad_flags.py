@@ -150,6 +150,7 @@ CASES: dict[str, tuple[str, ...]] = {  # command line: words of its refusal
     "serve -m sound --ram 1MB": ("budget is 1 MB: raise --ram to",),
     "tune -m sound -d sound --text prompts.jsonl --ram 1MB": ("budget is 1 MB: raise --ram to",),
     "tune -m sound -d sound --text nosuch.txt": ("cannot read the text nosuch.txt",),
+    "generate -m sound -p x --device gpu": ("--device must be auto, cpu, cuda or cuda:N, got 'gpu'",),
     "generate -m gpt2 -p x": ("gpt2: model type gpt2 is not supported",),
     "plan -m bloom": ("bloom: model type bloom is not supported",),
     "generate -m mute -p x": ("mute has no tokenizer: put its tokenizer.json beside it",),

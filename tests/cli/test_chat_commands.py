@@ -15,9 +15,9 @@ from shell import Outcome, shell
 from tiny import FAMILIES, build, save, save_tokenizer
 
 from offload.cli import repl
-from offload.cli.chat_commands import _HELP
 from offload.cli.chat_input import SilentTerminal
 from offload.cli.console import Console
+from offload.cli.slash_commands import _HELP
 from offload.engine.chat import Chat
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Run

@@ -6,18 +6,7 @@ from typing import Any
 
 import pytest
 
-from offload.cli.console import (
-    Console,
-    ModelNames,
-    candidate_rows,
-    choice_lines,
-    clipped_line,
-    closing_lines,
-    cut_line,
-    opening_lines,
-    place_line,
-    turn_line,
-)
+from offload.cli.console import Console
 from offload.cli.demo_run import (
     DemoResult,
     ShownPass,
@@ -27,7 +16,18 @@ from offload.cli.demo_run import (
     tree_lines,
     usual_pass,
 )
-from offload.cli.live_line import Phase
+from offload.cli.loading import Loading
+from offload.cli.progress import Phase
+from offload.cli.run_lines import (
+    candidate_rows,
+    choice_lines,
+    clipped_line,
+    closing_lines,
+    cut_line,
+    opening_lines,
+    place_line,
+    turn_line,
+)
 from offload.engine.sequence import PassFigures
 from offload.memory.plan import LayerTier, MemoryPlan
 from offload.options import OutputOptions
@@ -93,8 +93,9 @@ def test_what_runs_is_told_in_two_lines() -> None:
     measured = TreeChoice(best.shape, "measured", 4.0, (best,), is_measured=True)
     named = TreeChoice(SHAPES["64x8"], "named", 3.25)
     decoder: Any = SimpleNamespace(plan=planned(), notes=[], sources="")
-    names = ModelNames.of("/models/Llama-70B/", "someone/Llama-1B")
-    assert ModelNames.of("/models/Llama-70B/", None, "shards").model == "Llama-70B on rank 0"
+    for ranks, name in ((None, "Llama-70B"), ("shards", "Llama-70B on rank 0")):
+        options: Any = SimpleNamespace(ranks=ranks)
+        assert Loading("/models/Llama-70B/", None, options).model_name == name
     place = "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a pass from disk"
     for draft, choice, told in (
         ("Llama-1B", measured, "draft Llama-1B, tree dynamic:64x8, 8.00 tokens/s expected"),
@@ -102,9 +103,9 @@ def test_what_runs_is_told_in_two_lines() -> None:
         ("Llama-1B", named, "draft Llama-1B, tree 64x8, 3.2 tokens a pass expected"),
         ("draft", named, "draft, tree 64x8, 3.2 tokens a pass expected"),  # a folder called draft is named once
     ):
-        lines = opening_lines(names._replace(draft=draft), decoder, choice, is_decimal=True).splitlines()
+        lines = opening_lines("Llama-70B", draft, decoder, choice, is_decimal=True).splitlines()
         assert lines == [place, told]
-    alone = opening_lines(names._replace(draft=None), decoder, TreeChoice(chain(0), "named"))
+    alone = opening_lines("Llama-70B", None, decoder, TreeChoice(chain(0), "named"))
     assert alone == "Llama-70B: 1 of 4 layers in RAM (1.86 GiB allowed), 2.79 GiB a pass from disk"
 
 

@@ -14,10 +14,11 @@ from test_tiny import reference
 import offload
 from offload.checkpoint.files import locked_anew
 from offload.checkpoint.packaged import PAIR, PROMPT, inflated_target
-from offload.cli import demo
+from offload.cli import packaged
 from offload.cli.console import Console
-from offload.cli.demo import budget as run_budget
+from offload.cli.loading import making_target
 from offload.cli.main import main
+from offload.cli.packaged import demo_options
 from offload.engine.load import open_decoder
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
@@ -101,7 +102,8 @@ def test_demo_is_refused_before_a_target_is_made(tmp_path: Path) -> None:
     assert "--context" not in refused.err, "which it does not have"
     least_mb = re.search(r"raise --ram to (\d+)MB", refused.err)
     assert least_mb is not None and not list(tmp_path.rglob("*.safetensors"))
-    assert run_budget(300_000_000, None, "16x8", "match") == pytest.approx(int(least_mb[1]) * 10**6, abs=10**6)
+    least = demo_options(LoadOptions(tree="16x8"), 300_000_000).ram
+    assert least == pytest.approx(int(least_mb[1]) * 10**6, abs=10**6)
 
 
 @pytest.mark.full
@@ -122,7 +124,7 @@ QUESTION = "Hello"
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target is made larger, but not by much."""
-    monkeypatch.setattr(demo, "_CHAT_BYTES", 40_000_000)
+    monkeypatch.setattr(packaged, "_CHAT_BYTES", 40_000_000)
 
 
 @pytest.mark.usefixtures("small")
@@ -135,7 +137,7 @@ def test_a_chat_opens_without_a_model() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_server_opens_without_a_model() -> None:
-    target, options = demo.packaged_chat(LoadOptions(parallel=2, threads=1), lambda *_: None)
+    target, options = packaged.packaged_chat(LoadOptions(parallel=2, threads=1), lambda *_: None)
     decoder = open_decoder(target, CHAT_PAIR / "draft", options)
     with serving(decoder) as server:
         body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "offload": {"passes": True}}
@@ -150,13 +152,13 @@ def test_a_server_opens_without_a_model() -> None:
 
 
 def test_what_was_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "inflated_target", lambda *_: Path("made"))
+    monkeypatch.setattr(packaged, "inflated_target", lambda *_: Path("made"))
     named = LoadOptions(ram="700MB", tree="8x3", context=256, device="cpu")
-    _, options = demo.packaged_chat(named, lambda *_: None)
+    _, options = packaged.packaged_chat(named, lambda *_: None)
     assert options == named
-    _, chosen = demo.packaged_chat(LoadOptions(), lambda *_: None)
+    _, chosen = packaged.packaged_chat(LoadOptions(), lambda *_: None)
     assert (chosen.tree, chosen.device, chosen.context) == ("auto", "cpu", 1024)
-    assert chosen.ram is not None and int(chosen.ram) >= demo._CHAT_BYTES // 4
+    assert chosen.ram is not None and int(chosen.ram) >= packaged._CHAT_BYTES // 4
 
 
 def test_what_is_made_is_told_with_its_place_and_made_by_one(
@@ -169,7 +171,7 @@ def test_what_is_made_is_told_with_its_place_and_made_by_one(
         inflated_target(40_000_000, lambda *_: None)
     told = []
     for _ in range(2):
-        with Console(OutputOptions()) as console, console.making_target() as landed:
+        with Console(OutputOptions()) as console, making_target(console) as landed:
             inflated_target(40_000_000, landed)
         told.append(capsys.readouterr().err)
     assert f"which stay in {tmp_path}/offload" in told[0] and told[1] == ""

@@ -19,9 +19,11 @@ from shell import process
 from offload.bench import suite
 from offload.cli import launch
 from offload.cli.console import Console
-from offload.cli.live_line import LiveLine, Phase, TextProgress, column_after, duration, fitted, plural
+from offload.cli.progress import Phase, TextProgress
+from offload.cli.terminal import column_after, fitted
 from offload.options import CHAT_PAIR, OutputOptions
 from offload.stats import Stats
+from offload.units import duration, plural
 
 NUM_ROWS = 6  # so that text scrolls
 PIECES = ("a", "of ", "the\n", "\n", "  return", "日本", "wörld", "", "é", "\n\n", "x" * 19)
@@ -68,7 +70,7 @@ def text_alone(text: str, num_columns: int) -> list[str]:
 def test_text_is_what_it_is_without_the_line(num_columns: int, seed: int) -> None:
     pieces = random.Random(seed).choices(PIECES, k=60)
     with Terminal(num_columns) as terminal:
-        line, screen = LiveLine(is_off=False), Screen(NUM_ROWS, num_columns)
+        line, screen = Console(OutputOptions()), Screen(NUM_ROWS, num_columns)
         line.show(Phase("<waiting>"))
         for number, piece in enumerate(pieces):
             line.text(piece)
@@ -87,7 +89,7 @@ def trimmed(lines: list[str]) -> list[str]:
 
 def test_the_line_moves_while_nobody_tells_of_progress() -> None:
     with Terminal(80) as terminal:
-        line = LiveLine(is_off=False)
+        line = Console(OutputOptions())
         line.show(Phase("importing", started_s=time.monotonic() - 41))
         seen, until = terminal.read(), time.monotonic() + 20
         while "42 s" not in seen and time.monotonic() < until:
@@ -98,13 +100,13 @@ def test_the_line_moves_while_nobody_tells_of_progress() -> None:
 
 def test_an_interrupt_as_the_line_begins_leaves_a_line_that_ends() -> None:
     with Terminal(80) as terminal:
-        line = LiveLine(is_off=False)
+        line = Console(OutputOptions())
         with at_call(threading.Thread, "start", 1, interrupt), pytest.raises(KeyboardInterrupt):
             line.show(Phase("loading"))
         line.close()
         assert not any(thread.name == "offload-line" for thread in threading.enumerate())
         terminal.read()
-        line = LiveLine(is_off=True)
+        line = Console(OutputOptions(quiet=True))
         line.show(Phase("importing"))
         line.text("text\n")
         line.close()
@@ -119,8 +121,8 @@ def test_a_log_is_told_at_once_what_takes_long_and_now_and_then_the_rest(monkeyp
             console.announce("importing")
             console.wait("reading headers")
         assert err.getvalue() == "importing\n"
-    monkeypatch.setattr("offload.cli.live_line._FILE_S", 0.05)
-    line = LiveLine(is_off=False)
+    monkeypatch.setattr("offload.cli.console._FILE_S", 0.05)
+    line = Console(OutputOptions())
     line.show(Phase("reading layers", 3, 12))
     assert err.getvalue() == "importing\n", "nothing at once"
     while err.getvalue().count("\n") < 3:
@@ -133,10 +135,10 @@ def test_it_is_shown_before_anything_heavy_is_imported(ender: Path) -> None:
     """Which is what makes the first line come at once."""
     code = """
 import sys
-from offload.cli import live_line, main
+from offload.cli import console, main
 def spy(self, progress, **_):
     sys.exit(f"{progress.label} {sys.modules.keys() & {'torch', 'transformers'}}")
-live_line.LiveLine.show = spy
+console.Console.show = spy
 main.main()
 """
     pair = settings(ender)[:6]

@@ -19,7 +19,7 @@ from shell import Outcome, shell
 from offload.checkpoint import identity
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.batch_file import ResultsFile, read_tasks
-from offload.cli.live_line import BatchProgress
+from offload.cli.progress import BatchProgress
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError
@@ -252,7 +252,7 @@ def test_digests_follow_what_a_text_depends_on(prompts: Write) -> None:
         ("[" * 100_000, (), "FILE, line 1: a line must be JSON"),
         ("", (), "must hold prompts"),
         ("\udcff", (), "must be UTF-8"),
-        ('{"prompt": "x"}', ("--samples", 2), "line 2: samples of greedy text"),
+        ('{"prompt": "x"}', ("--samples", 2), "line 2: --samples of greedy text"),
         ('{"prompt": "x"}', ("--session", "kept"), "--session keeps one text"),
         (None, (), "cannot read prompts"),
         (None, ("-p", "x", "--samples", 2, "--session", "kept"), "--session keeps one text"),

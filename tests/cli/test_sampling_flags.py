@@ -11,7 +11,6 @@ from shell import shell
 
 from offload.bench.harness.models import resident_pair
 from offload.checkpoint.packaged import PAIR
-from offload.cli.demo import demo_options
 from offload.cli.demo_run import compare
 from offload.cli.sampling import sampling_words
 from offload.distributed.pipeline_decoder import check_stages
@@ -107,7 +106,7 @@ def test_it_is_said_on_stderr_and_in_the_json() -> None:
 
 
 def test_nobody_proves_or_tunes_what_is_not_exact(tmp_path: Path) -> None:
-    options = demo_options("1GiB", "chain:3", lenience=0.5)
+    options = LoadOptions("1GiB", "chain:3", device="cpu", context=512, lenience=0.5)
     with (
         load.open_decoder(PAIR / "target", PAIR / "draft", options) as decoder,
         pytest.raises(UserError, match="proved"),

@@ -24,7 +24,7 @@ from offload.cli.serving import serving_lines
 from offload.errors import UserError
 from offload.sampling_options import Sampling
 from offload.server.listening import EarlyAnswers, bind
-from offload.server.protocol import refuse_loading
+from offload.server.refusals import refuse_loading
 
 PATIENCE_S = 120
 

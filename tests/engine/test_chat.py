@@ -107,6 +107,10 @@ def test_runs_in_between_cost_time_and_nothing_else(talker: Path) -> None:
         list(chat.ask("Say"))
         decoder.generate("Something else:", max_new_tokens=3, raw=True)
         assert "".join(chat.ask("Say")) == SAID and len(chat.messages) == 4
+        chat = offload.Chat(decoder, Sampling(seed=2**63 - 1))
+        for seed in (2**63 - 1, 0):
+            assert "".join(chat.ask("Say")) == SAID and chat.turn is not None
+            assert chat.turn.result().sampling.seed == seed, "the first one follows on the last"
 
 
 @matrix("number", [1, 3, 4, 6, 9, 14], always=[3], daily=2)

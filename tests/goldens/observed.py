@@ -76,7 +76,7 @@ def settings(folder: Path) -> dict[str, list[str]]:
     with (
         patch.dict("os.environ", XDG_CONFIG_HOME=str(folder)),
         patch("offload.errors._MAX_CHARS", 9999),
-        patch("offload.cli.flags._NUM_NAMED", 9999),
+        patch("offload.cli.defaults._NUM_NAMED", 9999),
     ):
         for name in ("", *(name.removeprefix("offload ") for name, _ in commands() if name.count(" ") == 1)):
             file.write_text(f"[{name}]\nnonsense = 1" if name else "nonsense = 1")
@@ -87,7 +87,7 @@ def settings(folder: Path) -> dict[str, list[str]]:
 
 
 def http_schemas() -> dict[str, Any]:
-    from offload.server.protocol import ChatBody, CompletionBody
+    from offload.server.bodies import ChatBody, CompletionBody
 
     return {kind.__name__: undescribed(kind.model_json_schema()) for kind in (ChatBody, CompletionBody)}
 
@@ -105,14 +105,14 @@ def undescribed(schema: Any) -> Any:
 
 def names_of_doors(folder: Path, model: Path) -> dict[str, Any]:
     """Names that the other doors take: a chat's `/set`, a file of prompts, Python."""
-    from offload.cli.chat_commands import ChatCommands
+    from offload.cli.slash_commands import SlashCommands
     from offload.engine.decoder import Decoder
 
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "x", "nonsense": 1}\n')
     batch = refusal("generate", "-m", model, "-f", prompts)
     with pytest.raises(UserError) as refused:
-        list(ChatCommands(MagicMock(), MagicMock()).obey("/set", "nonsense 1") or ())
+        list(SlashCommands(MagicMock(), MagicMock()).obey("/set", "nonsense 1") or ())
     with pytest.raises(TypeError) as unknown:
         Decoder.stream(SimpleNamespace(start=None), "x", nonsense=1)  # type: ignore[arg-type, call-arg]
     return {
@@ -219,13 +219,13 @@ def in_request(wishes: dict[str, Any]) -> None:
 
 
 def in_body(fields: dict[str, Any]) -> None:
-    from offload.server import protocol as orders
-    from offload.server.protocol import ChatBody, ServerSettings, parse
+    from offload.server.app import submit
+    from offload.server.bodies import ChatBody, parse
+    from offload.server.settings import ServerSettings
 
     body = parse(ChatBody, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
-    decoder = SimpleNamespace(encode=lambda *_, **__: [1, 2], room=lambda _: 50, plan=SimpleNamespace(context=64))
-    engine = SimpleNamespace(decoder=decoder, most_requests=8, submit=lambda request: request.check())
-    orders.order_chat(engine, ServerSettings(model_id="model"), body)  # type: ignore[arg-type]
+    engine = SimpleNamespace(most_requests=8, check=lambda request: request.check(), submit=lambda *_: None)
+    submit(engine, ServerSettings(model_id="model"), body)  # type: ignore[arg-type]
 
 
 def in_line(asked: str, folder: Path, model: Path) -> str:
@@ -235,11 +235,11 @@ def in_line(asked: str, folder: Path, model: Path) -> str:
 
 
 def in_chat(text: str) -> None:
-    from offload.cli.chat_commands import ChatCommands
+    from offload.cli.slash_commands import SlashCommands
     from offload.sampling_options import Sampling
 
     chat = SimpleNamespace(sampling=Sampling(), max_new_tokens=None, stop=None)
-    ChatCommands(chat, MagicMock()).obey("/set", text)  # type: ignore[arg-type]
+    SlashCommands(chat, MagicMock()).obey("/set", text)  # type: ignore[arg-type]
 
 
 def plans(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from plans import make_plan, plan_memory
 
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.sizes import ModelShape, model_shape
-from offload.cli.console import place_line
+from offload.cli.run_lines import place_line
 from offload.errors import UserError
 from offload.memory import planner as plans
 from offload.memory.plan import DRAW_BYTES, LayerTier, MemoryPlan

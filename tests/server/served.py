@@ -17,7 +17,7 @@ from offload.engine.service import Engine
 from offload.server.app import create_app
 from offload.server.listening import bind
 from offload.server.network import Listening
-from offload.server.protocol import ServerSettings
+from offload.server.settings import ServerSettings
 
 MODEL_ID = "reciter"
 HELLO: Any = [{"role": "user", "content": "Hello"}]

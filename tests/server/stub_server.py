@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from offload.server.app import read_page
+from offload.server.page import read_page
 
 WORDS = [" the", " a", " of", "\n", " sweep", " tree", "s", ",", " and", " weights", " is", " to", " node", " path"]
 

@@ -13,8 +13,8 @@ from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving  # noqa: F4
 from waiting import until
 
 from offload.server import network as listening
-from offload.server.network import Guard
-from offload.server.protocol import ServerSettings
+from offload.server.guard import Guard
+from offload.server.settings import ServerSettings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASKED = {"messages": HELLO, "max_tokens": 2}

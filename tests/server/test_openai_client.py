@@ -15,10 +15,11 @@ from reciting import NUM_SAID, SAID
 from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving  # noqa: F401
 from waiting import PATIENCE_S
 
+from offload.engine import request
 from offload.engine.request import Request
 from offload.engine.scheduler import EngineFigures
 from offload.sampling_options import Sampling
-from offload.server.app import metrics_text
+from offload.server.metrics import metrics_text
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,21 @@ def test_completions(endless: Served) -> None:
     assert "".join(choice.text for chunk in pieces for choice in chunk.choices) == SAID + ":"
     done = endless.client().completions.create(model=MODEL_ID, prompt="Say:", **GREEDY)
     assert done.usage is not None and done.usage.completion_tokens == 16, "they are short unless told"
+
+
+def test_a_prompt_is_read_once(endless: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all of its choices, from the body to the pass."""
+    read = list[object]()
+
+    def encode(tokenizer: Any, prompt: Any, *rest: Any, **how: Any) -> list[int]:
+        read.append(prompt)
+        return once(tokenizer, prompt, *rest, **how)
+
+    once = request.encode
+    monkeypatch.setattr(request, "encode", encode)
+    client = endless.client()
+    client.completions.create(model=MODEL_ID, prompt=["Say:", "Now say:"], n=2, max_tokens=2)
+    assert read == ["Say:", "Now say:"]
 
 
 def test_choices_and_seeds(endless: Served) -> None:

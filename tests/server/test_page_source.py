@@ -15,10 +15,11 @@ from served import serving
 
 import offload.server.app
 from offload.engine.service import Engine
-from offload.server.app import create_app, read_page
+from offload.server.app import create_app
 from offload.server.listening import bind
 from offload.server.network import Listening
-from offload.server.protocol import ServerSettings
+from offload.server.page import read_page
+from offload.server.settings import ServerSettings
 
 FILE = Path(offload.server.app.__file__).with_name("page.html")
 MARKUP = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(|new Function|srcdoc"

@@ -20,7 +20,8 @@ from offload.engine.text import TextStream
 from offload.server.app import create_app
 from offload.server.listening import bind
 from offload.server.network import Listening
-from offload.server.protocol import Refusal, ServerSettings
+from offload.server.refusals import Refusal
+from offload.server.settings import ServerSettings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 KEY = "sesame"
@@ -69,6 +70,10 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "a long prompt": (TEXT, LONG[TEXT], "shorten the prompt or lower `max_tokens`"),
     "echo": (TEXT, {"echo": True}, "'echo' is not supported"),
     "best_of": (TEXT, {"best_of": 3}, "'best_of' must be equal to 'n'"),
+    "a stranger's field": (CHAT, {"\x1b[31m": 1}, "Unrecognized request argument supplied: \x1b[31m"),
+    "too many stops": (CHAT, {"stop": ["a"] * 17}, "Invalid value for 'stop': List should have at most 16 items"),
+    "a stop that is none": (CHAT, {"stop": ["a", 5]}, "Invalid value for 'stop[1]': Input should be a valid string"),
+    "a bias said twice": (CHAT, {"logit_bias": {"5": 1, "05": 2}}, "a token of `logit_bias` must have one number"),
     "no prompt": (TEXT, {"prompt": None}, "prompt"),
     "an empty prompt": (TEXT, {"prompt": ""}, "the prompt is empty"),
     "empty prompts": (TEXT, {"prompt": []}, "it is empty"),

@@ -19,7 +19,7 @@ import offload
 from offload.engine.service import Engine
 from offload.errors import UserError
 from offload.server.app import create_app
-from offload.server.protocol import ServerSettings
+from offload.server.settings import ServerSettings
 
 _CHAT: dict[str, Any] = {"model": "model", "messages": [{"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Count"}]}], "max_tokens": 2, "temperature": 0.5,

@@ -6,15 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload.cli.console import Console, memory_line, turn_line
-from offload.cli.live_line import fitted, plural
+from offload.cli.console import Console
 from offload.cli.prompt_input import read_prompt
+from offload.cli.run_lines import memory_line, turn_line
 from offload.cli.sampling import sampling_words
-from offload.declaration import listed, options_at, synonyms_at
+from offload.cli.terminal import fitted
+from offload.declaration import listed, options_at, renamed, synonyms_at
 from offload.engine.chat import Chat
 from offload.errors import UserError, did_you_mean
 from offload.options import TextOptions
 from offload.sampling_options import Sampling
+from offload.units import plural
 
 LEAVE = ("/bye", "/exit", "/quit")
 _SAMPLING = options_at("chat", Sampling)
@@ -36,7 +38,7 @@ _HELP = f"""\
 \"""             begins and ends a question of several lines; a pasted one needs no quotes"""
 
 
-class ChatCommands:
+class SlashCommands:
     """What can be done to a conversation but to ask.
 
     Args:
@@ -158,7 +160,10 @@ class ChatCommands:
         if name in _SAMPLING:
             one = _SAMPLING[name]
             own = _number(name, one.kind, value)
-            chat.sampling = replace(chat.sampling, **{one.name: own})
+            try:
+                chat.sampling = replace(chat.sampling, **{one.name: own})
+            except UserError as error:
+                raise UserError(renamed(str(error), {one.name: name})) from None
         elif name in _TEXT:
             one = _TEXT[name].of("chat")
             own = value or None

@@ -1,0 +1,126 @@
+"""The models of a command: from what its flags name, by what headers show, to a decoder."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.checkpoint.files import cache_folder
+from offload.cli.console import Console
+from offload.cli.run_lines import detail_lines, opening_lines
+from offload.engine.hooks import Progress
+from offload.options import ModelChoice, ModelOptions, TalkingModels
+from offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from offload.engine.decoder import Decoder
+    from offload.engine.identities import Identities
+    from offload.engine.request import Request
+    from offload.planning.load_options import LoadOptions
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What is to be loaded, as the user names it."""
+
+    model: str
+    draft: str | None
+    options: "LoadOptions"
+    is_packaged: bool = False  # the target is a small one, of which a large one is to be made
+    note: str = ""  # for the user, about the sampling
+
+    @classmethod
+    def of(cls, models: ModelChoice, options: ModelOptions, **needs: bool) -> "Loading":
+        """Return what flags name. Raises `UserError` for what cannot be, as far as headers tell.
+
+        `needs` are those of `check_run`.
+        """
+        from offload.engine.precheck import check_run
+        from offload.planning.load_options import LoadOptions
+
+        model, draft = models.names()
+        checked = LoadOptions.of(options)
+        check_run(model, draft, checked, **needs)
+        return cls(model, draft, checked, isinstance(models, TalkingModels) and models.demo)
+
+    @property
+    def model_name(self) -> str:
+        """The last part of the model's name, and the head's where there are several ranks."""
+        name = Path(self.model).absolute().name
+        return name if self.options.ranks is None else f"{name} on rank 0"
+
+    @property
+    def config_place(self) -> str:
+        """Where the files beside the weights are."""
+        return str(self.options.config or self.model)
+
+    def made(self, console: Console) -> "Loading":
+        """Return this with the packaged target made large, where it is the one."""
+        if not self.is_packaged:
+            return self
+        from offload.cli.packaged import packaged_chat
+
+        with making_target(console) as landed:
+            model, options = packaged_chat(self.options, landed)
+        return replace(self, model=model, options=options, is_packaged=False)
+
+    def identities(self) -> "Identities | None":
+        """Return what models are known by, before they are loaded; None where files must be fetched."""
+        from offload.checkpoint.hub import is_here, open_headers
+        from offload.engine.identities import Identities
+        from offload.planning.quantised_drafts import read_models
+
+        files = read_models(self.model, self.draft, self.options, open_headers)
+        if not all(map(is_here, filter(None, files))):
+            return None
+        return Identities(files, limit_bytes_per_s=self.options.limit_bytes_per_s)
+
+    @contextmanager
+    def open(
+        self,
+        console: Console,
+        request: "Request",
+        *,
+        tells_tree: bool = True,
+        check: Callable[[], None] = lambda: None,
+    ) -> Iterator["Decoder"]:
+        """Load it, as the console shows, and tell what runs; raises what `offload.load` raises.
+
+        Args:
+            request: the first one.
+            tells_tree: the tree of the first request is that of all.
+            check: called where a layer has run; what it raises ends the run.
+        """
+        from offload.engine.load import open_decoder
+
+        def on_layer() -> None:
+            console.layer_done()
+            check()
+
+        hooks = console.hooks._replace(on_layer=on_layer)
+        with open_decoder(self.model, self.draft, self.options, request, hooks=hooks) as decoder:
+            console.clear()
+            choice = decoder.tree_choice(request.sampling) if tells_tree else None
+            draft = self.draft and Path(self.draft).absolute().name
+            how = {"is_decimal": console.is_decimal}
+            console.say(opening_lines(self.model_name, draft, decoder, choice, **how))
+            console.detail(detail_lines(decoder, choice if draft else None))
+            console.say(self.note)
+            yield decoder
+
+
+@contextmanager
+def making_target(console: Console) -> Iterator[Progress]:
+    """Yield what shows how far a packaged target is; where one was made, say that it stays."""
+    made_bytes = 0
+
+    def landed(done_bytes: int, total_bytes: int) -> None:
+        nonlocal made_bytes
+        made_bytes = total_bytes
+        console.bytes_landed(done_bytes, total_bytes, label="making the target")
+
+    yield landed
+    if made_bytes:
+        size = format_bytes(made_bytes, is_decimal=True)
+        console.say(f"made the packaged model: {size}, which stay in {cache_folder()}")

@@ -1,0 +1,84 @@
+"""The packaged pairs of models: a real run on any machine, without network, GPU or a model at hand.
+
+The target of a pair is inflated to about a gigabyte without changing what it computes, and allowed
+a quarter of that in memory, so that it streams.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from offload.checkpoint.hub import checkpoint_of_config
+from offload.checkpoint.packaged import PAIR, inflated_config, inflated_target
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.engine.hooks import Progress
+from offload.engine.request import Request
+from offload.engine.text import load_tokenizer
+from offload.errors import UserError, require
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
+from offload.options import CHAT_PAIR
+from offload.planning.load_options import LoadOptions
+from offload.trees.spec import parse_tree
+from offload.units import ByteSize
+
+_CONTEXT = 512
+_CHAT_BYTES = 10**9
+_CHAT_CONTEXT = 1024
+
+
+def demo_options(options: LoadOptions, size_bytes: int) -> LoadOptions:
+    """Return how the demo loads, with a target of that size. Raises `UserError` for too little memory."""
+    looks_up = True if parse_tree(options.tree).kind in ("best", "dynamic") else None
+    wanted = replace(options, context=_CONTEXT, lookup=looks_up)
+    streamed, plan = _streamed(PAIR, size_bytes, wanted)
+    try:
+        plan(ByteSize.parse(streamed.ram or 0, "`ram`"))
+    except UserError as error:  # and no --context can be lowered
+        raise UserError(str(error).partition(" or lower `context`")[0]) from None
+    return streamed
+
+
+def packaged_chat(options: LoadOptions, progress: Progress) -> tuple[str, LoadOptions]:
+    """Return the packaged target that answers questions, made large, and how it is loaded.
+
+    Raises `UserError`.
+    """
+    wanted = replace(options, context=options.context or _CHAT_CONTEXT)
+    streamed, _ = _streamed(CHAT_PAIR, _CHAT_BYTES, wanted)
+    folder = inflated_target(_CHAT_BYTES, progress, CHAT_PAIR / "target", "chat")
+    return str(folder), streamed
+
+
+def _streamed(
+    pair: Path, size_bytes: int, options: LoadOptions
+) -> tuple[LoadOptions, Callable[[int], MemoryPlan]]:
+    """Return how a pair streams whose target is made so large, and what plans memory by a budget.
+
+    On the CPU, since any GPU would hold all of the target, and from a quarter of its size if that
+    works, unless the user has named others.
+    """
+    config = inflated_config(pair / "target", size_bytes)
+    target = checkpoint_of_config(config, pair / "target" / "config.json")
+    files = ModelFiles(target, open_checkpoint(pair / "draft"))
+    spec = parse_tree(options.tree)
+    num_nodes = 1 if spec.is_chosen else spec.num_nodes * options.parallel
+    how = {"context": options.context, "rule": options.rule, "parallel": options.parallel}
+
+    def plan(ram: int) -> MemoryPlan:
+        return MemoryBudget(ram=ram, **how).plan(files, num_nodes)  # type: ignore[arg-type]
+
+    ram = options.ram
+    if ram is None:
+        ram = max(size_bytes // 4, least_budget(plan))
+    device = "cpu" if options.device == "auto" else options.device
+    return replace(options, ram=ram, device=device), plan
+
+
+def check(request: Request) -> None:
+    """Refuse what cannot run before a target is made for it. Raises `UserError`."""
+    num_new = request.max_new_tokens
+    require(num_new > 1, "two speeds need -n of 2 or more", num_new, "try -n 96")
+    vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
+    request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)

@@ -1,0 +1,391 @@
+"""Bodies of requests in OpenAI's protocol, and what they ask of an engine.
+
+A body is checked field by field. A field that is not known is refused by name, as OpenAI does. What
+is known and without meaning here, or without harm if it is left out, is accepted, and its name is
+given back in a header.
+"""
+
+import json
+import secrets
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
+
+from offload.declaration import options_at
+from offload.engine.request import Request
+from offload.errors import did_you_mean
+from offload.sampling.grammar import Grammar, find_grammar
+from offload.sampling_options import Sampling
+from offload.server.refusals import Refusal
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+# of a message, to a template
+_SAID = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+_UNSAID = {"refusal", "annotations", "audio", "function_call"}  # that clients send back empty
+_LARGEST_SEED = 2**63 - 1
+_LEGACY_TOKENS = 16  # of /v1/completions, where a body does not say
+# in the path of an error within a union
+_TYPE_NAMES = {"str", "int", "float", "bool", "dict", "json-or-python"}
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Count = Annotated[int, Field(ge=0, le=1 << 31)]
+Ignored = Annotated[Any, Field(exclude=True)]  # it has no meaning here
+Stop = Annotated[str, Field(max_length=1024)]
+Stops = Annotated[list[Stop], Field(max_length=16)]  # each is looked for in every pass
+
+
+def _as_list(stop: Any) -> Any:
+    """Return one stop string as a list of it: an error of either form says what is wrong with it."""
+    return [stop] if isinstance(stop, str) else stop
+
+
+AnyStops = Annotated[
+    Stops | None, BeforeValidator(_as_list, json_schema_input_type=Stop | Stops | None)
+]
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside its text."""
+
+    model_config = _STRICT
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # against who counts bytes on the wire; there is none
+
+
+class Extension(BaseModel):
+    """What OpenAI's protocol has no word for."""
+
+    model_config = _STRICT
+    passes: bool = False  # what every pass did, with each chunk
+    tree: str | None = None
+    rule: str | None = None
+
+
+def _fields() -> dict[str, Any]:
+    """Return the options of drawing that a request may have, each a field that may be left out."""
+    found: dict[str, Any] = {}
+    for name, one in options_at("http", Sampling).items():
+        low, high = one.http_within or (None, None)
+        kind: Any = Annotated[one.kind if one.is_number else float, Field(ge=low, le=high)]
+        value: Any = kind | None if one.is_number else dict[str, kind] | None
+        names = AliasChoices(name, *one.synonyms) if one.synonyms else None
+        found[name] = (value, Field(default=None, validation_alias=names))
+    return found
+
+
+Drawing = create_model("Drawing", __config__=_STRICT, **_fields())
+
+
+class Body(Drawing):  # type: ignore[misc, valid-type]
+    """What requests for chat and for text have in common."""
+
+    prompt_field: ClassVar[str]
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: AnyStops = None
+    offload: Extension | None = None
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def tells_passes(self) -> bool:
+        return self.offload is not None and self.offload.passes
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that were given and change nothing."""
+        known = type(self).model_fields
+        given = (name for name in self.model_fields_set if known[name].exclude)
+        return sorted(name for name in given if getattr(self, name) is not None)
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Functions as chat templates take them."""
+        return []
+
+    def requests(self, usual: Sampling) -> list[Request]:
+        """Return what is asked for, a request for each prompt; `usual` holds where nothing is said.
+
+        Raises `Refusal` and `UserError`.
+        """
+        raise NotImplementedError
+
+    def _request(self, usual: Sampling, num_new: int | None, **own: Any) -> Request:
+        """Return a request with what all bodies say; without a limit a text has all the room."""
+        extension = self.offload or Extension()
+        return Request(
+            sampling=self._sampling(usual),
+            max_new_tokens=sys.maxsize if num_new is None else num_new,
+            is_clipped=num_new is None,
+            stop=self.stop or None,
+            tree=extension.tree,
+            rule=extension.rule,
+            **own,
+        )
+
+    def _sampling(self, usual: Sampling) -> Sampling:
+        given: dict[str, Any] = {}
+        for name, one in options_at("http", Sampling).items():
+            value = getattr(self, name)
+            if value not in (None, {}):
+                given[one.name] = value
+        if biases := given.get("logit_bias"):
+            try:
+                given["logit_bias"] = [(int(token), number) for token, number in biases.items()]
+            except ValueError:
+                raise Refusal.of_value("logit_bias", "its keys must be ids of tokens") from None
+        seed = secrets.randbelow(_LARGEST_SEED) if self.seed is None else self.seed & _LARGEST_SEED
+        return replace(usual, **{**given, "seed": seed})
+
+
+class Function(BaseModel):
+    """A function that a model may call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolBody(BaseModel):
+    """A tool: functions are the only kind."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Literal["function"]
+    function: Function
+
+
+class ChatBody(Body):
+    """A request to /v1/chat/completions."""
+
+    prompt_field = "messages"
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+    parallel_tool_calls: Ignored = None
+    reasoning_effort: Ignored = None
+    verbosity: Ignored = None
+    prediction: Ignored = None
+
+    def requests(self, usual: Sampling) -> list[Request]:
+        """Return the one request. Raises `Refusal` and `UserError`."""
+        num_new = self.max_tokens
+        if self.max_completion_tokens is not None:
+            num_new = self.max_completion_tokens
+        if self.top_logprobs is not None and not self.logprobs:
+            message = "'top_logprobs' goes with 'logprobs': set that to true"
+            raise Refusal(400, message, param="top_logprobs")
+        conversation = [_message(index, one) for index, one in enumerate(self.messages)]
+        return [
+            self._request(
+                usual,
+                num_new,
+                prompt=conversation,
+                tools=self.offered_tools,
+                grammar=self._read_grammar(),
+                num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            )
+        ]
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Functions as chat templates take them; none where the model is to call none."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+
+    def _read_grammar(self) -> Grammar | None:
+        """Return what the answer must keep.
+
+        Raises `Refusal` for no format, `UserError` for no schema.
+        """
+        if forced := self._find_forced_tools():
+            return find_grammar(json_schema=_schema_of_calls(forced))
+        wished = self.response_format or {"type": "text"}
+        if wished == {"type": "text"}:
+            return None
+        if wished == {"type": "json_object"}:
+            return Grammar("json_object")
+        match wished:
+            case {"type": "json_schema", "json_schema": {"schema": schema}}:
+                return find_grammar(json_schema=schema)
+        rule = "it must be text, json_object, or json_schema with a 'schema'"
+        raise Refusal.of_value("response_format", rule)
+
+    def _find_forced_tools(self) -> list[Function]:
+        """Return functions of which the answer must call one; none where it need not.
+
+        Raises `Refusal`.
+        """
+        tools = [tool.function for tool in self.tools or []]
+        match self.tool_choice:
+            case None | "auto" | "none":
+                return []
+            case "required":
+                forced = tools
+            case {"type": "function", "function": {"name": str(name)}}:
+                forced = [one for one in tools if one.name == name]
+            case _:
+                forced = []
+        if not forced:
+            rule = "it must be 'auto', 'none', 'required' or a function of 'tools'"
+            rule += "" if tools else ", and there are no 'tools'"
+            raise Refusal.of_value("tool_choice", rule)
+        return forced
+
+
+def _schema_of_calls(functions: Sequence[Function]) -> dict[str, Any]:
+    """Return the schema of a JSON object that calls one of these; what `$ref`s mean is at its root.
+
+    Raises `Refusal` where two functions mean different things by one name.
+    """
+    shared = dict[str, Any]()
+    calls = []
+    for one in functions:
+        parameters = dict(one.parameters or {"type": "object"})
+        for place in ("$defs", "definitions"):
+            named = parameters.pop(place, None) or {}
+            if not isinstance(named, dict):
+                rule = f"'{place}' of the function {one.name:.80} must be an object"
+                raise Refusal.of_value("tools", rule)
+            for name, schema in named.items():
+                if shared.setdefault(place, {}).setdefault(name, schema) != schema:
+                    rule = f"'{place}' of two functions differ in {name:.80}: rename one"
+                    raise Refusal.of_value("tools", rule)
+        fields = {"name": {"const": one.name}, "arguments": parameters}
+        call = {"type": "object", "properties": fields, "required": ["name", "arguments"]}
+        calls.append(call | {"additionalProperties": False})
+    return {"anyOf": calls, **shared}
+
+
+class CompletionBody(Body):
+    """A request to /v1/completions."""
+
+    prompt_field = "prompt"
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def requests(self, usual: Sampling) -> list[Request]:
+        """Return a request for each prompt. Raises `Refusal` and `UserError`."""
+        for name in ("echo", "suffix"):
+            if getattr(self, name):
+                message = f"'{name}' is not supported by this server: leave it out"
+                raise Refusal(400, message, param=name)
+        if self.best_of not in (None, self.num_choices):
+            message = "'best_of' must be equal to 'n' on this server: leave it out"
+            raise Refusal(400, message, param="best_of")
+        if self.prompt == []:
+            raise Refusal.of_value("prompt", "it is empty")
+        num_new = _LEGACY_TOKENS if self.max_tokens is None else self.max_tokens
+        common = self._request(usual, num_new, raw=True, num_logprobs=self.logprobs)
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompts: Sequence[Any] = [self.prompt] if is_one else self.prompt
+        return [replace(common, prompt=prompt) for prompt in prompts]
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """Return a body that came over the wire. Raises `Refusal` for bad JSON and wrong fields."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        first = min(found, key=lambda one: one["type"] != "extra_forbidden")
+        raise _refusal(first, kind.model_fields) from None
+
+
+def _refusal(error: Mapping[str, Any], known: Iterable[str]) -> Refusal:
+    path = ""
+    is_stranger = error["type"] == "extra_forbidden"
+    for step in error["loc"]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif is_stranger or (step not in _TYPE_NAMES and "[" not in step):
+            path += f".{step}"
+    param = path[1:][:80] or None
+    what = error["msg"]
+    match error["type"]:
+        case "json_invalid":
+            what = what.removeprefix("Invalid JSON: ")
+            return Refusal(400, f"The body must be JSON in UTF-8: {what}")
+        case "extra_forbidden":
+            meant = did_you_mean(str(param), known) if len(error["loc"]) == 1 else ""
+            message = f"Unrecognized request argument supplied: {param}{meant}"
+            return Refusal(400, message, param=param)
+        case "missing":
+            message = f"Missing required parameter: '{param}'"
+            return Refusal(400, message, param=param, code="missing_required_parameter")
+    message = f"Invalid value for {(param and repr(param)) or 'the body'}: {what}"
+    return Refusal(400, message, param=param, code="invalid_value")
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates take it. Raises `Refusal`."""
+    where = f"messages[{index}]"
+    known = Role.__args__  # type: ignore[attr-defined]
+    if message.get("role") not in known:
+        raise Refusal.of_value(where, f"it must be one of {', '.join(known)}", f"{where}.role")
+    for name in sorted(message.keys() - _SAID):
+        if name not in _UNSAID or message[name]:
+            argument = f"{where}.{name:.80}"
+            what = f"Unrecognized request argument supplied: {argument}"
+            raise Refusal(400, what, param=argument)
+    said = {name: value for name, value in message.items() if name in _SAID and value is not None}
+    if said["role"] == "developer":
+        said["role"] = "system"
+    if "tool_calls" in said:
+        said["tool_calls"] = _earlier_calls(said["tool_calls"], f"{where}.tool_calls")
+    return said
+
+
+def _earlier_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return calls of an earlier answer as templates take them: arguments are no JSON there."""
+    read = []
+    try:
+        for call in calls:
+            function = call["function"]
+            arguments = json.loads(function["arguments"])
+            read.append({**call, "function": {**function, "arguments": arguments}})
+    except (TypeError, KeyError, ValueError, RecursionError):
+        rule = "each must have a function with arguments in JSON"
+        raise Refusal.of_value(where, rule) from None
+    return read

@@ -1,0 +1,151 @@
+"""Who is let in before any route, and how every answer is marked.
+
+`Guard` is plain ASGI, so that a body is counted as it comes, with or without a Content-Length.
+Invariant: nothing behind it sees a request without the key, or more bytes than are allowed; keys
+are compared in constant time and never in an address.
+"""
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from offload.server.refusals import Refusal
+from offload.server.settings import ServerSettings
+
+_OPEN_PATHS = ("/", "/health")  # a page that asks for the key, and what a watchdog asks for
+_MOST_DROPPED = 16  # times what is allowed
+_WITH_BODY = ("POST", "PUT", "PATCH")
+_LOOKING = ("GET", "HEAD", "OPTIONS")
+# Of every answer: what quotes a client or a model is never taken for a page, nor shown inside of
+# another's.
+_MARKS = {"x-content-type-options": "nosniff", "cross-origin-resource-policy": "same-origin"}
+
+# what a page of an allowed origin may send; its browser asks before
+_MAY = {
+    "Access-Control-Allow-Methods": "GET, POST",
+    "Access-Control-Allow-Headers": "Authorization, Content-Type",
+    "Access-Control-Max-Age": "600",
+}
+
+
+class Guard:
+    """Lets through what may pass, to `app`."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._digests = [_digest(key) for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer what may not pass."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin", "")
+        is_guest = origin in self._settings.origins
+        send = _marked(send, origin if is_guest else None)
+        try:
+            self._check_host(headers)
+            if is_guest and scope["method"] == "OPTIONS":
+                await Response(status_code=204, headers=_MAY)(scope, receive, send)
+                return
+            if not is_guest:
+                self._check_site(headers, scope["method"])
+            self._check_key(headers, scope["path"])
+            if scope["method"] in _WITH_BODY:
+                receive = _replayed(await self._body(receive), receive)
+        except Refusal as refusal:
+            # what it still sends belongs to no request
+            refusal.headers.setdefault("Connection", "close")
+            await refusal.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_host(self, headers: Mapping[str, str]) -> None:
+        allowed = self._settings.allowed_hosts
+        host = headers.get("host", "").lower()
+        name = host.partition(":")[0]
+        if host.startswith("[") and "]" in host:
+            name = host[: host.index("]") + 1]
+        if allowed is not None and name not in allowed:
+            rule = f"this server is not {host:.80}" if host else "a request must name this server"
+            raise Refusal(403, f"{rule}: ask for localhost", code="wrong_host")
+
+    def _check_site(self, headers: Mapping[str, str], method: str) -> None:
+        """Refuse pages of others: none sends JSON without asking, and browsers say whose they are."""
+        site = headers.get("sec-fetch-site", "none")
+        if method not in _LOOKING and site not in ("same-origin", "none"):
+            message = "this server takes no requests from pages of others: ask from its own"
+            raise Refusal(403, message, code="wrong_site")
+
+    def _check_key(self, headers: Mapping[str, str], path: str) -> None:
+        if not self._digests or path in _OPEN_PATHS:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        found = _digest(given.strip() if scheme.lower() == "bearer" else "")
+        # all of them, always
+        is_known = sum([hmac.compare_digest(found, digest) for digest in self._digests])
+        if not is_known:
+            message = "You need the API key of this server: send it as `Authorization: Bearer KEY`"
+            asked = {"WWW-Authenticate": "Bearer"}
+            raise Refusal(401, message, code="invalid_api_key", headers=asked)
+
+    async def _body(self, receive: Receive) -> bytes:
+        """Return the body; what is too large is read in part: clients listen when they have sent all."""
+        limit = self._settings.max_body_bytes
+        num_read = 0
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_s):
+                while num_read <= _MOST_DROPPED * limit:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        break
+                    num_read += len(message["body"])
+                    body += message["body"][: max(0, limit + 1 - len(body))]
+                    if not message["more_body"]:
+                        break
+        except TimeoutError:
+            late = f"the body has not come within {self._settings.body_s:g} s"
+            raise Refusal(408, late) from None
+        if len(body) > limit:
+            rule = f"the body is larger than {limit} bytes"
+            remedy = "shorten it, or start the server with a larger --max-body"
+            raise Refusal(413, f"{rule}: {remedy}", code="body_too_large")
+        return bytes(body)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return what gives a body that was read once more; then what else the client does."""
+    left = [body]
+
+    async def receiving() -> Message:
+        if not left:
+            return await receive()
+        return {"type": "http.request", "body": left.pop(), "more_body": False}
+
+    return receiving
+
+
+def _marked(send: Send, guest: str | None) -> Send:
+    """Return what sends answers with the marks of all; pages of the origin `guest` may read them."""
+    allowed = {} if guest is None else {"access-control-allow-origin": guest, "vary": "Origin"}
+    marks = {**_MARKS, **allowed}
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(marks)
+        await send(message)
+
+    return sending
+
+
+def _digest(key: str) -> bytes:
+    """Return a digest of the key; its length is fixed, so comparing tells nothing of the key's."""
+    return hashlib.sha256(key.encode()).digest()

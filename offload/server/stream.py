@@ -1,0 +1,151 @@
+"""A stream of server-sent events: chunks of an answer, comments while there are none, and the end.
+
+`arrivals` brings pieces of texts from the engine's thread into the server's loop. An error that
+comes too late for a status is an event of its own, and then the stream has no `[DONE]`.
+
+Invariant: a client that is gone cancels what it has asked for: hanging up, a cancelled task and an
+error leave by one door, which cancels every ticket.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from offload.engine.job import TextPiece, Ticket
+from offload.server.answer import Answer
+from offload.server.refusals import refusal_of
+
+
+class ClientGone(Exception):  # noqa: N818
+    """The client does not wait for the answer any more."""
+
+
+async def arrivals(
+    tickets: Sequence[Ticket], receive: Receive, every_s: float | None = None
+) -> AsyncGenerator[tuple[int, TextPiece | None] | None]:
+    """Yield the number of a ticket with its next piece, or with None at its end, until all ended.
+
+    None alone comes at once, and whenever nothing has come for so long. Closing this cancels every
+    ticket. Raises `ClientGone`, of which `receive` tells once the body was read.
+    """
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    watch = asyncio.create_task(_until_gone(receive))
+    watch.add_done_callback(lambda _: came.set())
+
+    def tell() -> None:
+        # in the engine's thread, which may outlive the loop
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(came.set)
+
+    try:
+        for ticket in tickets:
+            ticket.listen(tell)
+        # from here on closing cancels them, also where no piece is ever taken
+        yield None
+        left = dict(enumerate(tickets))
+        while left:
+            came.clear()
+            for index, ticket in list(left.items()):
+                # before its pieces are taken, so that none comes behind the end
+                is_done = ticket.is_done
+                for piece in ticket.take():
+                    yield index, piece
+                if is_done:
+                    del left[index]
+                    yield index, None
+            if left and not watch.done():
+                try:
+                    async with asyncio.timeout(every_s):
+                        await came.wait()
+                except TimeoutError:
+                    yield None
+            if watch.done():
+                raise ClientGone
+    finally:
+        watch.cancel()
+        for ticket in tickets:
+            ticket.cancel()
+            ticket.listen(None)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+ALIVE = b": waiting\n\n"
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class EventStream(Response):
+    """An answer, chunk by chunk.
+
+    Args:
+        keep_alive_s: without a chunk, after which a comment is sent.
+        on_error: hears of errors that the client is told.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        answer: Answer,
+        tickets: Sequence[Ticket],
+        headers: Mapping[str, str],
+        *,
+        keep_alive_s: float,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(headers={**_HEADERS, **headers})
+        del self.headers["content-length"]
+        self._answer = answer
+        self._tickets = tickets
+        self._keep_alive_s = keep_alive_s
+        self._on_error = on_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, unless the client goes first."""
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        try:
+            pieces = arrivals(self._tickets, receive, self._keep_alive_s)
+            async with aclosing(pieces), aclosing(self._events(pieces)) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except ClientGone:
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(
+        self, pieces: AsyncIterator[tuple[int, TextPiece | None] | None]
+    ) -> AsyncGenerator[bytes]:
+        opening = self._answer.opening()
+        try:
+            async for arrival in pieces:
+                if arrival is None:
+                    # also at once: a pass takes seconds, and a client that waits for a place wants
+                    # to know that it does
+                    yield ALIVE
+                for chunk in opening if arrival is None else self._answer.chunks(*arrival):
+                    yield _event(chunk)
+                opening = []
+        except ClientGone:
+            raise
+        except Exception as error:
+            self._on_error(error)
+            yield _event(refusal_of(error).as_dict())
+            return
+        for chunk in self._answer.closing():
+            yield _event(chunk)
+        yield b"data: [DONE]\n\n"
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    told = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {told}\n\n".encode()
