@@ -50,7 +50,7 @@ class ClockCard(StrictDevice):
 
     Args:
         knows_all: looks after all that is computed, and not only after what the device was asked for. Such memory is
-            never given to anybody else, which would look like a race.
+            never given to anything else, which would look like a race.
     """
 
     def __init__(self, paper: ClockPaper, *, knows_all: bool = False) -> None:

@@ -152,7 +152,7 @@ def _import_from_the_end() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Profiles, inflated models and settings of whoever runs the tests are neither seen nor added to."""
+    """Profiles, inflated models and settings of the user are neither seen nor added to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
@@ -219,7 +219,7 @@ letters = _reciter("letters", (":", "O", "k", "."), is_chat=True, ends=True)
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A tiny Llama and a draft that is often right; nobody changes their files."""
+    """A tiny Llama and a draft that is often right; no test changes their files."""
     from tiny import FAMILIES, save_pair
 
     return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))

@@ -1,7 +1,7 @@
 """A device without a GPU: streams are queues whose work is done late, early and out of step with one another.
 
-Nothing that is enqueued happens at once. A stream moves when somebody must wait for it, and otherwise by chance, so
-that whoever forgets an event reads what is not there yet or overwrites what is still read. Compute has two modes:
+Nothing that is enqueued happens at once. A stream moves when it must be waited for, and otherwise by chance, so
+that code which forgets an event reads what is not there yet or overwrites what is still read. Compute has two modes:
 `late` leaves it in its queue like the copies (the test enqueues it with `launch`); otherwise it is the host's own, as
 torch on a CPU is, and the host waits where its stream would.
 """
@@ -205,7 +205,7 @@ class ThreadStore:
 
 
 def forget_waits(monkeypatch: pytest.MonkeyPatch, whose: str) -> dict[str, Any]:
-    """Let nobody wait for a device: its `compute` or `copies`, or `threads`; return how it has to be to show that."""
+    """Let nothing wait for a device: its `compute` or `copies`, or `threads`; return how it has to be to show that."""
     wait, synchronize, main = FakeDevice.wait, FakeDevice.synchronize, threading.main_thread()
 
     def skip(self: FakeDevice, event: Any) -> None:
@@ -220,5 +220,5 @@ def forget_waits(monkeypatch: pytest.MonkeyPatch, whose: str) -> dict[str, Any]:
         monkeypatch.setattr(FakeDevice, "synchronize", skip)
         return {"haste": 0.0}
     monkeypatch.setattr(FakeDevice, "wait", forget)
-    # Kernels run at once then, and copies when somebody must have them.
+    # Kernels run at once then, and copies when they are needed.
     return {"is_compute_late": False, "haste": 0.0, "latency_s": 0.005} if whose == "compute" else {}

@@ -1,4 +1,4 @@
-"""Headers of mixtures of experts that nobody here owns, expert by expert or in stacks: no files, no weights."""
+"""Headers of large mixtures of experts, expert by expert or in stacks: no files, no weights."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
 """CUDA's rules of recording, and those of torch's allocator, on paper.
 
 The allocator keeps a list of captures that are under way, and gives no memory back while there is one. Up to torch 2.11
-a capture that ends broken stays on that list (pytorch/pytorch#180395), and whoever asks for memory back later is told.
+a capture that ends broken stays on that list (pytorch/pytorch#180395), and what asks for memory back later is told.
 """
 
 from collections.abc import Iterator

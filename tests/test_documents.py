@@ -57,7 +57,7 @@ def unmerged_lines(text: str) -> list[str]:
     return re.findall(r"^(?:<{7}|>{7}) .*$", text, re.MULTILINE)
 
 
-def test_readme_is_for_somebody_with_60_seconds() -> None:
+def test_readme_takes_a_minute() -> None:
     text = README.read_text()
     assert len(text.split()) <= MOST_WORDS
     commands = [line.split("#")[0].strip() for line in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)[0].splitlines()]

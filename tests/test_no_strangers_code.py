@@ -78,7 +78,7 @@ def _calls(node: ast.Call) -> Iterator[str]:
     yield from _wrong(given)
     is_asking = "trust_remote_code" not in given and None not in given
     if name in ("from_pretrained", "from_config") and named.startswith("Auto") and is_asking:
-        yield f"{name} without trust_remote_code=False, where transformers asks whoever sits there"
+        yield f"{name} without trust_remote_code=False, where transformers asks at the terminal"
     if name == "from_pretrained" and "For" in named and "use_safetensors" not in given:
         yield f"{name} without use_safetensors=True, which unpickles where there are no safetensors"
 
@@ -95,7 +95,7 @@ def test_no_file_runs_what_a_stranger_wrote() -> None:
     found = [(str(path), line, what) for path, source in sources() for line, what in breaches(path, source)]
     wrong = [f"{path}:{line} {what}" for path, line, what in found if (path, what) not in ALLOWED]
     assert not wrong, "\n" + "\n".join(wrong)
-    assert ALLOWED.keys() <= {(path, what) for path, _, what in found}, "what nobody needs any more"
+    assert ALLOWED.keys() <= {(path, what) for path, _, what in found}, "what is needed no more"
     assert {path.split("/")[0] for path, _ in ALLOWED} <= set(FOLDERS)
 
 

@@ -1,6 +1,6 @@
 """House rules as tests: each rule reads one source file and yields `path:line rule` for every breach.
 
-Why: a rule that nobody runs is a wish. Invariant: for each rule there is a planted breach below that it must report.
+Why: a rule that is not run is a wish. Invariant: for each rule there is a planted breach below that it must report.
 """
 
 import ast
@@ -119,7 +119,7 @@ def plain_words(path: PurePosixPath, source: str) -> Iterator[str]:
 
 def no_package_at_top_level(path: PurePosixPath, source: str) -> Iterator[str]:
     if path.parts[0] in ("kernels", "bench") and path.name == "__init__.py":
-        yield f"{path}:1 {path.parts[0]}/ is no package: it would shadow Hugging Face's kernels, or anybody's bench"
+        yield f"{path}:1 {path.parts[0]}/ is no package: it would shadow Hugging Face's kernels, or another bench"
 
 
 def kernels_stand_alone(path: PurePosixPath, source: str) -> Iterator[str]:
@@ -151,6 +151,15 @@ def test_rule_holds(rule: Rule) -> None:
 
 
 @pytest.mark.always
+def test_tests_are_told_in_plain_words() -> None:
+    """Their text alone is looked at, which is quicker than their trees; this file has the breaches."""
+    told = re.compile(rf'"""(?:of|the same)\b|{PERSONS.pattern}', re.IGNORECASE)
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    assert len(files) > 200
+    assert [f"{path}: {found[0]}" for path in files if (found := told.search(path.read_text(encoding="utf-8")))] == []
+
+
+@pytest.mark.always
 def test_a_class_name_means_one_thing() -> None:
     """In the product; the bench measures it with records of its own."""
     homes: dict[str, list[str]] = {}
@@ -165,7 +174,7 @@ def test_a_class_name_means_one_thing() -> None:
 
 def test_every_file_of_tests_has_a_name_of_its_own() -> None:
     """Their folders are no packages: of two modules with one name pytest imports the first for both, and stops."""
-    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__main__.py"]  # nobody imports those
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__main__.py"]  # not imported
     assert sorted(names) == sorted(set(names))
 
 

@@ -148,7 +148,7 @@ class ClockDevice:
         forgets: a place of the program, as in `sites`, that is taken to have been forgotten.
 
     Attributes:
-        sites: places where somebody waits, for a stream or a thread, or records what somebody waits for.
+        sites: places where the program waits, for a stream or a thread, or records what is waited for.
     """
 
     name = "clocks"
@@ -169,7 +169,7 @@ class ClockDevice:
         memory = torch.from_numpy(allocate(num_bytes)).to(self.place)
         self.clocks.know(memory)
         self._memory.append(memory)
-        self.clocks.use(self.compute, memory, "somebody else before", writes=True)
+        self.clocks.use(self.compute, memory, "another program before", writes=True)
         return memory
 
     def open_allocator(self) -> PinnedAllocator:
@@ -208,9 +208,9 @@ class ClockDevice:
         return 0
 
     def give_back(self) -> None:
-        """All memory goes to whoever computes next."""
+        """All memory goes to the next that computes."""
         for memory in self._memory:
-            self.clocks.use(self.compute, memory, "somebody else behind", writes=True)
+            self.clocks.use(self.compute, memory, "another program behind", writes=True)
 
     def wait_stream(self, stream: str, other: str, site: str) -> None:
         """What a stream does from now on comes behind what another one has to do so far."""
@@ -231,7 +231,7 @@ class ClockDevice:
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """What is run meanwhile is no kernel of whoever computes."""
+        """What is run meanwhile is no kernel of the compute stream."""
         self._own.is_moving = True
         yield
         self._own.is_moving = False
@@ -243,7 +243,7 @@ class ClockDevice:
 
 
 def caller(depth: int = 2) -> str:
-    """The place in the program that has called whoever asks, or so many calls above."""
+    """The place in the program that has called the asking function, or so many calls above."""
     frame = sys._getframe(depth)
     return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}:{frame.f_lineno}"
 

@@ -1,4 +1,4 @@
-"""The bench of the device path, whole, on a device that is the host: a script nobody runs is a script that fails."""
+"""The bench of the device path, whole, on a device that is the host: a script that is never run fails."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -117,7 +117,7 @@ def test_what_breaks_costs_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_refusal_at_load_is_missed_by_all_that_hangs_on_it() -> None:
-    """A blank would read as if nobody had asked."""
+    """A blank would read as if it had not been asked."""
     asked = parts("sweeps", "drafting", "trees", "soak", "memory", "accelerate", "plain")
     code, result, _ = run_tiny(*asked, "--gpu-mem", "900MiB")
     promises = {one["promise"]: one for one in result["promises"]}

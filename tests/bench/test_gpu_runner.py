@@ -221,7 +221,7 @@ def _runs(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
-    return state not in "ZX"  # dead, and nobody has asked
+    return state not in "ZX"  # dead, and not waited for
 
 
 def wait_for(ask: Callable[[], Any], most_s: float = 20.0) -> Any:

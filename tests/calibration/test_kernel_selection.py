@@ -94,7 +94,7 @@ def test_a_kernel_that_breaks_the_device_is_named() -> None:
 
     with pytest.raises(RuntimeError, match=r"thing at N 1 has left the device unusable \(RuntimeError: out of shared"):
         compare(comparison(refuses), Lost())
-    assert not compare(comparison(), Lost()).reason, "nobody waits where nothing failed"
+    assert not compare(comparison(), Lost()).reason, "nothing is waited for where nothing failed"
 
 
 @needs_triton
@@ -180,7 +180,7 @@ def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
 def test_a_run_reports_its_kernels_and_writes_the_same_tokens(
     device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
-    """The kernels themselves decode, in the interpreter; nobody could tell from the text."""
+    """The kernels themselves decode, in the interpreter; the text does not tell."""
     target, draft, wanted = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS["host"])
     monkeypatch.setattr(startup, "is_for_kernels", lambda place: True)

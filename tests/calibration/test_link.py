@@ -20,7 +20,7 @@ def test_the_link_is_measured_for_so_long_and_all_over_the_file(
 ) -> None:
     shard = tmp_path / "shard"
     with shard.open("wb") as file:
-        file.truncate(1 << 40)  # as large as nobody's disk; holes read as zeros
+        file.truncate(1 << 40)  # larger than any disk; holes read as zeros
     starts: list[int] = []
 
     class Watched(DiskReader):

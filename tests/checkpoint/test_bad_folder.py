@@ -120,7 +120,7 @@ FOLDERS = [
     case("nothing of its text", config(model_type="llava", text_config={}), "describe a language model", "llava", "{}"),
     case("text in words", config(model_type="llava", text_config="llama"), "must describe a language model", "llama"),
     case("text of no model", config(model_type="llava", text_config={"model_type": "no"}), "describe a language model"),
-    case("around what nobody knows", config(model_type="no", text_config={"hidden_size": 8}), "describe a language"),
+    case("around what is unknown", config(model_type="no", text_config={"hidden_size": 8}), "describe a language"),
     case("no text inside", SEEING, "does not write text"),
     case("no weights", drop("*.safetensors*"), "no safetensors files", "download the checkpoint again", by_plan=False),
     case("generation config broken", overwrite(GENERATION, b"{"), GENERATION, by_plan=False),

@@ -147,7 +147,7 @@ HEADERS = [
     case("endless name", renamed(UP, "layers." * 30_000), "layers.layers.", "name of 210000 characters", "again"),
     case("scalar", entry(UP, shape=[64 * 96]), UP, "must have shape [96, 64]", "[6144]", by_plan=False),
     case("type of 8 bits", entry(UP, dtype="F8_E4M3"), f"{UP} of shape [96, 64]", "needs 6144 bytes, has 24576"),
-    case("type nobody knows", entry(UP, dtype="\x1b[2J\nX"), UP, "bf16, fp16, fp32 or quantised", by_plan=False),
+    case("unknown type", entry(UP, dtype="\x1b[2J\nX"), UP, "bf16, fp16, fp32 or quantised", by_plan=False),
 ]
 
 

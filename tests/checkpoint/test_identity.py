@@ -132,7 +132,7 @@ def test_a_copy_is_the_same_once_all_is_read_and_the_next_time_at_once(
     other = copy_of(folder)
     told, mine = summed(folder), identity(other)
     assert same_model(told, mine) == "nothing proves that the weights are the same"
-    assert same_model(identity(folder), identity(folder)) == "", "nobody has touched these files"
+    assert same_model(identity(folder), identity(folder)) == "", "these files are untouched"
     identities = Identities(ModelFiles(open_checkpoint(other), None))
     assert identities.difference(told) == "" and identities.target.has_sum
     monkeypatch.setattr(summing, "read_left", None)

@@ -191,7 +191,7 @@ def test_layers_are_told_by_name_and_numbers_that_are_none_leave_nothing_out(tmp
     checkpoint = open_checkpoint(tmp_path)
     layers, rest = group_by_layer(checkpoint, 2)
     assert [len(entries) for entries in layers] == [1, 2]
-    # a layer beyond the decoder's last (an extra head for several tokens) belongs to nobody
+    # a layer beyond the decoder's last (an extra head for several tokens) belongs to no layer
     assert {name for name, entry in checkpoint.tensors.items() if entry in rest} == {"model.norm", "my_layers.0.x"}
     # Numbers that are none leave nothing out.
     for number in ("4", None, -1, 0, True, 1.5):

@@ -1,4 +1,4 @@
-"""Files that are none, pipes that nobody writes to, devices without an end; and two that write to one folder."""
+"""Files that are none, pipes without a writer, devices without an end; and two that write to one folder."""
 
 import errno
 import fcntl
@@ -98,13 +98,13 @@ def test_what_no_library_reads_may_be_large(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_the_user_names_may_be_a_pipe(tmp_path: Path) -> None:
-    """As that of `-f <(command)`; one that nobody writes to is empty, and nothing is waited for."""
+    """As that of `-f <(command)`; one without a writer is empty, and nothing is waited for."""
     os.mkfifo(tmp_path / "pipe")
     assert read_given(tmp_path / "pipe") == b""
     ours, theirs = os.pipe()
     timer = threading.Timer(0.2, lambda: (os.write(theirs, b"Say:"), os.close(theirs)))
     timer.start()
-    assert read_given(Path(f"/proc/self/fd/{ours}")) == b"Say:", "it is waited for whoever writes"
+    assert read_given(Path(f"/proc/self/fd/{ours}")) == b"Say:", "the writer is waited for"
     os.close(ours)
     timer.join()
 

@@ -48,8 +48,8 @@ def test_every_command_refuses_an_option_that_it_has_not(option: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("-m", "somebody/some-model"), ("somebody/some-model", "hub", "check the network")),
-        (("-m", "somebody/a..b"), ("somebody/a..b", "hub", "check the name")),
+        (("-m", "someone/some-model"), ("someone/some-model", "hub", "check the network")),
+        (("-m", "someone/a..b"), ("someone/a..b", "hub", "check the name")),
     ],
 )
 def test_words_of_libraries_are_lines_of_ours(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Many ranks started by one command: one text, one exit code, one reason, and nobody left behind.
+"""Many ranks started by one command: one text, one exit code, one reason, and no process left behind.
 
 Processes cost seconds each, so every start asks several things; what needs none is asked of functions.
 """
@@ -134,7 +134,7 @@ def test_what_all_ranks_refuse_is_said_once() -> None:
 
 
 def test_a_job_that_has_ranks_of_its_own_changes_nothing(ender: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `--ranks` nobody asks who else there is, and a prompt is read by whoever is given one."""
+    """Without `--ranks` no process asks for others, and each reads the prompt that it is given."""
     assert_refused(shell("generate", "-m", ender, "-p", "x", "--ram", "1GiB,2GiB"), "--ram", "'1GiB,2GiB'")
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

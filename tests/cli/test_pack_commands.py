@@ -140,7 +140,7 @@ def test_much_damage_is_told_briefly(sound: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked_is_one_line(sound: Path, tmp_path: Path) -> None:
-    assert_refused(shell("verify", "nobody/nothing"), "nobody/nothing", "download it first")
+    assert_refused(shell("verify", "nowhere/nothing"), "nowhere/nothing", "download it first")
     (tmp_path / "sums.json").write_text("{}")
     assert_refused(shell("verify", sound, "--manifest", tmp_path / "sums.json"), "is no manifest", "--manifest")
     assert (tmp_path / "sums.json").read_text() == "{}"

@@ -24,7 +24,7 @@ def append(path: Path, texts: Iterable[str], *, coder: Coder = CODER) -> Store:
 
 
 def ignored(*_: object) -> None:
-    """Nobody wants to know how far it is."""
+    """No one asks how far it is."""
 
 
 def of_small_chunks(patch: pytest.MonkeyPatch, room: int) -> None:

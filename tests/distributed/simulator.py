@@ -119,7 +119,7 @@ class World(Transport):
             self.step()
 
     def step(self) -> None:
-        assert self._heap, "everybody waits"
+        assert self._heap, "every process waits"
         self.now_s, _, what = heapq.heappop(self._heap)
         what()
 
@@ -253,7 +253,7 @@ class _Stage:
     def _draw(self, row: _Row) -> int:
         path = self.committed + [self.rows[seen] for seen in row.sees]
         if not all(one.is_computed for one in path):
-            return self.world.random.randrange(-1, VOCABULARY)  # nobody may look at it
+            return self.world.random.randrange(-1, VOCABULARY)  # it may not be looked at
         assert [one.position for one in path] == list(range(len(path))), "a row sees something else than its path"
         return target([one.token for one in path])
 

@@ -131,7 +131,7 @@ def told_after_moves(model: object, rng: random.Random, size: int) -> tuple[set[
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_tree_whose_root_moved_is_that_of_a_fresh_one(seed: int, model: TreeModel) -> None:
-    """Of the model, whose rows that stay are those of their paths, with four of the seeds."""
+    """The model hears it too, with four of the seeds: its rows that stay are those of their paths."""
     got, wanted = told_after_moves(BigramModel(), random.Random(seed), NUM_TOKENS)
     assert got == wanted and len(got) >= 9
     if seed < 4:

@@ -62,7 +62,7 @@ def _messages(transport, rank):
             assert torch.equal(rows, torch.full((number % 3, 5), number + source, dtype=torch.bfloat16))
     assert all(transport.poll(source, Channel.DATA) is None for source in range(3))
     sent = transport.bytes_sent.total() - before
-    transport.gather(torch.zeros(1, 1), [1, 1, 1])  # nobody leaves before all have asked
+    transport.gather(torch.zeros(1, 1), [1, 1, 1])  # no rank leaves before all have asked
     header_bytes, num_sent = 16, 2 * NUM_MESSAGES  # to oneself nothing is sent
     numbers = 8 * (2 * num_sent + 2 * sum(range(NUM_MESSAGES)))
     rows = 2 * sum(number % 3 * 5 * 2 for number in range(NUM_MESSAGES))

@@ -206,7 +206,7 @@ def _by_rank(place: RankInfo, report, own: Pair, cache: Path, has_samples: bool)
 def test_ranks_have_the_same_model(
     other: str, has_samples: bool, words: str, num_phases: int, folders: Path, tmp_path: Path
 ) -> None:
-    """Files that nobody can have changed are not read; a copy is, once."""
+    """Files that cannot have changed are not read; a copy is, once."""
     reports = Ranks(2, _by_rank, (folders / "0", folders / other), tmp_path, has_samples).reports()
     for rank in (0, 1):
         [(line, phases)] = reports[rank]

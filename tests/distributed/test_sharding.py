@@ -47,7 +47,7 @@ def test_rows_are_split_exactly(seed: int) -> None:
 
 
 def test_what_cannot_be_cut_is_refused(checkpoints: dict[str, Checkpoint]) -> None:
-    """Of GGUF the coding of blocks is named, not that of norms, which are plain numbers with 1 added."""
+    """A line on GGUF names the coding of blocks, not that of norms, which are plain numbers with 1 added."""
     assert [rows.num for rows in split_rows(32, EVEN_3)] == [11, 10, 11]
     with pytest.raises(UserError, match="a matrix of 2 rows cannot be shared by 3 ranks"):
         split_rows(2, EVEN_3)

@@ -290,7 +290,7 @@ def test_cancelled_runs_are_stopped_where_slots_allow_it_and_forgotten(checkpoin
 
 
 def test_scores_that_are_no_numbers_are_told_and_hurt_nobody(checkpoint: Checkpoint) -> None:
-    """A guess that nobody will take may lead to them."""
+    """A guess that will not be taken may lead to them."""
     with serving(checkpoint, (0, 4), lambda *_: 0.0) as (_, stages):
         logits_NV = torch.randn(5, VOCAB_SIZE)
         logits_NV[3] = torch.nan

@@ -41,7 +41,7 @@ def decoder(pair: Pair) -> Iterator[Decoder]:
 
 
 def streamed(target: Path, draft: Path, **more: Any) -> Decoder:
-    """Of both nothing stays."""
+    """Open both with no layer that stays."""
     ram = streaming_ram(target, draft, context=CONTEXT, num_nodes=32)
     return offload.load(target, draft, ram=ram, context=CONTEXT, tree="32x8", threads=1, **more)
 

@@ -1,4 +1,4 @@
-"""Many texts in one pass: each has the tokens that it has alone, whoever joins, leaves or fails; and their memory."""
+"""Many texts in one pass: each has the tokens that it has alone, whichever joins, leaves or fails; and their memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -53,7 +53,7 @@ def alone(pair: Sequence[Path | None], sampling: Sampling, **more: Any) -> list[
 
 
 def together(decoder: Decoder, asked: Sequence[Request]) -> list[list[int]]:
-    """Whoever waits begins as soon as another one ends."""
+    """A text that waits begins as soon as another one ends."""
     waiting, active, found = list(enumerate(asked)), dict[int, Run](), dict[int, list[int]]()
     while waiting or active:
         while waiting and len(active) < decoder.num_parallel:
@@ -184,7 +184,7 @@ def of_seeds(prompt: list[int], num: int) -> list[Request]:
 
 @pytest.mark.parametrize(("prompt", "num_lone"), [(LONG, 1), (SHORT, 0)], ids=["long", "short"])
 def test_all_samples_join_once_the_prompt_is_there(pair: Pair, prompt: list[int], num_lone: int) -> None:
-    """The second pass has all of them; a prompt that nobody would copy is not waited for."""
+    """The second pass has all of them; a prompt that no text would copy is not waited for."""
     widths = list[int]()
     with opened(pair, tree="none", parallel=4) as decoder:
         found = list(write_all(decoder, of_seeds(prompt, 4), lambda runs: widths.append(len(runs))))

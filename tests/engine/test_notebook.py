@@ -84,7 +84,7 @@ transformers.logging.get_logger("transformers.own").warning("of the program itse
 
 @pytest.fixture
 def odd(tmp_path: Path) -> Path:
-    """Whose config has an end beyond the vocabulary, and a rope of keys that nobody knows."""
+    """Whose config has an end beyond the vocabulary, and a rope of unknown keys."""
     save(build(FAMILIES["llama"]()), tmp_path)
     save_tokenizer(tmp_path)
     for name, changes in (("config", {"eos_token_id": 100000}), ("tokenizer_config", {"model_max_length": 8})):

@@ -75,7 +75,7 @@ def test_each_caller_gets_what_it_would_get_alone_and_texts_share_passes(looper:
 def test_what_others_have_gained_by_the_pass_of_one_that_fails_is_handed_out(
     looper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever came before it in the pass has its piece already; so have those behind it."""
+    """Texts before it in the pass have their piece already; so have those behind it."""
     push = TextStream.push
 
     def failing(stream: TextStream, tokens: Any) -> Any:
@@ -227,7 +227,7 @@ def test_closing_without_grace_cancels(looper: Path) -> None:
 
 
 def test_memory_is_given_back_once_behind_each_pause(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And meanwhile whoever comes is heard."""
+    """And meanwhile new requests are heard."""
     heard = list[int]()
 
     def give_back() -> None:

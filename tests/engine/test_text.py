@@ -264,10 +264,10 @@ def test_a_config_that_the_disk_does_not_give_is_not_taken_for_none(
     assert load_tokenizer(tmp_path) is not None, "a folder that has none is read as before"
 
 
-CLASSES = [None, "LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "of nobody"]
+CLASSES = [None, "LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "of none"]
 
 
-KINDS = ["llama", "qwen2", "gemma3", "gpt_neox", "mistral", "phi3", "nougat", "of nobody", None]
+KINDS = ["llama", "qwen2", "gemma3", "gpt_neox", "mistral", "phi3", "nougat", "of none", None]
 
 
 @matrix("kind", KINDS, always=["llama", None], daily=1)

@@ -1,6 +1,6 @@
 """A spread of faults in some commands; `make faults` strikes calls of all kinds in all of them.
 
-Why: what fails once in a year of somebody's runs must end as promised, too: with one line and its exit code, the text
+Why: what fails once in a year of runs must end as promised, too: with one line and its exit code, the text
 so far, no file half-written, and a next run that works. Invariant: what a verdict looks for shows where it is planted.
 """
 

@@ -27,7 +27,7 @@ class Circumstances(NamedTuple):
 
     Attributes:
         changed: files that it has damaged.
-        is_reader_gone: nobody reads what is printed, so that an early end is no failure.
+        is_reader_gone: what is printed is not read, so that an early end is no failure.
     """
 
     before: Files

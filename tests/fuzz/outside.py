@@ -26,13 +26,13 @@ CANARIES = ("canary.json", "canary.safetensors", "canary.txt")
 
 
 class Outside:
-    """A folder beside the cases that nobody has to do with."""
+    """A folder beside the cases that no case is about."""
 
     def __init__(self, folder: Path) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         folder.mkdir()
         for name in CANARIES:
-            (folder / name).write_text('{"canary": "nobody may read this"}')
+            (folder / name).write_text('{"canary": "this may not be read"}')
         self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         watch = self._libc.inotify_add_watch(self._fd, bytes(folder), _READS | _WRITES)
         if self._fd < 0 or watch < 0:

@@ -95,7 +95,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32) -> Inputs:
     key, value = (
         torch.randn(case.num_groups, num_slots, width, generator=generator) for width in (case.width, case.value_width)
     )
-    key[:, -9:] = value[:, -9:] = torch.nan  # slots that nobody may read
+    key[:, -9:] = value[:, -9:] = torch.nan  # slots that no row may read
     states = [states.to(DEVICE, dtype) for states in (query, key[:, :-9], value[:, :-9])]
     sink_H = torch.randn(case.num_heads, generator=generator).to(DEVICE) if case.has_sinks else None
     seen_TU = random_tree(case.num_uncommitted, generator)[-case.num_rows :]

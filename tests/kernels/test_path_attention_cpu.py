@@ -34,7 +34,7 @@ def attended(given: Inputs, at_once: int = 1) -> Tensor:
 
 
 def row_alone(given: Inputs, row: int, sees_S: Tensor | None = None) -> Inputs:
-    """The same row behind a prefix that is its path, or what it sees of it, all of which is committed."""
+    """Put the row behind a prefix that is its path, or what it sees of it, all of which is committed."""
     own_S = torch.cat([torch.ones(given.num_prefix, dtype=torch.bool), given.seen_TU[row]])
     own_S = (own_S if sees_S is None else own_S & sees_S).nonzero()[:, 0]
     states = (given.query_HTK[:, row : row + 1], given.key_GSK[:, own_S], given.value_GSK[:, own_S])

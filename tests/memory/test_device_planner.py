@@ -1,4 +1,4 @@
-"""Plans for GPUs that nobody here owns: two budgets, three tiers, and planted mistakes that the checks must find."""
+"""Plans for GPUs of data sheets: two budgets, three tiers, and planted mistakes that the checks must find."""
 
 import math
 import re

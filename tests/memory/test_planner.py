@@ -1,4 +1,4 @@
-"""Plans for models and machines that nobody here owns, from headers alone; rows of prompts, limits of containers."""
+"""Plans for models and machines of any size, from headers alone; rows of prompts, limits of containers."""
 
 import math
 import re

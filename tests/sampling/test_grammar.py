@@ -220,7 +220,7 @@ def test_ends_are_allowed_just_where_the_grammar_may_end(grammars: Grammars, tok
     mask, (ab,) = grammars.mask(Grammar("regex", "a+b?")), tokenizer.convert_tokens_to_ids(["ab"])
     (a, b) = ids("ab")
     assert allowed(mask, [(), (a,), (a, a), (a, b), (ab,)]) == [{a, ab}, {a, b, ab, END}, {a, b, ab, END}, {END}, {END}]
-    # Rows that nobody looks at stay.
+    # Rows that are not looked at stay.
     mask, (a, b) = grammars.mask(Grammar("regex", "ab")), ids("ab")
     assert allowed(mask, [(b,), (a, b, END), (a, a, b), (VOCAB_SIZE + 10**6,), (END, END)]) == [EVERY] * 5
     assert allowed(mask, [(a,)]) == [{b}], "what is behind must not stay with the matcher"

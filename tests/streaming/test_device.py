@@ -184,7 +184,7 @@ def test_a_budget_binds_torch_and_the_peak_counts_what_was_loaded_later(monkeypa
         assert opened.peak_bytes() == pytest.approx(3 * GIB + context_bytes, abs=2)
     cuda = paper_torch(monkeypatch, PaperCuda(1))
     open_device("cuda", "1MiB")
-    assert cuda.share == 1, "no plan fits it: whoever tries again in this process finds a GPU with memory"
+    assert cuda.share == 1, "no plan fits it: the next try in this process finds a GPU with memory"
     # The peak counts what was loaded later and nothing twice.
     cuda = paper_torch(monkeypatch, PaperCuda(1, 46 * GIB))
     cuda.reserved_bytes = 3 * GIB // 2  # by an earlier decoder of this process
@@ -305,7 +305,7 @@ def test_what_fits_is_staged_for_as_long_as_its_memory_is_locked(monkeypatch: py
 def test_memory_that_kernels_cannot_read_is_not_staged_through(
     staging: Staging, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An address that is the host's alone ends the context of whoever reads it."""
+    """A kernel that reads an address of the host's alone ends its context."""
     _, card = staging_card(monkeypatch, staging)
     card.place = torch.device("cpu")
     with ExitStack() as resources:
@@ -315,7 +315,7 @@ def test_memory_that_kernels_cannot_read_is_not_staged_through(
 
 
 def test_every_thread_computes_where_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that begins on the first GPU, and one inside somebody's own stream; afterwards all is as it was."""
+    """Also one that begins on the first GPU, and one inside a caller's own stream; afterwards all is as it was."""
     cuda = paper_torch(monkeypatch, PaperCuda(2))
     card, seen = CudaDevice(1), list[Any]()
 
@@ -489,7 +489,7 @@ def test_every_page_is_touched_before_it_is_registered_and_nobody_else_moves() -
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: order.append("register") or 0)
     RegisteredPinning(runtime, lambda: None, lambda array: order.append("touch")).allocate(4096)
     assert order == ["touch", "register"]
-    # Touching reaches every page and moves nobody else.
+    # Touching reaches every page and moves no other thread.
     allowed = os.sched_getaffinity(0)
     array = np.full(70 << 20, 1, np.uint8)
     touch_pages(array, frozenset({min(allowed)}))

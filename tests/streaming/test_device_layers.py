@@ -122,7 +122,7 @@ def test_a_forgotten_wait_shows(whose: str, kind: str, monkeypatch: pytest.Monke
 
 
 def test_pinned_buffers_wait_for_their_copies_and_host_layers_for_nothing() -> None:
-    """With copies that nobody hurries, the reader stops at the buffers it has."""
+    """With copies that nothing hurries, the reader stops at the buffers it has."""
     with streaming(TIERS["disk"], num_slots=3, haste=0.0) as (stream, device, store):
         until(lambda: len(store.asked) >= 2)
         assert not sweeps(stream, device, count=2)
@@ -150,7 +150,7 @@ def test_a_slow_disk_does_not_hold_up_layers_behind_it() -> None:
 
 
 def test_a_layer_from_disk_is_handed_out_before_it_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that sends it waits for the copy, to use the buffer again; whoever computes does not."""
+    """The thread that sends it waits for the copy, to use the buffer again; the computing thread does not."""
     is_acquired, in_time, synchronize = threading.Event(), list[bool](), FakeDevice.synchronize
 
     def wait(self: FakeDevice, event: Any) -> None:

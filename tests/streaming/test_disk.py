@@ -241,7 +241,7 @@ def test_a_file_that_changes_while_in_use(
 
 @pytest.mark.usefixtures("is_direct")
 def test_a_layout_beyond_the_end_of_its_file_leaves_nothing_unread(file: Path, opened: Open) -> None:
-    """Not even where the layout is of another file: what nobody reads would stay zero, and pass for weights."""
+    """Not even where the layout is of another file: what is not read would stay zero, and pass for weights."""
     layout = one_piece(file)
     os.truncate(file, 1 << 20)
     with pytest.raises(ReadError, match=r"shard\.safetensors ends before byte \d+: it was cut short"):

@@ -148,7 +148,7 @@ def test_it_is_learnt_whether_habits_are_short_or_long(stay: int, wins: int) -> 
 
 
 def test_a_prompt_tells_what_is_popular_and_of_two_alike_the_one_ahead_stays() -> None:
-    """By the rows that need a block, whoever needs everything once."""
+    """By the rows that need a block, even where one run needs everything once."""
     cache, rows = ExpertCache(200, 30), np.ones(200, dtype=int)
     rows[150:170] = 100
     cache.begin_pass(512)

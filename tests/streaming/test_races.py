@@ -249,7 +249,7 @@ def test_recordings_race_with_nothing_and_one_that_waits_for_nobody_shows(draft:
     device = recorded(draft)
     assert device.clocks.num_accesses > 1000 and not device.clocks.races
     assert recorded(draft, strays=True).clocks.races, "a replay on a stream of its own shows"
-    # A recording that waits for nobody shows.
+    # A recording that waits for nothing shows.
     sites = recorded(draft).sites
     assert len(sites) == 2 and all(recorded(draft, site).clocks.races for site in sites)
 

@@ -181,7 +181,7 @@ def test_numbers_that_are_not_finite_are_damage_the_first_time(number: float, tm
     folder, name = shards_of(tmp_path / "model"), "model.layers.2.mlp.down_proj.weight"
     path = change_tensor(folder, name, lambda tensor: tensor[7].fill_(number))
     assert ask(folder).damage == [Damage(path.name, name, "has numbers that are not finite")]
-    assert not default_manifest(folder).exists(), "nobody should compare with these"
+    assert not default_manifest(folder).exists(), "these are not to be compared with"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -248,8 +248,8 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     for model in ("empty", "missing", "a.txt"):
         with pytest.raises(UserError):
             ask(tmp_path / model)
-    with pytest.raises(UserError, match="nobody/nothing is neither a folder nor in the hub's cache"):
-        open_whole("nobody/nothing")
+    with pytest.raises(UserError, match="nowhere/nothing is neither a folder nor in the hub's cache"):
+        open_whole("nowhere/nothing")
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

@@ -21,7 +21,7 @@ from model_files import (
     save_files,
 )
 
-# Those that a config may have and the sound one need not: every one of them is read by somebody.
+# Those that a config may have and the sound one need not: every one of them is read somewhere.
 _KEYS = ("num_labels", "id2label", "sliding_window", "rope_scaling", "rope_parameters", "rope_parameters.rope_theta",
     "rope_parameters.rope_type", "rope_parameters.factor", "rope_parameters.partial_rotary_factor", "rope_theta",
     "quantization_config", "auto_map", "torch_dtype", "dtype", "num_experts", "num_experts_per_tok", "head_dim",

@@ -32,7 +32,7 @@ def _faulty(name: str, fault: Callable[[Path], object], damage: Damage = flip) -
 
 
 def _failing(error: Exception) -> Callable[[Path], Outcome]:
-    """The command line, in which something fails that nobody expects there."""
+    """The command line, in which something fails that is not expected there."""
 
     def fail(folder: Path) -> Outcome:
         with patch.object(typer.main, "get_command", side_effect=error):

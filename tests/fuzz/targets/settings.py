@@ -123,7 +123,7 @@ def _save_keys(folder: Path) -> None:
 
 
 def _read_keys(folder: Path) -> None:
-    """An empty one would let anybody in."""
+    """An empty one would let anyone in."""
     assert all(key.split() == [key] for key in read_keys(folder / "keys.txt", "0.0.0.0"))
 
 
