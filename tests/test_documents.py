@@ -43,13 +43,30 @@ def test_links_lead_somewhere_and_commands_are_those_of_the_program(page: Path) 
     """No page holds what a merge that was not finished leaves."""
     text = page.read_text()
     assert list(broken_links(page, text)) == [] and unmerged_lines(text) == [] and unknown(text) == []
+    assert list(missing_tests(text)) == []
 
 
 def test_a_breach_is_found() -> None:
     for planted in ("[a](docs/none.md)", "[a](docs/flags.md#none)", "![a](none.png)", "[a](../x.md)"):
         assert list(broken_links(README, planted)), planted
     assert unmerged_lines("a\n<<<<<<< HEAD\nb\n")
+    assert list(missing_tests("`test_tiny.py::test_none`, `test_none.py`, `server/test_page.py`")) == [
+        "test_tiny.py::test_none",
+        "test_none.py",
+    ]
     assert unknown("```sh\noffload dance\noffload plan --rma 3GB  # x\n```") == ["dance", "plan --rma"]
+
+
+def missing_tests(text: str) -> Iterator[str]:
+    """Yield the tests that a page names and that are not there; `::name` is in the file named before."""
+    path, source = "", ""
+    for named, name in re.findall(r"`([\w/]*\btest_\w+\.py|(?=::))(?:::(test_\w+))?`", text):
+        if named:
+            path = named.removeprefix("tests/")
+            found = [one for one in (ROOT / "tests").rglob(Path(path).name) if one.as_posix().endswith(f"/{path}")]
+            source = found[0].read_text() if found else ""
+        if not source or (name and f"def {name}(" not in source):
+            yield f"{path}::{name}" if name else path
 
 
 def unmerged_lines(text: str) -> list[str]:
