@@ -226,10 +226,10 @@ def test_it_runs_ahead_while_nobody_asks_but_not_for_ever() -> None:
     with serving(model, num_rows=40) as (transport, tree):
         reset(transport, [4, 0])
         num_passes = -1
-        while num_passes != len(model.num_rows):
+        while num_passes != len(model.num_rows) or tree.num_rows < 5:
             num_passes = len(model.num_rows)
             time.sleep(0.3)
-        assert 5 <= tree.num_rows <= 20
+        assert tree.num_rows <= 20
         may_run, forward = threading.Event(), model.forward
         model.forward = lambda *rows, **more: may_run.wait() and forward(*rows, **more)  # type: ignore[method-assign]
         grow(transport, 5)

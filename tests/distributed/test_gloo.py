@@ -87,7 +87,7 @@ def test_the_others_learn_within_seconds_why_a_rank_has_failed(how, line):
     for rank in (0, 1):
         [(told, is_refusal, waited_s)] = reports[rank]
         assert told.startswith(line) and is_refusal == (how == "refuse")
-        assert waited_s < 5
+        assert waited_s < 20
     assert (ranks.by_rank[2].returncode == -signal.SIGKILL) == (how == "kill")
 
 
@@ -138,15 +138,15 @@ def test_a_rank_that_stops_delays_and_one_that_stays_away_ends_it():
         wake.start()
         rank, (what, waited_s) = ranks.next_report()
         if silent_s < 2:
-            assert (rank, what) == (0, "delayed") and 0.7 < waited_s < 2
+            assert (rank, what) == (0, "delayed") and 0.7 < waited_s < 5
         else:
-            assert (rank, what) == (0, "rank 1 has been silent for 2 s") and 1.3 < waited_s < 15
+            assert (rank, what) == (0, "rank 1 has been silent for 5 s") and 4.3 < waited_s < 25
         wake.cancel()
     ranks.kill(1, 0)
 
 
 def _wait_for_a_sleeper(place, report):
-    with joined(place, SAME, "same", [], limit_s=30, exchange_limit_s=2) as ranks:
+    with joined(place, SAME, "same", [], limit_s=30, exchange_limit_s=5) as ranks:
         for _ in range(2):
             ranks.transport.broadcast(torch.zeros(1))
             began_s = time.monotonic()

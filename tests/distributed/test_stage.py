@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -266,7 +265,7 @@ def test_a_run_is_stopped_between_two_layers(is_streamed: bool, checkpoint: Chec
             layers.append(layer)
             if layers == [0]:
                 head.cancel(1)
-                time.sleep(0.2)  # the thread that hears of it is another
+                until(stages[0]._is_cancelled)  # another thread hears of it
 
         stages[0].stream.release = tell  # type: ignore[method-assign]
         head.issue(rng, [-1, 0])

@@ -155,7 +155,7 @@ def test_a_layer_from_disk_is_handed_out_before_it_has_been_copied(monkeypatch: 
 
     def wait(self: FakeDevice, event: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
-            in_time.append(is_acquired.wait(2))
+            in_time.append(is_acquired.wait(20))
         synchronize(self, event)
 
     monkeypatch.setattr(FakeDevice, "synchronize", wait)
@@ -273,7 +273,7 @@ def test_closing_leaves_no_thread_and_waits_for_no_read_that_has_not_begun(
     stream.load_resident()
     closing = threading.Thread(target=stream.close)
     closing.start()
-    closing.join(5)
+    closing.join(30)
     is_over = not closing.is_alive()
     for read in queued:
         if not read.cancel() and not read.done():
