@@ -44,7 +44,6 @@ _MAY_BE_MISSING = (
     "faults are injected by a shim in C, for Linux and Python before 3.13",
     "memory groups cannot be made here",
     "no file system of one's own can be mounted here",
-    "none can be made on this machine .*",  # a network of two hosts
     "the peak cannot be reset here: .*",
     "no Chromium: .*",
     "curl is not installed",

@@ -131,9 +131,11 @@ def test_arguments_of_another_type_are_named(sound: Path) -> None:
         for name in ("tree", "rule"):
             with pytest.raises(UserError, match=f"`{name}` must be"):
                 decoder.generate("Count:", max_new_tokens=2, **{name: 5})
-        for prompt in (5, None, b"Count:", [5, "a"], [None], {"role": "user"}, [{"role": "user", "content": [5]}]):
-            with pytest.raises(UserError):
+        for prompt in (5, None, b"Count:", [5, "a"], [None], {"role": "user"}):
+            with pytest.raises(UserError, match="a prompt must be text, messages or token ids"):
                 decoder.generate(prompt, max_new_tokens=2)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="a message must have a role and a content of text"):
+            decoder.generate([{"role": "user", "content": [5]}], max_new_tokens=2)
 
 
 @pytest.mark.usefixtures("_no_weights")

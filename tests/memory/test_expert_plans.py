@@ -86,7 +86,7 @@ def test_the_least_budget_is_named_and_it_works() -> None:
     exact_bytes = least_budget(plan_of)
     assert exact_bytes == least.fixed_bytes + 2 * max(DENSE) + MIN_EXPERTS * EXPERT <= int(named[1]) * MIB
     assert least.fixed_bytes < FIXED and least.max_prompt_rows < plan_of(FIXED + 2 * GIB).max_prompt_rows
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="raise `ram` to"):
         plan_of(exact_bytes - 1)
 
 

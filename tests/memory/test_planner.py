@@ -122,7 +122,7 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(name: str
     shorter = int(str(refused.value).rpartition(" to ")[2])
     short = {**sizes, "context": shorter}
     assert make_plan(target, helper, least.total_bytes - 1, **short).num_slots, "what is named works"
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="raise `ram` to"):
         make_plan(target, helper, least.total_bytes - 1, **{**sizes, "context": shorter + 16})
 
 

@@ -245,8 +245,8 @@ def test_files_that_lack_something_are_damaged(
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("no model")
-    for model in ("empty", "missing", "a.txt"):
-        with pytest.raises(UserError):
+    for model, line in (("empty", "no safetensors files in"), ("missing", "no model at"), ("a.txt", "no model at")):
+        with pytest.raises(UserError, match=line):
             ask(tmp_path / model)
     with pytest.raises(UserError, match="nowhere/nothing is neither a folder nor in the hub's cache"):
         open_whole("nowhere/nothing")
