@@ -215,7 +215,7 @@ def test_results_of_another_model_of_that_name_are_refused(
 def test_one_process_writes_to_a_file(ender: Path, prompts: Write, tmp_path: Path, _no_weights: None) -> None:
     file, out = prompts({"prompt": PROMPT}), tmp_path / "out"
     with out.open("ab") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_SH)  # it wants the file for itself
         outcome = generate(ender, "-f", file, "--out", out)
     assert outcome.code == 2 and "another process writes to" in outcome.err
     assert "another file than that of the prompts" in generate(ender, "-f", file, "--out", file).err

@@ -109,7 +109,7 @@ def correlations(table: Tensor) -> list[float]:
 
 
 def distribution_by_hand(logits_V: Tensor, how: Sampling) -> np.ndarray:
-    """Temperature, then the k largest, then the smallest set of the most probable with at least p of the mass."""
+    """Temperature, the k largest, the smallest set of the most probable with at least p of the mass, then min-p."""
     chance_V = np.exp(logits_V.double().numpy() / how.temperature)
     chance_V /= chance_V.sum()
     order = np.argsort(-chance_V)
@@ -119,12 +119,19 @@ def distribution_by_hand(logits_V: Tensor, how: Sampling) -> np.ndarray:
     if how.top_p < 1:
         before_V = np.cumsum(chance_V[order]) - chance_V[order]
         chance_V[order[before_V >= how.top_p]] = 0
+    chance_V[chance_V < how.min_p * chance_V.max()] = 0
     return chance_V / chance_V.sum()
 
 
 SETTINGS = {"T1": {"temperature": 1.0}, "T0.6": {"temperature": 0.6}, "top-k": {"temperature": 1.0, "top_k": 4},
-            "top-p": {"temperature": 1.0, "top_p": 0.8},
-            "all": {"temperature": 0.6, "top_k": 6, "top_p": 0.9}}  # fmt: skip
+            "top-p": {"temperature": 1.0, "top_p": 0.8}, "min-p": {"temperature": 1.0, "min_p": 0.3},
+            "all": {"temperature": 0.6, "top_k": 6, "top_p": 0.9, "min_p": 0.1}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_drawn_from_is_the_formula(name: str) -> None:
+    how = Sampling(**SETTINGS[name])
+    np.testing.assert_allclose(Sampler(how, 10).host_distribution(LOGITS_V), distribution_by_hand(LOGITS_V, how), 1e-5)
 
 
 def draws_over_seeds(settings: dict[str, float], num_draws: int = 2000, kernels: KernelSet = REFERENCES) -> np.ndarray:
@@ -137,7 +144,7 @@ def test_draws_follow_the_exact_distribution(name: str) -> None:
     """Over seeds, and in one generation: one seed, and every position a fresh draw."""
     how = Sampling(**SETTINGS[name], seed=7)
     probs_V, sampler = distribution_by_hand(LOGITS_V, how), Sampler(how, 10)
-    assert {"T1": 10, "T0.6": 10, "top-k": 4, "top-p": 5, "all": 4}[name] == np.count_nonzero(probs_V)
+    assert {"T1": 10, "T0.6": 10, "top-k": 4, "top-p": 5, "min-p": 5, "all": 4}[name] == np.count_nonzero(probs_V)
     np.testing.assert_allclose(sampler.host_distribution(LOGITS_V), probs_V, atol=1e-7)
     assert p_value(draws_over_seeds(SETTINGS[name]), probs_V) > P_MIN
     counts_V = np.bincount([sampler.draw(LOGITS_V, position) for position in range(2000)], minlength=10)
