@@ -43,7 +43,7 @@ class FakeStream(deque):
 class FakeDevice:
     """One second of virtual time per copy, none for anything else."""
 
-    name, place = "fake", torch.device("cpu")
+    name, place, has_own_memory = "fake", torch.device("cpu"), True
 
     def __init__(
         self,

@@ -151,7 +151,7 @@ class ClockDevice:
         sites: places where the program waits, for a stream or a thread, or records what is waited for.
     """
 
-    name = "clocks"
+    name, has_own_memory = "clocks", True
     copies, compute = "copies", "compute"
 
     def __init__(
@@ -251,7 +251,7 @@ def caller(depth: int = 2) -> str:
 class ClockWay(FakeWay):
     """Locked memory, looked after until it is unlocked."""
 
-    name = "clocks"
+    name, has_own_memory = "clocks", True
 
     def __init__(self, clocks: Clocks, limit_bytes: float) -> None:
         super().__init__(limit_bytes)

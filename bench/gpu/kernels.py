@@ -24,7 +24,8 @@ from offload.calibration.trial import KernelComparison, compare
 from offload.errors import UserError
 from offload.kernels.expansion import EXPANSION_KERNELS, REFERENCE, Expansion
 from offload.kernels.jit import HAS_TRITON
-from offload.streaming.device import CudaDevice, Device
+from offload.streaming.cuda import CudaDevice
+from offload.streaming.device import HOST, Device
 
 Timer = Callable[[Callable[[], Any]], float]  # seconds that a piece of work takes
 EXPANDED_SIZE = (4096, 14336)  # the largest matrix of a layer of an 8B model
@@ -33,7 +34,7 @@ _CACHE_BYTES = 64 << 20
 _NUM_ROUNDS = 7
 
 
-def time_kernel(comparison: KernelComparison, timer: Timer, device: Device | None = None) -> Row:
+def time_kernel(comparison: KernelComparison, timer: Timer, device: Device = HOST) -> Row:
     """Time both sides in turn, if they agree; `ratio` is 0 where they do not."""
     outcome = compare(comparison, device)
     row: Row = {**outcome._asdict(), "kernel_s": None, "rival_s": None, "ratio": 0.0}

@@ -1,5 +1,6 @@
 """What is measured on one decoder that is loaded once on a device, part by part."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,8 @@ from offload.checkpoint.packaged import PROMPT
 from offload.engine.decoder import Decoder
 from offload.memory.plan import LayerTier
 from offload.streaming.carriers import DeviceCarrier
-from offload.streaming.device import CudaDevice, Device
+from offload.streaming.cuda import CudaDevice
+from offload.streaming.device import Device
 from offload.units import parse_size
 
 # the host must be done enqueueing within this share of a pass
@@ -66,7 +68,6 @@ class Job:
 
     @property
     def device(self) -> Device:
-        assert self.setting.opened is not None, "a device was named"
         return self.setting.opened
 
 
@@ -149,7 +150,7 @@ def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iter
     stats = result.stats
     num_sweeps = max(1, stats.num_sweeps)
     draft_s = stats.draft_s / num_sweeps
-    link_s = decoder.plan.streamed_bytes / (job.copy_bytes_per_s or 1e12)
+    link_s = decoder.plan.streamed_bytes / (job.copy_bytes_per_s or math.inf)
     slower_s = max(draft_s, stats.sweep_s / num_sweeps, link_s)
     name = f"{tree}: draft + sweep against the slower of both"
     yield row(name, stats.decode_s / num_sweeps, "s", slower_s, 1.15, promise=promise) | {

@@ -8,6 +8,7 @@ figure is printed before every token was proved; with `--rows` a row is on disk 
 
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -206,15 +207,16 @@ class Bench:
         self._settings |= settings
         if self._old is not None:
             require_same(self._old, self.name, {**setting.as_dict(), **self._settings})
-        if setting.opened is None:
+        if not setting.opened.has_own_memory:
             self.say_link(setting)
 
     def say_link(self, setting: Setting, plan: MemoryPlan | None = None) -> None:
         """Print what nothing can be faster than: a plain reader, or a plan's copies to a device."""
-        label = PLAIN_READER if setting.opened is None else f"layers to {setting.device}"
+        label = f"layers to {setting.device}" if setting.opened.has_own_memory else PLAIN_READER
         rate = setting.ceiling(plan)
-        print(f"ceiling: {label}, {rate / 1e9:.3f} GB/s", flush=True)
-        self.ceiling = {"bytes_per_s": rate}
+        told = "nothing streams" if rate == math.inf else f"{rate / 1e9:.3f} GB/s"
+        print(f"ceiling: {label}, {told}", flush=True)
+        self.ceiling = {"bytes_per_s": None if rate == math.inf else rate}
 
     def turns(
         self, rounds: Iterable[Thing], cases: Sequence[Any], label: str

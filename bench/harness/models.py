@@ -19,10 +19,20 @@ from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.memory.planner import MemoryBudget, ModelFiles
-from offload.streaming.device import Device, open_device
+from offload.streaming.cuda import open_device
+from offload.streaming.device import Device
 from offload.units import parse_size
 
 PRETEND = "pretend"
+
+
+class PretendedGpu(Device):
+    """The host in the role of a device: layers are sent to memory that is the host's as well."""
+
+    name = "host"
+    has_own_memory = True
+
+
 # share of free memory for a model that is made there
 _FREE_SHARE = 0.9
 _USUAL = Need()
@@ -63,9 +73,9 @@ def resident_pair(ram: str = "2GiB") -> Setting:
 
 
 @contextmanager
-def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -> Iterator[Setting]:
+def synthetic_setting(num_layers: int, ram: str | None, device: Device) -> Iterator[Setting]:
     """Return the pair in the shape of Llama-2 70B and 7B; on the pretend device some megabytes."""
-    is_tiny = device is None or device.place.type == "cpu"
+    is_tiny = device.place.type == "cpu"
     large, small = synthetic.LLAMA_2_70B, synthetic.LLAMA_2_7B
     if is_tiny:
         large, small = synthetic.TINY, synthetic.TINY_DRAFT
@@ -86,7 +96,6 @@ def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -
 
 def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
     if device == PRETEND:
-        return {"device": PRETEND, "gpu_memory": gpu_memory or "1152MiB", "opened": Device()}
-    opened: Device | None = open_device(device, gpu_memory)
-    name = str(opened.place) if opened else "cpu"
-    return {"device": name, "gpu_memory": gpu_memory, "opened": opened}
+        return {"device": PRETEND, "gpu_memory": gpu_memory or "1152MiB", "opened": PretendedGpu()}
+    opened = open_device(device, gpu_memory)
+    return {"device": str(opened.place), "gpu_memory": gpu_memory, "opened": opened}

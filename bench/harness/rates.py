@@ -98,8 +98,8 @@ def lock_rates(device: Device, num_bytes: int) -> Iterator[tuple[str, float]]:
         method.free(array)
 
 
-def flops_per_s(device: Device | None, num_out: int, num_in: int) -> float:
-    place = device.place if device else torch.device("cpu")
+def flops_per_s(device: Device, num_out: int, num_in: int) -> float:
+    place = device.place
     num_rows = 2048 if place.type == "cuda" else 64
     weight = torch.randn(num_out, num_in, device=place, dtype=torch.bfloat16)
     rows = torch.randn(num_rows, num_in, device=place, dtype=torch.bfloat16)
@@ -107,9 +107,9 @@ def flops_per_s(device: Device | None, num_out: int, num_in: int) -> float:
     return 2 * num_rows * weight.numel() / seconds
 
 
-def memory_bytes_per_s(device: Device | None) -> float:
+def memory_bytes_per_s(device: Device) -> float:
     """Return the rate at which a copy reads: computing cannot read weights faster."""
-    place = device.place if device else torch.device("cpu")
+    place = device.place
     is_cuda = place.type == "cuda"
     size = (1 << 30) if is_cuda else (64 << 20)
     one, two = (torch.ones(size, dtype=torch.uint8, device=place) for _ in range(2))
@@ -117,10 +117,10 @@ def memory_bytes_per_s(device: Device | None) -> float:
     return (2 if is_cuda else 1) * size / _seconds(device, lambda: two.copy_(one))
 
 
-def _seconds(device: Device | None, work: Callable[[], object]) -> float:
+def _seconds(device: Device, work: Callable[[], object]) -> float:
     def once() -> None:
         work()
-        if device is not None:  # the wait before the first one is among those that do not count
-            device.synchronize(device.record(device.compute))
+        # the wait before the first one is among those that do not count
+        device.synchronize(device.record(device.compute))
 
     return median([timed(once) for _ in range(_NUM_RUNS)][_NUM_WARM:])

@@ -17,7 +17,7 @@ from offload.engine.request import with_start
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
-from offload.streaming.device import Device
+from offload.streaming.device import HOST, Device
 from offload.trees.spec import parse_tree
 
 PROMPT_TOKENS = 128
@@ -34,7 +34,7 @@ class Setting(NamedTuple):
     ram_bytes: int
     device: str = "cpu"
     gpu_memory: str | int | None = None
-    opened: Device | None = None  # None is the CPU
+    opened: Device = HOST
     # the ranks that run the target together
     ranks: str | None = None
 
@@ -61,7 +61,7 @@ class Setting(NamedTuple):
             "profile": "none",
             "open_source": open_source,
             "ranks": self.ranks,
-            "device": self.opened or "cpu",
+            "device": self.opened,
             "gpu_memory": self.gpu_memory,
             **options,
         }
@@ -71,19 +71,19 @@ class Setting(NamedTuple):
         """Open a decoder with the least budget, so that every layer streams. Raises `UserError`."""
         how = {"context": options["context"], "dtype": options.get("dtype", "auto")}
         num_nodes = parse_tree(tree).num_nodes
-        if self.opened is None:
-            place = self._replace(ram_bytes=least_ram(self.files, num_nodes, **how))
-        else:
+        if self.opened.has_own_memory:
 
             def plan(gpu: int) -> MemoryPlan:
                 return MemoryBudget(ram=self.ram_bytes, gpu=gpu, **how).plan(self.files, num_nodes)
 
             place = self._replace(gpu_memory=least_budget(plan))
+        else:
+            place = self._replace(ram_bytes=least_ram(self.files, num_nodes, **how))
         return place.open(tree, **options)
 
     def ceiling(self, plan: MemoryPlan | None) -> float:
         """Return bytes per second of a plain reader, or of a plan's copies to a device."""
-        if self.opened is None:
+        if not self.opened.has_own_memory:
             return self.plain_rate()
         assert plan is not None, "what is sent to a device depends on its plan"
         is_read = plan.disk_streamed_bytes and not self.is_synthetic

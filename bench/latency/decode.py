@@ -10,6 +10,7 @@ what a sweep yields does not depend on streaming. `predicted_tokens_per_sweep` i
 of its section 3.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -138,6 +139,8 @@ class Measured(NamedTuple):
 
     @property
     def ceiling(self) -> Row:
+        if math.inf in self.ceilings:  # nothing streams
+            return {"bytes_per_s": None}
         return {"bytes_per_s": median(self.ceilings), "samples": self.ceilings}
 
 
@@ -156,7 +159,7 @@ def measure(
     measured = Measured([], [], [], {}, [])
     first_ids = encoded(decoder, found[0], PROMPT_TOKENS)
     # a device records the widths of each tree
-    for case in cases[:1] if setting.opened is None else cases:
+    for case in cases if setting.opened.has_own_memory else cases[:1]:
         timed_run(others.get(case.sources, decoder), first_ids, case, 2, seed=0)
     ceilings = measured.ceilings
     ceilings.append(setting.ceiling(decoder.plan))
@@ -313,11 +316,11 @@ def main(
     bench.begin(setting, num_new_tokens=effort.num_tokens)
     trace = bench.given("trace")
     with bench.screen, effort.open(setting) as decoder:
-        if setting.opened is not None:
+        if setting.opened.has_own_memory:
             bench.say_link(setting, decoder.plan)
         measured = measure(bench, setting, decoder, effort, found, trace=trace is not None)
     rows = rows_of(measured.runs)
-    least_pass_s = measured.settings["streamed_bytes"] / measured.ceiling["bytes_per_s"] or None
+    least_pass_s = measured.settings["streamed_bytes"] / median(measured.ceilings) or None
     return Findings(
         rows=rows,
         tables=[(COLUMNS, rows)],

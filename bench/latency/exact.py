@@ -34,7 +34,7 @@ def gates(
 
     Raises `WrongTokenError` where an id is wrong in float32, or a run in bf16 ends too early.
     """
-    place = setting.opened.place if setting.opened else torch.device("cpu")
+    place = setting.opened.place
     prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.float32, num_new)
     for tree, ours in streamed_ids(setting, prompt_ids, num_new, "float32", TREES, invariant):
         if ours != wanted:

@@ -113,7 +113,7 @@ def main(
     effort = bench.effort(FULL, QUICK)
     prompts = bench.prompts(parallel)
     bench.begin(setting, parallel=parallel, tree=tree)
-    if setting.opened is not None:
+    if setting.opened.has_own_memory:
         with setting.open(tree, parallel=parallel, context=CONTEXT) as decoder:
             bench.say_link(setting, decoder.plan)
     cases = [

@@ -73,7 +73,7 @@ def measure(
 
     def read_s() -> float:
         num_bytes = max(1, decoder.plan.streamed_bytes)
-        if setting.opened is None:
+        if not setting.opened.has_own_memory:
             return plain_read_s(setting.shards, num_bytes)
         return num_bytes / setting.ceiling(decoder.plan)
 
@@ -176,7 +176,7 @@ def main(bench: Bench) -> Findings:
     with bench.screen, setting.open(tree, context=_CONTEXT) as decoder:
         plan = decoder.plan
         num_threads = decoder.num_threads
-        if setting.opened is not None:
+        if setting.opened.has_own_memory:
             bench.say_link(setting, plan)
         measured = measure(setting, decoder, texts, effort, bench)
         if setting.draft is not None:

@@ -39,13 +39,13 @@ _ENOUGH = 1 << 18
 def choose_expansion(
     model: TreeModel,
     fetch: Callable[[SlabLayout], np.ndarray],
-    device: Device | None,
+    device: Device,
 ) -> KernelChoice[Expansion]:
     """Compare expansions on words of the model's own layers, which are not bound yet.
 
     Args:
         fetch: reads the slab of a layer; it is not called where no weights are coded.
-        device: where the model computes; None is the CPU, with as many threads as torch has now.
+        device: where the model computes; a CPU does with as many threads as torch has now.
     """
     codings = _layer_of_codings(model)
     faster = _faster_expansion(model.place)

@@ -82,7 +82,7 @@ def _why_not(
     options: LoadOptions,
     plan: MemoryPlan,
     *,
-    device: Device | None,
+    device: Device,
     is_alone: bool,
 ) -> str:
     """Return why the same bits are not asked for, or nothing."""
@@ -90,7 +90,7 @@ def _why_not(
         return "several ranks share its rows"
     if options.invariant is False:
         return "it is not wanted"
-    is_widened = device is None and model.has_rows_alone and widens_products(model.dtype)
+    is_widened = not device.has_own_memory and model.has_rows_alone and widens_products(model.dtype)
     if options.invariant is None and not plan.is_streamed and not is_widened:
         return "nothing is streamed, so that it would take time"
     return ""
@@ -101,11 +101,13 @@ def prepare_invariance(
     options: LoadOptions,
     plan: MemoryPlan,
     *,
-    device: Device | None,
+    device: Device,
     is_alone: bool,
 ) -> None:
     """Compile what gives a row the same bits on a CPU, before weights lie beside the compiler."""
-    if device is None and not _why_not(model, options, plan, device=device, is_alone=is_alone):
+    if device.has_own_memory:
+        return
+    if not _why_not(model, options, plan, device=device, is_alone=is_alone):
         compile_for(model.dtype)
 
 
@@ -117,7 +119,7 @@ def settle_invariance(
     plan: MemoryPlan,
     on_phase: Callable[[str], None],
     *,
-    device: Device | None,
+    device: Device,
     is_alone: bool,
 ) -> Invariance:
     """Make `model` invariant where that is wanted, and where it can be had.
@@ -125,7 +127,7 @@ def settle_invariance(
     It is asked by the least plan, and again where only the chosen tree has brought it to stream.
 
     Args:
-        device: that computes; None is the CPU, which may do so with several counts of threads.
+        device: that computes; a CPU may do so with several counts of threads.
         is_alone: no other rank computes rows of the model.
     """
     if reason := _why_not(model, options, plan, device=device, is_alone=is_alone):
@@ -134,7 +136,7 @@ def settle_invariance(
         return Invariance(reason="the kernel of its attention does not run here")
     on_phase("checking that all trees give the same bits")
     counts = [torch.get_num_threads()]
-    if device is None:
+    if not device.has_own_memory:
         counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})
     found = make_invariant(model, fetch, counts, plan.context)
     # it may hold with these alone

@@ -5,6 +5,7 @@ Before memory is planned, `with_rates` also times products on a CPU, as far as t
 prompt's pass depend on them; for a GPU usual rates are taken, see `memory.prompt_rows`.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from offload.checkpoint.hub import is_here
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
@@ -23,15 +25,10 @@ from offload.machine import num_cores
 from offload.memory.plan import INNER_ROWS, MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.memory.prompt_rows import Rates, gains_by_rows
+from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader, allocate, finish
 from offload.timer import fastest_s, timed
 
-if TYPE_CHECKING:  # what measures a disk does without torch
-    import numpy as np
-
-    from offload.streaming.device import Device
-
-LOCAL_BYTES_PER_S = 1e12  # of a link that nothing passes over
 _CHUNK_BYTES = 16 << 20
 _NUM_IN_FLIGHT = 3
 # of which the first two wake the link up
@@ -83,9 +80,9 @@ def link_bytes_per_s(
         store.close()
 
 
-def copy_bytes_per_s(device: "Device", array: "np.ndarray") -> float:
+def copy_bytes_per_s(device: Device, array: np.ndarray) -> float:
     """Return bytes per second at which a GPU copies page-locked `array`, by its own clock."""
-    import torch
+    import torch  # what measures a disk does without it
 
     slot = device.allocate(array.nbytes)
     seconds = list[float]()
@@ -104,7 +101,7 @@ _COPY_BYTES = 64 << 20
 
 
 def device_link_bytes_per_s(
-    device: "Device",
+    device: Device,
     plan: MemoryPlan,
     shards: Sequence[Path],
     *,
@@ -113,11 +110,13 @@ def device_link_bytes_per_s(
 ) -> float:
     """Return bytes per second of streamed layers: the slower of copies to the GPU and of reads.
 
+    Infinite where nothing streams.
+
     Experts count as if all that the GPU has no room for were asked for once; host memory keeps as
     many as it has slots. `disk_bytes_per_s` stands for reads that are not to be measured.
     """
     if not plan.is_streamed:
-        return LOCAL_BYTES_PER_S
+        return math.inf
     moved_bytes = plan.pass_bytes
     disk_bytes = plan.pass_disk_bytes
     allocator = device.open_allocator()

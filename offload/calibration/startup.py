@@ -6,6 +6,7 @@ is tried for a second: enough to tell a tree of 32 nodes from one of 512. Reader
 processor are not in these figures: `offload tune`, the full calibration, has them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,6 @@ import numpy as np
 import torch
 
 from offload.calibration.kernels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
-from offload.calibration.link import LOCAL_BYTES_PER_S
 from offload.calibration.threads import SWEEP_SIZES, draft_curve, sweep_curve
 from offload.checkpoint.layout import SlabLayout
 from offload.drafting.model_drafter import ModelDrafter
@@ -27,13 +27,12 @@ from offload.planning.selector import RunSettings, TreeSelector
 from offload.sampling.sampler import Sampler
 from offload.streaming.device import Device
 from offload.threads import ThreadPolicy
+from offload.trees.spec import AUTO_NODES
 
 MAX_TIMED_NODES = 257  # of the largest tree that is tried
 # Where a device computes: reading weights takes as long as the products of some 200 rows, and only
 # beyond does the curve rise as it goes on to the largest trees.
 DEVICE_SIZES = (*SWEEP_SIZES, 1024)
-# rows of a sweep
-_TYPICAL_NODES = 64
 _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
 
 
@@ -57,9 +56,9 @@ def calibrate(
     """
     profile, _ = trees.find(settings.sampling, settings.rule)
     trees.num_threads = threads.most
-    traffic = trees.traffic_of(_TYPICAL_NODES) or trees.traffic_of(1)
+    traffic = trees.traffic_of(AUTO_NODES) or trees.traffic_of(1)
     is_streamed = traffic is not None and traffic.is_streamed
-    trees.link_bytes_per_s = link() if is_streamed else LOCAL_BYTES_PER_S
+    trees.link_bytes_per_s = link() if is_streamed else math.inf
     if profile is None or profile.num_threads != threads.most:
         torch.set_num_threads(threads.start.sweep.num_threads)
         wanted = SWEEP_SIZES if target.place.type == "cpu" else DEVICE_SIZES
@@ -90,12 +89,12 @@ def calibrate(
 def pick_kernels(
     target: TreeModel,
     draft: TreeModel | None,
-    device: Device | None,
+    device: Device,
     plan: MemoryPlan,
     settings: RunSettings,
 ) -> KernelChoice:
     """Let a GPU use the kernels that agree, with which the draft's small passes are recorded."""
-    if device is None or not is_for_kernels(device.place):
+    if not is_for_kernels(device.place):
         return NO_KERNELS
     choice = choose_kernels(shapes_of(target, plan, settings.sampling, draft), device)
     for model in filter(None, (target, draft)):

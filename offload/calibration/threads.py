@@ -28,10 +28,10 @@ from offload.sampling.sampler import Sampler
 from offload.streaming.device import Device
 from offload.threads import Mode, StepModes, ThreadPolicy, ThreadWaiting, thread_ladder
 from offload.timer import median_s, timed
+from offload.trees.spec import AUTO_NODES
 from offload.trees.topology import Topology, chain, sequences
 
-# rows of a sweep and of a draft step
-_TYPICAL_NODES = 64
+# rows of a draft step
 _TYPICAL_DRAFTED = 8
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -102,16 +102,16 @@ def thread_policy(
     draft: TreeModel | None,
     num_rows: int,
     fixed: int | None,
-    device: Device | None,
+    device: Device,
 ) -> ThreadPolicy:
     """Return the policy of a run; a named count is `fixed`, torch's own where a GPU computes."""
-    if fixed is None and device is None:
+    if fixed is None and not device.has_own_memory:
         return pick_threads(target, draft, num_rows)
     return ThreadPolicy.fixed(fixed or torch.get_num_threads())
 
 
 def pick_threads(
-    target: TreeModel, draft: TreeModel | None, num_rows: int = _TYPICAL_NODES
+    target: TreeModel, draft: TreeModel | None, num_rows: int = AUTO_NODES
 ) -> ThreadPolicy:
     """Return the policy for this CPU, beginning with the fastest modes for sweeps and drafting.
 

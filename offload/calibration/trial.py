@@ -5,11 +5,9 @@ refused at one shape is not used at any.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-# a console line does without torch
-if TYPE_CHECKING:
-    from offload.streaming.device import Device
+from offload.streaming.device import HOST, Device
 
 Functions = TypeVar("Functions")  # a record of them, such as `KernelSet`
 
@@ -34,7 +32,7 @@ class ComparisonOutcome(NamedTuple):
     reason: str = ""
 
 
-def compare(comparison: KernelComparison, device: "Device | None" = None) -> ComparisonOutcome:
+def compare(comparison: KernelComparison, device: Device = HOST) -> ComparisonOutcome:
     """Return whether both sides agree; after a failure, wait for the device.
 
     Raises:
@@ -50,8 +48,7 @@ def compare(comparison: KernelComparison, device: "Device | None" = None) -> Com
         first_line = (str(error).splitlines() or [""])[0]
         said = f"{type(error).__name__}: {first_line[:120]}"
     try:
-        if device is not None:
-            device.synchronize(device.record(device.compute))
+        device.synchronize(device.record(device.compute))
     except Exception as lost:
         raise RuntimeError(f"{kernel} at {shape} has left the device unusable ({said})") from lost
     return ComparisonOutcome(kernel, shape, said)

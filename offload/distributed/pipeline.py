@@ -21,7 +21,7 @@ from offload.distributed.transport import Channel, Transport
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.engine.text import load_tokenizer
-from offload.streaming.device import Device, computing_on
+from offload.streaming.device import Device
 
 
 def open_pipeline(
@@ -66,7 +66,7 @@ def open_pipeline(
 class Services:
     """What this rank does for the head, each in a thread of its own."""
 
-    def __init__(self, work: list[Callable[[], object]], device: Device | None) -> None:
+    def __init__(self, work: list[Callable[[], object]], device: Device) -> None:
         self._work = work
         self._device = device
         self._errors = list[BaseException]()
@@ -87,7 +87,7 @@ class Services:
 
     def _guarded(self, work: Callable[[], object]) -> None:
         try:
-            with computing_on(self._device):
+            with self._device.computing():
                 work()
         except BaseException as error:  # raised by `run`; the head has been told
             self._errors.append(error)

@@ -32,10 +32,10 @@ from offload.planning.shares import RankCapacity
 from offload.streaming.layers import LayerStream, open_layers
 from offload.streaming.scan import WeightScan
 from offload.timer import timed
+from offload.trees.spec import AUTO_NODES
 
 _HOST = torch.device("cpu")
 
-_TYPICAL_ROWS = 64
 _MOST_WIDTH = 4096
 _NUM_TIMES = 9
 # assumed of a GPU: 16 lanes of PCIe 4, as achieved; its disk is measured
@@ -131,9 +131,9 @@ def _compute_s(run: ResolvedRun) -> float:
     width = min(config_sizes(files.target)["hidden_size"], _MOST_WIDTH)
     how = {
         "dtype": getattr(torch, compute_dtype_name(files.target, dtype)),
-        "device": None if run.device is None else run.device.place,
+        "device": run.device.place,
     }
-    rows = torch.zeros(_TYPICAL_ROWS, width, **how)
+    rows = torch.zeros(AUTO_NODES, width, **how)
     weight = torch.zeros(width, width, **how)
     # A number on the host is the sign that a device is done as well.
     multiply = product_for(functional.linear, rows)
@@ -154,8 +154,7 @@ def load_section(
     `more` goes to the model. What both hold is open as long as `resources`.
     """
     device = run.device
-    place = torch.device("cpu") if device is None else device.place
-    model = SectionModel(checkpoint, section, run.options.dtype, place, **more)
+    model = SectionModel(checkpoint, section, run.options.dtype, device.place, **more)
     resources.callback(model.close)
     scan = WeightScan(checkpoint, run.hooks.on_note)
     scan.expect(model.layer_layouts, plan.tier_L)

@@ -31,8 +31,8 @@ from offload.engine.team import Team
 from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.planning.shares import Load, RankCapacity, shard_fractions
+from offload.trees.spec import AUTO_NODES
 
-_TYPICAL_NODES = 64
 _BY_HOST = "ranks exchange rows of GPUs by way of host memory, which is slower than NCCL, and the way that was tried"
 
 
@@ -103,14 +103,12 @@ def _share(
     dtype = run.options.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
     # links are measured at one time: they may be the same
-    has_gpu = any(all_gather_objects(transport, run.device is not None))
-    held = run.budget.unlimited().plan(shard_files(files, even, transport.rank), _TYPICAL_NODES)
+    has_gpu = any(all_gather_objects(transport, run.device.has_own_memory))
+    held = run.budget.unlimited().plan(shard_files(files, even, transport.rank), AUTO_NODES)
     mine = capacity_of(run, held, shares_kv=even.has_own_heads)
     capacities = [RankCapacity(*one) for one in all_gather_objects(transport, mine)]
     shape = model_shape(files.target, dtype)
-    kv_bytes = (
-        run.budget.unlimited().plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
-    )
+    kv_bytes = run.budget.unlimited().plan(files, AUTO_NODES).kv_bytes if even.has_own_heads else 0
     fractions = broadcast_from_head(
         transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes))
     )

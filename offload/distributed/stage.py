@@ -200,7 +200,7 @@ def load_stage(
     run: ResolvedRun, section: Section, plan: MemoryPlan, resources: ExitStack
 ) -> PipelineStage:
     """Return the stage of this section, whose stream has begun; it is open as long as `resources`."""
-    has_host_table = run.device is not None
+    has_host_table = run.device.has_own_memory
     model, stream = load_section(
         run, run.files.target, section, plan, resources, has_host_table=has_host_table
     )

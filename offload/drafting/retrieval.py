@@ -138,8 +138,7 @@ def open_sources(
             Retrieval(_open_store("datastore", options.datastore, tokenizer, vocab_size), length)
         )
     if options.ngram is not None:
-        is_store = os.path.isdir(os.path.expanduser(options.ngram))
-        open_counts = _open_store if is_store else _count_text
+        open_counts = _open_store if options.ngram_is_store else _count_text
         found.append(Ngrams(open_counts("ngram", options.ngram, tokenizer, vocab_size)))
     return GuessSources(found)
 

@@ -24,11 +24,10 @@ from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary, load_to
 from offload.model.opening import open_model
 from offload.model.tree_model import TreeModel
 from offload.sampling.grammar_mask import Grammars
-from offload.streaming.device import CudaDevice, Device
+from offload.streaming.cuda import CudaDevice
+from offload.streaming.device import HOST, Device
 from offload.streaming.disk import ByteSource, DiskReader, Watcher
 from offload.streaming.scan import TURNS, WeightScan
-
-_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +68,13 @@ def open_pair(
     """
     files = run.files
     dtype = run.options.dtype
-    place = _HOST if run.device is None else run.device.place
+    place = run.device.place
     plan = run.plan_for(1)
     target = open_model(
         files.target,
         dtype,
         place,
-        has_host_table=run.device is not None,
+        has_host_table=run.device.has_own_memory,
         adapt=adapt,
         on_demand=plan.has_experts,
     )
@@ -165,7 +164,7 @@ def read_pair(pair: ModelPair) -> list[KernelChoice]:
 
 
 def send_beside_layers(
-    device: Device | None, resources: ExitStack, *models: TreeModel | None
+    device: Device, resources: ExitStack, *models: TreeModel | None
 ) -> list[str]:
     """Let what these models send pass the layers that stream to a GPU; return lines for the user."""
     if not isinstance(device, CudaDevice):
@@ -223,7 +222,7 @@ def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
 def resident_model(
     checkpoint: Checkpoint,
     dtype: str,
-    place: torch.device = _HOST,
+    place: torch.device = HOST.place,
     *,
     found: Callable[[str], None] | None = None,
 ) -> TreeModel:
@@ -232,7 +231,7 @@ def resident_model(
     watcher = None if found is None else WeightScan(checkpoint, found).look
     with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, watcher=watcher)) as store:
         model.read_rest(store.fetch)
-        if place == _HOST:
-            model.expand_with(choose_expansion(model, store.fetch, None).kernels)
+        if place == HOST.place:
+            model.expand_with(choose_expansion(model, store.fetch, HOST).kernels)
         model.hold_layers(store.fetch)
     return model

@@ -9,11 +9,11 @@ Invariant: everything is decided from headers and rates; no weights are read but
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from offload.calibration import link
 from offload.checkpoint.hub import fetch, is_here, open_headers, require_one_vocabulary
@@ -42,13 +42,10 @@ from offload.planning.quantised_drafts import check_held, files_of, models_to_re
 from offload.planning.selector import RunSettings, TreeSelector, routing_in
 from offload.rank_roles import find_place
 from offload.sampling_options import Sampling
+from offload.streaming.device import HOST, Device
 from offload.streaming.disk import DiskReader, OpenSource
 from offload.trees.spec import TreeSpec
 from offload.units import parse_rate
-
-# it brings torch along, which other machines are planned without
-if TYPE_CHECKING:
-    from offload.streaming.device import Device
 
 ReadHeaders = Callable[..., Checkpoint]
 
@@ -83,7 +80,7 @@ class ResolvedRun:
     files: ModelFiles
     options: LoadOptions  # checked, with `dtype` settled
     tree: TreeSpec
-    device: "Device | None"  # None is the CPU
+    device: Device  # that computes here; of a machine elsewhere `budget` knows it
     budget: MemoryBudget
     notes: tuple[str, ...] = ()  # lines for the user
     assumed: Assumptions | None = None  # None where it will be loaded
@@ -108,7 +105,8 @@ class ResolvedRun:
     @property
     def is_elsewhere(self) -> bool:
         """Return whether no link of this machine and no profile made on it says anything."""
-        return self.hardware is not None or (self.budget.gpu is not None and self.device is None)
+        is_gpu_elsewhere = self.budget.gpu is not None and not self.device.has_own_memory
+        return self.hardware is not None or is_gpu_elsewhere
 
     @property
     def are_files_here(self) -> bool:
@@ -118,12 +116,12 @@ class ResolvedRun:
     @property
     def machine(self) -> Machine:
         """Return the machine that a profile of this one would be for."""
-        name = self.device.name if self.device else "cpu"
-        return Machine.here(compute_dtype_name(self.files.target, self.options.dtype), name)
+        dtype = compute_dtype_name(self.files.target, self.options.dtype)
+        return Machine.here(dtype, self.device.name)
 
     def computing(self) -> AbstractContextManager[None]:
         """Let this thread compute on the run's device meanwhile."""
-        return nullcontext() if self.device is None else self.device.computing()
+        return self.device.computing()
 
     def plan_for(self, num_nodes: int) -> MemoryPlan:
         """Plan memory for trees of so many nodes together. Raises `UserError` for too little."""
@@ -179,7 +177,7 @@ class ResolvedRun:
         if self.hardware is not None:
             return self.hardware.feed_bytes_per_s
         limit = self.options.limit_bytes_per_s
-        if self.device is not None:
+        if self.device.has_own_memory:
             num_nodes = self.tree.num_nodes
             plan = self.plan_for(num_nodes if traffic_in(self.budget, self.files, num_nodes) else 1)
             return link.device_link_bytes_per_s(
@@ -238,7 +236,7 @@ def resolve(
     draft: str | os.PathLike[str] | None,
     options: LoadOptions,
     *,
-    device: "Device | None" = None,
+    device: Device | None = None,
     assumed: Assumptions | None = None,
     admit: Callable[[ResolvedRun], object] = ResolvedRun.admit,
     open_source: OpenSource = DiskReader,
@@ -288,12 +286,12 @@ def resolve(
 def settle(
     files: ModelFiles,
     options: LoadOptions,
-    device: "Device | None" = None,
+    device: Device = HOST,
     assumed: Assumptions | None = None,
 ) -> ResolvedRun:
     """Return the run as far as headers alone decide it. Raises `UserError` for misfit options."""
     hardware, disk_bytes_per_s, *_ = assumed or Assumptions()
-    budget = budget_of(options, str(device.place) if device else None, hardware)
+    budget = budget_of(options, str(device.place) if device.has_own_memory else None, hardware)
     dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
     is_for_here = hardware is None and disk_bytes_per_s is None
     if is_for_here and (assumed is None or is_here(files.target)):
@@ -309,27 +307,28 @@ def settle(
     )
 
 
-def _own_device(options: LoadOptions, assumed: Assumptions | None) -> "Device | None":
-    """Open the GPU that a run takes; None for the CPU.
+def _own_device(options: LoadOptions, assumed: Assumptions | None) -> Device:
+    """Open what a run computes on.
 
-    Where nothing will be loaded, also None for a named machine, or a budget on a GPU elsewhere.
+    Where nothing will be loaded it is the host for a named machine, and for a budget on a GPU
+    elsewhere.
     """
     if assumed is not None:
         if assumed.hardware is not None:
             rule = f"`device` {options.device} is of this machine, `hardware` names another"
             if options.device != "auto":
                 raise UserError(f"{rule}: give one of them")
-            return None
+            return HOST
         is_cpu = options.device == "cpu" and options.gpu_memory is None
         if is_cpu or (options.device == "auto" and not has_cuda_driver()):
-            return None
+            return HOST
     from torch import cuda
 
-    from offload.streaming.device import open_device
+    from offload.streaming.cuda import open_device
 
     is_budget = options.device == "auto" and options.gpu_memory is not None
     if assumed is not None and is_budget and not cuda.is_available():
-        return None
+        return HOST
     place = find_place() if options.ranks is not None else None
     rank_on_host = 0 if place is None else place.rank_on_host
     return open_device(options.device, options.gpu_memory, rank_on_host=rank_on_host)

@@ -4,7 +4,6 @@ It holds weights and no text: the cache of the text's keys and values is lent to
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from offload.model.parts import BatchPart, causal
 from offload.model.tree_model import TreeModel
 from offload.sampling.logits import Logits
 from offload.stats import RankFigures, Transfers
-from offload.streaming.device import Device, computing_on
+from offload.streaming.device import HOST, Device
 from offload.streaming.experts import ExpertPool
 from offload.streaming.layers import LayerStream
 from offload.trees.token_tree import TokenTree, ancestors
@@ -58,7 +57,7 @@ class Target:
             Positions beyond that are never emitted: nodes that lie there are computed as if at the
             last one, because some rotary embeddings (dynamic, longrope) turn every row by the
             largest position of a pass.
-        device: that it computes on; None is the CPU.
+        device: that it computes on.
         on_layer: hears of every layer that has run.
         experts: routed ones, where they come on demand.
     """
@@ -69,7 +68,7 @@ class Target:
         stream: LayerStream,
         plan: MemoryPlan,
         *,
-        device: Device | None = None,
+        device: Device = HOST,
         kernels: KernelSet = REFERENCES,
         on_layer: Callable[[], None] = lambda: None,
         experts: ExpertPool | None = None,
@@ -82,10 +81,10 @@ class Target:
         self._max_logits = plan.num_logits_rows
         self._cache_slots = plan.cache_slots
         self._gather = kernels.kv_commit
-        self._device = device or Device()
+        self._device = device
         self._on_layer = on_layer
         # to be entered by every thread that computes with it
-        self.computing = partial(computing_on, device)
+        self.computing = device.computing
         model.stream_layers(stream.acquire, self._release)
         if experts is not None:
             model.bring_experts(experts.bring)

@@ -116,15 +116,14 @@ class LoadOptions(ModelOptions):
             is_path = path is None or isinstance(path, str | os.PathLike)
             require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
         parse_match_length(self.lookup_length)
-        for store in (self.datastore, self.ngram):
-            if store is not None and (
-                store is self.datastore or os.path.isdir(os.path.expanduser(store))
-            ):
-                read_store(store)
-            elif store is not None:
-                path = Path(store).expanduser()  # which is read seconds later
-                with told_by_system(f"cannot read {path}", "check the path"):
-                    open_regular(path).close()
+        if self.datastore is not None:
+            read_store(self.datastore)
+        if self.ngram is not None and self.ngram_is_store:
+            read_store(self.ngram)
+        elif self.ngram is not None:
+            path = Path(self.ngram).expanduser()  # which is read seconds later
+            with told_by_system(f"cannot read {path}", "check the path"):
+                open_regular(path).close()
         is_known = self.lookup in (None, True, False)
         require(is_known, "`lookup` must be True or False", repr(self.lookup), "leave it out")
         named = next(
@@ -137,6 +136,11 @@ class LoadOptions(ModelOptions):
     def has_no_profile(self) -> bool:
         """Return whether no profile is wanted, not even one that would be found."""
         return str(self.profile) == "none"
+
+    @property
+    def ngram_is_store(self) -> bool:
+        """Return whether `ngram` names a datastore, which is a folder, and no text to count."""
+        return self.ngram is not None and os.path.isdir(os.path.expanduser(self.ngram))
 
     @property
     def limit_bytes_per_s(self) -> int | None:

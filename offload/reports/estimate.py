@@ -11,6 +11,7 @@ few pieces whose exponents tell what packing would win. No torch but for a GPU, 
 products, or to count a model that only torch can build.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -84,7 +85,8 @@ class Estimate(NamedTuple):
     models: tuple[ModelFacts, ...]  # the target, and the draft if there is one
     plan: MemoryPlan
     hardware: Hardware | None  # None for this machine
-    link_bytes_per_s: float | None  # measured, or as given; None where neither is known
+    # measured, or as given; None where neither is known, infinite where nothing streams to a GPU
+    link_bytes_per_s: float | None
     # without a tree, then with the wanted one; empty where no rate is known
     predictions: tuple[Prediction, ...]
     # whether computing is left out of the predictions, because its rates are not known
@@ -130,7 +132,9 @@ class Estimate(NamedTuple):
             **self.plan.as_dict(),
             "bytes_per_sweep": self.sweep_bytes,
             **({} if self.hit_share is None else {"expert_hit_share": self.hit_share}),
-            "link_bytes_per_s": self.link_bytes_per_s,
+            "link_bytes_per_s": None
+            if self.link_bytes_per_s == math.inf
+            else self.link_bytes_per_s,
             "sweep_s": self.sweep_s,
             "hardware": self.hardware.name if self.hardware else None,
             "predictions": [prediction.as_dict() for prediction in self.predictions],
@@ -199,7 +203,7 @@ def estimate(
         is_lower_bound=costs is None,
         basis=basis,
         notes=(*([_NO_COSTS] if is_unknown else []), *run.notes, *_notes(run, link, plan)),
-        is_measured=link is not None and not has_rates,
+        is_measured=link not in (None, math.inf) and not has_rates,
         packing=_packing(run, plan.num_nodes, link) if has_packing else None,
         traffic=traffic,
         prompt=_prompt(run, costs, traffic, plan),
@@ -256,7 +260,7 @@ def _prompt(
 ) -> PromptPass | None:
     """Return the largest pass over a prompt, by the curves or by the rates that chose its rows."""
     most = plan.max_prompt_rows
-    if costs is None and run.device is None:
+    if costs is None and not run.device.has_own_memory:
         costs = prompt_costs(run.budget, run.files, most)
     return prompt_pass(costs, traffic, most) if costs and plan.is_streamed else None
 
@@ -281,7 +285,7 @@ def _predict(
 def _notes(run: ResolvedRun, link: float | None, plan: MemoryPlan) -> list[str]:
     """Return which GPU this is about, and what the figures leave out."""
     notes = []
-    if run.device is not None and plan.gpu_bytes is not None:
+    if run.device.has_own_memory and plan.gpu_bytes is not None:
         gpu = f"{run.device.place} is a {run.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
         notes.append(f"{gpu}; `device` cpu does without")
     if run.files.draft is None and plan.is_streamed:

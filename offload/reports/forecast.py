@@ -39,7 +39,7 @@ from offload.planning.selector import TreeSelector
 from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule
 from offload.reports.estimate import models_told
 from offload.sampling_options import Sampling
-from offload.trees.spec import AUTO_DEPTH, MAX_TREE_NODES, TreeSpec, label_of
+from offload.trees.spec import AUTO_DEPTH, AUTO_NODES, MAX_TREE_NODES, TreeSpec, label_of
 from offload.trees.topology import SIZES, Shape, chain
 
 _RUNS = (1, 2, 4, 8)
@@ -71,7 +71,6 @@ _LAY_OUT: dict[Kind, Callable[[ClusterRequest, int], ClusterLayout]] = {
 _CURVE_ROWS = (1, 8, 32, 64, 128, 256, 512, SIZES[-1])
 # rows of the passes that are shown beside those of the tree
 SHOWN_ROWS = (1, 64, 256)
-_TYPICAL_NODES = 64
 
 
 class ForecastPass(NamedTuple):
@@ -281,7 +280,7 @@ def _choice(
             with suppress(UserError):
                 lay_out(max_nodes)
                 break
-        num_nodes = min(_TYPICAL_NODES, max_nodes)
+        num_nodes = min(AUTO_NODES, max_nodes)
     layout = lay_out(num_nodes)
     costs = None
     if request.knows_compute:

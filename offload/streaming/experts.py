@@ -279,30 +279,29 @@ def open_pool(
     source: ByteSource,
     records: Records,
     num_slots: int,
-    device: Device | None,
+    device: Device,
     resources: ExitStack,
     *,
     num_host_slots: int = 0,
     ahead_rows: int = NEVER,
     uses_B: np.ndarray | None = None,
 ) -> ExpertPool:
-    """Open an empty pool of `num_slots`, on the host where `device` is None; `resources` closes it.
+    """Open an empty pool of `num_slots` where `device` computes; `resources` closes it.
 
     `uses_B` is how often rows are expected to use each block, where that is known. `num_host_slots`
     are those of the second pool, by way of which a device gets its experts.
     """
-    host = Device()
     flat = [record for layer in records for record in layer]
     slot_bytes = max(record.slab_bytes for record in flat)
-    if device is None:
-        carrier = HostCarrier(source, flat, (), host)
+    if not device.has_own_memory:
+        carrier = HostCarrier(source, flat, (), device)
     else:
         pinned = device.open_allocator()
         resources.callback(pinned.close)
         passing = num_passing(num_host_slots, slot_bytes)
         behind = ExpertCache(len(flat), num_host_slots, num_passing=passing)
         carrier = DeviceExpertCarrier(source, flat, device, pinned, behind, num_host_slots)
-    slots = (device or host).allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
+    slots = device.allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
     passing = num_passing(num_slots, slot_bytes)
     cache = ExpertCache(len(flat), num_slots, uses_B=uses_B, num_passing=passing)
     pool = ExpertPool(records, slots, carrier, cache, ahead_rows)

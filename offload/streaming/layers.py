@@ -53,7 +53,7 @@ class LayerStream:
     @property
     def reading_s(self) -> float:
         """Return the seconds in which the disk was read, where the disk is the link; else 0."""
-        return self.carrier.source.reading_s if self._device.place.type == "cpu" else 0.0
+        return 0.0 if self._device.has_own_memory else self.carrier.source.reading_s
 
     def load_resident(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Read what stays, then start the stage. Raises `ReadError`."""
@@ -123,17 +123,17 @@ def open_layers(
     source: ByteSource,
     layouts: Sequence[SlabLayout],
     plan: MemoryPlan,
-    device: Device | None,
+    device: Device,
     resources: ExitStack,
 ) -> LayerStream:
     """Return layers placed by the plan, nothing of which is read yet; `resources` closes them."""
     sizes = [layout.slab_bytes for layout in layouts]
     assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
-    if device is None:
+    if not device.has_own_memory:
         encoder = range(len(plan.tier_L), len(layouts))
         stays = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
         stays += encoder if plan.encoder_bytes else []
-        carrier = HostCarrier(source, layouts, stays, Device(), encoder)
+        carrier = HostCarrier(source, layouts, stays, device, encoder)
     else:
         if device.place.type == "cuda":
             # slots will not fit into what measuring has left behind

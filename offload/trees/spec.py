@@ -26,7 +26,8 @@ from offload.trees.topology import (
 # what `--tree` may ask for; far beyond any size whose verification hides behind a link
 MAX_TREE_NODES = 65536
 MOST_MATCHED = 64
-AUTO_NODES = 64  # `auto` where nothing was measured; else `planning.selector` answers
+# a tree where nothing was measured; else `planning.selector` answers
+AUTO_NODES = 64
 AUTO_DEPTH = 16
 MAX_CHAIN = 32  # guesses of a chain whose length is chosen
 

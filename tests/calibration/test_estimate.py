@@ -33,6 +33,7 @@ from offload.planning.search import range_for
 from offload.planning.selector import FindProfile
 from offload.reports.estimate import Estimate, estimate
 from offload.sampling_options import Sampling
+from offload.streaming.device import HOST
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape
 
@@ -166,7 +167,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     asked: list[tuple[str, object]] = []
     monkeypatch.setattr(resolving, "has_cuda_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("offload.streaming.device.open_device", lambda *how, **_: asked.append(how) or PaperCard())
+    monkeypatch.setattr("offload.streaming.cuda.open_device", lambda *how, **_: asked.append(how) or PaperCard())
     monkeypatch.setattr(plan, "available_gpu_bytes", lambda place: {"cuda:1": 3 << 30}[place])
     monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
     return asked
@@ -351,7 +352,7 @@ def finder(files: ModelFiles, profile: str | None = None) -> FindProfile:
     options = LoadOptions(ram="1GiB")
     room = budget_of(options)
     object.__setattr__(options, "profile", profile)  # that there is such a file is another matter
-    run = ResolvedRun(files=files, options=options, tree=parse_tree("auto"), device=None, budget=room)
+    run = ResolvedRun(files=files, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
     return run.profile_finder()
 
 

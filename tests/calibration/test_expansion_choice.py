@@ -17,6 +17,7 @@ from offload.engine.build import resident_model
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE
 from offload.model.opening import open_model
 from offload.model.tree_model import TreeModel
+from offload.streaming.device import HOST
 from offload.streaming.disk import DiskReader
 
 KINDS = {"fp8-block": "float8", "ct-w4": "integers", "awq": "columns", "nf4": "codebook"}
@@ -39,7 +40,7 @@ class Opened:
 
     def choose(self) -> KernelChoice:
         with closing(self.reader):
-            return choose_expansion(self.model, self.fetch, None)
+            return choose_expansion(self.model, self.fetch, HOST)
 
 
 @pytest.mark.parametrize("recipe", KINDS)

@@ -150,7 +150,7 @@ def test_the_disk_or_the_card_fails_while_loading(looper: Path, monkeypatch: pyt
         outcome = generate(looper)
     assert_ended_by_disk(outcome, "failed: Input/output error")
     assert outcome.out == "" and outcome.err.count("\n") == 1
-    monkeypatch.setattr("offload.streaming.device.open_device", lambda *_, **__: failing(FULL)())
+    monkeypatch.setattr("offload.streaming.cuda.open_device", lambda *_, **__: failing(FULL)())
     outcome = generate(looper)
     assert outcome.code == 1 and outcome.out == "" and outcome.err.count("\n") == 1
     assert outcome.err.startswith("offload: device memory ran out") and "lower --context" in outcome.err

@@ -28,6 +28,7 @@ from offload.planning import load_options as options
 from offload.planning.budget import budget_of
 from offload.planning.load_options import LoadOptions
 from offload.rank_roles import RankInfo
+from offload.streaming.device import HOST
 
 SHORT_S = 1.5
 
@@ -170,7 +171,7 @@ def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
         files=ModelFiles(checkpoint, None),
         options=shards,
         tree=shards.tree_spec(has_draft=False),
-        device=None,
+        device=HOST,
         budget=budget_of(shards),
         hooks=Hooks(phases.append),
     )

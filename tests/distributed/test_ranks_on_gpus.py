@@ -19,7 +19,7 @@ from offload.distributed.exchange import Exchange
 from offload.engine import load
 from offload.planning.load_options import LoadOptions
 from offload.rank_roles import RankInfo
-from offload.streaming.device import Device
+from offload.streaming.device import HOST, Device
 
 PROMPT, NUM_NEW = list(range(5, 25)), 10
 
@@ -35,8 +35,8 @@ def on_cards(patch: pytest.MonkeyPatch, ranks: set[int]) -> None:
     open_decoder = load.open_decoder
 
     def opened(*args: Any, transport: InMemory, **more: Any) -> Any:
-        device: Device | None = Card(seed=transport.rank) if transport.rank in ranks else None
-        if device is None or transport.rank == 0:  # the head's mode is that of the test
+        device: Device = Card(seed=transport.rank) if transport.rank in ranks else HOST
+        if device is HOST or transport.rank == 0:  # the head's mode is that of the test
             return open_decoder(*args, transport=transport, device=device, **more)
         with StrictDevice():
             return open_decoder(*args, transport=transport, device=device, **more)

@@ -18,6 +18,7 @@ from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import estimate
 from offload.reports.tune import tune
 from offload.sampling_options import Sampling
+from offload.streaming.device import HOST
 
 LINK = 1e9
 HOW: dict[str, Any] = {"context": 128, "threads": 1, "profile": "none"}
@@ -94,7 +95,7 @@ def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str],
 def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
     machine = KNOWN["l40"]
     run = resolve(*pair, LoadOptions(context=128), assumed=Assumptions(machine))
-    assert run.is_elsewhere and run.device is None and run.budget.gpu == machine.gpu_bytes
+    assert run.is_elsewhere and run.device is HOST and run.budget.gpu == machine.gpu_bytes
     assert run.measure_link() == machine.feed_bytes_per_s and not run.notes
     profile, why = run.tree_selector(Sampling()).find(Sampling(), "match")
     assert profile is None and why

@@ -27,7 +27,7 @@ from offload.errors import ReadError, UserError
 from offload.model.experts import bring_to
 from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import NEVER
-from offload.streaming.device import Device, Event
+from offload.streaming.device import HOST, Device, Event
 from offload.streaming.disk import DiskReader
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.experts import ExpertPool, open_pool
@@ -50,19 +50,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @contextmanager
 def opened(
-    folder: Path, num_slots: int, *, ahead_rows: int = NEVER, device: Device | None = None, **more: int
+    folder: Path, num_slots: int, *, ahead_rows: int = NEVER, device: Device = HOST, **more: int
 ) -> Iterator[tuple[TreeModel, ExpertPool]]:
     """The model with its layers bound, on a device if there is one, and its pool of experts."""
     with ExitStack() as resources:
-        place = torch.device("cpu") if device is None else device.place
-        model = TreeModel(open_checkpoint(folder), "float32", place, on_demand=True)
+        model = TreeModel(open_checkpoint(folder), "float32", device.place, on_demand=True)
         resources.callback(model.close)
         store = DiskReader(model.checkpoint.shards)
         resources.callback(store.close)
         model.read_rest(store.fetch)
         for layer, layout in enumerate(model.layer_layouts):
             model.bind_layer(layer, store.fetch(layout))
-        if device is not None:
+        if device.has_own_memory:
             resources.callback(device.finish)
         records = [one.records for one in model.experts]
         pool = open_pool(store, records, num_slots, device, resources, ahead_rows=ahead_rows, **more)

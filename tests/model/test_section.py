@@ -27,6 +27,7 @@ from offload.memory.planner import least_budget
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.tree_model import TreeModel
+from offload.streaming.device import HOST
 from offload.streaming.disk import DiskReader
 from offload.streaming.layers import LayerStream, open_layers
 
@@ -73,7 +74,7 @@ def opened(
         least = least_budget(lambda ram: plan_of(checkpoint, section, ram)) if is_streamed else 1 << 40
         plan = plan_of(checkpoint, section, least)
         model.read_rest(source.fetch)
-        stream = open_layers(source, model.layer_layouts, plan, None, resources)
+        stream = open_layers(source, model.layer_layouts, plan, HOST, resources)
         stream.load_resident()
         if runs:
             model.stream_layers(stream.acquire, stream.release)

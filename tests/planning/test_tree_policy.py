@@ -29,6 +29,7 @@ from offload.reports import estimate as estimating
 from offload.reports.estimate import compare_drafts, estimate
 from offload.reports.tune import choice_from
 from offload.sampling_options import Sampling
+from offload.streaming.device import HOST
 from offload.trees.spec import label_of, parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Topology, best_first, chain, isotonic
 
@@ -250,7 +251,7 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
             *headers, LoadOptions(context=LONG, profile=str(path)), hardware=str(said), has_packing=False
         )
     options = replace(options, profile="none")
-    run = ResolvedRun(files=described, options=options, tree=parse_tree("auto"), device=None, budget=room)
+    run = ResolvedRun(files=described, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
     trees = seen_by("generate", run).tree_selector(Sampling())
     trees.find = lambda *_: (profile, "")
     settled = trees.nodes_to_plan(Sampling(), "match")

@@ -46,6 +46,7 @@ from offload.reports.windows import TracedWindow, TuneQuestion, cut_windows, exp
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
+from offload.streaming.device import HOST
 from offload.trees.spec import TreeSpec, parse_tree
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DynamicShape
@@ -333,7 +334,7 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
     for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), (4 << 30, 512)):
         budgets = MemoryBudget(**how, gpu=gpu_bytes, context=None)
-        run = ResolvedRun(files=files, options=LoadOptions(), tree=TreeSpec("auto"), device=None, budget=budgets)
+        run = ResolvedRun(files=files, options=LoadOptions(), tree=TreeSpec("auto"), device=HOST, budget=budgets)
         tree = TreeSpec("best", wanted, tuning.DEPTH)
         budget = replace(budgets, context=512)
         assert tuning.largest_that_fits(run, run.tree) == replace(

@@ -18,8 +18,9 @@ from marks import needs_cuda
 from shell import run_python
 
 from offload.errors import UserError
-from offload.streaming import device
-from offload.streaming.device import CudaDevice, StagingRing, computing_on, open_device
+from offload.streaming import cuda as driver
+from offload.streaming.cuda import CudaDevice, StagingRing, open_device
+from offload.streaming.device import HOST
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import (
     CupyPinning,
@@ -120,7 +121,7 @@ def paper_torch(monkeypatch: pytest.MonkeyPatch, cuda: PaperCuda) -> PaperCuda:
     kept = {name: getattr(torch, name) for name in ("device", "uint8", "Tensor")}
     empty = lambda *size, **how: torch.empty(*size, dtype=how.get("dtype"))  # noqa: E731
     kept |= {"version": SimpleNamespace(cuda=cuda.version), "backends": SimpleNamespace(cuda=cuda, cudnn=cuda.cudnn)}
-    monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda, empty=empty, **kept))
+    monkeypatch.setattr(driver, "torch", SimpleNamespace(cuda=cuda, empty=empty, **kept))
     return cuda
 
 
@@ -158,16 +159,16 @@ def test_what_cannot_be_opened_is_refused(
 
 def test_auto_takes_a_card_where_there_is_one_and_ranks_of_a_host_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
     paper_torch(monkeypatch, PaperCuda(0))
-    assert open_device("auto") is None and open_device("cpu") is None
+    assert open_device("auto") is open_device("cpu") is HOST
     cuda = paper_torch(monkeypatch, PaperCuda(2))
-    assert open_device("cpu") is None
+    assert open_device("cpu") is HOST
     alone = [("auto", {}, 0), ("cuda", {}, 0), ("cuda:1", {}, 1)]
     ranks = [("auto", 0, 0), ("auto", 1, 1), ("cuda", 2, 0), ("cuda:1", 0, 1), ("cuda:0", 1, 0)]
     for name, how, index in [*alone, *((name, {"rank_on_host": rank}, index) for name, rank, index in ranks)]:
         cuda.share = None
         opened = open_device(name, **how)
         assert cuda.share == 1, "an earlier run's budget no longer holds"
-        assert opened is not None and opened.place == torch.device("cuda", index)
+        assert opened.has_own_memory and opened.place == torch.device("cuda", index)
 
 
 def test_a_budget_binds_torch_and_the_peak_counts_what_was_loaded_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +180,7 @@ def test_a_budget_binds_torch_and_the_peak_counts_what_was_loaded_later(monkeypa
     ):
         cuda = paper_torch(monkeypatch, PaperCuda(1, int(free_bytes)))
         opened = open_device("cuda", "24GiB")
-        assert opened is not None and cuda.share is not None
+        assert isinstance(opened, CudaDevice) and cuda.share is not None
         assert cuda.share * 48 * GIB == pytest.approx(24 * GIB - kept_bytes)
         assert opened.peak_bytes() == pytest.approx(3 * GIB + context_bytes, abs=2)
     cuda = paper_torch(monkeypatch, PaperCuda(1))
@@ -189,7 +190,7 @@ def test_a_budget_binds_torch_and_the_peak_counts_what_was_loaded_later(monkeypa
     cuda = paper_torch(monkeypatch, PaperCuda(1, 46 * GIB))
     cuda.reserved_bytes = 3 * GIB // 2  # by an earlier decoder of this process
     opened = open_device("cuda")
-    assert opened is not None and opened.peak_bytes() == 3 * GIB + GIB // 2
+    assert isinstance(opened, CudaDevice) and opened.peak_bytes() == 3 * GIB + GIB // 2
     cuda.free_bytes -= GIB // 4  # kernels, graphs
     assert opened.peak_bytes() == 3 * GIB + 3 * GIB // 4
     cuda.free_bytes, cuda.reserved_bytes = 28 * GIB, 17 * GIB
@@ -268,7 +269,7 @@ class Staging:
 def staging_card(monkeypatch: pytest.MonkeyPatch, staging: Staging) -> tuple[PaperCuda, CudaDevice]:
     cuda = paper_torch(monkeypatch, PaperCuda(1))
     seen = torch.from_numpy(staging.buffer.array).view(torch.int64)
-    monkeypatch.setattr(device.torch, "as_tensor", lambda _, device: seen, raising=False)
+    monkeypatch.setattr(driver.torch, "as_tensor", lambda _, device: seen, raising=False)
     card = CudaDevice(0)
     monkeypatch.setattr(card, "open_allocator", lambda: staging)
     return cuda, card
@@ -328,7 +329,7 @@ def test_every_thread_computes_where_the_device_does(monkeypatch: pytest.MonkeyP
     for run in (compute, lambda: _in_thread(compute), lambda: _inside(cuda, card.copies, compute)):
         run()
     assert seen == [(card.place, card.compute)] * 3
-    with computing_on(None):
+    with HOST.computing():
         pass
 
 
@@ -336,7 +337,7 @@ _IEEE = """
 import warnings
 warnings.simplefilter("error", UserWarning)
 import torch
-from offload.streaming.device import multiply_by_ieee
+from offload.streaming.cuda import multiply_by_ieee
 assert torch.backends.cuda.matmul.allow_tf32, "the environment asks for it"
 multiply_by_ieee()
 assert torch.get_float32_matmul_precision() == "highest" and torch.backends.cuda.matmul.fp32_precision != "tf32"

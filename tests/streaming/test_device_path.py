@@ -36,6 +36,7 @@ from offload.model.kv_cache import KVCache
 from offload.model.tree_model import TreeModel
 from offload.sampling_options import Sampling
 from offload.streaming.carriers import DeviceCarrier
+from offload.streaming.device import HOST
 from offload.streaming.disk import DiskReader
 from offload.streaming.layers import LayerStream
 
@@ -55,7 +56,7 @@ def pair_of(family: str, base: Path) -> tuple[Path, Path, list[int]]:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """`load` finds a device; slots hold NaN unless something valid lies in them."""
     fake = FakeDevice(seed=3)
-    monkeypatch.setattr("offload.streaming.device.open_device", lambda *_, **__: fake)
+    monkeypatch.setattr("offload.streaming.cuda.open_device", lambda *_, **__: fake)
     poison(monkeypatch)
     monkeypatch.setattr(FakeDevice, "place", torch.device("cpu"))
     yield fake
@@ -342,7 +343,7 @@ def test_a_turn_that_stands_anywhere_is_found(watch: Watch, base: Path, monkeypa
 
 def test_services_of_stages_are_computed_there() -> None:
     device, seen = OneDevice(), list[bool]()
-    for one in (device, None):
+    for one in (device, HOST):
         Services([lambda: seen.append(device.is_entered)] * 2, one).run()
     assert seen == [True, True, False, False]
 
@@ -354,4 +355,4 @@ def test_a_closed_decoder_keeps_nothing_by_its_turn(base: Path, monkeypatch: pyt
     decoder = offload.load(target, device=FakeDevice(), tree="none", context=64, threads=1, **BUDGETS)
     held = decoder.turn._computing
     decoder.close()
-    assert not hasattr(held, "__self__") and all(not isinstance(one, TreeModel) for one in held.args)  # type: ignore[attr-defined]
+    assert isinstance(held.__self__, FakeDevice)  # type: ignore[attr-defined]

@@ -30,8 +30,8 @@ from offload.model.cuda_graphs import CudaRecorder, use_graphs
 from offload.model.kv_cache import KVCache
 from offload.reports.trace_acceptance import given_trace
 from offload.sampling_options import Sampling
-from offload.streaming import device
-from offload.streaming.device import CudaDevice
+from offload.streaming import cuda as driver
+from offload.streaming.cuda import CudaDevice
 from offload.streaming.pinned import (
     PinnedAllocator,
     RefusedError,
@@ -220,7 +220,7 @@ def is_right(device: CudaDevice) -> bool:
 
 def test_uploads_are_what_was_sent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a ring so small that it begins anew many times."""
-    monkeypatch.setattr(device, "STAGING_BYTES", 1 << 17)
+    monkeypatch.setattr(driver, "STAGING_BYTES", 1 << 17)
     with ExitStack() as resources:
         assert place.card.stage_uploads(resources) is None
         assert all(is_right(place.card) for _ in range(20))

@@ -37,9 +37,9 @@ from offload.model.kv_cache import KVCache
 from offload.planning.cost_model import NEVER
 from offload.streaming import carriers
 from offload.streaming import carriers as device_expert_carrier
-from offload.streaming import device as staging
+from offload.streaming import cuda as staging
 from offload.streaming.carriers import DeviceCarrier
-from offload.streaming.device import StagingRing
+from offload.streaming.cuda import StagingRing
 from offload.streaming.experts import open_pool
 from offload.streaming.layers import LayerStream
 

@@ -40,8 +40,8 @@ from offload.model.tree_model import TreeModel
 from offload.rules import RULES, drafting_of
 from offload.sampling import sampler as sampling
 from offload.sampling_options import Sampling
-from offload.streaming import device as staging
-from offload.streaming.device import StagingRing
+from offload.streaming import cuda as staging
+from offload.streaming.cuda import StagingRing
 from offload.trees.topology import DynamicShape
 
 __all__ = ["device"]  # a fixture
