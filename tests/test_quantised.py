@@ -22,8 +22,8 @@ import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.errors import UserError
-from offload.memory.plan import LayerTier
 from offload.memory.planner import least_budget
+from offload.memory.tiers import LayerTier
 
 FORMATS = [name for name in RECIPES if name != "mxfp4"]  # which only stacks of experts are stored in
 

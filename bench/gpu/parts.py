@@ -20,7 +20,7 @@ from offload.bench.latency import passes
 from offload.bench.latency.decode import Case, timed_run
 from offload.checkpoint.packaged import PROMPT
 from offload.engine.decoder import Decoder
-from offload.memory.plan import LayerTier
+from offload.memory.tiers import LayerTier
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.cuda import CudaDevice
 from offload.streaming.device import Device

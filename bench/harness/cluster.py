@@ -21,7 +21,7 @@ from offload.distributed.layout import shard_files, share_layers
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
 from offload.machine import peak_rss_bytes, rss_bytes
-from offload.memory.plan import PROMPT_ROWS
+from offload.memory.sizes import PROMPT_ROWS
 from offload.planning.load_options import LoadOptions
 from offload.sampling_options import Sampling
 from offload.stats import RankFigures

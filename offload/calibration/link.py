@@ -22,9 +22,10 @@ from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.errors import ReadError, UserError
 from offload.machine import num_cores
-from offload.memory.plan import INNER_ROWS, MemoryPlan
+from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.memory.prompt_rows import Rates, gains_by_rows
+from offload.memory.sizes import INNER_ROWS
 from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader, allocate, finish
 from offload.timer import fastest_s, timed

@@ -9,7 +9,8 @@ from functools import partial
 
 from offload.checkpoint.sizes import ModelFacts
 from offload.distributed.layout import RankPart
-from offload.memory.plan import LayerTier, MemoryPlan
+from offload.memory.plan import MemoryPlan
+from offload.memory.tiers import LayerTier
 from offload.planning.cost_model import Prediction, PromptPass
 from offload.planning.hardware import KNOWN
 from offload.reports.estimate import DraftCandidate, Estimate, Packing

@@ -45,7 +45,7 @@ def opening_lines(
 
 def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> str:
     """Return where the layers lie, and what a sweep moves."""
-    from offload.memory.plan import LayerTier
+    from offload.memory.tiers import LayerTier
 
     num_layers = len(plan.layer_bytes)
     moved = format_bytes(plan.streamed_bytes, is_decimal=is_decimal)

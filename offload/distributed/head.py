@@ -37,7 +37,7 @@ from offload.distributed.transport import Channel, Kind, Message, Transport
 from offload.engine.sharing import num_shared
 from offload.errors import RankError, require
 from offload.interrupts import held_back
-from offload.memory.plan import PROMPT_ROWS
+from offload.memory.sizes import PROMPT_ROWS
 from offload.rank_roles import TIMED_ROWS, PaperCut, PipelineOptions, Roles, free_rows
 from offload.sampling.sampler import require_token
 from offload.sampling_options import Sampling

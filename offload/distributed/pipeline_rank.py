@@ -14,8 +14,9 @@ from offload.distributed.transport import Transport
 from offload.engine.resolve import ResolvedRun
 from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary
 from offload.errors import UserError
-from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
+from offload.memory.plan import MemoryPlan
 from offload.memory.planner import RUNTIME_BYTES, MemoryBudget, ModelFiles
+from offload.memory.sizes import PATH_SCRATCH_BYTES, draft_bytes, noise_bytes
 from offload.planning.shares import Load, RankCapacity, stage_layers
 from offload.rank_roles import MOST_ROWS, TIMED_ROWS, PipelineOptions, Roles
 

@@ -23,10 +23,10 @@ from offload.engine.hooks import Hooks
 from offload.errors import UserError, require
 from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles, ram_warning, require_no_states
+from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.model.headers import describe
 from offload.planning.acceptance import prior_for
-from offload.planning.budget import budget_of, traffic_in, with_experts
+from offload.planning.budget import budget_of, ram_warning, traffic_in, with_experts
 from offload.planning.cost_model import Costs, costs_on
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.load_options import LoadOptions
@@ -40,6 +40,7 @@ from offload.planning.profile import (
 )
 from offload.planning.quantised_drafts import check_held, files_of, models_to_read
 from offload.planning.selector import RunSettings, TreeSelector, routing_in
+from offload.planning.shares import require_no_states
 from offload.rank_roles import find_place
 from offload.sampling_options import Sampling
 from offload.streaming.device import HOST, Device

@@ -1,6 +1,8 @@
 """Plan memory from headers and budgets, for this machine or any other.
 
-Layers lie where they are computed, in pinned host memory where that is a GPU's, or on the disk.
+What things take is written in `sizes`, how tiers are filled with layers in `tiers`, how many rows of
+a prompt a pass takes in `prompt_rows`; where budgets come from, in `planning.budget`. Layers lie
+where they are computed, in pinned host memory where that is a GPU's, or on the disk.
 Each tier takes first what it must hold, then two or three slots for the layers that pass through
 it, then as many layers as fit. The host's budget relies on the order of loading: what goes to a GPU
 passes through before memory is pinned. Invariant: the items of a plan add up to no more than its
@@ -21,25 +23,20 @@ from offload.checkpoint.families import TRAINED_CONTEXT, has_encoder
 from offload.checkpoint.safetensors import Checkpoint, remembered
 from offload.checkpoint.sizes import ModelShape, longest_context, model_shape, turning_point
 from offload.errors import UserError, require
-from offload.machine import available_gpu_bytes, available_ram_bytes
-from offload.memory.plan import (
+from offload.memory.plan import MemoryPlan
+from offload.memory.prompt_rows import Rates, with_prompt_rows
+from offload.memory.sizes import (
     PATH_SCRATCH_BYTES,
-    ExpertPoolSize,
-    Filling,
-    LayerTier,
-    MemoryPlan,
-    MemoryTier,
     activation_bytes,
     distribution_bytes,
     draft_bytes,
-    fill_all,
     noise_bytes,
     num_slots,
     states_bytes,
 )
-from offload.memory.prompt_rows import Rates, with_prompt_rows
+from offload.memory.tiers import ExpertPoolSize, Filling, LayerTier, MemoryTier, fill_all
 from offload.rules import drafting_of
-from offload.units import ByteSize, format_bytes, is_decimal
+from offload.units import format_bytes, is_decimal
 
 # code that runs for the first time, tokenizer, scratch of the matrix library: measured
 RUNTIME_BYTES = 112 << 20
@@ -62,11 +59,6 @@ DEFAULT_CONTEXT = 4096
 # A context below this is not offered as a remedy.
 _LEAST_CONTEXT = 64
 _ROOMY_BYTES = 1 << 59
-# Free memory that is left to other work on the machine: a quarter, 1 GiB at least.
-_RESERVE_SHARE = 0.25
-_RESERVE_BYTES = 1 << 30
-# Free memory of a GPU that is left to what else it shows.
-_GPU_RESERVE_SHARE = 0.02
 
 
 class ModelFiles(NamedTuple):
@@ -139,20 +131,6 @@ def plan_memory(
     _check_experts(target, target_shape, budget.experts)
     plan = make_plan(target_shape, draft_shape, budget, num_nodes)
     return replace(plan, max_context=longest_context(target))
-
-
-def require_no_states(files: ModelFiles, dtype: str) -> None:
-    """Raise `UserError` for models that ranks cannot share, since layers keep states or choose."""
-    for checkpoint in files:
-        if checkpoint is None:
-            continue
-        shape = model_shape(checkpoint, dtype)
-        if shape.recurrent.state_bytes:
-            what = "has recurrent or convolutional layers, whose states stay on one rank"
-            raise UserError(f"{checkpoint.directory.name} {what}: leave `ranks` out")
-        if shape.index_bytes_per_token:
-            what = "has layers that choose by an index what they attend to, which stays on one rank"
-            raise UserError(f"{checkpoint.directory.name} {what}: leave `ranks` out")
 
 
 def make_plan(
@@ -428,32 +406,11 @@ def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
     }
 
 
-def default_ram_bytes() -> int:
-    """Return the free memory less a reserve for everything else: at most three quarters."""
-    free_bytes = available_ram_bytes()
-    return free_bytes - max(int(_RESERVE_SHARE * free_bytes), _RESERVE_BYTES)
-
-
 def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
     """Return the least bytes that `plan` accepts. Raises `UserError` where none would do."""
     budgets = range(1, 1 << 50)
     plan(budgets[-1])
     return budgets[bisect_left(budgets, True, key=lambda one: not _is_refused(plan, one))]
-
-
-def ram_warning(ram: str | int) -> str | None:
-    """Return a line for the user who allows more than there is."""
-    wanted = ByteSize.parse(ram, "`ram`")
-    free_bytes = available_ram_bytes()
-    if wanted <= free_bytes:
-        return None
-    free = format_bytes(free_bytes, is_decimal=wanted.is_decimal)
-    return f"`ram` {wanted} is more than the {free} free here: it may not hold"
-
-
-def default_gpu_bytes(device: str) -> int:
-    """Return the free memory of a GPU less a reserve."""
-    return int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(device))
 
 
 def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:

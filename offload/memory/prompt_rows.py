@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from offload.checkpoint.sizes import ModelShape
 from offload.errors import UserError
-from offload.memory.plan import PROMPT_ROWS, MemoryPlan
+from offload.memory.plan import MemoryPlan
+from offload.memory.sizes import PROMPT_ROWS
 
 # Rows of a prompt's pass where memory has no room for the usual ones.
 _LEAST_ROWS = 128

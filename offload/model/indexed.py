@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.nn.functional import pad
 
 from offload.kernels.path_attention import HEADER, PathRows
-from offload.memory.plan import PATH_SCRATCH_BYTES
+from offload.memory.sizes import PATH_SCRATCH_BYTES
 from offload.model.parts import BatchMask
 from offload.model.recurrent import with_functions
 

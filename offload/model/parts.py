@@ -23,7 +23,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from offload.memory.plan import INNER_ROWS
+from offload.memory.sizes import INNER_ROWS
 from offload.model.kv_cache import CacheRows, JointCache, KVCache
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, Window, first_seen
 from offload.kernels.path_attention_cpu import attention_of, can_attend
-from offload.memory.plan import PATH_SCRATCH_BYTES
+from offload.memory.sizes import PATH_SCRATCH_BYTES
 from offload.model.invariant import InvariantRows, in_whole_vectors
 from offload.model.row_sizes import MOST_STACKED_ROWS
 from offload.model.scratch import Scratch

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.memory.plan import WIDE_STATES_BYTES
+from offload.memory.sizes import WIDE_STATES_BYTES
 from offload.model.kv_cache import Held, KVCache
 from offload.model.recurrences import STAND_IN, GatedDelta, Inputs, Recurrence, RowInputs
 from offload.model.recurrent_rows import BASE, RowTree, previous_inputs

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.kernels.machine_code import Shared
 from offload.machine import num_cores
-from offload.memory.plan import PATH_SCRATCH_BYTES
+from offload.memory.sizes import PATH_SCRATCH_BYTES
 from offload.model.scratch import Scratch
 
 # products of numbers that one thread makes at least before it asks for more

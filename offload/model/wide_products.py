@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from offload.kernels.machine_code import fused_lanes
 from offload.kernels.widened_products import can_multiply, product_of
-from offload.memory.plan import INNER_ROWS, PATH_SCRATCH_BYTES
+from offload.memory.sizes import INNER_ROWS, PATH_SCRATCH_BYTES
 from offload.model.thread_team import compute
 
 MULTIPLY = (

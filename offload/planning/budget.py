@@ -15,12 +15,8 @@ from functools import partial
 
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError, require
-from offload.memory.planner import (
-    MemoryBudget,
-    ModelFiles,
-    default_gpu_bytes,
-    default_ram_bytes,
-)
+from offload.machine import available_gpu_bytes, available_ram_bytes
+from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.memory.prompt_rows import USUAL_GPU, row_s
 from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import Costs, Curve, Traffic, link_alone, step_of
@@ -28,8 +24,13 @@ from offload.planning.hardware import Hardware, rates_of
 from offload.planning.load_options import LoadOptions
 from offload.planning.search import known_trees
 from offload.trees.topology import SIZES
-from offload.units import ByteSize
+from offload.units import ByteSize, format_bytes
 
+# Free memory that is left to other work on the machine: a quarter, 1 GiB at least.
+_RESERVE_SHARE = 0.25
+_RESERVE_BYTES = 1 << 30
+# Free memory of a GPU that is left to what else it shows.
+_GPU_RESERVE_SHARE = 0.02
 # the trees that are compared
 _MAX_NODES = 128
 _MAX_DEPTH = 16
@@ -50,11 +51,11 @@ def budget_of(
         require(is_there, f"{hardware.name} has no GPU", gpu, "leave it out")
         ram = ram or hardware.ram_bytes
         gpu = gpu or hardware.gpu_bytes
-    own_bytes = default_gpu_bytes(place) if gpu is None and place is not None else None
+    own_bytes = _default_gpu_bytes(place) if gpu is None and place is not None else None
     has_gpu = gpu is not None or own_bytes is not None
     rates = rates_of(hardware) if hardware else USUAL_GPU if has_gpu else None
     return MemoryBudget(
-        ram=default_ram_bytes() if ram is None else ByteSize.parse(ram, "`ram`"),
+        ram=_default_ram_bytes() if ram is None else ByteSize.parse(ram, "`ram`"),
         gpu=own_bytes if gpu is None else ByteSize.parse(gpu, "`gpu_memory`"),
         dtype=options.dtype,
         context=options.context,
@@ -63,6 +64,27 @@ def budget_of(
         parallel=options.parallel,
         rates=rates if options.ranks is None else None,
     )
+
+
+def _default_ram_bytes() -> int:
+    """Return the free memory less a reserve for everything else: at most three quarters."""
+    free_bytes = available_ram_bytes()
+    return max(0, free_bytes - max(int(_RESERVE_SHARE * free_bytes), _RESERVE_BYTES))
+
+
+def _default_gpu_bytes(device: str) -> int:
+    """Return the free memory of a GPU less a reserve."""
+    return int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(device))
+
+
+def ram_warning(ram: str | int) -> str | None:
+    """Return a line for the user who allows more than there is."""
+    wanted = ByteSize.parse(ram, "`ram`")
+    free_bytes = available_ram_bytes()
+    if wanted <= free_bytes:
+        return None
+    free = format_bytes(free_bytes, is_decimal=wanted.is_decimal)
+    return f"`ram` {wanted} is more than the {free} free here: it may not hold"
 
 
 def traffic_in(

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
-from offload.memory.plan import LayerTier
+from offload.memory.tiers import LayerTier
 from offload.streaming.device import Device, Event, Spans
 from offload.streaming.disk import ByteSource, drop, finish, read_all, when_all_done
 from offload.streaming.expert_cache import ExpertCache

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.interrupts import held_back
-from offload.memory.plan import num_passing
+from offload.memory.tiers import num_passing
 from offload.planning.cost_model import NEVER
 from offload.streaming.carriers import DeviceExpertCarrier, HostCarrier
 from offload.streaming.device import POISON, Device, Event, Stall

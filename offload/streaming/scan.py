@@ -30,7 +30,7 @@ from offload.checkpoint.numbers import (
     top_bits,
 )
 from offload.checkpoint.safetensors import INFLATED, Checkpoint
-from offload.memory.plan import LayerTier
+from offload.memory.tiers import LayerTier
 
 # Sweeps until all of what passes has been looked at.
 TURNS = 16

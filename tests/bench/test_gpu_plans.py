@@ -19,7 +19,8 @@ from offload.bench.harness import models
 from offload.bench.latency import exact, passes
 from offload.engine import opening
 from offload.engine.resolve import ResolvedRun
-from offload.memory.plan import LayerTier, MemoryPlan
+from offload.memory.plan import MemoryPlan
+from offload.memory.tiers import LayerTier
 
 PLANNED = ("gate", "device", "plain", "large")  # what opens models of a size that is named
 

@@ -22,7 +22,6 @@ from offload.engine import resolve as resolving
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
-from offload.memory import planner as plan
 from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import DynamicYield
 from offload.planning.budget import budget_of
@@ -168,7 +167,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     monkeypatch.setattr(resolving, "has_cuda_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("offload.streaming.cuda.open_device", lambda *how, **_: asked.append(how) or PaperCard())
-    monkeypatch.setattr(plan, "available_gpu_bytes", lambda place: {"cuda:1": 3 << 30}[place])
+    monkeypatch.setattr("offload.planning.budget.available_gpu_bytes", lambda place: {"cuda:1": 3 << 30}[place])
     monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
     return asked
 

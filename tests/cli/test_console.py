@@ -29,7 +29,8 @@ from offload.cli.run_lines import (
     turn_line,
 )
 from offload.engine.sequence import PassFigures
-from offload.memory.plan import LayerTier, MemoryPlan
+from offload.memory.plan import MemoryPlan
+from offload.memory.tiers import LayerTier
 from offload.options import OutputOptions
 from offload.planning.cost_model import Prediction, StepTime
 from offload.planning.selector import TreeChoice

@@ -16,7 +16,6 @@ import offload
 from offload.calibration import link as rates
 from offload.cli.flags import as_flags
 from offload.cli.plan_lines import _count
-from offload.memory import planner as plan
 from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import estimate
 from offload.units import format_bytes
@@ -145,7 +144,7 @@ def test_a_model_is_built_without_the_compiler(tmp_path: Path) -> None:
 
 def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = save_pair(FAMILIES["llama"](), tmp_path)
-    monkeypatch.setattr(plan, "available_ram_bytes", lambda: 3 << 30)
+    monkeypatch.setattr("offload.planning.budget.available_ram_bytes", lambda: 3 << 30)
     warning = "--ram 4 GiB is more than the 3 GiB free here: it may not hold"
     assert f"note      {warning}" in printed("-m", target, "--ram", "4GiB")
     for other_machine in (("--ram", "3GiB"), ("--ram", "4GiB", "--disk-speed", "1GB")):

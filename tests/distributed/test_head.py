@@ -13,7 +13,7 @@ from offload.distributed.head import Head, RowPrice, TokenTime
 from offload.distributed.orders import sampling_of
 from offload.distributed.transport import Channel, Kind, Message
 from offload.errors import RankError, UserError
-from offload.memory.plan import PROMPT_ROWS
+from offload.memory.sizes import PROMPT_ROWS
 from offload.rank_roles import Roles, parse_pipeline
 from offload.sampling_options import Sampling
 

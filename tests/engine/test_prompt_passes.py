@@ -17,7 +17,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.memory import prompt_rows
-from offload.memory.plan import PROMPT_ROWS
+from offload.memory.sizes import PROMPT_ROWS
 from offload.model.parts import BatchPart
 from offload.sampling.logits import Logits
 from offload.sampling_options import Sampling

@@ -15,9 +15,10 @@ from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.cli.run_lines import place_line
 from offload.errors import UserError
-from offload.memory import planner as plans
-from offload.memory.plan import DRAW_BYTES, LayerTier, MemoryPlan
+from offload.memory.plan import MemoryPlan
 from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, least_budget
+from offload.memory.sizes import DRAW_BYTES
+from offload.memory.tiers import LayerTier
 from offload.planning.budget import budget_of
 from offload.planning.load_options import LoadOptions
 
@@ -247,7 +248,7 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
     assert (named.device, named.gpu_bytes, named.ram_bytes) == ("cuda", 24 << 30, 64 * GB)
     check(named, SHAPES["Llama-2-70B"])
     asked: list[str] = []
-    monkeypatch.setattr(plans, "available_gpu_bytes", lambda device: asked.append(device) or 48 * GB)
+    monkeypatch.setattr("offload.planning.budget.available_gpu_bytes", lambda device: asked.append(device) or 48 * GB)
     found = budget_of(LoadOptions(), "cuda:1")
     assert asked == ["cuda:1"] and 46 * GB < found.gpu < 48 * GB
     host = plan_memory(files, **settings)

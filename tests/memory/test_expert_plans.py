@@ -10,8 +10,9 @@ from plans import make_plan, plan_memory
 
 from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.errors import UserError
-from offload.memory.plan import MIN_EXPERTS, LayerTier, MemoryPlan, num_passing
+from offload.memory.plan import MemoryPlan
 from offload.memory.planner import least_budget, on_demand
+from offload.memory.tiers import MIN_EXPERTS, LayerTier, num_passing
 
 MIB, GIB = 1 << 20, 1 << 30
 SIZES: dict[str, Any] = {"context": 512, "num_nodes": 16}

@@ -21,9 +21,10 @@ from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError
 from offload.memory import planner as plan
-from offload.memory.plan import PROMPT_ROWS, MemoryPlan
+from offload.memory.plan import MemoryPlan
 from offload.memory.planner import DEFAULT_CONTEXT, least_budget
 from offload.memory.prompt_rows import Rates, row_s, wanted_rows
+from offload.memory.sizes import PROMPT_ROWS
 from offload.planning.budget import budget_of
 from offload.planning.load_options import LoadOptions
 from offload.trees.topology import most_rows
@@ -248,7 +249,7 @@ def test_configs_that_cannot_be_planned(key: str, value: Any, message: str) -> N
 
 def test_the_default_budget_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     for free_gb, reserve_bytes in ((3, 1 << 30), (8, 2 * GB), (100, 25 * GB)):
-        monkeypatch.setattr(plan, "available_ram_bytes", lambda free_gb=free_gb: free_gb * GB)
+        monkeypatch.setattr("offload.planning.budget.available_ram_bytes", lambda free_gb=free_gb: free_gb * GB)
         assert budget_of(LoadOptions()).ram == free_gb * GB - reserve_bytes
 
 

@@ -37,12 +37,13 @@ from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import PathRows, ScoreTerms
-from offload.memory.planner import ModelFiles, require_no_states
+from offload.memory.planner import ModelFiles
 from offload.model import indexed, meta
 from offload.model.indexed import Choice, Pool, choose, index_scores
 from offload.model.meta import build_meta_model
 from offload.model.parts import BatchMask, PartMask
 from offload.model.path_attention import path_attention, path_rows
+from offload.planning.shares import require_no_states
 
 # with an index for each layer, with one that layers share, and of pools, beside a recurrence
 KINDS = ("deepseek_v32", "glm_moe_dsa", "qwen4_exp_text")

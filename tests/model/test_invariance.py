@@ -24,7 +24,7 @@ from torch.nn import functional
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import ScoreTerms
-from offload.memory.plan import PATH_SCRATCH_BYTES
+from offload.memory.sizes import PATH_SCRATCH_BYTES
 from offload.model import path_attention
 from offload.model.invariant import InvariantRows, in_whole_vectors
 from offload.model.kv_cache import KVCache

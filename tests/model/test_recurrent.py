@@ -28,7 +28,7 @@ from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
-from offload.memory.planner import ModelFiles, require_no_states
+from offload.memory.planner import ModelFiles
 from offload.model import recurrences, recurrent
 from offload.model.meta import build_meta_model
 from offload.model.recurrent import _by_device
@@ -36,6 +36,7 @@ from offload.model.recurrent_cache import PassRows, Point, RecurrentCache, _by_b
 from offload.model.recurrent_rows import BASE, RowTree, previous_inputs
 from offload.model.thread_team import TEAM
 from offload.model.tree_model import TreeModel
+from offload.planning.shares import require_no_states
 
 KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear", "minimax", "zamba2")
 TREES = ("none", "chain:3", "8x3", "dynamic:16x4")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from offload.memory.plan import PATH_SCRATCH_BYTES
+from offload.memory.sizes import PATH_SCRATCH_BYTES
 from offload.model import wide_products
 from offload.model.invariant import InvariantRows
 from offload.model.scratch import Scratch

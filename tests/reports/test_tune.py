@@ -28,8 +28,8 @@ from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.errors import UserError
 from offload.memory import prompt_rows
-from offload.memory.plan import PROMPT_ROWS
 from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.memory.sizes import PROMPT_ROWS
 from offload.planning.acceptance import bounds_to_count, bursts
 from offload.planning.cost_model import Costs
 from offload.planning.load_options import LoadOptions
@@ -327,7 +327,7 @@ def test_a_tune_is_of_the_device_and_the_config_that_are_named(
 def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.memory.planner.available_gpu_bytes", None)
+    monkeypatch.setattr("offload.planning.budget.available_gpu_bytes", None)
     files = ModelFiles(*map(open_checkpoint, pair))
     how: dict[str, Any] = {"rule": "match", "ram": 4 << 30, "dtype": "auto"}
     roomy = plan_memory(files, num_nodes=64, context=512, gpu=4 << 30, **how)

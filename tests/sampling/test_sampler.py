@@ -17,7 +17,7 @@ from offload.errors import UserError
 from offload.kernels import keyed_gumbel as noise
 from offload.kernels.keyed_gumbel import keyed_gumbel_reference as keyed_gumbel
 from offload.kernels.registry import REFERENCES, KernelSet
-from offload.memory.plan import noise_bytes
+from offload.memory.sizes import noise_bytes
 from offload.sampling.adjustments import Penalties, Send, stay
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import LEAST_TEMPERATURE, Sampling

@@ -21,7 +21,7 @@ from waiting import until
 from offload.bench.harness.steps import Event
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
-from offload.memory.plan import LayerTier
+from offload.memory.tiers import LayerTier
 from offload.streaming import carriers
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.layers import LayerStream

@@ -31,7 +31,8 @@ from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.engine.service import Engine
 from offload.memory import planner
-from offload.memory.planner import LayerTier, MemoryPlan
+from offload.memory.planner import MemoryPlan
+from offload.memory.tiers import LayerTier
 from offload.model.kv_cache import KVCache
 from offload.model.tree_model import TreeModel
 from offload.sampling_options import Sampling

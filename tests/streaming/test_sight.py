@@ -25,7 +25,7 @@ from offload.checkpoint.whole import open_whole
 from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
 from offload.integrity import verify
-from offload.memory.plan import LayerTier
+from offload.memory.tiers import LayerTier
 from offload.planning.load_options import LoadOptions
 from offload.streaming import scan as sights
 

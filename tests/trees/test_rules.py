@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload.drafting.base import DraftText
 from offload.drafting.model_drafter import ModelDrafter
-from offload.memory.plan import DRAW_BYTES
+from offload.memory.sizes import DRAW_BYTES
 from offload.rules import RULES, ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling

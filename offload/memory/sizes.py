@@ -1,0 +1,109 @@
+"""What each thing that memory has to hold takes: caches, states, drafts, distributions, activations.
+
+Sizes follow from shapes that headers tell, numbers of rows and positions. No torch. Invariant: each
+is the most that is held at a time.
+"""
+
+from offload.checkpoint.sizes import ModelShape
+from offload.sampling_options import NOISE_POSITIONS
+from offload.trees.topology import PACES, most_rows
+
+# committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`
+PROMPT_ROWS = 512
+# Rows that a feed-forward on a CPU takes at a time, and the most of one product.
+INNER_ROWS = 256
+# scores, keys and values in float32 while rows attend in the order of their paths
+PATH_SCRATCH_BYTES = 16 << 20
+# Copies of a pass's scores while a tree grows: perturbed, joined, weighted, as chances.
+_RANKING_COPIES = 4
+# States of all rows of a pass up to which they take steps together; else row by row.
+WIDE_STATES_BYTES = 16 << 20
+# A text keeps a state behind its committed rows, one behind its last prompt, and a new one.
+_KEPT_STATES = 3
+# Copies of a state while it takes a step.
+_STATE_COPIES = 6
+# Scratch of one draw: a block of float64 numbers, their keys, their order.
+DRAW_BYTES = 16 << 20
+
+
+def num_slots(context: int, num_nodes: int, parallel: int) -> int:
+    """Return the positions and rows of one text's cache.
+
+    Prompts lie within its context. With one text at a time there is also room for branches that are
+    scored.
+    """
+    return context + num_nodes + (min(PROMPT_ROWS, context) if parallel == 1 else 0)
+
+
+def states_bytes(shape: ModelShape, num_rows: int, parallel: int) -> int:
+    """Return what texts keep of recurrent layers, see `model.recurrent_cache`."""
+    kept = shape.recurrent
+    return parallel * (_KEPT_STATES * kept.state_bytes + num_rows * kept.kept_bytes)
+
+
+def stepping_bytes(shape: ModelShape, num_rows: int) -> int:
+    """Return a recurrent layer's states while a tree passes through, see `model.recurrent_rows`."""
+    largest_bytes = shape.recurrent.largest_bytes
+    if num_rows * largest_bytes <= WIDE_STATES_BYTES:
+        return _STATE_COPIES * num_rows * largest_bytes
+    return (num_rows.bit_length() + 2 + _STATE_COPIES) * largest_bytes
+
+
+def draft_bytes(
+    draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool, parallel: int = 1
+) -> int:
+    """Return the bytes of a draft that stays whole; CUDA graphs keep activations of their own."""
+    source_tokens = context if draft.encoder_bytes else 0
+    slots = source_tokens + num_slots(context, most_rows(num_nodes), parallel)
+    kv_bytes = parallel * draft.kv_bytes_per_token * slots + states_bytes(
+        draft, most_rows(num_nodes), parallel
+    )
+    weights_bytes = draft.num_bytes + draft.cast_bytes * len(
+        (*draft.layer_bytes, *draft.encoder_bytes)
+    )
+    weights_bytes += draft.scratch_bytes
+    if draft.shares_rest:  # but for a table that the target keeps on the host
+        weights_bytes -= draft.head_bytes if is_gpu else draft.rest_bytes
+    pass_bytes = activation_bytes(
+        draft, max(PROMPT_ROWS, num_nodes), num_nodes, context, is_gpu=is_gpu
+    )
+    return (
+        weights_bytes
+        + kv_bytes
+        + (2 if is_gpu else 1) * pass_bytes
+        + growth_bytes(draft.vocab_size, num_nodes)
+    )
+
+
+def growth_bytes(vocab_size: int, num_nodes: int) -> int:
+    """Return the bytes of ranking in dynamic trees: float32 scores of all rows, and copies."""
+    widest = max(pace.rows_per_pass(num_nodes) for pace in PACES)
+    num_rows = most_rows(num_nodes) + _RANKING_COPIES * widest
+    return 4 * vocab_size * num_rows if num_nodes > 1 else 0
+
+
+def distribution_bytes(vocab_size: int, num_nodes: int) -> int:
+    """Return the bytes of float32 distributions, one for every node but the last of a chain."""
+    return 4 * vocab_size * (num_nodes - 1) + DRAW_BYTES if num_nodes > 1 else 0
+
+
+def noise_bytes(vocab_size: int) -> int:
+    """Return the bytes of the noise that a sampler keeps, in float64."""
+    return 8 * vocab_size * NOISE_POSITIONS
+
+
+def activation_bytes(
+    shape: ModelShape, num_rows: int, num_logits: int, context: int, *, is_gpu: bool
+) -> int:
+    """Return the widest pass: activations, logits, and pairs of a row and a position it may see."""
+    num_pairs = num_rows * (context + num_rows)
+    num_inner_rows = num_rows if is_gpu else min(num_rows, INNER_ROWS)
+    rows_bytes = (
+        shape.row_bytes - shape.inner_row_bytes
+    ) * num_rows + shape.inner_row_bytes * num_inner_rows
+    pass_bytes = rows_bytes + shape.logits_row_bytes * num_logits + shape.pair_bytes * num_pairs
+    source_bytes = (
+        context * (shape.row_bytes + shape.pair_bytes * context) if shape.encoder_bytes else 0
+    )
+    pass_bytes += stepping_bytes(shape, num_rows) + shape.column_bytes * (context + num_rows)
+    return max(pass_bytes, source_bytes)  # an encoder takes in its prompt at once
