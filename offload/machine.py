@@ -13,14 +13,19 @@ class GroupFiles(NamedTuple):
     """The file names of a memory group in one version of cgroups."""
 
     limit: str
+    # beyond it the group is slowed down and its memory taken back; empty where there is none
+    throttle: str
     used: str
     peak: str
     idle_cache: str  # a key of memory.stat
 
 
-CGROUP_V2 = GroupFiles("memory.max", "memory.current", "memory.peak", "inactive_file")
+CGROUP_V2 = GroupFiles(
+    "memory.max", "memory.high", "memory.current", "memory.peak", "inactive_file"
+)
 CGROUP_V1 = GroupFiles(
     "memory.limit_in_bytes",
+    "",
     "memory.usage_in_bytes",
     "memory.max_usage_in_bytes",
     "total_inactive_file",
@@ -125,13 +130,14 @@ def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tu
 def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
     found = list[tuple[int, int]]()
     for folder, names in memory_groups(root, membership):
-        try:
-            limit = (folder / names.limit).read_text().strip()
-            used = (folder / names.used).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            found.append((int(limit), int(used) - _idle_cache_bytes(folder, names.idle_cache)))
+        for name in filter(None, (names.limit, names.throttle)):
+            try:
+                limit = (folder / name).read_text().strip()
+                used = (folder / names.used).read_text().strip()
+            except OSError:
+                continue
+            if limit.isdigit():
+                found.append((int(limit), int(used) - _idle_cache_bytes(folder, names.idle_cache)))
     return found
 
 

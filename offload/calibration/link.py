@@ -34,6 +34,7 @@ _CHUNK_BYTES = 16 << 20
 _NUM_IN_FLIGHT = 3
 # of which the first two wake the link up
 _NUM_COPIES = 8
+_COPY_BYTES = 64 << 20
 _LEAST_S = 1e-9
 _GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however many there are
 
@@ -98,7 +99,13 @@ def copy_bytes_per_s(device: Device, array: np.ndarray) -> float:
     return array.nbytes / max(median(seconds[2:]), _LEAST_S)
 
 
-_COPY_BYTES = 64 << 20
+def locked_bytes_per_s(device: Device) -> float:
+    """Return bytes per second from memory that is locked for a while to a GPU."""
+    allocator = device.open_allocator()
+    try:
+        return copy_bytes_per_s(device, allocator.allocate(_COPY_BYTES).array)
+    finally:
+        allocator.close()
 
 
 def device_link_bytes_per_s(
@@ -120,11 +127,7 @@ def device_link_bytes_per_s(
         return math.inf
     moved_bytes = plan.pass_bytes
     disk_bytes = plan.pass_disk_bytes
-    allocator = device.open_allocator()
-    try:
-        seconds = moved_bytes / copy_bytes_per_s(device, allocator.allocate(_COPY_BYTES).array)
-    finally:
-        allocator.close()
+    seconds = moved_bytes / locked_bytes_per_s(device)
     if disk_bytes:
         read = disk_bytes_per_s or link_bytes_per_s(shards, limit_bytes_per_s=limit_bytes_per_s)
         seconds = max(seconds, disk_bytes / read)

@@ -134,8 +134,13 @@ class ResolvedRun:
         What each of several ranks has room for is settled when they have met.
         """
         if self.ranks is None:
-            num_nodes = 1 if self.tree.is_chosen else self.tree.num_nodes
-            self.plan_for(self.options.parallel * num_nodes)
+            self.plan_for(self.least_nodes)
+
+    @property
+    def least_nodes(self) -> int:
+        """Return the nodes of all texts together that there must be room for."""
+        num_nodes = 1 if self.tree.is_chosen else self.tree.num_nodes
+        return self.options.parallel * num_nodes
 
     def tree_selector(self, sampling: Sampling) -> TreeSelector:
         """Return what chooses the trees, with all that is known before anything is measured.
@@ -179,7 +184,7 @@ class ResolvedRun:
             return self.hardware.feed_bytes_per_s
         limit = self.options.limit_bytes_per_s
         if self.device.has_own_memory:
-            num_nodes = self.tree.num_nodes
+            num_nodes = self.options.parallel * self.tree.num_nodes
             plan = self.plan_for(num_nodes if traffic_in(self.budget, self.files, num_nodes) else 1)
             return link.device_link_bytes_per_s(
                 self.device, plan, target.shards, limit_bytes_per_s=limit, disk_bytes_per_s=given
@@ -270,17 +275,17 @@ def resolve(
     if run.ranks is not None:
         require_no_states(run.files, run.options.dtype)
         return run
-    num_nodes = None if run.tree.is_chosen else run.tree.num_nodes
     budget = run.budget
     if run.hardware is None:
         budget = link.with_rates(
             budget,
             run.files,
-            num_nodes or 1,
+            run.least_nodes,
             num_threads=options.threads,
             limit_bytes_per_s=options.limit_bytes_per_s,
             disk_bytes_per_s=run.disk_bytes_per_s,
         )
+    num_nodes = None if run.tree.is_chosen else run.tree.num_nodes
     return replace(run, budget=with_experts(budget, run.files, num_nodes=num_nodes))
 
 

@@ -34,7 +34,14 @@ from offload.memory.sizes import (
     num_slots,
     states_bytes,
 )
-from offload.memory.tiers import ExpertPoolSize, Filling, LayerTier, MemoryTier, fill_all
+from offload.memory.tiers import (
+    MIN_SLOTS,
+    ExpertPoolSize,
+    Filling,
+    LayerTier,
+    MemoryTier,
+    fill_all,
+)
 from offload.rules import drafting_of
 from offload.units import format_bytes, is_decimal
 
@@ -359,7 +366,9 @@ class _Contents(NamedTuple):
         drafting_bytes = items["draft_bytes"]
 
         def refusal(slots_bytes: int) -> UserError:
-            slots = "two layer slots and two experts" if target.experts else "two layer slots"
+            layers = (*target.layer_bytes, *target.encoder_bytes)
+            slots = "two layer slots" if sum(layers) > MIN_SLOTS * max(layers) else "its layers"
+            slots += " and two experts" if target.experts else ""
             of_draft = smaller = ""
             if budget.gpu is not None and drafting_bytes:
                 room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes

@@ -134,9 +134,9 @@ def _fill(
     all_bytes = sum(layer_bytes[layer] for layer in layers)
     if room_bytes >= max(all_bytes + pool.least_bytes, tier.passing_bytes):
         return Filling(frozenset(layers), 0, pool.slots_in(room_bytes - all_bytes))
-    least_bytes = max(
-        (MIN_SLOTS * slot_bytes if layers else 0) + pool.least_bytes, tier.passing_bytes
-    )
+    # few small layers take less whole than slots would
+    moving_bytes = min(all_bytes, MIN_SLOTS * slot_bytes)
+    least_bytes = max(moving_bytes + pool.least_bytes, tier.passing_bytes)
     if room_bytes < least_bytes:
         raise tier.refusal(least_bytes)
     has_room = room_bytes >= MIN_SLOTS * slot_bytes + pool.wanted_bytes

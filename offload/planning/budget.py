@@ -117,7 +117,7 @@ def with_experts(
     if budget.experts != "auto":
         return budget
     # a budget that is too small is refused later
-    traffic = traffic_in(budget, files, num_nodes or 1)
+    traffic = traffic_in(budget, files, budget.parallel * (num_nodes or 1))
     is_mixture = model_shape(files.target, budget.dtype).experts is not None
     if not is_mixture or (traffic is not None and not traffic.is_streamed):
         return replace(budget, experts="layers")
@@ -138,8 +138,10 @@ def _s_per_token(budget: MemoryBudget, files: ModelFiles, sizes: list[int]) -> f
     )
     found = [float("inf")]
     for size in sizes:
-        traffic = traffic_in(budget, files, size)
+        num_rows = budget.parallel * size
+        traffic = traffic_in(budget, files, num_rows)
         if traffic is not None:
-            sweep_s = step_of(link_alone(1.0), traffic, size, ()).sweep_s
-            found.append(sweep_s / trees.expected(size, min(_MAX_DEPTH, size)))
+            sweep_s = step_of(link_alone(1.0), traffic, num_rows, ()).sweep_s
+            tokens = budget.parallel * trees.expected(size, min(_MAX_DEPTH, size))
+            found.append(sweep_s / tokens)
     return min(found)

@@ -25,10 +25,12 @@ from offload.rank_roles import (
 )
 from offload.rules import check_lenience, drafting_of
 from offload.sampling_options import Sampling
+from offload.threads import MAX_THREADS
 from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
 from offload.units import ByteSize, Rate, parse_rate
 
 MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
+MAX_CONTEXT = 1 << 30  # positions, far beyond what any model was made for
 
 
 def check_device_name(name: object) -> None:
@@ -99,16 +101,19 @@ class LoadOptions(ModelOptions):
             rule = f"`{name}` must be one of {', '.join(known)}"
             given = getattr(self, name)
             require(given in known, rule, repr(given), f'try `{name}="auto"`')
-        is_length = self.context is None or whole_number(self.context, "`context`") >= 1
-        rule = "`context` must be 1 or more"
-        require(is_length, rule, self.context, "prompt and new tokens have to fit")
+        context = 1 if self.context is None else whole_number(self.context, "`context`")
+        remedy = "prompt and new tokens have to fit"
+        require(context >= 1, "`context` must be 1 or more", context, remedy)
+        rule = f"`context` must be at most {MAX_CONTEXT}"
+        require(context <= MAX_CONTEXT, rule, context, "lower it")
         num_texts = whole_number(self.parallel, "`parallel`")
         rule = f"`parallel` must lie in 1 to {MAX_PARALLEL}"
         is_inside = 1 <= num_texts <= MAX_PARALLEL
         require(is_inside, rule, num_texts, "so many texts are written at a time")
-        is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
+        count = 1 if self.threads is None else whole_number(self.threads, "`threads`")
         remedy = "leave it out to have it measured"
-        require(is_count, "`threads` must be 1 or more", self.threads, remedy)
+        require(count >= 1, "`threads` must be 1 or more", count, remedy)
+        require(count <= MAX_THREADS, f"`threads` must be at most {MAX_THREADS}", count, remedy)
 
     def _check_guesses(self) -> None:
         for name in ("config", "profile", "ngram", "datastore"):

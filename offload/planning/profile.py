@@ -28,18 +28,18 @@ from offload.machine import cpu_name
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.planning.cost_model import Costs, Positive
 from offload.sampling_options import Sampling
+from offload.threads import MAX_THREADS
 from offload.trees.topology import check_acceptance
 
 SCHEMA = 3  # raise it when a field changes its meaning
-_MOST_THREADS = 4096  # of any machine
 _MOST_LAYERS = 4096  # of any model
 _AGAIN = "run offload tune again"
 # uses of the experts of a layer
 _Row = Annotated[
     tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=MOST_EXPERTS)
 ]
-# the place of a token among the draft's candidates
-_Rank = Annotated[int, Meta(ge=-1, lt=NUM_RANKS)]
+# the place of a token among the draft's candidates; -1: it is none of them
+Rank = Annotated[int, Meta(ge=-1, lt=NUM_RANKS)]
 # fields whose first names are kept as keys in files
 _KEY_OF = {"dynamic_yields": "grown", "overlap_penalty": "friction"}
 _NAME_OF = {key: name for name, key in _KEY_OF.items()}
@@ -156,12 +156,12 @@ class Profile:
     acceptance: tuple[float, ...]  # by rank
     standard_error: tuple[Annotated[float, Meta(ge=0, le=1)], ...]  # of each entry
     smoothing: Positive  # how many observations the product form is worth, by held-out traces
-    num_threads: Annotated[int, Meta(ge=1, le=_MOST_THREADS)]  # the most that computed
+    num_threads: Annotated[int, Meta(ge=1, le=MAX_THREADS)]  # the most that computed
     costs: Costs
     # for a few bounds; empty where the rule or the way of tracing gives none
     dynamic_yields: tuple[DynamicYield, ...]
-    # the rank of every token, window by window; -1: not among the candidates
-    traces: tuple[tuple[_Rank, ...], ...]
+    # of every token, window by window
+    traces: tuple[tuple[Rank, ...], ...]
     expert_uses: ExpertUses | None = None  # of a mixture whose experts are read on demand
 
     @property

@@ -12,7 +12,11 @@ from statistics import median
 import numpy as np
 import torch
 
-from offload.calibration.link import link_bytes_per_s
+from offload.calibration.link import (
+    device_link_bytes_per_s,
+    link_bytes_per_s,
+    locked_bytes_per_s,
+)
 from offload.calibration.threads import draft_curve
 from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.decoder import Decoder
@@ -26,6 +30,7 @@ from offload.planning.cost_model import (
 )
 from offload.sampling_options import Sampling
 from offload.stats import Stats
+from offload.streaming.device import Device
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
 
 # timed too where experts come on demand: each row asks for some, so few rows may be best
@@ -42,11 +47,15 @@ _STALLED_SHARE = 0.05
 
 def measure_costs(
     decoder: Decoder,
+    device: Device,
     prompt: Sequence[int],
     sampling: Sampling,
     progress: Counted,
 ) -> Costs:
-    """Measure a decoder's cost curves up to its largest tree, each round behind `prompt`."""
+    """Measure a decoder's cost curves up to its largest tree, each round behind `prompt`.
+
+    `device` is where it computes.
+    """
     largest = decoder.plan.num_nodes
     wanted = {*TIMED_SIZES, largest, *(SMALL_SIZES if decoder.plan.has_experts else ())}
     sizes = sorted(size for size in wanted if 1 < size <= largest)
@@ -71,7 +80,7 @@ def measure_costs(
         compute_s=Curve((1, *sizes), tuple(compute_s.tolist())),
         draft_step_s=_scaled(curve, topologies, draft_s),
         verify_s=median(step.verify_s for steps in by_size for step in steps),
-        link_bytes_per_s=_link_bytes_per_s(decoder, plain),
+        link_bytes_per_s=_link_bytes_per_s(decoder, device, plain),
     )
     sweep_s = [median(step.sweep_s for step in steps) for steps in by_size[1:]]
     penalty = _overlap_penalty(costs, Traffic.of(decoder.plan), topologies, sweep_s)
@@ -109,12 +118,18 @@ def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[floa
     return replace(curve, seconds=tuple(scale * second for second in curve.seconds))
 
 
-def _link_bytes_per_s(decoder: Decoder, plain: Sequence[Stats]) -> float:
-    """Return the link's rate as streamed where passes of a row wait for it, else as read alone."""
-    streamed_bytes = decoder.plan.streamed_bytes
+def _link_bytes_per_s(decoder: Decoder, device: Device, plain: Sequence[Stats]) -> float:
+    """Return the link's rate as streamed where passes of a row wait for it, else by itself."""
+    plan = decoder.plan
+    streamed_bytes = plan.streamed_bytes
     sweep_s = median(step.sweep_s for step in plain)
     is_slower = median(step.stall_s for step in plain) > _STALLED_SHARE * sweep_s
-    if streamed_bytes and is_slower and not decoder.plan.has_experts:
+    if streamed_bytes and is_slower and not plan.has_experts:
         return streamed_bytes / sweep_s
     source = decoder.target.stream.carrier.source
-    return link_bytes_per_s(source.paths, limit_bytes_per_s=source.rate_limit_bytes_per_s)
+    limit = source.rate_limit_bytes_per_s
+    if not device.has_own_memory:
+        return link_bytes_per_s(source.paths, limit_bytes_per_s=limit)
+    if plan.is_streamed:
+        return device_link_bytes_per_s(device, plan, source.paths, limit_bytes_per_s=limit)
+    return locked_bytes_per_s(device)

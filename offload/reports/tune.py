@@ -108,7 +108,9 @@ def tune(
         )
         traced = trace_windows(decoder, question, hooks.on_count)
         uses = expert_uses(decoder)
-        costs = measure_costs(decoder, windows[0][:NUM_PROMPT], sampling, hooks.on_count)
+        costs = measure_costs(
+            decoder, timed.device, windows[0][:NUM_PROMPT], sampling, hooks.on_count
+        )
         hooks.on_phase("ranking trees")
         names = (target.directory.name, own_draft.directory.name)
         proved = question.proved(decoder)

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, MsgspecError, convert
 
 from offload.checkpoint.files import read_object
 from offload.checkpoint.safetensors import Checkpoint
@@ -30,6 +32,7 @@ from offload.planning.profile import (
     ExpertUses,
     Identity,
     Profile,
+    Rank,
     profiles_folder,
     write_atomically,
 )
@@ -47,8 +50,9 @@ NUM_NEW = 128
 class TracedWindow(NamedTuple):
     """What one window has told."""
 
-    ranks: list[int]
-    bursts_B: list[list[int]]  # tokens of every pass, for each of the question's bounds
+    ranks: list[Rank]
+    # tokens of every pass, for each of the question's bounds
+    bursts_B: list[list[Annotated[int, Meta(ge=1)]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,14 +157,11 @@ def _unfinished(question: TuneQuestion) -> list[TracedWindow]:
     """Return what an interrupted tune has finished; nothing of a file that is not whole."""
     try:
         windows = read_object(question.state_path, "it is made anew")["windows"]
-        traced = [TracedWindow(*window) for window in windows]
-        is_sound = len(traced) <= len(question.windows)
-        for ranks, bursts_B in traced:
-            is_sound &= all(rank in range(-1, NUM_RANKS) for rank in ranks)
-            is_sound &= len(bursts_B) == len(question.bounds)
-            is_sound &= all(burst >= 1 for bursts in bursts_B for burst in bursts)
-    except (OSError, ValueError, KeyError, TypeError):
+        traced = convert(windows, list[TracedWindow])
+    except (OSError, ValueError, KeyError, MsgspecError):
         return []
+    is_sound = len(traced) <= len(question.windows)
+    is_sound &= all(len(one.bursts_B) == len(question.bounds) for one in traced)
     return traced if is_sound else []
 
 

@@ -127,6 +127,17 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(name: str
         make_plan(target, helper, least.total_bytes - 1, **{**sizes, "context": shorter + 16})
 
 
+def test_a_model_of_one_layer_needs_room_for_no_two() -> None:
+    """The mistake that was: two slots were named as the least that would do."""
+    shape, sizes = model_shape(checkpoint_of({**SMALL, "num_hidden_layers": 1})), {"context": 64, "num_nodes": 1}
+    least = least_budget(lambda size: make_plan(shape, None, size, **sizes))
+    assert make_plan(shape, None, least, **sizes).num_slots == 0
+    with pytest.raises(UserError, match="of RAM for its layers and") as refused:
+        make_plan(shape, None, least - 1, **sizes)
+    named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refused.value))[1])
+    assert (named_mib - 1) * MIB < least <= named_mib * MIB
+
+
 def test_texts_at_a_time_are_named_where_fewer_would_do() -> None:
     """And a context that no shortening mends is not."""
     shape = model_shape(checkpoint_of(CONFIGS["Llama-2-70B"]))
@@ -273,6 +284,7 @@ GROUPS: dict[str, tuple[list[tuple[Any, ...]], tuple[str, ...], list[tuple[int, 
                 ("a", V2, "max", 5000), ("", V2, "9000", 6000)], ("0::/a/b",), [(4000, 700), (9000, 6000)]),
     "version 1": ([("memory/docker/x", V1, "4000", 1000, "inactive_file 1\ntotal_inactive_file 250\n"),
                    ("memory", V1, str(ROOMY), 5000)], V1_LINES, [(4000, 750), (ROOMY, 5000)]),
+    "slowed down": ([("a", V2, "max", 1000), ("a", ("memory.high", V2[1]), "4000", 1000)], ("0::/a",), [(4000, 1000)]),
     **{f"container at {path}": ([("", V2, "4000", 1000)], (f"0::{path}",), [(4000, 1000)])
        for path in ("/kubepods/pod1/c1", "/../../..", "/")},
     "none": ([], ("0::/a", "3:cpu:/"), []),
