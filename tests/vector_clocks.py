@@ -22,7 +22,7 @@ import torch
 from fake_device import FakeWay
 from torch import Tensor
 
-from offload.streaming import carriers
+from offload.streaming import expert_carrier, sender
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator
 
@@ -333,11 +333,11 @@ def follow_threads(patch: pytest.MonkeyPatch, device: ClockDevice) -> None:
     patch.setattr(Future, "add_done_callback", called)
     patch.setattr(ThreadPoolExecutor, "submit", submitted)
     patch.setattr(ThreadPoolExecutor, "shutdown", shut)
-    for kind, lock in ((carriers.Sender, "_sending"), (carriers.DeviceExpertCarrier, "_lock")):
+    for kind, lock in ((sender.Sender, "_sending"), (expert_carrier.DeviceExpertCarrier, "_lock")):
         _behind(patch, kind, lambda own, lock=lock: setattr(own, lock, _Locked(clocks)))
     # where no memory could be locked for them, too
-    _behind(patch, carriers.Bounces, lambda own: [clocks.know(buffer.array) for buffer in own.buffers])
-    patch.setattr(carriers.Bounces, "send", _with_writes(carriers.Bounces.send, clocks))
+    _behind(patch, sender.Bounces, lambda own: [clocks.know(buffer.array) for buffer in own.buffers])
+    patch.setattr(sender.Bounces, "send", _with_writes(sender.Bounces.send, clocks))
 
 
 def _behind(patch: pytest.MonkeyPatch, kind: Any, act: Callable[[Any], object]) -> None:

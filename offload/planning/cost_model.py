@@ -73,7 +73,7 @@ class Curve:
     """Seconds against a size: linear between known sizes, with the last slope beyond them."""
 
     sizes: tuple[Annotated[int, Meta(ge=1, le=2**63 - 1)], ...]  # rising
-    seconds: tuple[Annotated[float, Meta(ge=0, le=_FINITE)], ...]
+    seconds: tuple[Annotated[float, Meta(le=_FINITE)], ...]
 
     def __post_init__(self) -> None:
         is_rising = all(a < b for a, b in pairwise(self.sizes))

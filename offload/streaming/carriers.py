@@ -1,128 +1,29 @@
-"""Carriers: how a block gets into the slot where it is computed with, for layers and for experts.
+"""Carriers: how a block gets into the slot where it is computed with.
 
 On a CPU (`HostCarrier`) a disk fills the slot itself. To a device a layer goes from locked host
 memory as soon as its slot is released, or from disk through a stage of locked buffers, which a
-thread empties (`DeviceCarrier`). Experts reach a device by way of a second pool in locked host
-memory, so that what is used most there is not read again (`DeviceExpertCarrier`). That pool counts
-what the device lacked: what stays on the device is not used here, and gives way to what does not
-stay, without either pool knowing of the other.
-
-A `Sender` copies to the device: at once from memory that is locked, in pieces through locked
-buffers (`Bounces`) from memory that could not be. The copy into a slot waits, on the device, for
-the event after which nothing reads the slot; kernels wait for the event after the copy. The host
-only enqueues, and waits for a disk alone. Device memory begins at a multiple of 256 bytes or more,
-and each copy with the block's first weight (`layout.py`).
+thread empties (`DeviceCarrier`); experts have a carrier of their own (`expert_carrier`). Device
+memory begins at a multiple of 256 bytes or more, and each copy with the block's first weight
+(`layout.py`).
 
 Invariants: a host slot or buffer is held from the read of its block until all copies from it are
 enqueued, and written again only after the event behind the last of these; a block that is no longer
 wanted is not sent.
 """
 
-import threading
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.tiers import LayerTier
 from offload.streaming.device import Device, Event, Spans
-from offload.streaming.disk import ByteSource, drop, finish, read_all, when_all_done
-from offload.streaming.expert_cache import ExpertCache
+from offload.streaming.disk import ByteSource, read_all, when_all_done
 from offload.streaming.pinned import HostBuffer, PinnedAllocator
+from offload.streaming.sender import Sender
 from offload.streaming.slot_cycle import SlotCycle
-
-_BOUNCE_BYTES = 32 << 20
-_NUM_BOUNCES = 3
-
-
-class Sender:
-    """Enqueues copies of blocks on the copy stream of a device.
-
-    Any thread may send what is locked, one thread what is not.
-
-    Attributes:
-        last: by place, the event after the last copy of a locked block that lay there.
-    """
-
-    def __init__(self, device: Device, pinned: PinnedAllocator, spans: Spans) -> None:
-        self.last = dict[int, Event]()
-        self._device = device
-        self._pinned = pinned
-        self._spans = spans
-        self._bounces: Bounces | None = None
-        # a wait, a copy and an event must stand together on the copy stream
-        self._sending = threading.Lock()
-
-    def expect_unlocked(self) -> None:
-        """Make the buffers for memory that is not locked, while there is room for them."""
-        self._bounces = Bounces(self._device, self._pinned)
-
-    def send(
-        self,
-        block: int,
-        slot: Tensor,
-        free: Event,
-        weights: Tensor,
-        *,
-        is_locked: bool,
-        place: int | None = None,
-    ) -> Event:
-        """Enqueue the copy of a block into a slot behind the event `free`; return the event after.
-
-        Memory that is not locked may be written again on return.
-
-        Args:
-            weights: of the block in host memory, from the first one on.
-            place: a number for that memory, by which the last copy from there is found; None: it is
-                never written again.
-        """
-        device = self._device
-        to = slot[: len(weights)]
-        with self._sending:
-            device.wait(device.copies, free)
-            begun = self._spans.mark(device.copies)
-            if is_locked:
-                device.copy(to, weights, device.copies)
-                sent = device.record(device.copies, is_timed=begun is not None)
-                if place is not None:
-                    self.last[place] = sent
-        if not is_locked:
-            assert self._bounces is not None, "memory that is not locked was expected"
-            sent = self._bounces.send(to, weights, is_timed=begun is not None)
-        self._spans.add("copy", block, begun, sent)
-        return sent
-
-    def close(self) -> None:
-        """Let go of the buffers; nothing moves."""
-        self._bounces = None
-
-
-class Bounces:
-    """A ring of locked buffers; one thread uses it, and waits for the device where it has to."""
-
-    def __init__(self, device: Device, pinned: PinnedAllocator) -> None:
-        self.buffers = [pinned.allocate(_BOUNCE_BYTES) for _ in range(_NUM_BOUNCES)]
-        self._device = device
-        self._next = deque[tuple[Tensor, Event]]((_flat(one), None) for one in self.buffers)
-
-    def send(self, to: Tensor, source: Tensor, *, is_timed: bool) -> Event:
-        """Enqueue copies of all bytes; return the event behind them. `source` is free on return."""
-        device = self._device
-        sent = None
-        size = len(self._next[0][0])
-        for piece, part in zip(source.split(size), to.split(size), strict=True):
-            bounce, last = self._next.popleft()
-            if last is not None:
-                device.synchronize(last)
-            device.copy(part, bounce[: len(piece)].copy_(piece), device.copies)
-            sent = device.record(device.copies, is_timed=is_timed)
-            self._next.append((bounce, sent))
-        return sent
 
 
 class HostCarrier:
@@ -205,7 +106,7 @@ class HostCarrier:
         self.resident.clear()
 
 
-class _FeedingCarrier(HostCarrier):
+class FeedingCarrier(HostCarrier):
     """Brings blocks to the memory of a device; its thread sends what has to be waited for.
 
     Args:
@@ -240,7 +141,7 @@ class _FeedingCarrier(HostCarrier):
 _NUM_LOADERS = 2
 
 
-class DeviceCarrier(_FeedingCarrier):
+class DeviceCarrier(FeedingCarrier):
     """Brings layers to the memory of a device.
 
     Args:
@@ -265,7 +166,7 @@ class DeviceCarrier(_FeedingCarrier):
         self._disk_layers = _layers_in(tiers, LayerTier.DISK)
         disk_bytes = max((layouts[n].slab_bytes for n in self._disk_layers), default=0)
         num_buffers = num_host_slots if self._disk_layers else 0
-        buffers = [_flat(pinned.allocate(disk_bytes)) for _ in range(num_buffers)]
+        buffers = [pinned.allocate(disk_bytes).tensor for _ in range(num_buffers)]
         assert buffers or not self._disk_layers, "layers on disk need host slots to be read into"
         self.ahead = SlotCycle(self.read, self._disk_layers, buffers)
         self._is_reading = bool(self._disk_layers)
@@ -292,7 +193,7 @@ class DeviceCarrier(_FeedingCarrier):
         ready = Future[Event]()
         host_buffer = self.host_buffers.get(layer)
         if host_buffer is not None and host_buffer.is_pinned:
-            ready.set_result(self._send(layer, slot, free, _flat(host_buffer)))
+            ready.set_result(self._send(layer, slot, free, host_buffer.tensor))
         else:
             self._feed.submit(self._send_late, ready, layer, slot, free)
         return [ready]
@@ -322,7 +223,7 @@ class DeviceCarrier(_FeedingCarrier):
             return
         host_buffer = self.host_buffers.get(layer)
         try:
-            slab = self.ahead.acquire(layer)[0] if host_buffer is None else _flat(host_buffer)
+            slab = self.ahead.acquire(layer)[0] if host_buffer is None else host_buffer.tensor
             sent = self._send(layer, slot, free, slab, is_locked=host_buffer is None)
         # raised where the layer is acquired
         except BaseException as error:
@@ -345,10 +246,10 @@ class DeviceCarrier(_FeedingCarrier):
         # the memory may still be in use by what was enqueued before
         device.wait(device.copies, device.record(device.compute))
         size = max(slab.nbytes for slab in self.resident.values())
-        hosts = [_flat(self._host(n)) for n in self._host_layers[:_NUM_LOADERS]]
+        hosts = [self._host(n).tensor for n in self._host_layers[:_NUM_LOADERS]]
         fitting = [buffer for buffer in (*self.ahead.slots, *hosts) if len(buffer) >= size]
         own = [] if fitting else [self.pinned.allocate(size) for _ in range(_NUM_LOADERS)]
-        buffers = fitting or [*map(_flat, own)]
+        buffers = fitting or [buffer.tensor for buffer in own]
         loading = SlotCycle(self.read, list(self.resident), buffers, is_cycle=False)
         loading.start()
         try:
@@ -369,193 +270,5 @@ class DeviceCarrier(_FeedingCarrier):
         return self.host_buffers[layer]
 
 
-def _flat(buffer: HostBuffer) -> Tensor:
-    return torch.from_numpy(buffer.array)
-
-
 def _layers_in(tiers: Sequence[LayerTier], wanted: LayerTier) -> list[int]:
     return [layer for layer, tier in enumerate(tiers) if tier is wanted]
-
-
-# host memory that is locked at once; where that is refused, smaller regions may not be
-_REGION_BYTES = 1 << 30
-
-
-class _Delivery(NamedTuple):
-    """Where on the device an expert is wanted."""
-
-    slot: Tensor
-    # the event after which nothing reads the slot
-    free: Event
-    # gives the event after the copy
-    ready: Future[Event]
-
-
-class DeviceExpertCarrier(_FeedingCarrier):
-    """Brings experts to the memory of a device, by way of slots on the host.
-
-    Args:
-        cache: says which expert lies in which of the host's slots.
-        num_slots: slots of the host, at least 2.
-    """
-
-    def __init__(
-        self,
-        source: ByteSource,
-        records: Sequence[SlabLayout],
-        device: Device,
-        pinned: PinnedAllocator,
-        cache: ExpertCache,
-        num_slots: int,
-    ) -> None:
-        super().__init__(source, records, (), device, pinned)
-        self._cache = cache
-        slot_bytes = max(record.slab_bytes for record in records)
-        self._slots, self._is_pinned = _slots_of(pinned, num_slots, slot_bytes)
-        if not all(self._is_pinned):
-            self.sender.expect_unlocked()
-        # guards the cache and what is wanted
-        self._lock = threading.Lock()
-        # by block that is not there yet
-        self._deliveries: dict[int, list[_Delivery]] = {}
-        # blocks of these for which there was no slot
-        self._queue = deque[int]()
-        # by block
-        self._reads: dict[int, Sequence[Future[None]]] = {}
-
-    def begin_pass(self, num_rows: int) -> None:
-        """Let earlier uses count for less."""
-        with self._lock:
-            self._cache.begin_pass(num_rows)
-
-    def use(self, blocks: Sequence[int]) -> None:
-        """Count the uses of these blocks, wherever the blocks come from."""
-        with self._lock:
-            self._cache.use(blocks)
-
-    def carry(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[Event]]:
-        """Send an expert, or let it be sent when it can be.
-
-        The future gives the event after its copy.
-        """
-        delivery = _Delivery(slot, free, Future())
-        with self._lock:
-            is_coming = block in self._deliveries
-            lies_in = None if is_coming else self._cache.hold(block)
-            if lies_in is None:
-                self._deliveries.setdefault(block, []).append(delivery)
-            if lies_in is None and not is_coming:
-                self._queue.append(block)
-        if lies_in is None:
-            self._feed.submit(self._read_on)
-        elif self._is_pinned[lies_in]:
-            self._deliver(block, lies_in, [delivery])
-        else:
-            self._feed.submit(self._deliver, block, lies_in, [delivery])
-        return [delivery.ready]
-
-    def close(self) -> None:
-        """Return once nothing is read or copied any more; what was asked for has been cancelled."""
-        with self._lock:
-            self._queue.clear()
-        # returns once the thread has finished what it is doing
-        self._feed.submit(int).result()
-        for reads in list(self._reads.values()):
-            drop(reads)
-        self._feed.shutdown()
-        self.device.synchronize(self.device.record(self.device.copies))
-        self._slots.clear()
-
-    def _read_on(self) -> None:
-        """Read what is wanted, as far as there are slots; in the feeding thread."""
-        while (found := self._next_read()) is not None:
-            block, slot = found
-            try:
-                self._start_read(block, slot)
-            # raised where the expert is waited for
-            except BaseException as error:
-                self._fail(block, error)
-
-    def _next_read(self) -> tuple[int, int] | None:
-        """Return the next block to read and its slot, which is held from now on."""
-        with self._lock:
-            while self._queue:
-                block = self._queue[0]
-                is_wanted = not all(one.ready.cancelled() for one in self._deliveries[block])
-                slot = self._cache.place(block) if is_wanted else None
-                if is_wanted and slot is None:
-                    return None
-                self._queue.popleft()
-                if slot is not None:
-                    return block, slot
-                del self._deliveries[block]
-        return None
-
-    def _start_read(self, block: int, slot: int) -> None:
-        if (sent := self.sender.last.pop(slot, None)) is not None:
-            self.device.synchronize(sent)
-        record = self.layouts[block]
-        reads = self.source.read(record, self._slots[slot].numpy()[: record.slab_bytes])
-        self._reads[block] = reads
-
-        def has_come(_: Future[None]) -> None:
-            # a closed executor refuses; then the block is not waited for
-            with suppress(RuntimeError):
-                self._feed.submit(self._arrive, block, slot)
-
-        when_all_done(reads, has_come)
-
-    def _arrive(self, block: int, slot: int) -> None:
-        """Send a block whose reads are all over; in the feeding thread."""
-        try:
-            finish(self._reads.pop(block))
-        except BaseException as error:
-            self._fail(block, error)
-        else:
-            with self._lock:
-                deliveries = self._deliveries.pop(block)
-            self._deliver(block, slot, deliveries)
-        self._read_on()
-
-    def _fail(self, block: int, error: BaseException) -> None:
-        with self._lock:
-            deliveries = self._deliveries.pop(block)
-            self._cache.forget(block)
-        for delivery in deliveries:
-            if delivery.ready.set_running_or_notify_cancel():
-                delivery.ready.set_exception(error)
-
-    def _deliver(self, block: int, slot: int, deliveries: Sequence[_Delivery]) -> None:
-        """Send a block that is there and held, and release it."""
-        weights = self._slots[slot][self.layouts[block].sent]
-        is_locked = self._is_pinned[slot]
-        for delivery in deliveries:
-            if not delivery.ready.set_running_or_notify_cancel():
-                continue
-            try:
-                where = (delivery.slot, delivery.free, weights)
-                sent = self.sender.send(block, *where, is_locked=is_locked, place=slot)
-            except BaseException as error:
-                delivery.ready.set_exception(error)
-            else:
-                delivery.ready.set_result(sent)
-        with self._lock:
-            self._cache.release(block)
-            is_waited_for = bool(self._queue)
-        if is_waited_for:
-            self._feed.submit(self._read_on)
-
-
-def _slots_of(
-    pinned: PinnedAllocator, num_slots: int, slot_bytes: int
-) -> tuple[list[Tensor], list[bool]]:
-    """Return the slots, in a few regions, and whether each of them is locked."""
-    slots = list[Tensor]()
-    is_pinned = list[bool]()
-    per_region = max(1, _REGION_BYTES // slot_bytes)
-    while len(slots) < num_slots:
-        size = min(per_region, num_slots - len(slots))
-        region = pinned.allocate(size * slot_bytes)
-        slots += torch.from_numpy(region.array).view(size, slot_bytes).unbind()
-        is_pinned += [region.is_pinned] * size
-    return slots, is_pinned

@@ -26,10 +26,11 @@ from offload.checkpoint.layout import SlabLayout
 from offload.interrupts import held_back
 from offload.memory.tiers import num_passing
 from offload.planning.cost_model import NEVER
-from offload.streaming.carriers import DeviceExpertCarrier, HostCarrier
+from offload.streaming.carriers import HostCarrier
 from offload.streaming.device import POISON, Device, Event, Stall
 from offload.streaming.disk import ByteSource, drop, when_all_done
 from offload.streaming.expert_cache import ExpertCache, warm_order
+from offload.streaming.expert_carrier import DeviceExpertCarrier
 from offload.streaming.slot_cycle import carried
 
 # rows after which it is known how experts are used

@@ -77,6 +77,11 @@ class HostBuffer(NamedTuple):
     # whether the device's kernels may read it, by the host's own address
     is_seen: bool = False
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Return the same memory for torch."""
+        return torch.from_numpy(self.array)
+
 
 class PinningMethod:
     """One way to get page-locked memory. This one takes plain pages, which count as locked where no

@@ -156,6 +156,8 @@ COSTS = json.loads(format_json(profile().as_dict()))["costs"]
         ({"costs": {**COSTS, "verify_s": -1}}, ">= 0.0 - at .*verify_s"),
         ({"costs": {**COSTS, "friction": 1.5}}, "<= 1.0 - at .*overlap_penalty"),
         ({"costs": {**COSTS, "compute_s": {"sizes": [1, 2], "seconds": [1, -1]}}}, "must be positive"),
+        ({"costs": {**COSTS, "compute_s": {"sizes": [1, 2], "seconds": [1, float("inf")]}}}, "<= .*seconds"),
+        ({"costs": {**COSTS, "draft_step_s": {"sizes": [-1, 2], "seconds": [1, 1]}}}, ">= 1 - at .*sizes"),
         ({"costs": {**COSTS, "compute_s": {"sizes": [2, 1], "seconds": [1, 1]}}}, "rising sizes"),
         ({"costs": {**COSTS, "compute_s": {"sizes": [], "seconds": []}}}, "rising sizes"),
         ({"costs": {**COSTS, "speed": 1}}, "'speed' is no key of it"),

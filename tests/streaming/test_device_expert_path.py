@@ -25,7 +25,7 @@ from offload.checkpoint.layout import BLOCK_BYTES
 from offload.engine.decoder import Decoder
 from offload.errors import ReadError
 from offload.planning.cost_model import NEVER
-from offload.streaming.carriers import DeviceExpertCarrier
+from offload.streaming.expert_carrier import DeviceExpertCarrier
 from offload.streaming.experts import ExpertPool
 
 __all__ = ["device"]  # a fixture

@@ -20,8 +20,7 @@ from test_device_layers import LEAD_BYTES, layouts
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.errors import ReadError
 from offload.planning.cost_model import NEVER
-from offload.streaming import carriers
-from offload.streaming import carriers as device_expert_carrier
+from offload.streaming import expert_carrier, sender
 from offload.streaming.experts import ExpertPool, open_pool
 
 NUM_LAYERS, NUM_EXPERTS = 3, 8
@@ -164,8 +163,8 @@ def test_the_host_keeps_what_the_device_does_not_and_waiting_is_told_in_its_time
 
 
 def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1000)
-    monkeypatch.setattr(device_expert_carrier, "_REGION_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(expert_carrier, "_REGION_BYTES", 2 * BLOCK_BYTES)
     for limit_bytes in (0, 2500, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 3000):
         with pools(3, 6, limit_bytes=limit_bytes, seed=limit_bytes) as (pool, device, _):
             assert sum(pool.carrier._is_pinned) == (2 if limit_bytes >= 2 * BLOCK_BYTES else 0)

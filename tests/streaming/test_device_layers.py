@@ -22,7 +22,7 @@ from offload.bench.harness.steps import Event
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
 from offload.memory.tiers import LayerTier
-from offload.streaming import carriers
+from offload.streaming import sender
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.layers import LayerStream
 
@@ -169,7 +169,7 @@ def test_a_layer_from_disk_is_handed_out_before_it_has_been_copied(monkeypatch: 
 
 
 def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1000)
     for limit_bytes in (0, 2500, 3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 3000):
         with streaming(TIERS["host"], limit_bytes=limit_bytes, seed=limit_bytes) as (stream, device, _):
             assert not sweeps(stream, device)
@@ -365,6 +365,6 @@ def test_every_layer_is_told_in_the_order_of_its_use(kind: str) -> None:
 
 
 def test_pieces_through_a_bounce_buffer_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1000)
     spans = spans_of("host", limit_bytes=0)
     assert spans["copy"] and all(event.end_s - event.start_s >= 5 - 1e-9 for event in spans["copy"])

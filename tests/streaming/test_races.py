@@ -35,9 +35,8 @@ from offload.model import cuda_graphs
 from offload.model.cuda_graphs import use_graphs
 from offload.model.kv_cache import KVCache
 from offload.planning.cost_model import NEVER
-from offload.streaming import carriers
-from offload.streaming import carriers as device_expert_carrier
 from offload.streaming import cuda as staging
+from offload.streaming import expert_carrier, sender
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.cuda import StagingRing
 from offload.streaming.experts import open_pool
@@ -180,8 +179,8 @@ RUNS: dict[str, tuple[Run, float]] = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounce buffers and regions that begin anew many times."""
-    monkeypatch.setattr(carriers, "_BOUNCE_BYTES", 1536)
-    monkeypatch.setattr(device_expert_carrier, "_REGION_BYTES", 3 * 4096)
+    monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1536)
+    monkeypatch.setattr(expert_carrier, "_REGION_BYTES", 3 * 4096)
     monkeypatch.setattr(staging, "_PART_BYTES", 1024)
 
 
