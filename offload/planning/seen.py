@@ -66,7 +66,10 @@ class ObservedPass(NamedTuple):
 
 @dataclass
 class ObservedPasses:
-    """The last passes, by how many texts shared them."""
+    """The last passes, by how many texts shared them.
+
+    One thread adds, and any may ask meanwhile: what is looked at is copied first, in one step.
+    """
 
     _passes: dict[int, deque[ObservedPass]] = field(default_factory=dict)
 
@@ -81,9 +84,10 @@ class ObservedPasses:
 
     def among(self, num_texts: int) -> Sequence[ObservedPass]:
         """Return the passes of so many texts, or of the nearest number."""
-        if not self._passes:
+        known = self._passes.copy()
+        if not known:
             return ()
-        return self._passes[min(self._passes, key=lambda num: abs(math.log(num / num_texts)))]
+        return [*known[min(known, key=lambda num: abs(math.log(num / num_texts)))]]
 
     def costs(self, known: Costs, num_texts: int, slots_bytes: int) -> Costs:
         """Return the known costs, corrected by these passes.
@@ -131,7 +135,7 @@ class ObservedPasses:
         tree's time bounds its neighbours', and a link that was never waited for may be of any
         speed. Mistakes at sizes that were not observed therefore do not last.
         """
-        passes = self._passes.get(num_texts, ())
+        passes = [*self._passes.get(num_texts, ())]
         best = ranked[0]
         times = Counter(one.most_rows for one in passes)
         if not times or times[num_texts * best.shape.num_nodes] < _TRIED:
@@ -160,7 +164,7 @@ class ObservedPasses:
         """
         gained = Counter[tuple[int, int]]()
         times = Counter[tuple[int, int]]()
-        for one in (one for passes in self._passes.values() for one in passes):
+        for one in (one for passes in [*self._passes.values()] for one in [*passes]):
             for size, tokens in zip(one.counted_sizes, one.tokens, strict=True):
                 # a tree without a guess tells nothing of guesses
                 if size[0] > 1:

@@ -158,10 +158,6 @@ class _Selection:
         return self.known.costs_of(self.profile)
 
     @property
-    def max_depth(self) -> int:
-        return DEPTHS[-1] if self.known.context is None else self.known.context - 1
-
-    @property
     def most(self) -> int:
         """Return how many nodes each text may have."""
         return max(1, self.max_nodes // self.num_texts)
@@ -192,9 +188,9 @@ class _Selection:
         if self.costs is not None:
             return self._best(self.costs, current)
         default = TreeSpec(
-            "dynamic" if self.is_dynamic and min(self.most - 1, self.max_depth) else "best",
+            "dynamic" if self.is_dynamic and min(self.most - 1, self.known.max_depth) else "best",
             min(AUTO_NODES, self.most),
-            min(AUTO_NODES - 1 if self.known.usual.is_copy else AUTO_DEPTH, self.max_depth),
+            min(AUTO_NODES - 1 if self.known.usual.is_copy else AUTO_DEPTH, self.known.max_depth),
         )
         return self._named(default)._replace(
             why=f"a default, since nothing was measured ({self.note})"
@@ -209,7 +205,7 @@ class _Selection:
         depth = spec.depth
         if spec.is_chosen:
             num_nodes = min(LOOKUP_NODES, self.most)
-            depth = min(LOOKUP_DEPTH, self.max_depth)
+            depth = min(LOOKUP_DEPTH, self.known.max_depth)
         depth = min(depth, num_nodes - 1)
         if depth < 1:
             return TreeChoice(
@@ -235,7 +231,7 @@ class _Selection:
             self.most,
             costs,
             self._traffic,
-            self.max_depth,
+            self.known.max_depth,
             is_dynamic=self.is_dynamic,
             num_texts=self.num_texts,
             most=NUM_SHOWN,
@@ -279,7 +275,7 @@ class _Selection:
     def _chain(self) -> TreeChoice:
         """Return the chain of the length with the largest gain, by the first acceptance entry."""
         alpha = self.acceptance.acceptance[0]
-        most = min(MAX_CHAIN, self.most - 1, self.max_depth)
+        most = min(MAX_CHAIN, self.most - 1, self.known.max_depth)
         why = f"alpha {alpha:.2f} at first ({self.basis})"
         traffic = self._traffic(most + 1)
         if self.costs is None or traffic is None:
@@ -394,6 +390,11 @@ class TreeSelector:
             self.for_run(sampling, rule)
 
     @property
+    def max_depth(self) -> int:
+        """Return how deep a tree may be that is chosen."""
+        return DEPTHS[-1] if self.context is None else self.context - 1
+
+    @property
     def most_nodes(self) -> int:
         """Return the most nodes of all trees together that memory will be planned for."""
         if not self.spec.is_chosen:
@@ -402,7 +403,7 @@ class TreeSelector:
             return self._nodes_to_spare()
         sizes: Sequence[int] = SIZES
         if self.spec.kind == "auto_chain":
-            longest = MAX_CHAIN if self.context is None else min(MAX_CHAIN, self.context - 1)
+            longest = min(MAX_CHAIN, self.max_depth)
             sizes = [self.parallel * num_nodes for num_nodes in range(1, 2 + longest)]
         return next((size for size in reversed(sizes) if self.traffic_of(size) is not None), 1)
 

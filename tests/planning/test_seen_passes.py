@@ -18,11 +18,11 @@ from matrix import matrix
 from offload.planning.cost_model import Costs, Curve, Traffic, step_time
 from offload.planning.profile import Profile
 from offload.planning.search import TreeSearch
-from offload.planning.seen import ObservedPass, with_misses
+from offload.planning.seen import ObservedPass, ObservedPasses, with_misses
 from offload.planning.selector import TreeSelector
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
-from offload.trees.topology import DEFAULT_ACCEPTANCE, Shape, Topology, check_acceptance
+from offload.trees.topology import DEFAULT_ACCEPTANCE, Shape, Topology, chain, check_acceptance
 
 GB = 10**9
 MOST_NODES, ALLOWED = 512, 1.07
@@ -213,3 +213,26 @@ def test_a_tree_that_is_hardly_quicker_takes_no_room_from_prompts(name: str, num
     assert is_smaller or (name, num_texts) not in {("slow draft", 1), ("costly texts", 1)}
     taken_s = step_time(machine.costs(num_texts), machine.traffic, choice.shape, num_texts).total_s
     assert taken_s / (choice.tokens_per_sweep * num_texts) <= 1.03 * first_s
+
+
+class Overtaken(tuple):
+    """Shapes of a pass while which are looked at the decoder's thread adds another pass."""
+
+    passes: ObservedPasses
+
+    def __getitem__(self, index: int) -> Shape:
+        self.passes.add(ObservedPass([chain(2)], [3], [1], 0.1, 1.0, 0.0, 5))
+        self.passes.add(ObservedPass([chain(2)] * 3, [3] * 3, [1] * 3, 0.1, 1.0, 0.0, 5))
+        return super().__getitem__(index)
+
+
+def test_a_pass_may_end_while_a_server_asks_for_a_tree() -> None:
+    """The mistake that was: another thread's request failed, since what it went through had grown."""
+    passes = ObservedPasses()
+    for _ in range(4):
+        shapes = Overtaken([chain(2)])
+        shapes.passes = passes
+        passes.add(ObservedPass(shapes, [3], [2], 0.1, 1.0, 0.0, 5))
+    known = Machine(0.5, 1e-3, 0.0, 0).costs(1)
+    assert passes.costs(known, 1, 0).compute_s.at(3) > 0
+    assert len(passes.corrected_acceptance(USUAL, lambda p_K, *size: 1 + p_K[0])) == len(USUAL)
