@@ -22,7 +22,6 @@ from offload.checkpoint.packaged import PROMPT
 from offload.engine.decoder import Decoder
 from offload.memory.tiers import LayerTier
 from offload.streaming.carriers import DeviceCarrier
-from offload.streaming.cuda import CudaDevice
 from offload.streaming.device import Device
 from offload.units import parse_size
 
@@ -192,11 +191,11 @@ def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
     assert isinstance(carrier, DeviceCarrier), "layers are streamed to a device"
     pinned = carrier.pinned.pinned_bytes
     # by torch at most, in tensors, and what CUDA keeps beside it now
-    reserved = allocated = beside = 0
-    if isinstance(job.device, CudaDevice):
+    reserved = allocated = 0
+    if job.device.place.type == "cuda":
         reserved = torch.cuda.max_memory_reserved(job.device.place)
         allocated = torch.cuda.max_memory_allocated(job.device.place)
-        beside = job.device.bytes_beside_torch()
+    beside = job.device.bytes_beside_torch()
     counted = plan.gpu_total_bytes - plan.gpu_runtime_bytes
     for name, num_bytes, most, limit in (
         ("device memory at its peak against --gpu-mem", reserved + beside, budget, 1.0),

@@ -8,12 +8,13 @@ prompt's pass depend on them; for a GPU usual rates are taken, see `memory.promp
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from offload.memory.sizes import INNER_ROWS
 from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader, allocate, finish
 from offload.timer import fastest_s, timed
+
+if TYPE_CHECKING:
+    import torch
 
 _CHUNK_BYTES = 16 << 20
 _NUM_IN_FLIGHT = 3
@@ -176,21 +180,30 @@ def with_rates(
 def product_flops_per_s(dtype: str, num_threads: int) -> float:
     """Return the undisturbed rate of a CPU's largest products; a busy second would stay."""
     import torch  # plans of machines elsewhere are made without it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        measure = product_timer(dtype, INNER_ROWS, _WIDTH)
+        measure()  # the first is not like the others
+        seconds = fastest_s(measure, _BUDGET_S, least_rounds=3)
+    finally:
+        torch.set_num_threads(before)
+    return 2 * INNER_ROWS * _WIDTH**2 / seconds
+
+
+def product_timer(
+    dtype: str, num_rows: int, width: int, place: "torch.device | str" = "cpu"
+) -> Callable[[], float]:
+    """Return what times a product of `num_rows` rows and a (width, width) matrix."""
+    import torch
     from torch.nn.functional import linear
 
     from offload.model.wide_products import product_for
 
-    kind = getattr(torch, dtype)
-    weight = torch.ones(_WIDTH, _WIDTH, dtype=kind)
-    rows = torch.ones(INNER_ROWS, _WIDTH, dtype=kind)
+    how = {"dtype": getattr(torch, dtype), "device": place}
+    weight = torch.ones(width, width, **how)
+    rows = torch.ones(num_rows, width, **how)
     multiply = product_for(linear, rows)
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        multiply(rows, weight)  # the first is not like the others
-        seconds = fastest_s(
-            partial(timed, partial(multiply, rows, weight)), _BUDGET_S, least_rounds=3
-        )
-    finally:
-        torch.set_num_threads(before)
-    return 2 * INNER_ROWS * _WIDTH**2 / seconds
+    # a number on the host is the sign that a device is done as well
+    return partial(timed, lambda: float(multiply(rows, weight)[0, 0]))

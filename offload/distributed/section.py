@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from offload.calibration.expansions import choose_expansion
-from offload.calibration.link import link_bytes_per_s
+from offload.calibration.link import link_bytes_per_s, product_timer
 from offload.calibration.threads import pick_threads
 from offload.checkpoint.cuts import Section
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
@@ -27,11 +26,9 @@ from offload.engine.build import send_beside_layers
 from offload.engine.resolve import ResolvedRun
 from offload.memory.plan import MemoryPlan
 from offload.model.tree_model import TreeModel
-from offload.model.wide_products import product_for
 from offload.planning.shares import RankCapacity
 from offload.streaming.layers import LayerStream, open_layers
 from offload.streaming.scan import WeightScan
-from offload.timer import timed
 from offload.trees.spec import AUTO_NODES
 
 _HOST = torch.device("cpu")
@@ -126,19 +123,12 @@ def capacity_of(run: ResolvedRun, held: MemoryPlan, *, shares_kv: bool) -> RankC
 
 def _compute_s(run: ResolvedRun) -> float:
     """Return the seconds that a usual tree takes in all layers, by a product that is as wide."""
-    files = run.files
+    target = run.files.target
     dtype = run.options.dtype
-    width = min(config_sizes(files.target)["hidden_size"], _MOST_WIDTH)
-    how = {
-        "dtype": getattr(torch, compute_dtype_name(files.target, dtype)),
-        "device": run.device.place,
-    }
-    rows = torch.zeros(AUTO_NODES, width, **how)
-    weight = torch.zeros(width, width, **how)
-    # A number on the host is the sign that a device is done as well.
-    multiply = product_for(functional.linear, rows)
-    once_s = median(timed(lambda: float(multiply(rows, weight)[0, 0])) for _ in range(_NUM_TIMES))
-    return once_s * model_shape(files.target, dtype).num_weights / width**2
+    width = min(config_sizes(target)["hidden_size"], _MOST_WIDTH)
+    measure = product_timer(compute_dtype_name(target, dtype), AUTO_NODES, width, run.device.place)
+    once_s = median(measure() for _ in range(_NUM_TIMES))
+    return once_s * model_shape(target, dtype).num_weights / width**2
 
 
 def load_section(

@@ -24,7 +24,6 @@ from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary, load_to
 from offload.model.opening import open_model
 from offload.model.tree_model import TreeModel
 from offload.sampling.grammar_mask import Grammars
-from offload.streaming.cuda import CudaDevice
 from offload.streaming.device import HOST, Device
 from offload.streaming.disk import ByteSource, DiskReader, Watcher
 from offload.streaming.scan import TURNS, WeightScan
@@ -167,8 +166,6 @@ def send_beside_layers(
     device: Device, resources: ExitStack, *models: TreeModel | None
 ) -> list[str]:
     """Let what these models send pass the layers that stream to a GPU; return lines for the user."""
-    if not isinstance(device, CudaDevice):
-        return []
     refusal = device.stage_uploads(resources)
     for model in filter(None, models):
         model.send_with(device.upload)

@@ -39,12 +39,13 @@ from offload.planning.profile import (
 from offload.planning.search import best_smoothing
 from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
 from offload.sampling_options import Sampling
-from offload.trees.spec import AUTO_DEPTH, AUTO_NODES
 from offload.trees.topology import DynamicShape, isotonic
 
 # tokens of a window: what is given, and what is written or read behind it
 NUM_PROMPT = 64
 NUM_NEW = 128
+_WRITING_NODES = 64
+_WRITING_DEPTH = 16
 
 
 class TracedWindow(NamedTuple):
@@ -138,7 +139,7 @@ def trace_window(decoder: Decoder, question: TuneQuestion, index: int) -> Traced
     if question.is_teacher_forced:
         return TracedWindow(given_trace(decoder, window, NUM_PROMPT, sampling), [])
     # Any tree would do; this one is quick where there is room for it.
-    tree = f"{min(AUTO_NODES, decoder.plan.num_nodes)}x{AUTO_DEPTH}"
+    tree = f"{min(_WRITING_NODES, decoder.plan.num_nodes)}x{_WRITING_DEPTH}"
     written = write(decoder, window, sampling, NUM_NEW, tree)
     grow = partial(dynamic_again, decoder, window, written, sampling)
     bursts_B = list(map(grow, question.bounds))

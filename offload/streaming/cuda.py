@@ -142,10 +142,7 @@ class CudaDevice(Device):
             to.copy_(source, non_blocking=True)
 
     def stage_uploads(self, resources: ExitStack) -> str | None:
-        """Let uploads pass the layers that are queued, while `resources` are open.
-
-        Returns a line that says why they cannot, or None.
-        """
+        """Let uploads pass the layers that are queued; that takes memory locked by cupy."""
         pinned = self.open_allocator()
         resources.callback(pinned.close)
         buffer = pinned.allocate(STAGING_BYTES)

@@ -15,7 +15,7 @@ memory is asked for: machines elsewhere are planned without it.
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -97,8 +97,23 @@ class Device:
         """Return seconds between two timed events, None while the later one is not reached."""
         return cast(float, after) - cast(float, before)
 
+    def stage_uploads(self, resources: ExitStack) -> str | None:
+        """Let uploads pass the layers that are queued, while `resources` are open.
+
+        Returns a line that says why they cannot, or None.
+        """
+        return None
+
+    def upload(self, source: "Tensor") -> "Tensor":
+        """Return a host tensor on the device, for what computes there."""
+        return source
+
     def peak_bytes(self) -> int:
         """Return the most memory of its own that this process has taken at once."""
+        return 0
+
+    def bytes_beside_torch(self) -> int:
+        """Return the bytes of its own memory that a context and all other programs hold."""
         return 0
 
 
