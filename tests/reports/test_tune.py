@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_device import FakeDevice
 from plans import plan_memory
 from quantised import save_quantised
 from tiny import VOCAB_SIZE, Pair, random_ids, streaming_ram
@@ -35,9 +36,9 @@ from offload.planning.cost_model import Costs
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder, read_text
 from offload.planning.selector import TreeSelector
+from offload.reports import step_costs, windows
 from offload.reports import trace_acceptance as tracer
 from offload.reports import tune as tuning
-from offload.reports import windows
 from offload.reports.estimate import estimate
 from offload.reports.proof import BF16_NOISE, draw_gaps, gaps_of
 from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
@@ -46,6 +47,7 @@ from offload.reports.windows import TracedWindow, TuneQuestion, cut_windows, exp
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
+from offload.stats import Stats
 from offload.streaming.device import HOST
 from offload.trees.spec import TreeSpec, parse_tree
 from offload.trees.token_tree import TokenTree
@@ -276,8 +278,26 @@ def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch:
     assert traces(1) == wanted and asked == [0, 1]
     question(0).state_path.write_text('{"windows": [[[0], []]]}')
     assert traces(0) == wanted and asked == [1]
-    question(0).state_path.write_text('{"windows": [[[0, 99], []]]}')
-    assert traces(0) == wanted and asked == [0, 1], "what is not sound counts for nothing"
+    for unsound in ("[[0, 99], []]", "[[0.0], []]", "[[0], [[1]]]", "[[0]]", "7"):
+        question(0).state_path.write_text(f'{{"windows": [{unsound}]}}')
+        assert traces(0) == wanted and asked == [0, 1], "what is not sound counts for nothing"
+
+
+def test_a_profile_has_the_rate_of_a_devices_own_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistake that was: where no pass waited for copies it was the disk's."""
+    monkeypatch.setattr(step_costs, "link_bytes_per_s", lambda *_, **__: 1.0)
+    monkeypatch.setattr(step_costs, "device_link_bytes_per_s", lambda *_, **__: 2.0)
+    monkeypatch.setattr(step_costs, "locked_bytes_per_s", lambda _: 3.0)
+    carrier = SimpleNamespace(source=SimpleNamespace(paths=(), rate_limit_bytes_per_s=None))
+
+    def rate(device: Any, streamed_bytes: int, stall_s: float = 0.0) -> float:
+        plan = SimpleNamespace(streamed_bytes=streamed_bytes, is_streamed=streamed_bytes > 0, has_experts=False)
+        decoder: Any = SimpleNamespace(plan=plan, target=SimpleNamespace(stream=SimpleNamespace(carrier=carrier)))
+        return step_costs._link_bytes_per_s(decoder, device, [Stats(sweep_s=2.0, stall_s=stall_s)])
+
+    card = FakeDevice()
+    assert [rate(HOST, 80), rate(HOST, 0), rate(card, 80), rate(card, 0)] == [1.0, 1.0, 2.0, 3.0]
+    assert rate(HOST, 80, stall_s=1.0) == rate(card, 80, stall_s=1.0) == 40.0
 
 
 def test_teacher_forced_tune_says_so(pair: Pair, text: Path) -> None:
