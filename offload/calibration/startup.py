@@ -27,7 +27,6 @@ from offload.planning.selector import RunSettings, TreeSelector
 from offload.sampling.sampler import Sampler
 from offload.streaming.device import Device
 from offload.threads import ThreadPolicy
-from offload.trees.spec import AUTO_NODES
 
 MAX_TIMED_NODES = 257  # of the largest tree that is tried
 # Where a device computes: reading weights takes as long as the products of some 200 rows, and only
@@ -45,20 +44,23 @@ def calibrate(
     *,
     threads: ThreadPolicy,
     choice: KernelChoice,
-    link: Callable[[], float],
+    link: Callable[[int], float],
 ) -> None:
     """Find out what an automatic choice needs to know, and tell `trees`.
 
     Args:
         target: embeddings and head are bound, no layer is bound yet.
         fetch: reads the slab of a layer.
-        link: measures the bytes per second that layers arrive with; it is asked where some do.
+        link: measures the bytes per second that layers arrive with, where some do with the largest
+            trees, whose nodes it takes.
     """
     profile, _ = trees.find(settings.sampling, settings.rule)
     trees.num_threads = threads.most
-    traffic = trees.traffic_of(AUTO_NODES) or trees.traffic_of(1)
+    # a larger tree than usual may leave layers no room
+    most_nodes = trees.most_nodes
+    traffic = trees.traffic_of(most_nodes)
     is_streamed = traffic is not None and traffic.is_streamed
-    trees.link_bytes_per_s = link() if is_streamed else math.inf
+    trees.link_bytes_per_s = link(most_nodes) if is_streamed else math.inf
     if profile is None or profile.num_threads != threads.most:
         torch.set_num_threads(threads.start.sweep.num_threads)
         wanted = SWEEP_SIZES if target.place.type == "cpu" else DEVICE_SIZES

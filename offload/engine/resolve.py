@@ -175,8 +175,11 @@ class ResolvedRun:
         is_here_or_given = bool(self.disk_bytes_per_s) or is_here(self.files.target)
         return self.hardware is not None or (not self.is_elsewhere and is_here_or_given)
 
-    def measure_link(self) -> float:
-        """Return bytes per second at which layers arrive, as said or as measured here and now."""
+    def measure_link(self, most_nodes: int) -> float:
+        """Return bytes per second at which layers arrive, as said or as measured here and now.
+
+        Infinite where nothing streams to a GPU, even with the largest trees, of `most_nodes`.
+        """
         assert self.knows_link, "there is a link to measure"
         given = self.disk_bytes_per_s
         target = self.files.target
@@ -184,8 +187,9 @@ class ResolvedRun:
             return self.hardware.feed_bytes_per_s
         limit = self.options.limit_bytes_per_s
         if self.device.has_own_memory:
-            num_nodes = self.options.parallel * self.tree.num_nodes
-            plan = self.plan_for(num_nodes if traffic_in(self.budget, self.files, num_nodes) else 1)
+            usual_nodes = self.options.parallel * self.tree.num_nodes
+            streaming = filter(self._streams, (usual_nodes, most_nodes))
+            plan = self.plan_for(next(streaming, 1))
             return link.device_link_bytes_per_s(
                 self.device, plan, target.shards, limit_bytes_per_s=limit, disk_bytes_per_s=given
             )
@@ -193,6 +197,11 @@ class ResolvedRun:
         if self.budget.rates is not None:
             return self.budget.rates.link_bytes_per_s
         return given or link.link_bytes_per_s(target.shards, limit_bytes_per_s=limit)
+
+    def _streams(self, num_nodes: int) -> bool:
+        """Return whether a plan for so many nodes streams; False where they do not fit."""
+        traffic = traffic_in(self.budget, self.files, num_nodes)
+        return traffic is not None and traffic.is_streamed
 
     def _costs(self) -> Costs | None:
         """Return the costs of the named machine; None where nothing is known of computing."""

@@ -181,7 +181,7 @@ def estimate(
     settings = run.settings(options.profiled_sampling())
     trees = run.tree_selector(settings.sampling)
     profile, _ = trees.find(*settings)
-    link = run.measure_link() if run.knows_link else None
+    link = run.measure_link(trees.most_nodes) if run.knows_link else None
     products_s = _products_s(run)
     costs = trees.settle_link(link, profile, is_here=run.hardware is None, products_s=products_s)
     plan = run.plan_for(trees.nodes_to_plan(*settings))

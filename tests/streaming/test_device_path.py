@@ -137,7 +137,7 @@ def test_an_automatic_tree_goes_by_the_link_to_the_card(
     seen: list[float] = []
     monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
     link = ResolvedRun.measure_link
-    monkeypatch.setattr(ResolvedRun, "measure_link", lambda run: seen.append(link(run)) or seen[-1])
+    monkeypatch.setattr(ResolvedRun, "measure_link", lambda run, most: seen.append(link(run, most)) or seen[-1])
     with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
         assert decoder.generate(prompts()[1], max_new_tokens=12).token_ids == wanted[:12]
     assert seen == [pytest.approx(1 << 16)], "the disk behind it is faster"
