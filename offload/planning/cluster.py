@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint.files import read_object
 from offload.errors import UserError, require, told_by_system
-from offload.planning.hardware import Hardware, find_hardware, require_known
-from offload.units import parse_size
+from offload.planning.hardware import Hardware, field_value, find_hardware, require_known
 
 MAX_RANKS = 64  # of so many, stages are still found in seconds
 DRAWN_BYTES = 8  # the token of a row, which comes back from the last stage
 _PAYLOAD_SHARE = 0.94  # of a cable's rate: 1448 bytes of TCP in the 1538 of a packet with its gaps
 _USUAL_LATENCY_US = 100.0  # of a message on Gigabit Ethernet
+# keys of a rank, and the fields of `Hardware` that they are
 _FIELD_OF = {
     "ram": "ram_bytes",
     "disk": "disk_bytes_per_s",
@@ -36,9 +36,10 @@ _FIELD_OF = {
     "link": "link_bytes_per_s",
     "flops": "flops_per_s",
     "memory": "memory_bytes_per_s",
+    "flops_share": "flops_share",
+    "memory_share": "memory_share",
 }
-_SHARES = ("flops_share", "memory_share")
-_RANK_KEYS = ("name", "hardware", *_FIELD_OF, *_SHARES)
+_RANK_KEYS = ("name", "hardware", *_FIELD_OF)
 _NETWORK_KEYS = ("gbit_per_s", "bytes_per_s", "latency_us")
 
 
@@ -145,11 +146,9 @@ def _rank(values: Any, index: int, file: str) -> Hardware:
     where = f"{file}: rank {name}"
     require_known(values, _RANK_KEYS, f"{where}: a rank")
     known: dict[str, Any] = {"name": name}
-    for key, value in values.items():
-        if key in _FIELD_OF:
-            known[_FIELD_OF[key]] = _quantity(value, f"{where}: {key}")
-        elif key in _SHARES:
-            known[key] = _number(value, f"{where}: {key}")
+    for key, field in _FIELD_OF.items():
+        if key in values:
+            known[field] = field_value(field, values[key], f"{where}: {key}")
     hardware = values.get("hardware")
     is_named = "hardware" in values
     rule = f"{where}: hardware must be a name or a FILE.json"
@@ -190,19 +189,10 @@ def _network(values: Any, num_ranks: int, file: str) -> Network:
         gbit_per_s = _number(values["gbit_per_s"], f"{where}: gbit_per_s")
         bytes_per_s = _PAYLOAD_SHARE * gbit_per_s * 1e9 / 8
     else:
-        bytes_per_s = _quantity(values["bytes_per_s"], f"{where}: bytes_per_s")
+        what = f"{where}: bytes_per_s"
+        bytes_per_s = _number(field_value("bytes_per_s", values["bytes_per_s"], what), what)
     latency_us = _number(values.get("latency_us", _USUAL_LATENCY_US), f"{where}: latency_us")
     return Network(bytes_per_s, latency_us / 1e6)
-
-
-def _quantity(value: Any, what: str) -> int:
-    """Return bytes, or bytes per second, from a number or text such as `32GiB` and `3GB/s`."""
-    if isinstance(value, str):
-        return parse_size(value.removesuffix("/s"), what)
-    number = _number(value, what)
-    rule = f"{what} must be 1 or more, and below 2^63"
-    require(1 <= number < 2**63, rule, f"{number:g}", "fix it")
-    return int(number)
 
 
 def _number(value: Any, what: str) -> float:

@@ -43,8 +43,12 @@ class ExpertRouting:
         self._known: dict[tuple[float, int], float] = {}
 
     @classmethod
+    @cache
     def usual(cls, num_layers: int, num_experts: int, num_chosen: int) -> "ExpertRouting":
-        """Return the routing assumed of an unknown text: k of E are chosen for every row."""
+        """Return the routing assumed of an unknown text: k of E are chosen for every row.
+
+        One for all plans, so that those which move the same bytes are equal.
+        """
         return cls(np.tile(_usual_E(num_experts, num_chosen), (num_layers, 1)))
 
     @classmethod

@@ -109,12 +109,15 @@ def find_hardware(name: str) -> Hardware:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """Read a machine from JSON; sizes and rates may be text such as `48GiB`. Raises `UserError`."""
+    """Read a machine from JSON. Raises `UserError`."""
     with told_by_system(f"cannot read {path}", "check the path"):
         values = read_object(path, "fix it")
     require_known(values, [field.name for field in fields(Hardware)], f"{path.name}: a machine")
-    values = {"name": path.stem, **values}
-    return Hardware(**{name: _parsed(path, name, value) for name, value in values.items()})
+    name = str(values.pop("name", path.stem))
+    known = {
+        field: field_value(field, value, f"{path.name}: {field}") for field, value in values.items()
+    }
+    return Hardware(name=name, **known)
 
 
 def require_known(values: Mapping[str, Any], known: Sequence[str], what: str) -> None:
@@ -124,14 +127,15 @@ def require_known(values: Mapping[str, Any], known: Sequence[str], what: str) ->
     require(other is None, rule, f"{other!r:.60}", "fix it")
 
 
-def _parsed(path: Path, name: str, value: Any) -> Any:
-    """Return the value of one field in the type that it needs."""
-    if name == "name":
-        return str(value)
-    if isinstance(value, str) and name.endswith("_bytes"):
-        return parse_size(value, f"{path.name}: {name}")
-    if isinstance(value, str) and name.endswith("bytes_per_s"):
-        return parse_rate(value, f"{path.name}: {name}")
-    if type(value) not in (int, float):
-        raise UserError(f"{path.name}: {name} must be a number, got {value!r}: fix it")
-    return int(value) if name.endswith("_bytes") and math.isfinite(value) else value
+def field_value(field: str, value: Any, what: str) -> Any:
+    """Return what a file says of a field, in the type that it needs. Raises `UserError`.
+
+    Sizes and rates may be text such as `48GiB` and `3GB/s`; `Hardware` checks how large they are.
+    """
+    if isinstance(value, str) and field.endswith("_bytes"):
+        return parse_size(value, what)
+    if isinstance(value, str) and field.endswith("_per_s"):
+        return parse_rate(value, what)
+    is_number = type(value) in (int, float)
+    require(is_number, f"{what} must be a number", f"{value!r:.60}", "fix it")
+    return int(value) if field.endswith("_bytes") and math.isfinite(value) else value

@@ -51,7 +51,7 @@ _WRITING_DEPTH = 16
 class TracedWindow(NamedTuple):
     """What one window has told."""
 
-    ranks: list[Rank]
+    ranks: Annotated[list[Rank], Meta(min_length=1)]
     # tokens of every pass, for each of the question's bounds
     bursts_B: list[list[Annotated[int, Meta(ge=1)]]]
 

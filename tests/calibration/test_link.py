@@ -7,13 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_device import FakeDevice
 
 from offload.calibration import link as calibrate
 from offload.calibration import link as device_link
+from offload.calibration import startup
+from offload.calibration.kernels import NO_KERNELS
 from offload.calibration.link import copy_bytes_per_s, device_link_bytes_per_s, link_bytes_per_s
 from offload.memory.plan import MemoryPlan
+from offload.planning.cost_model import Curve, Traffic
+from offload.planning.selector import RunSettings, TreeSelector
+from offload.sampling_options import Sampling
 from offload.streaming.disk import DiskReader, allocate
+from offload.threads import ThreadPolicy
+from offload.trees.spec import parse_tree
 
 
 def test_the_link_is_measured_for_so_long_and_all_over_the_file(
@@ -73,3 +81,19 @@ def test_experts_that_the_host_has_no_room_for_come_as_fast_as_the_disk(monkeypa
     assert rate(40) == pytest.approx(2000) and rate(0) == pytest.approx(1000)
     assert rate(80, streamed_bytes=80_000, disk_streamed_bytes=80_000) == pytest.approx(2000), "layers beside them"
     assert rate(40, is_streamed=False) == math.inf
+
+
+@pytest.mark.parametrize(("streams_from", "asked", "link"), [(256, [2048], 5.0), (1 << 20, [], math.inf)])
+def test_the_link_is_measured_where_only_larger_trees_than_usual_stream(
+    streams_from: int, asked: list[int], link: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mistake that was: what streams with larger trees was taken to come in no time, and they were chosen."""
+    monkeypatch.setattr(startup, "sweep_curve", lambda *_: Curve((1,), (1.0,)))
+    target: Any = SimpleNamespace(place=torch.device("cpu"), layer_layouts=[None], typical_layer=0)
+    trees = TreeSelector(
+        parse_tree("auto"), lambda *_: (None, ""), lambda num: Traffic(100 if num >= streams_from else 0, 0)
+    )
+    of = list[int]()
+    how: Any = {"threads": ThreadPolicy.fixed(1), "choice": NO_KERNELS, "link": lambda num: of.append(num) or 5.0}
+    startup.calibrate(trees, target, None, lambda _: None, RunSettings(Sampling(), "match"), **how)  # type: ignore[arg-type, return-value]
+    assert of == asked and trees.link_bytes_per_s == link

@@ -278,7 +278,7 @@ def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch:
     assert traces(1) == wanted and asked == [0, 1]
     question(0).state_path.write_text('{"windows": [[[0], []]]}')
     assert traces(0) == wanted and asked == [1]
-    for unsound in ("[[0, 99], []]", "[[0.0], []]", "[[0], [[1]]]", "[[0]]", "7"):
+    for unsound in ("[[], []]", "[[0, 99], []]", "[[0.0], []]", "[[0], [[1]]]", "[[0]]", "7"):
         question(0).state_path.write_text(f'{{"windows": [{unsound}]}}')
         assert traces(0) == wanted and asked == [0, 1], "what is not sound counts for nothing"
 
