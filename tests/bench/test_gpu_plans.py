@@ -32,7 +32,7 @@ class _AdmittedError(Exception):
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
     """Return the plan of every decoder that was admitted; none is built."""
-    card = SimpleNamespace(computing=nullcontext, name="a device", place=torch.device("cuda", 0))
+    card = SimpleNamespace(computing=nullcontext, name="a device", place=torch.device("cuda", 0), has_own_memory=True)
     found = list[MemoryPlan]()
 
     def open_pair(run: ResolvedRun, *_: Any, **__: Any) -> NoReturn:
