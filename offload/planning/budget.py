@@ -101,8 +101,9 @@ def prompt_costs(budget: MemoryBudget, files: ModelFiles, num_rows: int) -> Cost
     """Return the costs of a prompt's pass by the rates that chose its rows; None without rates."""
     if budget.rates is None:
         return None
-    seconds = num_rows * row_s(model_shape(files.target, budget.dtype), budget.rates.flops_per_s)
-    compute_s = Curve((1, num_rows), (seconds / num_rows, seconds))
+    own_s = row_s(model_shape(files.target, budget.dtype), budget.rates.flops_per_s)
+    rows = (1, max(2, num_rows))
+    compute_s = Curve(rows, tuple(own_s * num for num in rows))
     return replace(link_alone(budget.rates.link_bytes_per_s), compute_s=compute_s)
 
 

@@ -136,11 +136,7 @@ class Traffic(NamedTuple):
         carry meanwhile.
         """
         slots_bytes = plan.num_slots * plan.slot_bytes
-        link_bytes = 0
-        if hardware is not None:
-            link_bytes = int(
-                plan.disk_streamed_bytes * hardware.feed_bytes_per_s / hardware.disk_bytes_per_s
-            )
+        link_bytes = int(plan.disk_streamed_bytes * hardware.link_over_disk) if hardware else 0
         experts = ExpertTraffic.of(plan, hardware)
         is_disk_slower = link_bytes > plan.streamed_bytes or (
             experts is not None and experts.is_disk_slower

@@ -135,18 +135,12 @@ class ExpertTraffic(NamedTuple):
         routing = ExpertRouting.usual(
             num_layers, plan.num_experts // num_layers, plan.experts_per_token // num_layers
         )
-        is_far = hardware is not None and plan.gpu_bytes is not None
-        link_over_disk = (
-            hardware.feed_bytes_per_s / hardware.disk_bytes_per_s
-            if hardware is not None and is_far
-            else 1.0
-        )
         return cls(
             plan.expert_slot_bytes,
             plan.num_kept_experts,
             routing,
             min(num_in_memory, plan.num_experts),
-            max(1.0, link_over_disk),
+            max(1.0, hardware.link_over_disk) if hardware else 1.0,
         )
 
     def link_bytes_at(self, num_rows: float) -> float:

@@ -65,6 +65,11 @@ class Hardware:
         """Return the rate at which layers arrive: over a GPU's link, else from the disk."""
         return self.link_bytes_per_s or self.disk_bytes_per_s
 
+    @property
+    def link_over_disk(self) -> float:
+        """Return the link's rate over the disk's; 1 where the disk is the link."""
+        return self.feed_bytes_per_s / self.disk_bytes_per_s
+
 
 # Memory is what the driver reports (MiB), which ECC and the vendor's GB make less than the name
 # says; then the peaks of its rate (GB/s) and of bf16 products (TFLOP/s), and the link.
