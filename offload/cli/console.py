@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from offload.cli.flags import as_flags
 from offload.cli.progress import Phase, Progress, TextProgress
-from offload.cli.terminal import column_after, columns, fitted
+from offload.cli.terminal import column_after, columns, fitted, fitting
 from offload.engine.hooks import Hooks
 from offload.interrupts import held_back
 from offload.options import OutputOptions
@@ -224,7 +224,7 @@ class Console:
         if self.progress is None:
             return
         width = columns(self._stream)
-        line = _fitting(self.progress.parts(), width - 1)
+        line = fitting(self.progress.parts(), width - 1)
         if not self._redraws:
             line = "" if self._column else f"{line}\n"
         elif self._column:
@@ -252,16 +252,6 @@ class Console:
         if self._has_wrapped:
             sys.stdout.write(" \r")
             self._column = 0
-
-
-def _fitting(parts: list[str], width: int) -> str:
-    """Return as many parts as fit, and of the first as much as does."""
-    line = parts[0][:width]
-    for part in parts[1:]:
-        if len(line) + len(part) + 2 > width:
-            break
-        line += f", {part}"
-    return line
 
 
 def _is_same_file(one: TextIO, other: TextIO) -> bool:

@@ -84,6 +84,18 @@ def test_text_is_what_it_is_without_the_line(num_columns: int, seed: int) -> Non
         assert trimmed(screen.lines) == trimmed(text_alone("".join(pieces), num_columns))
 
 
+def test_a_wide_name_leaves_nothing_behind() -> None:
+    """Half of its letters fill the row, and none of them steers the terminal."""
+    with Terminal(20) as terminal:
+        line, screen = Console(OutputOptions()), Screen(NUM_ROWS, 20)
+        line.show(Phase("reading \x1b[2J日本語の言語モデル" * 2))
+        screen.feed(terminal.read())
+        assert trimmed(screen.lines) == ["reading ?[2J日本語"]
+        line.close()
+        screen.feed(terminal.read())
+        assert trimmed(screen.lines) == [""]
+
+
 def trimmed(lines: list[str]) -> list[str]:
     return "\n".join(lines).rstrip("\n").split("\n")
 
