@@ -107,7 +107,8 @@ def _said_of(error: Any, given: list[str]) -> str:
     rule = rule.replace("greater than or equal to", "at least")
     rule = rule.replace("less than or equal to", "at most")
     told = f"{'/'.join(names)} must {rule}"
-    for word, behind in zip(given, [*given[1:], ""], strict=True):
+    # of a flag that is given twice the last one counts
+    for word, behind in reversed([*zip(given, [*given[1:], ""], strict=True)]):
         name, _, value = word.partition("=")
         if name in names:
             return f"{told}, got {(value or behind)!r:.80}"

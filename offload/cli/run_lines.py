@@ -188,11 +188,16 @@ def clipped_line(asked: int, num_new: int, num_prompt: int, plan: "MemoryPlan") 
     return f"at most {num_new} new tokens and not {asked}: {room} {behind}{_longer(plan)}"
 
 
+def fills_context(stats: Stats, plan: "MemoryPlan") -> bool:
+    """Return whether a text has all the room that there is."""
+    return stats.num_prompt_tokens + stats.num_new_tokens >= plan.context
+
+
 def cut_line(stats: Stats, finish_reason: str, plan: "MemoryPlan") -> str:
     """Return that a text is cut off, and by what; nothing where it has come to its end."""
     if finish_reason != "length" or not stats.num_new_tokens:
         return ""
-    if stats.num_prompt_tokens + stats.num_new_tokens >= plan.context:
+    if fills_context(stats, plan):
         return f"the text is cut off where the context of {plan.context} ends{_longer(plan)}"
     num = plural(stats.num_new_tokens, "token")
     return f"the text is cut off after {num}: -n -1 writes as many as the context has room for"

@@ -5,6 +5,7 @@ Invariant: what is finished is written at once and whole, however the command en
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -16,7 +17,13 @@ from offload.cli.console import Console
 from offload.cli.flags import as_flags
 from offload.cli.loading import Loading
 from offload.cli.progress import BatchProgress
-from offload.cli.run_lines import alpha_line, clipped_line, closing_lines, cut_line
+from offload.cli.run_lines import (
+    alpha_line,
+    clipped_line,
+    closing_lines,
+    cut_line,
+    fills_context,
+)
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Prompt, Request
@@ -158,19 +165,21 @@ def _finished(
 ) -> Iterator[Finished]:
     """Yield results as they finish; in the end, interrupted or not, a line tells how fast."""
     progress = BatchProgress(len(requests), len(decoder.plan.layer_bytes))
-    num_cut = 0
+    num_cut = Counter[str]()
     console.show(progress)
     try:
         with closing(write_all(decoder, requests, progress.advance)) as finished:
             for one in finished:
                 written = None if isinstance(one.outcome, UserError) else one.outcome
-                num_cut += written is not None and written.finish_reason == "length"
+                if written is not None and written.finish_reason == "length":
+                    is_full = fills_context(written.stats, written.plan)
+                    num_cut["where the context ends" if is_full else "by -n"] += 1
                 progress.finish(0 if written is None else len(written.token_ids))
                 yield one
     finally:
         console.clear()
         texts = f"{progress.num_done:,} of {plural(progress.num_texts, 'text')}"
-        texts += f", {num_cut:,} of them cut off by -n" if num_cut else ""
+        texts += "".join(f", {num:,} of them cut off {how}" for how, num in num_cut.items())
         took = f"{plural(progress.num_tokens, 'token')} in {duration(progress.elapsed_s)}"
         speed = f"{progress.tokens_per_s:.2f} tokens/s over all"
         console.say(f"{texts}, {took}: {speed}, {progress.tokens_per_pass:.2f} tokens/pass")

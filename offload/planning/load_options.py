@@ -11,7 +11,7 @@ from pathlib import Path
 
 from offload.checkpoint.files import open_regular
 from offload.datastore.store import read_store
-from offload.declaration import whole_number
+from offload.declaration import options_of, whole_number
 from offload.errors import UserError, require, told_by_system
 from offload.options import DTYPES, EXPERTS, ModelOptions
 from offload.planning.profile import parse_profile
@@ -121,6 +121,10 @@ class LoadOptions(ModelOptions):
             is_path = path is None or isinstance(path, str | os.PathLike)
             require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
         parse_match_length(self.lookup_length)
+        has_length = self.lookup_length != options_of(ModelOptions)["lookup_length"].default
+        is_idle = has_length and self.lookup is False and self.datastore is None
+        rule = "`lookup_length` is of `lookup` and of `datastore`"
+        require(not is_idle, rule, "neither", "leave it out")
         if self.datastore is not None:
             read_store(self.datastore)
         if self.ngram is not None and self.ngram_is_store:
