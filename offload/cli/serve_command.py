@@ -40,6 +40,7 @@ def serve(
     loading = Loading.of(models, model_options)
     keys = read_keys(server.api_key_file, server.host)
     max_body_bytes = parse_size(server.max_body, "`max_body`")
+    require(all(server.alias or ()), "`alias` must be a name", "''", "leave it out")
     for origin in server.cors or ():
         is_origin = re.fullmatch(r"https?://[a-z0-9.-]+(:\d+)?", origin) is not None
         rule = "`cors` must be an origin, with no path and no capitals"

@@ -99,7 +99,11 @@ def test_demo_of_a_small_size_finds_its_own_budget() -> None:
 def test_demo_is_refused_before_a_target_is_made(tmp_path: Path) -> None:
     refused = run_demo("--size", "300MB", "--ram", "50MB")
     assert_refused(refused, "for two layer slots", "budget is 50 MB", "raise --ram to")
-    assert "--context" not in refused.err, "which it does not have"
+    assert_refused(run_demo("--size", "300GB"), "--size must be at most 200GB, got 300000000000: try 2GB")
+    wordy = run_demo("--size", "300MB", "-p", "x " * 2000)
+    assert_refused(wordy, "exceed the context of 512: shorten the prompt or lower -n")
+    for one in (refused, wordy):
+        assert "--context" not in one.err, "which it does not have"
     least_mb = re.search(r"raise --ram to (\d+)MB", refused.err)
     assert least_mb is not None and not list(tmp_path.rglob("*.safetensors"))
     least = demo_options(LoadOptions(tree="16x8"), 300_000_000).ram
