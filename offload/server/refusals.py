@@ -75,8 +75,8 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
         return refuse_closing()
     if isinstance(error, UserError):
         message = str(error).replace("`max_new_tokens`", "`max_tokens`")
-        # the record of an option begins its line with the field
-        named = re.match(r"`(\w+)` ", message)
+        # the rule, before the value and the remedy, names the field
+        named = re.search(r"`(\w+)`", re.split(", got |: ", message)[0])
         return Refusal(400, message, param=named and named[1])
     if isinstance(error, RunError):  # whose words name files of this machine
         return Refusal(500, "the run failed, and the server's log says why", code="run_failed")

@@ -105,6 +105,7 @@ LONG_STOP = "x" * 2000  # every pass looks for the beginnings of each in all of 
 
 
 @pytest.mark.parametrize("change", [{"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"max_token": 1},
+                                    {"logit_bias": {"-1": 1}}, {"logit_bias": {"1000000": 1}},
                                     {"stop": LONG_STOP}, {"stop": ["y", LONG_STOP]}], ids=str)  # fmt: skip
 def test_programs_are_told_which_field_is_wrong(served: Served, change: dict[str, Any]) -> None:
     assert told(ask(served, CHAT, CHAT_BODY | change), 400)["param"].startswith(next(iter(change)))
