@@ -3,11 +3,13 @@
 With `--ranks`: which way of sharing a model is better on a cluster, and what every rank does.
 """
 
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from offload.checkpoint.sizes import ModelFacts
+from offload.cli.terminal import columns
 from offload.distributed.layout import RankPart
 from offload.memory.plan import MemoryPlan
 from offload.memory.tiers import LayerTier
@@ -226,10 +228,11 @@ def _tokens_words(found: Estimate, *, is_verbose: bool) -> str:
 
 
 def wrapped(label: str, words: str) -> str:
-    """Return a label and what it says, in lines of a narrow screen."""
+    """Return a label and what it says, in lines of a narrow screen, or of one that is narrower."""
+    width = columns(sys.stdout) if sys.stdout.isatty() else _LINE_WIDTH
     return textwrap.fill(
         words,
-        _LINE_WIDTH,
+        min(width, _LINE_WIDTH),
         initial_indent=f"  {label:<{_LABEL_WIDTH}}",
         subsequent_indent=" " * (_LABEL_WIDTH + 2),
         break_long_words=False,

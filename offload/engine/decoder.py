@@ -276,10 +276,6 @@ class Decoder(TokenDecoder):
         with self._encoding:
             return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, tools=tools)
 
-    def room(self, prompt_ids: abc.Sequence[int]) -> int:
-        """Return how many new tokens may follow on a prompt; less than one where it is too long."""
-        return self.plan.context - len(self._start or prompt_ids)
-
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name, self.rule.lenience)
         has_drawn = self.identities.files.draft is not None and rule.drafting.keeps_distributions

@@ -1,7 +1,9 @@
 """What `offload plan` prints: an answer to read at 80 columns, of mixtures too, and all terms where asked for."""
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from transformers import AutoConfig
 import offload
 from offload.calibration import link as rates
 from offload.cli.flags import as_flags
-from offload.cli.plan_lines import _count
+from offload.cli.plan_lines import _count, wrapped
 from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import estimate
 from offload.units import format_bytes
@@ -38,6 +40,21 @@ def printed(*flags: object) -> str:
     outcome = shell("plan", *flags)
     assert outcome.code == 0 and outcome.err == "" and max(map(len, outcome.out.splitlines())) < 80
     return outcome.out
+
+
+def test_rows_are_as_narrow_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are broken once, between words, and go on below themselves."""
+    words = "one pass over the weights moves 128 GB: 43 s"
+    whole = f"  a pass    {words}"
+    for width, is_terminal, first in (
+        ("40", True, "  a pass    one pass over the weights"),
+        ("400", True, whole),
+        ("40", False, whole),
+    ):
+        monkeypatch.setenv("COLUMNS", width)
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        monkeypatch.setattr(sys.stdout, "isatty", lambda told=is_terminal: told)
+        assert wrapped("a pass", words).split("\n")[0] == first
 
 
 def one_line(*flags: object) -> str:
