@@ -20,7 +20,8 @@ from offload.options import OutputOptions
 from offload.units import format_bytes, parse_size, plural
 
 if TYPE_CHECKING:
-    from offload.datastore.build import Coder, Corpus, Messages, OnPhase
+    from offload.datastore.build import Coder, OnPhase
+    from offload.datastore.corpus import Corpus, Messages
     from offload.datastore.store import Store
     from offload.engine.text import Tokenizer
 
@@ -171,7 +172,7 @@ def _write(
     skip_bad: bool,
     output: OutputOptions,
 ) -> None:
-    from offload.datastore.build import Corpus
+    from offload.datastore.corpus import Corpus
     from offload.engine.precheck import tokenizer_place
 
     with Console(output, ram) as console:
@@ -245,7 +246,7 @@ def _write_store(
 
 
 def _rendered(tokenizer: "Tokenizer", messages: "Messages") -> str:
-    from offload.datastore.build import joined
+    from offload.datastore.corpus import joined
     from offload.engine.text import render_chat
 
     if not tokenizer.chat_template:

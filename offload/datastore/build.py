@@ -1,16 +1,11 @@
-"""Build datastores: read documents from files, encode them in batches, sort them chunk by chunk.
+"""Build datastores: encode documents in batches, sort them chunk by chunk.
 
-Documents are text and code as it is, and the usual layouts of chats and samples in lines of JSON.
 Invariant: however a build ends, there is a whole store or none; however an addition ends, there is
 the old store or the new one. Beside the process's own memory it takes 5 bytes for every byte of a
-chunk's text, and a batch. No document contains bytes that are not UTF-8; skipped files are counted
-or named, and a file that was named but cannot be used is an error unless bad ones are to be
-skipped.
+chunk's text, and a batch.
 """
 
-import codecs
 import hashlib
-import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.checkpoint.files import becoming, is_free, locked, open_regular
+from offload.checkpoint.files import becoming, is_free, locked
 from offload.datastore.index import MAX_TEXT_BYTES, ReversedText, TokenWidth, sorted_positions
 from offload.datastore.store import (
     MANIFEST_NAME,
@@ -39,7 +34,7 @@ from offload.datastore.store import (
     vocabulary_sha256,
     vocabulary_size,
 )
-from offload.errors import UserError, ensure, reason, require
+from offload.errors import UserError, require
 from offload.machine import rss_bytes
 from offload.units import format_bytes
 
@@ -48,16 +43,7 @@ _BATCH_CHARS = 1 << 20
 _RESERVE_BYTES = 256 << 20  # for a batch, and what libraries keep
 _LEAST_ROOM = 1 << 16  # tokens of a chunk
 _WRITE_BYTES = 1 << 24
-_READ_BYTES = 1 << 20
 _ROOM = "free some room or take another place"
-# Longer texts become several documents, cut at a line's end, so that no file need fit in memory.
-_PIECE_CHARS = 1 << 16
-_MAX_LINE_BYTES = 64 << 20
-_HEAD_BYTES = 8192  # a zero byte in them means that a file is no text, as for git
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # in ShareGPT's files
-_LAYOUTS = "text, messages (role, content), conversations (from, value), or prompt and completion"
-
-Messages = list[dict[str, str]]  # each with role and content
 OnPhase = Callable[[str], object]  # is told what begins, where its duration is unknown
 
 
@@ -255,159 +241,3 @@ def _refusing_bad_places(path: Path) -> Iterator[None]:
     except OSError as error:
         what = f"cannot write {path} ({error.strerror or error})"
         raise UserError(f"{what}: nothing of it was kept, {_ROOM}") from None
-
-
-class _File(NamedTuple):
-    path: Path
-    num_bytes: int
-    is_named: bool  # by the user, not found in a folder
-
-
-def joined(messages: Messages) -> str:
-    """Return a conversation as text, for models without a chat template."""
-    return "\n".join(message["content"] for message in messages)
-
-
-class Corpus:
-    """The documents in files and folders; folders are walked in the order of names.
-
-    Args:
-        skips_bad: list bad files and lines in `bad` instead of raising `UserError` for the first.
-        or_else: what that error adds, such as how to skip them.
-    """
-
-    def __init__(
-        self, paths: Sequence[Path], *, skips_bad: bool = False, or_else: str = ""
-    ) -> None:
-        self._skips_bad = skips_bad
-        self._or_else = or_else
-        self.bad: list[str] = []  # a line of explanation each
-        self.num_binary = 0
-        self.num_hidden = 0
-        self.done_bytes = 0
-        given = (Path(os.path.expanduser(path)) for path in paths)
-        self._files = [file for path in given for file in self._found(path)]
-        self.num_files = len(self._files)
-        self.num_bytes = sum(file.num_bytes for file in self._files)
-
-    def documents(self, render: Callable[[Messages], str] = joined) -> Iterator[str]:
-        """Yield the texts, conversations rendered. Raises `UserError` for a bad one that counts."""
-        before = 0
-        for file in self._files:
-            try:
-                for text, done_bytes in self._texts(file, render):
-                    self.done_bytes = before + min(done_bytes, file.num_bytes)
-                    yield text
-            except OSError as error:
-                what = f"cannot read {file.path} ({error.strerror or reason(error)})"
-                self._refuse(what, "check its permissions")
-            before += file.num_bytes
-            self.done_bytes = before
-
-    def _found(self, path: Path) -> Iterator[_File]:
-        if not path.is_dir():
-            try:
-                yield _File(path, path.stat().st_size, True)
-            except OSError as error:
-                self._refuse(f"cannot read {path} ({error.strerror})", "check the path")
-            return
-        for folder, inner, names in os.walk(path, onerror=self._refuse_folder):
-            self.num_hidden += sum(name.startswith(".") for name in (*inner, *names))
-            inner[:] = sorted(name for name in inner if not name.startswith("."))
-            for name in sorted(name for name in names if not name.startswith(".")):
-                file = Path(folder, name)
-                if file.exists() and not file.is_file():  # such as a pipe, which is no text either
-                    self.num_binary += 1
-                else:  # a link that leads nowhere is told when it is read
-                    yield _File(file, file.stat().st_size if file.exists() else 0, False)
-
-    def _refuse_folder(self, error: OSError) -> None:
-        self._refuse(f"cannot read {error.filename} ({error.strerror})", "check its permissions")
-
-    def _refuse(self, what: str, remedy: str) -> None:
-        if not self._skips_bad:
-            raise UserError(f"{what}: {remedy}{self._or_else}")
-        self.bad.append(what)
-
-    def _texts(self, file: _File, render: Callable[[Messages], str]) -> Iterator[tuple[str, int]]:
-        """Yield texts, and how many bytes of the file they have taken."""
-        with open_regular(file.path) as raw:
-            is_binary = b"\0" in raw.read(_HEAD_BYTES)
-            raw.seek(0)
-            if is_binary and file.is_named:
-                self._refuse(f"{file.path} is no text, it has zero bytes", "take it out")
-            elif is_binary:
-                self.num_binary += 1
-            elif file.path.suffix == ".jsonl":
-                yield from self._lines(file.path, raw, render)
-            elif (wrong := _first_wrong(raw)) is not None:
-                self._refuse(f"{file.path} must be UTF-8, it is not at byte {wrong}", "convert it")
-            else:
-                raw.seek(0)
-                # utf-8-sig drops the byte order mark that some files begin with
-                with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as reader:
-                    yield from ((piece, raw.tell()) for piece in _pieces(reader))
-
-    def _lines(
-        self, path: Path, raw: BinaryIO, render: Callable[[Messages], str]
-    ) -> Iterator[tuple[str, int]]:
-        done_bytes = 0
-        for number, line in enumerate(iter(lambda: raw.readline(_MAX_LINE_BYTES), b""), start=1):
-            done_bytes += len(line)
-            try:
-                text = ""
-                if line.strip():
-                    rule = f"must have less than {_MAX_LINE_BYTES >> 20} MiB"
-                    ensure(len(line) < _MAX_LINE_BYTES, rule)
-                    text = text_of(json.loads(line.decode("utf-8")), render)
-                    text.encode("utf-8")  # half a character, which JSON can write, is none
-            except (ValueError, RecursionError) as error:
-                self._refuse(f"{path}:{number} {reason(error)}", "mend the line")
-                continue
-            yield from ((piece, done_bytes) for piece in _pieces(io.StringIO(text, newline="")))
-
-
-def text_of(record: Any, render: Callable[[Messages], str]) -> str:
-    """Return the text of one JSON record. Raises `ValueError` where it has none of the layouts."""
-    match record:
-        case {"text": str(text)}:
-            return text
-        case {"messages": [*messages]}:
-            return render([_message(one, "role", "content") for one in messages])
-        case {"conversations": [*turns]}:
-            return render([_message(one, "from", "value") for one in turns])
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            return prompt + completion
-    raise ValueError(f"must be an object with {_LAYOUTS}")
-
-
-def _message(record: Any, role: str, content: str) -> dict[str, str]:
-    """Return one turn; of a content in parts (multimodal layouts), the text parts are joined."""
-    match isinstance(record, dict) and (record.get(role), record.get(content)):
-        case (str(who), str(said)):
-            return {"role": _ROLES.get(who, who), "content": said}
-        case (str(who), [*parts]):
-            texts = (part.get("text") for part in parts if isinstance(part, dict))
-            told = "\n".join(text for text in texts if isinstance(text, str))
-            return {"role": _ROLES.get(who, who), "content": told}
-    raise ValueError(f"has a message without {role} and {content}")
-
-
-def _first_wrong(raw: BinaryIO) -> int | None:
-    """Return the byte at which a file stops being UTF-8, or None."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    before = 0
-    for block in iter(lambda: raw.read(_READ_BYTES), b""):
-        kept_bytes = len(decoder.getstate()[0])
-        try:
-            decoder.decode(block)
-        except UnicodeDecodeError as error:
-            return before - kept_bytes + error.start
-        before += len(block)
-    num_left = len(decoder.getstate()[0])
-    return before - num_left if num_left else None
-
-
-def _pieces(reader: io.TextIOBase) -> Iterator[str]:
-    while piece := reader.read(_PIECE_CHARS):
-        yield piece + reader.readline(_PIECE_CHARS)

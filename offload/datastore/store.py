@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta, ValidationError, convert
+from msgspec import Meta, convert
 from numpy.typing import NDArray
 
 from offload.checkpoint.files import open_regular, read_object
@@ -200,7 +200,7 @@ def _checked(folder: Path, content: dict[str, Any]) -> Store:
             wanted = (text_bytes, 4 * chunk.num_tokens)
             ensure(0 < num_texts <= chunk.num_tokens, "documents hold tokens")
             ensure((chunk.tokens.num_bytes, chunk.positions.num_bytes) == wanted, "sizes differ")
-    except (ValidationError, ValueError):
+    except ValueError:
         what = f"{folder / MANIFEST_NAME} is not as offload datastore writes it"
         raise UserError(f"{what}: {AGAIN}") from None
     return store

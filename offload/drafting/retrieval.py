@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from offload.datastore.build import Corpus
+from offload.datastore.corpus import Corpus
 from offload.datastore.index import SuffixIndex, heaviest
 from offload.datastore.store import open_datastore
 from offload.drafting.base import NoState

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.datastore import build as corpora
-from offload.datastore.build import Corpus, Messages
+from offload.datastore import corpus as corpora
+from offload.datastore.corpus import Corpus, Messages
 from offload.errors import UserError
 
 
@@ -55,7 +55,8 @@ def test_layouts_of_lines(record: object, plain: str, in_template: str, tmp_path
 def test_marks_and_empty_lines_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n{"text": ""}\n  \n{"text": "x"}')
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbftext")  # some editors begin with such a mark
-    assert documents(tmp_path / "a.jsonl", tmp_path / "b.txt") == ["x", "text"]
+    (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "y"}\n')
+    assert documents(tmp_path / "a.jsonl", tmp_path / "b.txt", tmp_path / "c.jsonl") == ["x", "text", "y"]
 
 
 BAD_LINES: list[tuple[bytes, str]] = [
@@ -173,3 +174,24 @@ def test_a_file_that_may_not_be_read_or_is_not_there_is_named(tmp_path: Path, mo
         documents(tmp_path)
     with pytest.raises(UserError, match=r"cannot read .*nowhere \(No such file or directory\): check the path"):
         Corpus([tmp_path, tmp_path / "nowhere"])  # before anything is read
+
+
+def test_a_file_that_may_not_be_looked_at_is_named_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that may be listed and not entered."""
+    stat = Path.stat
+
+    def forbid(path: Path, **how: bool) -> os.stat_result:
+        if path.name == "a.txt":
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **how)
+
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(Path, "stat", forbid)
+    monkeypatch.setattr(corpora, "open_regular", lambda path: path.stat() and path.open("rb"))
+    with pytest.raises(UserError, match=r"cannot read .*a.txt \(Permission denied\): check its permissions$"):
+        documents(tmp_path)
+    corpus = Corpus([tmp_path], skips_bad=True)
+    assert list(corpus.documents()) == ["b.txt"] and len(corpus.bad) == 1
