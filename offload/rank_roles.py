@@ -133,6 +133,8 @@ def find_place(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
     rank = _number(environment, "RANK")
     num_ranks = _number(environment, "WORLD_SIZE")
     require(rank < num_ranks, f"RANK must be less than WORLD_SIZE {num_ranks}", rank, START)
+    port = _number(environment, "MASTER_PORT")
+    require(0 < port < 2**16, "MASTER_PORT must lie in 1 to 65535", port, START)
     return RankInfo(
         rank,
         num_ranks,
@@ -140,7 +142,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
         _number(environment, "LOCAL_RANK", rank),
         _number(environment, "LOCAL_WORLD_SIZE", num_ranks),
         address,
-        _number(environment, "MASTER_PORT"),
+        port,
     )
 
 

@@ -3,6 +3,7 @@
 With `--ranks`: which way of sharing a model is better on a cluster, and what every rank does.
 """
 
+import math
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -305,13 +306,14 @@ def cluster_lines(found: Forecast, *, is_verbose: bool = False) -> str:
     """
     network = found.cluster.network
     head = found.cluster.ranks[0].name
-    latency = f"{1e6 * network.latency_s:.0f} us a message"
     rows = [
         ("model", model_words(found.models[0])),
         *(("draft", f"{model_words(draft)}, stays on {head}") for draft in found.models[1:]),
-        ("network", f"{_gb(network.bytes_per_s)}/s each way, {latency}"),
-        ("why", found.why),
     ]
+    if math.isfinite(network.bytes_per_s):  # one rank may have none
+        latency = f"{1e6 * network.latency_s:.0f} us a message"
+        rows.append(("network", f"{_gb(network.bytes_per_s)}/s each way, {latency}"))
+    rows.append(("why", found.why))
     if len(found.best.rates) > 1:
         rate = found.best.rates[-1]
         low, high = (f"{tokens:.1f}" for tokens in rate.tokens_range)

@@ -193,7 +193,11 @@ class Forecast(NamedTuple):
             "s_per_token_range": self.best.rates[-1].s_per_token_range,
             "is_link_alone": self.is_link_alone,
             "models": models_told(self.models),
-            "network": self.cluster.network._asdict(),
+            # one rank may have none
+            "network": {
+                name: value if math.isfinite(value) else None
+                for name, value in self.cluster.network._asdict().items()
+            },
             **{way.kind: way.as_dict() for way in self.ways},
         }
 
@@ -371,11 +375,11 @@ def _stage_times(
 def _better(
     request: ClusterRequest, shards: ClusterForecast, stages: ClusterForecast
 ) -> tuple[Kind, str]:
-    if len(request.cluster.ranks) == 1:
-        return "shards", "one rank has all of it either way"
     for way, other in ((shards, stages), (stages, shards)):
         if other.layout is None:
             return way.kind, f"{other.kind} do not work here: {other.refusal}"
+    if len(request.cluster.ranks) == 1:
+        return "shards", "one rank has all of it either way"
     assert shards.layout is not None and stages.layout is not None
     one = shards.usual
     link_s = max(part.link_s for part in shards.layout.parts)

@@ -232,6 +232,18 @@ def test_a_way_that_does_not_work_is_said(tmp_path: Path) -> None:
     assert outcome.code == 2 and "as shards, " in outcome.err and "; as stages, 9 stages need" in outcome.err
 
 
+def test_one_rank_needs_no_network_and_either_way_will_do(tmp_path: Path) -> None:
+    (tmp_path / "lab.json").write_text(json.dumps({"ranks": [{**LAPTOP, "name": "r0"}]}))
+    lab = ("--ranks", tmp_path / "lab.json", "--context", "64")
+    small, _ = save_pair(FAMILIES["llama"](), tmp_path / "llama")
+    found = json.loads(shell("plan", "-m", small, *lab, "--json").out, parse_constant=pytest.fail)
+    assert found["better"] == "shards" and found["network"] == {"bytes_per_s": None, "latency_s": 0.0}
+    assert "each way" not in shell("plan", "-m", small, *lab).out
+    experts, _ = save_pair(FAMILIES["mixtral"](), tmp_path / "mixtral")
+    found = figures("-m", experts, *lab)
+    assert found["better"] == "stages" and found["why"].startswith("shards do not work here: ")
+
+
 def test_no_torch_is_imported(cluster: Any) -> None:
     code = "import sys; from offload.__main__ import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     flags = [str(one) for one in cluster(LAPTOP, LAPTOP, draft=False)]

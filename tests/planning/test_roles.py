@@ -151,6 +151,7 @@ def test_stages_guess_where_there_is_a_draft_and_a_tree_is_not_ruled_out() -> No
         ("WORLD_SIZE", "many", "WORLD_SIZE must be a whole number"),
         ("MASTER_ADDR", "", "MASTER_ADDR must be set"),
         ("MASTER_PORT", "9" * 20, "MASTER_PORT must be a whole number"),
+        ("MASTER_PORT", "65536", "MASTER_PORT must lie in 1 to 65535, got 65536"),
     ],
 )
 def test_an_environment_that_cannot_be_is_refused(
