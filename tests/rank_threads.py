@@ -13,6 +13,7 @@ from in_memory import Delay, InMemory, in_memory
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
+from offload.errors import UserError
 from offload.planning.load_options import LoadOptions
 
 _NOBODY = Hooks()
@@ -35,7 +36,7 @@ class _Others:
         except BaseException as error:
             self.errors[transport.rank - 1] = error
             if not isinstance(error, SystemExit):
-                transport.close()
+                transport.close(str(error), is_refusal=isinstance(error, UserError))
 
     def join(self) -> None:
         for thread in self._threads:

@@ -40,7 +40,7 @@ import typer
 from offload.cli import batch_file, main, slash_commands
 from offload.sampling_options import Sampling
 from offload.engine.request import request_of
-from offload.distributed.orders import reset_message, sampling_of
+from offload.distributed.orders import Reset, decode, encode
 from offload.server.bodies import ChatBody
 from offload.server.page import read_page
 from offload.declaration import options_at
@@ -65,7 +65,7 @@ found = {
     "/set": slash_commands._HELP,
     "page": read_page().body.decode(),
     "Python": request_of("x", {"made_up": 0.25}).sampling.made_up,
-    "ranks": sampling_of(reset_message(0, Sampling(made_up=0.25))).made_up,
+    "ranks": decode(encode(Reset(0, Sampling(made_up=0.25)))).sampling.made_up,
     "lm-eval": [*options_at("harness", Sampling)],
     "docs": option_docs["with_table"](""),
     "arguments": option_docs["text_arguments"](),

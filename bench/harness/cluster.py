@@ -17,7 +17,7 @@ from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, followed
 from offload.bench.harness.process import Talker, free_port
 from offload.bench.harness.setting import Setting, least_ram
-from offload.distributed.layout import shard_files, share_layers
+from offload.distributed.sharding import shard_files, share_layers
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
 from offload.machine import peak_rss_bytes, rss_bytes

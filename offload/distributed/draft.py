@@ -1,8 +1,8 @@
 """The draft rank: it guesses ahead all the time, and answers the head from what it has.
 
-    DRAFT    RESET, GROW, ACCEPT from the head; GROW is answered once, soon: with fewer nodes if
+    DRAFT    Reset, Grow, Accept from the head; Grow is answered once, soon: with fewer nodes if
              more would take long
-    RESULT   TREE, where a head waits for stages, too; ERROR
+    RESULT   Guessed, where a head waits for stages, too
 
 Its tree (`DraftTree`) lives from step to step, and hands out its best nodes one after the other.
 Every node that was run has children with the chances p = softmax(beta u), as in
@@ -11,7 +11,7 @@ down, the rows of what hangs below stay in the cache, and what does not is forgo
 certain to be the next best once every node with a larger f has been run, for f never rises along a
 path; only such nodes are handed out.
 
-Invariants: every GROW gets one TREE. Which nodes it has, and in which order, does not depend on how
+Invariants: every Grow gets one answer. Which nodes it has, and in which order, does not depend on how
 much was run ahead, only how soon it comes; parents come before their children.
 """
 
@@ -25,17 +25,10 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.sizes import config_sizes
-from offload.distributed.orders import (
-    HEAD,
-    DraftNodeUpdate,
-    Least,
-    error_message,
-    read_grow,
-    sampling_of,
-    text_of,
-    tree_message,
-)
-from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.distributed.orders import HEAD, Accept, DraftNodeUpdate, Grow, Guessed, Reset
+from offload.distributed.rows import UncommittedRows
+from offload.distributed.service import Acts, obey
+from offload.distributed.transport import Channel, Transport
 from offload.drafting.base import ByKind
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, ranked_children
@@ -43,7 +36,6 @@ from offload.drafting.static import point_mass_scores
 from offload.engine.build import resident_model
 from offload.engine.resolve import ResolvedRun
 from offload.engine.sharing import num_shared
-from offload.errors import RankError
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -95,7 +87,7 @@ class DraftTree:
         self._sampler = sampler
         self._calibration = calibration
         self.root = DraftNode(tokens[-1], len(tokens) - 1, number=0)
-        self._rows = list[DraftNode]()
+        self._rows = UncommittedRows[DraftNode]()
         self._numbers = count(1)
         self._news = list[tuple[DraftNode, int]]()
 
@@ -109,15 +101,7 @@ class DraftTree:
             self.root.parent = None
             path.append(self.root)
         self._tokens += tokens
-        kept = [node for node in self._rows if self._is_below_root(node)]
-        self._cache.commit(
-            [node.row for node in path if node.row is not None],
-            [self._row_of(node) for node in kept],
-        )
-        self.root.row = None
-        self._rows = kept
-        for row, node in enumerate(kept):
-            node.row = row
+        self._cache.commit(*self._rows.commit(path, self._is_below_root))
 
     def best(
         self, num_nodes: int, least_f: float, least_p: float
@@ -187,17 +171,8 @@ class DraftTree:
         ]
 
     def _run_rows(self, nodes: Sequence[DraftNode]) -> Tensor:
-        first = len(self._rows)
-        self._rows += nodes
-        sees_WU = torch.zeros(len(nodes), len(self._rows), dtype=torch.bool)
-        for sees_U, (row, node) in zip(sees_WU, enumerate(nodes, first), strict=True):
-            node.row = row
-            above = node
-            while above is not self.root:
-                sees_U[self._row_of(above)] = True
-                assert above.parent is not None, "it hangs below the root"
-                above = above.parent
-        position_U = torch.tensor([node.position for node in self._rows])
+        sees_WU = torch.from_numpy(self._rows.add(nodes))
+        position_U = torch.tensor([node.position for node in self._rows.nodes])
         return self._draft.run(torch.tensor([node.token for node in nodes]), position_U, sees_WU)
 
     def _child(self, token: int) -> DraftNode:
@@ -216,11 +191,6 @@ class DraftTree:
         return above is not None
 
     @staticmethod
-    def _row_of(node: DraftNode) -> int:
-        assert node.row is not None, "it was run, and is not committed"
-        return node.row
-
-    @staticmethod
     def _number_of(node: DraftNode) -> int:
         assert node.number is not None, "it was told, or is among the news"
         return node.number
@@ -229,13 +199,6 @@ class DraftTree:
 _MOST_PASSES = 4  # for one answer, if it has a node at all
 _ANSWER = 8  # nodes that are made ready before the head asks
 _AHEAD = 2  # one of so many rows may be run before the head asks; the others are kept for answers
-
-
-@dataclass(slots=True)
-class _Asked:
-    num_nodes: int
-    least: Least
-    num_passes: int = 0
 
 
 def load_draft(run: ResolvedRun, context: int, num_rows: int) -> DraftTree:
@@ -247,26 +210,10 @@ def load_draft(run: ResolvedRun, context: int, num_rows: int) -> DraftTree:
 
 
 def serve_draft(transport: Transport, tree: DraftTree) -> None:
-    """Draft until the head says STOP. Raises `RankError` for its loss; other errors it is told."""
+    """Draft until the head says stop. Raises `RankError` for its loss, and what a pass raises."""
     service = _DraftService(transport, tree)
-    is_idle = True
-    try:
-        while True:
-            # With nothing to run this sleeps; else what has arrived comes first: it may change what
-            # is worth running.
-            message = (transport.receive if is_idle else transport.poll)(HEAD, Channel.DRAFT)
-            if message is None:
-                is_idle = not service.step()
-            elif message.kind in (Kind.STOP, Kind.ERROR):
-                return
-            else:
-                service.take(message)
-                is_idle = False
-    except RankError:
-        raise
-    except Exception as error:
-        transport.send(HEAD, Channel.RESULT, error_message(error))
-        raise
+    acts: Acts = {Reset: service.begin, Accept: service.accept, Grow: service.grow}
+    obey(transport, HEAD, Channel.DRAFT, acts, between=service.step)
 
 
 class _DraftService:
@@ -276,18 +223,23 @@ class _DraftService:
         self._transport = transport
         self._tree = tree
         self._calibration = ByKind[Sampling, DraftCalibration](DraftCalibration)
-        self._asked: _Asked | None = None
+        self._asked: Grow | None = None
+        self._num_passes = 0  # for the answer
 
-    def take(self, message: Message) -> None:
-        if message.kind == Kind.RESET:
-            self._begin(message)
-        elif message.kind == Kind.ACCEPT:
-            self._tree.accept(message.numbers)
-        elif message.kind == Kind.GROW:
-            assert self._asked is None, "one question at a time"
-            self._asked = _Asked(*read_grow(message))
-        else:
-            raise ValueError(f"a draft was told to {message.kind.name}")
+    def begin(self, order: Reset) -> None:
+        if self._asked is not None:  # at a tree that is gone
+            self._answer([])
+        calibration = self._calibration[order.sampling.kind]
+        sampler = Sampler(order.sampling, self._tree.vocab_size)
+        self._tree.begin(order.tokens, sampler, calibration)
+
+    def accept(self, order: Accept) -> None:
+        self._tree.accept(order.tokens)
+
+    def grow(self, order: Grow) -> None:
+        assert self._asked is None, "one question at a time"
+        self._asked = order
+        self._num_passes = 0
 
     def step(self) -> bool:
         """Answer, or run one pass; return False where there is nothing to do."""
@@ -299,22 +251,15 @@ class _DraftService:
             to_run = to_run[: max(0, room)]
         else:
             nodes, to_run = tree.best(asked.num_nodes, *asked.least)
-            is_late = asked.num_passes >= _MOST_PASSES and bool(nodes)
+            is_late = self._num_passes >= _MOST_PASSES and bool(nodes)
             if len(nodes) == asked.num_nodes or not to_run or is_late:
                 self._answer(tree.tell(nodes))
                 return True
-            asked.num_passes += 1
+            self._num_passes += 1
         if to_run:
             tree.run(to_run)
         return bool(to_run)
 
-    def _begin(self, message: Message) -> None:
-        if self._asked is not None:  # at a tree that is gone
-            self._answer([])
-        sampling = sampling_of(message)
-        calibration = self._calibration[sampling.kind]
-        self._tree.begin(text_of(message), Sampler(sampling, self._tree.vocab_size), calibration)
-
-    def _answer(self, told: Sequence[DraftNodeUpdate]) -> None:
+    def _answer(self, nodes: list[DraftNodeUpdate]) -> None:
         self._asked = None
-        self._transport.send(HEAD, Channel.RESULT, tree_message(told))
+        self._transport.send(HEAD, Channel.RESULT, Guessed(nodes))

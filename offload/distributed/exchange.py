@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from offload.distributed.layout import Sharding, ShardRole
+from offload.distributed.agreement import gather_values
+from offload.distributed.sharding import Sharding, ShardRole
 from offload.distributed.transport import Transport
 from offload.errors import UserError
 from offload.machine import peak_rss_bytes
@@ -87,9 +88,9 @@ class Exchange:
                 seconds.append(gathers.num_layers * layer_s)
         return Curve(_TIMED_ROWS, tuple(seconds))
 
-    def figures(self, stream: LayerStream, plan: MemoryPlan) -> RankFigures:
-        """Return what this rank has moved and held so far."""
-        return RankFigures(
+    def figures(self, stream: LayerStream, plan: MemoryPlan) -> list[RankFigures]:
+        """Return what each rank has moved and held so far; all ranks ask at one time."""
+        mine = RankFigures(
             plan.ram_bytes,
             self._own_bytes,
             peak_rss_bytes(),
@@ -102,6 +103,7 @@ class Exchange:
             dict(self.transport.bytes_sent),
             self.transport.exchange_s,
         )
+        return gather_values(self.transport, mine, RankFigures)
 
 
 def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange) -> None:

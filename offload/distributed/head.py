@@ -9,9 +9,9 @@
 
 Runs on their way survive between two calls of `advance`, so stages and draft work while the caller
 does something else. The run table (`runs.py`) says what runs are about; here is when. Replies come
-on RESULT (a draft elsewhere may take DRAFT), failures on CONTROL as well. A `CutOff` decides from
-which chance on a guess is worth a row of a run: f is the chance that the target walks through a
-node, so a row is worth f tokens, and it costs the slowest stage some time.
+on RESULT. A `CutOff` decides from which chance on a guess is worth a row of a run: f is the chance
+that the target walks through a node, so a row is worth f tokens, and it costs the slowest stage
+some time.
 
 Invariant: what is emitted is a walk over draws, whatever arrives when.
 """
@@ -23,17 +23,24 @@ from contextlib import suppress
 from enum import Enum
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from offload.distributed.orders import (
-    Issue,
+    Accept,
+    Cancel,
+    Commit,
+    Drawn,
+    Grow,
+    Guessed,
     Least,
-    commit_message,
-    grow_message,
-    read_error,
-    read_tree,
-    reset_message,
+    Order,
+    Reset,
+    RunOrder,
+    Stop,
+    packed,
 )
 from offload.distributed.runs import RunNode, RunStep, RunTable
-from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.distributed.transport import Channel, Transport
 from offload.engine.sharing import num_shared
 from offload.errors import RankError, require
 from offload.interrupts import held_back
@@ -188,7 +195,9 @@ class Head:
         self._most_rows = min(options.num_rows(price.num_free), num_uncommitted)
         self._table = RunTable(options.num_runs(len(roles.stages)), num_uncommitted)
         self._cut = CutOff(price.row_s, options.cut)
-        self._ways = _ways(roles)
+        # the head's own rank answers itself
+        answering = {roles.stages[-1], *([] if roles.draft is None else [roles.draft])}
+        self._ways = [(rank, Channel.RESULT) for rank in sorted(answering)]
         self._time = TokenTime()
         self._tokens = list[int]()
         self._draft = _Draft.IDLE
@@ -207,8 +216,8 @@ class Head:
             self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
             self._time.begin()
             self._tell("begun")
-            self._data(reset_message(num_kept, sampling))
-            self._ask_draft(reset_message(num_kept, sampling, self._tokens))
+            self._data(Reset(num_kept, sampling))
+            self._ask_draft(Reset(num_kept, sampling, tuple(self._tokens)))
             for lo in range(num_kept, len(tokens), PROMPT_ROWS):
                 self._issue_prompt(lo, min(lo + PROMPT_ROWS, len(tokens)))
             self._fill()
@@ -225,8 +234,8 @@ class Head:
             on_arrival()
             with held_back():
                 for source, channel in self._ways:
-                    while (message := self._transport.poll(source, channel)) is not None:
-                        self._take(source, message)
+                    while (answer := self._transport.poll(source, channel)) is not None:
+                        self._take(source, answer)
                 step = self._table.walk()
                 if step is not None:
                     self._take_step(step)
@@ -250,18 +259,18 @@ class Head:
         ways += [] if self._roles.draft is None else [(self._roles.draft, Channel.DRAFT)]
         for way in ways:
             with suppress(RankError):
-                self._transport.send(*way, Message(Kind.STOP))
+                self._transport.send(*way, Stop())
 
     def _issue_prompt(self, lo: int, hi: int) -> None:
         """Issue positions [lo, hi) of the prompt; only the very last row is drawn."""
         run = self._table.new_run()
         num_rows = hi - lo
-        sees = [list(range(row + 1)) for row in range(num_rows)]
-        issued = Issue(run, self._tokens[lo:hi], list(range(lo, hi)), sees)
+        sees = packed(np.tri(num_rows, dtype=bool))
+        num_drawn = int(hi == len(self._tokens))
         self._tell("issued", run, num_rows)
-        self._data(issued.message(int(hi == len(self._tokens))))
+        self._data(RunOrder(run, self._tokens[lo:hi], list(range(lo, hi)), sees, num_drawn))
         self._table.commit_prompt(run, num_rows)
-        self._data(commit_message(range(num_rows)))
+        self._data(Commit(list(range(num_rows))))
 
     def _fill(self) -> None:
         """Issue and ask for all that may be issued and asked for now."""
@@ -269,9 +278,9 @@ class Head:
             return
         self._ask_for_guesses()
         while self._table.has_credit and (nodes := self._next_nodes()):
-            issued = self._table.issue(nodes)
-            self._tell("issued", issued.run, len(nodes))
-            self._data(issued.message(len(nodes)))
+            run = self._table.issue(nodes)
+            self._tell("issued", run.number, len(nodes))
+            self._data(run)
             self._draft = _Draft.IDLE if self._draft == _Draft.SHORT else self._draft
             self._ask_for_guesses()
 
@@ -311,33 +320,30 @@ class Head:
             return
         self._num_asked = self._num_wanted - len(self._guesses(self._num_wanted))
         if self._num_asked > 0:
-            self._ask_draft(grow_message(self._num_asked, self._cut.least(self._time.token_s)))
+            self._ask_draft(Grow(self._num_asked, self._cut.least(self._time.token_s)))
             self._draft = _Draft.ASKED
 
-    def _take(self, source: int, message: Message) -> None:
-        if message.kind == Kind.DRAWN and source == self._roles.stages[-1]:
-            self._take_draws(source, message.numbers)
-        elif message.kind == Kind.TREE and source == self._roles.draft:
-            self._take_tree(message)
-        elif message.kind == Kind.ERROR and message.payload is not None:
-            raise RankError(f"rank {source}: {read_error(message)}")
+    def _take(self, source: int, answer: Order) -> None:
+        if isinstance(answer, Drawn) and source == self._roles.stages[-1]:
+            self._take_draws(source, answer)
+        elif isinstance(answer, Guessed) and source == self._roles.draft:
+            self._take_guesses(answer)
         else:
-            raise RankError(f"rank {source} has sent {message.kind.name}, which ends the text")
+            raise RankError(f"rank {source} has sent {type(answer).__name__}, which ends the text")
 
-    def _take_draws(self, source: int, numbers: Sequence[int]) -> None:
-        run, is_dead, *tokens = numbers
+    def _take_draws(self, source: int, back: Drawn) -> None:
         try:
-            self._table.drawn(run, bool(is_dead), tokens)
+            self._table.drawn(back.run, back.is_dead, back.tokens)
         except ValueError as error:
             raise RankError(f"rank {source}: {error}") from None
-        self._tell("dead" if is_dead else "drawn", run, len(tokens))
+        self._tell("dead" if back.is_dead else "drawn", back.run, len(back.tokens))
 
-    def _take_tree(self, message: Message) -> None:
+    def _take_guesses(self, guessed: Guessed) -> None:
         """Take guesses; none says that no more are worth it, unless the draft had another root."""
         if self._num_stale:
             self._num_stale -= 1
             return
-        num_new = sum(self._table.offer(*node) is not None for node in read_tree(message))
+        num_new = sum(self._table.offer(*node) is not None for node in guessed.nodes)
         if num_new:
             self._cut.speculated()
         if self._draft == _Draft.OUTDATED or num_new >= self._num_asked:
@@ -350,9 +356,9 @@ class Head:
     def _take_step(self, step: RunStep) -> None:
         """Tell all ranks what was emitted, those first that need not go on."""
         self._cancel(step.dead)
-        self._data(commit_message(step.path, step.kept))
+        self._data(Commit(step.path, step.kept))
         self._tokens += map(require_token, step.tokens)
-        self._ask_draft(Message(Kind.ACCEPT, step.tokens))
+        self._ask_draft(Accept(step.tokens))
         is_asked = self._draft in (_Draft.ASKED, _Draft.OUTDATED)
         self._draft = _Draft.OUTDATED if is_asked else _Draft.IDLE
         self._cut.accepted()
@@ -363,24 +369,16 @@ class Head:
         if not runs or not self._options.cancels:
             return
         for rank in sorted(set(self._roles.stages)):
-            self._transport.send(rank, Channel.CONTROL, Message(Kind.CANCEL, runs))
+            self._transport.send(rank, Channel.CONTROL, Cancel(list(runs)))
         for run in runs:
             self._tell("cancelled", run)
 
-    def _data(self, message: Message) -> None:
-        self._transport.send(self._roles.stages[0], Channel.DATA, message)
+    def _data(self, order: Order) -> None:
+        self._transport.send(self._roles.stages[0], Channel.DATA, order)
 
-    def _ask_draft(self, message: Message) -> None:
+    def _ask_draft(self, order: Order) -> None:
         if self._roles.draft is not None and self._options.speculates:
-            self._transport.send(self._roles.draft, Channel.DRAFT, message)
+            self._transport.send(self._roles.draft, Channel.DRAFT, order)
 
     def _tell(self, what: What, run: int = -1, num: int = 0) -> None:
         self.listen(RunEvent(self._clock(), what, run, num))
-
-
-def _ways(roles: Roles) -> list[tuple[int, Channel]]:
-    """Return where anything for the head may arrive; rank 0 hears its own orders elsewhere."""
-    ranks = sorted({*roles.stages, *([] if roles.draft is None else [roles.draft])})
-    ways = [(rank, Channel.RESULT) for rank in ranks]
-    ways += [(rank, Channel.CONTROL) for rank in ranks if rank != 0]
-    return ways + ([(roles.draft, Channel.DRAFT)] if roles.draft else [])

@@ -6,7 +6,6 @@ refused, on every rank alike and before anything is sent. Weights are proved to 
 last byte, if need be by reading all of them once.
 """
 
-import json
 import os
 import socket
 import sys
@@ -19,25 +18,25 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved
-from offload.distributed.orders import all_gather_objects, try_together
-from offload.distributed.transport import Channel, Gloo, Transport, choose_interface
+from offload.distributed.agreement import gather_values, try_together
+from offload.distributed.transport import Channel, Transport, choose_interface
 from offload.engine.resolve import ResolvedRun
-from offload.errors import TOLD, RankError, UserError, reason
+from offload.errors import TOLD, RankError, UserError, ensure, reason
 from offload.interrupts import terminated_at_once, terminated_later
 from offload.rank_roles import RankInfo, require_place
 from offload.streaming.summing import with_sum
 
 # the version of messages and handshakes; it changes where an older rank would misread them
-PROTOCOL = 3
+PROTOCOL = 4
 JOIN_LIMIT_S = 120.0
 EXCHANGE_LIMIT_S = 60.0
 _MAX_HANDSHAKE_BYTES = 65536
-# types of the values in a handshake
-_KINDS = (dict, dict, str, list)
 _ASK_AGAIN_S = 0.1
 _PATIENCE = 1.2  # a wait in an exchange is longer than the limit, so that silence is noticed first
 # time for rank 0 to print what it has heard, before torchrun ends it because another has ended
@@ -51,7 +50,7 @@ _REMEDIES = {
 }
 
 
-class RankHandshake(NamedTuple):
+class RankHandshake(Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank says of itself when it joins."""
 
     must_agree: dict[str, str]  # by the keys of `_REMEDIES`
@@ -79,20 +78,18 @@ class RankHandshake(NamedTuple):
     def parse(cls, content: bytes, rank: int) -> "RankHandshake":
         """Parse another rank's handshake, which is not trusted. Raises `UserError`."""
         try:
-            handshake = cls(**json.loads(content)) if len(content) <= _MAX_HANDSHAKE_BYTES else None
-        except (ValueError, TypeError, RecursionError):
-            handshake = None
-        if handshake is None or not all(map(isinstance, handshake, _KINDS)):
+            ensure(len(content) <= _MAX_HANDSHAKE_BYTES, "it is too long")
+            return msgspec.json.decode(content, type=cls)
+        except (ValueError, RecursionError):
             raise UserError(
                 f"rank {rank} says of itself what is no handshake: {_REMEDIES['protocol']}"
-            )
-        return handshake
+            ) from None
 
 
 class Joined(NamedTuple):
     """Ranks that have found each other."""
 
-    transport: Gloo
+    transport: Transport
     handshakes: list[RankHandshake]  # by rank
 
     def note(self) -> str:
@@ -148,7 +145,8 @@ def _prove(run: ResolvedRun, joint: Joined, identity: ModelIdentity) -> None:
         on_bytes=run.hooks.on_bytes,
     )
     mine = try_together(joint.transport, lambda: identity if identity.has_sum else read())
-    require_same_weights(all_gather_objects(joint.transport, dict(mine.proofs)), is_final=True)
+    proofs = gather_values(joint.transport, dict(mine.proofs), dict[str, str])
+    require_same_weights(proofs, is_final=True)
 
 
 @contextmanager
@@ -196,7 +194,7 @@ def _told() -> Iterator[None]:
 
 
 @contextmanager
-def ended_by(transport: Gloo) -> Iterator[None]:
+def ended_by(transport: Transport) -> Iterator[None]:
     """Close the transport at the end, with the reason where that is an error.
 
     Rank 0 hears of a loss in spite of SIGTERM.
@@ -269,7 +267,7 @@ def exchange_handshakes(
     Raises `UserError` for a rank that is late, or gave up, `RankError` without a store.
     """
     try:
-        store.set(f"card/{place.rank}", json.dumps(mine._asdict()))
+        store.set(f"card/{place.rank}", msgspec.json.encode(mine).decode())
         _wait_for_handshakes(store, place.num_ranks, limit_s)
         found = [store.get(f"card/{rank}") for rank in range(place.num_ranks)]
         _wait_for_readers(store, place)
@@ -315,9 +313,7 @@ def compare(handshakes: Sequence[RankHandshake]) -> None:
     first = handshakes[0]
     for rank, handshake in enumerate(handshakes):
         for what, remedy in _REMEDIES.items():
-            expected, got = (
-                str(one.must_agree.get(what, "none"))[:80] for one in (first, handshake)
-            )
+            expected, got = (one.must_agree.get(what, "none") for one in (first, handshake))
             if expected != got:
                 rule = f"ranks must have the same {what}"
                 raise UserError(
@@ -335,7 +331,7 @@ def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool)
             raise UserError(f"{rule}, got others on rank {rank} than on rank 0: {SAME_FILES}")
 
 
-def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: float) -> Gloo:
+def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: float) -> Transport:
     """Return a transport over new process groups. Raises `UserError` for ranks out of reach."""
     choose_interface(place.address, place.port)
     meeting = timedelta(seconds=limit_s)
@@ -353,7 +349,7 @@ def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: 
             f"{rule}, got {reason(error)}: set GLOO_SOCKET_IFNAME to the network between them"
         ) from None
     assert dist.group.WORLD is not None, "it was made above"
-    return Gloo(channels, exchange, dist.group.WORLD, exchange_limit_s)
+    return Transport(channels, exchange, dist.group.WORLD, exchange_limit_s)
 
 
 def _boot_id() -> str:

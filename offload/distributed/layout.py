@@ -2,33 +2,23 @@
 
 Plans are those that the ranks themselves would make, from the same headers cut in the same way, so
 that a cluster can be planned from elsewhere. The first rank is the head: it holds the draft, and of
-shards the embeddings and the model's head; of stages the last one has the model's head. No torch.
+shards what lies around the layers; of stages the last one has the model's head. No torch.
 
-Shards have whole rows of every matrix, so that each product is made in one place:
-
-    q k v, gate up   a rank's own heads and features; their outputs stay where they are
-    o, down          take the outputs of all ranks, gathered; each rank has some rows of the
-                     result, which are gathered again
-
-That is four gathers a layer. Families that cannot be cut by heads, or are to be cut among more
-ranks than they have key/value heads, have every product gathered at once, and attention on every
-rank, with small k and v whole. Either way each number is one row times one column on one rank: sums
-are never split.
-
-Invariants: every row of a matrix that is shared belongs to exactly one rank; a layout fits every
-rank, and a refusal names the rank.
+Invariant: a layout fits every rank, and a refusal names the rank.
 """
 
-import math
-from collections.abc import Sequence
-from enum import Enum
 from typing import Any, NamedTuple
 
-from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of, cut_rows, layer_tensors
+from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of
 from offload.checkpoint.families import has_encoder
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
-from offload.checkpoint.sizes import ModelShape, config_sizes, head_dim, model_shape, text_config
-from offload.encoding.base import ENCODINGS, PLAIN_OF
+from offload.checkpoint.sizes import ModelShape, config_sizes, head_dim, model_shape
+from offload.distributed.sharding import (
+    gathers_of,
+    layers_alone,
+    row_sizes,
+    shard_files,
+    share_layers,
+)
 from offload.engine.resolve import FILLED_SHARE
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
@@ -38,198 +28,6 @@ from offload.planning.cost_model import NOTHING, Curve, Traffic, costs_on
 from offload.planning.hardware import Hardware
 from offload.planning.shares import Load, RankCapacity, shard_fractions, stage_layers
 from offload.units import format_bytes
-
-# rows that a share of a matrix is a multiple of, where a rank has so many times that many
-_STEP = 16
-_MANY = 4
-_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-# Families whose heads can be computed apart: all that attention does there, it does head by head.
-_BY_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-_EXPERTS = ("expert", "router", "mlp.gate.", "block_sparse_moe")
-
-
-class ShardRole(Enum):
-    """What becomes of a product's rows on other ranks."""
-
-    OWN = 0  # they stay there
-    JOINED = 1  # its input is gathered, and its output
-    GATHERED = 2  # its output is gathered
-
-
-class ShardedMatrix(NamedTuple):
-    """One matrix of every layer."""
-
-    role: ShardRole
-    rows_R: tuple[MatrixRows, ...]  # the rows that each rank has
-
-
-class Sharding(NamedTuple):
-    """Which rows of every matrix each rank has; `matrices` by name within a layer."""
-
-    matrices: dict[str, ShardedMatrix]
-
-    @property
-    def has_own_heads(self) -> bool:
-        """Whether a rank computes attention, and keeps keys and values, for its own heads alone."""
-        return any(matrix.role is ShardRole.OWN for matrix in self.matrices.values())
-
-    @property
-    def percentages(self) -> str:
-        counts = [
-            sum(rows.num for rows in one)
-            for one in zip(*(m.rows_R for m in self.matrices.values()), strict=True)
-        ]
-        return ", ".join(f"{100 * count / sum(counts):.0f} %" for count in counts)
-
-    def checkpoint_of(self, rank: int, checkpoint: Checkpoint) -> Checkpoint:
-        """Return what one rank reads of the layers."""
-        return cut_rows(
-            checkpoint, {name: matrix.rows_R[rank] for name, matrix in self.matrices.items()}
-        )
-
-    def widths(self, name: str) -> list[int]:
-        """Return how many numbers of a row of this matrix's output each rank has."""
-        return [rows.num for rows in self.matrices[name].rows_R]
-
-    def input_widths(self, name: str) -> list[int]:
-        """Return `widths` for the gathered input of a joined matrix: values' heads, or features."""
-        return self.widths(_FEED_FORWARD[1] if name in _FEED_FORWARD else _ATTENTION[0])
-
-
-def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding:
-    """Return shards of about these sizes, which add up to 1. Raises `UserError` if uncuttable."""
-    where = checkpoint.directory.name
-    shapes = layer_tensors(checkpoint)
-    codings = [one.name for one in checkpoint.codings]
-    # GGUF changes plain numbers, too: those are named where nothing else is coded
-    if codings:
-        coded = next((name for name in codings if name not in ENCODINGS), codings[0])
-        raise UserError(
-            f"{where}: layers cannot be shared, weights are stored as {coded}: run it as stages"
-        )
-    stems = {
-        name.removesuffix(".weight"): sizes
-        for name, sizes in shapes.items()
-        if name.endswith(".weight") and "norm" not in name
-    }
-    matrices = {
-        stem: sizes for stem, sizes in stems.items() if any(len(shape) > 1 for shape in sizes)
-    }
-    odd = next(
-        (stem for stem, sizes in matrices.items() if len(sizes) > 1 or len(next(iter(sizes))) != 2),
-        None,
-    )
-    odd = odd or next(
-        (stem for stem in stems if any(word in f"{stem}." for word in _EXPERTS)), None
-    )
-    if has_encoder(checkpoint.config):
-        what = "it has an encoder: run it on one rank"
-        raise UserError(f"{where}: layers cannot be shared, {what}")
-    if odd or not matrices:
-        what = f"{odd} cannot be cut by rows: run it on one rank, or as stages"
-        raise UserError(f"{where}: layers cannot be shared, {what}")
-    rows = {stem: next(iter(sizes))[0] for stem, sizes in matrices.items()}
-    if _has_heads(checkpoint, shapes) and len(fractions) <= config_sizes(checkpoint).get(
-        "num_key_value_heads", 0
-    ):
-        return _by_heads(checkpoint, rows, fractions)
-    shared = [stem for stem in rows if stem not in _ATTENTION[1:3]]
-    return Sharding(
-        {
-            stem: ShardedMatrix(ShardRole.GATHERED, split_rows(rows[stem], fractions))
-            for stem in shared
-        }
-    )
-
-
-def split_rows(
-    num_rows: int, fractions: Sequence[float], step: int = _STEP
-) -> tuple[MatrixRows, ...]:
-    """Split rows into whole steps, or single rows if few, about as the fractions say.
-
-    Every rank has one at least. Raises `UserError` where there are fewer rows than ranks.
-    """
-    num_ranks = len(fractions)
-    if num_rows < num_ranks:
-        raise UserError(
-            f"a matrix of {num_rows} rows cannot be shared by {num_ranks} ranks: take fewer ranks"
-        )
-    step = step if num_rows >= _MANY * step * num_ranks else 1
-    num_steps = math.ceil(num_rows / step)
-    ends = list[int]()
-    before = 0.0
-    for rank, fraction in enumerate(fractions):
-        before += fraction
-        least = (ends[-1] if ends else 0) + 1
-        most = num_steps - (num_ranks - 1 - rank)
-        ends.append(min(max(round(before * num_steps), least), most))
-    ends[-1] = num_steps
-    return tuple(
-        MatrixRows(lo * step, min(hi * step, num_rows))
-        for lo, hi in zip([0, *ends[:-1]], ends, strict=True)
-    )
-
-
-def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) -> bool:
-    """Return whether heads and features can be computed apart, as in Llama."""
-    sizes = config_sizes(checkpoint)
-    num_heads = sizes.get("num_attention_heads", 0)
-    num_groups = sizes.get("num_key_value_heads")
-    width = head_dim(sizes)
-    matrices = {
-        name.removesuffix(".weight"): next(iter(found))
-        for name, found in shapes.items()
-        if name.endswith(".weight") and len(next(iter(found))) == 2
-    }
-    is_known = text_config(checkpoint).get("model_type") in _BY_HEADS
-    if not is_known or set(matrices) != {*_ATTENTION, *_FEED_FORWARD} or num_groups is None:
-        return False
-    expected = {"q": num_heads * width, "k": num_groups * width, "v": num_groups * width}
-    of_heads = all(matrices[f"self_attn.{key}_proj"][0] == rows for key, rows in expected.items())
-    biases = {f"{stem}.bias" for stem in matrices}
-    others = [
-        shape
-        for name, found in shapes.items()
-        if name not in biases
-        for shape in found
-        if len(shape) == 1
-    ]
-    return of_heads and all(shape in ((sizes["hidden_size"],), (width,)) for shape in others)
-
-
-def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[float]) -> Sharding:
-    """Split whole key/value heads with their query heads; features and results even them out."""
-    sizes = config_sizes(checkpoint)
-    groups_R = split_rows(sizes["num_key_value_heads"], fractions, 1)
-    of_group = (
-        sum(rows[stem] for stem in _ATTENTION[:3])
-        * sizes["hidden_size"]
-        / sizes["num_key_value_heads"]
-    )
-    others = (
-        rows["self_attn.o_proj"] * rows["self_attn.q_proj"]
-        + 3 * rows["mlp.up_proj"] * sizes["hidden_size"]
-    )
-    whole = others + of_group * sizes["num_key_value_heads"]
-    left = [
-        max(0.0, fraction * whole - of_group * groups.num)
-        for fraction, groups in zip(fractions, groups_R, strict=True)
-    ]
-    finer = [one / sum(left) for one in left] if sum(left) else fractions
-    matrices = {
-        stem: ShardedMatrix(ShardRole.OWN, split_rows(rows[stem], finer))
-        for stem in _FEED_FORWARD[:2]
-    }
-    for stem in _ATTENTION[:3]:
-        each = rows[stem] // sizes["num_key_value_heads"]
-        matrices[stem] = ShardedMatrix(
-            ShardRole.OWN, tuple(MatrixRows(lo * each, hi * each) for lo, hi in groups_R)
-        )
-    for stem in (_ATTENTION[3], _FEED_FORWARD[2]):
-        matrices[stem] = ShardedMatrix(ShardRole.JOINED, split_rows(rows[stem], finer))
-    return Sharding(matrices)
-
 
 _KEYS = "self_attn.k_proj"
 
@@ -357,7 +155,7 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
         _part(request, num_nodes, ranks[rank], files_of(rank, layers.start, layers.stop), layers)
         for rank, layers in enumerate(stage_layers(capacities, load))
     )
-    return ClusterLayout(parts, Hops(len(ranks), *_row_sizes(target, request.dtype)))
+    return ClusterLayout(parts, Hops(len(ranks), *row_sizes(target, request.dtype)))
 
 
 def _part(
@@ -371,32 +169,6 @@ def _part(
     shape = model_shape(files.target, request.dtype)
     plan = _plan(request, num_nodes, machine, files)
     return RankPart(machine, layers, {}, shape, plan, own_bytes / whole_bytes)
-
-
-def gathers_of(target: Checkpoint, sharding: Sharding, dtype: str) -> Gathers:
-    """Return the exchanges of a pass over layers that are shared like this."""
-    num_layers = config_sizes(target)["num_hidden_layers"]
-    # for each gather of a layer how many numbers of a row each rank has
-    widths = list[Sequence[int]]()
-    for name, matrix in sharding.matrices.items():
-        widths += [sharding.input_widths(name)] if matrix.role is ShardRole.JOINED else []
-        widths += [] if matrix.role is ShardRole.OWN else [sharding.widths(name)]
-    return Gathers(widths, num_layers, *_row_sizes(target, dtype))
-
-
-def shard_files(files: ModelFiles, sharding: Sharding, rank: int) -> ModelFiles:
-    """Return what a rank of shards reads; embeddings, head and draft are the head's."""
-    own = sharding.checkpoint_of(rank, files.target)
-    if rank == 0:
-        return ModelFiles(own, files.draft)
-    return ModelFiles(checkpoint_of(own, layers_alone(own)))
-
-
-def layers_alone(checkpoint: Checkpoint) -> Section:
-    """Return the section of all layers, without what lies around them."""
-    return Section(
-        0, config_sizes(checkpoint)["num_hidden_layers"], has_table=False, has_head=False
-    )
 
 
 def _plan(
@@ -450,9 +222,3 @@ def _capacity(
         what = f"rank {machine.name} has {room} of {key}, and all but its layers takes {held}"
         raise UserError(f"{what}: give it more, or lower `context` from {unlimited.context}")
     return capacity, unlimited.cache_slots
-
-
-def _row_sizes(target: Checkpoint, dtype: str) -> tuple[int, int]:
-    """Return D, and the bytes of a number."""
-    name = compute_dtype_name(target, dtype)
-    return config_sizes(target)["hidden_size"], PLAIN_OF[name].align_bytes

@@ -1,117 +1,127 @@
-"""What the numbers of each message are, for both of its ends, and what ranks settle before a pass.
+"""What ranks tell each other: a type for each order and answer, and how it goes over the wire.
 
-Orders are runs and commits of stages, how a text is drawn, guesses, and why a rank fails. Between
-joining and the first pass every rank says something small, and all ranks hear it.
-
-Invariant: numbers that cannot be an order raise `ValueError`, before anything is computed.
+Invariant: bytes that are no order, or none that can be, raise `ValueError` before anything is
+computed. They are MessagePack of the types below and of nothing else: a peer is a stranger.
 """
 
-import json
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
+import numpy as np
 import torch
+from msgspec import Meta, Raw, Struct, msgpack
+from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.declaration import options_of
-from offload.distributed.transport import Channel, Kind, Message, Transport
-from offload.errors import RankError, UserError, ensure, reason
+from offload.errors import ensure
 from offload.sampling_options import Sampling
 
-
-class Issue(NamedTuple):
-    """A run as the head issues it: w rows behind the U that are there."""
-
-    run: int
-    tokens: list[int]
-    positions: list[int]
-    # per row the uncommitted rows that it looks at, in [0, U + w), ascending, itself the last
-    sees: list[list[int]]
-
-    def message(self, num_drawn: int) -> Message:
-        """Return a RUN; the last `num_drawn` of its rows are drawn."""
-        numbers = [self.run, 0, len(self.tokens), num_drawn]
-        for pair in zip(self.tokens, self.positions, strict=True):
-            numbers += pair
-        for seen in self.sees:
-            numbers += [len(seen), *seen]
-        return Message(Kind.RUN, numbers)
+HEAD = 0  # the rank that has the text
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Token = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class RunMessage(NamedTuple):
-    """A RUN as it is read: W rows behind U - W uncommitted ones."""
+class Order(Struct, tag=True, array_like=True, forbid_unknown_fields=True):
+    """What one rank tells another."""
 
-    number: int
+
+class Reset(Order):
+    """A text begins."""
+
+    num_kept: Count  # committed positions that stay
+    sampling: Sampling = Sampling()  # how tokens are drawn, where they are
+    tokens: tuple[Token, ...] = ()  # the text itself, for a draft
+
+
+class RunOrder(Order):
+    """W rows to be scored, behind the uncommitted ones that are there."""
+
+    number: Count
+    tokens: list[Token]
+    positions: list[Count]
+    sees: bytes  # `packed`
+    num_drawn: Count  # the last ones, after which the target draws
+    is_dead: bool = False  # no longer needed, and not computed
+    hidden: memoryview | None = None  # (W, D), what the stage before has computed, as bytes
+
+    def __post_init__(self) -> None:
+        ensure(
+            0 < len(self.tokens) == len(self.positions) and self.num_drawn <= len(self.tokens),
+            f"run {self.number} of {len(self.tokens)} rows has {len(self.positions)} positions, "
+            f"{self.num_drawn} drawn",
+        )
+
+    def rows(self, num_uncommitted: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens (W,), positions (W,), and which rows each one sees (W, U), W of U its own.
+
+        A row sees itself, and none behind it.
+        """
+        num_rows = len(self.tokens)
+        num_seen = num_uncommitted + num_rows
+        row_bytes = -(-num_seen // 8)
+        ensure(
+            len(self.sees) == num_rows * row_bytes,
+            f"run {self.number} of {num_rows} rows behind {num_uncommitted} sees {len(self.sees)} bytes",
+        )
+        bits_WB = np.frombuffer(self.sees, np.uint8).reshape(num_rows, row_bytes)
+        sees_WU = torch.from_numpy(np.unpackbits(bits_WB, axis=1, count=num_seen).astype(bool))
+        own_WW = sees_WU[:, num_uncommitted:]
+        ensure(
+            bool(own_WW.diagonal().all()) and not own_WW.triu(1).any(),
+            f"a row of run {self.number} must see itself last",
+        )
+        return torch.tensor(self.tokens), torch.tensor(self.positions), sees_WU
+
+    def activations(self, width: int, dtype: torch.dtype) -> Tensor:
+        """Return what the stage before has computed, (W, D), in memory of its own."""
+        hidden_WD = torch.empty(len(self.tokens), width, dtype=dtype)
+        content = b"" if self.hidden is None else self.hidden
+        num_bytes = len(content)
+        ensure(
+            num_bytes == hidden_WD.nbytes,
+            f"run {self.number} has {num_bytes} bytes of activations, they must be {hidden_WD.nbytes}",
+        )
+        # within an order they lie anywhere
+        as_bytes(hidden_WD).copy_(torch.frombuffer(content, dtype=torch.uint8))
+        return hidden_WD
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as flat bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def packed(sees_WU: NDArray[np.bool_] | Tensor) -> bytes:
+    """Return which rows each one sees, eight to a byte."""
+    return np.packbits(np.asarray(sees_WU, dtype=bool), axis=1).tobytes()
+
+
+class Commit(Order):
+    """Rows of a path are accepted; others stay uncommitted, in their new order."""
+
+    path: list[Count]
+    kept: list[Count] = []
+
+    def require_rows(self, num_uncommitted: int) -> None:
+        """Raise `ValueError` for rows that are not there, or named twice."""
+        rows = [*self.path, *self.kept]
+        ensure(
+            len({*rows}) == len(rows) and max(rows, default=-1) < num_uncommitted,
+            f"a commit of {len(self.path)} and rows {rows[:16]}, of {num_uncommitted} that there are",
+        )
+
+
+class Cancel(Order):
+    """Runs that are not needed any more."""
+
+    runs: list[Count]
+
+
+class Drawn(Order):
+    """A run is back; what the target draws after each row of it, nothing where it was dead."""
+
+    run: Count
     is_dead: bool
-    num_drawn: int  # of its rows, the last ones
-    token_W: Tensor
-    position_W: Tensor
-    sees_WU: Tensor  # bool; which uncommitted rows, itself included
-
-
-def read_run(numbers: Sequence[int], num_uncommitted: int) -> RunMessage:
-    """Read a RUN behind `num_uncommitted` rows."""
-    number, is_dead, num_rows, num_drawn = numbers[:4]
-    rows = numbers[4 : 4 + 2 * num_rows]
-    end = 4 + 2 * num_rows
-    is_sound = num_rows > 0 and 0 <= num_drawn <= num_rows and len(rows) == 2 * num_rows
-    ensure(
-        is_sound, f"run {number} of {num_rows} rows, {num_drawn} drawn, in {len(numbers)} numbers"
-    )
-    token_W, position_W = torch.tensor(rows).view(num_rows, 2).T.contiguous()
-    sees_WU = torch.zeros(num_rows, num_uncommitted + num_rows, dtype=torch.bool)
-    for own, sees_U in enumerate(sees_WU, num_uncommitted):
-        seen = list(numbers[end + 1 : end + 1 + numbers[end]])
-        is_sound = seen[-1:] == [own] and min(seen) >= 0 and max(seen) == own
-        ensure(is_sound, f"row {own} of run {number} sees {seen[:8]}, and must see itself last")
-        sees_U[seen] = True
-        end += 1 + len(seen)
-    ensure(end == len(numbers), f"run {number} has {len(numbers)} numbers, {end} are its own")
-    return RunMessage(number, bool(is_dead), num_drawn, token_W, position_W, sees_WU)
-
-
-def commit_message(path: Sequence[int], kept: Sequence[int] = ()) -> Message:
-    """Return a COMMIT of the rows of a path, and those that stay uncommitted, in their new order."""
-    return Message(Kind.COMMIT, [len(path), *path, *kept])
-
-
-def read_commit(numbers: Sequence[int], num_uncommitted: int) -> tuple[list[int], list[int]]:
-    """Return the rows of a `commit_message`, of `num_uncommitted` that there are, none named twice."""
-    num_path, *rows = numbers
-    is_sound = (
-        len({*rows}) == len(rows)
-        and {*rows} <= {*range(num_uncommitted)}
-        and 0 <= num_path <= len(rows)
-    )
-    ensure(
-        is_sound,
-        f"a commit of {num_path} and rows {rows[:16]}, of {num_uncommitted} that there are",
-    )
-    return rows[:num_path], rows[num_path:]
-
-
-# A text is drawn by numbers: whole ones, and others, each in the order of their declaration.
-_WHOLE = [name for name, one in options_of(Sampling).items() if one.kind is int]
-_REAL = [name for name, one in options_of(Sampling).items() if one.kind is float]
-
-
-def reset_message(num_kept: int, sampling: Sampling, tokens: Sequence[int] = ()) -> Message:
-    """Return a RESET: how tokens are drawn, how many are kept, and to a draft the text itself."""
-    numbers = [num_kept, *(getattr(sampling, name) for name in _WHOLE), *tokens]
-    law = torch.tensor([getattr(sampling, name) for name in _REAL], dtype=torch.float64)
-    return Message(Kind.RESET, numbers, law)
-
-
-def sampling_of(reset: Message) -> Sampling:
-    """Return how the tokens of a text are drawn."""
-    assert reset.payload is not None, "a text is reset with its temperature"
-    own = dict(zip(_REAL, reset.payload.tolist(), strict=True))
-    return Sampling(**own, **dict(zip(_WHOLE, reset.numbers[1:], strict=False)))  # type: ignore[arg-type]
-
-
-def text_of(reset: Message) -> Sequence[int]:
-    """Return the tokens of the text that a draft is told to begin."""
-    return reset.numbers[1 + len(_WHOLE) :]
+    tokens: list[Token]
 
 
 class Least(NamedTuple):
@@ -121,16 +131,11 @@ class Least(NamedTuple):
     p: float  # of the token alone, among its siblings
 
 
-def grow_message(num_nodes: int, least: Least) -> Message:
-    """Return a GROW: so many guesses within these bounds are asked for."""
-    return Message(Kind.GROW, [num_nodes], torch.tensor(least, dtype=torch.float64))
+class Grow(Order):
+    """The head has room for so many guesses within these bounds."""
 
-
-def read_grow(message: Message) -> tuple[int, Least]:
-    """Return what a `grow_message` asks for."""
-    if message.payload is None:
-        raise ValueError("guesses are asked for within bounds")
-    return message.numbers[0], Least(*message.payload.tolist())
+    num_nodes: Count
+    least: Least
 
 
 class DraftNodeUpdate(NamedTuple):
@@ -138,91 +143,44 @@ class DraftNodeUpdate(NamedTuple):
 
     number: int
     parent: int
-    token: int
+    token: Token
     p: float  # its chance among its siblings
 
 
-def tree_message(told: Sequence[DraftNodeUpdate]) -> Message:
-    """Return a TREE: what a draft proposes, parents before their children."""
-    numbers = [number for node in told for number in node[:3]]
-    p_N = torch.tensor([node.p for node in told], dtype=torch.float64) if told else None
-    return Message(Kind.TREE, numbers, p_N)
+class Guessed(Order):
+    """What a draft proposes, parents before their children."""
+
+    nodes: list[DraftNodeUpdate]
 
 
-def read_tree(message: Message) -> list[DraftNodeUpdate]:
-    """Return what a `tree_message` proposes."""
-    p_N = [] if message.payload is None else message.payload.tolist()
-    numbers = iter(message.numbers)
-    return [DraftNodeUpdate(*node) for node in zip(numbers, numbers, numbers, p_N, strict=True)]
+class Accept(Order):
+    """Tokens that follow the text a draft has."""
+
+    tokens: list[Token]
 
 
-def error_message(error: Exception) -> Message:
-    """Return an ERROR with its reason, in UTF-8."""
-    return Message(Kind.ERROR, (), torch.tensor(list(reason(error).encode()), dtype=torch.uint8))
+class Figures(Order):
+    """What a rank has moved and held is asked for, see `RankFigures`."""
 
 
-def read_error(message: Message) -> str:
-    """Return the reason of an `error_message`."""
-    return bytes([] if message.payload is None else message.payload.tolist()).decode(
-        errors="replace"
-    )
+class Word(Order):
+    """Anything small that ranks settle; who reads it knows its type."""
+
+    content: Raw
 
 
-HEAD = 0  # the rank that has the text
-_MOST_BYTES = 1 << 20
-T = TypeVar("T")
+class Stop(Order):
+    """The end of a service."""
 
 
-def all_gather_objects(transport: Transport, value: Any) -> list[Any]:
-    """Return what each rank says, anything that JSON has, when the last one has spoken."""
-    ranks = range(transport.num_ranks)
-    if transport.rank != HEAD:
-        transport.send(HEAD, Channel.DATA, _word(value))
-        return list(_read(transport.receive(HEAD, Channel.DATA), HEAD))
-    values = [
-        value if rank == HEAD else _read(transport.receive(rank, Channel.DATA), rank)
-        for rank in ranks
-    ]
-    for rank in ranks[1:]:
-        transport.send(rank, Channel.DATA, _word(values))
-    return values
+decode = msgpack.Decoder(
+    Reset | RunOrder | Commit | Cancel | Drawn | Grow | Guessed | Accept | Figures | Word | Stop
+).decode
+_ENCODER = msgpack.Encoder()
 
 
-def broadcast_from_head(transport: Transport, value: Any = None) -> Any:
-    """Return what the head says, on every rank."""
-    return all_gather_objects(transport, value)[HEAD]
-
-
-def agree_on(transport: Transport, refusal: str | None = None) -> None:
-    """Go on where no rank objects. Raises `UserError` on all, with the reason, where one does."""
-    for rank, line in enumerate(all_gather_objects(transport, refusal)):
-        if line is not None:
-            raise UserError(f"rank {rank}: {line}")
-
-
-def try_together(transport: Transport, attempt: Callable[[], T]) -> T:
-    """Return what this rank's attempt gives, when no rank's is refused; raises as `agree_on`."""
-    try:
-        found = attempt()
-    except UserError as error:
-        agree_on(transport, str(error))
-        raise
-    agree_on(transport)
-    return found
-
-
-def _word(value: Any) -> Message:
-    return Message(
-        Kind.WORD,
-        payload=torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8),
-    )
-
-
-def _read(message: Message, rank: int) -> Any:
-    payload = torch.empty(0) if message.payload is None else message.payload
-    try:
-        ensure(message.kind is Kind.WORD, f"{message.kind.name} is no word")
-        ensure(payload.dtype == torch.uint8 and payload.numel() <= _MOST_BYTES, "a word is short")
-        return json.loads(payload.numpy().tobytes())
-    except (ValueError, RecursionError) as error:
-        raise RankError(f"rank {rank} has said what is no word: {reason(error)}") from None
+def encode(order: Order) -> bytearray:
+    """Return what `decode` takes; activations are copied once."""
+    content = bytearray()
+    _ENCODER.encode_into(order, content)
+    return content

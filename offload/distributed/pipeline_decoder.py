@@ -7,26 +7,21 @@ it comes.
 import time
 from collections import abc
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
-from offload.checkpoint.generation_config import end_ids_of
 from offload.distributed.head import Head
-from offload.distributed.pipeline_rank import PipelineRank
 from offload.drafting.base import NoState
 from offload.drafting.lookup import NO_SOURCES, LookupDrafter
 from offload.engine.decoder import Decoder, RunStart
 from offload.engine.decoder_config import DecoderConfig
-from offload.engine.identities import Identities
+from offload.engine.hooks import Hooks
 from offload.engine.request import Request
 from offload.engine.sequence import Sequence
 from offload.errors import UserError
-from offload.planning.selector import TreeSelector
-from offload.sampling.grammar_mask import Grammars
 from offload.stats import RankFigures, Transfers
-from offload.threads import ThreadPolicy
 
 
 def check_stages(request: Request) -> None:
@@ -63,6 +58,7 @@ class RemoteTarget:
 
     start: tuple[int, ...] = ()
     peak_device_bytes = 0
+    moved = Transfers()
     computing = nullcontext
 
     def __init__(self, vocab_size: int) -> None:
@@ -92,17 +88,19 @@ class PipelineDecoder(Decoder):
     def __init__(
         self,
         head: Head,
-        rank: PipelineRank,
-        settled: DecoderConfig,
+        config: DecoderConfig,
+        vocab_size: int,
+        hooks: Hooks,
         *,
         resources: ExitStack,
         notes: list[str],
     ) -> None:
-        elsewhere: Any = RemoteTarget(rank.vocab_size)
+        elsewhere: Any = RemoteTarget(vocab_size)
         drafter = LookupDrafter(NO_SOURCES, float)
-        super().__init__(elsewhere, drafter, settled, resources=resources, notes=notes)
+        super().__init__(elsewhere, drafter, config, resources=resources, notes=notes)
         self._head = head
-        self._on_layer = rank.run.hooks.on_layer
+        self._vocab_size = vocab_size
+        self._on_layer = hooks.on_layer
         self._last = list[Sequence]()
         self._is_under_way = False
 
@@ -116,9 +114,11 @@ class PipelineDecoder(Decoder):
             self._last = [sequence]
             self._head.listen = sequence.stats.runs.append
             most_kept = len(sequence.tokens) if is_known else kept
-            self._head.begin(
-                sequence.tokens, sequence.sampler.sampling, min(most, self.plan.context), most_kept
-            )
+            sampling = sequence.sampler.sampling
+            # more are all, and may be more than numbers between ranks hold
+            sampling = replace(sampling, top_k=min(sampling.top_k, self._vocab_size))
+            end = min(most, self.plan.context)
+            self._head.begin(sequence.tokens, sampling, end, most_kept)
         # where a step is cut short, the head may have gone further than the text
         self._is_under_way = False
         counted = sequence.extend(self._head.advance(self._on_layer))
@@ -139,6 +139,10 @@ class PipelineDecoder(Decoder):
             f"stages draw by `rule` match alone, got {name}: leave it out, or use `ranks` shards"
         )
 
+    def score_texts(self, *_: Any) -> NoReturn:
+        """Raise `UserError`: scores need logits."""
+        raise UserError("stages tell tokens alone, and scores need logits: use `ranks` shards")
+
     def save_session(self, *_: Any) -> NoReturn:
         """Raise `UserError`: keys and values lie on all ranks."""
         raise UserError(
@@ -148,21 +152,3 @@ class PipelineDecoder(Decoder):
     def load_session(self, *_: Any) -> NoReturn:
         """Raise `UserError`, as `save_session` does."""
         self.save_session()
-
-
-def settled_of(rank: PipelineRank) -> DecoderConfig:
-    """Return what a decoder has to know; of trees, that it has none."""
-    run = rank.run
-    plan = rank.own_plan()
-    assert plan is not None, "rank 0 is a stage"
-    end_ids = end_ids_of(run.files.target)
-    return DecoderConfig(
-        plan=plan,
-        identities=Identities(run.files, run.open_source, dtype=run.options.dtype),
-        trees=TreeSelector.without_trees(plan),
-        rule=run.options.rule,
-        threads=ThreadPolicy.fixed(torch.get_num_threads()),
-        tokenizer=rank.tokenizer,
-        end_ids=end_ids,
-        grammars=Grammars(rank.tokenizer, rank.vocab_size, end_ids),
-    )

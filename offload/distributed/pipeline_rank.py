@@ -8,7 +8,7 @@ from typing import NamedTuple
 from offload.checkpoint.cuts import Section, checkpoint_of
 from offload.checkpoint.families import has_encoder
 from offload.checkpoint.sizes import config_sizes, model_shape
-from offload.distributed.orders import all_gather_objects, broadcast_from_head, try_together
+from offload.distributed.agreement import broadcast_from_head, gather_values, try_together
 from offload.distributed.section import capacity_of
 from offload.distributed.transport import Transport
 from offload.engine.resolve import ResolvedRun
@@ -24,21 +24,17 @@ _LEAST_UNCOMMITTED = 64
 
 
 class PipelineRank(NamedTuple):
-    """What one rank knows before it loads."""
+    """What one rank knows before layers are shared out."""
 
     run: ResolvedRun
     transport: Transport
     roles: Roles
     pipeline: PipelineOptions
-    tokenizer: Tokenizer | None  # the target's, where this rank needs its words
-    layers: tuple[range, ...] = ()  # of the stages, in their order
 
     @property
     def stage(self) -> int | None:
-        return next(
-            (index for index, rank in enumerate(self.roles.stages) if rank == self.transport.rank),
-            None,
-        )
+        stages = self.roles.stages
+        return stages.index(self.transport.rank) if self.transport.rank in stages else None
 
     @property
     def drafts(self) -> bool:
@@ -54,6 +50,14 @@ class PipelineRank(NamedTuple):
         )
         return min(max(wanted, _LEAST_UNCOMMITTED), MOST_ROWS)
 
+    @property
+    def vocab_size(self) -> int:
+        return config_sizes(self.run.files.target)["vocab_size"]
+
+    @property
+    def context(self) -> int:
+        return self.plan(0, range(1), self.run.budget.unlimited()).context
+
     def section(self, index: int, layers: range) -> Section:
         """Return the section of a stage with these layers."""
         return Section(layers.start, layers.stop, index == 0, index == len(self.roles.stages) - 1)
@@ -66,19 +70,54 @@ class PipelineRank(NamedTuple):
             ModelFiles(own, files.draft if self.drafts else None), self.num_uncommitted
         )
 
-    def own_plan(self) -> MemoryPlan | None:
-        """Plan this rank's stage, if it is one, once layers are shared out. Raises `UserError`."""
-        if self.stage is None:
-            return None
-        return self.plan(self.stage, self.layers[self.stage], self.run.budget)
+    def share_layers(self, tokenizer: Tokenizer | None) -> tuple[range, ...]:
+        """Measure, and return the layers of each stage: the slowest is as quick as can be.
 
-    @property
-    def vocab_size(self) -> int:
-        return config_sizes(self.run.files.target)["vocab_size"]
+        Raises `UserError` on all ranks where one of them has no room, or the draft other words than
+        the target's `tokenizer`.
+        """
+        files = self.run.files
+        room = self.run.budget.unlimited()
+        try_together(self.transport, lambda: self._try_least(tokenizer))
+        # all ranks measure at one time: links may be the same
+        mine = None
+        shape = model_shape(files.target, self.run.options.dtype)
+        if self.stage is not None:
+            held = self.plan(self.stage, range(len(shape.layer_bytes)), room)
+            mine = capacity_of(self.run, held, shares_kv=True)
+        told = gather_values(self.transport, mine, RankCapacity | None)
+        capacities = [one for rank in self.roles.stages if (one := told[rank]) is not None]
+        load = Load(shape.layer_bytes, room.plan(files, self.num_uncommitted).kv_bytes)
+        layers = stage_layers(capacities, load)
+        bounds = [(one.start, one.stop) for one in layers]
+        # numbers of the head's processor
+        told_bounds = broadcast_from_head(self.transport, bounds, list[tuple[int, int]])
+        return tuple(range(*one) for one in told_bounds)
 
-    @property
-    def context(self) -> int:
-        return self.plan(0, range(1), self.run.budget.unlimited()).context
+    def _try_least(self, tokenizer: Tokenizer | None) -> None:
+        """Raise `UserError` for a draft with other words, or no room for one layer or the draft."""
+        files = self.run.files
+        if self.drafts and files.draft is not None:
+            target, draft = (
+                Vocabulary(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft)
+            )
+            check_vocabulary(tokenizer, files, target, draft)
+        if self.stage is not None:
+            self.plan(self.stage, range(1), self.run.budget)
+            return
+        if not self.drafts or files.draft is None:
+            return
+        # a rank that only drafts needs room for its model and cache
+        budget = self.run.budget
+        shape = model_shape(files.draft, self.run.options.dtype)
+        is_gpu = budget.gpu is not None
+        needed_bytes = draft_bytes(shape, self.context, self.num_uncommitted, is_gpu=is_gpu)
+        needed_bytes += RUNTIME_BYTES + noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES
+        if needed_bytes > budget.ram:
+            raise UserError(
+                f"needs {budget.size(needed_bytes)} of RAM for the draft, budget is "
+                f"{budget.size(budget.ram)}: raise `ram`, or take a smaller draft"
+            )
 
 
 def refuse_encoders(files: ModelFiles) -> None:
@@ -88,52 +127,3 @@ def refuse_encoders(files: ModelFiles) -> None:
             raise UserError(
                 f"{model.directory.name}: it has an encoder, and stages have none: leave `ranks` out"
             )
-
-
-def with_layers(rank: PipelineRank) -> PipelineRank:
-    """Measure, and share layers out so that the slowest stage is as quick as can be.
-
-    Raises `UserError` on all ranks where one of them has no room, or the draft other words.
-    """
-    files = rank.run.files
-    room = rank.run.budget.unlimited()
-    try_together(rank.transport, lambda: _try_least(rank))
-    # all ranks measure at one time: links may be the same
-    mine = None
-    shape = model_shape(files.target, rank.run.options.dtype)
-    if rank.stage is not None:
-        held = rank.plan(rank.stage, range(len(shape.layer_bytes)), room)
-        mine = capacity_of(rank.run, held, shares_kv=True)
-    told = all_gather_objects(rank.transport, mine)
-    capacities = [RankCapacity(*told[one]) for one in rank.roles.stages]
-    layers = stage_layers(
-        capacities, Load(shape.layer_bytes, room.plan(files, rank.num_uncommitted).kv_bytes)
-    )
-    bounds = broadcast_from_head(rank.transport, [(one.start, one.stop) for one in layers])
-    return rank._replace(layers=tuple(range(*one) for one in bounds))
-
-
-def _try_least(rank: PipelineRank) -> None:
-    """Raise `UserError` for a draft with other words, or no room for one layer or the draft."""
-    files = rank.run.files
-    if rank.drafts and files.draft is not None:
-        target, draft = (
-            Vocabulary(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft)
-        )
-        check_vocabulary(rank.tokenizer, files, target, draft)
-    if rank.stage is not None:
-        rank.plan(rank.stage, range(1), rank.run.budget)
-        return
-    if not rank.drafts or files.draft is None:
-        return
-    # a rank that only drafts needs room for its model and cache
-    budget = rank.run.budget
-    shape = model_shape(files.draft, rank.run.options.dtype)
-    is_gpu = budget.gpu is not None
-    needed_bytes = draft_bytes(shape, rank.context, rank.num_uncommitted, is_gpu=is_gpu)
-    needed_bytes += RUNTIME_BYTES + noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES
-    if needed_bytes > budget.ram:
-        raise UserError(
-            f"needs {budget.size(needed_bytes)} of RAM for the draft, budget is "
-            f"{budget.size(budget.ram)}: raise `ram`, or take a smaller draft"
-        )

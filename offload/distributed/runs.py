@@ -28,11 +28,12 @@ contain their parents.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from offload.distributed.orders import Issue
+from offload.distributed.orders import RunOrder, packed
+from offload.distributed.rows import UncommittedRows
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +98,7 @@ class RunTable:
         self._most_nodes = 1000
         # guesses that were not issued
         self._open: list[RunNode] = []
-        # uncommitted rows of live nodes, by number
-        self._rows: list[RunNode] = []
+        self._rows = UncommittedRows[RunNode]()
 
     def new_run(self) -> int:
         """Return a number for a run, larger than all before."""
@@ -169,22 +169,21 @@ class RunTable:
             min(count, self.room), worth, key=lambda node: (-node.f, node.serial)
         )
 
-    def issue(self, nodes: Sequence[RunNode]) -> Issue:
+    def issue(self, nodes: Sequence[RunNode]) -> RunOrder:
         """Issue a run of these nodes, each after its parent, the root first; it takes a credit."""
         assert self.has_credit and len(nodes) + self.num_rows <= self._capacity, "no room for a run"
         run = self.new_run()
-        lo = self.num_rows
-        for row, node in enumerate(nodes, lo):
+        for node in nodes:
             assert node.parent is None or node.parent.run is not None, "a child before its parent"
             node.run = run
-            node.row = row
-        self._rows += nodes
         self._open = [node for node in self._open if node.run is None]
         self._on_way[run] = _Run(
             tuple(nodes), is_speculative=any(node is not self.root for node in nodes)
         )
-        sees = [sorted(self._uncommitted(node)) for node in nodes]
-        return Issue(run, [node.token for node in nodes], [node.position for node in nodes], sees)
+        tokens = [node.token for node in nodes]
+        positions = [node.position for node in nodes]
+        sees = packed(self._rows.add(nodes))
+        return RunOrder(run, tokens, positions, sees, num_drawn=len(nodes))
 
     def drawn(self, number: int, is_dead: bool, tokens: Sequence[int]) -> None:
         """Note a run that is back, with its draws. Raises `ValueError` for one not asked for."""
@@ -216,7 +215,8 @@ class RunTable:
         self.root.parent = None
         self._renormalise()
         self._forget()
-        path, kept = self._renumber(passed)
+        path, kept = self._rows.commit(passed, lambda node: not node.is_dead)
+        self.num_committed += len(path)
         return RunStep(tokens, path, kept, self._newly_dead())
 
     def abandon(self) -> list[int]:
@@ -260,19 +260,6 @@ class RunTable:
             self._nodes = {number: node for number, node in self._nodes.items() if not node.is_dead}
             self._most_nodes = 2 * len(self._nodes) + 1000
 
-    def _renumber(self, passed: Sequence[RunNode]) -> tuple[list[int], list[int]]:
-        """Commit the rows of these nodes, keep those of live ones; return both's old numbers."""
-        path = [node.row for node in passed if node.row is not None]
-        for node in passed:
-            node.row = None
-        stay = [node for node in self._rows if node.row is not None and not node.is_dead]
-        kept = [node.row for node in stay if node.row is not None]
-        for row, node in enumerate(stay):
-            node.row = row
-        self._rows = stay
-        self.num_committed += len(path)
-        return path, kept
-
     def _newly_dead(self) -> list[int]:
         """Mark and return runs without a live node; those of passed nodes are back already."""
         dead = [
@@ -283,8 +270,3 @@ class RunTable:
         for number in dead:
             self._on_way[number].is_dead = True
         return dead
-
-    def _uncommitted(self, node: RunNode | None) -> Iterator[int]:
-        while node is not None and node.row is not None:
-            yield node.row
-            node = node.parent

@@ -14,16 +14,22 @@ import torch
 
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import model_shape
-from offload.distributed.exchange import Exchange, cut_model
-from offload.distributed.join import meet_ranks
-from offload.distributed.layout import Sharding, gathers_of, layers_alone, shard_files, share_layers
-from offload.distributed.orders import (
+from offload.distributed.agreement import (
     agree_on,
-    all_gather_objects,
     broadcast_from_head,
+    gather_values,
     try_together,
 )
+from offload.distributed.exchange import Exchange, cut_model
+from offload.distributed.join import meet_ranks
 from offload.distributed.section import capacity_of, load_section
+from offload.distributed.sharding import (
+    Sharding,
+    gathers_of,
+    layers_alone,
+    shard_files,
+    share_layers,
+)
 from offload.distributed.shards import ShardedTarget, serve_shard
 from offload.distributed.transport import Transport
 from offload.engine.resolve import ResolvedRun
@@ -33,6 +39,7 @@ from offload.memory.plan import MemoryPlan
 from offload.planning.shares import Load, RankCapacity, shard_fractions
 from offload.trees.spec import AUTO_NODES
 
+_Planned = tuple[int, int]  # nodes of a tree, and the context
 _BY_HOST = "ranks exchange rows of GPUs by way of host memory, which is slower than NCCL, and the way that was tried"
 
 
@@ -62,7 +69,7 @@ class Shards(Team):
 
     def tell_plan(self, plan: MemoryPlan) -> None:
         """Have the others plan for as many rows and positions. Raises `UserError`."""
-        broadcast_from_head(self.exchange.transport, [plan.num_nodes, plan.context])
+        broadcast_from_head(self.exchange.transport, (plan.num_nodes, plan.context), _Planned)
         agree_on(self.exchange.transport)
 
     def target(self, *args: Any, **more: Any) -> ShardedTarget:
@@ -103,15 +110,15 @@ def _share(
     dtype = run.options.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
     # links are measured at one time: they may be the same
-    has_gpu = any(all_gather_objects(transport, run.device.has_own_memory))
+    has_gpu = any(gather_values(transport, run.device.has_own_memory, bool))
     held = run.budget.unlimited().plan(shard_files(files, even, transport.rank), AUTO_NODES)
     mine = capacity_of(run, held, shares_kv=even.has_own_heads)
-    capacities = [RankCapacity(*one) for one in all_gather_objects(transport, mine)]
+    capacities = gather_values(transport, mine, RankCapacity)
     shape = model_shape(files.target, dtype)
     kv_bytes = run.budget.unlimited().plan(files, AUTO_NODES).kv_bytes if even.has_own_heads else 0
-    fractions = broadcast_from_head(
-        transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes))
-    )
+    load = Load(shape.layer_bytes, kv_bytes)
+    # numbers of the head's processor
+    fractions = broadcast_from_head(transport, shard_fractions(capacities, load), tuple[float, ...])
     sharding = share_layers(files.target, fractions)
     gathers = gathers_of(files.target, sharding, dtype)
     exchange = Exchange(transport, own_bytes)
@@ -126,7 +133,7 @@ def _share(
 def _follow(shards: Shards, run: ResolvedRun, resources: ExitStack) -> None:
     """Load what the head's plan leaves to this rank, and compute what the head says until it ends."""
     transport = shards.exchange.transport
-    num_nodes, context = broadcast_from_head(transport)
+    num_nodes, context = broadcast_from_head(transport, (0, 0), _Planned)
     files = shard_files(run.files, shards.sharding, transport.rank)
     budget = replace(run.budget, context=context)
     plan = try_together(transport, lambda: budget.plan(files, num_nodes))

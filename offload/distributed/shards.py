@@ -13,13 +13,22 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from offload.distributed.exchange import Exchange
-from offload.distributed.orders import all_gather_objects, commit_message
+from offload.distributed.orders import (
+    HEAD,
+    Commit,
+    Figures,
+    Order,
+    Reset,
+    RunOrder,
+    Stop,
+    packed,
+)
 from offload.distributed.section import SectionModel
-from offload.distributed.transport import Channel, Kind, Message
+from offload.distributed.service import Acts, obey
+from offload.distributed.transport import Channel
 from offload.errors import RankError, UserError
 from offload.interrupts import held_back
 from offload.memory.plan import MemoryPlan
@@ -31,7 +40,7 @@ from offload.sampling.logits import Logits
 from offload.stats import RankFigures
 from offload.streaming.layers import LayerStream
 
-Tell = Callable[[Message], None]
+Tell = Callable[[Order], None]
 
 
 class ShardedTarget(Target):
@@ -54,7 +63,7 @@ class ShardedTarget(Target):
         self._listener = on_layer
         self._is_broken = False
         self._held_back: BaseException | None = None
-        self._own_figures = partial(exchange.figures, stream, plan)
+        self._all_figures = partial(exchange.figures, stream, plan)
 
     def new_cache(self) -> KVCache:
         """Return an empty cache, which all other ranks follow."""
@@ -65,22 +74,21 @@ class ShardedTarget(Target):
     def figures(self) -> list[RankFigures]:
         """Return each rank's figures so far, between two passes. Raises `RankError`."""
         self._require_whole()
-        self._tell(Message(Kind.WORD))
-        told = all_gather_objects(self._transport, self._own_figures())
-        return [RankFigures(*one) for one in told]
+        self._tell(Figures())
+        return self._all_figures()
 
     def stop(self) -> None:
         """End the other ranks, as far as they have not ended; no pass follows."""
         with suppress(RankError, UserError):
-            self._tell(Message(Kind.STOP))
+            self._tell(Stop())
 
     def _sweep(self, parts: Sequence[BatchPart], num_logits: int) -> Logits:
         self._require_whole()
         # several texts are of one process
         (part,) = parts
         with held_back(), self._whole_pass():
-            sees_TT = torch.from_numpy(np.packbits(part.ancestor_TU.numpy(), axis=1))
-            self._tell(Message(Kind.RUN, part.position_U.tolist(), sees_TT))
+            rows = (part.token_T.tolist(), part.position_U.tolist(), packed(part.ancestor_TU))
+            self._tell(RunOrder(self._exchange.num_passes, *rows, num_drawn=0))
             with self._exchange.opened():
                 logits = super()._sweep(parts, num_logits)
         return logits
@@ -106,9 +114,9 @@ class ShardedTarget(Target):
         except BaseException as error:
             self._held_back = error
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, order: Order) -> None:
         for rank in range(1, self._transport.num_ranks):
-            self._transport.send(rank, Channel.DATA, message)
+            self._transport.send(rank, Channel.DATA, order)
 
 
 class _HeadCache(KVCache):
@@ -120,11 +128,11 @@ class _HeadCache(KVCache):
 
     def commit(self, rows: Sequence[int], kept: Sequence[int] = ()) -> None:
         super().commit(rows, kept)
-        self._tell(commit_message(rows, kept))
+        self._tell(Commit(list(rows), list(kept)))
 
     def clear(self, num_kept: int = 0) -> None:
         if num_kept < self.length:
-            self._tell(Message(Kind.RESET, [num_kept]))
+            self._tell(Reset(num_kept))
         super().clear(num_kept)
 
     def states(self, *_: Any) -> NoReturn:
@@ -142,28 +150,25 @@ def serve_shard(
     model: SectionModel, stream: LayerStream, plan: MemoryPlan, exchange: Exchange
 ) -> None:
     """Follow the head until it ends. Raises `RankError` where it is lost, and `ReadError`."""
-    transport = exchange.transport
     cache = model.new_cache(plan.cache_slots)
     model.stream_layers(stream.acquire, stream.release)
     exchange.send = model.send
-    while (order := transport.receive(0, Channel.DATA)).kind is not Kind.STOP:
-        if order.kind is Kind.RESET:
-            cache.clear(order.numbers[0])
-        elif order.kind is Kind.COMMIT:
-            num_path = order.numbers[0]
-            cache.commit(order.numbers[1 : 1 + num_path], order.numbers[1 + num_path :])
-        elif order.kind is Kind.WORD:
-            all_gather_objects(transport, exchange.figures(stream, plan))
-        else:
-            assert order.kind is Kind.RUN and order.payload is not None, (
-                f"{order.kind.name} is no order"
-            )
-            stream.begin_sweep()
-            position_T = torch.tensor(order.numbers)
-            bits = np.unpackbits(order.payload.numpy(), axis=1, count=len(position_T))
-            sees_TT = torch.from_numpy(bits.astype(bool))
-            with exchange.opened():
-                hidden_TD = exchange.share(
-                    torch.empty(len(position_T), model.width, dtype=model.dtype)
-                )
-                model.forward(hidden_TD, position_T, sees_TT, cache)
+
+    def run(order: RunOrder) -> None:
+        _, position_T, sees_TT = order.rows(0)
+        stream.begin_sweep()
+        with exchange.opened():
+            hidden_TD = exchange.share(torch.empty(len(position_T), model.width, dtype=model.dtype))
+            model.forward(hidden_TD, position_T, sees_TT, cache)
+
+    def commit(order: Commit) -> None:
+        order.require_rows(cache.num_uncommitted)
+        cache.commit(order.path, order.kept)
+
+    acts: Acts = {
+        Reset: lambda order: cache.clear(order.num_kept),
+        RunOrder: run,
+        Commit: commit,
+        Figures: lambda _: exchange.figures(stream, plan),
+    }
+    obey(exchange.transport, HEAD, Channel.DATA, acts)

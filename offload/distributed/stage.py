@@ -1,11 +1,10 @@
 """The service of a stage: its layers over every run, in the order in which the head issues them.
 
-    DATA     RESET, RUN, COMMIT: done and passed on to the next stage; what need not be computed is
-             passed on first
-    CONTROL  CANCEL, heard by a thread: a run that is not needed is passed on without activations,
+    DATA     Reset, RunOrder, Commit: done and passed on to the next stage; what need not be computed
+             is passed on first
+    CONTROL  Cancel, heard by a thread: a run that is not needed is passed on without activations,
              so that order holds
-    RESULT   DRAWN, from the last stage, 8 bytes a row: it draws with the noise of the position;
-             ERROR, from any
+    RESULT   Drawn, from the last stage: it draws with the noise of the position
 
 Every row of a run takes its place among the uncommitted rows, also where it was not computed, so
 that rows have the same numbers on all stages. Invariant: a row's draw depends on its path and
@@ -17,25 +16,30 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
+import msgspec
 import torch
 from torch import Tensor
 
 from offload.checkpoint.cuts import Section
 from offload.distributed.orders import (
     HEAD,
-    RunMessage,
-    error_message,
-    read_commit,
-    read_run,
-    sampling_of,
+    Cancel,
+    Commit,
+    Drawn,
+    Order,
+    Reset,
+    RunOrder,
+    Stop,
+    as_bytes,
+    packed,
 )
 from offload.distributed.section import SectionModel, load_section
-from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.distributed.service import Acts, obey
+from offload.distributed.transport import Channel, Transport
 from offload.engine.resolve import ResolvedRun
 from offload.errors import RankError, ensure
 from offload.memory.plan import MemoryPlan
@@ -47,7 +51,6 @@ from offload.sampling_options import Sampling
 from offload.streaming.layers import LayerStream
 from offload.timer import timed
 
-_ENDS = (Kind.STOP, Kind.ERROR)
 _NUM_TIMES = 2
 _LONG_S = 1.0  # a pass that takes longer is timed for one row alone
 # tells whether the run is no longer needed
@@ -113,40 +116,42 @@ class PipelineStage:
         self._position_U = self._position_U[list(kept)]
         self._is_whole_U = self._is_whole_U[list(kept)]
 
-    def run(
-        self, run: RunMessage, hidden_WD: Tensor | None, is_cancelled: Cancelled
-    ) -> Tensor | None:
+    def run(self, run: RunOrder, is_cancelled: Cancelled) -> Tensor | None:
         """Return what the next stage gets, (W, D), or the drawn tokens; None where cancelled.
 
-        `hidden_WD` is what the stage before gives; the first takes ids. Raises `ReadError`.
+        Raises `ValueError` for rows that cannot be, and `ReadError`.
         """
         lo = self.num_uncommitted
-        self._position_U = torch.cat([self._position_U, run.position_W])
+        token_W, position_W, sees_WU = run.rows(lo)
+        rows_W = token_W
+        if not (run.is_dead or self.model.section.has_table):
+            rows_W = run.activations(self.model.width, self.model.dtype)
+        self._position_U = torch.cat([self._position_U, position_W])
         self._is_cancelled = is_cancelled
         out = None
         if run.is_dead or is_cancelled():
-            self._cache.place(lo, len(run.token_W))
+            self._cache.place(lo, len(token_W))
         else:
-            out = self._pass(run, run.token_W if hidden_WD is None else hidden_WD)
+            out = self._pass(rows_W, sees_WU, run.num_drawn)
         self._is_whole_U = torch.nn.functional.pad(
-            self._is_whole_U, (0, len(run.token_W)), value=out is not None
+            self._is_whole_U, (0, len(token_W)), value=out is not None
         )
         return out
 
-    def _pass(self, run: RunMessage, rows_W: Tensor) -> Tensor | None:
+    def _pass(self, rows_W: Tensor, sees_WU: Tensor, num_drawn: int) -> Tensor | None:
         """Run ids or hidden states through the layers; None where the run was cancelled."""
         self.stream.begin_sweep()
-        rows = (rows_W, self._position_U, run.sees_WU, self._cache)
+        rows = (rows_W, self._position_U, sees_WU, self._cache)
         try:
             if not self.model.section.has_head:
                 return self.model.forward(*rows).cpu().contiguous()
             # 0 would be all of them
-            num_logits = max(1, run.num_drawn)
+            num_logits = max(1, num_drawn)
             part = BatchPart(*rows)
             logits = self.model.score([part], num_logits=num_logits, max_rows=self._max_logits)
         except _CancelledError:
             return None
-        return self._draw(logits, run.position_W[len(run.position_W) - run.num_drawn :])
+        return self._draw(logits, self._position_U[len(self._position_U) - num_drawn :])
 
     def pass_times(self) -> list[float]:
         """Time a pass over one row, and over ever more where it does not take long."""
@@ -159,10 +164,16 @@ class PipelineStage:
     def _try_out(self, num_rows: int) -> None:
         """Run a pass over `num_rows` of an empty text, for timing."""
         self.reset(0, Sampling())
-        row_W = torch.arange(num_rows)
         zeros_WD = torch.zeros(num_rows, self.model.width, dtype=self.model.dtype)
-        run = RunMessage(0, False, num_rows, torch.zeros_like(row_W), row_W, causal(num_rows))
-        self.run(run, None if self.model.section.has_table else zeros_WD, lambda: False)
+        run = RunOrder(
+            0,
+            [0] * num_rows,
+            list(range(num_rows)),
+            packed(causal(num_rows)),
+            num_drawn=num_rows,
+            hidden=None if self.model.section.has_table else as_bytes(zeros_WD).numpy().data,
+        )
+        self.run(run, lambda: False)
         self.reset(0, Sampling())
 
     def _draw(self, logits: Logits, position_K: Tensor) -> Tensor:
@@ -208,19 +219,15 @@ def load_stage(
 
 
 def serve_stage(transport: Transport, before: int, after: int | None, stage: PipelineStage) -> None:
-    """Do what arrives on DATA until the head says STOP, or an ERROR of a stage before passes.
+    """Do what arrives on DATA until the head says stop.
 
     `before` is the rank that issues runs, or has the layers before; `after`, if any, those behind.
-    Raises `RankError` where a peer is lost; other errors end the head and the stages behind.
+    Raises `RankError` where a peer is lost, and what a pass raises.
     """
     service = _StageService(transport, after, stage, _Cancellations(transport))
-    try:
-        while service.do(transport.receive(before, Channel.DATA)):
-            pass
-    except RankError:
-        raise
-    except Exception as error:
-        service.fail(error)
+    acts: Acts = {Reset: service.reset, RunOrder: service.run, Commit: service.commit}
+    obey(transport, before, Channel.DATA, acts)
+    service.pass_on(Stop())
 
 
 @dataclass(slots=True)
@@ -230,55 +237,29 @@ class _StageService:
     _stage: PipelineStage
     _cancellations: "_Cancellations"
 
-    def do(self, message: Message) -> bool:
-        """Carry out a message; return whether the service goes on."""
-        if message.kind == Kind.RUN:
-            self._run(message)
-        elif message.kind == Kind.COMMIT:
-            commit = read_commit(message.numbers, self._stage.num_uncommitted)
-            self._pass_on(message)
-            self._stage.commit(*commit)
-        elif message.kind == Kind.RESET:
-            self._pass_on(message)
-            self._stage.reset(message.numbers[0], sampling_of(message))
-        elif message.kind in _ENDS:
-            self._pass_on(message)
-        else:
-            raise ValueError(f"a stage was told to {message.kind.name}")
-        return message.kind not in _ENDS
+    def reset(self, order: Reset) -> None:
+        self.pass_on(order)
+        self._stage.reset(order.num_kept, order.sampling)
 
-    def fail(self, error: Exception) -> NoReturn:
-        """Tell why, the head first: it tells the user."""
-        message = error_message(error)
-        self._transport.send(HEAD, Channel.RESULT, message)
-        self._pass_on(message)
-        raise error
+    def commit(self, order: Commit) -> None:
+        order.require_rows(self._stage.num_uncommitted)
+        self.pass_on(order)
+        self._stage.commit(order.path, order.kept)
 
-    def _run(self, message: Message) -> None:
-        run = read_run(message.numbers, self._stage.num_uncommitted)
-        self._cancellations.forget_before(run.number)
-        hidden_WD = None if run.is_dead else self._received(message.payload, len(run.token_W))
-        out = self._stage.run(run, hidden_WD, lambda: run.number in self._cancellations)
-        is_dead = out is None
+    def run(self, order: RunOrder) -> None:
+        number = order.number
+        self._cancellations.forget_before(number)
+        out = self._stage.run(order, lambda: number in self._cancellations)
+        if self._after is None:
+            tokens = [] if out is None else out.tolist()
+            self._transport.send(HEAD, Channel.RESULT, Drawn(number, out is None, tokens))
+            return
+        hidden = None if out is None else as_bytes(out).numpy().data
+        self.pass_on(msgspec.structs.replace(order, is_dead=out is None, hidden=hidden))
+
+    def pass_on(self, order: Order) -> None:
         if self._after is not None:
-            numbers = [run.number, int(is_dead), *message.numbers[2:]]
-            self._pass_on(Message(Kind.RUN, numbers, out))
-        else:
-            drawn = [run.number, int(is_dead), *([] if out is None else out.tolist())]
-            self._transport.send(HEAD, Channel.RESULT, Message(Kind.DRAWN, drawn))
-
-    def _received(self, payload: Tensor | None, num_rows: int) -> Tensor | None:
-        """Return what the stage before has computed. Raises `ValueError` for anything else."""
-        model = self._stage.model
-        given = None if payload is None else (tuple(payload.shape), payload.dtype)
-        wanted = None if model.section.has_table else ((num_rows, model.width), model.dtype)
-        if given != wanted:
-            raise ValueError(f"a run has activations {given}, they must be {wanted}")
-        return payload
-
-    def _pass_on(self, message: Message) -> None:
-        if self._after is not None:
-            self._transport.send(self._after, Channel.DATA, message)
+            self._transport.send(self._after, Channel.DATA, order)
 
 
 class _Cancellations:
@@ -299,10 +280,9 @@ class _Cancellations:
             self._dead = {number for number in self._dead if number >= run}
 
     def _listen(self) -> None:
-        try:
-            while (message := self._transport.receive(HEAD, Channel.CONTROL)).kind == Kind.CANCEL:
-                with self._lock:
-                    self._dead.update(message.numbers)
-        except RankError:
-            # the loop that waits for work hears of it as well
-            return
+        with suppress(RankError):  # the loop that waits for work hears of it as well
+            obey(self._transport, HEAD, Channel.CONTROL, {Cancel: self._add})
+
+    def _add(self, order: Cancel) -> None:
+        with self._lock:
+            self._dead.update(order.runs)

@@ -1,24 +1,19 @@
-"""Messages and activations between ranks: the protocol, its wire format, and gloo as its carrier.
+"""The ways between ranks, over torch.distributed's gloo: orders to one of them, exchanges among all.
 
-Ranks exchange what lies in host memory, on whatever device they compute. A message is a kind, whole
-numbers, and at most one tensor. Messages of one (sender, receiver, channel) arrive in the order in
-which they were sent; of two channels either may come first. A header of fixed size says how many
-numbers follow and of which type and shape the payload is. Nothing is pickled: a peer is a stranger,
-and nothing is allocated before the sizes that it names are found to be possible.
-
-Over torch.distributed's gloo, each channel has a process group of its own, and exchanges
-(`broadcast`, `gather`) have one, of bytes. Gloo's receiver must know the size, so a header comes
-first; and a send lasts until the other side takes it, so a thread waits for it and keeps its
-tensors alive. By itself gloo takes the network that the host's own name resolves to, which on many
-systems is an address that no other host reaches; `choose_interface` takes the one that leads to
-where ranks meet.
+Ranks exchange what lies in host memory, on whatever device they compute. Orders of one (sender,
+receiver, channel) arrive in the order in which they were sent; of two channels either may come
+first. Each channel has a process group of its own, and exchanges (`broadcast`, `gather`) have one.
+Gloo's receiver must know the size, so the number of an order's bytes comes first, and nothing is
+allocated before it is found to be possible. A send lasts until the other side takes it, so a thread
+waits for it and keeps its bytes alive. By itself gloo takes the network that the host's own name
+resolves to, which on many systems is an address that no other host reaches; `choose_interface`
+takes the one that leads to where ranks meet.
 
 Invariant: a wait for a lost rank ends with an error that names the rank, from the box that is
 waited at or from the watch.
 """
 
 import fcntl
-import math
 import os
 import queue
 import socket
@@ -32,12 +27,12 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
 from itertools import product
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offload.distributed.orders import Order, as_bytes, decode, encode
 from offload.distributed.watch import Loss, Watch
 from offload.errors import RankError, ensure
 from offload.interrupts import held_back
@@ -47,155 +42,16 @@ class Channel(IntEnum):
     """Ways between two ranks that do not wait for each other."""
 
     DATA = 0  # work, in the order in which it is to be done
-    RESULT = 1  # what was drawn
+    RESULT = 1  # what was drawn, and guesses
     CONTROL = 2  # what must not wait behind work: cancellations, the end
-    DRAFT = 3  # between the head and the rank that drafts
+    DRAFT = 3  # from the head to the rank that drafts
 
 
-class Kind(IntEnum):
-    """What a message asks for, or tells."""
-
-    RESET = 0  # a text begins; how it is sampled, and how many committed positions stay
-    RUN = 1  # rows to be scored, behind those that were issued before
-    COMMIT = 2  # accepted rows, and those that stay uncommitted
-    DRAWN = 3  # what the target draws after each row of a run
-    CANCEL = 4  # runs that are not needed any more
-    GROW = 5  # the head has room for so many nodes
-    TREE = 6  # nodes that a draft proposes
-    ACCEPT = 7  # tokens that were accepted
-    STOP = 8  # the end
-    ERROR = 9  # why a rank has failed
-    WORD = 10  # anything small, as JSON
-
-
-class Message(NamedTuple):
-    """One message; the sender of a kind documents what its numbers are."""
-
-    kind: Kind
-    numbers: Sequence[int] = ()
-    payload: Tensor | None = None  # contiguous, in host memory
-
-
-class Transport(Protocol):
-    """One rank's way to all others.
-
-    Every method but `close` raises `RankError` where a peer is lost.
-    """
-
-    rank: int  # 0 is the head
-    num_ranks: int
-    # by kind of message, `broadcast` and `gather`: headers included, as often as there are receivers
-    bytes_sent: Counter[str]
-    exchange_s: float  # in `broadcast` and `gather`, waiting for slower ranks included
-
-    def send(self, to: int, channel: Channel, message: Message) -> None:
-        """Send, also to oneself, and return at once; the payload must not be written to."""
-
-    def receive(self, source: int, channel: Channel) -> Message:
-        """Return the next message, waiting for as long as a user may be idle."""
-
-    def poll(self, source: int, channel: Channel) -> Message | None:
-        """Return the next message, None if it has not arrived."""
-
-    def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
-        """Wait until one of these (source, channel) has a message; return it, and take none."""
-
-    def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
-        """Return the source's rows on every rank; others give a tensor like it, to be filled.
-
-        It lies in host memory, as in `gather`: ranks that chose a way by place might never meet.
-        """
-
-    def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
-        """Return all ranks' columns side by side; rank r has `widths[r]`, this one `part_TR`."""
-
-    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
-        """Tell the others that this rank has ended, and let go.
-
-        `reason` says why it has failed, where others raise `RankError`; a user can mend a refusal.
-        """
-
-
-# 512 rows of the widest models take a tenth of it
-MAX_PAYLOAD_BYTES = 2**30
-# a row says which of some thousand rows it sees
-MAX_NUMBERS = 2**22
-MAX_DIMENSIONS = 2
-# numbers of 32 bits: what is drawn returns in 16 bytes a row, for runs of four rows
-HEADER_NUMBERS = 2 + MAX_DIMENSIONS
-_DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
-)  # fmt: skip
-_NO_PAYLOAD = 0  # in place of a type; types count from 1
-# in place of the first number: nothing will follow
+# of an order: 512 rows of the widest models take a tenth of it
+MAX_BYTES = 2**30
+# in place of a number of bytes: nothing will follow
 _END = -1
-
-
-class MessageHeader(NamedTuple):
-    """What a header says will follow."""
-
-    kind: Kind
-    num_numbers: int
-    dtype: torch.dtype | None  # None: no payload
-    shape: tuple[int, ...]
-
-
-def header_of(message: Message) -> Tensor:
-    """Return a message's header, `HEADER_NUMBERS` int32.
-
-    A byte each of kind, type and number of dimensions, the count of numbers, then sizes.
-    """
-    payload = message.payload
-    shape = [] if payload is None else list(payload.shape)
-    assert len(shape) <= MAX_DIMENSIONS, f"a payload has {MAX_DIMENSIONS} dimensions at most"
-    dtype = _NO_PAYLOAD if payload is None else 1 + _DTYPES.index(payload.dtype)
-    header = [int(message.kind) | dtype << 8 | len(shape) << 16, len(message.numbers), *shape]
-    return torch.tensor(header + [0] * (HEADER_NUMBERS - len(header)), dtype=torch.int32)
-
-
-def end_header() -> Tensor:
-    """Return the last header of a channel."""
-    return torch.full((HEADER_NUMBERS,), _END, dtype=torch.int32)
-
-
-def read_header(header: Tensor) -> MessageHeader | None:
-    """Return what follows a header, None for the end. Raises `ValueError` for what cannot be."""
-    first, num_numbers, *dimensions = header.tolist()
-    if first == _END:
-        return None
-    kind = first & 0xFF
-    dtype = first >> 8 & 0xFF
-    num_dimensions = first >> 16
-    ensure(kind in Kind.__members__.values(), f"kind {kind} is none")
-    ensure(
-        0 <= num_numbers <= MAX_NUMBERS,
-        f"{num_numbers} numbers are not between 0 and {MAX_NUMBERS}",
-    )
-    if dtype == _NO_PAYLOAD:
-        return MessageHeader(Kind(kind), num_numbers, None, ())
-    ensure(dtype <= len(_DTYPES), f"type {dtype} is none")
-    ensure(
-        0 <= num_dimensions <= MAX_DIMENSIONS,
-        f"{num_dimensions} dimensions are not between 0 and {MAX_DIMENSIONS}",
-    )
-    shape = tuple(dimensions[:num_dimensions])
-    own = _DTYPES[dtype - 1]
-    is_possible = (
-        min(shape, default=0) >= 0 and math.prod(shape) * own.itemsize <= MAX_PAYLOAD_BYTES
-    )
-    ensure(
-        is_possible,
-        f"a payload of shape {shape} is not possible, or larger than {MAX_PAYLOAD_BYTES} bytes",
-    )
-    return MessageHeader(Kind(kind), num_numbers, own, shape)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as flat bytes, which gloo takes for any type."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-_Box = queue.Queue[Message | Loss]
+_Box = queue.Queue[Order | Loss]
 _Sent = tuple[list[dist.Work], list[Tensor]]
 _Reaped = queue.Queue[_Sent | None]
 # waits for an idle user, and for sends to a rank that computes for long
@@ -206,11 +62,14 @@ _CLOSE_S = 3.0
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Gloo(Transport):
-    """One rank of an initialised process group, over groups for this use alone.
+class Transport:
+    """One rank's ways to all others, over process groups for this use alone.
 
-    The limit of `exchange` is how long a rank may keep others waiting, `silence_s` that of
-    `watched`.
+    Every method but `fail` and `close` raises `RankError` where a peer is lost.
+
+    Args:
+        exchange: its limit is how long a rank may keep others waiting.
+        watched: the group of the watch, whose limit is `silence_s`.
     """
 
     def __init__(
@@ -222,7 +81,9 @@ class Gloo(Transport):
     ) -> None:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
+        # by type of order, `broadcast` and `gather`; as often as there are receivers
         self.bytes_sent = Counter[str]()
+        # in exchanges, waiting for slower ranks included
         self.exchange_s = 0.0
         self._groups = channels
         self._exchanges = [exchange]
@@ -235,34 +96,31 @@ class Gloo(Transport):
         self._arrived = threading.Condition()
         self._watch = Watch(watched, silence_s, self._wake)
 
-    def send(self, to: int, channel: Channel, message: Message) -> None:
-        """Send, and return at once; a payload must not be written to any more."""
+    def send(self, to: int, channel: Channel, order: Order) -> None:
+        """Send, also to oneself, and return at once."""
         if (loss := self._watch.loss) is not None:
             raise loss.error()
         if to == self.rank:
-            self._put(self._box(to, channel), message)
+            self._put(self._box(to, channel), order)
             return
-        parts = [header_of(message)]
-        if message.numbers:
-            parts.append(torch.tensor(message.numbers, dtype=torch.int64))
-        if message.payload is not None and message.payload.numel():
-            parts.append(as_bytes(message.payload))
+        content = torch.frombuffer(encode(order), dtype=torch.uint8)
+        parts = [_size(content.numel()), content]
         self._send(to, channel, parts)
-        self.bytes_sent[message.kind.name] += sum(part.nbytes for part in parts)
+        self.bytes_sent[type(order).__name__] += sum(part.nbytes for part in parts)
 
-    def receive(self, source: int, channel: Channel) -> Message:
-        """Return the next message, waited for as long as the channel's limit says."""
+    def receive(self, source: int, channel: Channel) -> Order:
+        """Return the next order, waited for as long as a user may be idle."""
         return self._opened(self._box(source, channel), is_waited_for=True)
 
-    def poll(self, source: int, channel: Channel) -> Message | None:
-        """Return the next message, None if it has not arrived."""
+    def poll(self, source: int, channel: Channel) -> Order | None:
+        """Return the next order, None if it has not arrived."""
         try:
             return self._opened(self._box(source, channel), is_waited_for=False)
         except queue.Empty:
             return None
 
     def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
-        """Return one of these whose next message has arrived, or never will; nothing is taken."""
+        """Return one of these whose next order has arrived, or never will; nothing is taken."""
         boxes = {way: self._box(*way) for way in ways}
         with self._arrived:
             while (
@@ -272,7 +130,10 @@ class Gloo(Transport):
         return found
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
-        """Return the source's rows on every rank; what others give is filled."""
+        """Return the source's rows on every rank; others give a tensor like it, to be filled.
+
+        It lies in host memory, as in `gather`: ranks that chose a way by place might never meet.
+        """
         rows = rows.contiguous()
         with self._exchange():
             dist.broadcast(as_bytes(rows), source, group=self._exchanges[0])
@@ -281,7 +142,10 @@ class Gloo(Transport):
         return rows
 
     def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
-        """Gather columns; narrower parts are padded on the way, since gloo wants all alike."""
+        """Return all ranks' columns side by side; rank r has `widths[r]`, this one `part_TR`.
+
+        Narrower parts are padded on the way, since gloo wants all alike.
+        """
         T = part_TR.shape[0]
         widest = max(widths)
         mine = torch.nn.functional.pad(part_TR, (0, widest - part_TR.shape[1])).contiguous()
@@ -295,9 +159,14 @@ class Gloo(Transport):
         """Return what `receive` would raise now, if another rank is known to be lost."""
         return None if self._watch.loss is None else self._watch.loss.error()
 
-    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
-        """Tell the others that this rank has ended, and why if it failed; wait a moment for them.
+    def fail(self, reason: str) -> None:
+        """End all that waits on this rank, now or later: a service of it has failed."""
+        self._watch.lose(Loss(self.rank, f"rank {self.rank}: {reason}", is_told=False))
 
+    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
+        """Tell the others that this rank has ended, and wait a moment for them.
+
+        With a reason they raise `RankError`, of which a user can mend a refusal.
         What they sent is taken from them until they say that they have ended, too: a thread that is
         still in gloo when Python ends would abort the process as soon as something arrives.
         """
@@ -310,7 +179,7 @@ class Gloo(Transport):
         for peer, channel in product(set(range(self.num_ranks)) - {self.rank}, Channel):
             self._box(peer, channel)
             with suppress(RankError):
-                self._send(peer, channel, [end_header()])
+                self._send(peer, channel, [_size(_END)])
         for _, sent in self._sent.values():
             sent.put(None)
         due_s = time.monotonic() + _CLOSE_S
@@ -343,16 +212,16 @@ class Gloo(Transport):
         finally:
             self.exchange_s += time.perf_counter() - began_s
 
-    def _opened(self, box: _Box, *, is_waited_for: bool) -> Message:
+    def _opened(self, box: _Box, *, is_waited_for: bool) -> Order:
         found = box.get(block=is_waited_for)
-        if isinstance(found, Message):
+        if not isinstance(found, Loss):
             return found
         # the next one who asks must find it, too
         box.put(found)
         raise found.error() if found.is_told else self._watch.verdict(found.line, found.rank)
 
     def _box(self, source: int, channel: Channel) -> _Box:
-        """Return where a channel's messages of a rank arrive; a thread fills it."""
+        """Return where a channel's orders of a rank arrive; a thread fills it."""
         with self._lock:
             if (box := self._boxes.get((source, channel))) is None:
                 box = self._boxes[source, channel] = queue.Queue()
@@ -364,8 +233,8 @@ class Gloo(Transport):
 
     def _fill(self, box: _Box, source: int, channel: Channel) -> None:
         try:
-            while (message := _received(source, self._groups[channel])) is not None:
-                self._put(box, message)
+            while (order := _received(source, self._groups[channel])) is not None:
+                self._put(box, order)
             self._put(box, Loss(source, f"rank {source} has ended"))
         except RuntimeError as error:
             self._put(box, Loss(source, _line(source, error), is_told=False))
@@ -374,7 +243,7 @@ class Gloo(Transport):
                 Loss(source, f"rank {source} sent what cannot be: {error}", is_told=False)
             )
 
-    def _put(self, box: _Box, found: Message | Loss) -> None:
+    def _put(self, box: _Box, found: Order | Loss) -> None:
         with self._arrived:
             box.put(found)
             self._arrived.notify_all()
@@ -400,21 +269,21 @@ class Gloo(Transport):
                     self._put(box, loss)
 
 
-def _received(source: int, group: dist.ProcessGroup) -> Message | None:
-    """Return one message, None after the last. Raises `ValueError`, `RuntimeError` for a loss."""
-    header = torch.empty(HEADER_NUMBERS, dtype=torch.int32)
-    _receive(header, source, group)
-    if (announced := read_header(header)) is None:
+def _received(source: int, group: dist.ProcessGroup) -> Order | None:
+    """Return one order, None after the last. Raises `ValueError`, `RuntimeError` for a loss."""
+    size = _size(0)
+    _receive(size, source, group)
+    num_bytes = int(size)
+    if num_bytes == _END:
         return None
-    numbers = torch.empty(announced.num_numbers, dtype=torch.int64)
-    if announced.num_numbers:
-        _receive(numbers, source, group)
-    payload = None
-    if announced.dtype is not None:
-        payload = torch.empty(announced.shape, dtype=announced.dtype)
-    if payload is not None and payload.numel():
-        _receive(as_bytes(payload), source, group)
-    return Message(announced.kind, numbers.tolist(), payload)
+    ensure(0 < num_bytes <= MAX_BYTES, f"an order of {num_bytes} bytes, {MAX_BYTES} at most")
+    content = torch.empty(num_bytes, dtype=torch.uint8)
+    _receive(content, source, group)
+    return decode(content.numpy().data)
+
+
+def _size(num_bytes: int) -> Tensor:
+    return torch.tensor([num_bytes], dtype=torch.int64)
 
 
 def _receive(into: Tensor, source: int, group: dist.ProcessGroup) -> None:

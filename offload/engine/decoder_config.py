@@ -2,10 +2,15 @@
 
 from typing import NamedTuple
 
+import torch
+
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernels import NO_KERNELS, KernelChoice
+from offload.checkpoint.generation_config import end_ids_of
+from offload.checkpoint.sizes import config_sizes
 from offload.drafting.lookup import NO_SOURCES, GuessSources
 from offload.engine.identities import Identities
+from offload.engine.resolve import ResolvedRun
 from offload.engine.text import Tokenizer
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
@@ -29,3 +34,21 @@ class DecoderConfig(NamedTuple):
     end_ids: frozenset[int] = frozenset()  # tokens that end a text
     invariance: Invariance = Invariance()
     sources: GuessSources = NO_SOURCES
+
+    @classmethod
+    def without_trees(
+        cls, run: ResolvedRun, plan: MemoryPlan, tokenizer: Tokenizer | None
+    ) -> "DecoderConfig":
+        """Return what a decoder has to know whose target other ranks compute, guesses included."""
+        end_ids = end_ids_of(run.files.target)
+        vocab_size = config_sizes(run.files.target)["vocab_size"]
+        return cls(
+            plan=plan,
+            identities=Identities(run.files, run.open_source, dtype=run.options.dtype),
+            trees=TreeSelector.without_trees(plan),
+            rule=run.options.rule,
+            threads=ThreadPolicy.fixed(torch.get_num_threads()),
+            tokenizer=tokenizer,
+            end_ids=end_ids,
+            grammars=Grammars(tokenizer, vocab_size, end_ids),
+        )

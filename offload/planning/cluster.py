@@ -25,7 +25,7 @@ from offload.errors import UserError, require, told_by_system
 from offload.planning.hardware import Hardware, field_value, find_hardware, require_known
 
 MAX_RANKS = 64  # of so many, stages are still found in seconds
-DRAWN_BYTES = 8  # the token of a row, which comes back from the last stage
+DRAWN_BYTES = 8  # of a row at most: its token, which comes back from the last stage
 _PAYLOAD_SHARE = 0.94  # of a cable's rate: 1448 bytes of TCP in the 1538 of a packet with its gaps
 _USUAL_LATENCY_US = 100.0  # of a message on Gigabit Ethernet
 # keys of a rank, and the fields of `Hardware` that they are

@@ -14,12 +14,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from msgspec.structs import replace
 
 from offload.distributed.head import Head, RowPrice, RunEvent
-from offload.distributed.orders import text_of
-from offload.distributed.transport import Channel, Kind, Message, Transport
+from offload.distributed.orders import (
+    Accept,
+    Cancel,
+    Commit,
+    DraftNodeUpdate,
+    Drawn,
+    Grow,
+    Guessed,
+    Order,
+    Reset,
+    RunOrder,
+)  # fmt: skip
+from offload.distributed.transport import Channel
 from offload.rank_roles import PipelineOptions, Roles
 from offload.sampling_options import Sampling
 
@@ -52,21 +62,21 @@ class Speeds:
     is_random: bool = True
 
 
-class World(Transport):
+class World:
     """The head's transport, and everything behind it."""
 
     def __init__(self, roles: Roles, speeds: Speeds, seed: int, accuracy: float = 0.7) -> None:
         self.rank, self.num_ranks, self.now_s = 0, 1 + max(*roles.stages, roles.draft or 0), 0.0
         self.random, self.speeds = random.Random(seed), speeds
-        self.boxes: dict[Way, deque[Message]] = defaultdict(deque)
-        self.sent: list[tuple[int, Channel, Message]] = []
+        self.boxes: dict[Way, deque[Order]] = defaultdict(deque)
+        self.sent: list[tuple[int, Channel, Order]] = []
         self.events: list[RunEvent] = []
         self.believed: list[Believed] = []  # by order on DATA
         self.most_on_way, self.cancelled = 0, set[int]()
         self._run_of_row = list[int]()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count, self._last_s = itertools.count(), defaultdict[Way, float](float)
-        self._services: dict[Way, Callable[[Message], None]] = {}
+        self._services: dict[Way, Callable[[Order], None]] = {}
         self.stages = [_Stage(self, roles, place) for place in range(len(roles.stages))]
         for stage in self.stages:
             self._services[stage.source, stage.rank, Channel.DATA] = stage.arrive
@@ -75,11 +85,11 @@ class World(Transport):
             self.draft = _Draft(self, roles.draft, accuracy)
             self._services[0, roles.draft, Channel.DRAFT] = self.draft.arrive
 
-    def post(self, way: Way, message: Message) -> None:
-        """Messages of one way arrive in order."""
+    def post(self, way: Way, order: Order) -> None:
+        """Orders of one way arrive in order."""
         self._last_s[way] = max(self._last_s[way], self.now_s + self.some(self.speeds.hop_s))
         take = self._services.get(way, self.boxes[way].append)
-        self.at(self._last_s[way], lambda: take(message))
+        self.at(self._last_s[way], lambda: take(order))
 
     def at(self, time_s: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (time_s, next(self._count), what))
@@ -87,28 +97,27 @@ class World(Transport):
     def some(self, mean_s: float) -> float:
         return self.random.uniform(0, 2 * mean_s) if self.speeds.is_random else mean_s
 
-    def send(self, to: int, channel: Channel, message: Message) -> None:
-        self.sent.append((to, channel, message))
-        self._check_order(message)
+    def send(self, to: int, channel: Channel, order: Order) -> None:
+        self.sent.append((to, channel, order))
+        self._check_order(order)
         table = self.head._table
         self.most_on_way = max(self.most_on_way, table.num_on_way)
         assert table.num_on_way <= table._credits and table.num_rows <= table._capacity
-        self.post((0, to, channel), message)
+        self.post((0, to, channel), order)
 
-    def _check_order(self, message: Message) -> None:
+    def _check_order(self, order: Order) -> None:
         """A run that was cancelled keeps no row from then on; stages may still have older orders before them."""
-        kind, numbers = message.kind, message.numbers
-        if kind == Kind.CANCEL:
-            self.cancelled |= set(numbers)
-        elif kind == Kind.RESET:
+        if isinstance(order, Cancel):
+            self.cancelled |= set(order.runs)
+        elif isinstance(order, Reset):
             self._run_of_row = []
-        elif kind == Kind.RUN:
-            self._run_of_row += [numbers[0]] * numbers[2]
-        elif kind == Kind.COMMIT:
-            path, kept = ([self._run_of_row[row] for row in rows] for rows in cut(numbers))
+        elif isinstance(order, RunOrder):
+            self._run_of_row += [order.number] * len(order.tokens)
+        elif isinstance(order, Commit):
+            path, kept = ([self._run_of_row[row] for row in rows] for rows in (order.path, order.kept))
             assert not self.cancelled & {*path, *kept}, "a row of a cancelled run is kept"
             self._run_of_row = kept
-        if kind in (Kind.RESET, Kind.RUN, Kind.COMMIT) and self.sent[-1][1] == Channel.DATA:
+        if isinstance(order, Reset | RunOrder | Commit) and self.sent[-1][1] == Channel.DATA:
             self.believed.append(believed(self.head))
 
     def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
@@ -128,21 +137,9 @@ class World(Transport):
         while self._heap:
             self.step()
 
-    def poll(self, source: int, channel: Channel) -> Message | None:
+    def poll(self, source: int, channel: Channel) -> Order | None:
         box = self.boxes[source, 0, channel]
         return box.popleft() if box else None
-
-    def receive(self, source: int, channel: Channel) -> Message:
-        self.wait_any([(source, channel)])
-        return self.boxes[source, 0, channel].popleft()
-
-    def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
-        raise NotImplementedError
-
-    def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
-        raise NotImplementedError
-
-    def close(self) -> None: ...
 
 
 class Believed(NamedTuple):
@@ -165,11 +162,6 @@ def believed(head: Head) -> Believed:
     return Believed(table.num_committed, None if table.root.run is None else table.num_rows, paths)
 
 
-def cut(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Path and kept rows of a COMMIT."""
-    return numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :]
-
-
 @dataclass
 class _Row:
     token: int
@@ -188,41 +180,41 @@ class _Stage:
         self.committed, self.rows = list[_Row](), list[_Row]()
         self.dead = set[int]()
         self.num_computed = self.num_orders = 0
-        self._queue, self._now = deque[Message](), None
+        self._queue, self._now = deque[Order](), None
 
-    def control(self, message: Message) -> None:
-        self.dead |= set(message.numbers) if message.kind == Kind.CANCEL else set()
-        if self._now is not None and self._now.kind == Kind.RUN and self._now.numbers[0] in self.dead:
+    def control(self, order: Order) -> None:
+        self.dead |= set(order.runs) if isinstance(order, Cancel) else set()
+        if isinstance(self._now, RunOrder) and self._now.number in self.dead:
             self._finish(self._now)  # between two layers
 
-    def arrive(self, message: Message) -> None:
-        self._queue.append(message)
+    def arrive(self, order: Order) -> None:
+        self._queue.append(order)
         self._next()
 
     def _next(self) -> None:
         if not self._queue or self._now is not None:
             return
-        message = self._now = self._queue.popleft()
-        is_work = message.kind == Kind.RUN and not message.numbers[1] and message.numbers[0] not in self.dead
+        order = self._now = self._queue.popleft()
+        is_work = isinstance(order, RunOrder) and not order.is_dead and order.number not in self.dead
         speeds = self.world.speeds
-        work_s = speeds.run_s + speeds.row_s * (message.numbers[2] - 1) if is_work else 0.0
-        self.world.at(self.world.now_s + self.world.some(work_s), lambda: self._finish(message))
+        work_s = speeds.run_s + speeds.row_s * (len(order.tokens) - 1) if is_work else 0.0
+        self.world.at(self.world.now_s + self.world.some(work_s), lambda: self._finish(order))
 
-    def _finish(self, message: Message) -> None:
-        if self._now is not message:
+    def _finish(self, order: Order) -> None:
+        if self._now is not order:
             return  # it was stopped before
         self._now = None
-        if message.kind == Kind.RUN:
-            message = self._run(message)
-        elif message.kind == Kind.COMMIT:
-            self._commit(message.numbers)
-        elif message.kind == Kind.RESET:
-            del self.committed[message.numbers[0] :]
+        if isinstance(order, RunOrder):
+            order = self._run(order)
+        elif isinstance(order, Commit):
+            self._commit(order)
+        elif isinstance(order, Reset):
+            del self.committed[order.num_kept :]
             assert all(row.is_computed for row in self.committed), "a position is kept that was never computed"
             self.rows = []
         self._compare()
         if self.next_rank is not None:
-            self.world.post((self.rank, self.next_rank, Channel.DATA), message)
+            self.world.post((self.rank, self.next_rank, Channel.DATA), order)
         self._next()
 
     def _compare(self) -> None:
@@ -235,20 +227,17 @@ class _Stage:
                 assert tuple(self.rows[seen].token for seen in self.rows[row].sees) == path, "a row is another's"
         self.num_orders += 1
 
-    def _run(self, message: Message) -> Message:
-        run, is_dead, num_rows, num_drawn, *rest = message.numbers
-        is_dead = int(is_dead or run in self.dead)
-        numbers, lo = iter(rest[2 * num_rows :]), len(self.rows)
-        for row in range(num_rows):
-            seen = [next(numbers) for _ in range(next(numbers))]
-            assert seen == sorted(set(seen)) and seen[-1] == lo + row, "a row sees itself last"
-            self.rows.append(_Row(*rest[2 * row : 2 * row + 2], seen, not is_dead))
-        assert next(numbers, None) is None
+    def _run(self, order: RunOrder) -> RunOrder:
+        is_dead = order.is_dead or order.number in self.dead
+        lo, num_rows = len(self.rows), len(order.tokens)
+        _, _, sees_WU = order.rows(lo)
+        for token, position, sees_U in zip(order.tokens, order.positions, sees_WU, strict=True):
+            self.rows.append(_Row(token, position, sees_U.nonzero()[:, 0].tolist(), not is_dead))
         self.num_computed += num_rows * (not is_dead)
         if self.next_rank is None:
-            drawn = [] if is_dead else [self._draw(row) for row in self.rows[len(self.rows) - num_drawn :]]
-            self.world.post((self.rank, 0, Channel.RESULT), Message(Kind.DRAWN, [run, is_dead, *drawn]))
-        return Message(Kind.RUN, [run, is_dead, *message.numbers[2:]])
+            drawn = [] if is_dead else [self._draw(row) for row in self.rows[len(self.rows) - order.num_drawn :]]
+            self.world.post((self.rank, 0, Channel.RESULT), Drawn(order.number, is_dead, drawn))
+        return replace(order, is_dead=is_dead)
 
     def _draw(self, row: _Row) -> int:
         path = self.committed + [self.rows[seen] for seen in row.sees]
@@ -257,10 +246,10 @@ class _Stage:
         assert [one.position for one in path] == list(range(len(path))), "a row sees something else than its path"
         return target([one.token for one in path])
 
-    def _commit(self, numbers: Sequence[int]) -> None:
-        path_rows, kept_rows = cut(numbers)
+    def _commit(self, order: Commit) -> None:
+        path_rows, kept_rows = order.path, order.kept
+        order.require_rows(len(self.rows))
         path, kept = ([self.rows[row] for row in rows] for rows in (path_rows, kept_rows))
-        assert len({*path_rows, *kept_rows}) == len(path) + len(kept), "a row twice"
         new_of_old = {old: new for new, old in enumerate(kept_rows)}
         for row in kept:
             row.sees = [new_of_old[seen] for seen in row.sees if seen not in path_rows]
@@ -283,29 +272,29 @@ class _Draft:
 
     def __init__(self, world: World, rank: int, accuracy: float) -> None:
         self.world, self.rank, self.accuracy = world, rank, accuracy
-        self._queue, self._is_busy, self._random = deque[Message](), False, random.Random(1)
+        self._queue, self._is_busy, self._random = deque[Order](), False, random.Random(1)
         self.num_answers = 0
 
-    def arrive(self, message: Message) -> None:
-        self._queue.append(message)
+    def arrive(self, order: Order) -> None:
+        self._queue.append(order)
         self._next()
 
     def _next(self) -> None:
         if self._queue and not self._is_busy:
-            message, self._is_busy = self._queue.popleft(), True
-            work_s = self.world.speeds.draft_s if message.kind == Kind.GROW else 0.0
-            self.world.at(self.world.now_s + self.world.some(work_s), lambda: self._finish(message))
+            order, self._is_busy = self._queue.popleft(), True
+            work_s = self.world.speeds.draft_s if isinstance(order, Grow) else 0.0
+            self.world.at(self.world.now_s + self.world.some(work_s), lambda: self._finish(order))
 
-    def _finish(self, message: Message) -> None:
+    def _finish(self, order: Order) -> None:
         self._is_busy = False
-        if message.kind == Kind.RESET:
+        if isinstance(order, Reset):
             self._numbers, self._news = itertools.count(1), list[tuple[_Guess, int]]()
-            self._root = _Guess(0, tuple(text_of(message)), 1.0, 1.0, {}, True)
-        elif message.kind == Kind.ACCEPT:
-            for token in message.numbers:
+            self._root = _Guess(0, tuple(order.tokens), 1.0, 1.0, {}, True)
+        elif isinstance(order, Accept):
+            for token in order.tokens:
                 self._descend(token)
-        elif message.kind == Kind.GROW:
-            self._answer(message.numbers[0], *message.payload.tolist())
+        elif isinstance(order, Grow):
+            self._answer(order.num_nodes, *order.least)
         self._next()
 
     def _descend(self, token: int) -> None:
@@ -334,10 +323,8 @@ class _Draft:
             worth = [child for child in self._children(node) if child.f >= least_f and child.p >= least_p]
             for child in worth:
                 heapq.heappush(heap, (-child.f, child.number, child, node.number))
-        numbers = [number for node, parent in told for number in (node.number, parent, node.path[-1])]
-        payload = torch.tensor([node.p for node, _ in told], dtype=torch.float64)
-        channel = Channel.DRAFT if self.rank else Channel.RESULT
-        self.world.post((self.rank, 0, channel), Message(Kind.TREE, numbers, payload))
+        nodes = [DraftNodeUpdate(node.number, parent, node.path[-1], node.p) for node, parent in told]
+        self.world.post((self.rank, 0, Channel.RESULT), Guessed(nodes))
 
     def _children(self, node: _Guess) -> list[_Guess]:
         if len(node.children) < 3:

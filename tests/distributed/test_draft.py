@@ -16,8 +16,8 @@ from torch import Tensor
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.distributed.draft import DraftTree, serve_draft
-from offload.distributed.orders import DraftNodeUpdate, Least, grow_message, read_tree, reset_message
-from offload.distributed.transport import Channel, Kind, Message
+from offload.distributed.orders import Accept, Commit, DraftNodeUpdate, Grow, Guessed, Least, Reset, Stop
+from offload.distributed.transport import Channel
 from offload.drafting.dynamic import DraftCalibration
 from offload.engine.build import resident_model
 from offload.model.tree_model import TreeModel
@@ -179,27 +179,23 @@ def serving(model: object, num_rows: int = 64) -> Iterator[tuple[InMemory, Draft
     try:
         yield transports[0], tree
     finally:
-        transports[0].send(1, Channel.DRAFT, Message(Kind.STOP))
+        transports[0].send(1, Channel.DRAFT, Stop())
         thread.join(timeout=30)
         assert not thread.is_alive()
 
 
 def reset(transport: InMemory, tokens: Sequence[int], sampling: Sampling = WARM) -> None:
-    transport.send(1, Channel.DRAFT, reset_message(0, sampling, tokens))
+    transport.send(1, Channel.DRAFT, Reset(0, sampling, tuple(tokens)))
 
 
 def grow(transport: InMemory, num_nodes: int, least_f: float = 0.0, least_p: float = 0.0) -> None:
-    transport.send(1, Channel.DRAFT, grow_message(num_nodes, Least(least_f, least_p)))
+    transport.send(1, Channel.DRAFT, Grow(num_nodes, Least(least_f, least_p)))
 
 
 def answer(transport: InMemory) -> list[DraftNodeUpdate]:
-    kind, numbers, payload = transport.receive(1, Channel.RESULT)
-    assert kind == Kind.TREE and len(numbers) % 3 == 0
-    if payload is None:
-        assert not numbers
-        return []
-    assert payload.dtype == torch.float64 and payload.shape == (len(numbers) // 3,)
-    return read_tree(Message(kind, numbers, payload))
+    guessed = transport.receive(1, Channel.RESULT)
+    assert isinstance(guessed, Guessed)
+    return guessed.nodes
 
 
 def test_a_question_has_one_answer_and_a_token_nobody_guessed_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +208,7 @@ def test_a_question_has_one_answer_and_a_token_nobody_guessed_a_number(monkeypat
         for step in range(4):
             accepted = (step, 2 * step % 5)
             text, tokens = text + accepted, [*tokens, *accepted]
-            transport.send(1, Channel.DRAFT, Message(Kind.ACCEPT, accepted))
+            transport.send(1, Channel.DRAFT, Accept(list(accepted)))
             grow(transport, 4)
             paths = head.hear(answer(transport))
             assert text in head.path_of.values(), "whatever hangs below hangs from it"
@@ -250,19 +246,8 @@ def test_a_text_that_is_over_is_not_waited_for() -> None:
             reset(transport, [4, 0])
 
 
-def test_whoever_fails_says_why() -> None:
-    transports, failed = in_memory(2), list[Exception]()
-
-    def serve() -> None:
-        try:
-            serve_draft(transports[1], DraftTree(BigramModel(), NUM_TOKENS, 20, 8))  # type: ignore[arg-type]
-        except ValueError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    transports[0].send(1, Channel.DRAFT, Message(Kind.COMMIT, [0]))
-    kind, _, payload = transports[0].receive(1, Channel.RESULT)
-    assert kind == Kind.ERROR and payload is not None and bytes(payload.tolist()) == b"a draft was told to COMMIT"
-    thread.join(timeout=30)
-    assert len(failed) == 1
+def test_an_order_that_is_none_of_a_drafts_ends_it() -> None:
+    transports = in_memory(2)
+    transports[0].send(1, Channel.DRAFT, Commit([0]))
+    with pytest.raises(ValueError, match="rank 1 was told to Commit"):
+        serve_draft(transports[1], DraftTree(BigramModel(), NUM_TOKENS, 20, 8))  # type: ignore[arg-type]

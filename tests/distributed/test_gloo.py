@@ -8,11 +8,13 @@ import time
 import pytest
 import torch
 from matrix import matrix
+from msgspec import msgpack, structs
 from processes import Ranks
 
 from offload.checkpoint.identity import PARTS, ModelIdentity
 from offload.distributed.join import joined
-from offload.distributed.transport import Channel, Kind, Message
+from offload.distributed.orders import Cancel, RunOrder, Stop, as_bytes, encode
+from offload.distributed.transport import MAX_BYTES, Channel, _size
 from offload.errors import RankError, UserError
 from offload.interrupts import terminated_later
 
@@ -46,27 +48,28 @@ def _exchange(place, report):
 
 def _messages(transport, rank):
     """Every rank to every rank, itself included, on two channels that are read one after the other."""
-    before = transport.bytes_sent.total()
     for number in range(NUM_MESSAGES):
         for to in range(3):
-            rows = torch.full((number % 3, 5), number + rank, dtype=torch.bfloat16)
-            transport.send(to, Channel.DATA, Message(Kind.RUN, [number, -(2**62)], rows))
-            transport.send(to, Channel.CONTROL, Message(Kind.CANCEL, range(number)))
+            transport.send(to, Channel.DATA, _run(number, rank))
+            transport.send(to, Channel.CONTROL, Cancel([*range(number)]))
     for source in range(3):
         for number in range(NUM_MESSAGES):
-            kind, numbers, _ = transport.receive(source, Channel.CONTROL)
-            assert (kind, list(numbers)) == (Kind.CANCEL, [*range(number)])
+            assert transport.receive(source, Channel.CONTROL) == Cancel([*range(number)])
         for number in range(NUM_MESSAGES):
-            kind, numbers, rows = transport.receive(source, Channel.DATA)
-            assert (kind, list(numbers)) == (Kind.RUN, [number, -(2**62)])
-            assert torch.equal(rows, torch.full((number % 3, 5), number + source, dtype=torch.bfloat16))
+            run = transport.receive(source, Channel.DATA)
+            rows = run.activations(5, torch.bfloat16)
+            assert torch.equal(rows, torch.full((number + 1, 5), number + source, dtype=torch.bfloat16))
+            assert structs.replace(run, hidden=None) == structs.replace(_run(number, source), hidden=None)
     assert all(transport.poll(source, Channel.DATA) is None for source in range(3))
-    sent = transport.bytes_sent.total() - before
     transport.gather(torch.zeros(1, 1), [1, 1, 1])  # no rank leaves before all have asked
-    header_bytes, num_sent = 16, 2 * NUM_MESSAGES  # to oneself nothing is sent
-    numbers = 8 * (2 * num_sent + 2 * sum(range(NUM_MESSAGES)))
-    rows = 2 * sum(number % 3 * 5 * 2 for number in range(NUM_MESSAGES))
-    assert sent == 2 * header_bytes * num_sent + numbers + rows
+    sent = sum(8 + len(encode(_run(number, rank))) for number in range(NUM_MESSAGES))
+    assert transport.bytes_sent["RunOrder"] == 2 * sent, "to oneself nothing is sent"
+
+
+def _run(number, rank):
+    rows = torch.full((number + 1, 5), number + rank, dtype=torch.bfloat16)
+    tokens, sees = [2**62] * (number + 1), bytes(number)
+    return RunOrder(number, tokens, [*range(number + 1)], sees, 1, hidden=as_bytes(rows).numpy().data)
 
 
 @matrix(
@@ -75,7 +78,8 @@ def _messages(transport, rank):
         ("kill", "rank 2 is gone (connection closed)"),
         ("raise", "rank 2 ended: the disk is broken"),
         ("refuse", "rank 2: `ram` is too small"),
-        ("lie", "rank 2 sent what cannot be: a payload of shape (1073741824, 8) is not possible"),
+        ("lie", "rank 2 sent what cannot be: an order of 1073741825 bytes"),
+        ("babble", "rank 2 sent what cannot be: Expected `int` >= 0"),
         ("leave", "rank 2 has ended"),
         ("exit", "rank 2 has ended"),
     ],
@@ -99,7 +103,7 @@ def _fail(place, report, how):
             began_s = time.monotonic()
             if place.rank == 2:
                 _come_to_an_end(ranks.transport, how)
-            elif how == "lie":
+            elif how in ("lie", "babble"):
                 ranks.transport.receive(2, Channel.RESULT)
             elif place.rank == 1:
                 ranks.transport.receive(2 if how in ("leave", "exit") else 0, Channel.DATA)
@@ -120,10 +124,11 @@ def _come_to_an_end(transport, how):
         raise UserError("`ram` is too small")
     if how == "exit":
         raise SystemExit(0)
-    if how == "lie":
+    content = torch.frombuffer(bytearray(msgpack.encode(["Commit", [-1]])), dtype=torch.uint8)
+    lies = {"lie": [_size(MAX_BYTES + 1)], "babble": [_size(len(content)), content]}
+    if how in lies:
         for to in (0, 1):
-            header = torch.tensor([Kind.RUN | 1 << 8 | 2 << 16, 0, 2**30, 8], dtype=torch.int32)
-            transport._send(to, Channel.RESULT, [header])
+            transport._send(to, Channel.RESULT, lies[how])
         time.sleep(1)
 
 
@@ -153,7 +158,7 @@ def _wait_for_a_sleeper(place, report):
             if place.rank == 1:
                 report("asleep soon")
                 time.sleep(0.5)
-                ranks.transport.send(0, Channel.DATA, Message(Kind.STOP))
+                ranks.transport.send(0, Channel.DATA, Stop())
                 continue
             try:
                 ranks.transport.receive(1, Channel.DATA)

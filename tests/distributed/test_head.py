@@ -5,13 +5,23 @@ from collections import Counter
 from statistics import mean
 
 import pytest
-import torch
 from in_memory import in_memory
 from simulator import Speeds, World, own_text, simulated, written
 
 from offload.distributed.head import Head, RowPrice, TokenTime
-from offload.distributed.orders import sampling_of
-from offload.distributed.transport import Channel, Kind, Message
+from offload.distributed.orders import (
+    Cancel,
+    Commit,
+    Drawn,
+    Grow,
+    Guessed,
+    Order,
+    Reset,
+    RunOrder,
+    Stop,
+    packed,
+)  # fmt: skip
+from offload.distributed.transport import Channel
 from offload.errors import RankError, UserError
 from offload.memory.sizes import PROMPT_ROWS
 from offload.rank_roles import Roles, parse_pipeline
@@ -21,8 +31,8 @@ STEADY = Speeds(is_random=False)
 FOUR = Roles(5, (0, 1, 2, 3), 4)
 
 
-def sent(world: World, *kinds: Kind) -> list[tuple[int, Channel, Message]]:
-    return [order for order in world.sent if order[2].kind in kinds]
+def sent(world: World, *kinds: type[Order]) -> list[tuple[int, Channel, Order]]:
+    return [one for one in world.sent if isinstance(one[2], kinds)]
 
 
 def test_a_text_is_told_as_the_messages_say() -> None:
@@ -32,26 +42,25 @@ def test_a_text_is_told_as_the_messages_say() -> None:
     first, second = world.head.advance(), world.head.advance()
     assert [*first, *second, *world.head.advance()] == own_text([3, 1, 4], 6) and world.head.advance() == []
     assert {(to, channel) for to, channel, _ in world.sent} == {(0, Channel.DATA)}
-    reset, *others = [message for _, _, message in world.sent]
-    assert list(reset.numbers) == [0, 7, 11] and reset.payload.tolist()[:3] == [0.5, 0.9, 0.25]
-    assert sampling_of(reset) == sampling
-    assert [(message.kind, list(message.numbers)) for message in others] == [
-        (Kind.RUN, [0, 0, 3, 1, *(3, 0), *(1, 1), *(4, 2), *(1, 0), *(2, 0, 1), *(3, 0, 1, 2)]),
-        (Kind.COMMIT, [3, 0, 1, 2]),
-        (Kind.COMMIT, [0]),
-        (Kind.RUN, [1, 0, 1, 1, *(first[0], 3), *(1, 0)]),
-        (Kind.COMMIT, [1, 0]),
-        (Kind.RUN, [2, 0, 1, 1, *(second[0], 4), *(1, 0)]),
-        (Kind.COMMIT, [1, 0]),
+    assert [order for _, _, order in world.sent] == [
+        Reset(0, sampling),
+        RunOrder(0, [3, 1, 4], [0, 1, 2], packed([[1, 0, 0], [1, 1, 0], [1, 1, 1]]), num_drawn=1),
+        Commit([0, 1, 2]),
+        Commit([]),
+        RunOrder(1, first, [3], packed([[1]]), num_drawn=1),
+        Commit([0]),
+        RunOrder(2, second, [4], packed([[1]]), num_drawn=1),
+        Commit([0]),
     ]
 
 
 def test_a_prompt_goes_in_parts_each_committed_at_once_before_anything_comes_back() -> None:
     world, prompt = simulated(parse_pipeline("plain"), 0), [1, 2, 3, 4] * 300
     world.head.begin(prompt, Sampling(), len(prompt) + 2)
-    orders = [message for _, _, message in sent(world, Kind.RUN, Kind.COMMIT)]
-    assert [order.kind for order in orders] == [Kind.RUN, Kind.COMMIT] * 3 and world.now_s == 0
-    assert [tuple(order.numbers[2:4]) for order in orders[::2]] == [(PROMPT_ROWS, 0), (PROMPT_ROWS, 0), (176, 1)]
+    orders = [order for _, _, order in sent(world, RunOrder, Commit)]
+    assert [type(order) for order in orders] == [RunOrder, Commit] * 3 and world.now_s == 0
+    sizes = [(len(order.tokens), order.num_drawn) for order in orders[::2]]
+    assert sizes == [(PROMPT_ROWS, 0), (PROMPT_ROWS, 0), (176, 1)]
     assert world.head.advance() + world.head.advance() == own_text(prompt, len(prompt) + 2)
 
 
@@ -63,21 +72,21 @@ def test_the_next_text_keeps_what_agrees_and_passes_over_answers_for_the_last_on
         assert world.head._table.alive, "a run is on its way when the text is left"
         prompt = [*begun, 5, 5]
         assert written(world, prompt, 40) == own_text(prompt, 40)
-        num_kept = sent(world, Kind.RESET)[-1][2].numbers[0]
+        num_kept = sent(world, Reset)[-1][2].num_kept
         assert len(begun) - 1 <= num_kept <= len(begun)
         repeated = written(world, prompt, 40)
-        assert repeated == own_text(prompt, 40) and sent(world, Kind.RESET)[-1][2].numbers[0] == len(prompt) - 1
+        assert repeated == own_text(prompt, 40) and sent(world, Reset)[-1][2].num_kept == len(prompt) - 1
 
 
 def test_one_run_at_a_time_is_a_tree_and_guesses_wait_for_it() -> None:
     world = simulated(parse_pipeline("sync,rows=9"), 3, accuracy=0.6)
     assert written(world, [1, 2], 80) == own_text([1, 2], 80)
-    runs = [message.numbers for _, _, message in sent(world, Kind.RUN)][1:]
-    assert {numbers[2] for numbers in runs[:-8]} == {9} and world.most_on_way == 1
+    runs = [order for _, _, order in sent(world, RunOrder)][1:]
+    assert {len(order.tokens) for order in runs[:-8]} == {9} and world.most_on_way == 1
     on_way = 0
-    for order in world.sent:
-        on_way += (order[2].kind == Kind.RUN) - (order[2].kind == Kind.COMMIT and len(order[2].numbers) > 0)
-        assert order[2].kind != Kind.GROW or on_way <= 0, "asked while a run was on its way"
+    for _, _, order in world.sent:
+        on_way += isinstance(order, RunOrder) - isinstance(order, Commit)
+        assert not isinstance(order, Grow) or on_way <= 0, "asked while a run was on its way"
 
 
 def test_runs_are_on_their_way_while_the_caller_has_the_tokens_and_all_are_told_to_stop() -> None:
@@ -90,7 +99,7 @@ def test_runs_are_on_their_way_while_the_caller_has_the_tokens_and_all_are_told_
     world.head.begin([1], Sampling(), 60)
     world.head.advance()
     world.head.stop()
-    stops = {(to, channel) for to, channel, _ in sent(world, Kind.STOP)}
+    stops = {(to, channel) for to, channel, _ in sent(world, Stop)}
     assert stops == {*((rank, Channel.CONTROL) for rank in range(4)), (0, Channel.DATA), (3, Channel.DRAFT)}
     assert world.head._table.alive == []
 
@@ -118,8 +127,8 @@ def test_without_cancellation_everything_is_computed() -> None:
         assert written(world, [1, 2], 80) == own_text([1, 2], 80)
         world.head.end()
         world.run_out()
-    assert not sent(kept, Kind.CANCEL) and {to for to, _, _ in sent(stopped, Kind.CANCEL)} == {0, 1, 2}
-    num_rows = [sum(message.numbers[2] for _, _, message in sent(world, Kind.RUN)) for world in (kept, stopped)]
+    assert not sent(kept, Cancel) and {to for to, _, _ in sent(stopped, Cancel)} == {0, 1, 2}
+    num_rows = [sum(len(order.tokens) for _, _, order in sent(world, RunOrder)) for world in (kept, stopped)]
     assert kept.stages[-1].num_computed == num_rows[0] and stopped.stages[-1].num_computed < 0.7 * num_rows[1]
 
 
@@ -176,20 +185,19 @@ def test_what_listeners_hear_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "channel", "message", "what"),
+    ("source", "answer", "what"),
     [
-        (1, Channel.CONTROL, Message(Kind.ERROR, (), torch.tensor([*b"disk is gone"])), "rank 1: disk is gone"),
-        (0, Channel.RESULT, Message(Kind.ERROR, (), torch.tensor([*b"no memory"])), "rank 0: no memory"),
-        (3, Channel.DRAFT, Message(Kind.STOP), "rank 3 has sent STOP"),
-        (1, Channel.RESULT, Message(Kind.DRAWN, [0, 0, 1]), "rank 1 has sent DRAWN"),
-        (2, Channel.RESULT, Message(Kind.DRAWN, [77, 0, 1]), "rank 2: run 77 is not on its way"),
-        (2, Channel.RESULT, Message(Kind.DRAWN, [0, 1]), "rank 2: run 0 came back with 0 draws of 1, and is needed"),
+        (3, Stop(), "rank 3 has sent Stop"),
+        (3, Drawn(0, False, [1]), "rank 3 has sent Drawn"),
+        (2, Guessed([]), "rank 2 has sent Guessed"),
+        (2, Drawn(77, False, [1]), "rank 2: run 77 is not on its way"),
+        (2, Drawn(0, True, []), "rank 2: run 0 came back with 0 draws of 1, and is needed"),
     ],
 )
-def test_a_failing_rank_ends_the_text_with_its_reason(source, channel, message, what) -> None:
+def test_an_answer_that_cannot_be_ends_the_text_with_its_reason(source: int, answer: Order, what: str) -> None:
     world = simulated(parse_pipeline("async"), 7)
     world.head.begin([1], Sampling(), 60)
-    world.post((source, 0, channel), message)
+    world.post((source, 0, Channel.RESULT), answer)
     with pytest.raises(RankError, match=what):
         while world.head.advance():
             pass
@@ -208,12 +216,12 @@ def test_what_cannot_go_on_is_told_where_it_matters(monkeypatch: pytest.MonkeyPa
 def test_ranks_of_threads_wait_for_whatever_is_due_first() -> None:
     ranks = in_memory(3, lambda source, *_: 0.2 if source == 1 else 0.02, limit_s=5)
     ways = [(1, Channel.RESULT), (2, Channel.DRAFT)]
-    thread = threading.Timer(0.05, lambda: ranks[2].send(0, Channel.DRAFT, Message(Kind.TREE)))
-    ranks[1].send(0, Channel.RESULT, Message(Kind.DRAWN))
+    thread = threading.Timer(0.05, lambda: ranks[2].send(0, Channel.DRAFT, Guessed([])))
+    ranks[1].send(0, Channel.RESULT, Drawn(0, False, []))
     thread.start()
     assert ranks[0].wait_any(ways) == (2, Channel.DRAFT) and ranks[0].poll(1, Channel.RESULT) is None
-    assert ranks[0].poll(2, Channel.DRAFT).kind == Kind.TREE
-    assert ranks[0].wait_any(ways) == (1, Channel.RESULT) and ranks[0].poll(1, Channel.RESULT).kind == Kind.DRAWN
+    assert ranks[0].poll(2, Channel.DRAFT) == Guessed([])
+    assert ranks[0].wait_any(ways) == (1, Channel.RESULT) and ranks[0].poll(1, Channel.RESULT) == Drawn(0, False, [])
     thread.join()
     with pytest.raises(RankError, match="silent"):
         in_memory(1, limit_s=0.01)[0].wait_any([(0, Channel.DATA)])
@@ -224,10 +232,10 @@ def test_a_head_serves_itself_over_threads() -> None:
     (rank,) = in_memory(1, lambda *_: 0.001, limit_s=5)
 
     def stage() -> None:
-        while (order := rank.receive(0, Channel.DATA)).kind != Kind.STOP:
-            if order.kind == Kind.RUN:
-                tokens = [number % 5 for number in order.numbers[4 : 4 + 2 * order.numbers[3] : 2]]
-                rank.send(0, Channel.RESULT, Message(Kind.DRAWN, [order.numbers[0], 0, *tokens]))
+        while (order := rank.receive(0, Channel.DATA)) != Stop():
+            if isinstance(order, RunOrder):
+                tokens = [token % 5 for token in order.tokens[: order.num_drawn]]
+                rank.send(0, Channel.RESULT, Drawn(order.number, False, tokens))
 
     thread = threading.Thread(target=stage)
     thread.start()

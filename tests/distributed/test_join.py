@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
+from msgspec import structs
 from processes import Ranks
 from tiny import FAMILIES, Pair, build, save
 
@@ -19,7 +19,6 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.launch import free_port
 from offload.distributed import join as meeting
 from offload.distributed.join import Joined, RankHandshake, compare, joined, leave_reason, meet, require_same_weights
-from offload.distributed.transport import Kind, Message, end_header, header_of, read_header
 from offload.engine.hooks import Hooks
 from offload.engine.resolve import ResolvedRun
 from offload.errors import TOLD, RankError, UserError
@@ -89,13 +88,16 @@ def _join_unlike(place: RankInfo, report) -> None:
 @pytest.mark.parametrize("what", ["offload", "torch", "protocol", "options", *PARTS])
 def test_each_difference_is_named_with_both_values(what: str) -> None:
     first = RankHandshake.of_this(model("abc"), "--ranks shards", [])
-    other = first._replace(must_agree={**first.must_agree, what: "another"})
+    other = structs.replace(first, must_agree={**first.must_agree, what: "another"})
     compare([first, first])
     with pytest.raises(UserError, match=f"same {what}, got '.*' on rank 0 and 'another' on rank 2: "):
         compare([first, first, other])
-    less = first._replace(must_agree={key: value for key, value in first.must_agree.items() if key != what})
+    less = structs.replace(first, must_agree={key: value for key, value in first.must_agree.items() if key != what})
     with pytest.raises(UserError, match=f"same {what}, got .* and 'none' on rank 1"):
         compare([first, less])
+    longer = [structs.replace(first, must_agree={**first.must_agree, what: 90 * "a" + end}) for end in ("b", "c")]
+    with pytest.raises(UserError, match=f"same {what}, got 'a*b' on rank 0 and 'a*c' on rank 1"):
+        compare(longer)
 
 
 def test_other_weights_are_refused_as_soon_as_that_is_known() -> None:
@@ -112,9 +114,11 @@ def test_other_weights_are_refused_as_soon_as_that_is_known() -> None:
 
 def test_cards_of_strangers_are_checked() -> None:
     card = RankHandshake.of_this(model("abc"), "text", [])
-    assert RankHandshake.parse(json.dumps(card._asdict()).encode(), 1) == card
-    odd = [{"more": 1}, {"host": 7}, {"disks": {}}, {"proofs": []}, {"host": "x" * 70_000}]
-    cards = [json.dumps({**card._asdict(), **one}).encode() for one in odd]
+    told = structs.asdict(card)
+    assert RankHandshake.parse(json.dumps(told).encode(), 1) == card
+    odd = [{"more": 1}, {"host": 7}, {"disks": {}}, {"disks": [["1"]]}, {"proofs": []}, {"proofs": {"sum": []}},
+           {"must_agree": {"torch": 2}}, {"host": "x" * 70_000}]  # fmt: skip
+    cards = [json.dumps({**told, **one}).encode() for one in odd]
     for content in (b"", b"\xff", b"[]", b"{}", b"null", b"[" * 50_000, *cards):
         with pytest.raises(UserError, match="rank 1 says of itself what is no handshake"):
             RankHandshake.parse(content, 1)
@@ -212,37 +216,3 @@ def test_ranks_have_the_same_model(
     for rank in (0, 1):
         [(line, phases)] = reports[rank]
         assert line.startswith(words) and phases == num_phases
-
-
-@pytest.mark.parametrize("payload", [None, torch.zeros(()), torch.zeros(3, 0), torch.ones(2, 3, dtype=torch.bool)])
-def test_a_header_says_what_follows(payload: torch.Tensor | None) -> None:
-    kind, num_numbers, dtype, shape = read_header(header_of(Message(Kind.TREE, [7, -1], payload)))
-    assert (kind, num_numbers) == (Kind.TREE, 2)
-    assert (dtype, shape) == ((None, ()) if payload is None else (payload.dtype, tuple(payload.shape)))
-    assert read_header(end_header()) is None, "the last one is told from all others"
-    drawn = Message(Kind.DRAWN, [7, 0, *range(4)])
-    assert header_of(drawn).nbytes + 8 * len(drawn.numbers) == 16 * 4, "draws return in sixteen bytes each"
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "num_dimensions", "sizes", "complaint"),
-    [
-        (11, 0, 0, [0], "kind 11"),
-        (-2, 0, 0, [0], "kind 254"),
-        (0, 0, 0, [-1], "-1 numbers"),
-        (0, 0, 0, [2**30], "1073741824 numbers"),
-        (0, 9, 0, [0], "type 9"),
-        (0, 1, 3, [0], "3 dimensions"),
-        (0, 1, -1, [0], "-1 dimensions"),
-        (0, 1, 1, [0, -1], "not possible"),
-        (0, 1, 2, [0, -(2**20), -(2**20)], "not possible"),
-        (0, 2, 1, [0, 2**27 + 1], "larger than"),
-        (0, 7, 2, [0, 2**31 - 1, 2**31 - 1], "larger than"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused_before_anything_is_allocated(
-    kind: int, dtype: int, num_dimensions: int, sizes: list[int], complaint: str
-) -> None:
-    header = [kind | dtype << 8 | num_dimensions << 16, *sizes]
-    with pytest.raises(ValueError, match=complaint):
-        read_header(torch.tensor(header + [0] * (4 - len(header)), dtype=torch.int32))

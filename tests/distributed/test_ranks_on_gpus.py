@@ -115,7 +115,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(dist, "new_group", lambda *, backend, **_: made.append(backend))
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(join, "choose_interface", lambda *_: None)
-    monkeypatch.setattr(join, "Gloo", lambda *_: None)
+    monkeypatch.setattr(join, "Transport", lambda *_: None)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
     yield made
 

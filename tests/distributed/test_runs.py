@@ -31,19 +31,21 @@ def picture() -> tuple[RunTable, dict[str, RunNode]]:
 def test_rows_are_committed_kept_and_renumbered_as_drawn_in_the_docstring() -> None:
     table, node = picture()
     runs = [table.issue([node[name] for name in names]) for names in (["on"], ["a"], ["mat", "rug"], ["hat"])]
-    assert [run.sees for run in runs] == [[[0]], [[0, 1]], [[0, 1, 2], [0, 3]], [[0, 1, 4]]]
+    sees = [run.rows(before)[2] for run, before in zip(runs, (0, 1, 2, 4), strict=True)]
+    seen = [[sees_U.nonzero()[:, 0].tolist() for sees_U in sees_WU] for sees_WU in sees]
+    assert seen == [[[0]], [[0, 1]], [[0, 1, 2], [0, 3]], [[0, 1, 4]]]
     assert runs[2].positions == [5, 4] and not table.has_credit
-    table.drawn(runs[0].run, False, [A])
+    table.drawn(runs[0].number, False, [A])
     assert table.walk() == ([A], [0, 1], [2, 4], [])
     assert (table.num_committed, table.num_rows, node["mat"].row, node["hat"].row) == (5, 2, 0, 1)
-    table.drawn(runs[1].run, False, [HAT])
-    assert table.walk() == ([HAT], [1], [], [runs[2].run]), "the run of mat and rug is dead"
+    table.drawn(runs[1].number, False, [HAT])
+    assert table.walk() == ([HAT], [1], [], [runs[2].number]), "the run of mat and rug is dead"
     assert table.root is node["hat"] and table.num_committed == 6
 
 
 def test_a_token_that_nobody_guessed_is_the_root_and_has_no_row() -> None:
     table, node = picture()
-    run = table.issue([node["on"], node["a"]]).run
+    run = table.issue([node["on"], node["a"]]).number
     table.drawn(run, False, [RUG + 50, MAT])
     assert table.walk() == ([RUG + 50], [0], [], [])
     assert table.root.run is None and table.best(5) == [], "what was guessed is dead"
@@ -54,7 +56,7 @@ def test_a_token_that_nobody_guessed_is_the_root_and_has_no_row() -> None:
 
 def test_several_draws_are_emitted_at_once_in_any_order_of_arrival() -> None:
     table, node = picture()
-    first, second = (table.issue([node[name] for name in names]).run for names in (["on"], ["a", "mat"]))
+    first, second = (table.issue([node[name] for name in names]).number for names in (["on"], ["a", "mat"]))
     table.drawn(second, False, [MAT, HAT])
     assert table.walk() is None
     table.drawn(first, False, [A])
@@ -73,11 +75,11 @@ def test_the_best_come_parents_first_and_leave_a_row_for_the_root() -> None:
 def test_chances_are_those_below_the_root_and_answers_those_that_were_asked_for() -> None:
     table, node = picture()
     assert node["mat"].f == pytest.approx(0.72)
-    table.drawn(table.issue([node["on"]]).run, False, [A])
+    table.drawn(table.issue([node["on"]]).number, False, [A])
     table.walk()
     assert (node["mat"].f, node["hat"].f) == (0.8, 0.05)
     table, node = picture()
-    run = table.issue([node["on"]]).run
+    run = table.issue([node["on"]]).number
     with pytest.raises(ValueError, match="not on its way"):
         table.drawn(run + 1, False, [1])
     with pytest.raises(ValueError, match="is needed"):
@@ -95,7 +97,7 @@ def test_numbers_of_dead_nodes_are_forgotten_in_a_long_text() -> None:
         table.walk()
         for number in range(20):
             table.offer(20 * step + number + 1, 0 if step == 0 else 20 * step - 19, number, 0.5)
-        table.drawn(table.issue([table.root]).run, False, [0])
+        table.drawn(table.issue([table.root]).number, False, [0])
     assert len(table._nodes) < 4000
 
 

@@ -15,7 +15,7 @@ from offload.checkpoint.cuts import MatrixRows
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.checkpoint.tensors import Coded
 from offload.distributed.exchange import cut_model
-from offload.distributed.layout import Sharding, ShardRole, share_layers, split_rows
+from offload.distributed.sharding import Sharding, ShardRole, share_layers, split_rows
 from offload.encoding.gguf import GgufBlocks
 from offload.errors import UserError
 from offload.model.meta import build_meta_model

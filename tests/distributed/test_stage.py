@@ -1,6 +1,7 @@
 """Stages that are threads: whatever arrives when, a row is drawn as one process draws it; dead runs cost nothing."""
 
 import random
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,18 +11,22 @@ import torch
 from in_memory import Delay, InMemory, in_memory
 from test_section import opened, plan_of, sections
 from tiny import FAMILIES, VOCAB_SIZE, build, save
-from torch import Tensor
 from waiting import until
 
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
-from offload.distributed.orders import read_run, reset_message
+from offload.distributed import service
+from offload.distributed.head import Head
+from offload.distributed.orders import Cancel, Commit, Drawn, Guessed, Reset, RunOrder, Stop, packed
 from offload.distributed.stage import PipelineStage, _Cancellations, serve_stage
-from offload.distributed.transport import Channel, Kind, Message
+from offload.distributed.transport import Channel
 from offload.engine.build import resident_model
+from offload.errors import RankError, ReadError
 from offload.model.tree_model import TreeModel
+from offload.rank_roles import Roles, parse_pipeline
 from offload.sampling.logits import Logits
 from offload.sampling.sampler import NO_TOKEN, Sampler
 from offload.sampling_options import Sampling
+from offload.streaming.device import HOST
 
 WARM = Sampling(temperature=0.9, top_k=40, seed=11)
 
@@ -62,8 +67,8 @@ def serving(
 def stop(transport: InMemory, threads: Sequence[threading.Thread]) -> None:
     """As a head does."""
     for rank in range(len(threads)):
-        transport.send(rank, Channel.CONTROL, Message(Kind.STOP))
-    transport.send(0, Channel.DATA, Message(Kind.STOP))
+        transport.send(rank, Channel.CONTROL, Stop())
+    transport.send(0, Channel.DATA, Stop())
     for thread in threads:
         thread.join(timeout=30)
         assert not thread.is_alive()
@@ -79,11 +84,11 @@ class OneProcess:
         self._cache.clear(num_kept)
         self._position_U, self._sampler = torch.empty(0, dtype=torch.long), Sampler(sampling, VOCAB_SIZE)
 
-    def run(self, numbers: Sequence[int]) -> list[int]:
-        run = read_run(numbers, len(self._position_U))
-        self._position_U = torch.cat([self._position_U, run.position_W])
-        logits_WV = self._model.forward(run.token_W, self._position_U, run.sees_WU, self._cache)
-        drawn = list(zip(logits_WV, run.position_W.tolist(), strict=True))[len(logits_WV) - run.num_drawn :]
+    def run(self, run: RunOrder) -> list[int]:
+        token_W, position_W, sees_WU = run.rows(len(self._position_U))
+        self._position_U = torch.cat([self._position_U, position_W])
+        logits_WV = self._model.forward(token_W, self._position_U, sees_WU, self._cache)
+        drawn = list(zip(logits_WV, run.positions, strict=True))[len(logits_WV) - run.num_drawn :]
         return [self._sampler.draw(logits_V, position + 1) for logits_V, position in drawn]
 
     def commit(self, path: Sequence[int], kept: Sequence[int]) -> None:
@@ -103,7 +108,7 @@ class TinyHead:
         self.reset(0, sampling)
 
     def reset(self, num_kept: int, sampling: Sampling) -> None:
-        self.transport.send(0, Channel.DATA, reset_message(num_kept, sampling))
+        self.transport.send(0, Channel.DATA, Reset(num_kept, sampling))
         self._alone.reset(num_kept, sampling)
         self._rows, self._length = [], num_kept
 
@@ -115,16 +120,17 @@ class TinyHead:
     def issue(self, rng: random.Random, parents: Sequence[int], num_drawn: int | None = None) -> int:
         """A run whose rows follow these uncommitted rows; -1 is the last committed one."""
         run, self._next = self._next, self._next + 1
-        numbers = [run, 0, len(parents), len(parents) if num_drawn is None else num_drawn]
         first = len(self._rows)
         for row, parent in enumerate(parents, first):
-            sees = {row} | (self._rows[parent][1] if parent >= 0 else set())
-            self._rows.append((run, sees))
-            numbers += [rng.randrange(3, VOCAB_SIZE), self._length + len(sees) - 1]
-        for _, sees in self._rows[first:]:
-            numbers += [len(sees), *sorted(sees)]
-        self._data(Kind.RUN, numbers)
-        self.wanted[run] = self._alone.run(numbers)
+            self._rows.append((run, {row} | (self._rows[parent][1] if parent >= 0 else set())))
+        new = [sees for _, sees in self._rows[first:]]
+        sees_WU = [[row in sees for row in range(len(self._rows))] for sees in new]
+        tokens = [rng.randrange(3, VOCAB_SIZE) for _ in parents]
+        positions = [self._length + len(sees) - 1 for sees in new]
+        num_drawn = len(parents) if num_drawn is None else num_drawn
+        order = RunOrder(run, tokens, positions, packed(sees_WU), num_drawn)
+        self.transport.send(0, Channel.DATA, order)
+        self.wanted[run] = self._alone.run(order)
         return run
 
     def live(self) -> list[int]:
@@ -137,7 +143,7 @@ class TinyHead:
         return sorted(self._rows[row][1], key=lambda one: len(self._rows[one][1]))
 
     def commit(self, path: Sequence[int], kept: Sequence[int]) -> None:
-        self._data(Kind.COMMIT, [len(path), *path, *kept])
+        self.transport.send(0, Channel.DATA, Commit(list(path), list(kept)))
         self._alone.commit(path, kept)
         new = {old: row for row, old in enumerate(kept)}
         self._rows = [(self._rows[old][0], {new[one] for one in self._rows[old][1] - set(path)}) for old in kept]
@@ -147,22 +153,17 @@ class TinyHead:
         """Nothing that was committed or kept is of this run."""
         self.cancelled.add(run)
         for rank in range(self._num_stages):
-            self.transport.send(rank, Channel.CONTROL, Message(Kind.CANCEL, [run]))
+            self.transport.send(rank, Channel.CONTROL, Cancel([run]))
 
     def results(self) -> dict[int, list[int] | None]:
         """What the last stage has drawn, None where it was dead; in the order of issuing."""
         drawn: dict[int, list[int] | None] = {}
         for _ in self.wanted:
-            message = self.transport.receive(self._num_stages - 1, Channel.RESULT)
-            assert message.kind == Kind.DRAWN and message.payload is None
-            run, is_dead, *tokens = message.numbers
-            drawn[run] = None if is_dead else tokens
-            assert not (is_dead and tokens)
+            back = self.transport.receive(self._num_stages - 1, Channel.RESULT)
+            assert isinstance(back, Drawn) and not (back.is_dead and back.tokens)
+            drawn[back.run] = None if back.is_dead else back.tokens
         assert list(drawn) == list(self.wanted)
         return drawn
-
-    def _data(self, kind: Kind, numbers: Sequence[int], payload: Tensor | None = None) -> None:
-        self.transport.send(0, Channel.DATA, Message(kind, numbers, payload))
 
 
 def play(head: TinyHead, rng: random.Random, num_turns: int, *, cancels: bool) -> None:
@@ -244,9 +245,8 @@ def test_a_run_that_is_cancelled_before_it_begins_is_passed_on_empty(checkpoint:
         assert {run for run, tokens in drawn.items() if tokens is None} == {dead}
         assert all(drawn[run] == head.wanted[run] for run in (first, third, last))
         for transport in transports[:2]:
-            runs = [message for _, _, message in transport.sent if message.kind == Kind.RUN and message.payload is None]
-            passed = [message.numbers for message in runs if message.numbers[0] == dead]
-            assert [numbers[1] for numbers in passed][-1] == 1 and len(passed[-1]) > 4
+            passed = [order for _, _, order in transport.sent if isinstance(order, RunOrder) and order.number == dead]
+            assert passed[-1].is_dead and passed[-1].hidden is None and len(passed[-1].tokens) == 3
         assert all(stage.num_uncommitted == 4 for stage in stages), "two were kept, and two came behind them"
 
 
@@ -281,8 +281,8 @@ def test_cancelled_runs_are_stopped_where_slots_allow_it_and_forgotten(checkpoin
             assert [stages[0]._may_stop(layer) for layer in range(4)] == may_stop
     (transport,) = in_memory(1)
     cancellations = _Cancellations(transport)
-    transport.send(0, Channel.CONTROL, Message(Kind.CANCEL, [3, 5, 8]))
-    transport.send(0, Channel.CONTROL, Message(Kind.STOP))
+    transport.send(0, Channel.CONTROL, Cancel([3, 5, 8]))
+    transport.send(0, Channel.CONTROL, Stop())
     until(lambda: 8 in cancellations)
     cancellations.forget_before(5)
     assert 3 not in cancellations and 5 in cancellations and cancellations._dead == {5, 8}
@@ -303,8 +303,8 @@ def test_scores_that_are_no_numbers_are_told_and_hurt_nobody(checkpoint: Checkpo
 def test_rows_that_were_never_computed_are_not_committed(checkpoint: Checkpoint) -> None:
     with serving(checkpoint, (0, 4), lambda *_: 0.0) as (_, stages):
         for number, is_dead in enumerate((False, True)):
-            run = read_run([number, int(is_dead), 1, 1, 9, number, 1, number], number)
-            stages[0].run(run, None, lambda: False)
+            sees = packed([[row == number for row in range(number + 1)]])
+            stages[0].run(RunOrder(number, [9], [number], sees, 1, is_dead=is_dead), lambda: False)
         with pytest.raises(ValueError, match="rows of a run that was cancelled"):
             stages[0].commit([0, 1], [])
         stages[0].commit([0], [1])
@@ -312,39 +312,49 @@ def test_rows_that_were_never_computed_are_not_committed(checkpoint: Checkpoint)
 
 
 BAD = {
-    "a run of 0 rows": (Kind.RUN, [7, 0, 0, 0]),
-    "row 0 of run 7 sees": (Kind.RUN, [7, 0, 1, 1, 5, 0, 1, 3]),
-    "run 7 has 9 numbers, 8": (Kind.RUN, [7, 0, 1, 1, 5, 0, 1, 0, 4]),
-    "run 7 of 2 rows, 3 drawn": (Kind.RUN, [7, 0, 2, 3, 5, 0, 5, 1, 1, 0, 1, 1]),
-    "commit of 1 and rows [2]": (Kind.COMMIT, [1, 2]),
-    "told to TREE": (Kind.TREE, []),
+    "run 7 of 2 rows behind 0 sees 1 bytes": RunOrder(7, [5, 5], [0, 1], b"\x80", 0),
+    "a row of run 7 must see itself last": RunOrder(7, [5], [0], b"\x00", 1),
+    "a row of run 8 must see itself last": RunOrder(8, [5, 5], [0, 1], b"\xc0\xc0", 1),
+    "commit of 1 and rows [2]": Commit([2]),
+    "commit of 0 and rows [0, 0]": Commit([], [0, 0]),
+    "rank 0 was told to Guessed": Guessed([]),
 }
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_whoever_fails_says_why_and_the_stages_behind_end(reason: str, checkpoint: Checkpoint) -> None:
-    transports, failed = in_memory(2), list[Exception]()
+def test_an_order_that_cannot_be_ends_the_stage_before_anything_is_computed(
+    reason: str, checkpoint: Checkpoint
+) -> None:
+    (transport,) = in_memory(1)
+    transport.send(0, Channel.DATA, BAD[reason])
+    transport.send(0, Channel.CONTROL, Stop())
+    with opened(checkpoint, sections(0, 4)[0], is_streamed=False, runs=False) as (model, stream):
+        stage = PipelineStage(model, stream, plan_of(checkpoint, sections(0, 4)[0]))
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            serve_stage(transport, 0, None, stage)
+        assert stage.num_uncommitted == 0
 
-    def serve(rank: int, stage: PipelineStage) -> None:
-        try:
-            serve_stage(transports[rank], 0, 1 - rank or None, stage)
-        except ValueError as error:
-            failed.append(error)
 
-    with ExitStack() as resources:
-        threads = []
-        for rank, section in enumerate(sections(0, 2, 4)):
-            model, stream = resources.enter_context(opened(checkpoint, section, is_streamed=False, runs=False))
-            stage = PipelineStage(model, stream, plan_of(checkpoint, section))
-            threads.append(threading.Thread(target=serve, args=(rank, stage)))
-            threads[-1].start()
-        kind, numbers = BAD[reason]
-        transports[0].send(0, Channel.DATA, Message(kind, numbers))
-        message = transports[0].receive(0, Channel.RESULT)
-        assert message.kind == Kind.ERROR and message.payload is not None
-        assert reason.removeprefix("a run of") in bytes(message.payload.tolist()).decode()
-        for rank, thread in enumerate(threads):
-            transports[0].send(rank, Channel.CONTROL, Message(Kind.STOP))
-            thread.join(timeout=30)
-            assert not thread.is_alive()
-    assert len(failed) == 1
+@pytest.mark.parametrize("more", [None, -1, 1])
+def test_activations_of_another_size_end_the_stage(more: int | None, checkpoint: Checkpoint) -> None:
+    with opened(checkpoint, sections(0, 2, 4)[1], is_streamed=False, runs=False) as (model, stream):
+        stage = PipelineStage(model, stream, plan_of(checkpoint, sections(0, 2, 4)[1]))
+        whole = stage.model.width * stage.model.dtype.itemsize
+        hidden = None if more is None else memoryview(bytes(whole + more))
+        with pytest.raises(ValueError, match=f"run 3 has .* bytes of activations, they must be {whole}"):
+            stage.run(RunOrder(3, [5], [0], b"\x80", 1, hidden=hidden), lambda: False)
+
+
+def test_what_one_service_of_the_head_raises_ends_every_text(checkpoint: Checkpoint) -> None:
+    """Its stage is gone, so the next text must not wait for it."""
+    (transport,) = in_memory(1)
+
+    def fail() -> None:
+        raise ReadError("the disk is broken")
+
+    with service.serving([fail], transport, HOST):
+        head = Head(transport, Roles(1, (0,)), parse_pipeline("plain"), 4)
+        for _ in range(2):
+            with pytest.raises(RankError, match="rank 0: the disk is broken"):
+                head.begin([3], Sampling(), 6)
+                head.advance()

@@ -17,9 +17,11 @@ from rank_threads import rank_threads
 from tiny import FAMILIES, VOCAB_SIZE, Pair, displaced, save_pair, streaming_ram
 
 import offload
+from offload.distributed import stage
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Hooks
-from offload.errors import UserError
+from offload.errors import RankError, ReadError, RunError, UserError
+from offload.model.kv_cache import KVCache
 from offload.planning.load_options import LoadOptions
 from offload.rank_roles import RankInfo
 
@@ -152,6 +154,23 @@ def test_a_text_that_is_broken_off_leaves_the_next_one_right(pairs: Pairs, wante
             assert _texts(decoder) == wanted("llama")
 
 
+@matrix("ranks", ["shards", "stages:0-1,draft:2"], daily=1)
+def test_texts_of_a_list_are_those_of_one_process(pairs: Pairs, ranks: str) -> None:
+    """With a number that no message between ranks could hold, and means all tokens."""
+    prompts: Any = [PROMPT, PROMPT[:9], PROMPT[:30]]
+    how: dict[str, Any] = {"max_new_tokens": NUM_NEW, "temperature": 0.8, "top_k": 10**30, "seed": 3}
+    more: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "invariant": False}
+    with offload.load(pairs("llama")[0], None, "4GiB", "none", **more) as alone:
+        wanted = [run.token_ids for run in alone.generate(prompts, **how)]
+    with rank_threads(3, *pairs("llama"), lambda _: _options(ranks, "4GiB")) as decoder:
+        assert [run.token_ids for run in decoder.generate(prompts, **how)] == wanted
+        next(decoder.stream(PROMPT, max_new_tokens=NUM_NEW), None)  # is left where it is
+        assert decoder.generate(PROMPT[:9], **how).token_ids == wanted[1]
+        if ranks != "shards":
+            with pytest.raises(UserError, match="scores need logits: use `ranks` shards"):
+                decoder.score_texts([(PROMPT, 3)])
+
+
 @pytest.mark.parametrize("ranks", ["shards", "stages:0-1"])
 def test_a_rank_with_too_little_memory_is_named(pairs: Pairs, ranks: str) -> None:
     refused = pytest.raises(UserError, match=r"rank 1.* MiB.*raise")
@@ -205,3 +224,42 @@ def _script(place: RankInfo, report: Callable[[Any], None], target: Path, draft:
         report(f"ended with {ended.code}")
     except UserError as refusal:
         report(str(refusal))
+
+
+@matrix("ranks, rank", [("stages:0-1", 0), ("stages:0-1", 1), ("shards", 1)], daily=1, always=[("stages:0-1", 0)])
+def test_a_disk_that_breaks_in_a_pass_ends_all_ranks_and_is_told(pairs: Pairs, ranks: str, rank: int) -> None:
+    """Again where another text is asked for: it must not wait for a service that is gone."""
+    reports = Ranks(2, _break_down, *pairs("llama"), ranks, rank).reports()
+    line = "rank 0: the disk is broken" if rank == 0 else "rank 1 ended: the disk is broken"
+    assert reports[0] == [line, line]
+    assert reports[1] == (["the disk is broken"] if rank else ["rank 0 has ended"])
+
+
+def _break_down(
+    place: RankInfo, report: Callable[[Any], None], target: Path, draft: Path, ranks: str, rank: int
+) -> None:
+    num_passes = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes > 2:
+            raise ReadError("the disk is broken")
+
+    names = {"RANK": place.rank, "WORLD_SIZE": place.num_ranks, "MASTER_ADDR": place.address, "MASTER_PORT": place.port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    more: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "profile": "none"}
+    run, commit = stage._StageService.run, KVCache.commit
+    with pytest.MonkeyPatch.context() as patch:
+        if place.rank == rank:  # of shards as it commits, of a stage before it computes
+            patch.setattr(stage._StageService, "run", lambda *order: fail() or run(*order))
+            if ranks == "shards":
+                patch.setattr(KVCache, "commit", lambda *rows: fail() or commit(*rows))
+        try:
+            with offload.load(target, draft, "1GiB", ranks=ranks, **more) as decoder:
+                for _ in range(2):
+                    with pytest.raises(RankError) as failure:
+                        decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
+                    report(str(failure.value))
+        except (RunError, SystemExit) as ended:
+            report(str(ended))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from in_memory import in_memory
 from marks import needs_cuda
 from matrix import matrix
 from test_tiny import prompts, reference
@@ -23,7 +24,7 @@ from tiny import FAMILIES, build, displaced, save, save_pair
 import offload
 from offload.calibration import link as card_link
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.distributed.pipeline import Services
+from offload.distributed.service import serving
 from offload.drafting.model_drafter import ModelDrafter
 from offload.engine import sharing as turn
 from offload.engine.build import resident_model
@@ -345,7 +346,8 @@ def test_a_turn_that_stands_anywhere_is_found(watch: Watch, base: Path, monkeypa
 def test_services_of_stages_are_computed_there() -> None:
     device, seen = OneDevice(), list[bool]()
     for one in (device, HOST):
-        Services([lambda: seen.append(device.is_entered)] * 2, one).run()
+        with serving([lambda: seen.append(device.is_entered)] * 2, in_memory(1)[0], one):
+            pass
     assert seen == [True, True, False, False]
 
 

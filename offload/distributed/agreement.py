@@ -1,0 +1,69 @@
+"""What ranks settle between joining and the first pass: every rank says something small, and hears.
+
+Words are of a type that both ends name; anything else that arrives is refused.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from msgspec import Raw, msgpack
+
+from offload.distributed.orders import HEAD, Word
+from offload.distributed.transport import Channel, Transport
+from offload.errors import RankError, UserError, reason
+
+T = TypeVar("T")
+
+
+def gather_values(transport: Transport, value: T, kind: Any) -> list[T]:
+    """Return what each rank says, of the type `kind`, when the last one has spoken."""
+    if transport.rank != HEAD:
+        _say(transport, HEAD, value)
+        return broadcast_from_head(transport, [], list[kind])
+    others = range(1, transport.num_ranks)
+    return broadcast_from_head(
+        transport, [value, *(_heard(transport, rank, kind) for rank in others)], list[kind]
+    )
+
+
+def broadcast_from_head(transport: Transport, value: T, kind: Any) -> T:
+    """Return what the head says, of the type `kind`, on every rank; others' `value` is passed over."""
+    if transport.rank != HEAD:
+        heard: T = _heard(transport, HEAD, kind)
+        return heard
+    for rank in range(1, transport.num_ranks):
+        _say(transport, rank, value)
+    return value
+
+
+def agree_on(transport: Transport, refusal: str | None = None) -> None:
+    """Go on where no rank objects. Raises `UserError` on all, with the reason, where one does."""
+    for rank, line in enumerate(gather_values(transport, refusal, str | None)):
+        if line is not None:
+            raise UserError(f"rank {rank}: {line}")
+
+
+def try_together(transport: Transport, attempt: Callable[[], T]) -> T:
+    """Return what this rank's attempt gives, when no rank's is refused; raises as `agree_on`."""
+    try:
+        found = attempt()
+    except UserError as error:
+        agree_on(transport, str(error))
+        raise
+    agree_on(transport)
+    return found
+
+
+def _say(transport: Transport, to: int, value: object) -> None:
+    transport.send(to, Channel.DATA, Word(Raw(msgpack.encode(value))))
+
+
+def _heard(transport: Transport, source: int, kind: Any) -> Any:
+    order = transport.receive(source, Channel.DATA)
+    try:
+        if isinstance(order, Word):
+            return msgpack.decode(order.content, type=kind)
+        what = type(order).__name__
+    except ValueError as error:
+        what = reason(error)
+    raise RankError(f"rank {source} has said what is no word here: {what}")

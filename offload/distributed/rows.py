@@ -1,0 +1,62 @@
+"""The uncommitted rows of a cache, and the nodes of a tree that they hold.
+
+The head knows so what is in every stage's cache, and a draft what is in its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class RowNode(Protocol):
+    """A token after a path."""
+
+    row: int | None  # among the uncommitted ones; None before it is there and once it is committed
+
+    @property
+    def parent(self) -> Self | None: ...
+
+
+Node = TypeVar("Node", bound=RowNode)
+
+
+class UncommittedRows(Generic[Node]):
+    """Nodes in the order of their rows, each of which sees those of its path."""
+
+    def __init__(self) -> None:
+        self.nodes = list[Node]()
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def add(self, nodes: Sequence[Node]) -> NDArray[np.bool_]:
+        """Give nodes the next rows, parents first; return which rows they see, (W, U)."""
+        for row, node in enumerate(nodes, len(self)):
+            node.row = row
+        self.nodes += nodes
+        sees_WU = np.zeros((len(nodes), len(self)), dtype=bool)
+        for sees_U, node in zip(sees_WU, nodes, strict=True):
+            above: Node | None = node
+            while above is not None and above.row is not None:
+                sees_U[above.row] = True
+                above = above.parent
+        return sees_WU
+
+    def commit(
+        self, path: Sequence[Node], is_kept: Callable[[Node], bool]
+    ) -> tuple[list[int], list[int]]:
+        """Commit the rows of a path, and keep others; return both's old rows, in their new order."""
+        committed = [node.row for node in path if node.row is not None]
+        for node in path:
+            node.row = None
+        kept = list[int]()
+        stay = list[Node]()
+        for node in self.nodes:
+            if node.row is not None and is_kept(node):
+                kept.append(node.row)
+                node.row = len(stay)
+                stay.append(node)
+        self.nodes = stay
+        return committed, kept

@@ -1,0 +1,75 @@
+"""What a rank does for the head: it receives an order, carries it out, and ends when told to stop.
+
+Each role has a table of acts, one for each type of order. Invariant: there is one way to fail: an
+act raises, the rank ends with that reason, and its last word ends all others, see `join.ended_by`.
+The head's own services run beside it in threads, so `serving` ends its waits in their place.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+
+from offload.distributed.orders import Order, Stop
+from offload.distributed.transport import Channel, Transport
+from offload.errors import RankError, reason
+from offload.streaming.device import Device
+
+Service = Callable[[], object]
+Acts = Mapping[type[Order], Callable[[Any], object]]
+
+
+def obey(
+    transport: Transport,
+    source: int,
+    channel: Channel,
+    acts: Acts,
+    between: Callable[[], bool] | None = None,
+) -> None:
+    """Do what a rank orders on a channel, until it says stop.
+
+    `between` orders does some of what it has to do, and returns whether there was anything; orders
+    that have arrived come first, since they may change what is worth doing. Raises what acts raise,
+    `ValueError` for an order that is none of them, and `RankError` where the rank is lost.
+    """
+    is_idle = True
+    while True:
+        order = (transport.receive if is_idle else transport.poll)(source, channel)
+        if order is None:
+            is_idle = between is None or not between()
+        elif isinstance(order, Stop):
+            return
+        elif (act := acts.get(type(order))) is None:
+            raise ValueError(f"rank {transport.rank} was told to {type(order).__name__}")
+        else:
+            act(order)
+            is_idle = between is None
+
+
+@contextmanager
+def serving(services: Sequence[Service], transport: Transport, device: Device) -> Iterator[None]:
+    """Run services in threads of their own meanwhile, and wait for their end.
+
+    Where one fails, all that waits on this rank, now or later, raises `RankError` with its reason.
+    """
+
+    def run(service: Service) -> None:
+        try:
+            with device.computing():
+                service()
+        except RankError:
+            # what the head waits for has failed as well
+            return
+        except BaseException as error:
+            transport.fail(reason(error))
+
+    threads = [
+        Thread(target=run, args=(one,), name="offload-rank", daemon=True) for one in services
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.join()
