@@ -281,7 +281,7 @@ class Decoder(TokenDecoder):
         has_drawn = self.identities.files.draft is not None and rule.drafting.keeps_distributions
         if has_drawn and self.plan.num_nodes > 1 and not self.plan.distribution_bytes:
             raise UserError(
-                f"rule {name} keeps the draft's distributions, memory was planned without them for "
-                f'{self.rule.name}: give rule="{name}" to load()'
+                f"`rule` {name} keeps the draft's distributions, memory was planned without them for "
+                f"{self.rule.name}: load the model with `rule` {name}"
             )
         return rule

@@ -550,8 +550,8 @@ class TreeSelector:
         most = self.max_nodes // self.parallel if is_named else self.max_nodes
         if shape.num_nodes > most:
             raise UserError(
-                f"tree {tree} has {shape.num_nodes} nodes, memory was planned for {most}: "
-                "give the largest tree to load()"
+                f"`tree` {tree} has {shape.num_nodes} nodes, memory was planned for {most}: "
+                "name a smaller one, or load the model with this one"
             )
         if self.context is not None and shape.depth >= self.context:
             raise UserError(

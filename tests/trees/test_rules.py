@@ -92,7 +92,7 @@ def test_what_the_plan_has_no_room_for_is_refused(pair: Pair) -> None:
         assert decoder.plan.distribution_bytes == 0
         assert decoder.generate(PROMPT, max_new_tokens=4, rule="topk").rule == "topk"
         for rule in ("sequoia", "specinfer", "spectr"):
-            with pytest.raises(offload.UserError, match=f'give rule="{rule}" to load'):
+            with pytest.raises(offload.UserError, match=f"load the model with `rule` {rule}"):
                 decoder.generate(PROMPT, rule=rule)
     with load(*pair, rule="spectr") as decoder:
         assert decoder.plan.distribution_bytes == 15 * VOCAB_SIZE * 4 + DRAW_BYTES
