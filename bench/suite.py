@@ -33,6 +33,7 @@ MEASURES = {
     "quantised": "a pass and a token with the same target in bf16, fp8 and int4",
     "experts": "tokens per second with experts on demand beside whole layers, by room and tree",
     "ranks": "a pass on one, two and three ranks with a link each, and over networks between them",
+    "beside": "this checkout beside another one, or with other flags: whole processes, in turns",
     "compare": "two stored results: what has become slower beyond noise",
 }
 STUDIES = {
@@ -99,7 +100,9 @@ def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
         spec = find_spec(module)
         assert spec is not None and spec.origin is not None, "it is one of ours"
         source += Path(spec.origin).read_text(encoding="utf-8")
-    flags = [one.partition("=")[0] for one in arguments if one.startswith("--") and one != "--"]
+    # a value may hold flags of another program, several words
+    words = [one for one in arguments if one.startswith("--") and one != "--"]
+    flags = [one.partition("=")[0] for one in words if " " not in one or "=" in one]
     known = {_as_flag(word) for word in re.findall(r"[a-z_]+(?:-[a-z]+)*", source)}
     # a parameter, a key of the table of flags, or a name of its own
     likely = re.findall(r'^    "?(\w+)"?: |"--([\w-]+)"', source, re.MULTILINE)

@@ -1,6 +1,5 @@
 """What is measured on one decoder that is loaded once on a device, part by part."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -103,9 +102,11 @@ def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
     streamed_bytes = decoder.plan.streamed_bytes
     rows = passes.rows_of(measured, streamed_bytes)
     found = {one["num_nodes"]: one for one in rows if "limit" in one}
-    # the quickest copies are the ceiling
-    job.copy_bytes_per_s = streamed_bytes / min(measured.read_s)
-    link_s = found[sizes[0]]["bytes_moved"] / job.copy_bytes_per_s
+    link_s = 0.0
+    if measured.read_s:
+        # the quickest copies are the ceiling
+        job.copy_bytes_per_s = streamed_bytes / min(measured.read_s)
+        link_s = found[sizes[0]]["bytes_moved"] / job.copy_bytes_per_s
     for size in sizes:
         compute_s = passes.compute_s(job.setting, size)
         is_link = compute_s < link_s
@@ -149,8 +150,9 @@ def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iter
     stats = result.stats
     num_sweeps = max(1, stats.num_sweeps)
     draft_s = stats.draft_s / num_sweeps
-    link_s = decoder.plan.streamed_bytes / (job.copy_bytes_per_s or math.inf)
-    slower_s = max(draft_s, stats.sweep_s / num_sweeps, link_s)
+    slower_s = max(draft_s, stats.sweep_s / num_sweeps)
+    if job.copy_bytes_per_s:
+        slower_s = max(slower_s, decoder.plan.streamed_bytes / job.copy_bytes_per_s)
     name = f"{tree}: draft + sweep against the slower of both"
     yield row(name, stats.decode_s / num_sweeps, "s", slower_s, 1.15, promise=promise) | {
         "s_per_token": stats.tpot_s,

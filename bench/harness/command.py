@@ -8,7 +8,6 @@ figure is printed before every token was proved; with `--rows` a row is on disk 
 
 import inspect
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -90,8 +89,21 @@ FLAGS: dict[str, tuple[Any, Any]] = {
         "--rows",
         **_TO_WRITE,
     ),
-    "json_file": _flag(Path | None, _JSON, "--json", **_TO_WRITE),
+    "json_file": _flag(
+        Path | None,
+        _JSON,
+        "--json",
+        metavar="FILE",
+        callback=lambda path: path if path == STDOUT else writable(path),
+    ),
     "compare": _flag(Path | None, _COMPARE, metavar="OLD.json"),
+}
+# in the order of writing
+_WRITTEN = {
+    "rows_file": "--rows",
+    "trace": "--trace",
+    "picture": "--picture",
+    "json_file": "--json",
 }
 MODELS = "model draft size layers"
 PLACE = "device gpu_mem ram"
@@ -136,6 +148,7 @@ class Bench:
         self.ceiling: Row = {}
         self.quick: bool = given.get("quick", False)
         self.json_file: Path | None = given.get("json_file")
+        self._check_files()
         place = None if given.get("ranks") is None else find_place()
         self.screen = Screen(is_quiet=place is not None and place.rank > 0)
         self._old = None if given.get("compare") is None else read(given["compare"])
@@ -143,6 +156,18 @@ class Bench:
             require_same(self._old, name, {})
         if given.get("picture") is not None:
             require_pictures()
+
+    def _check_files(self) -> None:
+        """Raise `UserError` where one file would be written over by another."""
+        known = dict[Path, str]()
+        for name, word in _WRITTEN.items():
+            path = self._given.get(name)
+            if path is None or path == STDOUT:
+                continue
+            other = known.setdefault(path.absolute(), word)
+            if other != word:
+                rule = f"{other} {path} would be written over by {word} {path}"
+                raise UserError(f"{rule}: name another file")
 
     def given(self, name: str) -> Any:
         return self._given[name]
@@ -214,9 +239,9 @@ class Bench:
         """Print what nothing can be faster than: a plain reader, or a plan's copies to a device."""
         label = f"layers to {setting.device}" if setting.opened.has_own_memory else PLAIN_READER
         rate = setting.ceiling(plan)
-        told = "nothing streams" if rate == math.inf else f"{rate / 1e9:.3f} GB/s"
+        told = "nothing is streamed" if rate is None else f"{rate / 1e9:.3f} GB/s"
         print(f"ceiling: {label}, {told}", flush=True)
-        self.ceiling = {"bytes_per_s": None if rate == math.inf else rate}
+        self.ceiling = {"bytes_per_s": rate}
 
     def turns(
         self, rounds: Iterable[Thing], cases: Sequence[Any], label: str
@@ -272,7 +297,9 @@ class Bench:
             rows=rows,
             guards={name: guard for name, guard in guards.items() if guard.samples},
         )
-        result.machine["others_cpu_share"] = self._clock.others_share()
+        others = self._clock.others_share()
+        print(f"others took {others:.2f} of the processors' time")
+        result.machine["others_cpu_share"] = others
         self._store(result.as_dict())
         has_failed = found.has_failed
         if self._old is not None and is_worse(self._old, result):

@@ -27,9 +27,12 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
-def environment() -> dict[str, str]:
-    """Return our environment and, in a checkout, the way to this package for others."""
-    root = Path(offload.__file__).resolve().parents[1]
+# of this checkout, or where this package is installed
+ROOT = Path(offload.__file__).resolve().parents[1]
+
+
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """Return our environment and, in a checkout, the way to its package for others."""
     paths = [str(root)] if (root / "pyproject.toml").is_file() else []
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     # set by our own import
@@ -41,10 +44,19 @@ def call(
     module: str, order: Any, *, python: str = sys.executable, limit_s: float | None = None
 ) -> Any:
     """Return the JSON that a module prints last, run with an order. Raises `RunError` in a line."""
-    command = [python, "-m", module, json.dumps(order)]
+    return json.loads(last_line(run([python, "-m", module, json.dumps(order)], limit_s=limit_s)))
+
+
+def run(command: Sequence[str], *, limit_s: float | None = None, root: Path = ROOT) -> str:
+    """Return what a program of a checkout prints, run to its end. Raises `RunError` in a line."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit_s, env=environment()
+            command,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            env=environment(root),
+            preexec_fn=die_with_parent,
         )
     except subprocess.TimeoutExpired:
         raise RunError(f"failed: took longer than {limit_s:.0f} s") from None
@@ -53,11 +65,11 @@ def call(
         raise RunError(f"failed: killed by signal {-done.returncode}{why}")
     if done.returncode:
         raise RunError(f"failed: {last_line(done.stderr)}")
-    return json.loads(last_line(done.stdout))
+    return done.stdout
 
 
 def last_line(text: str) -> str:
-    """Return the last line with anything on it, cut to what fits into a table."""
+    """Return the last line with anything on it."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 

@@ -138,11 +138,13 @@ def store(found: Row, path: Path) -> None:
 
 def writable(path: Path | None) -> Path | None:
     """Return the path, where a file can be written there. Raises `UserError`."""
-    if path is None or path == STDOUT:
+    if path is None:
         return path
     folder = next(one for one in (path.parent, *path.absolute().parents) if one.exists())
     why = ""
-    if path.is_dir():
+    if path == STDOUT:
+        why = "--json alone may be printed"
+    elif path.is_dir():
         why = "it is a folder"
     elif not folder.is_dir():
         why = f"{folder} is no folder"

@@ -81,8 +81,13 @@ class Setting(NamedTuple):
             place = self._replace(ram_bytes=least_ram(self.files, num_nodes, **how))
         return place.open(tree, **options)
 
-    def ceiling(self, plan: MemoryPlan | None) -> float:
-        """Return bytes per second of a plain reader, or of a plan's copies to a device."""
+    def ceiling(self, plan: MemoryPlan | None) -> float | None:
+        """Return bytes per second of a plain reader, or of a plan's copies to a device.
+
+        It is None where the plan streams nothing: then no link is a ceiling.
+        """
+        if plan is not None and not plan.is_streamed:
+            return None
         if not self.opened.has_own_memory:
             return self.plain_rate()
         assert plan is not None, "what is sent to a device depends on its plan"
@@ -95,11 +100,14 @@ class Setting(NamedTuple):
 
     def prove(self, written: Sequence[Written]) -> Proof:
         """Prove all runs, after all measuring, with decoders closed. Raises `UserError`."""
-        start = start_tokens(open_headers(self.origin))
-        begun = [run._replace(prompt_ids=with_start(run.prompt_ids, start)) for run in written]
         draft = None if self.is_synthetic else self.draft
         with reference(self.origin, draft, self.ram_bytes) as score:
-            return prove(begun, score)
+            return prove(self.begun(written), score)
+
+    def begun(self, written: Sequence[Written]) -> list[Written]:
+        """Return the runs as the model saw them, each behind the tokens that start a text."""
+        start = start_tokens(open_headers(self.origin))
+        return [run._replace(prompt_ids=with_start(run.prompt_ids, start)) for run in written]
 
     def as_dict(self) -> dict[str, Any]:
         told = {

@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from offload.checkpoint.hub import layer_shapes
 from offload.checkpoint.layout import SlabLayout
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.safetensors import header_bytes, open_checkpoint
+from offload.checkpoint.tensors import TensorEntry
 from offload.streaming.disk import DiskReader
 
 NUM_MAKERS = 16  # threads that copy, each without torch
@@ -88,18 +89,18 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
     folder.mkdir(parents=True)
     for path in source.glob("*token*.json"):
         shutil.copyfile(path, folder / path.name)
-    header = dict[str, Any]()
+    entries = dict[str, TensorEntry]()
     end = 0
     for name, sizes in shape.tensors():
-        offsets = (end, end + 2 * math.prod(sizes))
-        header[name] = {"dtype": "BF16", "shape": sizes, "data_offsets": offsets}
-        end = offsets[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
+        lo = end
+        end += 2 * math.prod(sizes)
+        entries[name] = TensorEntry(0, "BF16", sizes, lo, end)
     # tensors begin 8 bytes off wide loads, as in half of all real files
-    text += b" " * (-len(text) % 16)
+    either = (header_bytes(entries, {"format": "pt", "pad": pad}, 8) for pad in ("", " " * 8))
+    header = next(one for one in either if len(one) % 16)
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.write(header)
+        file.truncate(len(header) + end)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / NOTE).write_text(json.dumps({"source": str(source), "shape": shape._asdict()}))
     return folder

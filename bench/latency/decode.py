@@ -10,7 +10,6 @@ what a sweep yields does not depend on streaming. `predicted_tokens_per_sweep` i
 of its section 3.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -124,8 +123,13 @@ class Timed(NamedTuple):
     case: Case
     bursts: list[Burst]
     result: Generation
-    # bytes per second, before and after in the mean, or the run's own if those were lower
-    ceiling: float
+    # bytes per second, before and after in the mean, or the run's own if those were lower;
+    # None where nothing is streamed
+    ceiling: float | None
+
+    @property
+    def link_utilisation(self) -> float | None:
+        return self.ceiling and self.result.stats.link_bytes_per_s / self.ceiling
 
 
 class Measured(NamedTuple):
@@ -139,9 +143,16 @@ class Measured(NamedTuple):
 
     @property
     def ceiling(self) -> Row:
-        if math.inf in self.ceilings:  # nothing streams
+        if not self.ceilings:
             return {"bytes_per_s": None}
         return {"bytes_per_s": median(self.ceilings), "samples": self.ceilings}
+
+    @property
+    def least_pass_s(self) -> float | None:
+        """Return what the bytes of a pass take at the ceiling; None where nothing is streamed."""
+        if not self.ceilings:
+            return None
+        return float(self.settings["streamed_bytes"] / self.ceiling["bytes_per_s"])
 
 
 def measure(
@@ -162,15 +173,21 @@ def measure(
     for case in cases if setting.opened.has_own_memory else cases[:1]:
         timed_run(others.get(case.sources, decoder), first_ids, case, 2, seed=0)
     ceilings = measured.ceilings
-    ceilings.append(setting.ceiling(decoder.plan))
+
+    def look_at_link() -> None:
+        rate = setting.ceiling(decoder.plan)
+        ceilings.extend([] if rate is None else [rate])
+
+    look_at_link()
     for (seed, prompt), case in bench.turns(enumerate(found), cases, "decoding"):
         ids = encoded(decoder, prompt, PROMPT_TOKENS)
         num_tokens = effort.num_plain if case.is_plain else effort.num_tokens
         own = others.get(case.sources, decoder)
         bursts, result = timed_run(own, ids, case, num_tokens, seed=seed)
-        ceilings.append(setting.ceiling(decoder.plan))
+        look_at_link()
         # A run that got more than the readings beside it shows what the link gave meanwhile.
-        ceiling = max(mean(ceilings[-2:]), result.stats.link_bytes_per_s)
+        own_rate = result.stats.link_bytes_per_s
+        ceiling = max(mean(ceilings[-2:]), own_rate) if ceilings else None
         measured.runs.append(Timed(prompt.name, case, bursts, result, ceiling))
         measured.written.append(Written.of(ids, result))
         rates = {name: getattr(result.stats, name) for name in ("tokens_per_s", "tokens_per_sweep")}
@@ -213,7 +230,7 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
     num_sweeps = len(accepted)
     is_dynamic = any(one.is_tree_dynamic for one in stats)
     num_draft_tokens = sum((one.tree_num_nodes - 1) * one.num_sweeps for one in stats)
-    used = [one.link_bytes_per_s / run.ceiling for one, run in zip(stats, runs, strict=True)]
+    used = [one.link_utilisation for one in runs if one.link_utilisation is not None]
     row: Row = {"name": case.name, **case._asdict(), **latencies([run.bursts for run in runs])}
     for name in ("tokens_per_s", "tokens_per_sweep"):
         row[f"{name}_samples"] = [getattr(one, name) for one in stats]
@@ -233,7 +250,7 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
         "num_draft_tokens": None if is_dynamic else num_draft_tokens,
         "num_accepted_tokens": sum(accepted) - num_sweeps,
         "accepted_per_pos": acceptance_by_depth(accepted, max(one.tree_depth for one in stats)),
-        "link_utilisation": median(used),
+        "link_utilisation": median(used) if used else None,
         "link_utilisation_samples": used,
         "limit": "link" if row["stall_s"] > _STALLED_SHARE * row["sweep_s"] else "compute",
         "runs": [{"prompt": run.prompt, "bursts": run.bursts} for run in runs],
@@ -259,7 +276,9 @@ def chosen_lines(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{row['name']} began with {trees}"
 
 
-def _link_used(row: Row) -> str:
+def _link_used(row: Row) -> str | None:
+    if row["link_utilisation"] is None:
+        return None
     return f"{row['link_utilisation']:.3f}" + ("" if row["limit"] == "link" else " (compute)")
 
 
@@ -307,12 +326,12 @@ def main(
         rules=tuple(rule or effort.rules),
     )
     _check(bench, preset, effort, tree or ())
+    found = bench.prompts(effort.num_prompts)
     setting = bench.setting(
         needs_draft=effort.trees != ("none",),
         need=effort.need(),
         is_resident=preset in RESIDENT,
     )
-    found = bench.prompts(effort.num_prompts)
     bench.begin(setting, num_new_tokens=effort.num_tokens)
     trace = bench.given("trace")
     with bench.screen, effort.open(setting) as decoder:
@@ -320,7 +339,6 @@ def main(
             bench.say_link(setting, decoder.plan)
         measured = measure(bench, setting, decoder, effort, found, trace=trace is not None)
     rows = rows_of(measured.runs)
-    least_pass_s = measured.settings["streamed_bytes"] / median(measured.ceilings) or None
     return Findings(
         rows=rows,
         tables=[(COLUMNS, rows)],
@@ -330,19 +348,15 @@ def main(
         guards=guards_of(rows, [prompt.name for prompt in found]),
         notes=[*chosen_lines(rows)],
         traces=measured.traces,
-        draw=partial(draw_decoding, rows, least_pass_s=least_pass_s),
+        draw=partial(draw_decoding, rows, least_pass_s=measured.least_pass_s),
     )
 
 
 def _check(bench: Bench, preset: str | None, effort: Effort, asked: Sequence[str]) -> None:
     """Refuse what cannot run before anything is made or measured. Raises `UserError`."""
-    trace = bench.given("trace")
     if preset is not None and bench.quick:
         rule = "--preset and --quick exclude each other"
         raise UserError(f"{rule}: shorten a preset with --num-prompts and -n")
-    if trace is not None and trace == bench.json_file:
-        rule = f"--trace {trace} would be written over by --json {bench.json_file}"
-        raise UserError(f"{rule}: name another file")
     if "auto" in effort.trees and set(effort.trees) - {"none", "auto"}:
         rule = "--tree auto is measured by itself: memory is planned for the tree that it chooses"
         raise UserError(f"{rule}, got {', '.join(asked)}: leave it or the others out")

@@ -160,26 +160,27 @@ def main(
     bench: Bench,
     size: Annotated[str, flag("SIZE", "how large to make the packaged mixture")] = "3GB",
     room: Annotated[
-        list[int] | None, flag("PERCENT", "of all experts stay; several", "--room")
+        list[int] | None, flag("PERCENT", "of all experts stay; several", "--room", min=1, max=100)
     ] = None,
 ) -> Findings:
     """Experts on demand beside whole layers: an hour on two cores, ten minutes with --quick."""
     rooms = room or ROOMS
+    effort = bench.effort(FULL, QUICK)
+    texts = bench.prompts(effort.num_prompts)
     is_named = bench.given("model") is not None
     setting = bench.setting(ram=_ENOUGH) if is_named else moe_setting(size, _ENOUGH, bench.screen)
     setting = setting._replace(ram_bytes=room_bytes(setting, max(rooms)))
-    effort = bench.effort(FULL, QUICK)
     if setting.draft is None:
         raise UserError("bench experts compares trees behind texts: give --draft")
-    prompts = raw_ids(setting.origin, bench.prompts(effort.num_prompts), PROMPT_TOKENS)
+    prompts = raw_ids(setting.origin, texts, PROMPT_TOKENS)
     bench.begin(setting)
     rows = list[Row]()
     written = list[Written]()
     for percent in rooms:
         ram_bytes = room_bytes(setting, percent)
         print(f"room for {percent} % of the experts: {ram_bytes / 1e9:.2f} GB", file=sys.stderr)
-        measured, texts = measure(setting, prompts, ram_bytes, effort)
-        written += texts
+        measured, own = measure(setting, prompts, ram_bytes, effort)
+        written += own
         rows += [{"room": percent, "ram_bytes": ram_bytes, **row} for row in measured]
     return Findings(
         rows=rows,

@@ -105,8 +105,8 @@ def main(
     one_of(sources or (), SOURCES, "--sources")
     effort = bench.effort(FULL, QUICK)
     effort = replace(effort, trees=("none", tree), sources=tuple(sources or SOURCES))
-    setting = bench.setting(size=size or ("600MB" if bench.quick else "2GB"))
     found = bench.prompts(effort.num_prompts, slice(1, None, 2), [CODE, COPY])
+    setting = bench.setting(size=size or ("600MB" if bench.quick else "2GB"))
     bench.begin(setting, tree=tree, num_new_tokens=effort.num_tokens)
     with bench.screen as screen, ExitStack() as resources:
         store = library_store(screen)

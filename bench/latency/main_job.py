@@ -8,6 +8,7 @@ as many bytes, in turn with the passes.
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from statistics import median
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import ratios
 from offload.bench.latency import decode, passes
 from offload.checkpoint.packaged import PAIR
+from offload.errors import UserError
 from offload.timer import timed
 
 SPEED_TREES = ("64x16", "128x20", "grown:128x20")
@@ -41,12 +43,16 @@ def prompt(bench: Bench, setting: Setting) -> Row:
     return {"row": name, "wanted": "<= 1.30", "value": median(over), "ratios": over, **row}
 
 
+@cache
 def _passes(setting: Setting) -> tuple[passes.Measured, Row]:
     """Return five rounds of a prompt's pass and three one-token passes, proved."""
     with setting.open("none", context=1024) as decoder:
         effort = passes.Effort((1,), 5, 3, 0.0)
         measured = passes.measure(setting, decoder, prompts(["code"], 5), effort)
         num_bytes = decoder.plan.streamed_bytes
+    if not num_bytes:
+        rule = "rows of passes need a target of which layers are streamed, all of this one stay"
+        raise UserError(f"{rule}: give a larger --size")
     setting.prove(measured.written)
     seconds = [one.seconds for one in measured.passes]
     ones_s = [median(seconds[at : at + 3]) for at in range(0, 15, 3)]

@@ -19,6 +19,7 @@ from offload.bench.harness.tables import Column, medians, ratios
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
+from offload.errors import UserError
 from offload.sampling_options import Sampling
 
 CONTEXT = 512
@@ -72,6 +73,11 @@ def run_case(
         for (before_s, less), (after_s, more) in pairwise(marks)
         if less and less.keys() == more.keys()
     ]
+    if not steps:
+        rule = "bench many counts passes in which every text is under way, and there was none"
+        raise UserError(
+            f"{rule}: give --prompts that are gone on with for longer, or less --parallel"
+        )
     seconds = sum(step_s for step_s, _ in steps)
     num_tokens = sum(more for _, more in steps)
     sweep_s = sum(one.stats.sweep_s for one in found)
@@ -109,9 +115,9 @@ def main(
 ) -> Findings:
     """Tokens per second over many texts, written at a time and one after another."""
     need = Need(tree, context=CONTEXT, parallel=parallel)
-    setting = bench.setting(needs_draft=True, need=need)
     effort = bench.effort(FULL, QUICK)
     prompts = bench.prompts(parallel)
+    setting = bench.setting(needs_draft=True, need=need)
     bench.begin(setting, parallel=parallel, tree=tree)
     if setting.opened.has_own_memory:
         with setting.open(tree, parallel=parallel, context=CONTEXT) as decoder:

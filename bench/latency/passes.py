@@ -19,7 +19,7 @@ from offload.bench.harness.rates import flops_per_s, memory_bytes_per_s, plain_r
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.steps import Pass, PassRunner, draft_passes
-from offload.bench.harness.tables import Column, ratios
+from offload.bench.harness.tables import Column
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
@@ -56,8 +56,13 @@ class Measured(NamedTuple):
         return {size: [one for one in self.passes if one.num_rows == size] for size in sizes}
 
     @property
-    def floor_s(self) -> float:
-        """The median reading, or less where a pass took less: that shows what the link gave."""
+    def floor_s(self) -> float | None:
+        """The median reading, or less where a pass took less: that shows what the link gave.
+
+        None where nothing is streamed.
+        """
+        if not self.read_s:
+            return None
         sweeps = [median(one.seconds for one in own) for own in self.by_size().values()]
         return min(median(self.read_s), median(self.prompt_s), *sweeps)
 
@@ -71,13 +76,16 @@ def measure(
 ) -> Measured:
     """Measure all rounds; with a bench each size is noted when it was measured."""
 
-    def read_s() -> float:
-        num_bytes = max(1, decoder.plan.streamed_bytes)
-        if not setting.opened.has_own_memory:
-            return plain_read_s(setting.shards, num_bytes)
-        return num_bytes / setting.ceiling(decoder.plan)
+    found = Measured([], [], [], [])
 
-    found = Measured([], [], [read_s()], [])
+    def read_once() -> None:
+        num_bytes = decoder.plan.streamed_bytes
+        if num_bytes and not setting.opened.has_own_memory:
+            found.read_s.append(plain_read_s(setting.shards, num_bytes))
+        elif num_bytes and (rate := setting.ceiling(decoder.plan)):
+            found.read_s.append(num_bytes / rate)
+
+    read_once()
     for index in range(effort.rounds):
         ids = encoded(decoder, texts[index % len(texts)], PROMPT_TOKENS)
         # finds the slots that were filled while the plain reader ran
@@ -92,7 +100,7 @@ def measure(
                 told = {"name": f"sweep of {size} rows", "sweep_s": sweep_s, "is_proved": False}
                 bench.row(told)
         found.written.append(runner.written())
-        found.read_s.append(read_s())
+        read_once()
         if bench is not None:
             bench.screen.count(index + 1, effort.rounds, "timing passes")
     return found
@@ -104,7 +112,7 @@ def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
 
     def row(name: str, num_nodes: int, seconds: list[float]) -> Row:
         told = {"name": name, "num_nodes": num_nodes, "sweep_s": median(seconds)}
-        used = floor_s / median(seconds)
+        used = None if floor_s is None else floor_s / median(seconds)
         return {**told, "sweep_s_samples": seconds, "link_utilisation": used}
 
     for size, own in measured.by_size().items():
@@ -184,20 +192,24 @@ def main(bench: Bench) -> Findings:
             drafted += draft_rows(setting, decoder, ids, effort.draft_s)
     timed = [*rows_of(measured, plan.streamed_bytes)]
     floor_s = measured.floor_s
-    moved = f"the {plan.streamed_bytes / 1e9:.3f} GB of a sweep"
-    rate = {"bytes_per_s": plan.streamed_bytes / floor_s, "sweep_s": floor_s}
+    told = "nothing is streamed: no link is a ceiling"
+    ceiling: Row = {"bytes_per_s": None}
     guards = dict[str, Guard]()
-    for row in timed:
-        samples = row["sweep_s_samples"]
-        over = ratios(samples, [floor_s] * len(samples))
-        guards[f"{row['name']} / ceiling"] = Guard(over, "lower")
+    if floor_s is not None:
+        moved = f"the {plan.streamed_bytes / 1e9:.3f} GB of a sweep"
+        told = f"the ceiling takes {floor_s:.3f} s for {moved}"
+        rate = {"bytes_per_s": plan.streamed_bytes / floor_s, "sweep_s": floor_s}
+        ceiling = {**rate, "samples": measured.read_s}
+        for row in timed:
+            over = [one / floor_s for one in row["sweep_s_samples"]]
+            guards[f"{row['name']} / ceiling"] = Guard(over, "lower")
     rows = [*timed, *drafted]
     return Findings(
         rows=rows,
         tables=[(COLUMNS, rows)],
         written=measured.written,
-        notes=[f"the ceiling takes {floor_s:.3f} s for {moved}"],
+        notes=[told],
         settings={"num_threads": num_threads},
-        ceiling={**rate, "samples": measured.read_s},
+        ceiling=ceiling,
         guards=guards,
     )

@@ -180,10 +180,10 @@ def main(
     """Seconds of a pass and of a token with the same weights in fewer bytes."""
     limit = parse_rate(link_limit, "--link-limit")
     effort = bench.effort(FULL, QUICK)
+    prompt = bench.prompts(1)[0]
     plain = bench.setting()
     formats = (PLAIN, *FORMATS, PACKED)
     settings = {one: plain._replace(target=quantised(plain.target, one)) for one in formats}
-    (prompt,) = bench.prompts(1)
     bench.begin(plain)
     every = list[Row]()
     for _, name in bench.turns(range(effort.rounds), [*settings], "decoding"):

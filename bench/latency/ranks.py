@@ -240,7 +240,9 @@ def main(
     link_limit: Annotated[
         str, flag("RATE", "of each rank's link, below the disk's share")
     ] = "100MB",
-    slow_layer: Annotated[float, flag("S", "seconds that a layer of a stage takes longer")] = 0.03,
+    slow_layer: Annotated[
+        float, flag("S", "seconds that a layer of a stage takes longer", min=0)
+    ] = 0.03,
 ) -> Findings:
     """How long does a pass take on several ranks with a link each, and in stages?"""
     one_of(part or (), PARTS, "--part")

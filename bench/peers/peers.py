@@ -389,10 +389,10 @@ def main(
     if python is not None and shutil.which(python) is None:
         raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
     cap_bytes = parse_size(cap, "--cap")
-    found = moe_setting(bench.given("size"), None, bench.screen) if experts else bench.setting()
-    found = found._replace(ram_bytes=cap_bytes)
     part = slice(1, None, 2) if lookup else slice(None)
     texts = bench.prompts(max(one.num_prompts for one in known.values()), part)
+    found = moe_setting(bench.given("size"), None, bench.screen) if experts else bench.setting()
+    found = found._replace(ram_bytes=cap_bytes)
     ids = raw_ids(found.origin, texts, PROMPT_TOKENS)
     common = Common(found, ids, (sys.executable, *filter(None, [python])), bench.quick, gguf)
     bench.begin(found, num_prompt_tokens=PROMPT_TOKENS, lookup=lookup, gguf=gguf, experts=experts)

@@ -23,7 +23,7 @@ from urllib.request import urlopen
 from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.picture import draw_hours
-from offload.bench.harness.process import Talker, environment, free_port
+from offload.bench.harness.process import Talker, die_with_parent, environment, free_port
 from offload.bench.harness.promises import WrongTokenError
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import Setting, least_ram
@@ -151,7 +151,9 @@ class Server:
         command = [sys.executable, "-m", "offload", *words.split()]
         with self._log.open("w") as log:
             env = {**environment(), **own}
-            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, env=env, stdout=log, stderr=log, preexec_fn=die_with_parent
+            )
         give_up_s = time.monotonic() + _START_S
         while True:
             try:

@@ -13,7 +13,7 @@ from shell import Outcome, process, shell
 from offload.bench import suite
 from offload.bench.harness import record, setting, steps
 from offload.bench.harness.record import read
-from offload.bench.latency import decode, passes
+from offload.bench.latency import beside, decode, expansion, many, passes, quantised
 from offload.errors import UserError
 from offload.options import ModelOptions
 
@@ -156,6 +156,57 @@ def test_passes_and_their_rows_on_disk(tmp_path: Path) -> None:
     assert sum("is_proved" in row for row in stored) == 4, "a row for each size and round, before they are proved"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("command", [["decode", *FEW, "--temp", "0"], ["passes"]], ids=["decode", "passes"])
+def test_where_nothing_is_streamed_no_link_is_a_ceiling(command: list[str]) -> None:
+    """A rate of a link that nothing passes over would be a figure that was never measured."""
+    outcome = shell("bench", *command, "--quick", *SIZE, "--ram", "2GiB")
+    assert outcome.code == 0, outcome.err
+    result = json.loads(outcome.out.splitlines()[-1])
+    assert result["ceiling"] == {"bytes_per_s": None} and not [name for name in result["guards"] if "ceiling" in name]
+    assert {row["link_utilisation"] for row in result["rows"] if "link_utilisation" in row} == {None}
+
+
+ALONE: dict[str, list[str]] = {
+    "many": ["--quick", "--size", "60MB", "--parallel", "2"],
+    "memory": ["--case", "dense-none", "--size", "60MB"],
+    "quantised": ["--quick", "--size", "300MB"],
+    "expansion": ["--quick"],
+    "recurrence": ["--quick"],
+    "main-job": ["--row", "streaming", "--row", "prompt", "--size", "60MB"],
+    "beside": ["--quick", *SIZE, *RAM, "--num-prompts", "1", "-n", "4", "--with", "--threads 1 --tree 8x4"],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ALONE)
+def test_a_command_ends_with_its_table_and_its_result(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(many, "QUICK", many.Effort(1, 4, 24))
+    monkeypatch.setattr(quantised, "QUICK", quantised.Effort(1, 2, 6, ("none", "8x4")))
+    monkeypatch.setattr(expansion, "QUICK", expansion.Effort(256, 1))
+    outcome = shell("bench", name, *ALONE[name], "--json", tmp_path / "found.json")
+    assert outcome.code == 0, outcome.err
+    result = json.loads(outcome.out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "found.json").read_text()) == read(tmp_path / "found.json").as_dict()
+    assert result["bench"] == name and result["rows"] and len(outcome.out.splitlines()) > 3
+    if name in ("many", "beside"):
+        assert result["settings"]["proof"]["num_exact"] > 0 and "gate: " in outcome.out
+
+
+def test_sides_stand_beside_the_first_prompt_by_prompt() -> None:
+    def rows(name: str, *speeds: float) -> list[dict[str, Any]]:
+        texts = enumerate(speeds)
+        alike = dict.fromkeys(("process_s", "ttft_s", "tokens_per_sweep", "peak_rss_bytes"), 1.0)
+        return [{**alike, "side": name, "tokens_per_s": one, "text": f"{at} {one > 3}"} for at, one in texts]
+
+    first = rows("this", 1.0, 2.0, 4.0)
+    told = beside.beside_first("other", rows("other", 2.0, 3.0, 4.0), first)
+    assert (told["ratio"], told["ratios"], told["num_same_texts"]) == (1.5, [2.0, 1.5, 1.0], 3)
+    assert told["tokens_per_s"] == 3.0
+
+
 def test_compare_flags_what_has_become_slower(decoded: Path, tmp_path: Path) -> None:
     stored = json.loads((decoded / "decode.json").read_text())
     for guard in stored["guards"].values():
@@ -220,6 +271,7 @@ def test_what_cannot_end_well_is_refused_before_measuring(
     decoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = ["bench", "decode", "--quick", *SIZE, *RAM, *FEW]
+    twice = tmp_path / "twice.png"
     wishes = {
         "needs a result of passes, got one of decode": ["bench", "passes", "--compare", decoded / "decode.json"],
         "cannot read": [*few, "--compare", tmp_path / "none.json"],
@@ -229,6 +281,10 @@ def test_what_cannot_end_well_is_refused_before_measuring(
         "--tree auto is measured by itself": [*few, "--tree", "auto"],
         "rule sequoia is exact only without that": [*few, "--tree", "grown:8x4", "--rule", "sequoia"],
         "cannot write": [*few, "--json", decoded],
+        "--json alone may be printed": [*few, "--rows", "-"],
+        f"--rows {twice} would be written over by --picture": [*few, "--rows", twice, "--picture", twice],
+        "give --checkout DIR, or --with FLAGS": ["bench", "beside", *SIZE],
+        "--checkout must be a folder that has offload in it": ["bench", "beside", "--checkout", tmp_path],
         "--layers makes the models": [*few, "--layers", "8", "--model", "x"],
         "--preset and --quick exclude each other": [*few, "--preset", "sequoia"],
         "would be written over": [*few, "--trace", tmp_path / "a.json", "--json", tmp_path / "a.json"],

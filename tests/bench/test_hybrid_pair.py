@@ -20,6 +20,7 @@ from offload.bench.pairs import hybrid_pair as make
 from offload.bench.pairs import training
 from offload.bench.pairs.hybrid_pair import HYBRID, TWIN, Recipe, begun, hybrid_pair, setting_of
 from offload.bench.pairs.training import Course
+from offload.trees.topology import DEFAULT_ACCEPTANCE, best_first
 
 IDS = torch.arange(6000) % 7 + torch.arange(6000) // 500
 
@@ -63,7 +64,6 @@ def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monke
     monkeypatch.setattr(training, "cache_folder", lambda: cache)
     monkeypatch.setattr(training, "library_ids", lambda held_out: IDS[:1000] if held_out else IDS)
     recipe = Recipe(Course(9, 1e-3), hybrid_steps=2, twin_steps=3, draft=Course(2, 1e-3))
-    monkeypatch.setattr(make, "Recipe", lambda: recipe)
     seen: dict[str, list[list[int]]] = {}
     taught: list[tuple[str, list[int]]] = []
     own, own_draft = make.next_token_loss, make.draft_loss
@@ -81,7 +81,7 @@ def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monke
 
     monkeypatch.setattr(make, "next_token_loss", loss)
     monkeypatch.setattr(make, "draft_loss", of_a_draft)
-    pair = hybrid_pair(Screen(is_quiet=True))
+    pair = hybrid_pair(recipe, Screen(is_quiet=True))
     # behind the steps come held-out texts
     hybrid, twin = seen["qwen3_5_text"], seen["qwen3"]
     assert hybrid[:2] == twin[:2] and hybrid[0] != hybrid[1] and (len(hybrid), len(twin)) == (3, 4)
@@ -92,19 +92,45 @@ def test_both_learn_from_the_same_windows_until_each_stops(tmp_path: Path, monke
     assert {*json.loads((pair / "figures.json").read_text())} == {HYBRID, TWIN}
     assert load_file(pair / HYBRID / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
     monkeypatch.setattr(make, "teach", lambda *_, **__: pytest.fail("it trained again"))
-    assert hybrid_pair(Screen(is_quiet=True)) == pair
+    assert hybrid_pair(recipe, Screen(is_quiet=True)) == pair
     setting = setting_of(pair, HYBRID)
     assert setting.target == setting.origin and setting.draft == pair / "hybrid-draft"
+
+
+@pytest.mark.parametrize("temperature", make.TEMPERATURES)
+def test_a_draft_that_is_the_target_agrees_in_every_figure_without_trees(tmp_path: Path, temperature: float) -> None:
+    model, other = save_small(tmp_path / "model"), save_small(tmp_path / "other", seed=5)
+    for folder in (model, other):
+        (folder / "tokenizer.json").unlink()
+    setting = Setting(model, model, model, 1 << 30)
+    prompts = torch.arange(24).view(2, 12) % SIZES["vocab_size"]
+    yields, written = make.texts_of(setting, prompts, temperature, 20)
+    setting.prove(written)
+    found = make.without_trees(setting, written)
+    overlap, first, by_ranks, entropy = found.values()
+    assert [len(values) for values in (yields, *found.values())] == [2] * 5
+    assert overlap == pytest.approx([1, 1]) and first == [1, 1]
+    # as many guesses as the tree is deep, and one token more in a pass
+    most = 1 + best_first(DEFAULT_ACCEPTANCE, 64, 16).depth
+    assert by_ranks == [len(run.new_ids) / -(-len(run.new_ids) // most) for run in written]
+    assert (min(entropy) > 0) == (temperature > 0)
+    strange = make.without_trees(setting._replace(draft=other), written)
+    assert all(max(strange[name]) < min(found[name]) for name in [*found][:3])
 
 
 def test_the_command_ends_with_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It did not, for want of a ceiling, after forty minutes."""
     (tmp_path / make.FIGURES).write_text(json.dumps({HYBRID: 4.4, TWIN: 4.5}))
     yields = {HYBRID: [3.0, 5.0], TWIN: [4.0, 6.0]}
-    monkeypatch.setattr(make, "hybrid_pair", lambda screen: tmp_path)
+    monkeypatch.setattr(make, "hybrid_pair", lambda recipe, screen: tmp_path)
+    monkeypatch.setattr(make, "library_ids", lambda held_out: IDS)
     monkeypatch.setattr(make, "texts_of", lambda setting, *_: (yields[setting.target.name], []))
+    monkeypatch.setattr(make, "without_trees", lambda *_: {"overlap": [0.5, 0.5], "entropy": [0.0, 0.0]})
     monkeypatch.setattr(Setting, "prove", lambda self, written: None)
-    make.main(quick=True, rows_file=None, json_file=tmp_path / "found.json")
+    make.main(quick=True, rows_file=None, json_file=tmp_path / "found.json", seed=[0, 1])
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["ratio"] for row in found["rows"]] == [0.8, 0.8]
-    assert found["ceiling"] == {"tokens_per_sweep": 17} and found["settings"]["losses"][TWIN] == 4.5
+    ratios = {row["row"]: row["ratio"] for row in found["rows"]}
+    whole = [f"{make.PASSES}, T = {at}" for at in make.TEMPERATURES]
+    assert [ratios[f"{one}{end}"] for one in whole for end in ("", ", all trainings")] == [0.8] * 4
+    assert ratios["overlap, T = 0.8"] == 1 and ratios["entropy, T = 0.0"] is None
+    assert found["ceiling"] == {"tokens_per_sweep": 17} and found["settings"]["losses"]["1"][TWIN] == 4.5

@@ -1,0 +1,153 @@
+"""This checkout beside others, or beside itself with other flags: whole processes, in turns.
+
+A side is `offload generate` as a user starts it: it imports, loads, chooses its tree and writes one
+text. Sides take turns prompt by prompt, so what drifts is shared by all of them, and each has
+written once before anything counts, because that fills caches. Ratios are those of the same prompt.
+
+Invariant: every text of every side is proved; one whose tokens are not the model's own is refused.
+"""
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+from offload.bench.harness.command import Bench, Findings, command, flag
+from offload.bench.harness.gate import Written
+from offload.bench.harness.process import ROOT, run
+from offload.bench.harness.record import Guard, Row
+from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
+from offload.bench.harness.tables import Column, ratios
+from offload.engine.text import encode_prompt, load_tokenizer
+from offload.errors import UserError, require
+from offload.sampling_options import Sampling
+
+_RATE = "tokens_per_s"
+
+
+class Side(NamedTuple):
+    name: str
+    checkout: Path
+    flags: Sequence[str] = ()
+
+    def write(self, setting: Setting, prompt: str, num_new: int) -> dict[str, Any]:
+        """Return the JSON of one process, and `process_s`. Raises `RunError`."""
+        draft = [] if setting.draft is None else ["--draft", str(setting.draft.resolve())]
+        words = ["generate", "--model", str(setting.target.resolve()), *draft, "--raw", "--json"]
+        words += ["--ram", str(setting.ram_bytes), "--max-tokens", str(num_new)]
+        words += ["--profile", "none", f"--prompt={prompt}", *self.flags]
+        started = time.perf_counter()
+        # without the working folder, which may be a checkout itself
+        told = run([sys.executable, "-P", "-m", "offload", *words], root=self.checkout)
+        found: dict[str, Any] = json.loads(told)
+        return {**found, "process_s": time.perf_counter() - started}
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    num_prompts: int
+    num_tokens: int
+
+
+FULL = Effort(8, 96)
+QUICK = Effort(2, 32)
+
+
+def row_of(side: Side, prompt: str, found: dict[str, Any]) -> Row:
+    stats = found["stats"]
+    figures = {name: stats[name] for name in ("ttft_s", "tokens_per_sweep", "peak_rss_bytes")}
+    rate = 1 / stats["tpot_s"] if stats["tpot_s"] else 0.0
+    told = {"side": side.name, "prompt": prompt, "process_s": found["process_s"], _RATE: rate}
+    return {**told, **figures, "tree": stats["tree"], "text": found["text"]}
+
+
+def beside_first(name: str, own: Sequence[Row], first: Sequence[Row]) -> Row:
+    """Return medians of one side, and its speed over that of the first, prompt by prompt."""
+    names = (_RATE, "process_s", "ttft_s", "tokens_per_sweep", "peak_rss_bytes")
+    times = ratios([row[_RATE] for row in own], [row[_RATE] for row in first])
+    num_same = sum(one["text"] == other["text"] for one, other in zip(own, first, strict=True))
+    return {
+        "side": name,
+        **{key: median(row[key] for row in own) for key in names},
+        "ratios": times,
+        "ratio": median(times) if times else None,
+        "num_same_texts": num_same,
+    }
+
+
+COLUMNS = (
+    Column("side", "side"),
+    Column("tokens/s", _RATE, ".2f"),
+    Column("x the first", "ratio", ".3f"),
+    Column("least", lambda row: min(row["ratios"], default=None), ".2f"),
+    Column("most", lambda row: max(row["ratios"], default=None), ".2f"),
+    Column("a pass", "tokens_per_sweep", ".2f"),
+    Column("process s", "process_s", ".2f"),
+    Column("first token s", "ttft_s", ".2f"),
+    Column("peak MiB", lambda row: row["peak_rss_bytes"] / 2**20, ".0f"),
+    Column("texts as the first's", "num_same_texts"),
+)
+
+
+@command(
+    *("beside", "model draft size ram source num_prompts max_tokens quick compare"),
+    examples=[
+        "offload bench beside --checkout ../before",
+        'offload bench beside --with="--threads 1" --with="--threads 2"',
+        'offload bench beside --with="--no-invariant" --with="--link-limit 100MB"',
+    ],
+)
+def main(
+    bench: Bench,
+    checkout: Annotated[list[Path] | None, flag("DIR", "of another program, several")] = None,
+    flags: Annotated[
+        list[str] | None, flag("FLAGS", "this one with further flags of generate", "--with")
+    ] = None,
+) -> Findings:
+    """How fast is this program beside another checkout, or with other flags?"""
+    for one in checkout or ():
+        rule = "--checkout must be a folder that has offload in it"
+        require((one / "offload" / "__init__.py").is_file(), rule, str(one), "check the path")
+    sides = [Side("this", ROOT)]
+    sides += [Side(str(one), one.resolve()) for one in checkout or ()]
+    sides += [Side(one, ROOT, shlex.split(one)) for one in flags or ()]
+    if len(sides) == 1:
+        raise UserError("bench beside compares: give --checkout DIR, or --with FLAGS")
+    effort = bench.effort(FULL, QUICK)
+    num_new = bench.given("max_tokens") or effort.num_tokens
+    found = bench.prompts(effort.num_prompts)
+    setting = bench.setting(need=Need("auto"))
+    tokenizer = load_tokenizer(setting.target)
+    require(tokenizer is not None, "a model must have a tokenizer", setting.target, "name another")
+    bench.begin(setting, num_new_tokens=num_new)
+    rows: dict[str, list[Row]] = {side.name: [] for side in sides}
+    written = list[Written]()
+    with bench.screen:
+        for side in sides:
+            bench.screen.wait(f"warming up: {side.name}")
+            side.write(setting, found[0].text, 2)
+        for prompt, side in bench.turns(found, sides, "writing"):
+            ids = encode_prompt(tokenizer, prompt.text, raw=True)[:PROMPT_TOKENS]
+            text = tokenizer.decode(ids)
+            told = side.write(setting, text, num_new)
+            rows[side.name].append(bench.row(row_of(side, prompt.name, told)))
+            sampling = Sampling(temperature=told["sampling"]["temperature"], seed=told["seed"])
+            ids = encode_prompt(tokenizer, text, raw=True)
+            written.append(Written(ids, told["token_ids"], sampling, told["rule"]))
+    first = rows[sides[0].name]
+    shown = [beside_first(name, own, first) for name, own in rows.items()]
+    labels = [prompt.name for prompt in found]
+    return Findings(
+        rows=[row for own in rows.values() for row in own],
+        tables=[(COLUMNS, shown)],
+        written=written,
+        guards={
+            f"tokens/s, {row['side']} / {sides[0].name}": Guard(row["ratios"], "higher", labels)
+            for row in shown[1:]
+        },
+    )
