@@ -8,6 +8,7 @@ made, the caller gets None and must say so.
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -64,7 +65,9 @@ def run(command: Sequence[str], *, limit_s: float | None = None, root: Path = RO
         why = ", out of memory" if done.returncode == -signal.SIGKILL else ""
         raise RunError(f"failed: killed by signal {-done.returncode}{why}")
     if done.returncode:
-        raise RunError(f"failed: {last_line(done.stderr)}")
+        # a refusal of ours needs no name of its class
+        why = re.sub(r"^offload[\w.]+: ", "", last_line(done.stderr))
+        raise RunError(f"failed: {why}")
     return done.stdout
 
 
