@@ -123,7 +123,8 @@ def main(
     found = bench.prompts(effort.num_prompts)
     setting = bench.setting(need=Need("auto"))
     tokenizer = load_tokenizer(setting.target)
-    require(tokenizer is not None, "a model must have a tokenizer", setting.target, "name another")
+    if tokenizer is None:
+        raise UserError(f"{setting.target} has no tokenizer: name a model that has one")
     bench.begin(setting, num_new_tokens=num_new)
     rows: dict[str, list[Row]] = {side.name: [] for side in sides}
     written = list[Written]()
