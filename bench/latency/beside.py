@@ -1,8 +1,7 @@
 """This checkout beside others, or beside itself with other flags: whole processes, in turns.
 
-A side is `offload generate` as a user starts it: it imports, loads, chooses its tree and writes one
-text. Sides take turns prompt by prompt, so what drifts is shared by all of them, and each has
-written once before anything counts, because that fills caches. Ratios are those of the same prompt.
+A side is `offload generate` as a user starts it: it imports, loads, chooses its tree, writes a text.
+Sides take turns prompt by prompt, since machines drift, after each has filled its caches once.
 
 Invariant: every text of every side is proved; one whose tokens are not the model's own is refused.
 """
@@ -72,11 +71,9 @@ def beside_first(name: str, own: Sequence[Row], first: Sequence[Row]) -> Row:
     times = ratios([row[_RATE] for row in own], [row[_RATE] for row in first])
     num_same = sum(one["text"] == other["text"] for one, other in zip(own, first, strict=True))
     return {
-        "side": name,
+        **{"side": name, "num_same_texts": num_same, "ratios": times},
         **{key: median(row[key] for row in own) for key in names},
-        "ratios": times,
         "ratio": median(times) if times else None,
-        "num_same_texts": num_same,
     }
 
 
@@ -110,11 +107,11 @@ def main(
     ] = None,
 ) -> Findings:
     """How fast is this program beside another checkout, or with other flags?"""
+    sides = [Side("this", ROOT)]
     for one in checkout or ():
         rule = "--checkout must be a folder that has offload in it"
         require((one / "offload" / "__init__.py").is_file(), rule, str(one), "check the path")
-    sides = [Side("this", ROOT)]
-    sides += [Side(str(one), one.resolve()) for one in checkout or ()]
+        sides.append(Side(str(one), one.resolve()))
     sides += [Side(one, ROOT, shlex.split(one)) for one in flags or ()]
     if len(sides) == 1:
         raise UserError("bench beside compares: give --checkout DIR, or --with FLAGS")
@@ -140,15 +137,14 @@ def main(
             sampling = Sampling(temperature=told["sampling"]["temperature"], seed=told["seed"])
             ids = encode_prompt(tokenizer, text, raw=True)
             written.append(Written(ids, told["token_ids"], sampling, told["rule"]))
-    first = rows[sides[0].name]
-    shown = [beside_first(name, own, first) for name, own in rows.items()]
+    shown = [beside_first(name, own, rows["this"]) for name, own in rows.items()]
     labels = [prompt.name for prompt in found]
     return Findings(
         rows=[row for own in rows.values() for row in own],
         tables=[(COLUMNS, shown)],
         written=written,
         guards={
-            f"tokens/s, {row['side']} / {sides[0].name}": Guard(row["ratios"], "higher", labels)
+            f"tokens/s, {row['side']} / this": Guard(row["ratios"], "higher", labels)
             for row in shown[1:]
         },
     )
