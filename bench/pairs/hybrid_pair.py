@@ -265,7 +265,7 @@ def main(
     Both, and a draft for each, are trained when they are not in the cache, which takes some forty
     minutes on a core.
     """
-    num_prompts, num_new = bench.effort((96, 96), (4, 32))
+    num_prompts, num_new = bench.effort((192, 96), (4, 32))
     rows = list[Row]()
     losses = {}
     with bench.screen:
