@@ -62,16 +62,18 @@ def timed(layer: nn.Module) -> Iterator[dict[str, float]]:
 @torch.inference_mode()
 def one_pass(layer: nn.Module, width: int, num_nodes: int) -> dict[str, float]:
     """Time a pass over a tree, behind a committed token; each node has two children."""
+    from offload.model.parts import BatchPart, lay
     from offload.model.recurrent_cache import RecurrentCache
     from offload.model.thread_team import TEAM
     from offload.model.wide_products import WideProducts, lacks_products
 
-    cache = RecurrentCache(1, num_nodes + 1)
+    own = RecurrentCache(1, num_nodes + 1)
     sees_NN = torch.eye(num_nodes, dtype=torch.bool)
     for node in range(1, num_nodes):
         sees_NN[node] |= sees_NN[(node - 1) // 2]
     hidden = torch.randn(1, num_nodes, width).bfloat16()
-    cache.take_rows(sees_NN, None)
+    row_N = torch.arange(num_nodes)
+    cache = lay([BatchPart(row_N, row_N, sees_NN, own)], None)
     is_narrow = lacks_products(torch.bfloat16)
     mode = WideProducts() if is_narrow else nullcontext()
     team = TEAM.in_place_of_torch() if is_narrow else nullcontext()

@@ -21,8 +21,8 @@ from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryPlan
 from offload.model.indexed import choosing_few
 from offload.model.invariant import InvariantRows, Work
-from offload.model.kv_cache import KVCache
-from offload.model.path_attention import InvariantAttention
+from offload.model.kv_cache import KEYS, VALUES, KVCache
+from offload.model.path_attention import try_scores
 from offload.model.tree_model import TreeModel
 from offload.model.wide_products import widens_products
 from offload.planning.load_options import LoadOptions
@@ -219,9 +219,9 @@ def _require_invariance(model: TreeModel, rows: "_CheckedRows") -> None:
     model.be_invariant(rows)
     cache = model.new_cache(len(token_T))
     wanted_TV = _logits(model, token_T, (len(token_T),), cache)
-    filled = [layer for layer in cache.layers if layer.is_initialized]
-    if filled and isinstance(model.attend, InvariantAttention):  # no kernel computes them
-        model.attend.try_out(filled[-1].keys[0], filled[-1].values[0])
+    filled = [held for held in cache.states(cache.length).values() if KEYS in held]
+    if filled and model.kernel is None:
+        try_scores(rows.multiply, filled[-1][KEYS][0], filled[-1][VALUES][0])
     if rows.num_refused:
         counts = ", ".join(map(str, rows.thread_counts))
         raise _DifferError(

@@ -53,7 +53,7 @@ class ShardedTarget(Target):
         plan: MemoryPlan,
         *,
         exchange: Exchange,
-        on_layer: Callable[[], None] = lambda: None,
+        on_layer: Callable[[int], None] = lambda layer: None,
         **more: Any,
     ) -> None:
         super().__init__(model, stream, plan, on_layer=self._hear_layer, **more)
@@ -107,10 +107,10 @@ class ShardedTarget(Target):
         if self._held_back is not None:
             raise self._held_back
 
-    def _hear_layer(self) -> None:
+    def _hear_layer(self, layer: int) -> None:
         try:
             if self._held_back is None:
-                self._listener()
+                self._listener(layer)
         except BaseException as error:
             self._held_back = error
 
@@ -151,7 +151,7 @@ def serve_shard(
 ) -> None:
     """Follow the head until it ends. Raises `RankError` where it is lost, and `ReadError`."""
     cache = model.new_cache(plan.cache_slots)
-    model.stream_layers(stream.acquire, stream.release)
+    model.stream_layers(stream)
     exchange.send = model.send
 
     def run(order: RunOrder) -> None:

@@ -89,7 +89,7 @@ class PipelineStage:
         self._is_whole_U = torch.empty(0, dtype=torch.bool)
         self._is_cancelled: Cancelled = lambda: False
         self.reset(0, Sampling())
-        model.stream_layers(stream.acquire, self._release)
+        model.stream_layers(stream, self._go_on)
 
     @property
     def num_uncommitted(self) -> int:
@@ -189,8 +189,7 @@ class PipelineStage:
                 tokens.append(self.sampler.token_at(logits_V, position))
         return torch.tensor(tokens, dtype=torch.long)
 
-    def _release(self, layer: int) -> None:
-        self.stream.release(layer)
+    def _go_on(self, layer: int) -> None:
         if self._slow_layer_s:
             time.sleep(self._slow_layer_s)
         if self._may_stop(layer) and self._is_cancelled():

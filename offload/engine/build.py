@@ -172,13 +172,13 @@ def send_beside_layers(
     return [] if refusal is None else [refusal]
 
 
-def telling(pair: ModelPair) -> Callable[[], None]:
+def telling(pair: ModelPair) -> Callable[[int], None]:
     """Return `on_layer` for a target: behind first sweeps it tells what weights have shown."""
     hooks = pair.run.hooks
     num_layers = pair.target.num_layers
     num_done = 0
 
-    def on_layer() -> None:
+    def on_layer(_: int) -> None:
         nonlocal num_done
         num_done += 1
         if num_done <= TURNS * num_layers and num_done % num_layers == 0:

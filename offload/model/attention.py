@@ -7,7 +7,7 @@ mask the function also takes `PathRows`, which say what rows see by position on 
 with them all that a family may do to its scores.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -133,6 +133,40 @@ def biased_attention(
     query, key, value, mask = given
     mask = position_bias if mask is None else position_bias + mask
     return folded_attention(module, query, key, value, mask, **more)
+
+
+def scale_by_position(layers: Iterable[nn.Module]) -> None:
+    """Let layers whose attention has a temperature by position scale queries by `position_ids`.
+
+    These are layers of Llama 4 without rotary positions. transformers counts a pass's rows for it,
+    which the rows of a tree are not; where rows lie in order, the numbers are transformers' own.
+    """
+    for layer in layers:
+        attention: Any = getattr(layer, "self_attn", None)
+        if getattr(attention, "attn_temperature_tuning", None) and not attention.use_rope:
+            attention.attn_temperature_tuning = False
+            tuning = _Tuning(attention.floor_scale, attention.attn_scale)
+            layer.register_forward_pre_hook(tuning.hear, with_kwargs=True)
+            attention.q_proj.register_forward_hook(tuning.scale)
+
+
+class _Tuning:
+    """Scales the queries of one layer by the positions that a pass is given."""
+
+    def __init__(self, floor_scale: float, attn_scale: float) -> None:
+        self._floor_scale = floor_scale
+        self._attn_scale = attn_scale
+        self._position_1T = torch.empty(1, 0)
+
+    def hear(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        """Note the positions of the rows that follow."""
+        self._position_1T = kwargs["position_ids"]
+
+    def scale(self, _: nn.Module, __: Any, query_1TQ: Tensor) -> Tensor:
+        """Scale what the projection gives: a layer without rotary positions does nothing between."""
+        nth_1T = torch.floor((self._position_1T.float() + 1.0) / self._floor_scale)
+        scale_1T = torch.log1p(nth_1T) * self._attn_scale
+        return (query_1TQ * (scale_1T + 1.0)[..., None]).to(query_1TQ.dtype)
 
 
 AttentionInterface.register(NAME, folded_attention)

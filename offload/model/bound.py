@@ -33,16 +33,12 @@ from offload.model.experts import (
     let_experts_choose_rows,
     sample_of,
 )
-from offload.model.mapping import (
-    below,
-    parameter_places,
-    share,
-    sources_of_parameters,
-    tables_around,
-    view_of,
-)
-from offload.model.meta import build_meta_model, keep_section, layer_stacks, too_old
+from offload.model.layer_stacks import keep_section, layer_stacks
+from offload.model.mapping import sources_of_parameters
+from offload.model.meta import build_meta_model, too_old
+from offload.model.parameters import below, parameter_places, share, tables_around, view_of
 from offload.model.quantised_draft import HeldWeights
+from offload.streaming.layers import LayerStream
 
 # flat bytes, in host memory or on a device
 Slab = np.ndarray | Tensor
@@ -317,18 +313,23 @@ class BoundModel:
             place.table[place.key] = place.empty
         self._expanded.unbind(layer)
 
-    def stream_layers(self, acquire: Callable[[int], Slab], release: Callable[[int], None]) -> None:
+    def stream_layers(
+        self, stream: LayerStream, on_layer: Callable[[int], None] = lambda layer: None
+    ) -> None:
         """Take each layer's slab just before it runs from now on, and give it back behind it.
 
-        It is given back even when the layer fails.
+        It is given back even when the layer fails. `on_layer` hears then of a decoder's layer; an
+        encoder's are no part of a sweep.
         """
 
         def bind(index: int, *_: Any) -> None:
-            self.bind_layer(index, acquire(index))
+            self.bind_layer(index, stream.acquire(index))
 
         def give_back(index: int, *_: Any) -> None:
             self.unbind_layer(index)
-            release(index)
+            stream.release(index)
+            if index < self.num_layers:
+                on_layer(index)
 
         for index, layer in enumerate(self._blocks):
             behind = partial(give_back, index)

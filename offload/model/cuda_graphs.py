@@ -20,6 +20,7 @@ from torch import Tensor
 
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows
 from offload.model.kv_cache import KVCache
+from offload.model.parts import BatchPart, PartRows, PassCache, causal
 from offload.model.path_attention import path_rows
 from offload.model.tree_model import TreeModel
 
@@ -59,15 +60,9 @@ class Graphs:
         self._logits_WV: Tensor | None = None
         self._recordings: dict[int, _Recording] = {}  # by width
 
-    def __call__(
-        self,
-        token_T: Tensor,
-        position_U: Tensor,
-        ancestor_TU: Tensor,
-        cache: KVCache,
-        num_logits: int,
-    ) -> Tensor | None:
+    def __call__(self, part: BatchPart, num_logits: int) -> Tensor | None:
         """See `TreeModel.forward`; declines texts that take turns, and wide or deep passes."""
+        token_T, position_U, ancestor_TU, cache = part
         if not self._turn_to(cache):
             return None
         num_rows = len(ancestor_TU)
@@ -116,9 +111,9 @@ class Graphs:
         def work() -> None:
             token_W, position_W, slot_W = held_WI[:, :_INPUTS].T.contiguous().long()
             rows = PathRows(held_WI[:, _INPUTS:], None, self._attend)
-            with cache.recorded(slot_W):
-                masks = {window: replace(rows, window=window) for window in self._model.windows}
-                logits_WV = self._model.run(token_W, position_W, masks, cache)
+            masks = {window: replace(rows, window=window) for window in self._model.windows}
+            own = PassCache([PartRows(cache, 0, width, cache.length)], slot_W)
+            logits_WV = self._model.run(token_W, position_W, masks, own)
             if self._logits_WV is None:  # in the first run, before anything is recorded
                 self._logits_WV = logits_WV.new_empty(WIDTHS[-1], logits_WV.shape[1])
             self._logits_WV[: len(logits_WV)].copy_(logits_WV)
@@ -187,7 +182,7 @@ def use_graphs(model: TreeModel) -> str | None:
     cache.fix()
     try:
         with torch.inference_mode():
-            graphs(one, one, torch.ones(1, 1, dtype=torch.bool), cache, 1)
+            graphs(BatchPart(one, one, causal(1), cache), 1)
     except Exception as error:  # whatever a family does in its pass that a recording does not take
         why = str(error).partition("\n")[0] or type(error).__name__
         return f"{_WITHOUT} ({why[:120]})"

@@ -23,6 +23,7 @@ from offload.errors import UserError, require
 from offload.kernels.path_attention import Window
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
+from offload.model.parts import PassCache
 from offload.model.tree_model import Masks, TreeModel
 
 _HOST = torch.device("cpu")
@@ -42,6 +43,7 @@ class SourceCache(KVCache):
 
     def __init__(self, width: int, dtype: torch.dtype, place: torch.device, *sizes: Any) -> None:
         super().__init__(*sizes)
+        self.source = list[int]()
         self._is_under_way = False
         self._nothing_11D = torch.zeros(1, 1, width, dtype=dtype, device=place)
         self.read([], self._nothing_11D)
@@ -50,18 +52,22 @@ class SourceCache(KVCache):
         """Begin a text whose prompt the encoder has turned into `hidden_1SD`."""
         self.hidden_1SD = hidden_1SD
         self.cross = DynamicCache()
-        self._window.num_elsewhere = len(source)
         self._end_at(len(source))
         # last, so that all else is there once this is
         self.source = source
 
+    @property
+    def num_elsewhere(self) -> int:
+        """See `KVCache`."""
+        return len(self.source)
+
     @contextmanager
-    def passing(self) -> Iterator[EncoderDecoderCache]:
-        """Yield both caches; keys that a pass left without values when it was cut short go."""
+    def passing(self, own: PassCache) -> Iterator[EncoderDecoderCache]:
+        """Yield both caches of a pass; keys that one left without values when it was cut short go."""
         if self._is_under_way:
             self.cross = DynamicCache()
         self._is_under_way = True
-        yield EncoderDecoderCache(self, self.cross)
+        yield EncoderDecoderCache(own, self.cross)
         # not reached where the pass has failed
         self._is_under_way = False
 
@@ -128,10 +134,12 @@ class EncoderDecoderModel(TreeModel):
         return False
 
     def _call(self, token_1T: Tensor, *, logits_to_keep: int = 0, **more: Any) -> Any:
-        cache = more.get("past_key_values")
+        own = more.get("past_key_values")
         self._num_scored = logits_to_keep
+        # without a cache, rows are scored that the decoder has computed
+        cache = None if own is None else own.parts[0].cache
         hidden_1SD = torch.empty(0) if cache is None else cache.hidden_1SD
-        with nullcontext() if cache is None else cache.passing() as both:
+        with nullcontext() if cache is None else cache.passing(own) as both:
             return self.meta_model(
                 decoder_input_ids=token_1T,
                 encoder_outputs=(hidden_1SD,),

@@ -88,14 +88,12 @@ def choose(
         state_SW: index keys of all columns, or what keys of pools are made of.
     """
     if isinstance(seen, BatchMask):
-        parts = []
-        for part in seen.parts:
+        masks = []
+        for part, mask in zip(seen.parts, seen.masks, strict=True):
             rows = slice(part.lo, part.hi)
             own = None if weight_TH is None else weight_TH[rows]
-            states = state_SW[part.first : part.last]
-            mask = choose(choice, part.mask, query_THK[rows], own, states)
-            parts.append(part._replace(mask=mask))
-        return BatchMask(tuple(parts))
+            masks.append(choose(choice, mask, query_THK[rows], own, state_SW[part.columns]))
+        return replace(seen, masks=masks)
     seen_TS = seen.once("seen", lambda: _seen(seen, len(state_SW)))
     size = choice.pool.size if choice.pool else 1
     num_keys = int(min(choice.num_keys, _MOST_KEYS.get()))

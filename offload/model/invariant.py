@@ -90,19 +90,19 @@ class InvariantRows(TorchFunctionMode):
         if sizes is not None and is_text and input.shape[1] in sizes:
             return product_for(functional.linear, input)(input, weight, bias)
         num_columns = weight.shape[0]
-        left = _widened(input, _LEAST_WIDTH)
-        widened = _widened(_lengthened(weight, _LEAST_WIDTH), _LEAST_WIDTH)
-        bias = None if bias is None else _widened(bias, _LEAST_WIDTH)
+        left = widened(input, _LEAST_WIDTH)
+        wide = widened(_lengthened(weight, _LEAST_WIDTH), _LEAST_WIDTH)
+        bias = None if bias is None else widened(bias, _LEAST_WIDTH)
         rows = left.reshape(-1, left.shape[-1])
         is_host = left.device.type == "cpu"
         multiply: Callable[..., Tensor] = _linear_into
         if is_host:
             multiply = product_for(functional.linear, left)
-        sizes = self._sizes_of(multiply, widened, bias, is_transposed=True)
-        if is_host and widened is weight:
+        sizes = self._sizes_of(multiply, wide, bias, is_transposed=True)
+        if is_host and wide is weight:
             self._plain[key] = sizes
-        work = lambda part, **out: multiply(part, widened, bias, **out)  # noqa: E731
-        whole = in_parts(work, rows, sizes, None if is_host else len(widened))
+        work = lambda part, **out: multiply(part, wide, bias, **out)  # noqa: E731
+        whole = in_parts(work, rows, sizes, None if is_host else len(wide))
         out = whole[:, :num_columns]
         return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
@@ -110,13 +110,10 @@ class InvariantRows(TorchFunctionMode):
         """Multiply, and leave no gaps where padding was: model code looks at it in other shapes."""
         return self.multiply(product, *args, **kwargs).contiguous()
 
-    def multiply(
-        self, product: Multiply, *args: Tensor, out: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
+    def multiply(self, product: Multiply, *args: Tensor, **kwargs: Any) -> Tensor:
         """Multiply by `matmul` or what is like it; of a stack the rows are those of each factor.
 
-        `out` is a place for the result, which need not be used. GPUs may give another `out_dtype`
-        than that of the factors.
+        GPUs may give another `out_dtype` than that of the factors.
         """
         out_dtype = kwargs.pop("out_dtype", None)
         factors = [*args, *kwargs.values()]
@@ -129,13 +126,11 @@ class InvariantRows(TorchFunctionMode):
         num_columns = right.shape[-1]
         is_stack = right.ndim > 2
         least = _LEAST_STACKED if is_stack else _LEAST_WIDTH
-        left = _widened(left, least)
-        right = _widened(_lengthened(right, least), least)
+        left = widened(left, least)
+        right = widened(_lengthened(right, least), least)
         rows = left if is_stack or left.ndim == 2 else left.reshape(-1, left.shape[-1])
         product = product_for(product, left)
         sizes = self._sizes_of(product, right)
-        if out is not None and rows.shape[-2] in sizes and right.shape[-1] == num_columns:
-            return product(rows, right, out=out)
         out = in_parts(lambda part: product(part, right), rows, sizes)[..., :num_columns]
         return out if is_stack or left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
@@ -240,7 +235,7 @@ def _at_least(num_rows: int, work: Work, rows: Tensor) -> Tensor:
     return work(pad(rows, (0, 0, 0, num_missing)))[: len(rows)] if num_missing else work(rows)
 
 
-def _widened(numbers: Tensor, least: int) -> Tensor:
+def widened(numbers: Tensor, least: int) -> Tensor:
     """Return the rows with zeros behind each, up to the least width.
 
     Rows that are wide enough are returned themselves, where `pad` would copy.
@@ -250,7 +245,7 @@ def _widened(numbers: Tensor, least: int) -> Tensor:
 
 
 def _lengthened(numbers: Tensor, least: int) -> Tensor:
-    """Add rows of zeros below; see `_widened`."""
+    """Add rows of zeros below; see `widened`."""
     num_missing = least - numbers.shape[-2]
     return pad(numbers, (0, 0, 0, num_missing)) if num_missing > 0 else numbers
 

@@ -6,23 +6,21 @@ keys.
     [0, length)             committed
     [length, length + U)    not committed, in the order in which they were run or kept
 
-A forward pass only writes behind the committed positions; `commit` gathers the rows of the accepted
-path, moves the length, and behind it the rows that are kept for a later commit. Where nothing is
-kept, the next pass writes over what is not committed: one that is abandoned half-way therefore
-leaves nothing behind.
+A pass (`parts.py`) only writes behind the committed positions; `commit` gathers the rows of the
+accepted path, moves the length, and behind it the rows that are kept for a later commit. Where
+nothing is kept, the next pass writes over what is not committed: one that is abandoned half-way
+therefore leaves nothing behind.
 
 Caches of several texts lie side by side in the same buffers, so that one pass can write to all of
-them and hand all of them on to attention, in which each row looks at the columns of its own text
-alone (`parts.py`).
+them and hand all of them on to attention.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
 from offload.kernels.kv_commit import kv_commit_reference
 
@@ -35,35 +33,27 @@ Send = Callable[[Tensor], Tensor]
 Gather = Callable[..., None]
 
 
-class _Window:
-    """Where the running pass writes, shared by all layers of one cache."""
-
-    def __init__(self, send: Send) -> None:
-        self.send = send
-        self.lo = 0
-        self.hi = 0  # behind the last row of the pass that was placed
-        self.num_elsewhere = 0  # committed positions, the first ones, that have no slots here
-        # of a recorded pass: where its rows go, read anew at each replay
-        self.slot_T: Tensor | None = None
-
-
 class _Buffers:
     """What layers hold of B texts side by side, (1, G, B * S, K) each; made as they show shapes."""
 
-    def __init__(self, num_texts: int, num_slots: int) -> None:
+    def __init__(self, num_texts: int, num_layers: int, num_slots: int) -> None:
         self.num_texts = num_texts
         self._num_slots = num_slots
         self.is_fixed = False
-        self.of_layer: dict[int, dict[str, Tensor]] = {}
+        self.of_layer = [dict[str, Tensor]() for _ in range(num_layers)]
 
     @property
     def stride(self) -> int:
         """Return the slots from one text's first to the next one's."""
         return self._num_slots + self.is_fixed
 
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.of_layer)
+
     def make(self, layer: int, name: str, states: Tensor) -> Tensor:
         """Return the buffer of a layer with such states, as it is from then on."""
-        held = self.of_layer.setdefault(layer, {})
+        held = self.of_layer[layer]
         if name not in held:
             new = torch.zeros if self.is_fixed else torch.empty
             shape = (*states.shape[:2], self.num_texts * self.stride, states.shape[3])
@@ -71,106 +61,12 @@ class _Buffers:
         return held[name]
 
 
-class _PassLayer(DynamicLayer):
-    """One layer of the texts of a pass."""
-
-    def __init__(self, windows: Sequence[_Window]) -> None:
-        super().__init__()
-        self._windows = windows
-
-    @property
-    def indexer_position_ids(self) -> Tensor | None:
-        """Not of the slots, but all positions there are: a family turns index keys by them.
-
-        They are (3, 1, M), by three axes, alike for text.
-        """
-        furthest = max(self._windows, key=lambda window: window.hi)
-        position_M = torch.arange(furthest.hi)
-        return furthest.send(position_M).expand(3, 1, -1) if furthest.hi else None
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, position_ids: Tensor) -> None:
-        """Do nothing: a family would keep those of its rows there."""
-
-
-class _SlotLayer(_PassLayer):
-    """What one layer holds of one text, (1, G, S, K) each: views of buffers, made at first use."""
-
-    def __init__(self, window: _Window, buffers: _Buffers, layer: int, text: int) -> None:
-        super().__init__([window])
-        self._window = window
-        self._buffers = buffers
-        self._layer = layer
-        self._text = text
-        self.held: dict[str, Tensor] = {}
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype = key_states.dtype
-        self.device = key_states.device
-        self.keys = self._view(KEYS, key_states)
-        self.values = self._view(VALUES, value_states)
-        self.is_initialized = True
-
-    def _view(self, name: str, states: Tensor) -> Tensor:
-        if name not in self.held:
-            stride = self._buffers.stride
-            first = self._text * stride
-            whole = self._buffers.make(self._layer, name, states)
-            self.held[name] = whole[:, :, first : first + stride]
-        return self.held[name]
-
-    def write(self, first: int, key_states: Tensor, value_states: Tensor) -> int:
-        """Put rows at positions from `first` on; returns the slot behind them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        lo = first - self._window.num_elsewhere
-        hi = lo + key_states.shape[2]
-        self.keys[:, :, lo:hi] = key_states
-        self.values[:, :, lo:hi] = value_states
-        return hi
-
-    def write_index(self, first: int, states_1TW: Tensor) -> Tensor:
-        """Put index keys at positions from `first` on; returns those of all slots up to there."""
-        lo = first - self._window.num_elsewhere
-        hi = lo + states_1TW.shape[1]
-        index = self._view(INDEX, states_1TW[:, None])
-        index[:, 0, lo:hi] = states_1TW
-        return index[:, 0, :hi]
-
-    def take(self, held: Held, length: int, send: Send) -> None:
-        """Take in what a layer holds of the first positions."""
-        if KEYS in held and not self.is_initialized:
-            self.lazy_initialization(*(send(held[name][:, :, :1]) for name in (KEYS, VALUES)))
-        for name, states in held.items():
-            self._view(name, send(states[:, :, :1]))[:, :, :length] = states
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        if self._window.slot_T is None:
-            hi = self.write(self._window.lo, key_states, value_states)
-            return self.keys[:, :, :hi], self.values[:, :, :hi]
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys.index_copy_(2, self._window.slot_T, key_states)
-        self.values.index_copy_(2, self._window.slot_T, value_states)
-        return self.keys, self.values
-
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """See transformers' `DynamicIndexedLayer`: (1, S, W), of all rows so far."""
-        assert self._window.slot_T is None, "passes with an index are not recorded"
-        return self.write_index(self._window.lo, indexer_key_states)
-
-    def get_seq_length(self) -> int:
-        return self._window.lo
-
-
 def _stay(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class KVCache(Cache):
-    """The cache of one model for one sequence.
+class KVCache:
+    """What layers hold of one text.
 
     Args:
         num_slots: S, committed positions plus rows of the largest pass.
@@ -190,34 +86,32 @@ class KVCache(Cache):
         send: Send = _stay,
     ) -> None:
         self._gather = gather or kv_commit_reference
-        self._send = send
-        self._lie_in(_Buffers(1, num_slots), 0, num_layers)
+        self.send = send
+        self.num_layers = num_layers
         self.num_slots = num_slots
         self.length = self.num_uncommitted = 0
+        self._lie_in(_Buffers(1, num_layers, num_slots), 0)
 
-    def _lie_in(self, buffers: _Buffers, text: int, num_layers: int) -> None:
-        self._window = _Window(self._send)
+    def _lie_in(self, buffers: _Buffers, text: int) -> None:
         self._buffers = buffers
         self._text = text
-        layers = range(num_layers)
-        self._slot_layers = [_SlotLayer(self._window, buffers, layer, text) for layer in layers]
-        Cache.__init__(self, layers=list(self._slot_layers))
+        # views of the buffers, (1, G, S, K) each
+        self._held = [dict[str, Tensor]() for _ in range(self.num_layers)]
 
     @classmethod
     def side_by_side(cls, caches: "Sequence[KVCache]") -> None:
-        """Let empty caches of one size share their buffers; see `JointCache`."""
+        """Let empty caches of one size share their buffers, so that one pass can serve them."""
         first = caches[0]
-        buffers = _Buffers(len(caches), first.num_slots)
-        num_layers = len(first._slot_layers)
+        buffers = _Buffers(len(caches), first.num_layers, first.num_slots)
         buffers.is_fixed = first._buffers.is_fixed
         for text, cache in enumerate(caches):
-            is_new = cache.num_slots == first.num_slots and not cache._buffers.of_layer
+            is_new = cache.num_slots == first.num_slots and cache._buffers.is_empty
             assert is_new, "new ones, all alike"
-            cache._lie_in(buffers, text, num_layers)
+            cache._lie_in(buffers, text)
 
-    def layer(self, layer: int) -> _SlotLayer:
-        """Return what one layer holds of this text."""
-        return self._slot_layers[layer]
+    def held(self, layer: int) -> Held:
+        """Return what a layer holds of this text, (1, G, S, K) each."""
+        return self._held[layer]
 
     def buffers_of(self, layer: int) -> Held:
         """Return what a layer holds, (1, G, B * S, K) each, of this and all texts beside it."""
@@ -228,22 +122,44 @@ class KVCache(Cache):
         return self._buffers is other._buffers
 
     @property
+    def num_elsewhere(self) -> int:
+        """Return how many committed positions, the first ones, have no slots here."""
+        return 0
+
+    @property
     def first_slot(self) -> int:
         """Return the column of its first position among those of all texts."""
-        return self._text * self._buffers.stride - self._window.num_elsewhere
+        return self._text * self._buffers.stride - self.num_elsewhere
 
     def place(self, num_before: int, num_rows: int) -> int:
-        """Let the next forward pass write so many rows behind `num_before` uncommitted ones.
+        """Let so many rows stand behind `num_before` uncommitted ones; return the first's position.
 
-        Returns the position of the first. A pass that was placed and does not run leaves rows of
-        whatever was there before; see `fix`.
+        A pass that was placed and does not run leaves rows of whatever was there before; see `fix`.
         """
-        self._window.lo = self.length + num_before
-        last = self._window.lo - self._window.num_elsewhere + num_rows
-        assert last <= self.num_slots, f"{num_rows} rows do not fit behind {self._window.lo}"
+        position = self.length + num_before
+        last = position - self.num_elsewhere + num_rows
+        assert last <= self.num_slots, f"{num_rows} rows do not fit behind {position}"
         self.num_uncommitted = num_before + num_rows
-        self._window.hi = self._window.lo + num_rows
-        return self._window.lo
+        return position
+
+    def write(self, layer: int, position: int, states: Held) -> None:
+        """Put what a layer makes of some rows at positions from there on."""
+        lo = position - self.num_elsewhere
+        for name, rows in states.items():
+            self._view(layer, name, rows)[:, :, lo : lo + rows.shape[2]] = rows
+
+    def write_slots(self, layer: int, slot_T: Tensor, states: Held) -> None:
+        """Put what a layer makes of some rows into these slots, which lie on its device."""
+        for name, rows in states.items():
+            self._view(layer, name, rows).index_copy_(2, slot_T, rows)
+
+    def _view(self, layer: int, name: str, states: Tensor) -> Tensor:
+        held = self._held[layer]
+        if name not in held:
+            stride = self._buffers.stride
+            first = self._text * stride
+            held[name] = self._buffers.make(layer, name, states)[:, :, first : first + stride]
+        return held[name]
 
     def promise(self, num_rows: int, *, keeps_others: bool = True) -> None:
         """Note that the first rows behind the committed ones are a chain that will be committed.
@@ -270,18 +186,9 @@ class KVCache(Cache):
         that were placed and never run; its mask gives them no weight, but no weight times NaN is
         NaN.
         """
-        is_early = not self._buffers.of_layer or self._buffers.is_fixed
+        is_early = self._buffers.is_empty or self._buffers.is_fixed
         assert is_early, "too late: passes have been run"
         self._buffers.is_fixed = True
-
-    @contextmanager
-    def recorded(self, slot_T: Tensor) -> Iterator[None]:
-        """Let rows go where `slot_T` says meanwhile, and look at all slots, whatever was placed."""
-        self._window.slot_T = slot_T
-        try:
-            yield
-        finally:
-            self._window.slot_T = None
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
@@ -292,27 +199,28 @@ class KVCache(Cache):
         rows = [*path, *kept]
         # In some families the last layers share the keys and values of earlier ones and have none
         # of their own.
-        buffers = [buffer for layer in self._slot_layers for buffer in layer.held.values()]
+        buffers = [buffer for held in self._held for buffer in held.values()]
         if buffers and rows != list(range(len(rows))):
-            row_A = self._send(torch.tensor(rows)).to(buffers[0].device)
-            self._gather(buffers, self.length - self._window.num_elsewhere, row_A)
+            row_A = self.send(torch.tensor(rows)).to(buffers[0].device)
+            self._gather(buffers, self.length - self.num_elsewhere, row_A)
         self._end_at(self.length + len(path), len(kept))
 
     def states(self, most: int) -> dict[int, Held]:
         """Return views of what each layer holds of at most so many positions, (1, G, P, K)."""
         num_kept = min(most, self.length)
         return {
-            index: {name: states[:, :, :num_kept] for name, states in layer.held.items()}
-            for index, layer in enumerate(self._slot_layers)
-            if num_kept and layer.held
+            layer: {name: states[:, :, :num_kept] for name, states in held.items()}
+            for layer, held in enumerate(self._held)
+            if num_kept and held
         }
 
     @torch.inference_mode()
     def refill(self, states: Iterable[tuple[int, Held]], length: int) -> None:
         """Take in what `states` gave; where that fails half-way, the cache is empty."""
         self.clear()
-        for index, held in states:
-            self._slot_layers[index].take(held, length, self._send)
+        for layer, held in states:
+            for name, rows in held.items():
+                self._view(layer, name, self.send(rows[:, :, :1]))[:, :, :length] = rows
         self._end_at(length)
 
     def copy_from(self, other: "KVCache", num_positions: int) -> None:
@@ -326,52 +234,3 @@ class KVCache(Cache):
     def _end_at(self, length: int, num_uncommitted: int = 0) -> None:
         self.length = length
         self.num_uncommitted = num_uncommitted
-        self._window.lo = length + num_uncommitted
-
-
-class CacheRows(NamedTuple):
-    """Consecutive rows of one pass, all of one text."""
-
-    cache: KVCache
-    lo: int
-    hi: int
-    position: int  # of the slot where the first of them goes
-    run: Any = None  # what recurrent layers have to know, see `KVCache.take_rows`
-
-
-class JointCache(Cache):
-    """What one pass over several texts takes for its cache: each row goes to that of its own text.
-
-    Layers are handed the buffers of all texts, as wide as they are.
-    """
-
-    def __init__(self, parts: Sequence[CacheRows]) -> None:
-        first = parts[0].cache
-        assert all(part.cache.is_beside(first) for part in parts), "caches that lie side by side"
-        super().__init__(layers=[_JointLayer(layer, parts) for layer in range(len(first.layers))])
-        self.parts = parts
-
-
-class _JointLayer(_PassLayer):
-    def __init__(self, layer: int, parts: Sequence[CacheRows]) -> None:
-        super().__init__([part.cache._window for part in parts])
-        self._layer = layer
-        self._parts = parts
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        for cache, lo, hi, position, _ in self._parts:
-            own = cache.layer(self._layer)
-            own.write(position, key_states[:, :, lo:hi], value_states[:, :, lo:hi])
-        held = self._parts[0].cache.buffers_of(self._layer)
-        return held[KEYS], held[VALUES]
-
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """See `_SlotLayer`: (1, B * S, W)."""
-        for cache, lo, hi, position, _ in self._parts:
-            cache.layer(self._layer).write_index(position, indexer_key_states[:, lo:hi])
-        return self._parts[0].cache.buffers_of(self._layer)[INDEX][:, 0]
-
-    def get_seq_length(self) -> int:
-        return 0

@@ -4,18 +4,16 @@ A tree needs a decoder whose layers stand in `layers[i]`, see positions through 
 or by what comes before in recurrent layers, and keep keys and values, or a state that can be
 computed anew along an accepted path.
 
-Families that transformers only has inside of a model that also sees get a language model here: the
-decoder and its forward pass are transformers' own, the head is one matrix behind it. Invariant:
-parameters bear the names of a language model on its own, and of the family's rules none is lost.
+Invariant: parameters bear the names of a language model on its own, also where the family is built
+here (`headed.py`), and of the family's rules none is lost.
 """
 
 import copy
 import math
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -27,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
@@ -35,126 +32,52 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from offload.checkpoint.cuts import Section
 from offload.checkpoint.families import ENCODER_DECODERS, SHARED_LAYERS
 from offload.checkpoint.safetensors import Checkpoint, unsupported
 from offload.checkpoint.tensors import check_counts
 from offload.errors import UserError, reason
-from offload.kernels.path_attention import AttentionChunk, Window
 from offload.model import attention
+from offload.model.headed import headed_model
 from offload.model.indexed import ChoosingMask, follow_indices, has_index
-from offload.model.parts import causal
+from offload.model.layer_stacks import cut_stack, layer_stacks
+from offload.model.parts import BatchPart, causal, lay
 from offload.model.path_attention import path_rows
 from offload.model.recurrent import follow_trees, new_cache
 
-
-def _headed_model(config: Any, dtype: torch.dtype, **_: Any) -> PreTrainedModel:
-    """Build what `AutoModelForCausalLM` has no class for. Raises `ValueError` without a decoder."""
-    decoder = _decoder_class(config)
-    # In the decoder's own module, whose source transformers reads to learn what its families can be
-    # asked for.
-    own = {"__module__": decoder.__module__, "config_class": type(config)}
-    headed: Any = type(f"{decoder.__name__}WithHead", (_WithHead, decoder.__mro__[1]), own)
-    return headed._from_config(config, dtype=dtype)
-
-
-def _decoder_class(config: Any) -> Any:
-    """Return the class of this config's decoder, listed or beside it. Raises `ValueError`.
-
-    Some families only have it inside of other models.
-    """
-    if not isinstance(getattr(config, "hidden_size", None), int):
-        raise ValueError("it does not write text")
-    if type(config) in MODEL_MAPPING:
-        return MODEL_MAPPING[type(config)]
-    home = type(config).__module__.replace(".configuration_", ".modeling_")
-    found = [
-        one
-        for name, one in vars(sys.modules.get(home, object)).items()
-        if name.endswith("TextModel")
-        and isinstance(one, type)
-        and issubclass(one, PreTrainedModel)
-        and one.__module__ == home
-        and type(config) in _configs_of(one)
-    ]
-    if len(found) != 1:
-        raise ValueError(f"transformers has no language model of type {config.model_type}")
-    return found[0]
-
-
-def _configs_of(decoder: type[PreTrainedModel]) -> tuple[Any, Any]:
-    """Return the classes of config that a decoder tells of, and that it is made of.
-
-    PaddleOCR-VL's tells of that of the whole model in transformers 5.17.
-    """
-    made_of = signature(decoder).parameters.get("config")
-    return getattr(decoder, "config_class", None), made_of and made_of.annotation
-
-
-class _WithHead:
-    base_model_prefix = "model"
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (what transformers calls it)
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
-        self.model = _decoder_class(config)(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()  # type: ignore[attr-defined]
-
-    def forward(
-        self, input_ids: Tensor, logits_to_keep: int = 0, **more: Any
-    ) -> CausalLMOutputWithPast:
-        """Return scores of the last `logits_to_keep` rows; 0 is all of them."""
-        hidden_1TD = self.model(input_ids=input_ids, **more).last_hidden_state
-        logits_1TV = self.lm_head(hidden_1TD[:, -logits_to_keep:])
-        return CausalLMOutputWithPast(logits=_scaled_scores(logits_1TV, self.model.config))
-
-
-def _scaled_scores(logits_1TV: Tensor, config: Any) -> Tensor:
-    """Do to scores what the whole model does, which is not built: Granite divides, Muse bounds."""
-    if divisor := getattr(config, "logits_scaling", None):
-        logits_1TV = logits_1TV / divisor
-    if factor := getattr(config, "output_multiplier", None):
-        logits_1TV = logits_1TV * factor
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits_1TV = torch.tanh(logits_1TV / cap) * cap
-    return logits_1TV
-
-
-def scale_by_position(layers: Iterable[nn.Module]) -> None:
-    """Let layers whose attention has a temperature by position scale queries by `position_ids`.
-
-    These are layers of Llama 4 without rotary positions. transformers counts a pass's rows for it,
-    which the rows of a tree are not; where rows lie in order, the numbers are transformers' own.
-    """
-    for layer in layers:
-        attention: Any = getattr(layer, "self_attn", None)
-        if getattr(attention, "attn_temperature_tuning", None) and not attention.use_rope:
-            attention.attn_temperature_tuning = False
-            tuning = _Tuning(attention.floor_scale, attention.attn_scale)
-            layer.register_forward_pre_hook(tuning.hear, with_kwargs=True)
-            attention.q_proj.register_forward_hook(tuning.scale)
-
-
-class _Tuning:
-    """Scales the queries of one layer by the positions that a pass is given."""
-
-    def __init__(self, floor_scale: float, attn_scale: float) -> None:
-        self._floor_scale = floor_scale
-        self._attn_scale = attn_scale
-        self._position_1T = torch.empty(1, 0)
-
-    def hear(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-        """Note the positions of the rows that follow."""
-        self._position_1T = kwargs["position_ids"]
-
-    def scale(self, _: nn.Module, __: Any, query_1TQ: Tensor) -> Tensor:
-        """Scale what the projection gives: a layer without rotary positions does nothing between."""
-        nth_1T = torch.floor((self._position_1T.float() + 1.0) / self._floor_scale)
-        scale_1T = torch.log1p(nth_1T) * self._attn_scale
-        return (query_1TQ * (scale_1T + 1.0)[..., None]).to(query_1TQ.dtype)
+# by the type of the text; these would be built, and then not compute what they are for
+_OTHER_WAYS = {
+    "longcat_flash": "two attentions in each of its layers",
+    "phi4_multimodal": "towers inside of its language model",
+    "mllama_text_model": "layers that attend to pictures alone",
+    "diffusion_gemma_text": "it takes noise away from whole passages instead of writing token by token",
+    "ernie4_5_vl_moe_text": "experts for pictures in the layers of its text",
+    "deepseek_v4": "keys that stand for several tokens, made by a cache of its own as a text grows",
+}
+# what families need of a config and transformers gives no value to
+_NEEDED = ("layer_types", "mlp_layer_types", "head_dim", "num_key_value_heads", "num_experts_per_tok",
+           "n_routed_experts", "num_experts", "vocabulary_map", "indexer_n_heads", "indexer_kv_heads",
+           "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")  # fmt: skip
+# models around a language model, of any senses
+_WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+_OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
+# A checkpoint may name a kernel of the hub there, and transformers would fetch that code and run
+# it.
+_NAMED_CODE = ("_attn_implementation", "_experts_implementation")
+# accelerate changes how all modules, of whatever thread, are made meanwhile
+_ONE_AT_A_TIME = threading.Lock()
+# parameters alone begin as so many zeros, such as the experts of Llama 4; buffers stay real
+_MANY_ZEROS = 1 << 24
+# of torch and of transformers
+_RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+# `recurrent` is what RecurrentGemma's are called in transformers 5.17
+_RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
+_INDEXED = ("indexed_attention",)
+# what older transformers, and what they wrote, call them
+_INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
+_KIND_LISTS = ("layer_types", "layers_block_type")
+_BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
@@ -186,7 +109,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     _refuse_kinds(checkpoint, set(_kinds_of(config)) - known)
     with _refusing(checkpoint, _missing(config)):
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        build = AutoModelForCausalLM.from_config if is_known else _headed_model
+        build = AutoModelForCausalLM.from_config if is_known else headed_model
         meta_model = _instantiate(build, config, dtype)
         decoder = meta_model.get_decoder()
     found = getattr(decoder, "layers", None)
@@ -205,7 +128,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         raise unsupported(checkpoint, "layers that share weights")
     with _refusing(checkpoint, _missing(config)):
         _try_out(meta_model, dtype)
-    scale_by_position(decoder.layers)
+    attention.scale_by_position(decoder.layers)
     return meta_model
 
 
@@ -223,157 +146,18 @@ def _config(settings: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[kind].from_dict(own)
 
 
-def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
-    """Return the layers of the decoder, and of an encoder where there is one."""
-    parts = [meta_model.get_decoder()]
-    if meta_model.config.is_encoder_decoder:
-        parts.append(meta_model.get_encoder())
-    return [getattr(part, _stack_name(meta_model)) for part in parts]
-
-
-@contextmanager
-def cut_stack(meta_model: PreTrainedModel, kept: slice) -> Iterator[None]:
-    """Leave the decoder these layers alone meanwhile; its config tells of their kinds."""
-    decoder = meta_model.get_decoder()
-    name = _stack_name(meta_model)
-    layers = getattr(decoder, name)
-    config = decoder.config
-    kinds = getattr(config, "layer_types", None)
-    try:
-        setattr(decoder, name, layers[kept])
-        _tell_kinds(config, kinds and kinds[kept])
-        yield
-    finally:
-        setattr(decoder, name, layers)
-        _tell_kinds(config, kinds)
-
-
-def _tell_kinds(config: Any, kinds: list[str] | None) -> None:
-    """Set the kinds of layers; families that compute them from something else ask their layers."""
-    if kinds:
-        with suppress(AttributeError):
-            config.layer_types = kinds
-
-
-def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: Section) -> None:
-    """Leave the decoder these layers alone, for good, numbered from 0. Raises `UserError`."""
-    config = meta_model.config
-    decoder = meta_model.get_decoder()
-    for name, what in _INSEPARABLE.items():
-        if getattr(config, name, None):
-            kind = f"{checkpoint.directory.name}: model type {config.model_type}"
-            rule = f"cannot be divided by layers ({what})"
-            raise UserError(f"{kind} {rule}: let one rank have all of it")
-    kept = slice(section.first, section.last)
-    layers = decoder.layers[kept]
-    kinds = getattr(config, "layer_types", None)
-    for module in layers.modules():
-        if hasattr(module, "layer_idx"):
-            module.layer_idx -= section.first
-    decoder.layers = layers
-    config.num_hidden_layers = len(layers)
-    _tell_kinds(config, kinds and kinds[kept])
-
-
-def _stack_name(meta_model: PreTrainedModel) -> str:
-    return "block" if meta_model.config.is_encoder_decoder else "layers"
-
-
-def attention_windows(config: Any, num_layers: int) -> list[Window]:
-    """Return how far back each layer sees. Raises `UserError` for what is no number."""
-    window = _num_keys(config, "sliding_window")
-    chunk = _num_keys(config, "attention_chunk_size")
-    usual = "sliding_attention" if window else "full_attention"
-    kinds = getattr(config, "layer_types", None) or [usual] * num_layers
-    reach: dict[str, Window] = {
-        "sliding_attention": window,
-        "chunked_attention": AttentionChunk(chunk) if chunk else None,
-    }
-    if config.model_type == "minimax":  # calls them so whatever their window
-        reach["full_attention"] = window
-    return [reach.get(kind) for kind in kinds]
-
-
-def _num_keys(config: Any, name: str) -> int | None:
-    size = getattr(config, name, None) or None
-    if size is not None and (type(size) is not int or not 0 < size < _MAX_WINDOW):
-        rule = f"{name} in config.json must be a whole number or null"
-        raise UserError(f"{rule}, got {size!r:.80}: fix it")
-    return size
-
-
-@contextmanager
-def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
-    """Refuse what transformers raises about a config; `likely` explains what has no value."""
-    try:
-        yield
-    except KeyError as error:
-        raise unsupported(checkpoint, f"config.json has no {reason(error)}") from None
-    except Exception as error:
-        is_likely = bool(likely) and isinstance(error, (TypeError, AttributeError))
-        raise unsupported(checkpoint, likely if is_likely else reason(error)) from None
-
-
-_INSEPARABLE = {
-    "is_encoder_decoder": "its encoder is run by the rank that has the prompt",
-    "num_kv_shared_layers": "layers that share keys and values of others",
-    "hidden_size_per_layer_input": "inputs of their own for every layer",
-}
-# by the type of the text; these would be built, and then not compute what they are for
-_OTHER_WAYS = {
-    "longcat_flash": "two attentions in each of its layers",
-    "phi4_multimodal": "towers inside of its language model",
-    "mllama_text_model": "layers that attend to pictures alone",
-    "diffusion_gemma_text": "it takes noise away from whole passages instead of writing token by token",
-    "ernie4_5_vl_moe_text": "experts for pictures in the layers of its text",
-    "deepseek_v4": "keys that stand for several tokens, made by a cache of its own as a text grows",
-}
-# what families need of a config and transformers gives no value to
-_NEEDED = ("layer_types", "mlp_layer_types", "head_dim", "num_key_value_heads", "num_experts_per_tok",
-           "n_routed_experts", "num_experts", "vocabulary_map", "indexer_n_heads", "indexer_kv_heads",
-           "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")  # fmt: skip
-# models around a language model, of any senses
-_WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
-_OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
-# A checkpoint may name a kernel of the hub there, and transformers would fetch that code and run
-# it.
-_NAMED_CODE = ("_attn_implementation", "_experts_implementation")
-# accelerate changes how all modules, of whatever thread, are made meanwhile
-_ONE_AT_A_TIME = threading.Lock()
-_MAX_WINDOW = 1 << 31
-# parameters alone begin as so many zeros, such as the experts of Llama 4; buffers stay real
-_MANY_ZEROS = 1 << 24
-# of torch and of transformers
-_RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-# `recurrent` is what RecurrentGemma's are called in transformers 5.17
-_RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
-_INDEXED = ("indexed_attention",)
-# what older transformers, and what they wrote, call them
-_INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
-_KIND_LISTS = ("layer_types", "layers_block_type")
-_BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
-
-
-class EmptyOnMeta(TorchFunctionMode):
-    """Parameters begin as `torch.empty`, without memory, and are not drawn, which takes long."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", None) in _RANDOM_FILLS:
-            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            if tensor.is_meta:
-                return tensor
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
-        if func is torch.zeros and kwargs.get("device") is None and _num_zeros(args) > _MANY_ZEROS:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-
-def _num_zeros(sizes: Any) -> int:
-    sizes = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
-    return math.prod(size for size in sizes if type(size) is int)
+def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Build T5 alone: its decoder knows positions by distances, which a tree's path has, too."""
+    if config.model_type not in ENCODER_DECODERS:
+        known = " and ".join(ENCODER_DECODERS)
+        raise unsupported(checkpoint, f"of encoder-decoder models {known} are known")
+    with _refusing(checkpoint):
+        meta_model = _instantiate(AutoModelForSeq2SeqLM.from_config, config, dtype)
+        # transformers 5.17 tells none
+        for part in (meta_model, meta_model.get_encoder(), meta_model.get_decoder()):
+            part.set_attn_implementation(attention.BIASED)
+        _try_out(meta_model, dtype)
+        return meta_model
 
 
 def _instantiate(
@@ -403,10 +187,39 @@ def _instantiate(
     return meta_model.eval().requires_grad_(False)
 
 
+class EmptyOnMeta(TorchFunctionMode):
+    """Parameters begin as `torch.empty`, without memory, and are not drawn, which takes long."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", None) in _RANDOM_FILLS:
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if tensor.is_meta:
+                return tensor
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        if func is torch.zeros and kwargs.get("device") is None and _num_zeros(args) > _MANY_ZEROS:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _num_zeros(sizes: Any) -> int:
+    sizes = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
+    return math.prod(size for size in sizes if type(size) is int)
+
+
 def _hand_on_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Hand the cache on to Mamba, which has another name for it."""
     renamed = {"past_key_values": "cache_params"}
     return args, {renamed.get(name, name): value for name, value in kwargs.items()}
+
+
+def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> None:
+    """Keep what a family never lets be rounded (router biases), which `from_config` does not heed."""
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    for name, tensor in meta_model.state_dict(keep_vars=True).items():
+        if any(pattern.search(name) for pattern in kept):
+            tensor.data = tensor.data.float()
 
 
 def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -423,10 +236,9 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
         layer.register_forward_pre_hook(
             lambda _, args, kwargs: (args, {**kwargs, "attention_mask": paths}), with_kwargs=True
         )
-    cache = new_cache(layer_stacks(meta_model)[0], 2)
-    cache.take_rows(sees_TT, None)
+    part = BatchPart(rows[0], rows[0], sees_TT, new_cache(layer_stacks(meta_model)[0], 2))
     mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta)
-    more = {"position_ids": rows, "use_cache": True, "past_key_values": cache}
+    more = {"position_ids": rows, "use_cache": True, "past_key_values": lay([part], None)}
     more["attention_mask"] = mask
     more = {"decoder_input_ids": rows} if meta_model.config.is_encoder_decoder else more
     try:
@@ -460,26 +272,23 @@ def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
     return trial
 
 
-def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> None:
-    """Keep what a family never lets be rounded (router biases), which `from_config` does not heed."""
-    kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
-    for name, tensor in meta_model.state_dict(keep_vars=True).items():
-        if any(pattern.search(name) for pattern in kept):
-            tensor.data = tensor.data.float()
+@contextmanager
+def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
+    """Refuse what transformers raises about a config; `likely` explains what has no value."""
+    try:
+        yield
+    except KeyError as error:
+        raise unsupported(checkpoint, f"config.json has no {reason(error)}") from None
+    except Exception as error:
+        is_likely = bool(likely) and isinstance(error, (TypeError, AttributeError))
+        raise unsupported(checkpoint, likely if is_likely else reason(error)) from None
 
 
-def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Build T5 alone: its decoder knows positions by distances, which a tree's path has, too."""
-    if config.model_type not in ENCODER_DECODERS:
-        known = " and ".join(ENCODER_DECODERS)
-        raise unsupported(checkpoint, f"of encoder-decoder models {known} are known")
-    with _refusing(checkpoint):
-        meta_model = _instantiate(AutoModelForSeq2SeqLM.from_config, config, dtype)
-        # transformers 5.17 tells none
-        for part in (meta_model, meta_model.get_encoder(), meta_model.get_decoder()):
-            part.set_attn_implementation(attention.BIASED)
-        _try_out(meta_model, dtype)
-        return meta_model
+def _missing(config: Any) -> str:
+    """Return what a family stumbles over where its config has no value for it."""
+    settings = config.to_dict()
+    missing = [name for name in _NEEDED if name in settings and settings[name] is None]
+    return f"config.json has no {' and no '.join(missing)}" if missing else ""
 
 
 def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
@@ -490,13 +299,6 @@ def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
     kinds = [kind for found in lists if isinstance(found, list) for kind in found]
     unknown = (kind for kind in kinds if not isinstance(kind, str) or kind not in known)
     _refuse_kinds(checkpoint, {*map(str, unknown)})
-
-
-def _missing(config: Any) -> str:
-    """Return what a family stumbles over where its config has no value for it."""
-    settings = config.to_dict()
-    missing = [name for name in _NEEDED if name in settings and settings[name] is None]
-    return f"config.json has no {' and no '.join(missing)}" if missing else ""
 
 
 def _refuse_states(

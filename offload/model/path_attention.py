@@ -27,9 +27,8 @@ from torch import Tensor
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, Window, first_seen
 from offload.kernels.path_attention_cpu import attention_of, can_attend
 from offload.memory.sizes import PATH_SCRATCH_BYTES
-from offload.model.invariant import InvariantRows, in_whole_vectors
+from offload.model.invariant import in_whole_vectors, widened
 from offload.model.row_sizes import MOST_STACKED_ROWS
-from offload.model.scratch import Scratch
 from offload.model.thread_team import compute
 
 _SPAN = 8 * BLOCK  # keys whose scores are one product: each number of them is tried once
@@ -39,18 +38,16 @@ _ONES = 16
 _LEAST_WIDTH = 32  # of keys and values: narrower ones are multiplied in ways of their own
 # scores are exponents of 2: the exponential of -inf takes a multiple of the time
 _LOG2_E = math.log2(math.e)
-# a product, its rows, its second factor, and as `out` where to put the result
-MultiplyBy = Callable[..., Tensor]
+# a product, its rows, its second factor; see `InvariantRows.multiply`
+MultiplyBy = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
 
 
 def _stay(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _plainly(
-    product: Callable[..., Tensor], left: Tensor, right: Tensor, out: Tensor | None = None
-) -> Tensor:
-    return product(left, right, out=out)
+def _plainly(product: Callable[..., Tensor], left: Tensor, right: Tensor) -> Tensor:
+    return product(left, right)
 
 
 def path_rows(
@@ -105,14 +102,11 @@ def path_attention(
     terms: ScoreTerms,
     *,
     multiply: MultiplyBy = _plainly,
-    scratch: Scratch | None = None,
 ) -> Tensor:
     """See `path_attention_kernel`, whose reference this is: by products that `multiply` makes.
 
-    Few groups are computed at once, so that their scores stay in a processor's cache. `scratch` is
-    what they are computed in; another caller must not use it meanwhile.
+    Few groups are computed at once, so that their scores stay in a processor's cache.
     """
-    scratch = scratch or Scratch(0)
     num_heads, num_rows, _ = query_HTK.shape
     num_groups = len(key_GSK)
     group = num_heads // num_groups
@@ -129,9 +123,8 @@ def path_attention(
         step = max(1, _TILE_BYTES // (4 * max(group * piece.num_scores, own_numbers)))
         for first in range(0, num_groups, step):
             some = slice(first, first + step)
-            scratch.begin()
             own_terms = _terms_of(terms, some, num_groups)
-            call = _Call(piece, rows.window, own_terms, multiply, scratch, chosen)
+            call = _Call(piece, rows.window, own_terms, multiply, chosen)
             mean_GTIV = call.attend(query_GTIK[some, some_rows], key_GSK[some], value_GSK[some])
             out_TGIV[some_rows, some] = mean_GTIV.transpose(0, 1)
     return out_TGIV.flatten(1, 2)
@@ -146,28 +139,14 @@ def attend_along_paths(
     return compute(attention_of(query_HTK, key_GSK, value_GSK, *how)).to(query_HTK.dtype)
 
 
-class InvariantAttention:
-    """`attend_along_paths` whose sums have the same bits whatever rows share a pass.
-
-    Where torch computes it, that is by products that `invariant` makes.
-    """
-
-    def __init__(self, invariant: InvariantRows) -> None:
-        self._invariant = invariant
-        self._scratch = Scratch(PATH_SCRATCH_BYTES // 2)  # the other half is left to products
-
-    def __call__(self, *what: Any) -> Tensor:
-        multiply = self._invariant.multiply
-        return attend_along_paths(*what, multiply=multiply, scratch=self._scratch)
-
-    def try_out(self, key_GSK: Tensor, value_GSK: Tensor) -> None:
-        """Try all products that scores of longer texts are, for heads as wide as these."""
-        if can_attend(key_GSK, value_GSK):
-            return
-        width = max(_LEAST_WIDTH, key_GSK.shape[2])
-        for num_keys in range(BLOCK, _SPAN + 1, BLOCK):
-            key_1SK = key_GSK.new_zeros(1, num_keys, width, dtype=torch.float32)
-            self._invariant.multiply(torch.bmm, key_1SK[:, :1], key_1SK.transpose(1, 2))
+def try_scores(multiply: MultiplyBy, key_GSK: Tensor, value_GSK: Tensor) -> None:
+    """Make all products that `attend_along_paths` takes of longer texts, for heads as wide as these."""
+    if can_attend(key_GSK, value_GSK):
+        return
+    width = max(_LEAST_WIDTH, key_GSK.shape[2])
+    for num_keys in range(BLOCK, _SPAN + 1, BLOCK):
+        key_1SK = key_GSK.new_zeros(1, num_keys, width, dtype=torch.float32)
+        multiply(torch.bmm, key_1SK[:, :1], key_1SK.transpose(1, 2))
 
 
 def _extended_width(value_width: int) -> int:
@@ -262,14 +241,13 @@ class _Call(NamedTuple):
     window: Window
     terms: ScoreTerms
     multiply: MultiplyBy
-    scratch: Scratch
     chosen_TS: Tensor | None  # of the piece's rows
 
     def attend(self, query_GTIK: Tensor, key_GSK: Tensor, value_GSV: Tensor) -> Tensor:
         """Return weighted means (G, T, I, V) of the values, float32, of I queries for each of G."""
         base = self.piece.base
         factor = self.terms.scaling * (1.0 if self.terms.cap else _LOG2_E)
-        query_GTIK = self._in_float32(query_GTIK).mul_(factor)
+        query_GTIK = _in_float32(query_GTIK).mul(factor)
         spans = range(*self.piece.shared, _SPAN)
         shared = [self._shared_scores(query_GTIK, key_GSK, first) for first in spans]
         key_GUK = key_GSK[:, base:]
@@ -292,8 +270,8 @@ class _Call(NamedTuple):
     def _shared_scores(self, query_GTIK: Tensor, key_GSK: Tensor, lo: int) -> Tensor:
         """Return the scores of the span that begins there."""
         hi = min(lo + _SPAN, self.piece.shared[1])
-        keys_GKS = self._in_float32(key_GSK[:, lo:hi]).transpose(1, 2)
-        score_GAS = self._times(query_GTIK.flatten(1, 2), keys_GKS)
+        keys_GKS = _in_float32(key_GSK[:, lo:hi]).transpose(1, 2)
+        score_GAS = self.multiply(torch.bmm, query_GTIK.flatten(1, 2), keys_GKS)
         score_GTIS = self._capped(score_GAS.unflatten(1, query_GTIK.shape[1:3]))
         seen_T = self.piece.seen_T
         if self.window is not None or int(seen_T.min()) < hi:
@@ -307,11 +285,11 @@ class _Call(NamedTuple):
     def _own_scores(self, query_GTIK: Tensor, key_GUK: Tensor, keys: _OwnKeys) -> Tensor:
         """Return (G, T, I, B)."""
         num_groups, num_rows, group, width = query_GTIK.shape
-        key_EK = self._in_float32(key_GUK.index_select(1, keys.column_TB.flatten()))
+        key_EK = _in_float32(key_GUK.index_select(1, keys.column_TB.flatten()))
         key_EBK = key_EK.reshape(num_groups * num_rows, BLOCK, -1)
         query_EIK = query_GTIK.reshape(num_groups * num_rows, group, width)
-        score_EIB = self._capped(self._times(query_EIK, key_EBK.transpose(1, 2)))
-        score_GTIB = score_EIB.reshape(num_groups, num_rows, group, BLOCK)
+        score_EIB = self.multiply(torch.bmm, query_EIK, key_EBK.transpose(1, 2))
+        score_GTIB = self._capped(score_EIB).reshape(num_groups, num_rows, group, BLOCK)
         score_GTIB.add_(keys.mask_TB[:, None])
         if self.chosen_TS is not None:
             chosen_TB = self.chosen_TS[:, self.piece.base :].gather(1, keys.column_TB)
@@ -319,35 +297,29 @@ class _Call(NamedTuple):
         return score_GTIB
 
     def _shared_sums(self, weights: Sequence[Tensor], value_GSV: Tensor) -> Iterator[Tensor]:
-        """Yield the sums (G, T, I, W) of each block; from the second on they share one place."""
-        place_GAW = None
+        """Yield the sums (G, T, I, W) of each block."""
         lo = self.piece.shared[0]
-        extended_GBW = self._extended(value_GSV, BLOCK)
+        extended_GBW = _extended(value_GSV, BLOCK)
         for weight_GTIB in (block for part in weights for block in part.split(BLOCK, 3)):
             extended_GBW[..., : value_GSV.shape[2]].copy_(value_GSV[:, lo : lo + BLOCK])
-            sum_GAW = self._times(weight_GTIB.flatten(1, 2), extended_GBW, place_GAW)
+            sum_GAW = self.multiply(torch.bmm, weight_GTIB.flatten(1, 2), extended_GBW)
             yield sum_GAW.unflatten(1, weight_GTIB.shape[1:3])
-            place_GAW = sum_GAW if lo > self.piece.shared[0] else None
             lo += BLOCK
 
     def _own_sums(self, weights: Sequence[Tensor], value_GUV: Tensor) -> Iterator[Tensor]:
         for keys, weight_GTIB in zip(self.piece.own, weights, strict=True):
             num_groups, num_rows, group, _ = weight_GTIB.shape
             column_E = keys.column_TB.flatten()
-            extended_GEW = self._extended(value_GUV, len(column_E))
+            extended_GEW = _extended(value_GUV, len(column_E))
             extended_GEW[..., : value_GUV.shape[2]].copy_(value_GUV.index_select(1, column_E))
             extended_EBW = extended_GEW.reshape(num_groups * num_rows, BLOCK, -1)
-            sum_EIW = self._times(weight_GTIB.reshape(-1, group, BLOCK), extended_EBW)
+            weight_EIB = weight_GTIB.reshape(-1, group, BLOCK)
+            sum_EIW = self.multiply(torch.bmm, weight_EIB, extended_EBW)
             yield sum_EIW.reshape(num_groups, num_rows, group, -1)
 
     def _capped(self, score_GTIS: Tensor) -> Tensor:
         cap = self.terms.cap
         return score_GTIS if cap is None else score_GTIS.div_(cap).tanh_().mul_(cap * _LOG2_E)
-
-    def _times(self, left: Tensor, right: Tensor, place: Tensor | None = None) -> Tensor:
-        if place is None:
-            place = self.scratch.take((*left.shape[:2], right.shape[2]), left.device)
-        return self.multiply(torch.bmm, left, right, out=place)
 
     def _sinks(self, query_GTIK: Tensor) -> Tensor | None:
         """Return a column of scores where the family has sinks."""
@@ -357,21 +329,16 @@ class _Call(NamedTuple):
         sink_G1I1 = (self.terms.sink_H.float() * _LOG2_E).reshape(num_groups, 1, -1, 1)
         return sink_G1I1.repeat(1, num_rows, 1, 1)
 
-    def _in_float32(self, states: Tensor) -> Tensor:
-        """Return a copy without gaps; with zeros behind, narrow ones are multiplied alike."""
-        *sizes, width = states.shape
-        wide = self.scratch.take((*sizes, max(_LEAST_WIDTH, width)), states.device)
-        if width < _LEAST_WIDTH:
-            wide[..., width:].zero_()
-            wide[..., :width].copy_(states)
-            return wide
-        return wide.copy_(states)
 
-    def _extended(self, value_GSV: Tensor, num_columns: int) -> Tensor:
-        """Return room for so many values, (G, C, W), with ones behind them."""
-        num_groups, _, width = value_GSV.shape
-        sizes = (num_groups, num_columns, _extended_width(width))
-        extended_GCW = self.scratch.take(sizes, value_GSV.device)
-        extended_GCW[..., width:].zero_()
-        extended_GCW[..., width] = 1.0
-        return extended_GCW
+def _in_float32(states: Tensor) -> Tensor:
+    """Return rows without gaps; with zeros behind, narrow ones are multiplied alike."""
+    return widened(states.float().contiguous(), _LEAST_WIDTH)
+
+
+def _extended(value_GSV: Tensor, num_columns: int) -> Tensor:
+    """Return room for so many values, (G, C, W), with ones behind them."""
+    num_groups, _, width = value_GSV.shape
+    sizes = (num_groups, num_columns, _extended_width(width))
+    extended_GCW = value_GSV.new_zeros(sizes, dtype=torch.float32)
+    extended_GCW[..., width] = 1.0
+    return extended_GCW

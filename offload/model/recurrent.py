@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 from transformers.activations import ACT2FN
 
-from offload.model.kv_cache import CacheRows, JointCache, KVCache
+from offload.model.kv_cache import KVCache
+from offload.model.parts import PartRows, PassCache
 from offload.model.recurrences import CONVOLUTION, KINDS, Gated, Lightning, Recurrence
 from offload.model.recurrent_cache import RecurrentCache
 
@@ -32,7 +32,7 @@ class _Running(NamedTuple):
     """The layer that runs in this thread."""
 
     layer: int
-    parts: Sequence[CacheRows]
+    parts: Sequence[PartRows]
     recurrence: Recurrence | None
 
 
@@ -154,25 +154,17 @@ def _forward_by(clone: Callable[..., Any], recurrence: Recurrence | None) -> Cal
         assert not args, "this family names what it hands on"
         cache = next(kwargs.pop(name) for name in _CACHES if name in kwargs)
         kwargs.pop("attention_mask", None)  # which tells of padding, and there is none
-        parts = _parts_of(cache, hidden_states.shape[1])
-        token = _RUNNING.set(_Running(self.layer_idx, parts, recurrence))
+        # this family does not know `past_key_values`
+        if not isinstance(cache, PassCache):
+            raise ValueError("it makes a cache of its own for its layers")
+        assert cache.parts[-1].hi == hidden_states.shape[1], "all rows of the pass"
+        token = _RUNNING.set(_Running(self.layer_idx, cache.parts, recurrence))
         try:
             return clone(self, hidden_states, **kwargs)
         finally:
             _RUNNING.reset(token)
 
     return forward
-
-
-def _parts_of(cache: Cache, num_rows: int) -> Sequence[CacheRows]:
-    if isinstance(cache, JointCache):
-        return cache.parts
-    if not isinstance(cache, RecurrentCache):
-        # this family does not know `past_key_values`
-        raise ValueError("it makes a cache of its own for its layers")
-    assert cache.running is not None, "a pass that was placed"
-    assert cache.running.num_rows == num_rows, "all rows of the pass"
-    return [CacheRows(cache, 0, num_rows, cache.length, cache.running)]
 
 
 def _convolve(
@@ -184,11 +176,12 @@ def _convolve(
 ) -> Tensor:
     """Stand in for transformers' `causal_conv1d_fn`: (1, C, T)."""
     running = _RUNNING.get()
-    own_TC = hidden_states[0].T
-    outs = [
-        cache.convolve(running.layer, run, own_TC[lo:hi], weight, bias)
-        for cache, lo, hi, _, run in running.parts
-    ]
+    rows_TC = hidden_states[0].T
+    outs = list[Tensor]()
+    for part in running.parts:
+        assert isinstance(part.cache, RecurrentCache), "layers with states have no other"
+        own_TC = rows_TC[part.lo : part.hi]
+        outs.append(part.cache.convolve(running.layer, part.run, own_TC, weight, bias))
     out_TC = outs[0] if len(outs) == 1 else torch.cat(outs)
     out_TC = out_TC if activation is None else ACT2FN[activation](out_TC)
     return out_TC.to(hidden_states.dtype).T[None]
@@ -200,7 +193,8 @@ def _scan(*args: Any, **kwargs: Any) -> Any:
     assert running.recurrence is not None, "a layer with a scan"
     inputs = running.recurrence.read(*args, **kwargs)
     outs = list[Tensor]()
-    for cache, lo, hi, _, run in running.parts:
-        own = inputs.part(slice(lo, hi))
-        outs.append(cache.scan(running.layer, run, running.recurrence, own))
+    for part in running.parts:
+        assert isinstance(part.cache, RecurrentCache), "layers with states have no other"
+        own = inputs.part(slice(part.lo, part.hi))
+        outs.append(part.cache.scan(running.layer, part.run, running.recurrence, own))
     return running.recurrence.give(outs[0] if len(outs) == 1 else torch.cat(outs))

@@ -11,23 +11,19 @@ one has it for good: a pass that is abandoned half-way, or a commit, leaves the 
 Invariant: a state is that of exactly the positions that its `length` says.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.memory.sizes import WIDE_STATES_BYTES
 from offload.model.kv_cache import Held, KVCache
-from offload.model.recurrences import STAND_IN, GatedDelta, Inputs, Recurrence, RowInputs
-from offload.model.recurrent_rows import BASE, RowTree, previous_inputs
+from offload.model.recurrences import STAND_IN, Inputs, Recurrence, RowInputs
+from offload.model.recurrent_rows import RowTree, TreeRows, scan_tree
 
 _CONVOLVED = "convolved"
-Steps = list[tuple[list[int], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,52 +36,14 @@ class Point:
     states: dict[int, Tensor] = field(default_factory=dict)  # (1, ...)
 
 
-class PassRows:
+class PassRows(NamedTuple):
     """The rows of one text in one pass: first those that are certain, then those of the tree."""
 
-    def __init__(
-        self, num_certain: int, num_rows: int, base: Point, behind: Point, tree: RowTree
-    ) -> None:
-        self.num_certain = num_certain
-        self.num_rows = num_rows
-        self.base = base
-        self.behind = behind
-        self.tree = tree
-        # of the tree, earlier passes have run the others
-        self.first = len(tree) - (num_rows - num_certain)
-        self._steps = dict[tuple[bool, torch.device], Steps]()
-        self._places = dict[tuple[int, torch.device], Tensor]()
-
-    @property
-    def num_open(self) -> int:
-        """Return the rows of the tree in this pass."""
-        return self.num_rows - self.num_certain
-
-    @property
-    def end(self) -> int:
-        """Return the rows of the tree up to the last of this pass."""
-        return self.first + self.num_open
-
-    def places(self, num_taps: int, where: torch.device) -> Tensor:
-        """See `previous_inputs`; of the tree's rows in this pass."""
-        if (num_taps, where) not in self._places:
-            places = previous_inputs(self.tree.parents, num_taps)[self.first : self.end]
-            self._places[num_taps, where] = torch.from_numpy(places).to(where)
-        return self._places[num_taps, where]
-
-    def steps(self, where: torch.device, *, is_wide: bool) -> Steps:
-        """Return rows of the tree in the order in which they run, earlier passes' where needed."""
-        if (is_wide, where) not in self._steps:
-            needed = self.tree.with_ancestors(range(self.first, self.end))
-            found = self.tree.steps(needed, is_wide=is_wide)
-            self._steps[is_wide, where] = [(rows, torch.tensor(rows).to(where)) for rows in found]
-        return self._steps[is_wide, where]
-
-    @cached_property
-    def walk(self) -> Tensor:
-        """Return what `steps` needs, with slots for states instead; see `RowTree.slots`."""
-        needed = self.tree.with_ancestors(range(self.first, self.end))
-        return torch.tensor(self.tree.slots(needed))
+    num_certain: int
+    tree: TreeRows
+    # what layers hold before them, and what the certain rows leave
+    base: Point
+    behind: Point
 
 
 class RecurrentCache(KVCache):
@@ -93,19 +51,14 @@ class RecurrentCache(KVCache):
 
     def __init__(self, num_layers: int, num_slots: int, *more: Any) -> None:
         super().__init__(num_layers, num_slots, *more)
+        # behind what is committed, behind the prompt before it, and behind rows that are certain
         self._here = Point(0)
         self._mark = Point(0)
-        self._trunk = Point(0)
-        self._num_certain = 0
-        self._num_promised = 0
-        self._keeps_open = True
-        self._tree = RowTree()
+        self._begin_anew()
         self._mode: AbstractContextManager[Any] | None = None
         self._kept = dict[int, RowInputs]()
         self._num_taps = dict[int, int]()
         self._recurrences = dict[int, tuple[Recurrence, dict[str, Any]]]()
-        self.is_exact = False
-        self.running: PassRows | None = None
 
     def promise(self, num_rows: int, *, keeps_others: bool = True) -> None:
         """See `KVCache`."""
@@ -120,7 +73,6 @@ class RecurrentCache(KVCache):
             self._num_certain = 0
             self._tree = RowTree()
         self._mode = mode
-        self.is_exact = mode is not None
         num_before = self._num_certain
         base = self._trunk if num_before else self._here
         behind = self._trunk
@@ -134,9 +86,9 @@ class RecurrentCache(KVCache):
             behind = base
         sees = sees_TU.cpu().numpy()
         assert sees[num_certain:, : self._num_certain].all(), "what is certain lies on every path"
+        first = len(self._tree)
         self._tree.add(sees[num_certain:, self._num_certain :])
-        self.running = PassRows(num_certain, num_rows, base, behind, self._tree)
-        return self.running
+        return PassRows(num_certain, TreeRows(self._tree, first), base, behind)
 
     def convolve(
         self, layer: int, rows: PassRows, own_TC: Tensor, weight_CR: Tensor, bias_C: Tensor | None
@@ -152,13 +104,13 @@ class RecurrentCache(KVCache):
             taps = [source[tap : tap + num_certain] for tap in range(num_taps)]
             outs.append(_sum_taps(taps, weight_CR, bias_C))
             tail = rows.behind.tails[layer] = source[num_certain:].clone()
-        if rows.num_open:
-            earlier = self._earlier(layer, _CONVOLVED, rows)
+        if rows.tree:
+            earlier = self._earlier(layer, _CONVOLVED, rows.tree)
             source = torch.cat([tail, *earlier, own_TC[num_certain:]])
-            places = rows.places(num_taps, own_TC.device)
+            places = rows.tree.places(num_taps, own_TC.device)
             taps = [source[places[:, tap]] for tap in range(num_taps)]
             outs.append(_sum_taps(taps, weight_CR, bias_C))
-            self._keep(layer, {_CONVOLVED: own_TC[num_certain:]}, rows)
+            self._keep(layer, {_CONVOLVED: own_TC[num_certain:]}, rows.tree)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _tail_of(self, point: Point, layer: int, own_TC: Tensor) -> Tensor:
@@ -175,28 +127,27 @@ class RecurrentCache(KVCache):
         self._recurrences[layer] = recurrence, inputs.fixed
         if num_certain:
             certain = inputs.part(slice(num_certain))
-            out, state = recurrence.run(state, certain, is_exact=self.is_exact)
+            out, state = recurrence.run(state, certain, is_exact=self._mode is not None)
             rows.behind.states[layer] = state
             outs.append(out)
-        if rows.num_open:
+        if rows.tree:
             own = inputs.part(slice(num_certain, None)).rows
             known = {
-                name: torch.cat([*self._earlier(layer, name, rows), row_T])
+                name: torch.cat([*self._earlier(layer, name, rows.tree), row_T])
                 for name, row_T in own.items()
             }
-            out = _scan_tree(recurrence, state, Inputs(known, inputs.fixed), rows)
-            outs.append(out[rows.first : rows.end])
-            self._keep(layer, {name: own[name] for name in recurrence.kept}, rows)
+            outs.append(scan_tree(recurrence, state, Inputs(known, inputs.fixed), rows.tree))
+            self._keep(layer, {name: own[name] for name in recurrence.kept}, rows.tree)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _earlier(self, layer: int, name: str, rows: PassRows) -> list[Tensor]:
+    def _earlier(self, layer: int, name: str, rows: TreeRows) -> list[Tensor]:
         """Return inputs of the tree's rows of earlier passes, whose outputs do not matter."""
         if not rows.first:
             return []
         kept = self._kept[layer]
         return [kept[name if name in kept else STAND_IN[name]][: rows.first]]
 
-    def _keep(self, layer: int, inputs: RowInputs, rows: PassRows) -> None:
+    def _keep(self, layer: int, inputs: RowInputs, rows: TreeRows) -> None:
         if not self._keeps_open:
             return
         kept = self._kept.setdefault(layer, {})
@@ -212,23 +163,20 @@ class RecurrentCache(KVCache):
     @torch.inference_mode()
     def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
         """See `KVCache`. A path begins with all rows that are certain, if it has any."""
+        assert not kept, "ranks alone keep rows, and have no such layers"
         num_certain = self._num_certain
-        is_first = not path or [*path[:num_certain]] == [*range(num_certain)]
-        assert is_first, "what was promised is committed first"
         here = self._here
         mark = self._mark
         if path:
+            is_first = [*path[:num_certain]] == [*range(num_certain)]
+            assert is_first, "what was promised is committed first"
             rest = [row - num_certain for row in path[num_certain:]]
             assert not rest or self._keeps_open, "inputs of these rows were not kept"
             base = self._trunk if num_certain else self._here
             with self._mode or nullcontext():
                 here = self._behind(base, rest, self.length + len(path))
             mark = base if num_certain else mark
-            self._keep_rows(rest, [row - num_certain for row in kept])
-        else:
-            assert not kept or not num_certain, "rows that are certain are committed, or dropped"
-            self._keep_rows([], kept)
-        super().commit(path, kept)
+        super().commit(path)
         self._mark = mark
         self._here = here
         self._begin_anew()
@@ -252,18 +200,9 @@ class RecurrentCache(KVCache):
                 _, point.states[layer] = recurrence.run(state, own, is_exact=True)
         return point
 
-    def _keep_rows(self, path: Sequence[int], kept: Sequence[int]) -> None:
-        """Leave only these of the tree's rows, behind what was committed."""
-        if not kept:
-            self._tree = RowTree()
-            return
-        self._tree.keep(path, kept)
-        for inputs in self._kept.values():
-            for name, row_T in inputs.items():
-                inputs[name] = row_T[torch.tensor(kept).to(row_T.device)]
-
     def _begin_anew(self) -> None:
-        """Note that no row is certain, and nothing promised."""
+        """Note that there are no rows behind what is committed, and nothing promised."""
+        self._tree = RowTree()
         self._trunk = Point(0)
         self._num_certain = 0
         self._num_promised = 0
@@ -293,7 +232,6 @@ class RecurrentCache(KVCache):
     def hold(self, point: Point) -> None:
         """Continue from these states, which belong to the positions that are there or about to be."""
         self._begin_anew()
-        self._tree = RowTree()
         self._here = point
         if self._mark.length > point.length:
             self._mark = Point(0)
@@ -301,7 +239,7 @@ class RecurrentCache(KVCache):
     def restore(self, point: Point) -> None:
         """Continue from states that lie in a file, or anywhere else; see `hold`."""
         tails, states = (
-            {layer: self._send(one.clone()) for layer, one in kind.items()}
+            {layer: self.send(one.clone()) for layer, one in kind.items()}
             for kind in (point.tails, point.states)
         )
         self.hold(Point(point.length, tails, states))
@@ -329,58 +267,3 @@ def _sum_taps(taps: Sequence[Tensor], weight_CR: Tensor, bias_C: Tensor | None) 
     if bias_C is not None:
         sum_TC += bias_C.float()
     return sum_TC.to(weight_CR.dtype)
-
-
-def _scan_tree(recurrence: Recurrence, state: Tensor, known: Inputs, rows: PassRows) -> Tensor:
-    """Return outputs of the tree's rows, by their inputs; of rows that need not run, anything."""
-    if isinstance(recurrence, GatedDelta) and recurrence.walks(state):
-        return recurrence.walk(state, known, rows.walk)
-    is_wide = known.num_rows * state.nbytes <= WIDE_STATES_BYTES
-    run = _by_levels if is_wide else _by_branches
-    steps = rows.steps(state.device, is_wide=is_wide)
-    return run(recurrence, state, known, steps, rows.tree.parents)
-
-
-def _by_levels(
-    recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
-) -> Tensor:
-    """Return the outputs of all rows; those of a level take one step together."""
-    outs = list[tuple[Tensor, Tensor]]()
-    rows_before = [BASE]
-    before = base
-    for rows, row_W in steps:
-        place = {row: index for index, row in enumerate(rows_before)}
-        chosen = torch.tensor([place[parents[row]] for row in rows]).to(base.device)
-        # the level before goes now, so that two are held and not three
-        before = before[chosen]
-        out, before = recurrence.step(before, inputs.part(row_W))
-        outs.append((row_W, out))
-        rows_before = rows
-    return _in_place(outs, len(parents))
-
-
-def _by_branches(
-    recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
-) -> Tensor:
-    """Return the outputs of all rows, one by one; a state goes when its last child has begun."""
-    outs = list[tuple[Tensor, Tensor]]()
-    states = {BASE: base}
-    num_waiting = Counter(parents[row] for rows, _ in steps for row in rows)
-    for (row,), row_W in steps:
-        parent = parents[row]
-        num_waiting[parent] -= 1
-        state = states[parent] if num_waiting[parent] else states.pop(parent)
-        out, state = recurrence.step(state, inputs.part(row_W))
-        outs.append((row_W, out))
-        if num_waiting[row]:
-            states[row] = state
-    return _in_place(outs, len(parents))
-
-
-def _in_place(outs: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
-    """Return outputs (T, ...), each where its row is; zeros for rows that did not run."""
-    first = outs[0][1]
-    whole = first.new_zeros(num_rows, *first.shape[1:])
-    for row_W, out in outs:
-        whole[row_W] = out
-    return whole

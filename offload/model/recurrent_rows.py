@@ -1,4 +1,4 @@
-"""The order in which rows of a tree pass through a recurrent layer, so that few states are held.
+"""How rows of a tree pass through a recurrent layer, in an order in which few states are held.
 
 A row begins with the state that its parent ends with. Where the states of all rows are small they
 go level by level, all rows of one depth in one step. Large ones go branch by branch, the heaviest
@@ -10,13 +10,19 @@ Rows are numbered as they were run; -1 is the state behind which all of them lie
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from offload.kernels.gated_delta import BASE
+from offload.memory.sizes import WIDE_STATES_BYTES
+from offload.model.recurrences import GatedDelta, Inputs, Recurrence
 
-_DEAD = -2  # a row whose parent was dropped
+# rows that take a step together, and the same as a tensor
+Steps = list[tuple[list[int], Tensor]]
 
 
 class RowTree:
@@ -46,13 +52,6 @@ class RowTree:
         assert ((found_T == BASE) == (depth_T == 1)).all(), "a row sees its parent"
         self.parents += found_T.tolist()
 
-    def keep(self, path: Sequence[int], kept: Sequence[int]) -> None:
-        """Let the base be the state behind `path`, with the rows `kept` behind it; others die."""
-        number = {row: index for index, row in enumerate(kept)}
-        number[path[-1] if path else BASE] = BASE
-        self.parents = [number.get(self.parents[row], _DEAD) for row in kept]
-        self._depths = [self._depths[row] - len(path) for row in kept]
-
     def check(self, path: Sequence[int]) -> None:
         """Check that each row of a path is a child of the one before."""
         befores = [BASE, *path[:-1]]
@@ -65,7 +64,6 @@ class RowTree:
         left = list(rows)
         while left:
             parent = self.parents[left.pop()]
-            assert parent != _DEAD, "a branch that was dropped"
             if parent != BASE and parent not in found:
                 found.add(parent)
                 left.append(parent)
@@ -143,3 +141,96 @@ def previous_inputs(parents: Sequence[int], num_taps: int) -> NDArray[np.int64]:
     for _ in range(num_before):
         places.insert(0, before[places[0]])
     return np.stack(places, 1)
+
+
+class TreeRows:
+    """The rows of a tree from `first` on, as it is now: those that one pass runs."""
+
+    def __init__(self, tree: RowTree, first: int) -> None:
+        self.tree = tree
+        self.first = first
+        self.end = len(tree)
+        self._steps = dict[tuple[bool, torch.device], Steps]()
+        self._places = dict[tuple[int, torch.device], Tensor]()
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    def places(self, num_taps: int, where: torch.device) -> Tensor:
+        """See `previous_inputs`."""
+        if (num_taps, where) not in self._places:
+            places = previous_inputs(self.tree.parents, num_taps)[self.first : self.end]
+            self._places[num_taps, where] = torch.from_numpy(places).to(where)
+        return self._places[num_taps, where]
+
+    def steps(self, where: torch.device, *, is_wide: bool) -> Steps:
+        """Return rows in the order in which they run, those of earlier passes where needed."""
+        if (is_wide, where) not in self._steps:
+            needed = self.tree.with_ancestors(range(self.first, self.end))
+            found = self.tree.steps(needed, is_wide=is_wide)
+            self._steps[is_wide, where] = [(rows, torch.tensor(rows).to(where)) for rows in found]
+        return self._steps[is_wide, where]
+
+    @cached_property
+    def walk(self) -> Tensor:
+        """Return what `steps` needs, with slots for states instead; see `RowTree.slots`."""
+        needed = self.tree.with_ancestors(range(self.first, self.end))
+        return torch.tensor(self.tree.slots(needed))
+
+
+def scan_tree(recurrence: Recurrence, state: Tensor, known: Inputs, rows: TreeRows) -> Tensor:
+    """Return outputs (T, ...) of the rows, by the inputs of all rows of the tree up to the last.
+
+    `state` is the one behind which the tree lies.
+    """
+    if isinstance(recurrence, GatedDelta) and recurrence.walks(state):
+        return recurrence.walk(state, known, rows.walk)[rows.first : rows.end]
+    is_wide = known.num_rows * state.nbytes <= WIDE_STATES_BYTES
+    run = _level_by_level if is_wide else _branch_by_branch
+    steps = rows.steps(state.device, is_wide=is_wide)
+    return run(recurrence, state, known, steps, rows.tree.parents)[rows.first : rows.end]
+
+
+def _level_by_level(
+    recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
+) -> Tensor:
+    """Return the outputs of all rows; those of a level take one step together."""
+    outs = list[tuple[Tensor, Tensor]]()
+    rows_before = [BASE]
+    before = base
+    for rows, row_W in steps:
+        place = {row: index for index, row in enumerate(rows_before)}
+        chosen = torch.tensor([place[parents[row]] for row in rows]).to(base.device)
+        # the level before goes now, so that two are held and not three
+        before = before[chosen]
+        out, before = recurrence.step(before, inputs.part(row_W))
+        outs.append((row_W, out))
+        rows_before = rows
+    return _in_place(outs, len(parents))
+
+
+def _branch_by_branch(
+    recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
+) -> Tensor:
+    """Return the outputs of all rows, one by one; a state goes when its last child has begun."""
+    outs = list[tuple[Tensor, Tensor]]()
+    states = {BASE: base}
+    num_waiting = Counter(parents[row] for rows, _ in steps for row in rows)
+    for (row,), row_W in steps:
+        parent = parents[row]
+        num_waiting[parent] -= 1
+        state = states[parent] if num_waiting[parent] else states.pop(parent)
+        out, state = recurrence.step(state, inputs.part(row_W))
+        outs.append((row_W, out))
+        if num_waiting[row]:
+            states[row] = state
+    return _in_place(outs, len(parents))
+
+
+def _in_place(outs: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
+    """Return outputs (T, ...), each where its row is; zeros for rows that did not run."""
+    first = outs[0][1]
+    whole = first.new_zeros(num_rows, *first.shape[1:])
+    for row_W, out in outs:
+        whole[row_W] = out
+    return whole

@@ -58,7 +58,7 @@ class Target:
             last one, because some rotary embeddings (dynamic, longrope) turn every row by the
             largest position of a pass.
         device: that it computes on.
-        on_layer: hears of every layer that has run.
+        on_layer: hears of every layer of a sweep that has run.
         experts: routed ones, where they come on demand.
     """
 
@@ -70,7 +70,7 @@ class Target:
         *,
         device: Device = HOST,
         kernels: KernelSet = REFERENCES,
-        on_layer: Callable[[], None] = lambda: None,
+        on_layer: Callable[[int], None] = lambda layer: None,
         experts: ExpertPool | None = None,
     ) -> None:
         self.experts = experts
@@ -82,10 +82,9 @@ class Target:
         self._cache_slots = plan.cache_slots
         self._gather = kernels.kv_commit
         self._device = device
-        self._on_layer = on_layer
         # to be entered by every thread that computes with it
         self.computing = device.computing
-        model.stream_layers(stream.acquire, self._release)
+        model.stream_layers(stream, on_layer)
         if experts is not None:
             model.bring_experts(experts.bring)
 
@@ -206,11 +205,6 @@ class Target:
 
     def _positions(self, offset_T: Tensor, cache: KVCache) -> Tensor:
         return (offset_T + cache.length).clamp(max=self._last_position)
-
-    def _release(self, layer: int) -> None:
-        self.stream.release(layer)
-        if layer < self._model.num_layers:  # others are no part of a sweep
-            self._on_layer()
 
 
 def _prompts_then_trees(parts: Sequence[BatchPart], nums_pending: Sequence[int]) -> list[BatchPart]:

@@ -19,7 +19,6 @@ from torch import Tensor
 from offload.kernels.machine_code import Shared
 from offload.machine import num_cores
 from offload.memory.sizes import PATH_SCRATCH_BYTES
-from offload.model.scratch import Scratch
 
 # products of numbers that one thread makes at least before it asks for more
 _SHARE = 1 << 21
@@ -132,14 +131,22 @@ def _help(inbox: SimpleQueue[_Task]) -> None:
 TEAM = ThreadTeam()
 
 
-class _OfThread(local):
-    """Room of each thread for the part that it computes."""
+class ThreadRoom(local):
+    """Room of each thread for the parts that it computes: fresh memory takes longer than products."""
 
     def __init__(self) -> None:
-        self.room = Scratch(_ROOM_BYTES)
+        self._numbers = torch.empty(0, dtype=torch.float32)
+
+    def of(self, num: int) -> Tensor:
+        """Return at least so many uninitialised numbers in float32; kept are no more than a few."""
+        if 4 * num > _ROOM_BYTES:
+            return torch.empty(num, dtype=torch.float32)
+        if num > len(self._numbers):
+            self._numbers = torch.empty(num, dtype=torch.float32)
+        return self._numbers
 
 
-THREAD = _OfThread()
+ROOM = ThreadRoom()
 
 
 def compute(work: Shared) -> Tensor:
@@ -149,7 +156,7 @@ def compute(work: Shared) -> Tensor:
     work.begin(at_once)
 
     def take_parts() -> None:
-        work.take_parts(THREAD.room.whole(work.num_room))
+        work.take_parts(ROOM.of(work.num_room))
 
     TEAM.run(take_parts, most=-(-work.num_parts // at_once))
     return work.out

@@ -18,12 +18,13 @@ from offload.errors import UserError
 from offload.kernels.path_attention import PathRows, Window, first_seen
 from offload.model import attention
 from offload.model.bound import BoundModel
+from offload.model.feed_forward import take_rows_in_parts
 from offload.model.indexed import ChoosingMask, has_index, shares_index
 from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
-from offload.model.meta import attention_windows, cut_stack
-from offload.model.parts import BatchMask, BatchPart, causal, lay, seen_by, take_rows_in_parts
-from offload.model.path_attention import InvariantAttention, attend_along_paths, path_rows
+from offload.model.layer_stacks import attention_windows, cut_stack
+from offload.model.parts import BatchMask, BatchPart, PassCache, causal, lay
+from offload.model.path_attention import attend_along_paths, path_rows
 from offload.model.recurrent import has_states, new_cache
 from offload.model.thread_team import TEAM
 from offload.model.wide_products import WideProducts, lacks_products
@@ -33,8 +34,8 @@ from offload.sampling.logits import Logits
 Masks = Mapping[Window, Tensor | PathRows | BatchMask | None]
 # `path_attention_kernel`, or what computes the same
 Attend = Callable[..., Tensor]
-# token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
-Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
+# the rows of one text, num_logits -> logits, or None to decline
+Replay = Callable[[BatchPart, int], Tensor | None]
 _HOST = torch.device("cpu")
 # Up to so many rows one thread does what lies between products sooner than others would wake up.
 _TEAM_ROWS = 256
@@ -45,6 +46,7 @@ class TreeModel(BoundModel):
 
     Attributes:
         start: ids that stand between a prompt and the new text; an encoder has read the prompt.
+        kernel: what computes attention along paths in place of torch, see `attend_with`.
     """
 
     start: tuple[int, ...] = ()
@@ -57,9 +59,8 @@ class TreeModel(BoundModel):
         self._windows = attention_windows(self.meta_model.config, len(self._layers))
         self._masks: Masks = {}
         self._replay: Replay | None = None
-        self._kernel: Attend | None = None
+        self.kernel: Attend | None = None
         self._invariant: InvariantRows | None = None
-        self._invariant_attention: InvariantAttention | None = None
         self._chooses = [has_index(layer) for layer in self._layers]
         # layers that choose do so among the positions of paths
         self._is_by_path = self.has_index
@@ -92,7 +93,6 @@ class TreeModel(BoundModel):
         finally:
             self._is_cut = False
 
-    @torch.inference_mode()
     def forward(
         self,
         token_T: Tensor,
@@ -112,16 +112,8 @@ class TreeModel(BoundModel):
             cache: holds P committed positions, which every row sees.
             num_logits: how many of the last rows to score; 0 scores all.
         """
-        if self._replay is not None:
-            logits = self._replay(token_T, position_U, ancestor_TU, cache, num_logits)
-            if logits is not None:
-                return logits
-        num_rows, num_uncommitted = ancestor_TU.shape
-        cache.place(num_uncommitted - num_rows, num_rows)
-        cache.take_rows(ancestor_TU, self._invariant)
-        position_T = self.send(position_U[-num_rows:])
-        masks = self._masks_of(position_U, ancestor_TU, cache)
-        return self.run(token_T, position_T, masks, cache, num_logits=num_logits)
+        part = BatchPart(token_T, position_U, ancestor_TU, cache)
+        return self.forward_parts([part], num_logits=num_logits)
 
     def forward_chain(self, token_T: Tensor, cache: KVCache, *, num_logits: int = 0) -> Tensor:
         """Run tokens that follow one another behind what a cache has committed, see `forward`."""
@@ -131,15 +123,21 @@ class TreeModel(BoundModel):
 
     @torch.inference_mode()
     def forward_parts(self, parts: Sequence[BatchPart], *, num_logits: int = 0) -> Tensor:
-        """Run the rows of several texts, part behind part. More than one needs `share_passes`."""
-        if len(parts) == 1:
-            return self.forward(*parts[0], num_logits=num_logits)
+        """Run rows part behind part, see `forward`. More than one part needs `share_passes`."""
+        if self._replay is not None and len(parts) == 1:
+            logits = self._replay(parts[0], num_logits)
+            if logits is not None:
+                return logits
         token_T = torch.cat([part.token_T for part in parts])
         position_T = torch.cat([part.position_U[-len(part.token_T) :] for part in parts])
         cache = lay(parts, self._invariant)
-        masks = [self._masks_of(*part[1:]) for part in parts]
-        joint = {one: seen_by(cache.parts, [own[one] for own in masks]) for one in self.windows}
-        return self.run(token_T, self.send(position_T), joint, cache, num_logits=num_logits)
+        masks, *others = [self._masks_of(*part[1:]) for part in parts]
+        if others:
+            masks = {
+                window: BatchMask(cache.parts, [mask, *(own[window] for own in others)])
+                for window, mask in masks.items()
+            }
+        return self.run(token_T, self.send(position_T), masks, cache, num_logits=num_logits)
 
     @torch.inference_mode()
     def score(self, parts: Sequence[BatchPart], *, num_logits: int, max_rows: int) -> Logits:
@@ -182,11 +180,11 @@ class TreeModel(BoundModel):
         token_T: Tensor,
         position_T: Tensor,
         masks: Masks,
-        cache: KVCache,
+        cache: PassCache,
         *,
         num_logits: int = 0,
     ) -> Tensor:
-        """Run a pass over rows whose places `cache` has been told; return what `forward` does.
+        """Run a pass over rows that were laid out; return what `forward` does.
 
         `masks` has an additive mask (1, 1, T, S) for each of `windows`, or rows with their paths.
         """
@@ -240,14 +238,13 @@ class TreeModel(BoundModel):
         if rows is not None and not self._takes_paths():
             kind = self.meta_model.config.model_type
             raise UserError(f"{kind} models calculate with masks of their own")
-        if rows is None and self._kernel is None:
+        if rows is None and self.kernel is None:
             self.meta_model.set_attn_implementation(self._usual_attention)
         # one product for each, whose rows can be padded
         experts = self._usual_experts if rows is None else "eager"
         if experts is not None:
             self.meta_model.set_experts_implementation(experts)
         self._invariant = rows
-        self._invariant_attention = None if rows is None else InvariantAttention(rows)
 
     def share_passes(self) -> None:
         """Let several texts share a pass; families with attention of their own follow paths then.
@@ -329,13 +326,16 @@ class TreeModel(BoundModel):
         Where layers choose, the kernel's reference goes on.
         """
         can_be = kernel is not None and not self.has_index and self._takes_paths()
-        self._kernel = kernel if can_be else None
+        self.kernel = kernel if can_be else None
 
     @property
     def attend(self) -> Attend | None:
         """Return what computes attention along paths; None where rows have masks."""
-        usual = attend_along_paths if self._is_by_path else None
-        return self._kernel or self._invariant_attention or usual
+        if self.kernel is not None:
+            return self.kernel
+        if self._invariant is not None:
+            return partial(attend_along_paths, multiply=self._invariant.multiply)
+        return attend_along_paths if self._is_by_path else None
 
     def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
         """Return what rows of one text see, by window: positions on their paths, or masks."""

@@ -220,7 +220,7 @@ def test_keys_and_values_of_all_texts_take_what_was_planned(pair: Pair, parallel
     with opened(pair, "8x3", parallel=parallel) as decoder:
         decoder.generate([5, 9], max_new_tokens=2)
         buffers = decoder._pool.caches.target._buffers.of_layer
-        assert sum(states.nbytes for held in buffers.values() for states in held.values()) == decoder.plan.kv_bytes
+        assert sum(states.nbytes for held in buffers for states in held.values()) == decoder.plan.kv_bytes
 
 
 def test_what_a_cancelled_text_had_not_taken_in_yet_is_copied(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

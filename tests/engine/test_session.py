@@ -24,6 +24,7 @@ from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.session import _caches, can_use, check_session
 from offload.errors import UserError
+from offload.model.kv_cache import VALUES
 from offload.model.target import BatchEntry
 from offload.planning.load_options import LoadOptions
 from offload.sampling_options import Sampling
@@ -87,7 +88,7 @@ def test_without_its_keys_and_values_the_prompt_would_be_read(tmp_path: Path, mo
         assert whole[NUM_FIRST:] == rest and taken[0] == len(tokens) - 1
         decoder.load_session(tmp_path / "text.session")
         with torch.inference_mode():
-            decoder._pool.caches.target.layers[0].values.zero_()
+            decoder._pool.caches.target.held(0)[VALUES].zero_()
         assert gone_on(decoder, tokens).token_ids != rest
 
 

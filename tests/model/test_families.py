@@ -29,7 +29,8 @@ from transformers import (
 import offload
 from offload.checkpoint.families import REFUSED as REFUSED_BY_NAME
 from offload.checkpoint.safetensors import Checkpoint
-from offload.model.meta import attention_windows, build_meta_model
+from offload.model.layer_stacks import attention_windows
+from offload.model.meta import build_meta_model
 from offload.sampling_options import Sampling
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -186,8 +187,7 @@ def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
         num_kept = len(held) - 1 if is_attending else 0
         assert kept == num_kept, "shapes are told rightly from the config"
         cache = decoder.begin(PROMPT, Sampling()).caches.target  # the one that was written with
-        layers = [layer for layer in cache.layers if layer.is_initialized]
-        kv_bytes = sum(one.nbytes for layer in layers for one in layer.held.values())
+        kv_bytes = sum(one.nbytes for layer in range(cache.num_layers) for one in cache.held(layer).values())
     with choices_beyond_doubt() if theirs.config.model_type in INDEXED else nullcontext():
         assert got.token_ids == greedy_choices(theirs.eval(), got.token_ids, PROMPT)
     slots_bytes = got.plan.num_slots * got.plan.slot_bytes

@@ -40,8 +40,9 @@ from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.memory.planner import ModelFiles
 from offload.model import indexed, meta
 from offload.model.indexed import Choice, Pool, choose, index_scores
+from offload.model.kv_cache import KVCache
 from offload.model.meta import build_meta_model
-from offload.model.parts import BatchMask, PartMask
+from offload.model.parts import BatchMask, PartRows
 from offload.model.path_attention import path_attention, path_rows
 from offload.planning.shares import require_no_states
 
@@ -161,7 +162,7 @@ def test_texts_share_passes_and_a_prompt(folder: Path) -> None:
 def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     shape, cache = model_shape(checkpoint, "float32"), filled_cache(resident_model(checkpoint, "float32"))
-    held = [(name, one.nbytes) for layer in cache.layers for name, one in layer.held.items()]
+    held = [(name, one.nbytes) for layer in range(cache.num_layers) for name, one in cache.held(layer).items()]
     index_bytes = sum(size for name, size in held if name == "index")
     assert index_bytes == 80 * shape.index_bytes_per_token > 0
     assert sum(size for _, size in held) <= 80 * shape.kv_bytes_per_token
@@ -330,11 +331,15 @@ def test_texts_that_share_a_pass_choose_among_their_own() -> None:
     gap_SW = torch.full((7, WIDTH), torch.nan)  # slots that nothing was written to
     state_SW = torch.cat([one[2][2], gap_SW, other[2][2]])
     num_first = len(one[2][2])
-    parts = (PartMask(0, 9, 0, num_first, one[0]), PartMask(9, 21, num_first + 7, len(state_SW), other[0]))
+    caches = [KVCache(1, num_first + 7) for _ in range(2)]
+    KVCache.side_by_side(caches)
+    num_other = len(state_SW) - num_first - 7
+    parts = (PartRows(caches[0], 0, 9, num_first - 9), PartRows(caches[1], 9, 21, num_other - 12))
+    seen = BatchMask(parts, (one[0], other[0]))
     for choice in CHOICES.values():
-        got = choose(choice, BatchMask(parts), query_THK, weight_TH, state_SW)
-        for part, (rows, paths, what) in zip(got.parts, (one, other), strict=True):
-            assert chosen(part.mask, paths) == chosen(choose(choice, rows, *what), paths)
+        got = choose(choice, seen, query_THK, weight_TH, state_SW)
+        for mask, (rows, paths, what) in zip(got.masks, (one, other), strict=True):
+            assert chosen(mask, paths) == chosen(choose(choice, rows, *what), paths)
 
 
 def test_scores_are_added_up_over_heads() -> None:

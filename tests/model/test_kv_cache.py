@@ -15,7 +15,8 @@ from torch import Tensor
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
-from offload.model.kv_cache import KVCache
+from offload.model.kv_cache import KEYS, VALUES, KVCache
+from offload.model.parts import PartRows, PassCache
 
 NUM_LAYERS, NUM_SLOTS, NUM_HEADS, WIDTH = 2, 40, 3, 4
 Gather = Callable[..., None]
@@ -28,20 +29,25 @@ def rows_of(numbers: Sequence[int], layer: int) -> Tensor:
     return (row_T + 1000 * layer)[None, None, :, None] + 100 * head_1G1K
 
 
+def placed(cache: KVCache, num_rows: int, num_uncommitted: int = 0) -> PassCache:
+    return PassCache([PartRows(cache, 0, num_rows, cache.place(num_uncommitted, num_rows))])
+
+
 def write(cache: KVCache, numbers: Sequence[int], num_uncommitted: int = 0) -> None:
-    cache.place(num_uncommitted, len(numbers))
+    pass_ = placed(cache, len(numbers), num_uncommitted)
+    assert pass_.get_seq_length() == cache.length + num_uncommitted
     for layer in range(NUM_LAYERS):
-        keys, values = cache.update(rows_of(numbers, layer), -rows_of(numbers, layer), layer)
+        keys, values = pass_.update(rows_of(numbers, layer), -rows_of(numbers, layer), layer)
         assert keys.shape[2] == values.shape[2] == cache.length + num_uncommitted + len(numbers)
 
 
 def committed(cache: KVCache) -> list[int]:
     """The row numbers that the cache keeps; all layers, heads, keys and values must agree."""
-    row_P = cache.layers[0].keys[0, 0, : cache.length, 0]
+    row_P = cache.held(0)[KEYS][0, 0, : cache.length, 0]
     for layer in range(NUM_LAYERS):
         wanted = rows_of(row_P.int().tolist(), layer)
-        assert torch.equal(cache.layers[layer].keys[:, :, : cache.length], wanted)
-        assert torch.equal(cache.layers[layer].values[:, :, : cache.length], -wanted)
+        assert torch.equal(cache.held(layer)[KEYS][:, :, : cache.length], wanted)
+        assert torch.equal(cache.held(layer)[VALUES][:, :, : cache.length], -wanted)
     return [int(row) for row in row_P]
 
 
@@ -56,11 +62,11 @@ def test_commit_keeps_the_chosen_rows_in_their_order(seed: int) -> None:
         path = sorted(rng.choice(len(numbers), int(rng.integers(0, len(numbers) + 1)), replace=False).tolist())
         cache.commit(path)
         kept += [numbers[row] for row in path]
-        assert committed(cache) == kept and cache.length == cache.get_seq_length() == len(kept)
+        assert committed(cache) == kept and cache.length == len(kept)
 
 
 def rows_behind(cache: KVCache, num_rows: int) -> list[int]:
-    return (-cache.layers[1].values[0, 0, cache.length :, 0] - 1000).int().tolist()[:num_rows]
+    return (-cache.held(1)[VALUES][0, 0, cache.length :, 0] - 1000).int().tolist()[:num_rows]
 
 
 @matrix("seed", range(20), always=[0, 1], daily=3)
@@ -99,7 +105,7 @@ def test_a_text_that_keeps_nothing_starts_behind_the_committed_rows_and_clear_fo
     cache = KVCache(NUM_LAYERS, NUM_SLOTS)
     write(cache, [1, 2, 3])
     cache.commit([1], [2])
-    assert (cache.num_uncommitted, cache.get_seq_length()) == (1, 2)
+    assert (cache.num_uncommitted, cache.length) == (1, 1)
     write(cache, [8, 9], num_uncommitted=1)
     cache.commit([0, 2])
     assert committed(cache) == [2, 3, 9] and cache.num_uncommitted == 0
@@ -118,9 +124,9 @@ def test_a_text_that_keeps_nothing_starts_behind_the_committed_rows_and_clear_fo
     cache.clear(5)
     assert committed(cache) == [1, 2, 3], "there is no more to keep than there is"
     cache.clear(2)
-    assert committed(cache) == [1, 2] and cache.length == cache.get_seq_length() == 2
+    assert committed(cache) == [1, 2] and cache.length == 2
     cache.clear()
-    assert cache.length == cache.get_seq_length() == 0
+    assert cache.length == 0
     write(cache, [7])
     cache.commit([0])
     assert committed(cache) == [7]
@@ -136,7 +142,7 @@ def test_a_row_that_never_ran_is_counted_and_holds_numbers() -> None:
     write(cache, [7], num_uncommitted=3)
     cache.place(4, 2)
     write(cache, [8], num_uncommitted=6)
-    assert torch.isfinite(cache.layers[0].keys).all()
+    assert torch.isfinite(cache.held(0)[KEYS]).all()
     cache.commit([3, 6])
     assert committed(cache) == [7, 8]
 
@@ -154,8 +160,7 @@ def test_passes_over_one_tree_stand_behind_each_other_and_an_abandoned_one_leave
     cache = KVCache(NUM_LAYERS, NUM_SLOTS)
     write(cache, [1, 2, 3])
     cache.commit([0, 1, 2])
-    cache.place(0, 2)
-    cache.update(rows_of([8, 9], 0), rows_of([8, 9], 0), 0)  # the second layer never ran
+    placed(cache, 2).update(rows_of([8, 9], 0), rows_of([8, 9], 0), 0)  # the second layer never ran
     assert committed(cache) == [1, 2, 3]
     write(cache, [4])
     cache.commit([0])
@@ -165,12 +170,12 @@ def test_passes_over_one_tree_stand_behind_each_other_and_an_abandoned_one_leave
 def test_buffers_are_allocated_once_and_more_rows_than_slots_are_our_own_bug() -> None:
     cache = KVCache(NUM_LAYERS, NUM_SLOTS)
     write(cache, [1])
-    addresses = [layer.keys.data_ptr() for layer in cache.layers]
+    addresses = [cache.held(layer)[KEYS].data_ptr() for layer in range(NUM_LAYERS)]
     for _ in range(3):
         cache.commit([0])
         write(cache, [2])
-    assert [layer.keys.data_ptr() for layer in cache.layers] == addresses
-    assert all(layer.keys.shape == (1, NUM_HEADS, NUM_SLOTS, WIDTH) for layer in cache.layers)
+    assert [cache.held(layer)[KEYS].data_ptr() for layer in range(NUM_LAYERS)] == addresses
+    assert all(cache.held(layer)[KEYS].shape == (1, NUM_HEADS, NUM_SLOTS, WIDTH) for layer in range(NUM_LAYERS))
     # More rows than slots are our own bug.
     cache = KVCache(NUM_LAYERS, NUM_SLOTS)
     write(cache, list(range(30)))

@@ -32,8 +32,15 @@ from offload.memory.planner import ModelFiles
 from offload.model import recurrences, recurrent
 from offload.model.meta import build_meta_model
 from offload.model.recurrent import _by_device
-from offload.model.recurrent_cache import PassRows, Point, RecurrentCache, _by_branches, _by_levels
-from offload.model.recurrent_rows import BASE, RowTree, previous_inputs
+from offload.model.recurrent_cache import RecurrentCache
+from offload.model.recurrent_rows import (
+    BASE,
+    RowTree,
+    TreeRows,
+    _branch_by_branch,
+    _level_by_level,
+    previous_inputs,
+)
 from offload.model.thread_team import TEAM
 from offload.model.tree_model import TreeModel
 from offload.planning.shares import require_no_states
@@ -179,7 +186,7 @@ def test_a_wide_tree_holds_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
     own = recurrences.GatedDelta(qwen3_5.torch_chunk_gated_delta_rule, qwen3_5.torch_recurrent_gated_delta_rule)
     parents = [*[-1] * 64, *range(192)]  # four levels of 64
     tree = tree_of(parents)
-    rows = PassRows(0, len(parents), Point(0), Point(0), tree)
+    rows = TreeRows(tree, 0)
     inputs = recurrences.Inputs(delta_rows(len(parents)), {"use_qk_l2norm_in_kernel": True})
     base, alive, most = own.start(inputs), list[weakref.ref[torch.Tensor]](), 0
     step = own.step
@@ -194,7 +201,7 @@ def test_a_wide_tree_holds_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(own, "step", counted)
     outs = []
-    for run, is_wide, limit in ((_by_levels, True, 2 * 64), (_by_branches, False, 8 + 2)):
+    for run, is_wide, limit in ((_level_by_level, True, 2 * 64), (_branch_by_branch, False, 8 + 2)):
         alive.clear()
         most = 0
         steps = rows.steps(base.device, is_wide=is_wide)
@@ -489,13 +496,8 @@ def test_a_convolution_sees_its_path(num_taps: int) -> None:
         assert places[row].tolist() == seen
 
 
-def test_what_is_kept_hangs_behind_the_path() -> None:
+def test_what_is_committed_is_a_path() -> None:
     tree = tree_of([BASE, 0, 0, 1, 1, 2, 3])
     tree.check([0, 1, 3])
-    tree.keep([0, 1], [3, 4, 6])
-    assert tree.parents == [BASE, BASE, 0]
     with pytest.raises(AssertionError, match="a path follows the tree"):
         tree.check([1, 2])
-    tree.keep([0], [1])  # which hung elsewhere
-    with pytest.raises(AssertionError, match="dropped"):
-        tree.with_ancestors([0])

@@ -77,7 +77,7 @@ def opened(
         stream = open_layers(source, model.layer_layouts, plan, HOST, resources)
         stream.load_resident()
         if runs:
-            model.stream_layers(stream.acquire, stream.release)
+            model.stream_layers(stream)
         assert [layout.slab_bytes for layout in model.layer_layouts] <= list(plan.layer_bytes)
         assert model.rest_layout.slab_bytes <= plan.rest_bytes
         yield model, stream
@@ -130,7 +130,7 @@ def run_parts(parts: Sequence[tuple[SectionModel, LayerStream]]) -> list[Tensor]
 
     given = play(run, caches)
     for (model, _), cache in zip(parts, caches, strict=True):
-        assert len(cache.layers) == model.num_layers == sum(layer.is_initialized for layer in cache.layers)
+        assert cache.num_layers == model.num_layers == sum(bool(cache.held(layer)) for layer in range(cache.num_layers))
     return given
 
 

@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from offload.memory.sizes import PATH_SCRATCH_BYTES
-from offload.model import wide_products
+from offload.model import thread_team, wide_products
 from offload.model.invariant import InvariantRows
-from offload.model.scratch import Scratch
+from offload.model.thread_team import ThreadRoom
 from offload.model.wide_products import WideProducts, linear, product_for
 
 CHANCE = torch.Generator().manual_seed(3)
@@ -76,24 +76,17 @@ class Largest(TorchFunctionMode):
         return out
 
 
-def test_few_numbers_are_wide_at_once_and_a_scratch_gives_no_more_room_than_it_may() -> None:
+def test_few_numbers_are_wide_at_once_and_a_thread_keeps_little_room() -> None:
     rows, weight = numbers(700, 6000), numbers(500, 6000)
     with Largest(torch.float32) as largest:
         linear(rows, weight)
     assert 0 < largest.num_bytes <= PATH_SCRATCH_BYTES // 4
-    # A scratch gives room anew and no more than it may.
-    scratch, host, places = Scratch(4000), torch.device("cpu"), []
-    for _ in range(3):
-        scratch.begin()
-        first, second = scratch.take((10, 20), host), scratch.take((30,), host)
-        first.fill_(1)
-        second.fill_(2)
-        assert float(first.sum()) == 200
-        places.append(first.data_ptr())
-    assert places[1] == places[2]
-    assert scratch.take((5000,), host).shape == (5000,)
-    scratch.begin()
-    assert scratch.take((10, 20), host).untyped_storage().nbytes() == 4000
+    # A thread keeps no more room than it may.
+    room = ThreadRoom()
+    kept = room.of(100)
+    assert len(kept) == 100 and room.of(90).data_ptr() == kept.data_ptr()
+    assert len(room.of(thread_team._ROOM_BYTES)) == thread_team._ROOM_BYTES
+    assert room.of(100).data_ptr() == kept.data_ptr()
 
 
 @pytest.mark.usefixtures("narrow")

@@ -330,14 +330,14 @@ def test_bytes_may_come_from_anywhere(tmp_path: Path) -> None:
 
 
 def logits_of_a_generation(target: Path, ram: int) -> list[torch.Tensor]:
-    seen, forward = list[torch.Tensor](), TreeModel.forward
+    seen, forward = list[torch.Tensor](), TreeModel.forward_parts
 
     def watch(*what: Any, **how: Any) -> torch.Tensor:
         seen.append(forward(*what, **how))
         return seen[-1]
 
     how: dict[str, Any] = {"context": 128, "threads": 1, "invariant": False, "tree": "none"}
-    with offload.load(target, ram=ram, **how) as decoder, patch.object(TreeModel, "forward", watch):
+    with offload.load(target, ram=ram, **how) as decoder, patch.object(TreeModel, "forward_parts", watch):
         decoder.target.stream.poison_released = True
         decoder.generate([5, 6, 7], max_new_tokens=12)
     return seen

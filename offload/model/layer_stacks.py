@@ -1,0 +1,99 @@
+"""The layers of a meta model: where they stand, what is left of them, and how far back each one sees."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from offload.checkpoint.cuts import Section
+from offload.checkpoint.safetensors import Checkpoint
+from offload.errors import UserError
+from offload.kernels.path_attention import AttentionChunk, Window
+
+_MAX_WINDOW = 1 << 31
+_INSEPARABLE = {
+    "is_encoder_decoder": "its encoder is run by the rank that has the prompt",
+    "num_kv_shared_layers": "layers that share keys and values of others",
+    "hidden_size_per_layer_input": "inputs of their own for every layer",
+}
+
+
+def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
+    """Return the layers of the decoder, and of an encoder where there is one."""
+    parts = [meta_model.get_decoder()]
+    if meta_model.config.is_encoder_decoder:
+        parts.append(meta_model.get_encoder())
+    return [getattr(part, _stack_name(meta_model)) for part in parts]
+
+
+def _stack_name(meta_model: PreTrainedModel) -> str:
+    return "block" if meta_model.config.is_encoder_decoder else "layers"
+
+
+@contextmanager
+def cut_stack(meta_model: PreTrainedModel, kept: slice) -> Iterator[None]:
+    """Leave the decoder these layers alone meanwhile; its config tells of their kinds."""
+    decoder = meta_model.get_decoder()
+    name = _stack_name(meta_model)
+    layers = getattr(decoder, name)
+    config = decoder.config
+    kinds = getattr(config, "layer_types", None)
+    try:
+        setattr(decoder, name, layers[kept])
+        _tell_kinds(config, kinds and kinds[kept])
+        yield
+    finally:
+        setattr(decoder, name, layers)
+        _tell_kinds(config, kinds)
+
+
+def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: Section) -> None:
+    """Leave the decoder these layers alone, for good, numbered from 0. Raises `UserError`."""
+    config = meta_model.config
+    decoder = meta_model.get_decoder()
+    for name, what in _INSEPARABLE.items():
+        if getattr(config, name, None):
+            kind = f"{checkpoint.directory.name}: model type {config.model_type}"
+            rule = f"cannot be divided by layers ({what})"
+            raise UserError(f"{kind} {rule}: let one rank have all of it")
+    kept = slice(section.first, section.last)
+    layers = decoder.layers[kept]
+    kinds = getattr(config, "layer_types", None)
+    for module in layers.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx -= section.first
+    decoder.layers = layers
+    config.num_hidden_layers = len(layers)
+    _tell_kinds(config, kinds and kinds[kept])
+
+
+def _tell_kinds(config: Any, kinds: list[str] | None) -> None:
+    """Set the kinds of layers; families that compute them from something else ask their layers."""
+    if kinds:
+        with suppress(AttributeError):
+            config.layer_types = kinds
+
+
+def attention_windows(config: Any, num_layers: int) -> list[Window]:
+    """Return how far back each layer sees. Raises `UserError` for what is no number."""
+    window = _num_keys(config, "sliding_window")
+    chunk = _num_keys(config, "attention_chunk_size")
+    usual = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * num_layers
+    reach: dict[str, Window] = {
+        "sliding_attention": window,
+        "chunked_attention": AttentionChunk(chunk) if chunk else None,
+    }
+    if config.model_type == "minimax":  # calls them so whatever their window
+        reach["full_attention"] = window
+    return [reach.get(kind) for kind in kinds]
+
+
+def _num_keys(config: Any, name: str) -> int | None:
+    size = getattr(config, name, None) or None
+    if size is not None and (type(size) is not int or not 0 < size < _MAX_WINDOW):
+        rule = f"{name} in config.json must be a whole number or null"
+        raise UserError(f"{rule}, got {size!r:.80}: fix it")
+    return size
