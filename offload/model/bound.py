@@ -33,6 +33,7 @@ from offload.model.experts import (
     let_experts_choose_rows,
     sample_of,
 )
+from offload.model.feed_forward import take_rows_in_parts
 from offload.model.layer_stacks import keep_section, layer_stacks
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, too_old
@@ -109,12 +110,7 @@ class BoundModel:
         self._layers, *others = layer_stacks(self.meta_model)
         self._blocks = [block for stack in (self._layers, *others) for block in stack]
         self._tables = tables_around(self.meta_model, self._blocks) if has_host_table else []
-        # what a family computes at construction (rotary frequencies) goes where it is used
-        for module in self.meta_model.modules():
-            where = _HOST if module in self._tables else place
-            for key, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
-                    module._buffers[key] = buffer.to(where)
+        self._send_buffers()
 
         # slabs: one for each layer, one for what lies around them, and one for what is coded there
         self._layer_places = [below(places, names[block]) for block in self._blocks]
@@ -128,6 +124,18 @@ class BoundModel:
         self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        # others would expand their weights for each part
+        is_plain = self.held is None and not any(one.coded for one in self._layouts)
+        if place.type == "cpu" and is_plain:
+            take_rows_in_parts(self._layers)
+
+    def _send_buffers(self) -> None:
+        """Let what a family computes at construction (rotary frequencies) lie where it is used."""
+        for module in self.meta_model.modules():
+            where = _HOST if module in self._tables else self.place
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[key] = buffer.to(where)
 
     def _expand_late(
         self, names: Mapping[nn.Module, str], coded: Mapping[str, Sequence[TensorPart]]

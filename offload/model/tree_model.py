@@ -18,7 +18,6 @@ from offload.errors import UserError
 from offload.kernels.path_attention import PathRows, Window, first_seen
 from offload.model import attention
 from offload.model.bound import BoundModel
-from offload.model.feed_forward import take_rows_in_parts
 from offload.model.indexed import ChoosingMask, has_index, shares_index
 from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
@@ -70,10 +69,6 @@ class TreeModel(BoundModel):
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
         self._usual_experts = getattr(config, "_experts_implementation", None)
-        # others would expand their weights for each part
-        is_plain = checkpoint.held is None and not any(one.coded for one in self._layouts)
-        if place.type == "cpu" and is_plain:
-            take_rows_in_parts(self._layers)
         for index, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
             give = partial(self._give_mask, window, index)
             self._hooks.append(layer.register_forward_pre_hook(give, with_kwargs=True))
