@@ -30,6 +30,7 @@ from offload.checkpoint.download import (
 )
 from offload.checkpoint.families import (
     TextPart,
+    has_encoder,
     text_part,
     with_shared_layers,
     with_text_sizes,
@@ -133,6 +134,11 @@ class Checkpoint:
     def is_copy(self) -> bool:
         """Return whether it is a self draft: the target, quantised."""
         return self.held is not None and self.held.is_copy
+
+    @property
+    def has_encoder(self) -> bool:
+        """Return whether an encoder reads the prompt."""
+        return has_encoder(self.config)
 
     @property
     def num_bytes(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun
 from offload.engine.session import check_session, require_sessions
 from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary, load_tokenizer
-from offload.model.opening import open_model
+from offload.model.encoder_decoder import EncoderDecoderModel
 from offload.model.tree_model import TreeModel
 from offload.sampling.grammar_mask import Grammars
 from offload.streaming.device import HOST, Device
@@ -47,6 +48,14 @@ class ModelPair:
     damage: list[str]
     grammars: Grammars
     identities: Identities
+
+
+def open_model(
+    checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = HOST.place, **more: Any
+) -> TreeModel:
+    """Return the model without its layers' weights. Raises `UserError` for what cannot run."""
+    kind = EncoderDecoderModel if checkpoint.has_encoder else TreeModel
+    return kind(checkpoint, dtype, place, **more)
 
 
 def open_pair(

@@ -13,9 +13,8 @@ from torch import Tensor
 from offload.calibration import expansions as expansion_choice
 from offload.calibration.expansions import WITHOUT_NUMBA, KernelChoice, choose_expansion
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine.build import resident_model
+from offload.engine.build import open_model, resident_model
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE
-from offload.model.opening import open_model
 from offload.model.tree_model import TreeModel
 from offload.streaming.device import HOST
 from offload.streaming.disk import DiskReader
