@@ -15,7 +15,6 @@ Invariants: every Grow gets one answer. Which nodes it has, and in which order, 
 much was run ahead, only how soon it comes; parents come before their children.
 """
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from offload.engine.sharing import num_shared
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
+from offload.trees.topology import GrownNode, grow_best_first
 
 _ROWS_PER_PASS = 8  # at most
 
@@ -126,16 +126,16 @@ class DraftTree:
         return nodes, to_run
 
     def _in_order(self, least_f: float, least_p: float) -> Iterator[DraftNode]:
-        """Yield the root, then all known nodes by falling f, of siblings one after the other."""
+        """Return the root, then all known nodes by falling f, above these bounds."""
         least_log_f = self.root.log_f + (math.log(least_f) if least_f > 0 else -math.inf)
-        serial = count(1)
-        heap = [(-self.root.log_f, 0, [self.root], 0)]
-        while heap:
-            _, _, siblings, index = heapq.heappop(heap)
-            yield siblings[index]
-            for others, at in ((siblings, index + 1), (siblings[index].children or [], 0)):
-                if at < len(others) and others[at].p >= least_p and others[at].log_f >= least_log_f:
-                    heapq.heappush(heap, (-others[at].log_f, next(serial), others, at))
+
+        def below(node: GrownNode[DraftNode]) -> Iterator[tuple[float, DraftNode]]:
+            for child in node.place.children or ():
+                if child.p < least_p or child.log_f < least_log_f:
+                    return
+                yield child.log_f, child
+
+        return (node.place for node in grow_best_first(self.root, below, self.root.log_f))
 
     def run(self, nodes: Sequence[DraftNode]) -> None:
         """Score nodes whose parents were run, in one pass; the root comes alone."""

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from offload.distributed.head import Head
-from offload.drafting.base import NoState
 from offload.drafting.lookup import NO_SOURCES, LookupDrafter
 from offload.engine.decoder import Decoder, RunStart
 from offload.engine.decoder_config import DecoderConfig
@@ -39,7 +38,7 @@ def check_stages(request: Request) -> None:
         raise UserError(f"stages draw without a grammar, got {request.grammar}: {remedy}")
 
 
-class NullCache(NoState):
+class NullCache:
     """What stands for a cache here; of the text before, `length` tokens may be kept."""
 
     length = 0

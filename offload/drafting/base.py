@@ -61,16 +61,6 @@ def root_alone(tokens: Sequence[int]) -> TokenTree:
     return TokenTree(chain(0), torch.tensor(tokens[-1:]))
 
 
-class NoState:
-    """The state of a drafter that keeps nothing of a text."""
-
-    def copy_from(self, other: "NoState", num_tokens: int) -> None:
-        """Do nothing."""
-
-    def clear(self, num_kept: int = 0) -> None:
-        """Do nothing."""
-
-
 # a server's clients choose their settings freely, so only the latest kinds are kept
 MOST_KINDS = 256
 K = TypeVar("K", bound=Hashable)

@@ -34,11 +34,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.drafting.draft_model import Draft, catch_up, run_together
-from offload.drafting.lookup import NO_GUESSES, Guess, Guesses, TrieCursor, sureness
+from offload.drafting.lookup import NO_GUESSES, Guesses, TrieCursor, sureness
 from offload.drafting.static import point_mass_scores
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import TokenTree
-from offload.trees.topology import SIZES, DynamicShape, in_level_order, level_order, most_rows
+from offload.trees.topology import SIZES, DynamicShape, most_rows
 
 # seconds of a step, by rows of the target's pass and of each draft pass
 StepSeconds = Callable[[int, Sequence[int]], float]
@@ -386,23 +386,24 @@ class _Rows:
         """Score the likeliest guesses of all texts in one pass."""
         most = bounds.num_nodes // _AHEAD // len(self._trees)
         first = self.num_run
-        found = list[tuple[int, Guess, int]]()
+        found = list[tuple[int, int, int, int]]()
+        places = list[TrieCursor]()
         for text, tree in enumerate(self._trees):
-            own = tree.guesses.best(most, tree.depth - 1, least=1 / bounds.num_nodes)
+            own = tree.guesses.best(most, tree.depth - 1, least=1 / bounds.num_nodes)[1:]
             # the root, then they themselves
             rows = [text, *range(first + len(found), first + len(found) + len(own))]
-            found += [(text, guess, rows[guess.parent + 1]) for guess in own]
+            found += [(one.place.token, one.depth, rows[one.parent], text) for one in own]
+            places += [one.place for one in own]
         if not found:
             return
         picked = np.zeros(len(found), dtype=_CANDIDATE)
-        columns = [(guess.token, guess.depth, parent, text) for text, guess, parent in found]
         for name, column in zip(
-            ("token", "depth", "parent", "text"), zip(*columns, strict=True), strict=True
+            ("token", "depth", "parent", "text"), zip(*found, strict=True), strict=True
         ):
             picked[name] = column
-        self.run(picked, [guess.place for _, guess, _ in found])
+        self.run(picked, places)
         self.ahead = {
-            (parent, guess.token): row for row, (_, guess, parent) in enumerate(found, first)
+            (parent, token): row for row, (token, _, parent, _) in enumerate(found, first)
         }
 
 
@@ -473,21 +474,15 @@ def _keys(candidates: Candidates) -> NDArray[np.int64]:
 
 
 def _as_tree(found: Candidates, root: int, root_token: int, rows: _Rows) -> TokenTree:
-    was_run = np.flatnonzero(found["row"] != _NOT_RUN)
-    found_of_row = {
-        root: 0,
-        **dict(zip(found["row"][was_run].tolist(), (was_run + 1).tolist(), strict=True)),
+    row_of = {
+        index: row for index, row in enumerate([root, *found["row"].tolist()]) if row != _NOT_RUN
     }
-    parents = [-1, *(found_of_row[row] for row in found["parent"].tolist())]
-    order = level_order(parents)
-    token_N = torch.from_numpy(np.concatenate([[root_token], found["token"]])[order])
-    node_of_found = {one: node for node, one in enumerate(order)}
-    node_of_row = {row: node_of_found[one] for row, one in found_of_row.items()}
-    return TokenTree(
-        in_level_order(parents),
-        token_N,
-        row_of_node={n: rows.local[row] - 1 for row, n in node_of_row.items() if row != root},
-        score_of_node={node: rows.scores[row] for row, node in node_of_row.items()},
+    index_of = {row: index for index, row in row_of.items()}
+    return TokenTree.listed(
+        [-1, *(index_of[row] for row in found["parent"].tolist())],
+        [root_token, *found["token"].tolist()],
+        row_of={index: rows.local[row] - 1 for index, row in row_of.items() if index},
+        score_of={index: rows.scores[row] for index, row in row_of.items()},
     )
 
 

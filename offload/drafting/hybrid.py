@@ -15,20 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 
-from offload.drafting.base import ByKind, Drafter, DraftText
+from offload.drafting.base import Drafter, DraftText
 from offload.drafting.dynamic import DraftPassPolicy, StepSeconds
 from offload.drafting.lookup import (
-    NO_GUESSES,
     Guess,
-    Guesses,
-    GuessRequest,
     GuessSources,
+    GuessState,
     Judged,
     LookupDrafter,
-    SourcesState,
-    SourceWeights,
     sureness,
 )
 from offload.drafting.model_drafter import ModelDrafter
@@ -36,14 +31,11 @@ from offload.kernels.registry import KernelSet
 from offload.model.kv_cache import KVCache
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
-from offload.sampling_options import Sampling
-from offload.trees.token_tree import Draw, Proposals, TokenTree
+from offload.trees.token_tree import TokenTree
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
     DynamicShape,
     Topology,
-    in_level_order,
-    level_order,
     path_chances,
 )
 from offload.trees.verification import Acceptance
@@ -57,17 +49,17 @@ class HybridState:
     """What the draft model and the sources keep of one text."""
 
     cache: KVCache
-    sources: SourcesState
+    text: GuessState
 
     def copy_from(self, other: "HybridState", num_tokens: int) -> None:
         """Take over the first `num_tokens` tokens of another text."""
         self.cache.copy_from(other.cache, num_tokens)
-        self.sources.copy_from(other.sources, num_tokens)
+        self.text.copy_from(other.text, num_tokens)
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text beyond its first `num_kept` tokens."""
         self.cache.clear(num_kept)
-        self.sources.clear(num_kept)
+        self.text.clear(num_kept)
 
 
 class HybridDrafter:
@@ -76,11 +68,10 @@ class HybridDrafter:
     def __init__(self, model: ModelDrafter, sources: GuessSources) -> None:
         self._model = model
         self._sources = sources
-        self._weights = ByKind[Sampling, SourceWeights](SourceWeights)
 
     def new_state(self) -> HybridState:
-        """Return an empty cache and the sources' empty states."""
-        return HybridState(self._model.new_state(), self._sources.new_state())
+        """Return an empty cache, and the state of a text that was not read yet."""
+        return HybridState(self._model.new_state(), GuessState())
 
     def share_states(self, states: Sequence[HybridState]) -> None:
         """Let the draft's passes be shared, see `ModelDrafter`."""
@@ -88,14 +79,14 @@ class HybridDrafter:
 
     def grow(self, batch: Sequence[DraftText]) -> list[TokenTree]:
         """Return a tree within each text's shape; dynamic trees are grown together."""
-        guesses = [self._ask(text) for text in batch]
+        guesses = [self._sources.ask(text, text.state.text) for text in batch]
         grafts = list[Sequence[Guess]]()
         texts = list[DraftText]()
         for text, own in zip(batch, guesses, strict=True):
             shape = text.shape
             found: Sequence[Guess] = []
-            if not isinstance(shape, DynamicShape):
-                found = own.best(shape.num_nodes - 1, shape.depth)
+            if own and not isinstance(shape, DynamicShape):
+                found = own.best(shape.num_nodes - 1, shape.depth)[1:]
                 shape = _without_least(shape, found) if found else shape
             grafts.append(found)
             texts.append(text._replace(shape=shape, state=text.state.cache))
@@ -105,19 +96,12 @@ class HybridDrafter:
             for tree, found, text in trees
         ]
 
-    def _ask(self, text: DraftText) -> Guesses:
-        if not text.shape.depth:
-            return NO_GUESSES
-        asked = GuessRequest(text.shape.num_nodes - 1, text.shape.depth)
-        weights = self._weights[text.sampler.sampling.kind]
-        return self._sources.ask(text.tokens, asked, weights, text.state.sources)
-
     def commit(
         self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: HybridState
     ) -> None:
         """Keep the accepted path, and learn how good the draft and the guesses were."""
         judged = list(self._judged(tree, accepted, sampler))
-        state.sources.last_guesses.learn(accepted.tokens, judged)
+        state.text.guesses.learn(accepted.tokens, judged)
         self._model.commit(tree, accepted, sampler, state.cache)
 
     def _judged(
@@ -135,49 +119,29 @@ class HybridDrafter:
 
 
 def graft(tree: TokenTree, found: Sequence[Guess], num_nodes: int) -> TokenTree:
-    """Hang guesses into a tree until it has `num_nodes`; guesses that are there stay."""
-    node_of = {-1: 0}
+    """Hang guesses, those behind the root, into a tree until it has `num_nodes`; what is there stays."""
+    nodes = [0]  # of the tree, by the order of guesses
     parents = tree.topology.parent_N.tolist()
     tokens = list(tree.tokens)
-    for index, guess in enumerate(found):
+    for guess in found:
         if len(parents) >= num_nodes:
             break
-        above = node_of[guess.parent]
-        child = tree.child(above, guess.token) if above < tree.num_nodes else None
+        above = nodes[guess.parent]
+        token = guess.place.token
+        child = tree.child(above, token) if above < tree.num_nodes else None
         if child is None:
             child = len(parents)
             parents.append(above)
-            tokens.append(guess.token)
-        node_of[index] = child
-    return _rearranged(tree, parents, tokens)
-
-
-def _rearranged(tree: TokenTree, parents: Sequence[int], tokens: Sequence[int]) -> TokenTree:
-    """Return the tree with further nodes behind its own, all brought into level order."""
-    order = level_order(parents)
-    place = dict(zip(order, range(len(order)), strict=True))
-    token_N = torch.tensor([tokens[one] for one in order])
-    proposals = tree.proposals
-    if proposals is not None:
-        more = np.zeros(len(parents) - tree.num_nodes, dtype=np.int64)
-        draw_N = np.concatenate([proposals.draw_N, more + int(Draw.POINT_MASS)])[order]
-        proposals = Proposals(
-            draw_N, np.concatenate([proposals.row_N, more - 1])[order], proposals.probs_EV
-        )
-    return TokenTree(
-        in_level_order(parents),
-        token_N,
-        proposals,
-        {place[node]: row for node, row in tree.row_of_node.items()},
-        {place[node]: score_V for node, score_V in tree.score_of_node.items()},
-    )
+            tokens.append(token)
+        nodes.append(child)
+    return TokenTree.listed(parents, tokens, tree.proposals, tree.row_of_node, tree.score_of_node)
 
 
 def _without_least(shape: Topology, found: Sequence[Guess]) -> Topology:
     """Drop the shape's least likely nodes, one for each likelier guess, rounded to a few sizes."""
     score_N = path_chances(shape, np.array(DEFAULT_ACCEPTANCE))
     falling_N = np.sort(score_N)[::-1]
-    chances = [guess.chance for guess in found]
+    chances = [guess.score for guess in found]
     num_likelier = next(
         (n for n, chance in enumerate(chances) if chance <= falling_N[-1 - n]), len(chances)
     )

@@ -1,7 +1,7 @@
 """Trees without a draft model: guesses of what follows, from the text itself or from other sources.
 
 A source says for a context what followed on it elsewhere: in the text itself, in a datastore, in
-n-gram counts. Each such opinion (a `GuessModel`) knows how many tokens of context it rests on. The
+n-gram counts. Each such opinion (a `Opinion`) knows how many tokens of context it rests on. The
 one that rests on most is asked first; what it does not claim is left to the next, for other tokens.
 That is prediction by partial matching with exclusion (Cleary and Witten, 1984), with learned
 weights (`SourceWeights`) in place of its escapes.
@@ -18,22 +18,21 @@ that any shape is exact with any rule.
 Shape letters, in this file only: E positions behind matches, M tokens of a continuation.
 """
 
-import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from offload.datastore.index import Trie, heaviest
-from offload.drafting.base import ByKind, DraftState, DraftText, root_alone
+from offload.drafting.base import ByKind, DraftText, root_alone
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.spec import MatchLength
 from offload.trees.token_tree import TokenTree, children_of
-from offload.trees.topology import DynamicShape, Shape, Topology, in_level_order, level_order
+from offload.trees.topology import DynamicShape, GrownNode, Topology, grow_best_first
 from offload.trees.verification import Acceptance
 
 _GRID = np.array(
@@ -107,7 +106,7 @@ def _length_class(length: int) -> int:
 _NOTHING: Mapping[int, float] = {}
 
 
-class GuessModel(Protocol):
+class Opinion(Protocol):
     """One opinion on what follows on the context, and on every path from there."""
 
     source: str
@@ -159,20 +158,14 @@ class TrieGuesses:
 
 
 class TrieCursor(NamedTuple):
-    """Where a path stands in every tier."""
+    """Where a path stands in every opinion."""
 
     depth: int
-    at: tuple[Any, ...]  # the place in every tier, None where the path has left it
+    at: tuple[Any, ...]  # the place in every opinion, None where the path has left it
+    token: int = -1  # the last one of the path; the root's own does not matter
 
 
-class Guess(NamedTuple):
-    """A guessed node below the root."""
-
-    parent: int  # index among the guesses, -1 below the root
-    token: int
-    depth: int
-    chance: float  # chance of the whole path
-    place: TrieCursor
+Guess: TypeAlias = GrownNode[TrieCursor]  # a node of which the score is the chance of its path
 
 
 class Judged(NamedTuple):
@@ -188,13 +181,13 @@ _UNJUDGED = Judged(0.0, NO_DRAFT)
 class Guesses:
     """All opinions on one context, mixed into one chance for every path."""
 
-    def __init__(self, tiers: Iterable[GuessModel], weights: SourceWeights) -> None:
-        self._tiers = sorted(tiers, key=lambda tier: -tier.length)
+    def __init__(self, opinions: Iterable[Opinion], weights: SourceWeights) -> None:
+        self._opinions = sorted(opinions, key=lambda opinion: -opinion.length)
         self._weights = weights
-        self.root = TrieCursor(0, tuple(tier.start() for tier in self._tiers))
+        self.root = TrieCursor(0, tuple(opinion.start() for opinion in self._opinions))
 
     def __bool__(self) -> bool:
-        return bool(self._tiers)
+        return bool(self._opinions)
 
     def children(
         self, place: TrieCursor, sureness: int = NO_DRAFT
@@ -202,8 +195,10 @@ class Guesses:
         """Return the chance of every token guessed there, and what is left for others."""
         chances: dict[int, float] = {}
         rest = 1.0
-        for tier, shares in self._claims(place):
-            weight = rest * self._weights.of(tier.source, tier.length_at(place.depth), sureness)
+        for opinion, shares in self._claims(place):
+            weight = rest * self._weights.of(
+                opinion.source, opinion.length_at(place.depth), sureness
+            )
             for token, share in shares.items():
                 chances[token] = chances.get(token, 0.0) + weight * share
             rest -= weight
@@ -211,40 +206,41 @@ class Guesses:
 
     def follow(self, place: TrieCursor, token: int) -> TrieCursor:
         """Return the place behind a token."""
-        pairs = zip(self._tiers, place.at, strict=True)
+        pairs = zip(self._opinions, place.at, strict=True)
         return TrieCursor(
             place.depth + 1,
-            tuple(None if at is None else tier.follow(at, token) for tier, at in pairs),
+            tuple(None if at is None else opinion.follow(at, token) for opinion, at in pairs),
+            token,
         )
 
     def best(self, count: int, depth: int, least: float = 0.0) -> list[Guess]:
-        """Return at most `count` likeliest nodes, parents first, within `depth`, above `least`."""
-        found: list[Guess] = []
-        # no two entries agree in their third number, so places are never compared
-        heap: list[tuple[float, int, int, int, int, TrieCursor]] = []
-        num_seen = 0
-        above = Guess(-1, -1, 0, 1.0, self.root)
-        while len(found) < count:
-            for token, chance in (
-                self.children(above.place)[0].items() if above.depth < depth else ()
+        """Return the root and the `count` likeliest nodes at most, within `depth`, above `least`."""
+
+        def below(node: Guess) -> Iterator[tuple[float, TrieCursor]]:
+            for token, chance in self._ranked(node.place) if node.depth < depth else ():
+                if chance * node.score <= least:
+                    return
+                yield chance * node.score, self.follow(node.place, token)
+
+        return list(islice(grow_best_first(self.root, below), count + 1))
+
+    def within(self, topology: Topology) -> list[Guess]:
+        """Return the nodes of a shape that guesses fill; a child of rank k is the k-th likeliest."""
+        children = children_of(topology)
+        nodes = list[int]()  # of the shape, in the order of growing
+
+        def below(node: Guess) -> Iterator[tuple[float, TrieCursor]]:
+            nodes.append(children[nodes[node.parent]][node.rank] if nodes else 0)
+            for _, (token, chance) in zip(
+                children[nodes[-1]], self._ranked(node.place), strict=False
             ):
-                if chance * above.chance > least:
-                    num_seen += 1
-                    key = (
-                        -chance * above.chance,
-                        above.depth + 1,
-                        num_seen,
-                        len(found) - 1,
-                        token,
-                        above.place,
-                    )
-                    heapq.heappush(heap, key)
-            if not heap:
-                break
-            negative, at_depth, _, parent, token, place = heapq.heappop(heap)
-            above = Guess(parent, token, at_depth, -negative, self.follow(place, token))
-            found.append(above)
-        return found
+                yield chance * node.score, self.follow(node.place, token)
+
+        return list(grow_best_first(self.root, below))
+
+    def _ranked(self, place: TrieCursor) -> list[tuple[int, float]]:
+        """Return the tokens guessed there, the likeliest first, with their chances."""
+        return sorted(self.children(place)[0].items(), key=lambda one: -one[1])
 
     def learn(self, tokens: Sequence[int], drafted: Sequence[Judged | None]) -> None:
         """Learn from tokens emitted in turn; `drafted` is what a draft said of each, or None."""
@@ -260,78 +256,80 @@ class Guesses:
 
     def _learn_one(
         self,
-        claims: Sequence[tuple[GuessModel, Mapping[int, float]]],
+        claims: Sequence[tuple[Opinion, Mapping[int, float]]],
         depth: int,
         token: int,
         judged: Judged,
     ) -> None:
         rest, sureness = judged
-        for tier, shares in reversed(claims):
-            length = tier.length_at(depth)
+        for opinion, shares in reversed(claims):
+            length = opinion.length_at(depth)
             share = shares.get(token, 0.0)
-            self._weights.learn(tier.source, length, share, rest, sureness)
-            weight = self._weights.of(tier.source, length, sureness)
+            self._weights.learn(opinion.source, length, share, rest, sureness)
+            weight = self._weights.of(opinion.source, length, sureness)
             rest = weight * share + (1 - weight) * rest
 
-    def _claims(self, place: TrieCursor) -> Iterable[tuple[GuessModel, Mapping[int, float]]]:
-        """Yield what each tier claims beyond those before it: mere agreement adds nothing."""
+    def _claims(self, place: TrieCursor) -> Iterable[tuple[Opinion, Mapping[int, float]]]:
+        """Yield what each opinion claims beyond those before it: mere agreement adds nothing."""
         claimed: set[int] = set()
-        for tier, at in zip(self._tiers, place.at, strict=True):
-            shares = _NOTHING if at is None else tier.shares(at)
+        for opinion, at in zip(self._opinions, place.at, strict=True):
+            shares = _NOTHING if at is None else opinion.shares(at)
             if claimed and not claimed.isdisjoint(shares):
                 shares = {token: share for token, share in shares.items() if token not in claimed}
                 total = sum(shares.values())
                 shares = {token: share / total for token, share in shares.items()}
             if shares:
                 claimed |= shares.keys()
-                yield tier, shares
+                yield opinion, shares
 
 
 NO_GUESSES = Guesses((), SourceWeights())
 
 
-class GuessRequest(NamedTuple):
-    """How many guesses are wanted."""
-
-    num_nodes: int  # at most, without the root
-    depth: int  # tokens of a continuation
+Tokens = NDArray[np.int64]
 
 
 class Source(Protocol):
-    """Where guesses come from; what it keeps of one text is a state."""
+    """Where guesses come from; of a text it keeps nothing."""
 
     name: str
 
-    def new_state(self) -> DraftState:
-        """Return the state of a text of which nothing is known yet."""
-
-    def tiers(self, tokens: Sequence[int], asked: GuessRequest, state: Any) -> Iterable[GuessModel]:
-        """Return the opinions on what follows `tokens`."""
+    def opinions(self, token_T: Tokens, num_nodes: int, depth: int) -> Iterable[Opinion]:
+        """Return opinions of at most so many nodes on what `depth` tokens follow a text."""
 
 
-class SourcesState:
-    """What every source keeps of one text, and the guesses of the last step."""
+class GuessState:
+    """The tokens of one text in an array that grows, and the guesses of the last step."""
 
-    def __init__(self, states: Sequence[DraftState]) -> None:
-        self.states = states
-        self.last_guesses = NO_GUESSES
+    def __init__(self) -> None:
+        self.guesses = NO_GUESSES
+        self._token_T: Tokens = np.zeros(1024, dtype=np.int64)
+        self._length = 0
 
-    def copy_from(self, other: "SourcesState", num_tokens: int) -> None:
-        """Start empty: texts are read anew when they are asked about."""
+    def copy_from(self, other: "GuessState", num_tokens: int) -> None:
+        """Start empty: the text is read anew when it is asked about."""
         self.clear()
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text beyond its first `num_kept` tokens, and the guesses behind them."""
-        self.last_guesses = NO_GUESSES
-        for state in self.states:
-            state.clear(num_kept)
+        self.guesses = NO_GUESSES
+        self._length = min(self._length, num_kept)
+
+    def read(self, tokens: Sequence[int]) -> Tokens:
+        """Return all tokens, after adding those that are new."""
+        if len(tokens) > self._token_T.size:
+            self._token_T = np.concatenate([self._token_T, np.zeros(len(tokens), dtype=np.int64)])
+        self._token_T[self._length : len(tokens)] = tokens[self._length :]
+        self._length = len(tokens)
+        return self._token_T[: self._length]
 
 
 class GuessSources:
-    """Several sources, asked together."""
+    """Several sources, asked together, and how far they are trusted in each kind of sampling."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
+        self._weights = ByKind[Sampling, SourceWeights](SourceWeights)
 
     def __bool__(self) -> bool:
         return bool(self._sources)
@@ -339,22 +337,17 @@ class GuessSources:
     def __str__(self) -> str:
         return ", ".join(source.name for source in self._sources)
 
-    def new_state(self) -> SourcesState:
-        """Return the empty state of every source."""
-        return SourcesState([source.new_state() for source in self._sources])
-
-    def ask(
-        self,
-        tokens: Sequence[int],
-        asked: GuessRequest,
-        weights: SourceWeights,
-        state: SourcesState,
-    ) -> Guesses:
-        """Return all that the sources guess behind `tokens`; the state keeps it to learn from."""
-        pairs = zip(self._sources, state.states, strict=True)
-        tiers = [tier for source, own in pairs for tier in source.tiers(tokens, asked, own)]
-        state.last_guesses = Guesses(tiers, weights)
-        return state.last_guesses
+    def ask(self, text: DraftText, state: GuessState) -> Guesses:
+        """Return all that the sources guess behind a text; the state keeps it to learn from."""
+        state.guesses = NO_GUESSES
+        if self._sources and text.shape.depth:
+            token_T = state.read(text.tokens)
+            bounds = (text.shape.num_nodes - 1, text.shape.depth)
+            opinions = [
+                opinion for source in self._sources for opinion in source.opinions(token_T, *bounds)
+            ]
+            state.guesses = Guesses(opinions, self._weights[text.sampler.sampling.kind])
+        return state.guesses
 
 
 NO_SOURCES = GuessSources(())
@@ -369,96 +362,41 @@ class LookupDrafter:
     def __init__(self, sources: GuessSources, pass_s: PassSeconds) -> None:
         self._sources = sources
         self._pass_s = pass_s
-        self._weights = ByKind[Sampling, SourceWeights](SourceWeights)
 
-    def new_state(self) -> SourcesState:
-        """Return the sources' empty states."""
-        return self._sources.new_state()
+    def new_state(self) -> GuessState:
+        """Return the state of a text that was not read yet."""
+        return GuessState()
 
-    def share_states(self, states: Sequence[SourcesState]) -> None:
+    def share_states(self, states: Sequence[GuessState]) -> None:
         """Do nothing: the states have nothing in common."""
 
     def grow(self, batch: Sequence[DraftText]) -> list[TokenTree]:
-        """Return trees: within bounds what pays, of a fixed shape what guesses fill."""
-        return [self._grow(*text) for text in batch]
+        """Return trees of point masses: within bounds what pays, of a fixed shape what is filled."""
+        return [self._grow(text) for text in batch]
 
-    def _grow(
-        self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: SourcesState
-    ) -> TokenTree:
-        asked = GuessRequest(shape.num_nodes - 1, shape.depth)
-        if not asked.num_nodes:
-            return root_alone(tokens)
-        guesses = self._sources.ask(tokens, asked, self._weights[sampler.sampling.kind], state)
-        if isinstance(shape, DynamicShape):
+    def _grow(self, text: DraftText) -> TokenTree:
+        guesses = self._sources.ask(text, text.state)
+        if not guesses:
+            return root_alone(text.tokens)
+        if isinstance(text.shape, DynamicShape):
             # as many of the first as bring the most expected tokens per second
-            found = guesses.best(*asked)
-            yields = 1 + np.cumsum([0.0, *(guess.chance for guess in found)])
-            rates = yields / [self._pass_s(num_rows) for num_rows in range(1, len(found) + 2)]
-            return as_tree(found[: int(np.argmax(rates))], tokens[-1])
-        return as_tree(fill_with(guesses, shape), tokens[-1])
+            found = guesses.best(text.shape.num_nodes - 1, text.shape.depth)
+            yields = np.cumsum([guess.score for guess in found])
+            rates = yields / [self._pass_s(num_rows) for num_rows in range(1, len(found) + 1)]
+            found = found[: 1 + int(np.argmax(rates))]
+        else:
+            found = guesses.within(text.shape)
+        tokens = [text.tokens[-1], *(guess.place.token for guess in found[1:])]
+        return TokenTree.listed([guess.parent for guess in found], tokens)
 
     def commit(
-        self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: SourcesState
+        self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: GuessState
     ) -> None:
         """Learn how good the guesses were."""
-        state.last_guesses.learn(accepted.tokens, [None] * len(accepted.tokens))
-
-
-def fill_with(guesses: Guesses, topology: Topology) -> list[Guess]:
-    """Return the nodes of a shape that guesses fill; the child of rank k is the k-th likeliest."""
-    found: list[Guess] = []
-    waiting = [(0, -1, Guess(-1, -1, 0, 1.0, guesses.root))]
-    # the list grows while it is read, level by level
-    for node, index, above in waiting:
-        chances = guesses.children(above.place)[0]
-        ranked = sorted(chances.items(), key=lambda one: -one[1])
-        for child, (token, chance) in zip(children_of(topology)[node], ranked, strict=False):
-            guess = Guess(
-                index,
-                token,
-                above.depth + 1,
-                above.chance * chance,
-                guesses.follow(above.place, token),
-            )
-            waiting.append((child, len(found), guess))
-            found.append(guess)
-    return found
-
-
-def as_tree(found: Sequence[Guess], root_token: int) -> TokenTree:
-    """Return the tree of guesses, which list parents first, as point masses."""
-    parents = [-1, *(guess.parent + 1 for guess in found)]
-    tokens = [root_token, *(guess.token for guess in found)]
-    return TokenTree(
-        in_level_order(parents), torch.tensor([tokens[one] for one in level_order(parents)])
-    )
+        state.guesses.learn(accepted.tokens, [None] * len(accepted.tokens))
 
 
 _MOST_ENDS = 64  # matches of one length that are looked at: the latest
-
-
-class GrowingText:
-    """The tokens of one text in an array that grows."""
-
-    def __init__(self) -> None:
-        self._token_T: NDArray[np.int64] = np.zeros(1024, dtype=np.int64)
-        self._length = 0
-
-    def copy_from(self, other: "GrowingText", num_tokens: int) -> None:
-        """Start empty: the text is read anew when it is asked about."""
-        self.clear()
-
-    def clear(self, num_kept: int = 0) -> None:
-        """Forget the text beyond its first `num_kept` tokens."""
-        self._length = min(self._length, num_kept)
-
-    def read(self, tokens: Sequence[int]) -> NDArray[np.int64]:
-        """Return all tokens, after adding those that are new."""
-        if len(tokens) > self._token_T.size:
-            self._token_T = np.concatenate([self._token_T, np.zeros(len(tokens), dtype=np.int64)])
-        self._token_T[self._length : len(tokens)] = tokens[self._length :]
-        self._length = len(tokens)
-        return self._token_T[: self._length]
 
 
 class Copying:
@@ -475,21 +413,14 @@ class Copying:
     def __init__(self, match: MatchLength) -> None:
         self._match = match
 
-    def new_state(self) -> GrowingText:
-        """Return an empty text."""
-        return GrowingText()
-
-    def tiers(
-        self, tokens: Sequence[int], asked: GuessRequest, state: GrowingText
-    ) -> Iterator[TrieGuesses]:
+    def opinions(self, token_T: Tokens, num_nodes: int, depth: int) -> Iterator[TrieGuesses]:
         """Yield the continuations of the longest match, then of half as many tokens, and so on."""
-        token_T = state.read(tokens)
         for length, end_E in _matches(token_T, self._match):
-            token_EM = _continuations(token_T, end_E[-_MOST_ENDS:], asked.depth)
-            yield TrieGuesses(self.name, length, heaviest(token_EM, asked.num_nodes))
+            token_EM = _continuations(token_T, end_E[-_MOST_ENDS:], depth)
+            yield TrieGuesses(self.name, length, heaviest(token_EM, num_nodes))
 
 
-def _matches(token_T: NDArray[np.int64], match: MatchLength) -> list[tuple[int, NDArray[np.int64]]]:
+def _matches(token_T: Tokens, match: MatchLength) -> list[tuple[int, Tokens]]:
     """Return positions behind matches, rising, by length; each next is half as long at most."""
     end_E = np.flatnonzero(token_T[:-1] == token_T[-1]) + 1
     found = []
@@ -502,18 +433,16 @@ def _matches(token_T: NDArray[np.int64], match: MatchLength) -> list[tuple[int, 
             if len(token_T) > length
             else end_E[:0]
         )
-    tiers = []
+    chosen = []
     bound = match.most
     for length, positions_E in reversed(found):
         if length <= bound:
-            tiers.append((length, positions_E))
+            chosen.append((length, positions_E))
             bound = length // 2
-    return tiers
+    return chosen
 
 
-def _continuations(
-    token_T: NDArray[np.int64], end_E: NDArray[np.int64], depth: int
-) -> NDArray[np.int64]:
+def _continuations(token_T: Tokens, end_E: Tokens, depth: int) -> Tokens:
     """Return (E, M) tokens from each position on; the text's end continues as it did before."""
     period_E1 = len(token_T) - end_E[:, None]
     return token_T[end_E[:, None] + np.arange(depth) % period_E1]

@@ -10,7 +10,7 @@ Invariant: a store is read and never changed, so any number of texts and program
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from typing import Any
 from offload.datastore.corpus import Corpus
 from offload.datastore.index import SuffixIndex, heaviest
 from offload.datastore.store import open_datastore
-from offload.drafting.base import NoState
-from offload.drafting.lookup import Copying, GuessRequest, GuessSources, Source, TrieGuesses
+from offload.drafting.lookup import Copying, GuessSources, Source, Tokens, TrieGuesses
 from offload.errors import UserError, require
 from offload.planning.load_options import LoadOptions
 from offload.trees.spec import MatchLength, parse_match_length
@@ -46,23 +45,17 @@ class Retrieval:
         self._index = index
         self._match = match
 
-    def new_state(self) -> NoState:
-        """Return a state that keeps nothing."""
-        return NoState()
-
-    def tiers(
-        self, tokens: Sequence[int], asked: GuessRequest, state: NoState
-    ) -> Iterator[TrieGuesses]:
+    def opinions(self, token_T: Tokens, num_nodes: int, depth: int) -> Iterator[TrieGuesses]:
         """Yield continuations of the longest match, which may be chance, then of a short one."""
         least, bound = self._match
         while bound >= least:
-            matches = self._index.longest(tokens[-bound:], bound, least)
+            matches = self._index.longest(token_T[-bound:].tolist(), bound, least)
             if not matches.count:
                 return
             token_CM = self._index.continuations(
-                matches, min(asked.depth, LONGEST), MOST_CONTINUATIONS, len(tokens)
+                matches, min(depth, LONGEST), MOST_CONTINUATIONS, len(token_T)
             )
-            yield TrieGuesses(self.name, matches.length, heaviest(token_CM, asked.num_nodes))
+            yield TrieGuesses(self.name, matches.length, heaviest(token_CM, num_nodes))
             bound = SHORT if matches.length > SHORT else 0
 
 
@@ -113,16 +106,10 @@ class Ngrams:
         counts = zip(trie.token_R.tolist(), trie.count_R.tolist(), strict=True)
         return {token: count / trie.num_continuations for token, count in counts}
 
-    def new_state(self) -> NoState:
-        """Return a state that keeps nothing."""
-        return NoState()
-
-    def tiers(
-        self, tokens: Sequence[int], asked: GuessRequest, state: NoState
-    ) -> Iterator[NgramGuesses]:
+    def opinions(self, token_T: Tokens, num_nodes: int, depth: int) -> Iterator[NgramGuesses]:
         """Yield two opinions on every path: after the last token, and regardless of it."""
         for length in (1, 0):
-            yield NgramGuesses(self._shares_after, length, tokens[-1])
+            yield NgramGuesses(self._shares_after, length, int(token_T[-1]))
 
 
 def open_sources(

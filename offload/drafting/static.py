@@ -12,7 +12,6 @@ Shape letters, in this file only: W rows of a pass (nodes of one level), R rows 
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,19 +27,14 @@ from offload.trees.topology import Topology
 _MAX_KEYS = 1 << 19
 
 
-class Children(NamedTuple):
-    """The children chosen for W nodes."""
-
-    # int64 on the host, in the order of the draws; K is smaller where the vocabulary is
-    token_WK: Tensor
-    draw: Draw
-    probs_WV: Tensor | None  # float32, what was drawn from; None for point masses
-
-
 def draw_children(
     logits_WV: Tensor, num_children: int, sampler: Sampler, position: int
-) -> Children:
-    """Choose children for rows that predict the token at `position`; any where scores are NaN."""
+) -> tuple[Tensor, Draw, Tensor | None]:
+    """Choose children for rows that predict the token at `position`; any where scores are NaN.
+
+    Returns int64 (W, K) on the host, in the order of the draws, with K smaller where the vocabulary
+    is; how they were drawn; and what from, float32 (W, V), None for point masses.
+    """
     drafting = sampler.drafting
     # Draws without replacement become a ranking as the temperature falls to zero.
     if not drafting.keeps_distributions or (
@@ -48,13 +42,13 @@ def draw_children(
     ):
         score_WV = point_mass_scores(logits_WV, sampler, position)
         token_WK = score_WV.topk(min(num_children, score_WV.shape[1])).indices
-        return Children(token_WK.cpu(), Draw.POINT_MASS, None)
+        return token_WK.cpu(), Draw.POINT_MASS, None
     probs_WV = sampler.distribution(logits_WV)
     if drafting is ChildSampling.WITHOUT_REPLACEMENT:
         token_WK = _without_replacement(probs_WV, num_children, sampler)
-        return Children(token_WK.cpu(), Draw.WITHOUT_REPLACEMENT, probs_WV)
+        return token_WK.cpu(), Draw.WITHOUT_REPLACEMENT, probs_WV
     token_WK = _with_replacement(probs_WV, num_children, sampler)
-    return Children(token_WK.cpu(), Draw.WITH_REPLACEMENT, probs_WV)
+    return token_WK.cpu(), Draw.WITH_REPLACEMENT, probs_WV
 
 
 def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Sequence[int]) -> Tensor:
@@ -103,10 +97,10 @@ def _blocks(probs_WV: Tensor) -> tuple[Tensor, ...]:
 def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
     """Return a tree of this shape below the last token; missing tokens repeat the last child."""
     root = len(tokens) - 1
-    schedule = _schedule(topology)
+    levels, row_of_node = _schedule(topology)
     proposals = None
     token_N = torch.full((topology.num_nodes,), tokens[-1], dtype=torch.long)
-    for depth, level in enumerate(schedule.levels):
+    for depth, level in enumerate(levels):
         logits_WV = level.run(draft, token_N, root) if depth else draft.catch_up(tokens)
         logits_WV = sampler.adjusted(logits_WV, token_N[level.path_WD].tolist())
         num_children = int(level.rank_C.max()) + 1
@@ -119,7 +113,7 @@ def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampl
                 topology, draft.vocab_size, draw, probs_WV.device
             )
             proposals.write(level.node_W.numpy(), probs_WV)
-    return TokenTree(topology, token_N, proposals, schedule.row_of_node)
+    return TokenTree(topology, token_N, proposals, row_of_node)
 
 
 class _Level:
@@ -149,15 +143,9 @@ class _Level:
         return draft.run(token_N[self.node_W], self.depth_U + root, self.ancestor_WU)
 
 
-class _Schedule(NamedTuple):
-    """The draft passes of one topology."""
-
-    levels: list[_Level]
-    row_of_node: dict[int, int]
-
-
 @lru_cache(maxsize=8)
-def _schedule(topology: Topology) -> _Schedule:
+def _schedule(topology: Topology) -> tuple[list[_Level], dict[int, int]]:
+    """Return the draft passes of a shape, and the cache row of every node that they run."""
     expanded = torch.from_numpy(topology.num_children_N > 0).nonzero()[:, 0]
     levels = [_Level(topology, depth, expanded) for depth in range(topology.depth)]
-    return _Schedule(levels, {int(node): row for row, node in enumerate(expanded[expanded > 0])})
+    return levels, {int(node): row for row, node in enumerate(expanded[expanded > 0])}

@@ -168,7 +168,10 @@ class Grammars:
     def mask(self, grammar: Grammar) -> GrammarMask:
         """Return what keeps a text within a grammar. Raises `UserError` if it allows nothing."""
         with self._lock:
-            matcher = self._compiled.get(grammar)
+            matcher = self._compiled.pop(grammar, None)
+            if matcher is not None:
+                # the one asked for last comes last
+                self._compiled[grammar] = matcher
         if matcher is None:
             # outside the lock: no other text should wait for this
             matcher = self._compile(grammar)

@@ -56,7 +56,7 @@ class Logits:
 
     def whole(self) -> Tensor:
         """Return all rows (N, V), where there is memory for them."""
-        return torch.cat([self.chunk_with(lo)[1] for lo in range(0, len(self), self._max_rows)])
+        return torch.stack(list(self))
 
 
 class _Part(Logits):
@@ -75,9 +75,6 @@ class _Part(Logits):
         first = max(lo, self._first)
         last = min(lo + len(chunk_CV), self._first + len(self))
         return first - self._first, chunk_CV[first - lo : last - lo]
-
-    def whole(self) -> Tensor:
-        return torch.stack(list(self))
 
 
 class AdjustedRows(Logits):

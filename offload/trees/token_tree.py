@@ -12,10 +12,11 @@ node are consecutive, in the order of their draws. How many children a node gets
 the tokens that were drawn for it (predictable growth).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.sampling.sampler import require_number
-from offload.trees.topology import Ints, Topology
+from offload.trees.topology import Ints, Topology, level_order
 
 Floats = NDArray[np.float64]
 
@@ -65,6 +66,12 @@ class Proposals:
         row_N = np.where(has_children_N, np.cumsum(has_children_N) - 1, -1)
         probs_EV = torch.zeros(int(has_children_N.sum()), vocab_size, device=place)
         return cls(np.full(topology.num_nodes, int(draw)), row_N, probs_EV)
+
+    def reordered(self, order: Sequence[int]) -> "Proposals":
+        """Return what nodes in this order were drawn from; those beyond its own are point masses."""
+        more = np.zeros(len(order) - len(self.draw_N), dtype=np.int64)
+        draw_N = np.concatenate([self.draw_N, more + int(Draw.POINT_MASS)])[order]
+        return Proposals(draw_N, np.concatenate([self.row_N, more - 1])[order], self.probs_EV)
 
     def write(self, node_W: Sequence[int] | Ints, probs_WV: Tensor) -> None:
         """Note what the children of these consecutive nodes were drawn from."""
@@ -125,6 +132,29 @@ class TokenTree:
 
     def __post_init__(self) -> None:
         assert self.token_N.shape == (self.topology.num_nodes,), "one token per node"
+
+    @classmethod
+    def listed(
+        cls,
+        parents: Sequence[int],
+        tokens: Sequence[int],
+        proposals: Proposals | None = None,
+        row_of: Mapping[int, int] = MappingProxyType({}),
+        score_of: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> "TokenTree":
+        """Return the tree of nodes listed with parents before children and siblings by rank.
+
+        What is said of nodes by their places in the list moves with them into level order.
+        """
+        order = level_order(parents)
+        node_of = dict(zip(order, range(len(order)), strict=True))
+        return cls(
+            Topology.from_parents([-1, *(node_of[parents[one]] for one in order[1:])]),
+            torch.tensor([tokens[one] for one in order]),
+            proposals and proposals.reordered(order),
+            {node_of[one]: row for one, row in row_of.items()},
+            {node_of[one]: score_V for one, score_V in score_of.items()},
+        )
 
     @property
     def num_nodes(self) -> int:

@@ -16,10 +16,10 @@ node may have).
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import count, islice, pairwise
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 AcceptanceVector = Sequence[float] | Floats
 Follow = Callable[[int | None, int], tuple[float, int | None] | None]
+P = TypeVar("P")
 
 # The one grid of tree sizes: all code that chooses or compares trees looks at these. A larger tree
 # costs rows of a pass, memory for them and draft passes, and yields ever less: costs decide which
@@ -216,43 +217,62 @@ def path_chances(topology: Topology, p_K: Floats) -> Floats:
     return score_N
 
 
-class OrderedNode(NamedTuple):
+class GrownNode(NamedTuple, Generic[P]):
     """A node of an order with parents and elder siblings first: any first n nodes are a tree."""
 
     parent: int  # index in the order; -1 for the root
     rank: int
     depth: int
-    score: float  # the chance that a weight pass reaches the node
+    score: float  # the chance that its path is accepted, or what else never rises along a path
+    place: P  # what the order was grown from knows of it
+
+
+def grow_best_first(
+    root: P, below: Callable[[GrownNode[P]], Iterator[tuple[float, P]]], score: float = 1.0
+) -> Iterator[GrownNode[P]]:
+    """Yield the root, then always the best child of those that were yielded, until none is left.
+
+    `below` gives a node's children by rank, each with the score of its whole path, which is not
+    above the parent's or an elder sibling's; where bounds end the tree it gives none. Ties go to
+    the shallower node, then to the elder parent's.
+    """
+    # -score, depth, parent, rank, place, younger siblings; no two agree in parent and rank
+    heap = [(-score, 0, -1, 0, root, iter(list[tuple[float, P]]()))]
+    for number in count():
+        if not heap:
+            return
+        negative, depth, parent, rank, place, siblings = heapq.heappop(heap)
+        node = GrownNode(parent, rank, depth, -negative, place)
+        yield node
+        for at, above, next_rank, following in (
+            (depth + 1, number, 0, below(node)),
+            (depth, parent, rank + 1, siblings),
+        ):
+            if (child := next(following, None)) is not None:
+                heapq.heappush(heap, (-child[0], at, above, next_rank, child[1], following))
+
+
+OrderedNode = GrownNode[int | None]
 
 
 def grow_order(
     num_nodes: int, max_depth: int, follow: Follow, root: int | None = None
 ) -> list[OrderedNode]:
-    """Return the likeliest nodes first, as far as parents and elder siblings allow.
-
-    Ties go to the shallower node. `follow` gives the chance of a rank behind a path, and that path;
-    None where there is no such rank.
+    """Return the likeliest nodes first; `follow` gives the chance of a rank behind a path, and that
+    path, None where there is no such rank.
     """
-    order: list[OrderedNode] = []
-    paths: list[int | None] = []
-    # (-score, depth, parent, rank, path); no two agree in parent and rank
-    heap = [(-1.0, 0, -1, 0, root)]
-    while heap and len(order) < num_nodes:
-        negative, depth, parent, rank, path = heapq.heappop(heap)
-        order.append(OrderedNode(parent, rank, depth, -negative))
-        paths.append(path)
-        for above, next_rank in ((len(order) - 1, 0), (parent, rank + 1)):
-            if (
-                above >= 0
-                and order[above].depth < max_depth
-                and (found := follow(paths[above], next_rank))
-            ):
-                chance, path = found
-                heapq.heappush(
-                    heap,
-                    (-order[above].score * chance, order[above].depth + 1, above, next_rank, path),
-                )
-    return order
+
+    def below(node: OrderedNode) -> Iterator[tuple[float, int | None]]:
+        if node.depth >= max_depth:
+            return
+        for rank in count():
+            found = follow(node.place, rank)
+            if found is None:
+                return
+            chance, path = found
+            yield node.score * chance, path
+
+    return list(islice(grow_best_first(root, below), num_nodes))
 
 
 def tree_of(order: Sequence[OrderedNode]) -> Topology:

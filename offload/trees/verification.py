@@ -20,7 +20,6 @@ rule that was made lenient keeps neither promise, and says so (`is_exact`).
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain, groupby, islice
 from typing import NamedTuple
 
@@ -74,7 +73,7 @@ def walk(
     the chance of acceptance is sum of min(p, q), and Leviathan et al.'s alpha (2211.17192,
     Corollary 3.6) is the mean of that. Guesses that were grafted onto a draft's tree are left out.
 
-    `lenience` below 1 is not exact, see `verify_by`: every chance is divided by it.
+    `lenience` below 1 is not exact, see `Rule`: every chance is divided by it.
     """
     coin_N = sampler.uniform(tree.num_nodes)
     nodes = [0]
@@ -245,43 +244,6 @@ def _num_deliveries(beta: float, num_draws: int) -> float:
     return sum((1 - beta) ** j for j in range(num_draws))
 
 
-# takes tree, logits, sampler and the position of the root
-Verify = Callable[[TokenTree, Rows, Sampler, int], Acceptance]
-
-
-@cache
-def verify_by(trials: Trials | None, lenience: float) -> Verify:
-    """Return what verifies by these trials, for which fresh coins make the position irrelevant;
-    None repeats the target's draws.
-
-    A lenience l below 1 accepts more than is exact. Where tokens are drawn, q is multiplied by l
-    before it is compared with p (Leviathan et al., 2211.17192, section A.5), so a trial's chance
-    min(1, p / q) becomes min(1, p / (l q)); what is drawn after a rejection stays as it was. Then
-    no token is emitted with more than p(x) / l: by induction from a node's last child to its first,
-    if what remains emits no more than R / l of the remaining R, so does the trial before it, whose
-    chance of failing has only become less. That holds for all ratio rules. There is no bound from
-    below: tokens that the draft never proposes become rarer.
-
-    At temperature 0 a child x is accepted if p(x) >= l max(p), p being the distribution at
-    temperature 1, and of several such children the one that the target likes best; the token that
-    ends a walk is the target's argmax as ever. Without `trials` this is the only case.
-    """
-    if trials is None and lenience == 1:
-        return match
-
-    def verify(
-        tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
-    ) -> Acceptance:
-        if lenience < 1 and sampler.is_greedy:
-            return greedily_lenient(tree, logits_NV, sampler, lenience)
-        assert trials is not None, (
-            "`check_lenience` refuses a rule without a ratio test where tokens are drawn"
-        )
-        return walk(tree, logits_NV, sampler, trials, lenience=lenience)
-
-    return verify
-
-
 def greedily_lenient(
     tree: TokenTree, logits_NV: Rows, sampler: Sampler, lenience: float
 ) -> Acceptance:
@@ -301,7 +263,7 @@ def greedily_lenient(
         nodes.append(max(accepted, key=score.__getitem__))
 
 
-# by the names that `RULES` has for the tests
+# by the names that `RULES` has for the tests; None repeats the target's draws
 _TRIALS: dict[str, Trials | None] = {
     "match": None,
     "ratio": ratio_trials,
@@ -311,12 +273,27 @@ _TRIALS: dict[str, Trials | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How children are chosen and how they are verified: the two must fit."""
+    """How children are chosen and how they are verified: the two must fit.
+
+    A lenience l below 1 accepts more than is exact. Where tokens are drawn, q is multiplied by l
+    before it is compared with p (Leviathan et al., 2211.17192, section A.5), so a trial's chance
+    min(1, p / q) becomes min(1, p / (l q)); what is drawn after a rejection stays as it was. Then
+    no token is emitted with more than p(x) / l: by induction from a node's last child to its first,
+    if what remains emits no more than R / l of the remaining R, so does the trial before it, whose
+    chance of failing has only become less. That holds for all ratio rules. There is no bound from
+    below: tokens that the draft never proposes become rarer.
+
+    At temperature 0 a child x is accepted if p(x) >= l max(p), p being the distribution at
+    temperature 1, and of several such children the one that the target likes best; the token that
+    ends a walk is the target's argmax as ever. Without a ratio test this is the only case.
+    """
 
     name: str
-    drafting: ChildSampling
-    verify: Verify
-    lenience: float = 1.0  # less than 1 is not exact
+    lenience: float = 1.0
+
+    @property
+    def drafting(self) -> ChildSampling:
+        return RULES[self.name].drafting
 
     @property
     def is_exact(self) -> bool:
@@ -325,7 +302,23 @@ class Rule:
     @property
     def repeats_draws(self) -> bool:
         """Whether each token is the target's own draw: one seed gives one text for any tree."""
-        return self.verify is match
+        return self.is_exact and self._trials is None
+
+    @property
+    def _trials(self) -> Trials | None:
+        return _TRIALS[RULES[self.name].test]
+
+    def verify(
+        self, tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
+    ) -> Acceptance:
+        """Return what of a scored tree is emitted. Raises `UserError` for scores that are no numbers."""
+        if sampler.is_greedy and not self.is_exact:
+            return greedily_lenient(tree, logits_NV, sampler, self.lenience)
+        if self._trials is None:
+            assert self.is_exact, "`check_lenience` refuses it where tokens are drawn"
+            return match(tree, logits_NV, sampler, root_position)
+        # fresh coins make the position irrelevant
+        return walk(tree, logits_NV, sampler, self._trials, lenience=self.lenience)
 
 
 def not_exact_line(rule: Rule) -> str:
@@ -338,6 +331,5 @@ def not_exact_line(rule: Rule) -> str:
 
 def find_rule(name: str, lenience: float = 1.0) -> Rule:
     """Return the rule of that name. Raises `UserError`."""
-    drafting = drafting_of(name)
-    lenience = check_lenience(lenience, name)
-    return Rule(name, drafting, verify_by(_TRIALS[RULES[name].test], lenience), lenience)
+    drafting_of(name)
+    return Rule(name, check_lenience(lenience, name))

@@ -15,11 +15,10 @@ from offload.drafting.base import MOST_KINDS, ByKind, DraftText
 from offload.drafting.hybrid import drafter_of
 from offload.drafting.lookup import (
     Copying,
-    GrowingText,
     Guess,
     Guesses,
-    GuessRequest,
     GuessSources,
+    GuessState,
     LookupDrafter,
     PassSeconds,
     SourceWeights,
@@ -57,10 +56,10 @@ def chance_of(guesses: Guesses, path: tuple[int, ...]) -> float:
 
 
 def paths_of(found: list[Guess]) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    for guess in found:
-        paths.append((*(paths[guess.parent] if guess.parent >= 0 else ()), guess.token))
-    return paths
+    paths: list[tuple[int, ...]] = [()]
+    for guess in found[1:]:
+        paths.append((*paths[guess.parent], guess.place.token))
+    return paths[1:]
 
 
 def test_chances_and_what_is_left_sum_to_one() -> None:
@@ -73,8 +72,9 @@ def test_chances_and_what_is_left_sum_to_one() -> None:
             place = guesses.follow(place, token)
     # Bounds are kept.
     found = opinions().best(1000, 2, least=0.02)
-    assert found and max(guess.depth for guess in found) == 2 and min(guess.chance for guess in found) > 0.02
-    assert opinions().best(0, 3) == opinions().best(9, 0) == Guesses([], SourceWeights()).best(9, 9) == []
+    assert found and max(guess.depth for guess in found) == 2 and min(guess.score for guess in found) > 0.02
+    root_alone = [opinions().best(0, 3), opinions().best(9, 0), Guesses([], SourceWeights()).best(9, 9)]
+    assert list(map(len, root_alone)) == [1, 1, 1]
 
 
 def test_the_longest_match_is_asked_first() -> None:
@@ -99,9 +99,9 @@ def test_best_paths_are_the_best_of_all(count: int) -> None:
     }
     wanted = sorted((chance for chance in every.values() if chance), reverse=True)[:count]
     found = guesses.best(count, DEPTH)
-    assert [guess.chance for guess in found] == pytest.approx(wanted)
+    assert [guess.score for guess in found] == pytest.approx([1, *wanted])
     assert [every[path] for path in paths_of(found)] == pytest.approx(wanted)
-    assert len(set(paths_of(found))) == len(found)
+    assert len(set(paths_of(found))) == len(found) - 1
 
 
 @pytest.mark.parametrize(("is_right", "bound"), [(0.95, (0.85, 1)), (0.3, (0.15, 0.45)), (0.0, (0, 0.05))])
@@ -133,15 +133,12 @@ def test_trust_follows_what_comes_true_beside_the_draft() -> None:
     assert after[0] > before[0] and after[1] > before[1] and after[2] < before[2]
 
 
-ASKED = GuessRequest(64, 6)
-
 ANY_LENGTH, USUAL = MatchLength(1, 8), MatchLength(2, 16)
 
 
-def said(tokens: list[int], match: MatchLength = ANY_LENGTH, state: GrowingText | None = None) -> dict[int, set]:
+def said(tokens: list[int], match: MatchLength = ANY_LENGTH, state: GuessState | None = None) -> dict[int, set]:
     """By the length of the match all the first tokens that are guessed, with their shares."""
-    source = Copying(match)
-    tiers = source.tiers(tokens, ASKED, state or source.new_state())
+    tiers = Copying(match).opinions((state or GuessState()).read(tokens), 64, 6)
     return {tier.length: {(token, round(share, 6)) for token, share in tier.shares(0).items()} for tier in tiers}
 
 
@@ -167,19 +164,18 @@ def test_matches_by_hand() -> None:
     assert list(said(tokens, USUAL)) == [16, 8, 4, 2], "shorter matches follow by halves"
     for little in ([7], [1, 2, 3, 4], [1, 1]):
         assert said(little, USUAL) == {} and bool(said(little)) == (little == [1, 1])
-    source, loop = Copying(USUAL), [5, 1, 2, 3, 1, 2, 3, 1, 2]
-    tier = next(iter(source.tiers(loop, GuessRequest(64, 9), source.new_state())))
+    tier = next(iter(Copying(USUAL).opinions(np.array([5, 1, 2, 3, 1, 2, 3, 1, 2]), 64, 9)))
     place, path = tier.start(), []
     while tier.shares(place):
         (token,) = tier.shares(place)
         path.append(token)
         place = tier.follow(place, token)
     assert path == [3, 1, 2] * 3, "a loop goes on"
-    state = source.new_state()
+    state = GuessState()
     assert said([1, 2, 3, 1, 2], USUAL, state)[2] == {(3, 1.0)}
     state.clear(2)
     assert said([1, 2, 4, 1, 2], state=state)[2] == {(4, 1.0)}, "what was cut is forgotten"
-    assert said([*range(3000), 7, 8], state=GrowingText())[2] == {(9, 1.0)}, "longer than its array was"
+    assert said([*range(3000), 7, 8], state=GuessState())[2] == {(9, 1.0)}, "longer than its array was"
 
 
 NUM_WORDS = 32
@@ -191,8 +187,7 @@ def index() -> SuffixIndex:
 
 
 def retrieved(context: list[int], length: MatchLength = USUAL) -> list[Any]:
-    source = Retrieval(index(), length)
-    return list(source.tiers(context, GuessRequest(16, 3), source.new_state()))
+    return list(Retrieval(index(), length).opinions(np.array(context, dtype=int), 16, 3))
 
 
 def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
@@ -201,7 +196,8 @@ def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
     (short,) = retrieved([3, 4], MatchLength(2, 2))
     assert short.length == 2 and short.shares(0) == {8: 0.5, 5: 0.25, 10: 0.25}
     found = Guesses([*tiers, short], SourceWeights()).best(16, 3)
-    assert {guess.token for guess in found if guess.depth == 1} == {5, 8, 10} and found[0].token == 5
+    assert {guess.place.token for guess in found if guess.depth == 1} == {5, 8, 10}
+    assert found[1].place.token == 5
     assert all(retrieved(context) == [] for context in ([20, 21], [7], [4, 10], [])), (
         "nothing follows what is not there"
     )
@@ -211,17 +207,17 @@ def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
 
 def test_bigrams_then_unigrams() -> None:
     tokens = [token for document in DOCUMENTS for token in document]
-    bigram, unigram = Ngrams(index()).tiers([0, 3], GuessRequest(16, 3), Ngrams(index()).new_state())
+    bigram, unigram = Ngrams(index()).opinions(np.array([0, 3]), 16, 3)
     assert bigram.shares(bigram.start()) == {4: 1.0}
     assert bigram.shares(bigram.follow(3, 4)) == {8: 0.5, 5: 0.25, 10: 0.25}
     assert not bigram.shares(30)
     shares = unigram.shares(30)
     assert list(shares)[:2] == [3, 4] and shares == unigram.shares(3)
     assert all(np.isclose(share, tokens.count(token) / len(tokens), atol=0.08) for token, share in shares.items())
-    guesses = Guesses(Ngrams(index()).tiers([1], GuessRequest(16, 3), Ngrams(index()).new_state()), SourceWeights())
+    guesses = Guesses(Ngrams(index()).opinions(np.array([1]), 16, 3), SourceWeights())
     chance = guesses.children(guesses.root)[0][2]
     assert chance == guesses.children(guesses.follow(guesses.root, 2))[0][3], "a count is not worth more further down"
-    assert max(guess.chance for guess in guesses.best(16, 2) if guess.depth == 2) >= chance**2
+    assert max(guess.score for guess in guesses.best(16, 2) if guess.depth == 2) >= chance**2
 
 
 def test_few_kinds_of_sampling_are_kept_and_those_that_nobody_asks_for_go_first() -> None:
@@ -284,6 +280,19 @@ def test_what_was_wrong_is_guessed_less() -> None:
     warm = Sampler(Sampling(temperature=1.0), 16)
     (tree,) = drafter.grow([DraftText(DynamicShape(64, 16), REPEATED, warm, state)])
     assert tree.num_nodes == sizes[0], "learned by itself"
+
+
+def test_guesses_of_a_step_before_teach_nothing() -> None:
+    """A step without a tree asks no source: what it emits says nothing of what was asked earlier."""
+    drafter, sampler = lookup(), Sampler(Sampling(), 16)
+    state = drafter.new_state()
+    (before,) = drafter.grow([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])
+    for _ in range(40):
+        (root,) = drafter.grow([DraftText(chain(0), REPEATED, sampler, state)])
+        drafter.commit(root, Acceptance([0], [15]), sampler, state)
+    (after,) = drafter.grow([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])
+    assert root.num_nodes == 1 and repr(drafter._sources._weights[sampler.sampling.kind]) == "SourceWeights({})"
+    assert after.tokens == before.tokens
 
 
 PROMPT = [7, 11, 9, 5, 7, 11, 3, 7, 11]

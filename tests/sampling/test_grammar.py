@@ -194,6 +194,16 @@ def test_without_the_package_or_a_tokenizer_a_line_says_so(
         Grammars(tokenizer, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
 
 
+def test_the_grammars_asked_for_last_are_kept(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, compiled = Grammars(tokenizer, VOCAB_SIZE, {END}), list[str]()
+    usual = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda one: compiled.append(one.text) or usual(one))
+    monkeypatch.setattr("offload.sampling.grammar_mask._MOST_KEPT", 2)
+    for text in ("a", "b", "a", "c", "a", "b"):
+        grammars.mask(Grammar("regex", text))
+    assert compiled == ["a", "b", "c", "b"]
+
+
 def test_it_is_imported_when_it_is_asked_for() -> None:
     """And the description needs nothing heavy at all."""
     code = "import sys, offload.sampling.grammar; print('torch' in sys.modules, 'llguidance' in sys.modules)"
@@ -275,6 +285,13 @@ def test_texts_end_where_nothing_may_follow(grammars: Grammars, ids: Any, tokeni
     sound.accept([b])
     with pytest.raises(UserError, match="cannot be followed any further"):
         sound.accept([a])
+    # What came before it in one burst counts.
+    sampler = Sampler(Sampling(), VOCAB_SIZE, adjustments=[sound])
+    sampler.begin([])
+    assert sampler.accept([b, a]) == 1
+    sampler.cut([b])
+    with pytest.raises(UserError, match="cannot be followed any further"):
+        sampler.accept([a])
     # Without an end token a text is over where nothing may follow.
     mask, (a, b) = Grammars(tokenizer, VOCAB_SIZE, set()).mask(Grammar("regex", "ab*|ba")), ids("ab")
     sampler = Sampler(Sampling(), VOCAB_SIZE, adjustments=[mask])
@@ -304,12 +321,12 @@ def test_a_draft_that_knows_nothing_of_what_is_allowed_takes_any_of_it(grammars:
     for drafting in ChildSampling:
         for temperature in (0.0, 1.0):
             sampler = Sampler(Sampling(temperature=temperature), VOCAB_SIZE, drafting)
-            children = draw_children(row_TV, 3, sampler, 5)
-            drawn = {*children.token_WK[0].tolist()}
+            token_WK, _, probs_WV = draw_children(row_TV, 3, sampler, 5)
+            drawn = {*token_WK[0].tolist()}
             if drafting is ChildSampling.WITH_REPLACEMENT or temperature == 0:
                 assert drawn & wanted
             else:
                 assert drawn == wanted
-            if children.probs_WV is not None:
-                assert children.probs_WV.isfinite().all()
-                assert children.probs_WV[0, sorted(wanted)].sum() == pytest.approx(1)
+            if probs_WV is not None:
+                assert probs_WV.isfinite().all()
+                assert probs_WV[0, sorted(wanted)].sum() == pytest.approx(1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rounding import sums
+from tables import Verify
 from test_families import config_of, tiny_model
 from test_tiny import prompts
 from tiny import FAMILIES, VOCAB_SIZE, save, save_pair
@@ -34,7 +35,7 @@ from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import Draw, Offer, TokenTree, ancestors
 from offload.trees.topology import best_first, chain
-from offload.trees.verification import Acceptance, Trial, Verify, match, walk
+from offload.trees.verification import Acceptance, Trial, match, walk
 
 NUM_NODES, MAX_ROWS = 45, 7
 TREE = best_first((0.5, 0.3, 0.1), NUM_NODES, 6)

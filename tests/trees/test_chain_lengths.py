@@ -147,13 +147,13 @@ def test_a_point_mass_has_the_targets_chance_of_its_token() -> None:
 def test_a_guess_beside_drawn_tokens_is_no_part_of_alpha(name: str) -> None:
     """The root's child was drawn, that child's own was grafted: of both only the first counts."""
     target_VV, draft_VV = pair("good")
-    rule, sizes, nowhere = find_rule(name), set[int](), TrieCursor(0, ())
+    rule, sizes = find_rule(name), set[int]()
     sampler = Sampler(WARM, VOCAB_SIZE, rule.drafting)
     for root in range(VOCAB_SIZE):
         (drawn,) = grow(draft_VV, chain(1), torch.tensor([root]), sampler)
         for token in range(VOCAB_SIZE):
-            path = Guess(-1, drawn.tokens[1], 1, 0.9, nowhere), Guess(0, token, 2, 0.9, nowhere)
-            tree = graft(drawn, path, 3)
+            path = [TrieCursor(1, (), drawn.tokens[1]), TrieCursor(2, (), token)]
+            tree = graft(drawn, [Guess(depth, 0, depth + 1, 0.9, place) for depth, place in enumerate(path)], 3)
             found = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
             sizes.add(len(found.nodes))
             assert len(found.guesses) == 1
