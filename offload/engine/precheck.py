@@ -19,7 +19,7 @@ from offload.checkpoint.safetensors import (
     tokenizer_folder,
 )
 from offload.checkpoint.sizes import longest_context
-from offload.engine.resolve import settle
+from offload.engine.resolve import resolve_files
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
 from offload.planning.load_options import LoadOptions
@@ -58,11 +58,12 @@ def check_run(
     is_on_cpu = options.device == "cpu" or (options.device == "auto" and not has_cuda_driver())
     if len(here) == len(names) and roles is None:
         files = files_of(here, draft, options.draft_dtype)
-        if not needs_context:
-            longest = longest_context(files.target) or _SHORT
-            options = replace(options, context=min(_SHORT, longest))
         if is_on_cpu:
-            settle(files, options).admit()
+            run = resolve_files(files, options)
+            if not needs_context:
+                context = min(_SHORT, longest_context(files.target) or _SHORT)
+                run = replace(run, budget=replace(run.budget, context=context))
+            run.admit()
     if needs_template and headers[0] is not None:
         place = headers[0].tokenizer_path
         # what a GGUF file says of templates is left to the library that reads it

@@ -274,7 +274,7 @@ def resolve(
     read = open_headers if assumed is None else assumed.read
     headers = list(map(read, names, [options.config, None]))
     as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
-    run = settle(as_files(headers), options, device, assumed)
+    run = resolve_files(as_files(headers), options, device, assumed)
     run = replace(run, open_source=open_source, hooks=hooks)
     admit(run)
     if assumed is None:
@@ -298,7 +298,7 @@ def resolve(
     return replace(run, budget=with_experts(budget, run.files, num_nodes=num_nodes))
 
 
-def settle(
+def resolve_files(
     files: ModelFiles,
     options: LoadOptions,
     device: Device = HOST,

@@ -7,7 +7,7 @@ a mixture chooses few of many experts, on demand wins by far; where its best tre
 of them, both ways read the same, and whole layers are never waited for. No torch.
 
 Invariant: free memory is asked for once, since loading takes some of it and it changes while trees
-are compared.
+are compared; that of the host by `LoadOptions.ram_bytes`.
 """
 
 from dataclasses import replace
@@ -26,9 +26,6 @@ from offload.planning.search import known_trees
 from offload.trees.topology import SIZES
 from offload.units import ByteSize, format_bytes
 
-# Free memory that is left to other work on the machine: a quarter, 1 GiB at least.
-_RESERVE_SHARE = 0.25
-_RESERVE_BYTES = 1 << 30
 # Free memory of a GPU that is left to what else it shows.
 _GPU_RESERVE_SHARE = 0.02
 # the trees that are compared
@@ -44,18 +41,19 @@ def budget_of(
     What is not given is the machine's: of this one, what is free. `place` is the device here that
     computes, None without one. Raises `UserError` for a GPU's budget where there is none.
     """
-    ram = options.ram
     gpu = options.gpu_memory
-    if hardware is not None:
+    if hardware is None:
+        ram = options.ram_bytes
+    else:
         is_there = bool(hardware.gpu_bytes) or not gpu
         require(is_there, f"{hardware.name} has no GPU", gpu, "leave it out")
-        ram = ram or hardware.ram_bytes
+        ram = ByteSize.parse(options.ram or hardware.ram_bytes, "`ram`")
         gpu = gpu or hardware.gpu_bytes
     own_bytes = _default_gpu_bytes(place) if gpu is None and place is not None else None
     has_gpu = gpu is not None or own_bytes is not None
     rates = rates_of(hardware) if hardware else USUAL_GPU if has_gpu else None
     return MemoryBudget(
-        ram=_default_ram_bytes() if ram is None else ByteSize.parse(ram, "`ram`"),
+        ram=ram,
         gpu=own_bytes if gpu is None else ByteSize.parse(gpu, "`gpu_memory`"),
         dtype=options.dtype,
         context=options.context,
@@ -64,12 +62,6 @@ def budget_of(
         parallel=options.parallel,
         rates=rates if options.ranks is None else None,
     )
-
-
-def _default_ram_bytes() -> int:
-    """Return the free memory less a reserve for everything else: at most three quarters."""
-    free_bytes = available_ram_bytes()
-    return max(0, free_bytes - max(int(_RESERVE_SHARE * free_bytes), _RESERVE_BYTES))
 
 
 def _default_gpu_bytes(device: str) -> int:

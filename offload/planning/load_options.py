@@ -7,12 +7,14 @@ weight is read, and torch is not imported.
 import os
 import re
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 
 from offload.checkpoint.files import open_regular
 from offload.datastore.store import read_store
 from offload.declaration import options_of, whole_number
 from offload.errors import UserError, require, told_by_system
+from offload.machine import available_ram_bytes
 from offload.options import DTYPES, EXPERTS, ModelOptions
 from offload.planning.profile import parse_profile
 from offload.rank_roles import (
@@ -30,6 +32,9 @@ from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to
 from offload.units import ByteSize, Rate, parse_rate
 
 MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
+# Free memory that is left to other work on the machine: a quarter, 1 GiB at least.
+_RESERVE_SHARE = 0.25
+_RESERVE_BYTES = 1 << 30
 MAX_CONTEXT = 1 << 30  # positions, far beyond what any model was made for
 
 
@@ -145,6 +150,17 @@ class LoadOptions(ModelOptions):
     def has_no_profile(self) -> bool:
         """Return whether no profile is wanted, not even one that would be found."""
         return str(self.profile) == "none"
+
+    @cached_property
+    def ram_bytes(self) -> int:
+        """Return what is allowed; by default of what is free when this is first asked for.
+
+        So a run is planned with what it was checked with, before libraries took some of it.
+        """
+        if self.ram is not None:
+            return ByteSize.parse(self.ram, "`ram`")
+        free_bytes = available_ram_bytes()
+        return max(0, free_bytes - max(int(_RESERVE_SHARE * free_bytes), _RESERVE_BYTES))
 
     @property
     def ngram_is_store(self) -> bool:

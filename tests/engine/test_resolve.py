@@ -10,6 +10,7 @@ from shell import shell
 from tiny import FAMILIES, save_pair, streaming_ram
 
 import offload
+from offload.engine.precheck import check_run
 from offload.engine.request import Request
 from offload.engine.resolve import Assumptions, resolve
 from offload.errors import UserError
@@ -101,6 +102,16 @@ def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
     assert profile is None and why
     with pytest.raises(UserError, match="is of this machine"):
         resolve(*pair, LoadOptions(device="cpu"), assumed=Assumptions(machine))
+
+
+def test_free_memory_is_asked_for_once(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was checked before libraries took some of it is what is planned with."""
+    free = iter([8 << 30, 7 << 30])
+    monkeypatch.setattr("offload.planning.load_options.available_ram_bytes", lambda: next(free))
+    options = LoadOptions(device="cpu", **HOW)
+    for needs_context in (True, False):
+        check_run(*pair, options, needs_text=False, needs_context=needs_context)
+    assert resolve(*pair, options).budget.ram == 6 << 30
 
 
 @pytest.mark.usefixtures("_no_weights")

@@ -260,7 +260,7 @@ def test_configs_that_cannot_be_planned(key: str, value: Any, message: str) -> N
 
 def test_the_default_budget_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     for free_gb, reserve_bytes in ((3, 1 << 30), (8, 2 * GB), (100, 25 * GB)):
-        monkeypatch.setattr("offload.planning.budget.available_ram_bytes", lambda free_gb=free_gb: free_gb * GB)
+        monkeypatch.setattr("offload.planning.load_options.available_ram_bytes", lambda free=free_gb: free * GB)
         assert budget_of(LoadOptions()).ram == free_gb * GB - reserve_bytes
 
 
