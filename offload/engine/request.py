@@ -4,7 +4,8 @@ Loading checks the first request before a weight is read, the decoder checks eve
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,10 +68,11 @@ class Request:
     def stops(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
-        try:
-            stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        except TypeError:  # also of what only looks as if it could be iterated over
-            stops = (self.stop,)  # type: ignore[assignment]
+        stops: tuple[Any, ...] = (self.stop,)
+        # an iterator would be empty when it is read again
+        if isinstance(self.stop, Collection) and not isinstance(self.stop, str):
+            with suppress(TypeError):  # what only looks like one
+                stops = tuple(self.stop)
         rule = "`stop` must be text"
         require(
             all(isinstance(one, str) for one in stops), rule, f"{self.stop!r:.80}", "give a str"
@@ -155,6 +157,9 @@ def request_of(
         raise TypeError(
             f"there is no argument {', '.join(sorted(unknown))}, only {', '.join(known)}"
         )
+    if not isinstance(prompt, str) and not _are_messages(prompt):
+        # an iterator of token ids is read once, and arrays of them are compared
+        prompt = whole_numbers(prompt)
     left = dict(arguments)
     sampling = Sampling(**{name: left.pop(name) for name in drawing if name in left})
     kept = find_grammar(**{name: left.pop(name) for name in GRAMMARS if name in left})

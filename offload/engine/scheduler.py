@@ -2,7 +2,7 @@
 they came, and one pass over the weights for all that are being written.
 
 Whatever is written goes this way: lists of prompts, files of them, tasks of lm-eval, and requests
-over HTTP. A scheduler has no thread of its own: what drives it calls `admit` and `sweep` in turn;
+over HTTP. A scheduler has no thread of its own: what drives it calls `admit` and `step` in turn;
 `write_all` does in the thread of its caller, `service.Engine` in one that it has.
 Invariant: every job that was added ends, with its text or with the error that ended it; one that
 fails, or is cancelled, disturbs no other; and a place is given back before the next text gets it.
@@ -82,7 +82,7 @@ class EngineFigures(NamedTuple):
 class Scheduler:
     """Jobs that wait, jobs that are being written, and the passes that these share.
 
-    One thread at a time may call `admit`, `sweep` and `end_all`; any may call the other methods.
+    One thread at a time may call `admit`, `step` and `end_all`; any may call the other methods.
     """
 
     def __init__(self, decoder: TextWriter) -> None:

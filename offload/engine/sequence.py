@@ -187,9 +187,17 @@ class Sequence:
         )
         counted = tokens[: min(end + 1, num_left)]
         counted = counted[: self.sampler.accept(counted)]
-        self.tokens += counted
+        # tokens last: by their number `recover` sees what is missing
         self.logprobs += islice(logprobs, len(counted))
+        self.tokens += counted
         return counted
+
+    def recover(self) -> None:
+        """Let caches and sampler forget what a step that was cut short has left in them."""
+        num_new = len(self.tokens) - self.num_prompt_tokens
+        self.caches.clear(len(self.tokens) - 1)
+        if self.sampler.num_accepted != num_new:
+            self.cut(num_new)
 
     def cut(self, num_new: int) -> None:
         """Drop all but so many of its new tokens: behind them a stop string is complete."""

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from offload.checkpoint.files import open_regular, replacing
 from offload.checkpoint.identity import ModelIdentity, same_model
-from offload.checkpoint.safetensors import Checkpoint, read_header
+from offload.checkpoint.safetensors import Checkpoint, header_bytes, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.checkpoint.state_sizes import index_layers, recurrent_layers
+from offload.checkpoint.tensors import TensorEntry
 from offload.drafting.hybrid import HybridState
 from offload.encoding.base import PLAIN_OF, STORED
 from offload.engine.identities import Identities
@@ -35,30 +36,27 @@ from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache
 from offload.model.recurrent_cache import Point, RecurrentCache
 
 SUM = "crc32"  # the note that has the checksum of all that lies behind the header
+_ALIGN_BYTES = 8  # where the data of a safetensors file begin
 _TYPES = {getattr(torch, encoding.dtype): encoding.name for encoding in STORED.values()}
 
 
 def write_tensors(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors of any type in this order, with notes about them. Raises `OSError`."""
-    places = dict[str, Any]()
+    entries = dict[str, TensorEntry]()
     end = 0
     for name, tensor in tensors.items():
         start = end
-        end = end + tensor.numel() * tensor.element_size()
-        places[name] = {
-            "dtype": _TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        end += tensor.numel() * tensor.element_size()
+        entries[name] = TensorEntry(0, _TYPES[tensor.dtype], tuple(tensor.shape), start, end)
     with replacing(path) as scratch, scratch.open("wb") as file:
-        file.write(_header({**notes, SUM: "0" * 8}, places))
+        file.write(header_bytes(entries, {**notes, SUM: "0" * 8}, _ALIGN_BYTES))
         total = 0
         for tensor in tensors.values():
             data = tensor.cpu().contiguous().view(torch.uint8).numpy().data
             total = zlib.crc32(data, total)
             file.write(data)
         file.seek(0)
-        file.write(_header({**notes, SUM: f"{total:08x}"}, places))
+        file.write(header_bytes(entries, {**notes, SUM: f"{total:08x}"}, _ALIGN_BYTES))
         file.flush()
         os.fsync(file.fileno())
 
@@ -71,12 +69,6 @@ def data_sum(path: Path) -> str:
         while block := file.read(1 << 20):
             total = zlib.crc32(block, total)
     return f"{total:08x}"
-
-
-def _header(notes: Mapping[str, str], places: Mapping[str, Any]) -> bytes:
-    text = json.dumps({"__metadata__": notes, **places}).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 _FORMAT = "offload session, version 2"

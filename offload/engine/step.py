@@ -54,8 +54,7 @@ class SpeculationStep:
     def step(self, texts: abc.Sequence[Sequence]) -> list[list[int]]:
         """Run one round of speculation; return each text's new tokens, none during its prompt."""
         for text in texts:
-            # of a step that was cut short they may hold more
-            text.caches.clear(len(text.tokens) - 1)
+            text.recover()
         batch = share_out(texts, self._max_prompt_rows)
         num_pending = sum(entry.num_pending for _, entry in batch)
         growing = [text for text, entry in batch if entry.is_whole]

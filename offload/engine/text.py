@@ -263,16 +263,17 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """Take new tokens; return the piece that has become certain, and whether a stop came."""
-        num_before = len(self._tokens)
-        self._tokens += tokens
-        whole = self.whole()
-        if not any(stop in whole for stop in self._stop):
-            return self._hand_out(self._certain(whole)), False
-        self._cut_at_stop(num_before)
-        whole = self.whole()
-        return self._hand_out(
-            whole[: min(whole.find(stop) for stop in self._stop if stop in whole)]
-        ), True
+        known = self._tokens
+        whole = [*known, *tokens]
+        text = self._settled(whole)
+        if not self._stops_in(text):
+            self._tokens = whole
+            return self._hand_out(self._certain(text)), False
+        counts = range(len(known), len(whole) + 1)
+        end = next(one for one in counts if self._stops_in(self._settled(whole[:one])))
+        text = self._settled(whole[:end])
+        self._tokens = whole[:end]
+        return self._hand_out(text[: min(self._stops_in(text))]), True
 
     def finish(self) -> str:
         """Return the last piece, incomplete characters included."""
@@ -287,26 +288,26 @@ class TextStream:
         """Return the pushed tokens up to the one that completed a stop string."""
         return list(self._tokens)
 
-    def _cut_at_stop(self, num_before: int) -> None:
-        """Cut the text where the first stop string of a burst is complete; before it none was."""
-        for count in range(num_before + 1, len(self._tokens)):
-            text = self._text_of(self._tokens[:count])
-            if any(stop in text for stop in self._stop):
-                del self._tokens[count:]
-                return
-
     def _hand_out(self, certain: str) -> str:
         piece = certain[len(self.text) :]
         self.text += piece
         return piece
 
-    def _certain(self, whole: str) -> str:
-        whole = whole.rstrip(_REPLACEMENT)
+    def _settled(self, tokens: Sequence[int]) -> str:
+        """Return the text of whole characters, which no later token changes."""
+        return self._text_of(tokens).rstrip(_REPLACEMENT)
+
+    def _stops_in(self, text: str) -> list[int]:
+        """Return where stop strings begin."""
+        return [text.find(stop) for stop in self._stop if stop in text]
+
+    def _certain(self, text: str) -> str:
+        """Return as much as no stop string can begin in."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
-        for size in range(min(longest, len(whole)), 0, -1):
-            if any(stop.startswith(whole[-size:]) for stop in self._stop):
-                return whole[:-size]
-        return whole
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stop):
+                return text[:-size]
+        return text
 
     def _text_of(self, tokens: Sequence[int]) -> str:
         text = self._decode(tokens)

@@ -134,8 +134,7 @@ def trace_windows(
 def trace_window(decoder: Decoder, question: TuneQuestion, index: int) -> TracedWindow:
     """Trace one window, and the passes of every kind of dynamic tree."""
     window = question.windows[index]
-    seed = (question.sampling.seed + index) % 2**63
-    sampling = replace(question.sampling, seed=seed)
+    sampling = question.sampling.later(index)
     if question.is_teacher_forced:
         return TracedWindow(given_trace(decoder, window, NUM_PROMPT, sampling), [])
     # Any tree would do; this one is quick where there is room for it.

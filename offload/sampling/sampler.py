@@ -82,20 +82,35 @@ class Sampler:
         self._adjustments: list[Adjustment] = [Penalties(sampling)] if sampling.is_adjusted else []
         self._adjustments += adjustments
         self._prompt_ids: Sequence[int] = ()
+        # tokens of the text's own, and those that were accepted in vain
+        self.num_accepted = 0
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Start a text with these tokens, and none of its own."""
         self._prompt_ids = prompt_ids
+        self.num_accepted = 0
         for adjustment in self._adjustments:
             adjustment.begin(prompt_ids)
 
     def accept(self, tokens: Sequence[int]) -> int:
-        """Let the text go on with these tokens; return how many count before it is over."""
-        for count, token in enumerate(tokens if self.is_adjusted else ()):
+        """Let the text go on with these tokens; return how many count before it is over.
+
+        Raises `UserError` where not even the first may follow; of a later one the next step tells.
+        """
+        if not self.is_adjusted:
+            self.num_accepted += len(tokens)
+            return len(tokens)
+        for count, token in enumerate(tokens):
             if self.is_over:
                 return count
-            for adjustment in self._adjustments:
-                adjustment.accept([token])
+            self.num_accepted += 1
+            try:
+                for adjustment in self._adjustments:
+                    adjustment.accept([token])
+            except UserError:
+                if count == 0:
+                    raise
+                return count
         return len(tokens)
 
     @property

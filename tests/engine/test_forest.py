@@ -192,6 +192,15 @@ def test_all_samples_join_once_the_prompt_is_there(pair: Pair, prompt: list[int]
     assert all(isinstance(one.outcome, Generation) for one in found)
 
 
+def test_samples_of_ids_that_come_in_any_form(pair: Pair) -> None:
+    """Prompts of several texts are compared, and read for each of them."""
+    with opened(pair, tree="none", parallel=2) as decoder:
+        wanted = decoder.generate(LONG, num_samples=2, temperature=0.8, max_new_tokens=3)
+        for given in (torch.tensor(LONG), iter(LONG), tuple(LONG)):
+            found = decoder.generate(given, num_samples=2, temperature=0.8, max_new_tokens=3)  # type: ignore[arg-type]
+            assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+
+
 @pytest.mark.parametrize("parallel", [1, 3])
 def test_one_that_fails_under_way_fails_alone(pair: Pair, parallel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a grammar may that comes to where no token of the model is left."""

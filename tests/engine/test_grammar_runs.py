@@ -89,6 +89,16 @@ def test_half_a_character_of_the_prompt_is_no_part_of_the_answer(decoder: Decode
             assert told.text.lstrip().startswith("{")
 
 
+def test_what_comes_before_a_dead_end_is_text_with_every_tree(decoder: Decoder) -> None:
+    grammar, told = find_grammar(grammar='start: "def f():" x\nx: x'), list[list[int]]()
+    for tree in TREES:
+        run = decoder.start(Request(PROMPT, Sampling(), 40, grammar=grammar, tree=tree, rule="match"))
+        with pytest.raises(UserError, match="cannot be followed any further"):
+            finished(run)
+        told.append(run.result().token_ids)
+    assert told[0] and told == [told[0]] * len(TREES)
+
+
 def require_person(text: str) -> None:
     person = json.loads(text)
     assert [*person] == ["name", "age", "tags"] and len(person["name"]) <= 12 and 0 <= person["age"] <= 99

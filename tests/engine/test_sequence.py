@@ -17,6 +17,7 @@ from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.sharing import CachePool
 from offload.engine.text import TextStream
 from offload.model.target import Target
+from offload.sampling.adjustments import Penalties
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.streaming.layers import LayerStream
@@ -96,9 +97,11 @@ def test_an_overtaken_sequence_refuses_and_loses_nothing_else(decoder: Decoder) 
     decoder.step(last)
 
 
-def resumed(decoder: Decoder, shape: Shape, owner: type, method: str, number: int) -> list[int]:
+def resumed(
+    decoder: Decoder, shape: Shape, owner: type, method: str, number: int, sampling: Sampling = WARM
+) -> list[int]:
     """What is written when the so-many-th call of a method is cut short and its step run again."""
-    sequence = decoder.begin(PROMPT, WARM, shape=shape)
+    sequence = decoder.begin(PROMPT, sampling, shape=shape)
     with at_call(owner, method, number, interrupt), pytest.raises(KeyboardInterrupt):
         while True:
             decoder.step(sequence)
@@ -123,6 +126,14 @@ def test_a_step_that_was_cut_short_is_run_again(
     """A text knows its tokens before its caches do, so that a state never has to go back."""
     wanted = decoder.generate(PROMPT, max_new_tokens=40, temperature=0.8, seed=3).token_ids
     assert resumed(decoder, shape, owner, method, number) == wanted
+
+
+@pytest.mark.parametrize("number", [2, 4, 9])
+def test_a_burst_of_which_a_part_was_accepted_is_accepted_anew(decoder: Decoder, number: int) -> None:
+    """Cut short between two of its tokens: penalties count what the text has, and nothing twice."""
+    how = {"temperature": 0.8, "seed": 3, "frequency_penalty": 1.5, "repeat_penalty": 1.2}
+    wanted = decoder.generate(PROMPT, max_new_tokens=40, **how).token_ids
+    assert resumed(decoder, SHAPES[0], Penalties, "accept", number, Sampling(**how)) == wanted
 
 
 def test_a_text_that_begins_like_the_one_before_keeps_what_was_computed(decoder: Decoder) -> None:

@@ -157,6 +157,16 @@ def test_stops_do_not_depend_on_how_tokens_arrive(name: str, seed: int, tokenize
     assert len(one.tokens) == len(ids_of(tokenizer, TEXT[:first])), "what came later was accepted in vain"
 
 
+@pytest.mark.parametrize("sizes", [[1] * 7, [2, 5], [7]], ids=str)
+def test_half_a_character_is_no_stop_string(sizes: list[int], tokenizer: PreTrainedTokenizerFast) -> None:
+    """Until the next token tells, bytes may be the beginning of a character; then they may be none."""
+    tokens = ids_of(tokenizer, "日x")
+    stream = TextStream(tokenizer, ids_of(tokenizer, "a"), ["\ufffd"])
+    given = iter([*tokens, tokens[0], *ids_of(tokenizer, "yz")])
+    assert any(stream.push([*islice(given, size)])[1] for size in sizes)
+    assert stream.text == "日x" and stream.tokens == [*tokens, tokens[0], *ids_of(tokenizer, "y")]
+
+
 def test_a_stop_may_end_before_the_token_does(tokenizer: PreTrainedTokenizerFast) -> None:
     (token,) = (t for t in range(len(tokenizer)) if tokenizer.decode([t]) == " the")
     stream = TextStream(tokenizer, ids_of(tokenizer, "a"), ["th"])
@@ -173,8 +183,9 @@ def test_numbers_of_other_libraries_are_taken_and_a_truth_is_one() -> None:
     assert type(sampling.seed) is type(sampling.top_k) is int
     drawn = [Sampler(one, 10).draw(torch.arange(10.0), 3) for one in (sampling, wanted)]
     assert drawn[0] == drawn[1] and type(whole_number(True, "it")) is int
-    with pytest.raises(UserError, match="`stop` must be text"):
-        Request([1, 2], stop=torch.tensor(1)).check()  # type: ignore[arg-type]
+    for odd in (torch.tensor(1), b"END", iter(["END"])):
+        with pytest.raises(UserError, match="`stop` must be text"):
+            Request([1, 2], stop=odd).check()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("number", [0, MOST_SAMPLES + 1, 2**70])
