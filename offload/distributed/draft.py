@@ -129,13 +129,14 @@ class DraftTree:
         """Return the root, then all known nodes by falling f, above these bounds."""
         least_log_f = self.root.log_f + (math.log(least_f) if least_f > 0 else -math.inf)
 
-        def below(node: GrownNode[DraftNode]) -> Iterator[tuple[float, DraftNode]]:
-            for child in node.place.children or ():
-                if child.p < least_p or child.log_f < least_log_f:
-                    return
-                yield child.log_f, child
+        def child(node: GrownNode[DraftNode], rank: int) -> tuple[float, DraftNode] | None:
+            children = node.place.children or ()
+            found = children[rank] if rank < len(children) else None
+            if found is None or found.p < least_p or found.log_f < least_log_f:
+                return None
+            return found.log_f, found
 
-        return (node.place for node in grow_best_first(self.root, below, self.root.log_f))
+        return (node.place for node in grow_best_first(self.root, child, self.root.log_f))
 
     def run(self, nodes: Sequence[DraftNode]) -> None:
         """Score nodes whose parents were run, in one pass; the root comes alone."""

@@ -392,8 +392,8 @@ class _Rows:
             own = tree.guesses.best(most, tree.depth - 1, least=1 / bounds.num_nodes)[1:]
             # the root, then they themselves
             rows = [text, *range(first + len(found), first + len(found) + len(own))]
-            found += [(one.place.token, one.depth, rows[one.parent], text) for one in own]
-            places += [one.place for one in own]
+            found += [(one.place[1], one.depth, rows[one.parent], text) for one in own]
+            places += [tree.guesses.follow(*one.place) for one in own]
         if not found:
             return
         picked = np.zeros(len(found), dtype=_CANDIDATE)

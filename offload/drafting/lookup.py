@@ -18,9 +18,11 @@ that any shape is exact with any rule.
 Shape letters, in this file only: E positions behind matches, M tokens of a continuation.
 """
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -162,10 +164,13 @@ class TrieCursor(NamedTuple):
 
     depth: int
     at: tuple[Any, ...]  # the place in every opinion, None where the path has left it
-    token: int = -1  # the last one of the path; the root's own does not matter
 
 
-Guess: TypeAlias = GrownNode[TrieCursor]  # a node of which the score is the chance of its path
+# where the parent of a guess stands, and its own token
+GuessPlace: TypeAlias = tuple[TrieCursor, int]
+Guess: TypeAlias = GrownNode[GuessPlace]  # a node of which the score is the chance of its path
+_NO_TOKEN = -1  # stands for the root's, which is known
+_SCORE = itemgetter(0)
 
 
 class Judged(NamedTuple):
@@ -210,37 +215,40 @@ class Guesses:
         return TrieCursor(
             place.depth + 1,
             tuple(None if at is None else opinion.follow(at, token) for opinion, at in pairs),
-            token,
         )
 
     def best(self, count: int, depth: int, least: float = 0.0) -> list[Guess]:
         """Return the root and the `count` likeliest nodes at most, within `depth`, above `least`."""
-
-        def below(node: Guess) -> Iterator[tuple[float, TrieCursor]]:
-            for token, chance in self._ranked(node.place) if node.depth < depth else ():
-                if chance * node.score <= least:
-                    return
-                yield chance * node.score, self.follow(node.place, token)
-
-        return list(islice(grow_best_first(self.root, below), count + 1))
+        grown = self._grown(lambda node: sys.maxsize if node.depth < depth else 0, least)
+        return list(islice(grown, count + 1))
 
     def within(self, topology: Topology) -> list[Guess]:
         """Return the nodes of a shape that guesses fill; a child of rank k is the k-th likeliest."""
         children = children_of(topology)
-        nodes = list[int]()  # of the shape, in the order of growing
+        nodes = list[int]()  # of the shape, by the number of the guess
 
-        def below(node: Guess) -> Iterator[tuple[float, TrieCursor]]:
+        def most(node: Guess) -> int:
             nodes.append(children[nodes[node.parent]][node.rank] if nodes else 0)
-            for _, (token, chance) in zip(
-                children[nodes[-1]], self._ranked(node.place), strict=False
-            ):
-                yield chance * node.score, self.follow(node.place, token)
+            return len(children[nodes[-1]])
 
-        return list(grow_best_first(self.root, below))
+        return list(self._grown(most))
 
-    def _ranked(self, place: TrieCursor) -> list[tuple[int, float]]:
-        """Return the tokens guessed there, the likeliest first, with their chances."""
-        return sorted(self.children(place)[0].items(), key=lambda one: -one[1])
+    def _grown(self, most: Callable[[Guess], int], least: float = 0.0) -> Iterator[Guess]:
+        """Yield the root, then the likeliest node above `least`; `most` bounds a node's children."""
+        # of every node by its number, the likeliest first
+        children = list[list[tuple[float, GuessPlace]]]()
+
+        def child(node: Guess, rank: int) -> tuple[float, GuessPlace] | None:
+            if rank == 0:
+                num_children = most(node)
+                cursor = self.follow(*node.place) if node.number else self.root
+                chances = self.children(cursor)[0] if num_children else {}
+                found = [(node.score * one, (cursor, token)) for token, one in chances.items()]
+                children.append(sorted(found, key=_SCORE, reverse=True)[:num_children])
+            own = children[node.number]
+            return own[rank] if rank < len(own) and own[rank][0] > least else None
+
+        return grow_best_first((self.root, _NO_TOKEN), child)
 
     def learn(self, tokens: Sequence[int], drafted: Sequence[Judged | None]) -> None:
         """Learn from tokens emitted in turn; `drafted` is what a draft said of each, or None."""
@@ -386,8 +394,8 @@ class LookupDrafter:
             found = found[: 1 + int(np.argmax(rates))]
         else:
             found = guesses.within(text.shape)
-        tokens = [text.tokens[-1], *(guess.place.token for guess in found[1:])]
-        return TokenTree.listed([guess.parent for guess in found], tokens)
+        _, *tokens = (guess.place[1] for guess in found)
+        return TokenTree.listed([guess.parent for guess in found], [text.tokens[-1], *tokens])
 
     def commit(
         self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: GuessState

@@ -220,7 +220,8 @@ def path_chances(topology: Topology, p_K: Floats) -> Floats:
 class GrownNode(NamedTuple, Generic[P]):
     """A node of an order with parents and elder siblings first: any first n nodes are a tree."""
 
-    parent: int  # index in the order; -1 for the root
+    number: int  # index in the order
+    parent: int  # that of its parent; -1 for the root
     rank: int
     depth: int
     score: float  # the chance that its path is accepted, or what else never rises along a path
@@ -228,28 +229,31 @@ class GrownNode(NamedTuple, Generic[P]):
 
 
 def grow_best_first(
-    root: P, below: Callable[[GrownNode[P]], Iterator[tuple[float, P]]], score: float = 1.0
+    root: P, child: Callable[[GrownNode[P], int], tuple[float, P] | None], score: float = 1.0
 ) -> Iterator[GrownNode[P]]:
     """Yield the root, then always the best child of those that were yielded, until none is left.
 
-    `below` gives a node's children by rank, each with the score of its whole path, which is not
-    above the parent's or an elder sibling's; where bounds end the tree it gives none. Ties go to
-    the shallower node, then to the elder parent's.
+    `child` gives the child of a rank below a node, with the score of its whole path, which is not
+    above the parent's or an elder sibling's; None where there is none, or bounds end the tree. It
+    is asked for rank 0 once for every node, in their order. Ties go to the shallower node, then to
+    the elder parent's.
     """
-    # -score, depth, parent, rank, place, younger siblings; no two agree in parent and rank
-    heap = [(-score, 0, -1, 0, root, iter(list[tuple[float, P]]()))]
+    # -score, depth, parent's number, rank, place, parent; no two agree in number and rank
+    heap: list[tuple[float, int, int, int, P, GrownNode[P] | None]]
+    heap = [(-score, 0, -1, 0, root, None)]
     for number in count():
         if not heap:
             return
-        negative, depth, parent, rank, place, siblings = heapq.heappop(heap)
-        node = GrownNode(parent, rank, depth, -negative, place)
+        negative, depth, parent, rank, place, above = heap[0]
+        node = GrownNode(number, parent, rank, depth, -negative, place)
         yield node
-        for at, above, next_rank, following in (
-            (depth + 1, number, 0, below(node)),
-            (depth, parent, rank + 1, siblings),
-        ):
-            if (child := next(following, None)) is not None:
-                heapq.heappush(heap, (-child[0], at, above, next_rank, child[1], following))
+        sibling = None if above is None else child(above, rank + 1)
+        if sibling is None:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (-sibling[0], depth, parent, rank + 1, sibling[1], above))
+        if (first := child(node, 0)) is not None:
+            heapq.heappush(heap, (-first[0], depth + 1, number, 0, first[1], node))
 
 
 OrderedNode = GrownNode[int | None]
@@ -262,17 +266,11 @@ def grow_order(
     path, None where there is no such rank.
     """
 
-    def below(node: OrderedNode) -> Iterator[tuple[float, int | None]]:
-        if node.depth >= max_depth:
-            return
-        for rank in count():
-            found = follow(node.place, rank)
-            if found is None:
-                return
-            chance, path = found
-            yield node.score * chance, path
+    def child(node: OrderedNode, rank: int) -> tuple[float, int | None] | None:
+        found = follow(node.place, rank) if node.depth < max_depth else None
+        return found and (node.score * found[0], found[1])
 
-    return list(islice(grow_best_first(root, below), num_nodes))
+    return list(islice(grow_best_first(root, child), num_nodes))
 
 
 def tree_of(order: Sequence[OrderedNode]) -> Topology:

@@ -58,7 +58,7 @@ def chance_of(guesses: Guesses, path: tuple[int, ...]) -> float:
 def paths_of(found: list[Guess]) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = [()]
     for guess in found[1:]:
-        paths.append((*paths[guess.parent], guess.place.token))
+        paths.append((*paths[guess.parent], guess.place[1]))
     return paths[1:]
 
 
@@ -196,8 +196,8 @@ def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
     (short,) = retrieved([3, 4], MatchLength(2, 2))
     assert short.length == 2 and short.shares(0) == {8: 0.5, 5: 0.25, 10: 0.25}
     found = Guesses([*tiers, short], SourceWeights()).best(16, 3)
-    assert {guess.place.token for guess in found if guess.depth == 1} == {5, 8, 10}
-    assert found[1].place.token == 5
+    assert {guess.place[1] for guess in found if guess.depth == 1} == {5, 8, 10}
+    assert found[1].place[1] == 5
     assert all(retrieved(context) == [] for context in ([20, 21], [7], [4, 10], [])), (
         "nothing follows what is not there"
     )

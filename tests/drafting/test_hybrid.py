@@ -126,7 +126,7 @@ def test_likely_guesses_take_the_place_of_the_least_likely_nodes() -> None:
     shape, place = best_first([0.6, 0.3], 32, 6), TrieCursor(0, ())
 
     def kept(*chances: float) -> int:
-        guesses = [Guess(index, 0, index + 1, chance, place) for index, chance in enumerate(chances)]
+        guesses = [Guess(index + 1, index, 0, index + 1, chance, (place, 1)) for index, chance in enumerate(chances)]
         return _without_least(shape, guesses).num_nodes
 
     assert kept() == kept(1e-9) == kept(*[0.9] * 3) == 32
@@ -134,9 +134,9 @@ def test_likely_guesses_take_the_place_of_the_least_likely_nodes() -> None:
 
 
 FOUND = [
-    Guess(0, 0, 1, 0.9, TrieCursor(1, (), token=2)),
-    Guess(1, 0, 2, 0.5, TrieCursor(2, (), token=3)),
-    Guess(0, 1, 1, 0.1, TrieCursor(1, (), token=1)),
+    Guess(1, 0, 0, 1, 0.9, (TrieCursor(0, ()), 2)),
+    Guess(2, 1, 0, 2, 0.5, (TrieCursor(1, ()), 3)),
+    Guess(3, 0, 1, 1, 0.1, (TrieCursor(0, ()), 1)),
 ]
 CASES = [("sequoia", "binary", "bad"), ("sequoia", "chain", "disjoint"), ("specinfer", "sequences", "bad"),
          ("spectr", "binary", "good")]  # fmt: skip
@@ -170,8 +170,8 @@ def as_drawn(_: TokenTree, tree: TokenTree) -> TokenTree:
 
 def dropped(drawn: TokenTree, tree: TokenTree) -> TokenTree:
     """A draw that gives way where it differs from the guess: growth that looks at the value."""
-    is_same = drawn.tokens[1] == FOUND[0].place.token
-    return drawn if is_same else TokenTree(chain(1), torch.tensor([drawn.tokens[0], FOUND[0].place.token]))
+    is_same = drawn.tokens[1] == FOUND[0].place[1]
+    return drawn if is_same else TokenTree(chain(1), torch.tensor([drawn.tokens[0], FOUND[0].place[1]]))
 
 
 @pytest.mark.parametrize(("rule", "draft", "mistake"), [("specinfer", "good", as_drawn), ("sequoia", "bad", dropped)])

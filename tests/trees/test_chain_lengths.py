@@ -152,8 +152,8 @@ def test_a_guess_beside_drawn_tokens_is_no_part_of_alpha(name: str) -> None:
     for root in range(VOCAB_SIZE):
         (drawn,) = grow(draft_VV, chain(1), torch.tensor([root]), sampler)
         for token in range(VOCAB_SIZE):
-            path = [TrieCursor(1, (), drawn.tokens[1]), TrieCursor(2, (), token)]
-            tree = graft(drawn, [Guess(depth, 0, depth + 1, 0.9, place) for depth, place in enumerate(path)], 3)
+            path = enumerate([drawn.tokens[1], token])
+            tree = graft(drawn, [Guess(at + 1, at, 0, at + 1, 0.9, (TrieCursor(at, ()), one)) for at, one in path], 3)
             found = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
             sizes.add(len(found.nodes))
             assert len(found.guesses) == 1
