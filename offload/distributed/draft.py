@@ -16,7 +16,7 @@ much was run ahead, only how soon it comes; parents come before their children.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -37,7 +37,6 @@ from offload.engine.resolve import ResolvedRun
 from offload.engine.sharing import num_shared
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
-from offload.sampling_options import Sampling
 from offload.trees.topology import GrownNode, grow_best_first
 
 _ROWS_PER_PASS = 8  # at most
@@ -223,7 +222,7 @@ class _DraftService:
     def __init__(self, transport: Transport, tree: DraftTree) -> None:
         self._transport = transport
         self._tree = tree
-        self._calibration = ByKind[Sampling, DraftCalibration](DraftCalibration)
+        self._calibration = ByKind[Hashable, DraftCalibration](DraftCalibration)
         self._asked: Grow | None = None
         self._num_passes = 0  # for the answer
 
