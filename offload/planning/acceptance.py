@@ -82,16 +82,14 @@ def tokens_per_sweep(topology: Topology, traces: Iterable[Trace]) -> float:
     return sum(yields) / len(yields) if yields else 1.0
 
 
-def measured_acceptance(
-    traces: Sequence[Trace], num_ranks: int = NUM_RANKS
-) -> tuple[Floats, Floats]:
+def measured_acceptance(traces: Sequence[Trace]) -> tuple[Floats, Floats]:
     """Return the frequency of every rank, `p_K`, and the standard error of each entry.
 
     The error is that between windows, since positions of one window resemble each other; with one
     window it is binomial.
     """
     count_WK = np.array(
-        [np.bincount([r for r in t if r >= 0], minlength=num_ranks)[:num_ranks] for t in traces]
+        [np.bincount([r for r in t if r >= 0], minlength=NUM_RANKS) for t in traces]
     )
     size_W = np.array([len(trace) for trace in traces])
     p_K = count_WK.sum(0) / size_W.sum()

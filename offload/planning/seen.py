@@ -216,7 +216,8 @@ def _computed_s(passes: Sequence[ObservedPass]) -> dict[int, float]:
     """
     found = dict[int, list[float]]()
     for one in passes:
-        found.setdefault(one.counted_rows, []).append(one.sweep_s - one.stall_s)
+        # a device's clock may tell of a longer wait than the host's of the sweep
+        found.setdefault(one.counted_rows, []).append(max(0.0, one.sweep_s - one.stall_s))
     most = min(_TRIED, max(map(len, found.values())))
     least = {
         rows: min(times[-_MOST_OF_SIZE:]) for rows, times in found.items() if len(times) >= most

@@ -1,9 +1,11 @@
 """Plans for models and machines of any size, from headers alone; rows of prompts, limits of containers."""
 
 import math
+import random
 import re
 import weakref
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError
 from offload.memory import planner as plan
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import DEFAULT_CONTEXT, least_budget
+from offload.memory.planner import DEFAULT_CONTEXT, MemoryBudget, least_budget
 from offload.memory.prompt_rows import Rates, row_s, wanted_rows
 from offload.memory.sizes import PROMPT_ROWS
 from offload.planning.budget import budget_of
@@ -136,6 +138,41 @@ def test_a_model_of_one_layer_needs_room_for_no_two() -> None:
         make_plan(shape, None, least - 1, **sizes)
     named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refused.value))[1])
     assert (named_mib - 1) * MIB < least <= named_mib * MIB
+
+
+SIZES = {"hidden_size": (64, 1024, 4096), "num_hidden_layers": (1, 2, 5, 48), "intermediate_size": (64, 8192),
+         "vocab_size": (100, 128256), "num_attention_heads": (8,), "num_key_value_heads": (1,)}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_budget_is_kept_or_refused_with_what_works(seed: int) -> None:
+    """Of shapes, budgets and wishes drawn by chance: two slots at least, no byte too many, remedies that help."""
+    chance = random.Random(seed)
+    shapes = [
+        model_shape(checkpoint_of({**SMALL, **{name: chance.choice(sizes) for name, sizes in SIZES.items()}}))
+        for _ in range(chance.choice((1, 2)))
+    ]
+    ram, gpu = (int(10 ** chance.uniform(7.5, 11)) for _ in range(2))
+    rates = chance.choice((None, Rates(10 ** chance.uniform(6, 11), 10 ** chance.uniform(10, 15))))
+    wishes = {"context": chance.choice((1, 64, 4096)), "parallel": chance.choice((1, 2, 64)), "rates": rates}
+    budget = MemoryBudget(ram=ram, gpu=chance.choice((None, gpu)), **wishes)
+    plan_so = partial(plan.make_plan, shapes[0], shapes[-1] if len(shapes) > 1 else None)
+    num_nodes = chance.choice((1, 64, 2048))
+    try:
+        found = plan_so(budget, num_nodes)
+    except UserError as refusal:
+        words = str(refusal)
+        which, named_mib = re.search(r"raise `(\w+)` to (\d+)MiB", words).groups()  # type: ignore[union-attr]
+        field = {"ram": "ram", "gpu_memory": "gpu"}[which]
+        with pytest.raises(UserError):
+            plan_so(replace(budget, **{field: (int(named_mib) - 1) * MIB - 1}), num_nodes)
+        # the other memory may be too small as well
+        plan_so(replace(budget.unlimited(), **{field: int(named_mib) * MIB}), num_nodes)
+        for name, most in re.findall(r"`(context|parallel)` from \d+ to (\d+)", words):
+            plan_so(replace(budget, **{name: int(most)}), num_nodes)
+    else:
+        assert found.total_bytes <= ram and found.gpu_total_bytes <= (found.gpu_bytes or 0)
+        assert found.num_slots >= 2 or found.streamed_bytes == 0
 
 
 def test_texts_at_a_time_are_named_where_fewer_would_do() -> None:

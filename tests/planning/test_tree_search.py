@@ -12,6 +12,7 @@ from offload import timer
 from offload.calibration import threads as probe
 from offload.errors import UserError
 from offload.planning.acceptance import (
+    NUM_RANKS,
     PRODUCT_FORM,
     DynamicYield,
     RankTrie,
@@ -192,8 +193,8 @@ def test_traces_of_independent_ranks_give_the_product_form() -> None:
 
 
 def test_acceptance_counts_ranks_and_knows_its_error() -> None:
-    p_K, error_K = measured_acceptance([[0, 0, 1, -1], [0, 2, 0, 0]], num_ranks=4)
-    assert p_K.tolist() == [5 / 8, 1 / 8, 1 / 8, 0]
+    p_K, error_K = measured_acceptance([[0, 0, 1, -1], [0, 2, 0, 0]])
+    assert p_K[:4].tolist() == [5 / 8, 1 / 8, 1 / 8, 0] and len(p_K) == len(error_K) == NUM_RANKS
     assert error_K[3] == 0 and (error_K[:3] > 0).all()
     traces = independent_traces((0.6, 0.2), 100)
     p_K, error_K = measured_acceptance(traces)
