@@ -28,7 +28,6 @@ from offload.sampling.sampler import Sampler
 from offload.streaming.device import Device
 from offload.threads import Mode, StepModes, ThreadPolicy, ThreadWaiting, thread_ladder
 from offload.timer import median_s, timed
-from offload.trees.spec import AUTO_NODES
 from offload.trees.topology import Topology, chain, sequences
 
 # rows of a draft step
@@ -104,23 +103,16 @@ def thread_policy(
     fixed: int | None,
     device: Device,
 ) -> ThreadPolicy:
-    """Return the policy of a run; a named count is `fixed`, torch's own where a GPU computes."""
-    if fixed is None and not device.has_own_memory:
-        return pick_threads(target, draft, num_rows)
-    return ThreadPolicy.fixed(fixed or torch.get_num_threads())
+    """Return the policy of a run; a named count is `fixed`, torch's own where a GPU computes.
 
-
-def pick_threads(
-    target: TreeModel, draft: TreeModel | None, num_rows: int = AUTO_NODES
-) -> ThreadPolicy:
-    """Return the policy for this CPU, beginning with the fastest modes for sweeps and drafting.
-
-    Sweeps have `num_rows`. Ranks on one host compute at the same time, and share its cores.
+    On a CPU it begins with the fastest modes for sweeps of `num_rows` and for drafting. Ranks on
+    one host compute at the same time, and share its cores.
     """
+    if fixed is not None or device.has_own_memory:
+        return ThreadPolicy.fixed(fixed or torch.get_num_threads())
     place = find_place()
-    ladder = thread_ladder(
-        max(1, machine.num_cores() // (1 if place is None else place.num_on_host))
-    )
+    num_ranks = 1 if place is None else place.num_on_host
+    ladder = thread_ladder(max(1, machine.num_cores() // num_ranks))
     sweep = _fastest(ladder, target, num_rows)
     drafting = _fastest(ladder, draft, _TYPICAL_DRAFTED) if draft else sweep
     return ThreadPolicy(

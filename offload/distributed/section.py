@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offload.calibration.expansions import choose_expansion
 from offload.calibration.link import link_bytes_per_s, product_timer
-from offload.calibration.threads import pick_threads
+from offload.calibration.threads import thread_policy
 from offload.checkpoint.cuts import Section
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
@@ -160,7 +160,8 @@ def load_section(
             run.hooks.on_note(note)
     model.read_rest(store.fetch)
     model.expand_with(choose_expansion(model, store.fetch, device).kernels)
-    torch.set_num_threads(run.options.threads or pick_threads(model, None).start.sweep.num_threads)
+    threads = thread_policy(model, None, AUTO_NODES, run.options.threads, device)
+    torch.set_num_threads(threads.start.sweep.num_threads)
     stream = open_layers(store, model.layer_layouts, plan, device, resources)
     stream.load_resident()
     return model, stream

@@ -146,7 +146,7 @@ SIZES = {"hidden_size": (64, 1024, 4096), "num_hidden_layers": (1, 2, 5, 48), "i
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_budget_is_kept_or_refused_with_what_works(seed: int) -> None:
-    """Of shapes, budgets and wishes drawn by chance: two slots at least, no byte too many, remedies that help."""
+    """Shapes, budgets and wishes are drawn by chance: two slots at least, no byte too many, remedies that help."""
     chance = random.Random(seed)
     shapes = [
         model_shape(checkpoint_of({**SMALL, **{name: chance.choice(sizes) for name, sizes in SIZES.items()}}))
