@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from offload.kernels.compiled import compiled
+from offload.kernels.compiled import HAS_NUMBA, compiled
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN, word_of_half
 from offload.kernels.rounding import U64
 
@@ -66,6 +66,10 @@ def encode_exponents_compiled(weight_N: Tensor, top: int, width: int) -> Exponen
     escapes = lists[:, : counts.sum()].reshape(-1)
     kept_N, *others = map(torch.from_numpy, (kept, plane, escapes, counts))
     return ExponentWords(kept_N.view(kind), *others)
+
+
+# what there is here
+encode_exponents = encode_exponents_compiled if HAS_NUMBA else encode_exponents_reference
 
 
 def _as_words(weight_N: Tensor) -> tuple[Tensor, torch.dtype]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import ByType, compiled, share_rows
+from offload.kernels.compiled import HAS_NUMBA, ByType, compiled, share_rows
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import U64, numbers, of_bfloat16, of_float16, rounded
@@ -80,12 +80,11 @@ def expand_exponents_compiled(
 ) -> None:
     """Do what the reference does, with numba, on as many threads as torch has."""
     kind = TYPE_OF[mantissa_N.dtype]
-    is_wide = _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN
-    expand = (_expand_4 if is_wide else _expand_3).to(kind)
+    expand = _expand.to(kind)
     widen = (_widen if kind == torch.bfloat16 else _widen_half).to(out_N.dtype)
     put_escapes = _put_escapes.to(kind)
     kept = mantissa_N.view(torch.int8).numpy()
-    top = int(top_1)
+    window = (int(top_1), _plane_bytes(distance_B, len(mantissa_N)) // RUN)
     num_chunks = len(start_C) - 1
     words = (kept, distance_B.numpy())
     lists = (escape_B.numpy(), start_C.numpy())
@@ -93,17 +92,21 @@ def expand_exponents_compiled(
     def work(lo: int, hi: int) -> None:
         if out_N.dtype == kind:
             bits = out_N.view(torch.int16).numpy()
-            expand(*words, top, bits, (lo, hi, 0))
+            expand(*words, window, bits, (lo, hi, 0))
             put_escapes(kept, *lists, bits, (lo, hi, 0))
             return
         buffer = torch.empty(CHUNK, dtype=torch.int16)
         for chunk in range(lo, hi):
             own = buffer[: len(out_N) - chunk * CHUNK]
-            expand(*words, top, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
+            expand(*words, window, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
             put_escapes(kept, *lists, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
             widen(own.numpy(), numbers(out_N[chunk * CHUNK : (chunk + 1) * CHUNK]))
 
     share_rows(work, num_chunks)
+
+
+# on a CPU, what there is here
+expand_exponents = expand_exponents_compiled if HAS_NUMBA else expand_exponents_reference
 
 
 def expand_exponents_kernel(
@@ -167,7 +170,13 @@ _number = ByType({torch.bfloat16: _same, torch.float16: _half})
 
 
 @compiled
-def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
+def _word(kept, exponent):  # type: ignore[no-untyped-def]
+    """Return the word of a weight: its sign and mantissa, and this exponent."""
+    return I16(I16(I16(kept) & I16(-32641)) + I16(exponent << I16(7)))
+
+
+@compiled
+def _expand(kept: Any, plane: Any, window: Any, bits: Any, span: Any) -> None:
     """Expand chunks [lo, hi) without their escapes; `span` is (lo, hi, origin).
 
     `bits` begins with the weight `origin`. Indices are unsigned and numbers as narrow as they can
@@ -175,41 +184,27 @@ def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
     """
     size = U64(kept.size)
     origin = U64(span[2])
-    top = I16(top)
+    top = I16(window[0])
+    width = window[1]
     for block in range(U64(span[0] * 64), min(U64(span[1] * 64), (size + U64(1023)) // U64(1024))):
         for run in range(U64(8)):
             at = block * U64(1024) + run * U64(128)
-            source = block * U64(512) + (run & U64(3)) * U64(128)
-            shift = U8(run & U64(4))
             place = at - origin
-            for i in range(min(U64(128), size - min(at, size))):
-                distance = I16((plane[source + i] >> shift) & U8(15))
-                word = I16(
-                    I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7))
-                )
-                bits[place + i] = _number(word)
-
-
-@compiled
-def _expand_3(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
-    """Do what `_expand_4` does for distances of 3 bits."""
-    size = U64(kept.size)
-    origin = U64(span[2])
-    top = I16(top)
-    for block in range(U64(span[0] * 64), min(U64(span[1] * 64), (size + U64(1023)) // U64(1024))):
-        for run in range(U64(8)):
-            at = block * U64(1024) + run * U64(128)
-            low = block * U64(384) + (run & U64(1)) * U64(128)
-            high = block * U64(384) + U64(256)
-            shift = U8(run & U64(6))
-            place = at - origin
-            for i in range(min(U64(128), size - min(at, size))):
-                third = U8(U8(U8(plane[high + i] >> U8(run)) & U8(1)) << U8(2))
-                distance = I16(U8(U8(plane[low + i] >> shift) & U8(3)) | third)
-                word = I16(
-                    I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7))
-                )
-                bits[place + i] = _number(word)
+            num_here = min(U64(128), size - min(at, size))
+            if width == 4:
+                source = block * U64(512) + (run & U64(3)) * U64(128)
+                shift = U8(run & U64(4))
+                for i in range(num_here):
+                    distance = I16((plane[source + i] >> shift) & U8(15))
+                    bits[place + i] = _number(_word(kept[at + i], I16(top - distance)))
+            else:
+                low = block * U64(384) + (run & U64(1)) * U64(128)
+                high = block * U64(384) + U64(256)
+                shift = U8(run & U64(6))
+                for i in range(num_here):
+                    third = U8(U8(U8(plane[high + i] >> U8(run)) & U8(1)) << U8(2))
+                    distance = I16(U8(U8(plane[low + i] >> shift) & U8(3)) | third)
+                    bits[place + i] = _number(_word(kept[at + i], I16(top - distance)))
 
 
 @compiled
@@ -220,8 +215,8 @@ def _put_escapes(kept: Any, lists: Any, start: Any, bits: Any, span: Any) -> Non
         for at in range(start[chunk], start[chunk + 1]):
             place = chunk * 65536 + lists[at] + 256 * lists[num_all + at]
             if place < kept.size:
-                exponent = I16(I16(lists[2 * num_all + at]) << I16(7))
-                bits[place - span[2]] = _number(I16(I16(I16(kept[place]) & I16(-32641)) | exponent))
+                exponent = I16(lists[2 * num_all + at])
+                bits[place - span[2]] = _number(_word(kept[place], exponent))
 
 
 @compiled

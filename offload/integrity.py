@@ -14,33 +14,32 @@ compared with the hub once it was written to; in the cache all files are.
 import hashlib
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
-from threading import Event
+from threading import Condition, local
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from offload.checkpoint.files import PART_BYTES
-from offload.checkpoint.identity import changed_small_files, hub_sum, is_sha256
+from offload.checkpoint.files import PART_BYTES, in_order, stamp_of
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.numbers import NOT_FINITE, TensorMaximum, is_finite, remarks, top_bits
-from offload.checkpoint.safetensors import stamp_of
 from offload.checkpoint.whole import (
     Damage,
     FileSums,
     ModelSpans,
     Span,
     WholeFile,
+    changed_small_files,
     crc32_of_scratch,
     default_manifest,
     differences,
     have_same_bytes,
+    hub_sum,
+    is_sha256,
     read_manifest,
     write_manifest,
 )
@@ -50,8 +49,7 @@ from offload.streaming.disk import DiskReader, allocate, drop, finish
 from offload.streaming.scan import has_zeros
 from offload.units import format_bytes
 
-_MAX_THREADS = 8
-_NUM_AHEAD = 4  # buffers that are read while all threads compute
+_NUM_AHEAD = 4  # batches that are read while all cores compute
 _CACHED_BYTES = 512 << 10  # a block that fits a processor's cache
 _BUFFER_BYTES = PART_BYTES + 2 * BLOCK_BYTES
 _OTHER_SUM = "its bytes are not those of the hub (sha256)"
@@ -67,7 +65,6 @@ class FileReading:
         crcs: for each span, the CRC-32 of its parts.
         tops: for each span, the largest bits of its numbers.
         failure: why the file could not be read, else empty.
-        turns: events of the batches whose bytes the sha256 has.
     """
 
     def __init__(
@@ -80,8 +77,9 @@ class FileReading:
         self.crcs = [""] * len(file.spans)
         self.tops = [0] * len(file.spans)
         is_hashed = wanted not in (None, known and known.sha256)
-        self.hashed = hashlib.sha256() if is_hashed else None
-        self.turns: dict[int, Event] = {}
+        self._hashed = hashlib.sha256() if is_hashed else None
+        self._turn = 0  # of the batch whose bytes the sha256 wants next
+        self._has_turned = Condition()
 
     @property
     def name(self) -> str:
@@ -89,7 +87,7 @@ class FileReading:
 
     @property
     def sha256(self) -> str | None:
-        return None if self.hashed is None else self.hashed.hexdigest()
+        return None if self._hashed is None else self._hashed.hexdigest()
 
     @property
     def sums(self) -> FileSums:
@@ -106,6 +104,26 @@ class FileReading:
     def is_as_before(self) -> bool:
         """Whether the file has the bytes of the manifest."""
         return self.known is not None and have_same_bytes(self.sums, self.known)
+
+    def note(self, parts: Sequence[tuple[int, int, int]], found: "_Found | ReadError") -> None:
+        """Note what was found in the next parts of the file, each a span and [lo, hi)."""
+        if isinstance(found, ReadError):
+            self.failure = self.failure or str(found)
+            return
+        for (span, *_), (crc, bits) in zip(parts, found, strict=True):
+            self.crcs[span] += f"{crc:08x}"
+            self.tops[span] = max(self.tops[span], bits)
+
+    def hash(self, turn: int, stored: np.ndarray | None) -> None:
+        """Add a batch to the sha256 once its turn has come; None: it could not be read."""
+        if self._hashed is None:
+            return
+        with self._has_turned:
+            self._has_turned.wait_for(lambda: self._turn == turn)
+            if stored is not None:
+                self._hashed.update(stored.data)
+            self._turn += 1
+            self._has_turned.notify_all()
 
 
 class _Batch(NamedTuple):
@@ -125,12 +143,8 @@ class _Batch(NamedTuple):
         return self.parts[-1][2]
 
 
-class _Job(NamedTuple):
-    """A batch under way."""
-
-    batch: _Batch
-    buffer: np.ndarray
-    found: Future[list[tuple[int, int]]]
+# of each part of a batch, its CRC-32 and the largest bits of its numbers
+_Found = list[tuple[int, int]]
 
 
 def measure(files: Sequence[FileReading], on_bytes: Callable[[int], None]) -> None:
@@ -138,72 +152,50 @@ def measure(files: Sequence[FileReading], on_bytes: Callable[[int], None]) -> No
 
     Raises `ReadError` for a file that is not the one whose header was read.
     """
-    num_threads = min(_MAX_THREADS, num_cores())
-    free = [allocate(_BUFFER_BYTES) for _ in range(num_threads + _NUM_AHEAD)]
-    pending = deque[_Job]()
     paths = [one.file.path for one in files]
+    own = local()
     with closing(DiskReader(paths, stamps=[one.file.stamp for one in files])) as reader:
-        pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-measure")
-        try:
-            for batch in _in_turns(files, num_threads):
-                if not free:
-                    free.append(_collect(pending.popleft(), on_bytes))
-                if not batch.file.failure:
-                    pending.append(_begin(batch, reader, pool, free.pop()))
-            while pending:
-                _collect(pending.popleft(), on_bytes)
-        finally:
-            for job in pending:
-                job.found.cancel()
-            for turn in chain.from_iterable(one.turns.values() for one in files):
-                turn.set()
-            pool.shutdown(cancel_futures=True)
+
+        def look(batch: _Batch) -> tuple[_Batch, _Found | ReadError]:
+            stored = None
+            try:
+                if not hasattr(own, "buffer"):
+                    own.buffer = allocate(_BUFFER_BYTES)
+                stored = _read(batch, reader, own.buffer)
+            except ReadError as error:
+                return batch, error
+            # others wait for its turn, whatever happened
+            finally:
+                batch.file.hash(batch.turn, stored)
+            return batch, _look(batch, stored)
+
+        left = ((batch,) for batch in _in_turns(files) if not batch.file.failure)
+        with closing(in_order(look, left, _NUM_AHEAD)) as looked_at:
+            for batch, found in looked_at:
+                batch.file.note(batch.parts, found)
+                on_bytes(batch.hi - batch.lo)
 
 
-def _begin(batch: _Batch, reader: DiskReader, pool: ThreadPoolExecutor, buffer: np.ndarray) -> _Job:
+def _read(batch: _Batch, reader: DiskReader, buffer: np.ndarray) -> np.ndarray:
+    """Return the bytes of a batch, in the buffer. Raises `ReadError`."""
     at = batch.lo % BLOCK_BYTES
     piece = SlabRead(batch.shard, batch.lo, batch.hi, at)
-    batch.file.turns[batch.turn] = Event()
     reads = reader.read(SlabLayout((piece,), {}, _BUFFER_BYTES, is_direct=True), buffer)
-    stored = buffer[at : at + batch.hi - batch.lo]
-    return _Job(batch, buffer, pool.submit(_work, batch, reads, stored))
-
-
-def _collect(job: _Job, on_bytes: Callable[[int], None]) -> np.ndarray:
-    """Wait for a batch, record its results, and return its buffer."""
-    file, _, parts, turn = job.batch
-    try:
-        for (span, *_), (crc, bits) in zip(parts, job.found.result(), strict=True):
-            file.crcs[span] += f"{crc:08x}"
-            file.tops[span] = max(file.tops[span], bits)
-    except ReadError as error:
-        file.failure = file.failure or str(error)
-    file.turns.pop(turn - 1, None)
-    on_bytes(job.batch.hi - job.batch.lo)
-    return job.buffer
-
-
-def _work(batch: _Batch, reads: list[Future[None]], stored: np.ndarray) -> list[tuple[int, int]]:
-    file = batch.file
     try:
         finish(reads)
-        parts = [
-            (file.file.spans[span], lo, stored[lo - batch.lo : hi - batch.lo])
-            for span, lo, hi in batch.parts
-        ]
-        tops = [_top(*part) for part in parts]
-        if file.hashed is not None:
-            before = file.turns.get(batch.turn - 1)
-            if before is not None:
-                before.wait()
-            file.hashed.update(stored.data)
-            file.turns[batch.turn].set()
-        # last, because it overwrites the bytes
-        sums = [crc32_of_scratch(part) for *_, part in parts]
-        return [*zip(sums, tops, strict=True)]
     finally:
         drop(reads)
-        file.turns[batch.turn].set()
+    return buffer[at : at + batch.hi - batch.lo]
+
+
+def _look(batch: _Batch, stored: np.ndarray) -> _Found:
+    """Look at the bytes of a batch, which are overwritten."""
+    found = _Found()
+    for index, lo, hi in batch.parts:
+        part = stored[lo - batch.lo : hi - batch.lo]
+        bits = _top(batch.file.file.spans[index], lo, part)
+        found.append((crc32_of_scratch(part), bits))
+    return found
 
 
 def _top(span: Span, lo: int, stored: np.ndarray) -> int:
@@ -218,11 +210,11 @@ def _top(span: Span, lo: int, stored: np.ndarray) -> int:
     )
 
 
-def _in_turns(files: Sequence[FileReading], num_files: int) -> Iterator[_Batch]:
+def _in_turns(files: Sequence[FileReading]) -> Iterator[_Batch]:
     """Yield batches of a few files in turns, so that as many files are hashed at once."""
     batches = [_batches(shard, file) for shard, file in enumerate(files)]
-    for first in range(0, len(files), num_files):
-        several = batches[first : first + num_files]
+    for first in range(0, len(files), num_cores()):
+        several = batches[first : first + num_cores()]
         yield from (batch for row in zip_longest(*several) for batch in row if batch is not None)
 
 
@@ -293,7 +285,7 @@ def verify(
     fresh = {own.file.path for own in seen if own.known is None} if whole.is_packed else set[Path]()
     if fresh:
         # imports torch, which nothing else here needs
-        from offload.packing.format import undecoded
+        from offload.packing.damage import undecoded
 
         found_odd = (one for path in sorted(fresh) for one in undecoded(path))
         damage += [one for one in found_odd if (one.file, one.tensor) not in named]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.hub import imagined
+from offload.checkpoint.imagined import imagined
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import Coded, TensorEntry
 from offload.encoding.floats import Mxfp4

@@ -117,11 +117,11 @@ def test_an_expert_that_a_packed_file_lost_is_told(tmp_path: Path) -> None:
     model = tmp_path / "model"
     save(tiny_model(config_of("gpt_oss")).bfloat16(), model)
     files = [read_packed(path) for path in packed(model).glob("*.safetensors")]
-    own, lost = next((one, name) for one in files for name in one.coded if name.endswith(".3.down_proj.rows.0"))
+    own, lost = next((one, name) for one in files for name in one.tensors if name.endswith(".3.down_proj.rows.0"))
     assert stack_of(lost).endswith("experts.down_proj")
-    others = {name: entries for name, entries in own.coded.items() if name != lost}
+    others = {name: entry for name, entry in own.tensors.items() if name != lost}
     with pytest.raises(UserError, match=r"is in its header or in its packed files, not in both"):
-        write_original(tmp_path / "a.safetensors", [own._replace(coded=others)], lambda _: None)
+        write_original(tmp_path / "a.safetensors", [own._replace(tensors=others)], lambda _: None)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3-moe"])

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from offload.checkpoint.hub import layer_shapes
+from offload.checkpoint.imagined import layer_shapes
 from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.safetensors import header_bytes, open_checkpoint
 from offload.checkpoint.tensors import TensorEntry

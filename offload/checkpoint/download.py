@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.files import hub_id_of
 from offload.errors import UserError, reason
 
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.txt", "*.model")
@@ -69,9 +70,8 @@ def cached_models() -> list[str]:
     """Return the ids of the models that the hub's cache has files of, sorted."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    found = Path(HF_HUB_CACHE).glob("models--*/snapshots")
-    names = (one.parent.name.removeprefix("models--").replace("--", "/", 1) for one in found)
-    return sorted(filter(is_hub_id, names))
+    commits = (one / "commit" for one in Path(HF_HUB_CACHE).glob("*/snapshots"))
+    return sorted(filter(is_hub_id, filter(None, map(hub_id_of, commits))))
 
 
 def download(repo: str, wanted: Sequence[str], **options: Any) -> Path:

@@ -1,9 +1,8 @@
-"""What is known of families before transformers is imported: what they call sizes and tensors.
+"""What is known of families before transformers is imported, and what they call tensors.
 
 - Refused families, and mixtures whose experts run one by one. That some families cannot be decoded
   with trees spares a user the seconds that importing takes; `model/meta.py` finds the same by
   building the model, and refuses many more.
-- T5 and mT5: sizes under other names, and two stacks of layers.
 - Checkpoints that hold other parts beside the language model, whose tensors are selected. It lies
   under a prefix (`language_model.model.layers.0`, `model.language_model.layers.0`), or beside the
   vision and audio towers (`model.layers.0`, `visual.blocks.0`). Some checkpoints carry additional
@@ -15,33 +14,19 @@
   as any other is, and its bytes are counted wherever it stands.
 
 Invariants: a family is refused here only if building refuses it, too; what is left out is neither
-read nor counted in any size, and what is kept has the names of the language model on its own; the
-config of any other model is left unchanged.
+read nor counted in any size, and what is kept has the names of the language model on its own.
 """
 
-import copy
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from offload.checkpoint.tensors import (
-    Coded,
-    Entries,
-    TensorEntry,
-    check_counts,
-    check_types,
-    of_text,
-)
-from offload.encoding.base import ENCODINGS, Settings, Tensors, WordsAlone
-from offload.errors import UserError, reason
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from offload.kernels.expansion import Expansion
-
+from offload.checkpoint.small_files import ANOTHER_FOLDER, is_wrapper, of_text
+from offload.checkpoint.tensors import Coded, Entries, TensorEntry
+from offload.encoding.base import ENCODINGS, Settings
+from offload.encoding.turned import Turned
+from offload.errors import UserError
 
 _NO_LAYERS = "its decoder has no layers[i] with rotary positions"
 _NO_TEXT = "it does not write text"
@@ -94,11 +79,6 @@ _KINDS = {
     "audio": re.compile("audio|speech|sound"),
     "vision": re.compile("vis|vit|image|pixel|patch|multi_modal|mm_"),
 }
-_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads",
-          "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
-# model types whose config has the sizes of text at the top, beside `vision_config`
-_SIZES_OUTSIDE = ("qwen2_vl", "qwen2_5_vl")
-_USE = "give the folder of a model that transformers has, or of its language model alone"
 
 _TURNED = ("qwen3_vl_moe", "qwen3_vl_moe_text")
 _STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
@@ -106,26 +86,12 @@ SHARED_LAYERS = ("zamba2",)
 _SHARED = re.compile(r"^(.*layers\.)(\d{1,9})(\.shared_transformer\..+)$")
 _HYBRID = re.compile(r"^.*layers\.(\d{1,9})\.linear\.weight$")
 
-ENCODER_DECODERS = ("t5", "mt5")
-TRAINED_CONTEXT = 512  # of both stacks; positions are relative, so longer texts are allowed
-_USUAL_NAMES = {
-    "hidden_size": "d_model",
-    "num_attention_heads": "num_heads",
-    "head_dim": "d_kv",
-    "intermediate_size": "d_ff",
-}
-
 
 class TextPart(NamedTuple):
     """The language model's tensors by its own names, and the bytes left out, by kind."""
 
     tensors: dict[str, TensorEntry]
     left_out: dict[str, int]
-
-
-def is_wrapper(config: Settings) -> bool:
-    """Return whether a config is of a model around a language model."""
-    return isinstance(config.get("text_config"), dict) or config.get("model_type") in _SIZES_OUTSIDE
 
 
 def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
@@ -152,36 +118,8 @@ def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
             kept[own] = entry
     if is_around and tensors and not any(map(_LAYER.search, kept)):
         found = " and ".join(left_out) or "nothing"
-        raise UserError(f"{where}: no tensors of a language model, {found} alone: {_USE}")
+        raise UserError(f"{where}: no tensors of a language model, {found} alone: {ANOTHER_FOLDER}")
     return TextPart(kept, dict(left_out))
-
-
-def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with all sizes of the language model in `text_config`.
-
-    Files often leave out the usual ones. Raises `UserError` where the config describes no language
-    model, or its model type is not text.
-    """
-    check_types(where, config)
-    inner = config.get("text_config")
-    if inner is None or (isinstance(inner, dict) and all(key in inner for key in _SIZES)):
-        return config
-    kind = config.get("model_type", "unknown")
-    rule = "text_config in config.json must describe a language model"
-    if not isinstance(inner, dict) or not inner:
-        raise UserError(f"{where}: {rule} (model type {kind}), got {inner!r:.80}: {_USE}")
-    check_counts(where, config)
-    # this import takes seconds, so it waits until it is needed
-    from transformers import CONFIG_MAPPING
-
-    try:
-        known = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(config)).get_text_config(decoder=True)
-    # transformers rejects a config with exceptions of any type
-    except Exception as error:
-        raise UserError(f"{where}: {rule} (model type {kind}; {reason(error)}): {_USE}") from None
-    usual = {key: getattr(known, key, None) for key in _SIZES if key not in inner}
-    given = {key: size for key, size in usual.items() if size is not None}
-    return {**config, "text_config": {**inner, **given}}
 
 
 def _text_model_name(name: str, *, is_named: bool) -> str | None:
@@ -197,42 +135,6 @@ def _is_for_multi_token_prediction(name: str, num_layers: Any) -> bool:
     found = _LAYER.search(name)
     is_beyond = found is not None and type(num_layers) is int and 0 < num_layers <= int(found[1])
     return bool(_MULTI_TOKEN.search(name)) or is_beyond
-
-
-@dataclass(frozen=True, slots=True)
-class Turned(WordsAlone):
-    """Matrices of plain numbers whose rows are stored as columns.
-
-    They are copied row by row when their module runs, as coded weights are expanded: a view would be
-    multiplied with several times more slowly on a CPU.
-    """
-
-    kind: str  # the plain type, by the header's name
-    is_transposed: bool = False  # in the model
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}, columns before rows"
-
-    @property
-    def dtype(self) -> str:
-        return ENCODINGS[self.kind].dtype
-
-    @property
-    def align_bytes(self) -> int:
-        return ENCODINGS[self.kind].align_bytes
-
-    def stored_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of the numbers."""
-        return ENCODINGS[self.kind].stored_bytes(shape)
-
-    def expand(
-        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
-    ) -> None:
-        """See `Coding`."""
-        *stack, rows, columns = out.shape
-        number = ENCODINGS[self.kind].decode(stored_B, (*stack, columns, rows))
-        out.copy_(number.transpose(-1, -2))
 
 
 def with_turned_stacks(config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
@@ -276,22 +178,3 @@ def with_shared_layers(config: Settings, tensors: Entries) -> dict[str, TensorEn
         for layer in sharing.get(turn.get(int(match[2]), -1), ()):
             found.setdefault(f"{match[1]}{layer}{match[3]}", entry)
     return found
-
-
-def has_encoder(config: dict[str, Any]) -> bool:
-    """Return whether a config is that of a T5 whose encoder reads the prompt."""
-    is_one = config.get("model_type") in ENCODER_DECODERS
-    return is_one and config.get("is_encoder_decoder") is not False
-
-
-def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with the decoder's sizes under their usual names."""
-    if not has_encoder(config):
-        return config
-    named = {usual: config.get(own) for usual, own in _USUAL_NAMES.items()}
-    num_layers = config.get("num_layers")
-    named |= {
-        "num_hidden_layers": config.get("num_decoder_layers") or num_layers,
-        "num_encoder_layers": num_layers,
-    }
-    return {**config, **named}

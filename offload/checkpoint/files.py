@@ -12,22 +12,54 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from offload.errors import ReadError, UserError, reason
+from offload.encoding.base import AGAIN
+from offload.errors import ReadError, UserError, reason, told_by_system
 from offload.interrupts import held_back
 from offload.machine import num_cores
 
 PART_BYTES = 8 << 20
 _MAX_BYTES = 64 << 20  # the indexes of the largest models take some 10 MiB
 _MAX_THREADS = 8
+_CACHED = "models--"  # begins the names of folders in the hub's cache
+_SCRATCH_NAME = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 _Result = TypeVar("_Result")
+
+
+class Stamp(NamedTuple):
+    """What tells a file from one that replaces it, and from itself once it is written to."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    written_ns: int
+
+    @classmethod
+    def of(cls, file: int | Path) -> "Stamp":
+        """Return the stamp of a file, open or by its path, as it is now. Raises `OSError`."""
+        found = os.stat(file)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Return the stamp of a file, or None where none can be seen."""
+    try:
+        return Stamp.of(path)
+    except OSError:
+        return None
+
+
+def readable(path: Path) -> AbstractContextManager[None]:
+    """Raise `UserError` inside for a file that the system does not let us read."""
+    return told_by_system(f"cannot read {path}", "check that it is a file and yours to read")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -80,6 +112,16 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     return value
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises `UserError` when it is missing or something else."""
+    with readable(path):
+        try:
+            return read_object(path, AGAIN)
+        except FileNotFoundError:
+            what = f"no {path.name} in {path.parent}"
+            raise UserError(f"{what}: give the folder of a Hugging Face model") from None
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a scratch path that replaces `path` when the body ends. Raises `OSError`.
@@ -93,6 +135,11 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def is_scratch(path: Path) -> bool:
+    """Return whether `replacing` has made this file, and was killed before it had its name."""
+    return _SCRATCH_NAME.fullmatch(path.name) is not None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -119,6 +166,19 @@ def cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
     except RuntimeError:
         raise UserError("this user has no home folder: set XDG_CACHE_HOME to a folder") from None
+
+
+def hub_id_of(commit: Path) -> str | None:
+    """Return the hub id that a folder of the hub's cache is a commit of; None for other folders."""
+    repo = commit.parent.parent
+    is_cached = commit.parent.name == "snapshots" and repo.name.startswith(_CACHED)
+    return repo.name.removeprefix(_CACHED).replace("--", "/", 1) if is_cached else None
+
+
+def name_of_folder(folder: Path) -> str:
+    """Return the name of a model's folder in lines for users; the hub's cache has hashes there."""
+    path = Path(os.path.abspath(folder))
+    return hub_id_of(path) or path.name
 
 
 class BusyError(UserError):
@@ -179,11 +239,17 @@ def becoming(destination: Path, scratch: Path) -> Iterator[Path]:
             raise
 
 
-def in_order(work: Callable[..., _Result], jobs: Iterable[tuple[Any, ...]]) -> Iterator[_Result]:
-    """Yield `work(*job)` for each job, in order, on threads; it should not hold Python's lock."""
+def in_order(
+    work: Callable[..., _Result], jobs: Iterable[tuple[Any, ...]], num_waiting: int = 0
+) -> Generator[_Result]:
+    """Yield `work(*job)` for each job, in order; it should not hold Python's lock.
+
+    Jobs begin in order, on as many threads as there are cores and `num_waiting` more, for those
+    that wait for a disk while others compute.
+    """
     from concurrent.futures import Future, ThreadPoolExecutor  # `--help` reads no large file
 
-    num_threads = min(_MAX_THREADS, num_cores())
+    num_threads = min(_MAX_THREADS, num_cores()) + num_waiting
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-parts")
     pending = deque[Future[_Result]]()
     try:

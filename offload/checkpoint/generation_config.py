@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.download import download, is_hub_id
-from offload.checkpoint.families import has_encoder
-from offload.checkpoint.safetensors import Checkpoint, read_json
-from offload.checkpoint.tensors import of_text
+from offload.checkpoint.download import download
+from offload.checkpoint.files import read_json
+from offload.checkpoint.hub import is_from_hub
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.small_files import has_encoder, of_text
 from offload.declaration import options_at
 from offload.errors import UserError
 from offload.sampling_options import Sampling
@@ -71,7 +72,7 @@ def start_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     named = settings.get("decoder_start_token_id")
     start = settings.get("bos_token_id") if named is None else named
     if type(start) is not int or start < 0:
-        where = f"{checkpoint.directory.name}: decoder_start_token_id must be a token id"
+        where = f"{checkpoint.name}: decoder_start_token_id must be a token id"
         raise UserError(f"{where}, got {start!r:.80}: put it into {_NAME} (0 for T5)")
     return (start,)
 
@@ -81,7 +82,7 @@ def end_ids_of(checkpoint: Checkpoint) -> frozenset[int]:
     named = generation_settings(checkpoint).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token) is int for token in ids):
-        where = f"{checkpoint.directory.name}: eos_token_id must be a token id or several"
+        where = f"{checkpoint.name}: eos_token_id must be a token id or several"
         raise UserError(f"{where}, got {named!r}: fix it")
     return frozenset(ids)
 
@@ -90,6 +91,6 @@ def _read(model: str) -> dict[str, Any]:
     folder = Path(os.path.expanduser(model))
     if os.path.isfile(folder):  # GGUF
         folder = folder.parent
-    elif not os.path.isdir(folder) and is_hub_id(model):
+    elif is_from_hub(model):
         folder = download(model, [_NAME])
     return read_json(folder / _NAME) if os.path.isfile(folder / _NAME) else {}

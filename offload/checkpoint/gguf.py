@@ -15,21 +15,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.files import open_regular
-from offload.checkpoint.gguf_config import config_of, require_factors, require_same, stated_config
-from offload.checkpoint.gguf_header import GgufHeader, Metadata, read_gguf_header
-from offload.checkpoint.gguf_names import ARCHITECTURES, FACTORS, tensors_of
-from offload.checkpoint.safetensors import (
-    Checkpoint,
-    damaged,
-    has_tokenizer,
-    read_config,
-    stamp_of,
-    tokenizer_folder,
+from offload.checkpoint.files import open_regular, read_part, readable, stamp_of
+from offload.checkpoint.gguf_config import (
+    GIVE_CONFIG,
+    config_of,
+    require_factors,
+    require_same,
+    stated_config,
 )
-from offload.checkpoint.tensors import Entries, TensorEntry, of_text
+from offload.checkpoint.gguf_header import Metadata, read_gguf_header
+from offload.checkpoint.gguf_names import ARCHITECTURES, FACTORS, tensors_of
+from offload.checkpoint.safetensors import Checkpoint, FileHeader, damaged, tokenizer_folder
+from offload.checkpoint.small_files import has_tokenizer, of_text, read_config
+from offload.checkpoint.tensors import Entries, TensorEntry
 from offload.encoding.base import Settings
-from offload.errors import UserError, installing, told_by_system
+from offload.errors import UserError, installing
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _KNOWN = f"those of {', '.join(ARCHITECTURES)} are: take this model in safetensors"
@@ -39,8 +39,7 @@ def require_reader(file: Path) -> None:
     """Raise `UserError` where the package that reads a tokenizer in a GGUF file is missing."""
     if find_spec("gguf") is None:
         what = f"the tokenizer in {file.name} is read by the package gguf, which is missing"
-        other = "give `config`, the folder or hub id of the original model"
-        raise UserError(f"{what}: {installing('gguf')}, or {other}")
+        raise UserError(f"{what}: {installing('gguf')}, or {GIVE_CONFIG}")
 
 
 def gguf_file(model: str | os.PathLike[str]) -> Path | None:
@@ -91,7 +90,7 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
         settings = _checked_config(where, folder, metadata, factors)
     elif ARCHITECTURES[kind].keys is None:
         what = f"{where}: a file of architecture {kind} does not say all of its model"
-        raise UserError(f"{what}: give `config`, the folder or hub id of the original model")
+        raise UserError(f"{what}: {GIVE_CONFIG}")
     else:
         shapes = {name: entry.shape for name, entry in stored.items()}
         settings = config_of(where, metadata, shapes, factors)
@@ -117,16 +116,14 @@ def files_of(file: Path) -> tuple[Path, ...]:
     match = _SPLIT.fullmatch(file.name)
     if match is None:
         return (file,)
-    files = [
-        file.with_name(f"{match[1]}-{n:05}-of-{match[3]}.gguf") for n in range(1, int(match[3]) + 1)
-    ]
-    if not files:
-        raise UserError(f"{file.name}: a model of no parts: give it another name")
-    return tuple(files)
+    stem, part, count = match.groups()
+    if not 0 < int(part) <= int(count):
+        raise UserError(f"{file.name}: part {int(part)} of {int(count)}: give it another name")
+    return tuple(file.with_name(f"{stem}-{n:05}-of-{count}.gguf") for n in range(1, int(count) + 1))
 
 
 def _joined(
-    files: Sequence[Path], headers: Sequence[GgufHeader]
+    files: Sequence[Path], headers: Sequence[FileHeader]
 ) -> tuple[Metadata, dict[str, TensorEntry]]:
     """Return the metadata of the first part and the tensors of all parts."""
     first = headers[0].metadata
@@ -172,15 +169,12 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
     where = files[entry.shard].name
     if entry.dtype != "F32" or len(entry.shape) != 1 or entry.shape[0] > 4096:
         raise damaged(f"{where}: {FACTORS} is {entry.dtype} of shape {list(entry.shape)}")
-    with (
-        told_by_system(f"cannot read {where}", "check that it is yours to read"),
-        open_regular(files[entry.shard]) as file,
-    ):
-        file.seek(entry.lo)
-        raw = file.read(entry.num_bytes)
+    path = files[entry.shard]
+    with readable(path), open_regular(path) as file:
+        raw = read_part(file.fileno(), entry.lo, entry.hi)
     factors = struct.unpack(f"<{entry.shape[0]}f", raw)
-    if not all(map(math.isfinite, factors)):
-        raise damaged(f"{where}: {FACTORS} must be finite")
+    if not all(0 < factor < math.inf for factor in factors):
+        raise damaged(f"{where}: {FACTORS} must be finite and above 0")
     return factors
 
 

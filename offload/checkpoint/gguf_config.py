@@ -36,7 +36,7 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _SPECIAL_TOKENS = {"bos": "bos", "pad": "padding"}
-_REMEDY = "give `config`, the folder or hub id of the original model"
+GIVE_CONFIG = "give `config`, the folder or hub id of the original model"
 
 
 def config_of(
@@ -51,11 +51,11 @@ def config_of(
     unknown = said.keys() - _KNOWN - (ARCHITECTURES[said.arch].keys or set())
     if unknown:
         what = f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here"
-        raise UserError(f"{what}: {_REMEDY}")
+        raise UserError(f"{what}: {GIVE_CONFIG}")
     stated = stated_config(where, metadata)
     missing = next((key for key, own in _SIZES.items() if key not in stated), None)
     if missing:
-        raise UserError(f"{where}: its header has no {said.arch}.{_SIZES[missing]}: {_REMEDY}")
+        raise UserError(f"{where}: its header has no {said.arch}.{_SIZES[missing]}: {GIVE_CONFIG}")
     width = stated["hidden_size"]
     num_heads = stated["num_attention_heads"]
     config = {
@@ -74,7 +74,7 @@ def config_of(
     config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
     if said.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         what = f"{where}: rotary positions of part of a head are not known here"
-        raise UserError(f"{what}: {_REMEDY}")
+        raise UserError(f"{what}: {GIVE_CONFIG}")
     config["model_type"] = {"gemma3": "gemma3_text"}.get(said.arch, said.arch)
     config["rope_scaling"] = _rope_scaling(said, config, factors)
     if said.arch == "gemma3":
@@ -98,7 +98,7 @@ def _mixture_config(said: "_ArchMetadata") -> Config:
         counts["moe_intermediate_size"] = said.size("expert_feed_forward_length")
     missing = next((key for key, value in counts.items() if value is None), None)
     if missing or said.arch not in ("llama", "qwen3moe"):
-        raise UserError(f"{said.where}: its header does not say {missing or 'all'}: {_REMEDY}")
+        raise UserError(f"{said.where}: its header does not say {missing or 'all'}: {GIVE_CONFIG}")
     names = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}
     return {**counts, "model_type": names[said.arch], "norm_topk_prob": True}
 
@@ -142,7 +142,7 @@ def require_same(
         if own is None or other is None or type(other) not in (int, float):
             continue
         if not math.isclose(own, other, rel_tol=1e-6):
-            raise UserError(f"{where}: {key} is {own} there and {other} in {source}: {_REMEDY}")
+            raise UserError(f"{where}: {key} is {own} there and {other} in {source}: {GIVE_CONFIG}")
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
@@ -154,10 +154,13 @@ def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> l
     divisors = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (index / head_dim)
-        smooth = (context / wavelength - low) / (high - low)
-        divisors.append(1 / ((1 - smooth) / factor + smooth))
-        if wavelength < context / high or wavelength > context / low:
-            divisors[-1] = 1.0 if wavelength < context / high else factor
+        if wavelength < context / high:
+            divisors.append(1.0)
+        elif wavelength > context / low:
+            divisors.append(factor)
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
     return divisors
 
 
@@ -166,15 +169,15 @@ def require_factors(
 ) -> None:
     """Raise `UserError` where the config's frequency divisors differ from the file's."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    head_dim = stated.get("head_dim") or stated["hidden_size"] // stated["num_attention_heads"]
     try:
+        head_dim = stated.get("head_dim") or stated["hidden_size"] // stated["num_attention_heads"]
         theta = scaling.get("rope_theta") or config["rope_theta"]
         is_same = _are_equal(llama3_factors(scaling, theta, head_dim), factors)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError):
         is_same = False
     if not is_same:
         what = "the config's rope scaling is not that of rope_freqs.weight in the file"
-        raise UserError(f"{where}: {what}: {_REMEDY}")
+        raise UserError(f"{where}: {what}: {GIVE_CONFIG}")
 
 
 class _ArchMetadata:
@@ -205,7 +208,7 @@ class _ArchMetadata:
         if value is None or (type(value) in (int, float) and 0 < value < math.inf):
             return None if value is None else _shortest_decimal(value)
         rule = f"{self.where}: {self.arch}.{key} must be a number above 0"
-        raise UserError(f"{rule}, got {value!r:.80}: {_REMEDY}")
+        raise UserError(f"{rule}, got {value!r:.80}: {GIVE_CONFIG}")
 
 
 def _shortest_decimal(value: float) -> float:
@@ -236,7 +239,7 @@ def _rope_scaling(said: _ArchMetadata, config: Config, factors: Sequence[float])
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
     named = "rope_freqs.weight" if factors else f"{kind!r:.40}"
     what = f"{said.where}: its rope scaling ({named}) is not known from the file alone"
-    raise UserError(f"{what}: {_REMEDY}")
+    raise UserError(f"{what}: {GIVE_CONFIG}")
 
 
 def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -254,7 +257,7 @@ def _gemma_config(said: _ArchMetadata, config: Config) -> Config:
     pattern = said.get("attention.sliding_window_pattern", _GEMMA_PATTERN)
     if type(pattern) is not int or pattern < 1 or "sliding_window" not in config:
         what = f"{said.where}: its pattern of windows is not known from the file alone"
-        raise UserError(f"{what}: {_REMEDY}")
+        raise UserError(f"{what}: {GIVE_CONFIG}")
     is_whole = [(index + 1) % pattern == 0 for index in range(num_layers)]
     local = said.real("rope.freq_base_swa") or _GEMMA_LOCAL_THETA
     scale = config["hidden_size"] // config["num_attention_heads"]

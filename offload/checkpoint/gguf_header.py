@@ -9,10 +9,10 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
-from offload.checkpoint.files import open_regular
-from offload.checkpoint.safetensors import Stamp, check_extents, damaged, lfs_pointer, readable
+from offload.checkpoint.files import Stamp, open_regular, readable
+from offload.checkpoint.safetensors import FileHeader, check_extents, damaged, lfs_pointer
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import ENCODINGS
 from offload.encoding.gguf import BLOCKS, GgufBlocks
@@ -39,15 +39,7 @@ _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8
 READ_TYPES = f"{', '.join(sorted(BLOCKS))}, F16, BF16 and F32"
 
 
-class GgufHeader(NamedTuple):
-    """The header of one GGUF file."""
-
-    metadata: Metadata
-    tensors: dict[str, TensorEntry]  # by GGUF's names, with `coded` not yet set
-    stamp: Stamp
-
-
-def read_gguf_header(path: Path, shard: int = 0) -> GgufHeader:
+def read_gguf_header(path: Path, shard: int = 0) -> FileHeader:
     """Read one file's header. Raises `UserError` for a false one, or types that are not read."""
     with readable(path), open_regular(path) as file:
         stamp = Stamp.of(file.fileno())
@@ -58,7 +50,7 @@ def read_gguf_header(path: Path, shard: int = 0) -> GgufHeader:
     # padding is no longer than the largest alignment
     if stamp.num_bytes - end > _ALIGNMENTS[-1]:
         raise damaged(f"{path.name}: bytes {end} to {stamp.num_bytes} belong to no tensor")
-    return GgufHeader(metadata, tensors, stamp)
+    return FileHeader(tensors, stamp, metadata)
 
 
 class _HeaderReader:

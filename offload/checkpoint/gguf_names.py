@@ -6,11 +6,12 @@ file has one known meaning, or the file is refused.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from offload.checkpoint.layout import slice_of
 from offload.checkpoint.safetensors import damaged
+from offload.checkpoint.small_files import first_size
 from offload.checkpoint.tensors import ROWS, Coded, Entries, TensorEntry
 from offload.encoding.base import Settings
 from offload.encoding.gguf import BLOCKS, GgufBlocks, Tiles
@@ -308,19 +309,19 @@ class _Reader:
             entry = entry._replace(shape=(entry.shape[0], 1, entry.shape[1]))
         return entry
 
-    def _tiles(self, part: str, name: str, shape: Sequence[int]) -> Tiles | None:
+    def _tiles(self, part: str, name: str, shape: tuple[int, ...]) -> Tiles | None:
         """Return the order of value heads in recurrent layers; None where it is the model's."""
         if "linear_attn." not in name or part == "ssm_norm":
             return None
         num_groups, num_heads, key_width, value_width = (
-            self._config.get(f"linear_{what}", 0)
+            first_size(self._config, f"linear_{what}")
             for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
         )
         first = 2 * num_groups * key_width if part in ("attn_qkv", "ssm_conv1d") else 0
         is_columns = part == "ssm_out"
         width = 1 if part in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt") else value_width
         is_even = bool(num_groups) and num_heads % num_groups == 0
-        if not is_even or shape[is_columns] != first + num_heads * width:
+        if not is_even or shape[is_columns:][:1] != (first + num_heads * width,):
             raise damaged(f"{self._where}: {name} has shape {list(shape)}, not that of its config")
         if num_heads == num_groups:
             return None

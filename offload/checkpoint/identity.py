@@ -5,12 +5,7 @@ read whole. That tells most models apart in milliseconds, but not two that diffe
 samples. So an identity also carries proofs that the weights are equal to the last byte: unchanged
 files, checksums noted by the hub or by `offload verify`, or a sum of all bytes.
 
-The hub's library leaves checksums beside what it downloads: in its cache a file is a link to one
-named by its sum; in a folder of its own each has a note in `.cache`. Large files have a sha256,
-small ones the sum that git has for them.
-
-Invariants: two models count as the same only where a proof agrees and none contradicts; a file in
-a folder of its own is not judged by the hub's sum once it was written to since.
+Invariant: two models count as the same only where a proof agrees and none contradicts.
 """
 
 import hashlib
@@ -23,18 +18,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.files import cache_folder, open_regular, read_small, write_whole
-from offload.checkpoint.generation_config import generation_settings
-from offload.checkpoint.hub import READ_BY_LIBRARIES
-from offload.checkpoint.safetensors import (
-    MORE_TEMPLATES,
-    PROCESSOR_TEMPLATE,
-    TEMPLATE,
-    Checkpoint,
+from offload.checkpoint.files import (
     Stamp,
+    cache_folder,
+    open_regular,
     read_json,
+    write_whole,
 )
-from offload.checkpoint.whole import default_manifest, read_manifest
+from offload.checkpoint.generation_config import generation_settings
+from offload.checkpoint.gguf_header import read_gguf_header
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.small_files import TEMPLATE, TOKENIZER_CONFIG, is_template, text_files
+from offload.checkpoint.whole import default_manifest, hub_sum, is_sha256, read_manifest
 from offload.errors import ReadError, UserError
 
 PARTS = ("weights", "config", "generation config", "tokenizer", "chat template")
@@ -65,13 +60,6 @@ _NAMES_OF_CONFIG = (
 )
 # the other settings of generation that matter are part of a request
 _SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_NOTES = Path(".cache", "huggingface", "download")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_GIT = re.compile(r"[0-9a-f]{40}")
-
-
-_LARGEST_BYTES = 64 << 20  # of small files, which are read at once
 
 
 class ModelIdentity(NamedTuple):
@@ -272,18 +260,17 @@ def _text_files(where: Path) -> dict[str, str]:
     template = hashlib.sha256()
     # a GGUF file has both in its header
     if os.path.isfile(where):
-        from offload.checkpoint.gguf_header import read_gguf_header
-
         header = read_gguf_header(where)
         end = min((entry.lo for entry in header.tensors.values()), default=header.stamp.num_bytes)
         tokenizer.update(_small(where, end))
         template.update(tokenizer.digest())
     else:
-        for path in _text_paths(where):
-            is_template = path.suffix == ".jinja" or path.name == PROCESSOR_TEMPLATE
-            digest = template if is_template else tokenizer
+        with _reading(where):
+            paths = text_files(where)
+        for path in paths:
+            digest = template if is_template(path) else tokenizer
             digest.update(path.name.encode())
-            if path.name == _TOKENIZER_CONFIG:
+            if path.name == TOKENIZER_CONFIG:
                 told = _without_names(read_json(path))
                 template.update(json.dumps(told.pop(TEMPLATE, None), sort_keys=True).encode())
                 digest.update(json.dumps(told, sort_keys=True).encode())
@@ -291,17 +278,6 @@ def _text_files(where: Path) -> dict[str, str]:
                 digest.update(_small(path))
     found = {"tokenizer": tokenizer, "chat template": template}
     return {name: own.hexdigest()[:_DIGEST_CHARS] for name, own in found.items()}
-
-
-def _text_paths(folder: Path) -> list[Path]:
-    """Return the files of a tokenizer and its templates, sorted by name."""
-    more = folder / MORE_TEMPLATES
-    with _reading(folder):
-        names = filter(READ_BY_LIBRARIES.fullmatch, sorted(os.listdir(folder)))
-        own = [folder / name for name in names]
-        beside = [more / name for name in sorted(os.listdir(more))] if os.path.isdir(more) else []
-    own = [p for p in own if p.name == _TOKENIZER_CONFIG or not p.name.endswith("config.json")]
-    return [path for path in (*own, *beside) if os.path.isfile(path)]
 
 
 def _small(path: Path, num_bytes: int = -1) -> bytes:
@@ -330,10 +306,8 @@ def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
 
 def _in_manifest(checkpoint: Checkpoint, stamps: Sequence[Stamp]) -> list[Any]:
     """Return what `offload verify` has noted of these very files; empty where one changed since."""
-    is_gguf = checkpoint.shards[0].suffix == ".gguf"
-    path = checkpoint.shards[0] if is_gguf else checkpoint.directory
     try:
-        known = read_manifest(default_manifest(path))
+        known = read_manifest(default_manifest(checkpoint.directory))
     # a damaged manifest proves nothing here; `offload verify` reports it
     except UserError:
         return []
@@ -349,48 +323,3 @@ def _in_manifest(checkpoint: Checkpoint, stamps: Sequence[Stamp]) -> list[Any]:
 def _kept_path(weights: str, files: str) -> Path:
     """Return where the sum of files with these stamps is kept. Raises `UserError`."""
     return cache_folder() / "weights" / f"{_VERSION}-{_digest(f'{weights} {files}'.encode())}"
-
-
-def hub_sum(path: Path) -> str | None:
-    """Return the sum that a file should have, sha256 or git's; None where it is unknown."""
-    real = path.resolve()
-    name = real.name if real.parent.name == "blobs" else _noted(path)
-    return name if name and (_SHA256.fullmatch(name) or _GIT.fullmatch(name)) else None
-
-
-def is_sha256(found: str | None) -> bool:
-    """Return whether a checksum is the sha256 of the file's bytes alone."""
-    return found is not None and len(found) == 64
-
-
-def changed_small_files(folder: Path, weights: set[str]) -> tuple[list[str], list[str]]:
-    """Return names of small files that differ from the hub's, and of unreadable ones, with why."""
-    changed = list[str]()
-    unread = list[str]()
-    try:
-        for path in (folder / name for name in sorted(os.listdir(folder)) if name not in weights):
-            try:
-                wanted = hub_sum(path) if os.path.isfile(path) else None
-                if wanted is None or path.stat().st_size > _LARGEST_BYTES:
-                    continue
-                with open_regular(path) as file:
-                    raw = file.read(_LARGEST_BYTES)
-            except OSError as error:
-                unread.append(f"{path.name} ({error.strerror})")
-                continue
-            blob = b"blob %d\0" % len(raw) + raw
-            found = hashlib.sha256(raw) if is_sha256(wanted) else hashlib.sha1(blob)
-            if found.hexdigest() != wanted:
-                changed.append(path.name)
-    except OSError as error:
-        unread.append(f"{folder} ({error.strerror})")
-    return changed, unread
-
-
-def _noted(path: Path) -> str | None:
-    """Return the checksum in a download's note: the second of revision, checksum, time."""
-    try:
-        _, etag, then_s, *_ = read_small(path.parent / _NOTES / f"{path.name}.metadata").split("\n")
-        return etag.strip().strip('"') if path.stat().st_mtime - 1 <= float(then_s) else None
-    except (OSError, ValueError):
-        return None

@@ -28,10 +28,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offload.checkpoint.files import BusyError, becoming, cache_folder, is_free, write_json
-from offload.checkpoint.hub import layer_shapes
+from offload.checkpoint.files import (
+    BusyError,
+    becoming,
+    cache_folder,
+    is_free,
+    read_json,
+    write_json,
+)
+from offload.checkpoint.imagined import layer_shapes
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.safetensors import INDEX, INFLATED, header_bytes, read_json, shard_name
+from offload.checkpoint.safetensors import INDEX, INFLATED, header_bytes, shard_name
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF
 from offload.errors import UserError, told_by_system

@@ -1,7 +1,9 @@
 """Safetensors checkpoints, read by their headers alone; every tensor's place is checked first.
 
 The files may be hostile, so sizes, offsets, names and shard references are checked here, once; all
-other code works with `TensorEntry` values that are known to lie inside their file.
+other code works with `TensorEntry` values that are known to lie inside their file. Every byte of a
+file that passes belongs to its header or to one tensor. What headers of GGUF files have in common
+with these is here as well.
 
 `settled_dtype` chooses the type that quantised weights are expanded into, where the user names
 none. They are stored for GPUs, mostly with scales in float16. CPUs multiply float16 2 to 8 times
@@ -14,7 +16,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -28,24 +29,32 @@ from offload.checkpoint.download import (
     download_unindexed,
     is_hub_id,
 )
-from offload.checkpoint.families import (
-    TextPart,
-    has_encoder,
-    text_part,
-    with_shared_layers,
-    with_text_sizes,
-    with_turned_stacks,
+from offload.checkpoint.families import TextPart, text_part, with_shared_layers, with_turned_stacks
+from offload.checkpoint.files import (
+    Stamp,
+    name_of_folder,
+    open_regular,
+    read_json,
+    readable,
+    stamp_of,
 )
-from offload.checkpoint.files import open_regular, read_object
 from offload.checkpoint.held import Held
-from offload.checkpoint.tensors import TensorEntry, check_method, spelled_out, with_codings
-from offload.encoding.base import ENCODINGS, PLAIN_OF, STORED, Coding, Settings
+from offload.checkpoint.small_files import check_method, has_encoder, read_config, stored_dtype
+from offload.checkpoint.tensors import TensorEntry, with_codings
+from offload.encoding.base import AGAIN, ENCODINGS, STORED, Coding
 from offload.encoding.exponents import Exponents
-from offload.errors import UnreadError, UserError, did_you_mean, ensure, reason, told_by_system
+from offload.errors import UnreadError, UserError, did_you_mean, ensure, reason
 
 _Others = ParamSpec("_Others")
 _Found = TypeVar("_Found")
 
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
+INFLATED = "inflation.json"  # in folders of `inflate`
+SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
+_MOST_NAMES = 1000  # of a folder, among which one may be meant
+INDEX = "model.safetensors.index.json"
+MANIFEST = "offload_pack.json"  # in folders of `offload pack`
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # beyond any tensor that a file can hold; arithmetic on them stays cheap
 _MAX_DIMS = 8
@@ -54,200 +63,53 @@ _MAX_SIZE = 2**63
 _MAX_TENSORS = 1 << 19
 # Patterns that names are told by take up to the square of it.
 _MAX_NAME_CHARS = 1024
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
-_AGAIN = "download the checkpoint again"
-MANIFEST = "offload_pack.json"  # in folders of `offload pack`
-INFLATED = "inflation.json"  # in folders of `inflate`
-SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
-_MOST_NAMES = 1000  # of a folder, among which one may be meant
-INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-TEMPLATE = "chat_template"  # in tokenizer_config.json, or a file of its own
-PROCESSOR_TEMPLATE = f"{TEMPLATE}.json"  # of models that also see, where tokenizers do not look
-MORE_TEMPLATES = "additional_chat_templates"  # a folder
 
 
-def remembered(
-    function: Callable[Concatenate["Checkpoint", _Others], _Found],
-) -> Callable[Concatenate["Checkpoint", _Others], _Found]:
-    """Return the function with its results kept by checkpoint and arguments, but for errors.
+class FileHeader(NamedTuple):
+    """The header of one weight file, found sound."""
 
-    A result must not be changed, nor refer to the checkpoint, with which it is freed.
-    """
-    known: WeakKeyDictionary[Checkpoint, dict[Any, _Found]] = WeakKeyDictionary()
-
-    @wraps(function)
-    def ask(checkpoint: "Checkpoint", *others: _Others.args, **named: _Others.kwargs) -> _Found:
-        own = known.setdefault(checkpoint, {})
-        key = (others, tuple(sorted(named.items())))
-        if key not in own:
-            own[key] = function(checkpoint, *others, **named)
-        return own[key]
-
-    return ask
+    tensors: dict[str, TensorEntry]  # by the names in the file, with `coded` not yet set
+    stamp: Stamp
+    metadata: Mapping[str, Any]  # texts in safetensors
 
 
-class Stamp(NamedTuple):
-    """What tells a file from one that replaces it, and from itself once it is written to."""
-
-    device: int
-    inode: int
-    num_bytes: int
-    written_ns: int
-
-    @classmethod
-    def of(cls, file: int | Path) -> "Stamp":
-        """Return the stamp of a file, open or by its path, as it is now. Raises `OSError`."""
-        found = os.stat(file)
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+def damaged(what: str, directory: Path | None = None) -> UserError:
+    """Return the error for a file that contradicts itself; the folder tells how it was made."""
+    is_packed = directory is not None and os.path.isfile(directory / MANIFEST)
+    return UserError(f"{what}: {'pack the model again' if is_packed else AGAIN}")
 
 
-def stamp_of(path: Path) -> Stamp | None:
-    """Return the stamp of a file, or None where none can be seen."""
-    try:
-        return Stamp.of(path)
-    except OSError:
-        return None
+def lfs_pointer(path: Path) -> UserError:
+    """Return the error for a file that stands for one that was not fetched."""
+    what = f"{path.name} is a pointer of Git LFS, not the weights"
+    return UserError(f"{what}: run git lfs pull in its folder")
 
 
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A model whose headers have been read and found sound."""
-
-    directory: Path
-    config: dict[str, Any]
-    shards: tuple[Path, ...]
-    tensors: dict[str, TensorEntry]
-    # of the shards as their headers were read; none where only headers are known
-    stamps: tuple[Stamp, ...] = ()
-    # folder of small files such as generation_config.json, where it is not `directory`
-    beside: Path | None = None
-    tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
-    held: Held | None = None  # of a draft, that lies in memory in fewer bits
-    # bytes of tensors that no text needs, by what they are of
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    config_stamp: Stamp | None = None  # of config.json as it was read
-
-    @property
-    def is_copy(self) -> bool:
-        """Return whether it is a self draft: the target, quantised."""
-        return self.held is not None and self.held.is_copy
-
-    @property
-    def has_encoder(self) -> bool:
-        """Return whether an encoder reads the prompt."""
-        return has_encoder(self.config)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for _, entry in self.stored_entries)
-
-    @property
-    def stored_entries(self) -> Iterator[tuple[str, TensorEntry]]:
-        """Yield name and entry of all tensors that a text needs, companions included."""
-        for name, entry in self.tensors.items():
-            yield name, entry
-            yield from ((f"{name} {suffix}", one) for suffix, one in entry.companions)
-
-    @property
-    def codings(self) -> list[Coding]:
-        """Return the codings of all coded weights."""
-        return [entry.coded.coding for entry in self.tensors.values() if entry.coded]
-
-    @property
-    def small_files(self) -> Path:
-        return self.beside or self.directory
-
-    @property
-    def tokenizer_path(self) -> Path:
-        """Return the folder, or GGUF file, for `load_tokenizer`; it need not have a tokenizer."""
-        return self.tokenizer or self.directory
+def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) -> None:
+    """Raise `UserError` where tensors leave the file or overlap."""
+    end = 0
+    before = ""
+    for name, entry in in_file_order(entries):
+        if entry.hi > file_bytes:
+            where = f"{name} ends at byte {entry.hi}, the file at {file_bytes}"
+            raise damaged(f"{path.name}: {where}: truncated", path.parent)
+        if entry.lo < end:
+            raise damaged(f"{path.name}: {name} and {before} overlap", path.parent)
+        end = entry.hi
+        before = name
 
 
-def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Read config and headers of a Hugging Face folder or hub id. Raises `UserError`."""
-    directory = _resolve(model)
-    if not os.path.isfile(directory / "config.json"):
-        _refuse_other_formats(directory)
-    config_stamp = stamp_of(directory / "config.json")
-    config = read_config(directory / "config.json")
-    shards, weight_map = find_shards(directory)
-    for path in shards:
-        if not os.path.isfile(path):
-            raise damaged(f"{directory}: the index names {path.name}, which is missing", directory)
-    tensors = dict[str, TensorEntry]()
-    stamps = list[Stamp]()
-    for index, shard in enumerate(shards):
-        entries, stamp = read_header(shard, index)
-        stamps.append(stamp)
-        _require_few(directory.name, len(tensors) + len(entries))
-        for name, entry in entries.items():
-            if weight_map is None or weight_map.get(name) == shard.name:
-                tensors[name] = entry
-    for name, file in (weight_map or {}).items():
-        if name not in tensors:
-            what = f"the index places {name} in {file}, which lacks it"
-            raise damaged(f"{directory.name}: {what}", directory)
-    weights, left_out = weights_of(directory.name, config, tensors)
-    return Checkpoint(
-        directory,
-        config,
-        shards,
-        weights,
-        tuple(stamps),
-        left_out=left_out,
-        config_stamp=config_stamp,
-    )
+def in_file_order(entries: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
+    """Return the tensors of one file in the order of their bytes."""
+    return sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi))
 
 
-def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> TextPart:
-    """Return a language model's tensors by its own names. Raises `UserError` for contradictions."""
-    check_method(where, config)
-    found = text_part(where, config, tensors)
-    weights = with_codings(where, config, found.tensors)
-    if config.get("quantization_config") and not any(entry.coded for entry in weights.values()):
-        what = f"{where}: config.json says that weights are quantised, no tensor shows how"
-        raise UserError(f"{what}: {_AGAIN}")
-    turned = with_turned_stacks(config, weights)
-    return found._replace(tensors=with_shared_layers(config, turned))
-
-
-def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
-    """Return the type to compute in: `wish`, or for `auto` the config's or the most common one."""
-    return _usual_dtype_name(checkpoint) if wish == "auto" else wish
-
-
-@remembered
-def _usual_dtype_name(checkpoint: Checkpoint) -> str:
-    stored = Counter[str]()
-    for entry in checkpoint.tensors.values():
-        decoded = ENCODINGS.get(entry.dtype) if entry.coded is None else entry.coded.coding
-        stored[decoded.dtype if decoded else entry.dtype] += math.prod(entry.shape)
-    usual = stored.most_common(1)[0][0] if stored else "float32"
-    remedy = "give `dtype` bfloat16, float16 or float32"
-    return stored_dtype(checkpoint.config, checkpoint.directory.name, usual, remedy)
-
-
-def stored_dtype(
-    config: Settings,
-    where: str | Path,
-    usual: str = "bfloat16",
-    remedy: str = "bfloat16, float16 or float32 it must be",
-) -> str:
-    """Return the type of most weights. Raises `UserError` for one that is not computed in."""
-    named = str(config.get("dtype") or config.get("torch_dtype") or usual)
-    name = named.removeprefix("torch.")
-    if name not in PLAIN_OF:
-        raise UserError(f"{where}: cannot compute in {name}: {remedy}")
-    return name
-
-
-def read_header(path: Path, shard: int = 0) -> tuple[dict[str, TensorEntry], Stamp]:
-    """Return a file's entries and stamp. Raises `UserError` for a header that is false."""
+def read_header(path: Path, shard: int = 0) -> FileHeader:
+    """Read one file's header. Raises `UserError` for one that is false."""
     raw, stamp = read_raw_header(path)
-    return parse_header(path, raw, stamp.num_bytes, shard), stamp
+    tensors, metadata = parse_header(path, raw, stamp.num_bytes, shard)
+    return FileHeader(tensors, stamp, metadata)
 
 
 def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
@@ -268,11 +130,16 @@ def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
     return raw, stamp
 
 
-def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dict[str, TensorEntry]:
-    """Return the entries. Raises `UserError` where the header contradicts itself or the file."""
+def parse_header(
+    path: Path, raw: bytes, file_bytes: int, shard: int = 0
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the entries, and the metadata.
+
+    Raises `UserError` where the header contradicts itself or the file.
+    """
     data_lo = 8 + len(raw)
-    found, _ = _parse_json(path, raw)
-    _require_few(path.name, len(found))
+    found, metadata = _parse_json(path, raw)
+    require_few(path.name, len(found))
     entries = {
         name: checked_entry(path, name, meta, shard, data_lo) for name, meta in found.items()
     }
@@ -284,7 +151,7 @@ def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dic
         if lo != end:
             raise damaged(f"{path.name}: bytes {end} to {lo} belong to no tensor", path.parent)
         end = hi
-    return entries
+    return entries, metadata
 
 
 def header_bytes(
@@ -303,32 +170,11 @@ def header_bytes(
     return len(text).to_bytes(8, "little") + text
 
 
-def _require_few(where: str, num_tensors: int) -> None:
+def require_few(where: str, num_tensors: int) -> None:
+    """Raise `UserError` for a file, or a model, of more tensors than any has."""
     if num_tensors > _MAX_TENSORS:
         rule = f"{where} must have at most {_MAX_TENSORS} tensors"
-        raise UnreadError(f"{rule}, got {num_tensors}: {_AGAIN}")
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """Return the file's own metadata. Raises `UserError` where its header cannot be read."""
-    return _parse_json(path, read_raw_header(path)[0])[1]
-
-
-def damaged(what: str, directory: Path | None = None) -> UserError:
-    """Return the error for a file that contradicts itself; the folder tells how it was made."""
-    is_packed = directory is not None and os.path.isfile(directory / MANIFEST)
-    return UserError(f"{what}: {'pack the model again' if is_packed else _AGAIN}")
-
-
-def lfs_pointer(path: Path) -> UserError:
-    """Return the error for a file that stands for one that was not fetched."""
-    what = f"{path.name} is a pointer of Git LFS, not the weights"
-    return UserError(f"{what}: run git lfs pull in its folder")
-
-
-def readable(path: Path) -> AbstractContextManager[None]:
-    """Raise `UserError` inside for a file that the system does not let us read."""
-    return told_by_system(f"cannot read {path}", "check that it is a file and yours to read")
+        raise UnreadError(f"{rule}, got {num_tensors}: {AGAIN}")
 
 
 def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
@@ -378,23 +224,148 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
     return TensorEntry(shard, dtype, tuple(shape), data_lo + lo, data_lo + hi)
 
 
-def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) -> None:
-    """Raise `UserError` where tensors leave the file or overlap."""
-    end = 0
-    before = ""
-    for name, entry in in_file_order(entries):
-        if entry.hi > file_bytes:
-            where = f"{name} ends at byte {entry.hi}, the file at {file_bytes}"
-            raise damaged(f"{path.name}: {where}: truncated", path.parent)
-        if entry.lo < end:
-            raise damaged(f"{path.name}: {name} and {before} overlap", path.parent)
-        end = entry.hi
-        before = name
+def remembered(
+    function: Callable[Concatenate["Checkpoint", _Others], _Found],
+) -> Callable[Concatenate["Checkpoint", _Others], _Found]:
+    """Return the function with its results kept by checkpoint and arguments, but for errors.
+
+    A result must not be changed, nor refer to the checkpoint, with which it is freed.
+    """
+    known: WeakKeyDictionary[Checkpoint, dict[Any, _Found]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def ask(checkpoint: "Checkpoint", *others: _Others.args, **named: _Others.kwargs) -> _Found:
+        own = known.setdefault(checkpoint, {})
+        key = (others, tuple(sorted(named.items())))
+        if key not in own:
+            own[key] = function(checkpoint, *others, **named)
+        return own[key]
+
+    return ask
 
 
-def in_file_order(entries: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
-    """Return the tensors of one file in the order of their bytes."""
-    return sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi))
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A model whose headers have been read and found sound."""
+
+    directory: Path
+    config: dict[str, Any]
+    shards: tuple[Path, ...]
+    tensors: dict[str, TensorEntry]
+    # of the shards as their headers were read; none where only headers are known
+    stamps: tuple[Stamp, ...] = ()
+    # folder of small files such as generation_config.json, where it is not `directory`
+    beside: Path | None = None
+    tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
+    held: Held | None = None  # of a draft, that lies in memory in fewer bits
+    # bytes of tensors that no text needs, by what they are of
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    config_stamp: Stamp | None = None  # of config.json as it was read
+
+    @property
+    def is_copy(self) -> bool:
+        """Return whether it is a self draft: the target, quantised."""
+        return self.held is not None and self.held.is_copy
+
+    @property
+    def has_encoder(self) -> bool:
+        """Return whether an encoder reads the prompt."""
+        return has_encoder(self.config)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for _, entry in self.stored_entries)
+
+    @property
+    def stored_entries(self) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield name and entry of all tensors that a text needs, companions included."""
+        for name, entry in self.tensors.items():
+            yield name, entry
+            yield from ((f"{name} {suffix}", one) for suffix, one in entry.companions)
+
+    @property
+    def codings(self) -> list[Coding]:
+        """Return the codings of all coded weights."""
+        return [entry.coded.coding for entry in self.tensors.values() if entry.coded]
+
+    @property
+    def name(self) -> str:
+        """Return the name in lines for users."""
+        return name_of_folder(self.directory)
+
+    @property
+    def small_files(self) -> Path:
+        return self.beside or self.directory
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Return the folder, or GGUF file, for `load_tokenizer`; it need not have a tokenizer."""
+        return self.tokenizer or self.directory
+
+
+def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
+    """Read config and headers of a Hugging Face folder or hub id. Raises `UserError`."""
+    directory = _resolve(model)
+    where = name_of_folder(directory)
+    if not os.path.isfile(directory / "config.json"):
+        _refuse_other_formats(directory)
+    config_stamp = stamp_of(directory / "config.json")
+    config = read_config(directory / "config.json")
+    shards, weight_map = find_shards(directory)
+    for path in shards:
+        if not os.path.isfile(path):
+            raise damaged(f"{directory}: the index names {path.name}, which is missing", directory)
+    tensors = dict[str, TensorEntry]()
+    stamps = list[Stamp]()
+    for index, shard in enumerate(shards):
+        header = read_header(shard, index)
+        stamps.append(header.stamp)
+        require_few(where, len(tensors) + len(header.tensors))
+        for name, entry in header.tensors.items():
+            if weight_map is None or weight_map.get(name) == shard.name:
+                tensors[name] = entry
+    for name, file in (weight_map or {}).items():
+        if name not in tensors:
+            what = f"the index places {name} in {file}, which lacks it"
+            raise damaged(f"{where}: {what}", directory)
+    weights, left_out = weights_of(where, config, tensors)
+    return Checkpoint(
+        directory,
+        config,
+        shards,
+        weights,
+        tuple(stamps),
+        left_out=left_out,
+        config_stamp=config_stamp,
+    )
+
+
+def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> TextPart:
+    """Return a language model's tensors by its own names. Raises `UserError` for contradictions."""
+    check_method(where, config)
+    found = text_part(where, config, tensors)
+    weights = with_codings(where, config, found.tensors)
+    if config.get("quantization_config") and not any(entry.coded for entry in weights.values()):
+        what = f"{where}: config.json says that weights are quantised, no tensor shows how"
+        raise UserError(f"{what}: {AGAIN}")
+    turned = with_turned_stacks(config, weights)
+    return found._replace(tensors=with_shared_layers(config, turned))
+
+
+def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
+    """Return the type to compute in: `wish`, or for `auto` the config's or the most common one."""
+    return _usual_dtype_name(checkpoint) if wish == "auto" else wish
+
+
+@remembered
+def _usual_dtype_name(checkpoint: Checkpoint) -> str:
+    stored = Counter[str]()
+    for entry in checkpoint.tensors.values():
+        decoded = ENCODINGS.get(entry.dtype) if entry.coded is None else entry.coded.coding
+        stored[decoded.dtype if decoded else entry.dtype] += math.prod(entry.shape)
+    usual = stored.most_common(1)[0][0] if stored else "float32"
+    remedy = "give `dtype` bfloat16, float16 or float32"
+    return stored_dtype(checkpoint.config, checkpoint.name, usual, remedy)
 
 
 def tokenizer_folder(model: str | os.PathLike[str]) -> Path:
@@ -427,49 +398,11 @@ def _not_there(path: Path) -> UserError:
     return UserError(f"no {what} at {path}: check the path, or give a hub id such as org/name")
 
 
-def has_tokenizer(directory: Path) -> bool:
-    """Return whether a folder has files that a tokenizer is made of; a GGUF file is one."""
-    files = (directory, *(directory / name for name in _TOKENIZERS))
-    return any(map(os.path.isfile, files))
-
-
-def has_chat_template(directory: Path) -> bool:
-    """Return whether a folder tells speakers apart, by a template or its kind of tokenizer."""
-    files = (f"{TEMPLATE}.jinja", PROCESSOR_TEMPLATE, MORE_TEMPLATES, "tekken.json")
-    if any(os.path.exists(directory / name) for name in files):
-        return True
-    path = directory / "tokenizer_config.json"
-    return os.path.isfile(path) and bool(read_json(path).get(TEMPLATE))
-
-
-def no_chat_template() -> UserError:
-    """Return the error for a conversation with a model that knows of none."""
-    return UserError(
-        "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
-        "or give it a text to go on with (offload generate -p without `system`, /v1/completions)"
-    )
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return a model's config. Raises `UserError` where it is missing, or of no language model."""
-    return with_text_sizes(path.parent.name, spelled_out(read_json(path)))
-
-
 def unsupported(checkpoint: Checkpoint, what: str) -> UserError:
     """Return the error for a model whose architecture is not supported."""
     kind = f"model type {checkpoint.config.get('model_type', 'unknown')}"
-    where = checkpoint.directory.name
+    where = checkpoint.name
     return UserError(f"{where}: {kind} is not supported ({what}): {_LOOK}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `UserError` when it is missing or something else."""
-    with readable(path):
-        try:
-            return read_object(path, _AGAIN)
-        except FileNotFoundError:
-            what = f"no {path.name} in {path.parent}"
-            raise UserError(f"{what}: give the folder of a Hugging Face model") from None
 
 
 def has_weights(directory: Path) -> bool:
@@ -502,7 +435,7 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
         raise UserError(f"{what}: convert to safetensors")
     _refuse_other_formats(directory)
     has_config = os.path.isfile(directory / "config.json")
-    remedy = _AGAIN if has_config else "give the folder of a Hugging Face model"
+    remedy = AGAIN if has_config else "give the folder of a Hugging Face model"
     raise UserError(f"no safetensors files in {directory}: {remedy}")
 
 
@@ -527,10 +460,16 @@ def shard_name(index: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
+def is_shard_name(name: object) -> bool:
+    """Return whether a name that a file tells is of safetensors in the same folder."""
+    is_name = isinstance(name, str) and Path(name).name == name and "\0" not in name
+    return is_name and str(name).endswith(".safetensors")
+
+
 def check_shard_names(directory: Path, names: Iterable[str]) -> None:
     """Raise `UserError` for names in an index that leave its folder or are not safetensors."""
     for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
+        if not is_shard_name(name):
             what = f"the index names {name!r}, which is not a file beside it"
             raise damaged(f"{directory}: {what}", directory)
 

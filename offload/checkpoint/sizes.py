@@ -14,16 +14,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from offload.checkpoint.expert_sizes import (
+from offload.checkpoint.families import REFUSED
+from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
+from offload.checkpoint.layer_sizes import (
+    NO_STATES,
     ROUTED_NAME,
     SCRATCH_ALIGN_BYTES,
     ExpertShape,
+    IndexShape,
+    RecurrentShape,
     cast_bytes_of,
     expert_shape,
+    index_shape,
+    recurrent_shape,
     routed_share,
 )
-from offload.checkpoint.families import REFUSED, decoder_config, has_encoder
-from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
 from offload.checkpoint.safetensors import (
     Checkpoint,
@@ -31,14 +36,8 @@ from offload.checkpoint.safetensors import (
     remembered,
     unsupported,
 )
-from offload.checkpoint.state_sizes import (
-    NO_STATES,
-    IndexShape,
-    RecurrentShape,
-    index_shape,
-    recurrent_shape,
-)
-from offload.checkpoint.tensors import MIXTURE, TensorEntry, first_size
+from offload.checkpoint.small_files import decoder_config, first_size, has_encoder
+from offload.checkpoint.tensors import MIXTURE, TensorEntry
 from offload.encoding.base import PLAIN_OF, Encoding
 from offload.errors import UserError
 
@@ -216,7 +215,7 @@ def _all_layers(
     )
     empty = next((index for index, entries in enumerate(layers) if not entries), None)
     if empty is not None:
-        where = checkpoint.directory.name
+        where = checkpoint.name
         raise UserError(f"{where}: no tensors for layer {empty} of {sum(counts)}: {_LOOK}")
     return layers, rest
 
@@ -236,7 +235,7 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     why = REFUSED.get(str(checkpoint.config.get("model_type")))
     if why is not None:
         raise unsupported(checkpoint, why)
-    where = checkpoint.directory.name
+    where = checkpoint.name
     config = text_config(checkpoint)
     given = {key: config[key] for key in (*_NEEDED, *_OPTIONAL) if config.get(key)}
     for key in _NEEDED:

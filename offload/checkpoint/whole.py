@@ -1,4 +1,4 @@
-"""Files of a model as a whole, with their checksums: what `offload verify` reads and leaves behind.
+"""Files of a model as a whole, with their checksums: the hub's, and what `offload verify` leaves.
 
 Nothing has to be known of the model: any safetensors checkpoint and any GGUF file can be verified,
 and tensors of unknown types are plain bytes. The manifest holds a CRC-32 for every 8 MiB of each
@@ -12,15 +12,21 @@ powers of two, whose exponents are that many times larger. So a byte can be drop
 into two later ones: numpy does that at the speed of a cache, and zlib does the rest (Russell,
 Chorba, arXiv 2412.16398).
 
-Invariant: the spans of a file follow one another and cover all of it; a damaged manifest is
-refused.
+The hub's library leaves checksums beside what it downloads: in its cache a file is a link to one
+named by its sum; in a folder of its own each has a note in `.cache`. Large files have a sha256,
+small ones the sum that git has for them.
+
+Invariants: the spans of a file follow one another and cover all of it; a damaged manifest is
+refused; a file in a folder of its own is not judged by the hub's sum once it was written to since.
 """
 
+import hashlib
 import json
 import os
+import re
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -31,22 +37,29 @@ import numpy as np
 from msgspec import Meta, ValidationError, convert
 
 from offload.checkpoint.download import in_cache
-from offload.checkpoint.files import PART_BYTES, cache_folder, read_object, write_whole
+from offload.checkpoint.files import (
+    PART_BYTES,
+    Stamp,
+    cache_folder,
+    hub_id_of,
+    open_regular,
+    read_object,
+    read_small,
+    readable,
+    write_whole,
+)
 from offload.checkpoint.gguf import files_of, gguf_file
 from offload.checkpoint.gguf_header import read_gguf_header
-from offload.checkpoint.hub import open_headers
+from offload.checkpoint.hub import is_from_hub, open_headers
 from offload.checkpoint.numbers import Form, form_of, is_matrix
 from offload.checkpoint.safetensors import (
     MANIFEST,
     SUMS,
-    Stamp,
+    FileHeader,
     find_shards,
     in_file_order,
-    is_hub_id,
     read_header,
-    readable,
 )
-from offload.checkpoint.tensors import Entries, TensorEntry
 from offload.errors import UnreadError, UserError, ensure, reason
 
 SUFFIX = ".sums.json"  # follows the name of a GGUF file; in a folder the manifest is `SUMS`
@@ -58,8 +71,10 @@ _POWER_BYTES = 32 // 8
 _FAR = 91_639 * _POWER_BYTES
 _NEAR = (91_639 - 41_678) * _POWER_BYTES
 _BEGIN = 0xFF  # CRC-32 xors it into each of the first four bytes
-
-_Headers = dict[Path, tuple[dict[str, TensorEntry], Stamp]]
+_NOTES = Path(".cache", "huggingface", "download")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_GIT = re.compile(r"[0-9a-f]{40}")
+_LARGEST_BYTES = 64 << 20  # of small files, which are read at once
 
 
 class Damage(NamedTuple):
@@ -130,8 +145,9 @@ def open_whole(model: str) -> ModelSpans:
         path = _local(model)
         shards, weight_map = find_shards(path)
         places = weight_map or {}
-    headers, unread, damage = _headers(shards, is_gguf=file is not None)
-    have = {shard.name: entries for shard, (entries, _) in headers.items()}
+    read = read_header if file is None else read_gguf_header
+    headers, unread, damage = _headers(shards, read)
+    have = {shard.name: header.tensors for shard, header in headers.items()}
     for name, own in places.items():
         if own in have and name not in have[own]:
             damage.append(Damage(own, name, "is not in the file that the index names"))
@@ -145,8 +161,9 @@ def open_whole(model: str) -> ModelSpans:
             if entry.coded is not None:
                 words[entry.shard].add(entry.lo)
     files = list[WholeFile]()
-    for one, (entries, stamp) in headers.items():
-        files.append(WholeFile(one, stamp, _spans(entries, stamp, words[shards.index(one)])))
+    for one, header in headers.items():
+        spans = _spans(header, words[shards.index(one)])
+        files.append(WholeFile(one, header.stamp, spans))
     for one, why in unread.items():
         stamp = Stamp.of(one)
         whole = Span(_UNREAD, 0, stamp.num_bytes, stamp.num_bytes)
@@ -159,7 +176,7 @@ def _local(model: str) -> Path:
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         return path
-    if os.path.exists(path) or not is_hub_id(model):
+    if not is_from_hub(model):
         remedy = "give a folder, a GGUF file, or a hub id that was downloaded"
         raise UserError(f"no model at {path}: {remedy}")
     from huggingface_hub.errors import HFValidationError
@@ -172,10 +189,10 @@ def _local(model: str) -> Path:
 
 
 def _headers(
-    shards: tuple[Path, ...], *, is_gguf: bool
-) -> tuple[_Headers, dict[Path, str], list[Damage]]:
+    shards: tuple[Path, ...], read: Callable[[Path], FileHeader]
+) -> tuple[dict[Path, FileHeader], dict[Path, str], list[Damage]]:
     """Return the headers, why others are not read, and the damage found."""
-    found = _Headers()
+    found = dict[Path, FileHeader]()
     unread = dict[Path, str]()
     damage = list[Damage]()
     for path in shards:
@@ -186,11 +203,7 @@ def _headers(
         if not os.access(path, os.R_OK):
             raise UserError(f"cannot read {path}: check that it is yours to read")
         try:
-            if is_gguf:
-                header = read_gguf_header(path)
-                found[path] = header.tensors, header.stamp
-            else:
-                found[path] = read_header(path)
+            found[path] = read(path)
         except UnreadError as error:
             # the remedy concerns running the model, not verifying it
             unread[path] = _without_name(error, path).rpartition(": ")[0]
@@ -203,9 +216,9 @@ def _without_name(error: UserError, path: Path) -> str:
     return str(error).removeprefix(f"{path.name}: ").removeprefix(f"{path.name} ")
 
 
-def _spans(entries: Entries, stamp: Stamp, words: Collection[int]) -> tuple[Span, ...]:
-    ordered = in_file_order(entries)
-    starts = [*(entry.lo for _, entry in ordered), stamp.num_bytes]
+def _spans(header: FileHeader, words: Collection[int]) -> tuple[Span, ...]:
+    ordered = in_file_order(header.tensors)
+    starts = [*(entry.lo for _, entry in ordered), header.stamp.num_bytes]
     spans = [Span(None, 0, starts[0], starts[0])]
     for (name, entry), (_, end) in zip(ordered, pairwise(starts), strict=True):
         form = form_of(entry.dtype, name)
@@ -213,6 +226,51 @@ def _spans(entries: Entries, stamp: Stamp, words: Collection[int]) -> tuple[Span
         matters = entry.lo in words or (is_float and is_matrix(entry.shape))
         spans.append(Span(name, entry.lo, entry.hi, end, form, matters))
     return tuple(spans)
+
+
+def hub_sum(path: Path) -> str | None:
+    """Return the sum that a file should have, sha256 or git's; None where it is unknown."""
+    real = path.resolve()
+    name = real.name if real.parent.name == "blobs" else _noted(path)
+    return name if name and (_SHA256.fullmatch(name) or _GIT.fullmatch(name)) else None
+
+
+def is_sha256(found: str | None) -> bool:
+    """Return whether a checksum is the sha256 of the file's bytes alone."""
+    return found is not None and len(found) == 64
+
+
+def changed_small_files(folder: Path, weights: set[str]) -> tuple[list[str], list[str]]:
+    """Return names of small files that differ from the hub's, and of unreadable ones, with why."""
+    changed = list[str]()
+    unread = list[str]()
+    try:
+        for path in (folder / name for name in sorted(os.listdir(folder)) if name not in weights):
+            try:
+                wanted = hub_sum(path) if os.path.isfile(path) else None
+                if wanted is None or path.stat().st_size > _LARGEST_BYTES:
+                    continue
+                with open_regular(path) as file:
+                    raw = file.read(_LARGEST_BYTES)
+            except OSError as error:
+                unread.append(f"{path.name} ({error.strerror})")
+                continue
+            blob = b"blob %d\0" % len(raw) + raw
+            found = hashlib.sha256(raw) if is_sha256(wanted) else hashlib.sha1(blob)
+            if found.hexdigest() != wanted:
+                changed.append(path.name)
+    except OSError as error:
+        unread.append(f"{folder} ({error.strerror})")
+    return changed, unread
+
+
+def _noted(path: Path) -> str | None:
+    """Return the checksum in a download's note: the second of revision, checksum, time."""
+    try:
+        _, etag, then_s, *_ = read_small(path.parent / _NOTES / f"{path.name}.metadata").split("\n")
+        return etag.strip().strip('"') if path.stat().st_mtime - 1 <= float(then_s) else None
+    except (OSError, ValueError):
+        return None
 
 
 _Sums = Annotated[str, Meta(pattern=r"^([0-9a-f]{8})*\Z")]  # CRC-32 of parts, 8 characters each
@@ -238,10 +296,9 @@ def default_manifest(model: Path) -> Path:
     # links are not followed: files of the cache are links out of a commit
     path = Path(os.path.abspath(model))
     for commit in (path, *path.parents):
-        snapshots = commit.parent
-        repo = commit.parent.parent
-        if snapshots.name == "snapshots" and repo.name.startswith("models--"):
-            name = "-".join((repo.name, commit.name[:12], *path.relative_to(commit).parts))
+        if hub_id_of(commit) is not None:
+            within = path.relative_to(commit).parts
+            name = "-".join((commit.parent.parent.name, commit.name[:12], *within))
             return cache_folder() / "sums" / f"{name}.json"
     return model / SUMS if os.path.isdir(model) else model.with_name(model.name + SUFFIX)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from offload.checkpoint.hub import checkpoint_of_config
+from offload.checkpoint.imagined import checkpoint_of_config
 from offload.checkpoint.packaged import PAIR, inflated_config, inflated_target
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape

@@ -10,8 +10,8 @@ Invariant: a layout fits every rank, and a refusal names the rank.
 from typing import Any, NamedTuple
 
 from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of
-from offload.checkpoint.families import has_encoder
 from offload.checkpoint.sizes import ModelShape, config_sizes, head_dim, model_shape
+from offload.checkpoint.small_files import has_encoder
 from offload.distributed.sharding import (
     gathers_of,
     layers_alone,
@@ -136,7 +136,7 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
     ranks = request.cluster.ranks
     if has_encoder(target.config):
         raise UserError(
-            f"{target.directory.name}: it has an encoder, and stages have none: run it on one rank"
+            f"{target.name}: it has an encoder, and stages have none: run it on one rank"
         )
     whole = model_shape(target, request.dtype)
     last = len(ranks) - 1

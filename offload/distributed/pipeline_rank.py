@@ -6,8 +6,8 @@ Invariant: every rank plans and refuses by itself; what one of them refuses ends
 from typing import NamedTuple
 
 from offload.checkpoint.cuts import Section, checkpoint_of
-from offload.checkpoint.families import has_encoder
 from offload.checkpoint.sizes import config_sizes, model_shape
+from offload.checkpoint.small_files import has_encoder
 from offload.distributed.agreement import broadcast_from_head, gather_values, try_together
 from offload.distributed.section import capacity_of
 from offload.distributed.transport import Transport
@@ -125,5 +125,5 @@ def refuse_encoders(files: ModelFiles) -> None:
     for model in filter(None, files):
         if has_encoder(model.config):
             raise UserError(
-                f"{model.directory.name}: it has an encoder, and stages have none: leave `ranks` out"
+                f"{model.name}: it has an encoder, and stages have none: leave `ranks` out"
             )

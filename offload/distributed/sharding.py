@@ -20,9 +20,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of, cut_rows, layer_tensors
-from offload.checkpoint.families import has_encoder
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, head_dim, text_config
+from offload.checkpoint.small_files import has_encoder
 from offload.encoding.base import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
@@ -88,7 +88,7 @@ class Sharding(NamedTuple):
 
 def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding:
     """Return shards of about these sizes, which add up to 1. Raises `UserError` if uncuttable."""
-    where = checkpoint.directory.name
+    where = checkpoint.name
     shapes = layer_tensors(checkpoint)
     codings = [one.name for one in checkpoint.codings]
     # GGUF changes plain numbers, too: those are named where nothing else is coded

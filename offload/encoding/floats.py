@@ -73,7 +73,7 @@ class Float8:
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a float32 scale for each block."""
-        return 4 * math.prod(self._grid(shape))
+        return 4 * math.prod(self.grid(shape))
 
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """Return the scales in float32, one for each block."""
@@ -81,7 +81,7 @@ class Float8:
 
         ((suffix, stored),) = companions.items()
         scale = (stored if stored.element_size() > 1 else stored.view(torch.float8_e8m0fnu)).float()
-        return {"scale": checked_scale(suffix, scale, self._grid(shape))}
+        return {"scale": checked_scale(suffix, scale, self.grid(shape))}
 
     def expand(
         self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
@@ -96,7 +96,8 @@ class Float8:
         for one, own, place in zip(*stacks, strict=True):
             expansion.float8(one, own, block, place)
 
-    def _grid(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales, one for each block."""
         parts = zip(shape[-2:], self._block(shape), strict=True)
         return (*shape[:-2], *(-(-size // part) for size, part in parts))
 
@@ -120,7 +121,10 @@ def _recognise_float8(stored: Headers, settings: Settings) -> RecognisedWeight |
     rule = ".weight must be a matrix or a stack of them"
     must(len(shape) > 1, rule, f"has shape {shape}", "pack it again")
     coding = Float8(weight.dtype, _block(weight.shape, scale.shape, settings))
-    fits = 4 * math.prod(scale.shape) == coding.companion_bytes(shape)
+    grid = coding.grid(shape)
+    # those of whole rows may lack dimensions of one
+    is_shaped = coding.block in _NAMES or tuple(scale.shape) == grid
+    fits = is_shaped and math.prod(scale.shape) == math.prod(grid)
     rule = f"{suffix} must have the scales of {coding.name} for weights of {shape}"
     must(fits, rule, f"has shape {list(scale.shape)}")
     return RecognisedWeight(coding, weight.shape, (".weight",), (suffix,))

@@ -11,13 +11,8 @@ from pathlib import Path
 
 from offload.checkpoint.gguf import gguf_file, require_reader
 from offload.checkpoint.hub import headers_here, open_headers
-from offload.checkpoint.safetensors import (
-    Checkpoint,
-    has_chat_template,
-    has_tokenizer,
-    no_chat_template,
-    tokenizer_folder,
-)
+from offload.checkpoint.safetensors import Checkpoint, tokenizer_folder
+from offload.checkpoint.small_files import has_chat_template, has_tokenizer, no_chat_template
 from offload.checkpoint.sizes import longest_context
 from offload.engine.resolve import resolve_files
 from offload.errors import UserError
@@ -87,7 +82,7 @@ def _require_tokenizer(target: Checkpoint) -> None:
         is_gguf = file.suffix.lower() == ".gguf"
         own = "give `config` ORG/NAME, the model that it was made from, or put"
         raise UserError(
-            f"{file.name if is_gguf else target.directory.name} has no tokenizer: "
+            f"{file.name if is_gguf else target.name} has no tokenizer: "
             f"{own if is_gguf else 'put'} its tokenizer.json beside it"
         )
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.calibration import link
-from offload.checkpoint.hub import fetch, is_here, open_headers, require_one_vocabulary
+from offload.checkpoint.hub import fetch, is_here, open_headers
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, settled_dtype
 from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Hooks
+from offload.engine.text import require_one_vocabulary
 from offload.errors import UserError, require
 from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan

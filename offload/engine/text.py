@@ -9,14 +9,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from offload.checkpoint.files import read_json
 from offload.checkpoint.gguf import require_reader
-from offload.checkpoint.hub import are_same, check_tokenizer_files, other_vocabulary
-from offload.checkpoint.safetensors import (
+from offload.checkpoint.hub import is_here
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.small_files import (
     PROCESSOR_TEMPLATE,
     TEMPLATE,
+    TOKENIZER_CONFIG,
+    check_tokenizer_files,
     has_tokenizer,
     no_chat_template,
-    read_json,
 )
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
 from offload.errors import UserError, ensure, refusing
@@ -79,13 +83,60 @@ def check_vocabulary(
         is_exact = not any(os.path.isfile(one.tokenizer_path) for one in (files.target, draft))
         same = are_same(tokenizer.get_vocab(), draft_tokenizer.get_vocab(), is_exact=is_exact)
     if not same:
-        raise other_vocabulary(draft.directory.name, target.vocab_size, drafter.vocab_size)
+        raise other_vocabulary(draft.name, target.vocab_size, drafter.vocab_size)
     if target.start != drafter.start:
         raise UserError(
-            f"{draft.directory.name}: decoder_start_token_id must be the target's, "
+            f"{draft.name}: decoder_start_token_id must be the target's, "
             f"{target.start[0]}, got {drafter.start[0]}: take another draft, "
             "or mend its generation_config.json"
         )
+
+
+def require_one_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
+    """Raise `UserError` unless target and draft share a vocabulary.
+
+    Compares tokenizers; where a local model has none, the sizes of the vocabularies.
+    """
+    sizes = [model_shape(checkpoint).vocab_size for checkpoint in (target, draft)]
+    known = [_vocabulary(checkpoint.tokenizer_path) for checkpoint in (target, draft)]
+    here = [one.tokenizer_path for one in (target, draft) if is_here(one)]
+    is_bare = not all(map(has_tokenizer, here))
+    if known[0] != known[1] if None not in known else is_bare and sizes[0] != sizes[1]:
+        raise other_vocabulary(draft.name, *sizes)
+
+
+def are_same(one: Mapping[str, int], other: Mapping[str, int], *, is_exact: bool) -> bool:
+    """Return whether two vocabularies give the same meaning to the same ids.
+
+    GGUF files pad theirs to the width of the embedding, and their tokenizers are rebuilt (not
+    `is_exact`): then the larger must contain the smaller.
+    """
+    if is_exact:
+        return one == other
+    small, large = sorted((one, other), key=len)
+    return all(large.get(token) == index for token, index in small.items())
+
+
+def other_vocabulary(draft: str, target_size: int, draft_size: int) -> UserError:
+    """Return the error for a draft whose tokens are not the target's."""
+    return UserError(
+        f"the draft must share the target's vocabulary, {draft} has {draft_size} entries "
+        f"of its own against {target_size}: choose a smaller model of the target's family"
+    )
+
+
+def _vocabulary(directory: Path) -> dict[str, int] | None:
+    """Return the vocabulary without the tokens that transformers may add, or None if unreadable."""
+    from tokenizers import Tokenizer
+
+    file = directory / "tokenizer.json"
+    if not os.path.isfile(file):
+        return None
+    try:
+        return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False))
+    # tokenizers raises nothing more specific; loading tells what is wrong
+    except Exception:
+        return None
 
 
 def _config_beside(directory: Path) -> Any:
@@ -111,7 +162,7 @@ def _config_beside(directory: Path) -> Any:
 
 def _check_names(directory: Path) -> None:
     """Raise `ValueError` for a file elsewhere that transformers would open for tokenizer.json."""
-    told = directory / "tokenizer_config.json"
+    told = directory / TOKENIZER_CONFIG
     names = read_json(told).get("fast_tokenizer_files", ()) if os.path.exists(told) else ()
     for name in names:
         ensure(

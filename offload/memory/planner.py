@@ -18,10 +18,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from offload.checkpoint.expert_sizes import ExpertShape
-from offload.checkpoint.families import TRAINED_CONTEXT, has_encoder
+from offload.checkpoint.layer_sizes import ExpertShape
 from offload.checkpoint.safetensors import Checkpoint, remembered
 from offload.checkpoint.sizes import ModelShape, longest_context, model_shape, turning_point
+from offload.checkpoint.small_files import TRAINED_CONTEXT, has_encoder
 from offload.errors import UserError, require
 from offload.memory.plan import MemoryPlan
 from offload.memory.prompt_rows import Rates, with_prompt_rows

@@ -152,7 +152,7 @@ class BoundModel:
             for one in self.experts
             for index, record in enumerate(one.records)
         }
-        self._beside = CompanionScratch(self.checkpoint.directory.name, coded, layouts | records)
+        self._beside = CompanionScratch(self.checkpoint.name, coded, layouts | records)
         self._expanded = ExpandedWeights(
             self._layouts, self._layer_places, self.place, self.dtype, [*records.values()]
         )

@@ -87,7 +87,7 @@ class EncoderDecoderModel(TreeModel):
         super().__init__(checkpoint, dtype, place, **more)
         self.start = start_tokens(checkpoint)
         rule = f"decoder_start_token_id must be less than {self.vocab_size}"
-        rule = f"{checkpoint.directory.name}: {rule}"
+        rule = f"{checkpoint.name}: {rule}"
         require(self.start[0] < self.vocab_size, rule, self.start[0], "mend generation_config.json")
         self._distance_TS = torch.empty(0, 0)
         self._num_scored = 0

@@ -4,15 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.hub import (
-    LLAMA_LIKE,
-    checkpoint_of_config,
-    config_alone,
-    imagined,
-    open_headers,
-)
-from offload.checkpoint.safetensors import Checkpoint, read_config, stored_dtype
+from offload.checkpoint.hub import config_alone, open_headers
+from offload.checkpoint.imagined import LLAMA_LIKE, checkpoint_of_config, imagined
+from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import config_sizes
+from offload.checkpoint.small_files import read_config, stored_dtype
 from offload.errors import UserError, require
 
 # layers or experts to build, and any other size: beyond every model

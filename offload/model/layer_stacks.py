@@ -65,7 +65,7 @@ def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: S
     decoder = meta_model.get_decoder()
     for name, what in _INSEPARABLE.items():
         if getattr(config, name, None):
-            kind = f"{checkpoint.directory.name}: model type {config.model_type}"
+            kind = f"{checkpoint.name}: model type {config.model_type}"
             rule = f"cannot be divided by layers ({what})"
             raise UserError(f"{kind} {rule}: let one rank have all of it")
     kept = slice(section.first, section.last)

@@ -28,9 +28,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from offload.checkpoint.families import is_wrapper
 from offload.checkpoint.layout import SlabLayout, TensorPart, slice_of
 from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.small_files import is_wrapper
 from offload.checkpoint.tensors import ROWS, TensorEntry
 from offload.encoding.base import ENCODINGS, STORED
 from offload.errors import UserError
@@ -74,7 +74,7 @@ def sources_of_parameters(
             renamed, pattern = (inner, inner_pattern) if inner in shapes else (renamed, pattern)
         found[renamed].append((rows or pattern, full, entry))
     shared = _shared(found, model.all_tied_weights_keys)
-    where = checkpoint.directory.name
+    where = checkpoint.name
     stored = {
         name: (shape, _parts(where, name, shape, found[name], by_pattern))
         for name, shape in shapes.items()

@@ -33,9 +33,9 @@ from transformers import (
 )
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
-from offload.checkpoint.families import ENCODER_DECODERS, SHARED_LAYERS
+from offload.checkpoint.families import SHARED_LAYERS
 from offload.checkpoint.safetensors import Checkpoint, unsupported
-from offload.checkpoint.tensors import check_counts
+from offload.checkpoint.small_files import ENCODER_DECODERS, check_counts
 from offload.errors import UserError, reason
 from offload.model import attention
 from offload.model.headed import headed_model
@@ -85,7 +85,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
 
     Raises `UserError` for code of its own, and for what trees cannot be verified on.
     """
-    check_counts(checkpoint.directory.name, checkpoint.config)
+    check_counts(checkpoint.name, checkpoint.config)
     _refuse_unknown_kinds(checkpoint)
     with _refusing(checkpoint):
         whole = _config(checkpoint.config)
@@ -332,7 +332,7 @@ def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
 
 def too_old(checkpoint: Checkpoint, what: str, other_way: str = "") -> UserError:
     """Say that a newer transformers has `what` as it is needed, and what would do without."""
-    rule = f"{checkpoint.directory.name}: transformers {transformers.__version__} is too old for"
+    rule = f"{checkpoint.name}: transformers {transformers.__version__} is too old for"
     kind = f"model type {checkpoint.config.get('model_type')}"
     return UserError(
         f"{rule} {kind} ({what}): pip install -U transformers, to 5.23 or newer{other_way}"

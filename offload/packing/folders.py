@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.files import is_free, locked_anew, write_json
+from offload.checkpoint.files import is_free, is_scratch, locked_anew, read_json, write_json
 from offload.checkpoint.gguf import gguf_file
 from offload.checkpoint.gguf_header import read_gguf_header
-from offload.checkpoint.safetensors import MANIFEST, Checkpoint, open_checkpoint, read_json
+from offload.checkpoint.safetensors import MANIFEST, Checkpoint, is_shard_name, open_checkpoint
 from offload.encoding.exponents import MANTISSAS, Exponents
 from offload.errors import UserError, told_by_system
 from offload.packing.forecast import forecast
@@ -60,12 +60,6 @@ def made_from(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION, "source": source, "files": files}
 
 
-def is_plain_name(name: object) -> bool:
-    """Return whether a file name from a manifest stays in its folder and is one of safetensors."""
-    is_name = isinstance(name, str) and Path(name).name == name and "\0" not in name
-    return is_name and str(name).endswith(".safetensors")
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest. Raises `UserError` where the folder is not a packed model."""
     if not (folder / MANIFEST).is_file():
@@ -73,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{what}: give a folder that offload pack has made")
     manifest = read_json(folder / MANIFEST)
     files = manifest.get("files")
-    is_sound = isinstance(files, dict) and all(map(is_plain_name, files))
+    is_sound = isinstance(files, dict) and all(map(is_shard_name, files))
     for own in files.values() if isinstance(files, dict) else ():
         numbers = (own.get("num_bytes"), own.get("written_ns")) if isinstance(own, dict) else ()
         is_sound = is_sound and [*map(type, numbers)] == [int, int]
@@ -117,7 +111,8 @@ def unfinished(destination: Path, made_from: Mapping[str, Any]) -> Iterator[Path
     folder = destination.with_name(f"{destination.name}.unfinished")
     remedy = "mend that, the same command goes on"
     with told_by_system(f"cannot write {folder}", remedy), locked_anew(folder) as lock:
-        for leftover in folder.glob(".*"):
+        # a file under way, of a process that was killed
+        for leftover in filter(is_scratch, folder.glob(".*")):
             leftover.unlink()
         if any(folder.iterdir()):
             is_finished(folder, made_from)
@@ -139,7 +134,7 @@ def check_disk(folder: Path, needed_bytes: int) -> None:
 
 def require_gain(checkpoint: Checkpoint) -> None:
     """Raise `UserError` for a model that packing does not make smaller."""
-    name = checkpoint.directory.name
+    name = checkpoint.name
     stored = checkpoint.tensors.values()
     coded = next(iter(checkpoint.codings), None)
     if isinstance(coded, Exponents):

@@ -41,7 +41,8 @@ def by_expert(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     found = dict[str, TensorEntry]()
     for name, entry in tensors.items():
         match = _STACK.match(name)
-        num_experts = entry.shape[0] if match is not None and len(entry.shape) == 3 else 0
+        is_stack = match is not None and len(entry.shape) == 3 and entry.dtype in STORED
+        num_experts = entry.shape[0] if is_stack else 0
         if match is None or entry.coded is not None or not 0 < num_experts <= MOST_EXPERTS:
             found[name] = entry
             continue

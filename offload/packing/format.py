@@ -32,10 +32,14 @@ from offload.checkpoint.files import (
     write_part,
 )
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.numbers import NOT_FINITE, form_of, is_finite, top_bits
-from offload.checkpoint.safetensors import header_bytes, parse_header, read_header, read_metadata
-from offload.checkpoint.tensors import TensorEntry
-from offload.checkpoint.whole import Damage
+from offload.checkpoint.safetensors import (
+    header_bytes,
+    in_file_order,
+    is_shard_name,
+    parse_header,
+    read_header,
+)
+from offload.checkpoint.tensors import Coded, TensorEntry, with_codings
 from offload.encoding.base import STORED
 from offload.encoding.exponents import (
     ALIGN_BYTES,
@@ -47,23 +51,13 @@ from offload.encoding.exponents import (
     Exponents,
     ExponentWindow,
     distance_bytes,
-    width_of,
 )
-from offload.errors import ReadError, UserError
-from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.encode_exponents import (
-    ExponentWords,
-    encode_exponents_compiled,
-    encode_exponents_reference,
-)
-from offload.kernels.expand_exponents import (
-    TYPE_OF,
-    expand_exponents_compiled,
-    expand_exponents_reference,
-)
+from offload.errors import UserError
+from offload.kernels.encode_exponents import ExponentWords, encode_exponents
+from offload.kernels.expand_exponents import TYPE_OF, expand_exponents
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
-from offload.packing.folders import FORMAT, VERSION, is_plain_name
-from offload.packing.forecast import by_expert
+from offload.packing.folders import FORMAT, VERSION
+from offload.packing.forecast import by_expert, stack_of
 
 _PART_CHUNKS = PART_BYTES // 2 // CHUNK
 OnBytes = Callable[[int], None]
@@ -88,39 +82,38 @@ class PackedFile(NamedTuple):
     path: Path
     origin: Origin
     header: bytes
-    plain: Mapping[str, TensorEntry]
-    coded: Mapping[str, tuple[TensorEntry, ...]]  # words and code
+    tensors: Mapping[str, TensorEntry]  # by the source's names, in their order
     sums: Mapping[str, tuple[int, ...]]  # CRC-32 of each original part
-
-    @property
-    def names(self) -> list[str]:
-        """Return the source's names of all tensors, in their order."""
-        starts = {name: own.lo for name, own in self.plain.items()}
-        starts |= {name: own[0].lo for name, own in self.coded.items()}
-        return sorted(starts, key=starts.__getitem__)
 
 
 def read_packed(path: Path) -> PackedFile:
     """Read a file's header. Raises `UserError` where it is not packed, or by another version."""
-    notes = read_metadata(path)
+    header = read_header(path)
+    notes = header.metadata
     if notes.get("format") != FORMAT or notes.get("version") != VERSION:
         found = f"{notes.get('format', 'nothing')} {notes.get('version', '')}".strip()
         rule = f"{path}: its header must name {FORMAT} {VERSION}"
         raise UserError(f"{rule}, it names {found:.80}: pack the model again")
-    entries, _ = read_header(path)
-    coded = {name.removesuffix(CODE): () for name in entries if name.endswith(CODE)}
+    stored = header.tensors.items()
+    words = {name: one for name, one in stored if name.endswith((*WORDS, CODE))}
+    plain = {name: one for name, one in stored if name not in words}
+    tensors = dict(in_file_order({**plain, **with_codings(str(path), {}, words)}))
     try:
-        suffixes = (*WORDS, CODE)
-        own = {name: tuple(entries.pop(name + suffix) for suffix in suffixes) for name in coded}
         sums = {name: _numbers(text) for name, text in json.loads(notes["crc32"]).items()}
         origin = _origin(notes["origin"])
-        header = notes.get("source_header", "").encode()
+        source_header = notes.get("source_header", "").encode()
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         what = f"{path}: its header lacks what unpacking needs ({error})"
         raise UserError(f"{what}: {DAMAGED}") from None
-    if sums.keys() != {*entries, *own}:
+    if sums.keys() != tensors.keys():
         raise UserError(f"{path}: its header has checksums of other tensors: {DAMAGED}")
-    return PackedFile(path, origin, header, entries, own, sums)
+    return PackedFile(path, origin, source_header, tensors, sums)
+
+
+def source_name(stored: str) -> str:
+    """Return what the source calls the tensor that one of a packed file is part of."""
+    suffix = next((one for one in (*WORDS, CODE) if stored.endswith(one)), "")
+    return stack_of(stored.removesuffix(suffix))
 
 
 def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
@@ -128,9 +121,11 @@ def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
     with opened(packed.path, os.O_RDONLY) as fd:
 
         def jobs() -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-            for name in packed.names:
-                takes = _plain_takes if name in packed.plain else _coded_takes
-                yield from ((name, *one) for one in enumerate(takes(packed, name, fd)))
+            for name, entry in packed.tensors.items():
+                parts_of = _plain_parts(entry, fd)
+                if entry.coded is not None:
+                    parts_of = _coded_parts(f"{packed.path}: {name}", entry, entry.coded, fd)
+                yield from ((name, *one) for one in enumerate(parts_of))
 
         def work(
             name: str, index: int, take: Callable[[], np.ndarray]
@@ -147,8 +142,8 @@ def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
 def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) -> None:
     """Restore the source that these files, in order, are of. Raises `OSError` and `UserError`."""
     first, *others = packed
-    entries = parse_header(path, first.header, first.origin.num_bytes)
-    names = {name for one in (first, *others) for name in one.names}
+    entries, _ = parse_header(path, first.header, first.origin.num_bytes)
+    names = {name for one in (first, *others) for name in one.tensors}
     # stacks came whole from earlier versions
     entries = entries if names == {*entries} else by_expert(entries)
     missing = {*entries} ^ names
@@ -165,42 +160,8 @@ def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) 
         os.fsync(out)
 
 
-def undecoded(path: Path) -> list[Damage]:
-    """Return the tensors of a packed file that do not decode to the original finite numbers."""
-    try:
-        packed = read_packed(path)
-    except UserError as error:
-        return [Damage(path.name, "", str(error).removeprefix(f"{path}: "))]
-    try:
-        return _endless(packed)
-    # the error names the first damaged tensor only
-    except (UserError, ReadError):
-        damage = list[Damage]()
-    for name in packed.names:
-        plain = {own: entry for own, entry in packed.plain.items() if own == name}
-        coded = {own: entries for own, entries in packed.coded.items() if own == name}
-        try:
-            damage += _endless(packed._replace(plain=plain, coded=coded))
-        except (UserError, ReadError):
-            damage.append(Damage(path.name, name, "does not decode to what was packed"))
-    return damage
-
-
-def _endless(packed: PackedFile) -> list[Damage]:
-    """Return tensors that are not finite. Raises `UserError` where a checksum differs."""
-    names = set[str]()
-    for name, _, raw in original_parts(packed):
-        if name in packed.coded:
-            form = form_of("F16" if packed.coded[name][0].dtype == "I8" else "BF16")
-            assert form is not None, "it is what can be packed"
-            if not is_finite(top_bits(raw, form), form):
-                names.add(name)
-    return [Damage(packed.path.name, name, NOT_FINITE) for name in packed.names if name in names]
-
-
-def _plain_takes(packed: PackedFile, name: str, fd: int) -> Iterator[Callable[[], np.ndarray]]:
+def _plain_parts(entry: TensorEntry, fd: int) -> Iterator[Callable[[], np.ndarray]]:
     """Yield what reads each part of a tensor that is stored as it was."""
-    entry = packed.plain[name]
 
     def take(lo: int, hi: int) -> np.ndarray:
         return np.frombuffer(read_part(fd, lo, hi), np.uint8)
@@ -208,31 +169,33 @@ def _plain_takes(packed: PackedFile, name: str, fd: int) -> Iterator[Callable[[]
     yield from (partial(take, *part) for part in parts(entry.lo, entry.hi))
 
 
-def _coded_takes(packed: PackedFile, name: str, fd: int) -> Iterator[Callable[[], np.ndarray]]:
+def _coded_parts(
+    where: str, entry: TensorEntry, coded: Coded, fd: int
+) -> Iterator[Callable[[], np.ndarray]]:
     """Yield what reads and decodes each part of a coded tensor."""
-    mantissas, exponents, escapes, code = packed.coded[name]
-    num_weights = math.prod(mantissas.shape)
-    width = width_of(num_weights, exponents.num_bytes)
-    kind = torch.int8 if mantissas.dtype == "I8" else torch.uint8
+    coding = coded.coding
+    assert isinstance(coding, Exponents), "no other words were looked for"
+    ((_, code),) = coded.companions
+    num_weights = math.prod(entry.shape)
+    exponents_lo = entry.lo + num_weights
+    escapes_lo = exponents_lo + distance_bytes(num_weights, coding.width)
+    kind = torch.int8 if entry.dtype == "I8" else torch.uint8
     numbers = _tensor(read_part(fd, code.lo, code.hi), torch.int64)
     try:
-        if width is None:
-            what = f"{num_weights} weights cannot have {exponents.num_bytes} bytes of exponents"
-            raise ValueError(f"{what}: {DAMAGED}")
-        ready = Exponents(width, escapes.num_bytes).prepare({CODE: numbers}, mantissas.shape)
+        ready = coding.prepare({CODE: numbers}, entry.shape)
     except ValueError as error:
-        raise UserError(f"{packed.path}: {name}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
     start_C = ready["start"]
-    listed = _tensor(read_part(fd, escapes.lo, escapes.hi), torch.uint8)
+    listed = _tensor(read_part(fd, escapes_lo, entry.hi), torch.uint8)
     list_3E = listed[: ESCAPE_BYTES * int(start_C[-1])].view(3, -1)
     for index, at in enumerate(range(0, num_weights, PART_BYTES // 2)):
         after = at + PART_BYTES // 2
         own_C = start_C[index * _PART_CHUNKS : (index + 1) * _PART_CHUNKS + 1]
         own_3E = list_3E[:, own_C[0] : own_C[-1]].flatten()
         lists = (own_3E, own_C - own_C[0], ready["top"])
-        own_mantissas = (mantissas.lo + at, min(mantissas.lo + after, mantissas.hi))
-        lo, hi = (exponents.lo + one // BLOCK * RUN * width for one in (at, after))
-        places = (own_mantissas, (lo, min(hi, exponents.hi)))
+        own_mantissas = (entry.lo + at, min(entry.lo + after, exponents_lo))
+        lo, hi = (exponents_lo + one // BLOCK * RUN * coding.width for one in (at, after))
+        places = (own_mantissas, (lo, min(hi, escapes_lo)))
         yield partial(_decoded, fd, kind, places, lists)
 
 
@@ -246,14 +209,13 @@ def _decoded(
     mantissa_N = _tensor(read_part(fd, *places[0]), kind)
     distance_B = _tensor(read_part(fd, *places[1]), torch.uint8)
     out_N = torch.empty(len(mantissa_N), dtype=TYPE_OF[kind])
-    expand = expand_exponents_compiled if HAS_NUMBA else expand_exponents_reference
-    expand(mantissa_N, distance_B, *lists, out_N)
+    expand_exponents(mantissa_N, distance_B, *lists, out_N)
     return out_N.view(torch.uint8).numpy()
 
 
 def _origin(text: str) -> Origin:
     origin = Origin(**json.loads(text))
-    is_sound = is_plain_name(origin.file) and all(type(number) is int for number in origin[1:])
+    is_sound = is_shard_name(origin.file) and all(type(number) is int for number in origin[1:])
     if not is_sound or not 0 <= origin.portion < origin.num_portions:
         raise ValueError(f"its origin is {text[:120]!r}")
     return origin
@@ -338,9 +300,8 @@ class _Writing:
         raw = read_part(self._source, lo, hi)
         if window is None:
             return raw, zlib.crc32(raw), len(raw)
-        encode = encode_exponents_compiled if HAS_NUMBA else encode_exponents_reference
         weight_N = torch.frombuffer(raw, dtype=getattr(torch, STORED[entry.dtype].dtype))
-        words = encode(weight_N, window.top, window.width)
+        words = encode_exponents(weight_N, window.top, window.width)
         return words, zlib.crc32(raw), len(raw)
 
     def _add_plain(self, name: str, entry: TensorEntry, taken: Iterable[Any]) -> None:

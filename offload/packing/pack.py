@@ -9,24 +9,24 @@ for byte.
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.files import opened, write_json
+from offload.checkpoint.files import Stamp, opened, stamp_of, write_json
 from offload.checkpoint.safetensors import (
     INDEX,
     MANIFEST,
     SUMS,
     Checkpoint,
-    Stamp,
+    find_shards,
     in_file_order,
     parse_header,
     read_header,
     read_raw_header,
     shard_name,
-    stamp_of,
 )
+from offload.checkpoint.small_files import MORE_TEMPLATES
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.exponents import ExponentWindow
 from offload.errors import ReadError, UserError
@@ -47,11 +47,12 @@ from offload.packing.format import (
     Portion,
     original_parts,
     read_packed,
+    source_name,
     write_original,
     write_packed,
 )
 
-_WEIGHTS = [
+_WEIGHTS = (
     ".safetensors",
     ".bin",
     ".pt",
@@ -62,7 +63,7 @@ _WEIGHTS = [
     ".onnx",
     ".h5",
     ".msgpack",
-]
+)
 _LARGEST_COPY_BYTES = 256 << 20  # of tokenizers, configs, licences
 _SOURCE_INDEX = "source.safetensors.index.json"
 _PORTION_BYTES = 1 << 30
@@ -71,9 +72,9 @@ Progress = Callable[[int, int], None]
 
 
 def _stamps_beside(directory: Path) -> dict[Path, Stamp | None]:
-    """Return the visible files beside the weights: config, tokenizer, licence."""
+    """Return the visible files beside the weights: config, tokenizer, licence, chat templates."""
     found = dict[Path, Stamp | None]()
-    for path in sorted(directory.iterdir()):
+    for path in sorted((*directory.iterdir(), *(directory / MORE_TEMPLATES).glob("*"))):
         is_other = path.name.startswith(".") or path.suffix in _WEIGHTS or path.name == SUMS
         if path.is_file() and not is_other and path.stat().st_size <= _LARGEST_COPY_BYTES:
             found[path] = stamp_of(path)
@@ -138,7 +139,7 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
     source = made_from(checkpoint)
     beside = _stamps_beside(checkpoint.directory)
     if checkpoint.config_stamp is not None:
-        beside[checkpoint.small_files / "config.json"] = checkpoint.config_stamp
+        beside[checkpoint.directory / "config.json"] = checkpoint.config_stamp
     if is_finished(destination, source):
         return _result_of(destination, len(packed_files(destination)))._replace(was_there=True)
     with unfinished(destination, source) as folder:
@@ -158,11 +159,13 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
             write_packed(folder / name, portion, count)
             path = portion.path
             if Stamp.of(path) != checkpoint.stamps[checkpoint.shards.index(path)]:
-                raise ReadError(f"{path.name} changed while it was packed: pack the model again")
+                raise _changed(path)
         for path, stamp in beside.items():
-            name = _SOURCE_INDEX if path.name == INDEX else path.name
+            name = (
+                _SOURCE_INDEX if path.name == INDEX else str(path.relative_to(checkpoint.directory))
+            )
             _copy_unchanged(path, stamp, folder / name)
-        _write_index(folder, [*portions])
+        _write_index(folder, portions, find_shards(checkpoint.directory)[1])
     return _result_of(destination, len(kept))
 
 
@@ -199,7 +202,7 @@ def _write_originals(
             raise UserError(f"{error}; {before}") from None
     for path, stamp in beside.items():
         if path.name not in (MANIFEST, INDEX):
-            name = INDEX if path.name == _SOURCE_INDEX else path.name
+            name = INDEX if path.name == _SOURCE_INDEX else str(path.relative_to(folder))
             _copy_unchanged(path, stamp, scratch / name)
 
 
@@ -215,18 +218,18 @@ def verify(model: Path, *, progress: Progress) -> PackResult:
     return _result_of(folder, 0)
 
 
+def _changed(path: Path) -> ReadError:
+    return ReadError(f"{path.name} changed while it was packed: pack the model again")
+
+
 def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
-    """Return packed files to write, by name. Raises `UserError` for an odd source."""
+    """Return packed files to write, by name. Raises `ReadError` for a source that changed."""
     found = []
     for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True):
         raw, now = read_raw_header(path)
-        read = parse_header(path, raw, now.num_bytes)
-        entries = dict(in_file_order(read))
-        held_bytes = 8 + len(raw) + sum(entry.num_bytes for entry in entries.values())
-        if held_bytes != stamp.num_bytes:
-            rule = f"{path.name} must have its tensors one behind the other"
-            found_bytes = f"{held_bytes} of {stamp.num_bytes} bytes"
-            raise UserError(f"{rule}, got {found_bytes}: write it anew with safetensors")
+        if now != stamp:
+            raise _changed(path)
+        entries = dict(in_file_order(parse_header(path, raw, now.num_bytes)[0]))
         cut = list(_cut(by_expert(entries)))
         for number, tensors in enumerate(cut):
             origin = Origin(path.name, stamp.num_bytes, stamp.written_ns, number, len(cut))
@@ -279,16 +282,27 @@ def _is_done(path: Path, portion: Portion) -> bool:
     if not path.is_file():
         return False
     packed = read_packed(path)
-    return packed.origin == portion.origin and packed.names == [*portion.tensors]
+    return packed.origin == portion.origin and [*packed.tensors] == [*portion.tensors]
 
 
-def _write_index(folder: Path, names: Sequence[str]) -> None:
-    if len(names) < 2:
+def _write_index(
+    folder: Path, portions: Mapping[str, Portion], placed: Mapping[str, str] | None
+) -> None:
+    """Write which packed file has which tensor: of two with one name, that which `placed` means.
+
+    `placed` is the source's own index, if it has one.
+    """
+    headers = {file: read_header(folder / file).tensors for file in portions}
+    weight_map = {
+        stored: file
+        for file, own in headers.items()
+        for stored in own
+        if placed is None or placed.get(source_name(stored)) == portions[file].path.name
+    }
+    if len(headers) < 2 and len(weight_map) == sum(map(len, headers.values())):
         return
-    headers = {name: read_header(folder / name)[0] for name in names}
     total_bytes = sum(one.num_bytes for own in headers.values() for one in own.values())
     metadata = {"total_size": total_bytes, "format": FORMAT}
-    weight_map = {tensor: name for name, own in headers.items() for tensor in own}
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
@@ -300,6 +314,7 @@ def _result_of(folder: Path, num_kept: int) -> PackResult:
 
 
 def _copy_unchanged(path: Path, stamp: Stamp | None, copy: Path) -> None:
+    copy.parent.mkdir(exist_ok=True)
     shutil.copyfile(path, copy)
     if stamp_of(path) != stamp:
         what = f"{path.name} changed while it was to be copied"

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, MsgspecError, convert
 
-from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.files import cache_folder, read_given, read_object, write_whole
 from offload.checkpoint.identity import identity_of, proved
+from offload.checkpoint.layer_sizes import ExpertShape
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import MOST_EXPERTS
 from offload.errors import UserError, ensure, reason, told_by_system

@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from offload.checkpoint.families import has_encoder
 from offload.checkpoint.held import Held
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.small_files import has_encoder
 from offload.errors import UserError, require
 from offload.memory.planner import ModelFiles
 from offload.options import ModelOptions
@@ -83,7 +83,7 @@ def files_of(
 
 
 def _check_copy(target: Checkpoint, draft: str, bits: int) -> None:
-    where = target.directory.name
+    where = target.name
     rule = f"{where}: `draft` {draft} rounds matrices of layers"
     for is_in_the_way, what in (
         (has_encoder(target.config), "an encoder"),
@@ -99,7 +99,7 @@ def _check_copy(target: Checkpoint, draft: str, bits: int) -> None:
 
 
 def _check_draft(draft: Checkpoint, draft_dtype: str) -> None:
-    where = draft.directory.name
+    where = draft.name
     stored = _stored_bits(draft)
     is_fewer = stored >= _LEAST_GAIN * BITS[draft_dtype]
     rule = f"{where}: `draft_dtype` {draft_dtype} must be fewer bits than the draft has"

@@ -83,10 +83,10 @@ def require_no_states(files: ModelFiles, dtype: str) -> None:
         shape = model_shape(checkpoint, dtype)
         if shape.recurrent.state_bytes:
             what = "has recurrent or convolutional layers, whose states stay on one rank"
-            raise UserError(f"{checkpoint.directory.name} {what}: leave `ranks` out")
+            raise UserError(f"{checkpoint.name} {what}: leave `ranks` out")
         if shape.index_bytes_per_token:
             what = "has layers that choose by an index what they attend to, which stays on one rank"
-            raise UserError(f"{checkpoint.directory.name} {what}: leave `ranks` out")
+            raise UserError(f"{checkpoint.name} {what}: leave `ranks` out")
 
 
 def shard_fractions(ranks: Sequence[RankCapacity], load: Load) -> tuple[float, ...]:

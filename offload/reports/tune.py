@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from offload.checkpoint.families import has_encoder
 from offload.checkpoint.sizes import longest_context
+from offload.checkpoint.small_files import has_encoder
 from offload.engine.hooks import Hooks
 from offload.engine.opening import open_run
 from offload.engine.request import Request
@@ -112,7 +112,7 @@ def tune(
             decoder, timed.device, windows[0][:NUM_PROMPT], sampling, hooks.on_count
         )
         hooks.on_phase("ranking trees")
-        names = (target.directory.name, own_draft.directory.name)
+        names = (target.name, own_draft.name)
         proved = question.proved(decoder)
         profile = summarise(proved, traced, costs, uses, names, decoder.num_threads)
     path = save_profile(profile)

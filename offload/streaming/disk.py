@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from offload.checkpoint.files import Stamp
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
-from offload.checkpoint.safetensors import Stamp
 from offload.errors import ReadError
 
 

@@ -36,7 +36,7 @@ from offload.bench.harness.steps import Event, Timeline
 from offload.bench.harness.tables import check, medians
 from offload.bench.latency.decode import FULL, QUICK, Effort
 from offload.bench.latency.quantised import FORMATS, quantised
-from offload.checkpoint.hub import checkpoint_of_config
+from offload.checkpoint.imagined import checkpoint_of_config
 from offload.checkpoint.packaged import PAIR, inflated_config
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.memory.planner import ModelFiles

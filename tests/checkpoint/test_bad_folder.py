@@ -21,7 +21,7 @@ from shell import shell
 from tiny import FAMILIES, VOCAB_SIZE, build, save, save_reciter, save_tokenizer
 
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.checkpoint.tensors import check_counts, check_method, check_types
+from offload.checkpoint.small_files import check_counts, check_method, check_types
 from offload.errors import UserError
 from offload.model.meta import build_meta_model
 
@@ -307,12 +307,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("config", [*({"quantization_config": one} for one in READ), {}, UNQUANTISED], ids=str)
 def test_what_is_read_passes(config: dict[str, Any]) -> None:
     check_method("model", config)
+    check_method("model", {"text_config": config})
 
 
 @pytest.mark.parametrize(("settings", "named"), REFUSED, ids=str)
-def test_what_is_not_read_is_named(settings: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize("place", [{}, {"text_config": ...}], ids=["of the model", "of its text"])
+def test_what_is_not_read_is_named(place: dict[str, Any], settings: dict[str, Any], named: str) -> None:
+    config = {"quantization_config": settings}
     with pytest.raises(UserError) as caught:
-        check_method("model", {"quantization_config": settings})
+        check_method("model", dict.fromkeys(place, config) or config)
     line = str(caught.value)
     assert line.startswith("model: ") and named in line and "not read" in line and "bf16" in line and "\n" not in line
 

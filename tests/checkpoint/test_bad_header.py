@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,23 @@ HEADERS = [
     case("type of 8 bits", entry(UP, dtype="F8_E4M3"), f"{UP} of shape [96, 64]", "needs 6144 bytes, has 24576"),
     case("unknown type", entry(UP, dtype="\x1b[2J\nX"), UP, "bf16, fp16, fp32 or quantised", by_plan=False),
 ]
+
+
+SCALARS = [
+    ("self_attn.indexer.wk.weight", {}),
+    ("self_attn.output_gate.weight", {"model_type": "minimax"}),
+    ("mlp.experts.down_proj", {"model_type": "mixtral", "num_experts_per_tok": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), SCALARS)
+def test_a_scalar_where_models_have_matrices_does_not_surprise(
+    name: str, changes: dict[str, object], broken_file: Path
+) -> None:
+    found = open_checkpoint(broken_file)
+    entries = {f"model.layers.0.{name}": TensorEntry(0, "F32", (), 0, 4)}
+    odd = replace(found, config={**found.config, **changes}, tensors={**found.tensors, **entries})
+    assert model_shape(odd).experts is None
 
 
 @pytest.mark.parametrize(("breaks", "words", "by_plan"), HEADERS)

@@ -1,6 +1,7 @@
 """GGUF files as checkpoints: headers, names, configs, parts; what is wrong is refused in a line, in bounded time."""
 
 import json
+import os
 import random
 import shutil
 import struct
@@ -11,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import ARCH, LLAMA3, MODELS, write_gguf
+from gguf_files import ARCH, CURRENT, LLAMA3, MODELS, write_gguf
 from refusals import damaged
 from tiny import build
 
@@ -19,7 +20,7 @@ from offload.checkpoint.gguf import open_gguf
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.gguf_names import _OUTER, ARCHITECTURES
 from offload.checkpoint.hub import open_headers
-from offload.errors import UserError
+from offload.errors import ReadError, UserError
 from offload.model.meta import build_meta_model
 
 
@@ -210,6 +211,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
     **{name: (model, {"says": says}, words) for name, (model, says, words) in SAID.items()},
     **{name: ("qwen3", {"extra": {name: np.ones(16, np.float32)}}, words) for name, words in EXTRA.items()},
     "factors": ("llama", {"changed": lambda own, raw: raw * 1.5 if "rope" in own else raw}, OTHER_SCALING),
+    "no factors": ("llama", {"changed": lambda own, raw: raw * 0 if "rope" in own else raw}, "be finite and above 0"),
 }
 
 
@@ -237,6 +239,39 @@ def test_a_config_of_the_original_goes_before_the_file(name: str, tmp_path: Path
     shutil.copy(folder / "config.json", tmp_path)
     beside = open_headers(tmp_path)
     assert beside.config["mark"] == 1 and beside.small_files == tmp_path
+
+
+UNSAID = {"llama.embedding_length": None, "llama.attention.key_length": None, "llama.attention.value_length": None}
+FLAT = {"changed": lambda own, raw: raw.ravel() if own == "blk.0.ssm_out.weight" else raw}
+NOT_ITS_OWN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("llama", {"says": UNSAID}, {}, "not that of rope_freqs.weight"),
+    ("qwen35", FLAT, {}, "not that of its config"),
+    ("qwen35", {}, {"linear_num_key_heads": "2"}, "not that of its config"),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "changes", "words"), NOT_ITS_OWN)
+def test_a_file_that_does_not_go_with_its_config_is_refused(
+    name: str, how: dict[str, Any], changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config = {**MODELS, **CURRENT}[name]()
+    path = write_gguf(config, tmp_path / "m.gguf", **how).path
+    with pytest.raises(UserError, match=words):
+        open_headers(path, config_folder(config, tmp_path / "original", **changes))
+
+
+def test_a_file_that_is_cut_behind_its_header_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf").path
+    factors = read_gguf_header(path).tensors["rope_freqs.weight"]
+
+    def cut_after(*given: Any) -> Any:
+        found = read_gguf_header(*given)
+        os.truncate(path, factors.hi - 4)
+        return found
+
+    monkeypatch.setattr("offload.checkpoint.gguf.read_gguf_header", cut_after)
+    with pytest.raises(ReadError, match="cut short while in use"):
+        open_gguf(path)
 
 
 SCALED = {"rope_parameters": {**LLAMA3, "factor": 32.0}}
@@ -281,6 +316,10 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     parts[1].unlink()
     with pytest.raises(UserError, match=r"is missing beside .*: download all parts"):
         open_headers(first)
+    beyond = tmp_path / f"m-{len(parts) + 1:05}-of-{len(parts):05}.gguf"
+    shutil.copy(tmp_path / "kept", beyond)
+    with pytest.raises(UserError, match="give it another name"):
+        open_headers(beyond)
     shutil.copy(tmp_path / "kept", tmp_path / "alone.gguf")
     with pytest.raises(UserError, match="give parts the names that they were made with"):
         open_headers(tmp_path / "alone.gguf")

@@ -128,6 +128,7 @@ def test_what_was_downloaded_is_found_without_a_network(
     assert found.directory == cached and headers.is_here(found)
     (loaded,) = headers.fetch(["org/model"], [found], lambda phase: None)
     assert loaded.directory == cached
+    assert found.name == "org/model", "and no hash of a commit"
     whole = open_whole("org/model")
     assert whole.path == cached and len(whole.files) == len(found.shards) and not whole.damage
 
@@ -196,6 +197,15 @@ def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkey
         open_checkpoint("org/model")
     shards = {"a.safetensors", "b.safetensors"} | (set() if is_indexed else {"other.safetensors"})
     assert set(fetched) == NEEDED | shards and len(fetched) == len(set(fetched)) + (not is_indexed)
+
+
+def test_a_file_here_is_not_asked_for_at_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "weights.safetensors").touch()
+    with pytest.raises(UserError, match="is a file: give the folder it lies in"):
+        headers.open_headers("here/weights.safetensors")
+    assert hub.asked == []
 
 
 def test_without_an_index_the_usual_name_is_fetched_and_no_other_precision(

@@ -200,7 +200,7 @@ def test_an_expert_lies_in_one_run_of_the_wished_size(pair: Pair) -> None:
     plan = json.loads((inflated / INFLATED).read_text())["plan"]
     assert open_checkpoint(inflated).num_bytes == plan["total_bytes"]
     assert MIXTURE_BYTES <= plan["total_bytes"] < MIXTURE_BYTES + plan["layer_bytes"]
-    header, _ = read_header(inflated / "model.safetensors")
+    header = read_header(inflated / "model.safetensors").tensors
     runs = [(key, list(run)) for key, run in groupby(header, lambda name: name.rpartition(".")[0].rpartition(".")[0])]
     experts = {key: [header[name] for name in run] for key, run in runs if ".experts." in key}
     assert len(experts) == len([key for key, _ in runs if ".experts." in key]) == NUM_EXPERTS * plan["num_layers"]
@@ -233,7 +233,7 @@ def test_layers_are_contiguous_runs_in_order(shard_bytes: int, pair: Pair, monke
         assert set(index["weight_map"].values()) == {path.name for path in inflated.glob("*.safetensors")}
     groups: list[str] = []
     for path in checkpoint.shards:
-        header, _ = read_header(path)
+        header = read_header(path).tensors
         end = 8 + int.from_bytes(path.read_bytes()[:8], "little")
         assert end % BLOCK_BYTES == 0
         for name, entry in header.items():  # in the order of the header, which is that of the file

@@ -142,7 +142,7 @@ def test_small_gaps_odd_numbers_and_many_small_tensors(tmp_path: Path) -> None:
     # A view of a wider type needs an aligned address.
     rows = [Planned("a", "BF16", (3,)), Planned("b", "F32", (5,)), Planned("c", "BF16", (3,))]
     write_file(tmp_path / "model.safetensors", rows, np.random.default_rng(0))
-    entries, _ = read_header(tmp_path / "model.safetensors")
+    entries = read_header(tmp_path / "model.safetensors").tensors
     layout = laid(entries)
     assert not layout.is_direct and laid({name: entries[name] for name in ("a", "c")}).is_direct
     assert all(placed.slab_lo % 256 == 0 for placed in layout.parameters.values())
@@ -249,7 +249,7 @@ def test_extra_layers_change_nothing(case: str, tmp_path: Path) -> None:
 def text_of(directory: Path, unread: dict[str, Tensor]) -> list[int]:
     """With layers streamed; nothing may be read of these."""
     got, pieces = streamed(directory)
-    header = read_header(directory / "model.safetensors")[0]
+    header = read_header(directory / "model.safetensors").tensors
     large = [(header[name].lo, header[name].hi) for name in unread if header[name].num_bytes > 256]
     assert pieces and not [one for one in pieces for lo, hi in large if one.lo < hi and one.hi > lo]
     return got.token_ids

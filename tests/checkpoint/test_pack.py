@@ -6,6 +6,7 @@ Invariant: a folder that is not whole never has the name that was asked for.
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections import namedtuple
@@ -17,16 +18,19 @@ from typing import Any
 import pytest
 import torch
 from flipping import flip
-from refusals import contents
+from refusals import contents, join
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, build, save
 
 from offload.checkpoint.safetensors import MANIFEST, open_checkpoint, read_header
+from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.exponents import Exponents, ExponentWindow
 from offload.errors import ReadError, UserError
 from offload.packing import format as packed_writing
 from offload.packing import pack as module
+from offload.packing.folders import check_pack
+from offload.packing.forecast import by_expert
 from offload.packing.format import read_packed
 from offload.packing.pack import verify
 
@@ -46,6 +50,8 @@ def packable_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     folder = save(build(FAMILIES["qwen3-moe"]()).bfloat16().to(request.param), tmp_path_factory.mktemp("model"))
     (folder / "tokenizer.model").write_bytes(os.urandom(100))
     (folder / "LICENSE").write_text("Do as you like.\n")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
     (folder / ".hidden").write_text("not copied")
     (folder / "consolidated.pth").write_bytes(b"not copied")
     return folder
@@ -67,7 +73,8 @@ def packed(model: Path, tmp_path: Path) -> Path:
 
 
 def sums(folder: Path) -> dict[str, str]:
-    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    files = filter(Path.is_file, folder.rglob("*"))
+    found = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     return {name: own for name, own in found.items() if name not in (".hidden", "consolidated.pth")}
 
 
@@ -111,6 +118,19 @@ def test_anything_that_a_file_may_hold_comes_back(dtype: torch.dtype, tmp_path: 
     assert sums(tmp_path / "back") == sums(folder)
 
 
+def test_of_two_tensors_with_one_name_the_index_tells_which_is_meant(model: Path, tmp_path: Path) -> None:
+    index = model / "model.safetensors.index.json"
+    placed = json.loads(index.read_text())["weight_map"]
+    name = next(name for name, file in placed.items() if file == min(placed.values()))
+    last = model / max(placed.values())
+    save_file({**load_file(last), name: load_file(model / placed[name])[name] + 1}, last)
+    pack(model, tmp_path / "packed")
+    found = json.loads((tmp_path / "packed" / index.name).read_text())["weight_map"]
+    files = {found[stored] for stored in found if stored.startswith(name)}
+    assert {read_packed(tmp_path / "packed" / file).origin.file for file in files} == {placed[name]}
+    assert open_checkpoint(tmp_path / "packed").tensors.keys() == open_checkpoint(model).tensors.keys()
+
+
 def test_other_tools_can_tell_what_a_file_is_and_a_layer_is_one_run_of_it(model: Path, packed: Path) -> None:
     weight_map = json.loads((packed / "model.safetensors.index.json").read_text())["weight_map"]
     for path in packed.glob("*.safetensors"):
@@ -118,7 +138,7 @@ def test_other_tools_can_tell_what_a_file_is_and_a_layer_is_one_run_of_it(model:
             assert file.metadata()["format"] == "offload.packed" and file.metadata()["version"] == "1"
             assert json.loads(file.metadata()["origin"])["file"] in {one.name for one in model.iterdir()}
             assert all(weight_map[name] == path.name for name in file.keys())  # noqa: SIM118
-        entries = sorted(read_header(path)[0].items(), key=lambda item: item[1].lo)
+        entries = sorted(read_header(path).tensors.items(), key=lambda item: item[1].lo)
         is_code = [name.endswith(".code") for name, _ in entries]
         assert is_code == sorted(is_code), "companions lie behind all words"
         assert all(entry.lo % 32 == 0 for name, entry in entries if name.endswith(".mantissas"))
@@ -151,15 +171,14 @@ def interrupt(*_: object) -> None:
 
 
 def wrong_coders(patch: pytest.MonkeyPatch) -> None:
-    for name in ("encode_exponents_compiled", "encode_exponents_reference"):
-        encode = getattr(packed_writing, name)
+    encode = packed_writing.encode_exponents
 
-        def wrong(weight_N, top, width, encode=encode):
-            words = encode(weight_N, top, width)
-            words.mantissa_N[len(weight_N) // 2] ^= 1
-            return words
+    def wrong(weight_N, top, width):
+        words = encode(weight_N, top, width)
+        words.mantissa_N[len(weight_N) // 2] ^= 1
+        return words
 
-        patch.setattr(packed_writing, name, wrong)
+    patch.setattr(packed_writing, "encode_exponents", wrong)
 
 
 @pytest.mark.parametrize(("plant", "told"), [
@@ -206,6 +225,24 @@ def test_a_source_that_changes_meanwhile_is_noticed(
     assert not (tmp_path / "packed").exists()
 
 
+def test_a_source_that_grows_before_it_is_cut_is_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_then_touch(*given: Any) -> Any:
+        checkpoint = check_pack(*given)
+        damage(checkpoint.shards[0], -1)
+        return checkpoint
+
+    monkeypatch.setattr(module, "check_pack", check_then_touch)
+    with pytest.raises(ReadError, match="changed while it was packed"):
+        pack(model, tmp_path / "packed")
+
+
+def test_a_stack_of_a_type_that_is_not_known_stays_whole() -> None:
+    odd = {"model.layers.0.mlp.experts.down_proj": TensorEntry(0, "F4", (4, 3, 5), 0, 30)}
+    assert by_expert(odd) == odd
+
+
 def test_a_config_that_changes_meanwhile_is_noticed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +272,7 @@ def test_a_config_that_changes_meanwhile_is_noticed(
 
 @pytest.mark.parametrize("kind", [".mantissas", ".exponents", ".escapes", ".code", "norm.weight"])
 def test_a_damaged_byte_is_found(kind: str, packed: Path, tmp_path: Path) -> None:
-    headers = [(path, read_header(path)[0]) for path in sorted(packed.glob("*.safetensors"))]
+    headers = [(path, read_header(path).tensors) for path in sorted(packed.glob("*.safetensors"))]
     damage(*next((path, own[name].lo) for path, own in headers for name in own if name.endswith(kind)))
     with pytest.raises(UserError, match=r"pack the model again$"):
         verify(packed, progress=silent)
@@ -306,6 +343,18 @@ def test_folders_that_are_in_the_way_are_refused(model: Path, tmp_path: Path) ->
     assert contents(tmp_path) == before
 
 
+def test_what_lies_in_a_folder_of_that_name_is_left_alone(model: Path, tmp_path: Path) -> None:
+    """Hidden or not; a file under way, of a packing that was killed, is removed."""
+    (tmp_path / "packed.unfinished").mkdir()
+    (tmp_path / "packed.unfinished" / ".diary.txt").write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=r"packed\.unfinished holds files already"):
+        pack(model, tmp_path / "packed")
+    assert contents(tmp_path) == before
+    (tmp_path / "packed.unfinished" / ".diary.txt").rename(tmp_path / "packed.unfinished" / ".x.json.12-0a1b2c3d")
+    assert not list(pack(model, tmp_path / "packed").folder.glob(".*"))
+
+
 @pytest.mark.parametrize("step", ["replace", "unlink"])
 def test_an_unpacking_that_fails_in_its_last_steps_goes_on(
     step: str, model: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -338,7 +387,7 @@ def test_a_strangers_manifest_writes_nowhere_else(packed: Path, tmp_path: Path) 
         (packed / "offload_pack.json").write_text(json.dumps({**manifest, "files": {name: first}}))
         with pytest.raises(UserError, match=r"is not of offload\.packed 1"):
             unpack(packed, tmp_path / "back")
-    assert read_packed(next(packed.glob("*.safetensors"))).names
+    assert read_packed(next(packed.glob("*.safetensors"))).tensors
     assert not (tmp_path / "back").exists()
 
 
@@ -358,6 +407,23 @@ def set_notes(path: Path, **changed: str) -> None:
     with safe_open(path, "pt") as file:
         notes = file.metadata()
     save_file(load_file(path), path, metadata=notes | changed)
+
+
+@pytest.mark.parametrize(("suffix", "dtype", "shape"), [
+    (".code", "U8", lambda count: [8 * count]), (".mantissas", "I16", lambda count: [count // 2])
+], ids=["code", "mantissas"])  # fmt: skip
+def test_parts_of_another_type_are_refused(
+    suffix: str, dtype: str, shape: Callable[[int], list[int]], packed: Path
+) -> None:
+    path = min(packed.glob("*.safetensors"))
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    own = next(entry for name, entry in header.items() if name.endswith(suffix))
+    own |= {"dtype": dtype, "shape": shape(math.prod(own["shape"]))}
+    path.write_bytes(join(json.dumps(header).encode(), raw[8 + size :]))
+    with pytest.raises(UserError, match="packed as by another version"):
+        verify(packed, progress=silent)
 
 
 LACKS = "lacks what unpacking needs"

@@ -14,7 +14,7 @@ from tiny import save_tokenizer
 
 from offload.checkpoint import files as small_files
 from offload.checkpoint.files import locked, locked_anew, read_given, read_small, replacing
-from offload.checkpoint.hub import check_tokenizer_files
+from offload.checkpoint.small_files import check_tokenizer_files
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.planning.hardware import read_hardware
@@ -71,16 +71,19 @@ def test_what_is_too_large_or_no_file_is_not_read(tmp_path: Path, monkeypatch: p
 
 READ_WHOLE = ["tokenizer.json", "tokenizer.4.0.json", "tokenizer_config.json", "tokenizer.model.v3", "merges.txt",
               "chat_template.jinja", "entity_vocab.json", "vocab-src.json", "vocab.txt", "source.spm",
-              "special_tokens_map.json"]  # fmt: skip
+              "special_tokens_map.json", "additional_chat_templates/tool_use.jinja"]  # fmt: skip
 UNREAD = ["corpus.txt", "trainer_state.json", "llama-newvocab.safetensors", "tokenizer_corpus.txt", "tokenizer.bin"]
 
 
 @pytest.mark.parametrize("name", READ_WHOLE)
 def test_what_a_library_would_read_whole_is_not_too_large_either(name: str, broken_file: Path) -> None:
     """A hole takes no room on the disk, and all memory where it is read."""
-    with open(broken_file / name, "ab") as file:
+    path = broken_file / name
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "ab") as file:
         file.truncate(1 << 36)
-    with pytest.raises(UserError, match=rf"{name} has 65536 MiB, no such file has more than 256: download .* again"):
+    told = rf"{path.name} has 65536 MiB, no such file has more than 256: download .* again"
+    with pytest.raises(UserError, match=told):
         load_tokenizer(broken_file)
 
 

@@ -57,6 +57,8 @@ BAD: list[tuple[str, str, Change, str]] = [
     ("fp8-block", ".weight_scale_inv", missing, "needs a .weight_scale_inv or .weight_scale"),
     ("fp8-channel", ".weight_scale", missing, "needs a .weight_scale_inv or .weight_scale"),
     ("fp8-block", ".weight_scale_inv", shorter, "must have the scales"),
+    ("fp8-block", ".weight_scale_inv", lambda one: one.T, "must have the scales"),
+    ("fp8-block", ".weight_scale_inv", lambda one: one.flatten(), "must have the scales"),
     ("fp8-block", ".weight_scale_inv", holding(float("nan")), "finite"),
     ("fp8-block", ".weight_scale_inv", lambda one: one.int(), "type"),
     ("fp8-channel", ".weight_scale", holding(float("inf")), "finite"),

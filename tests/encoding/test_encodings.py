@@ -36,7 +36,7 @@ PLAIN_SHAPES = [(3, 5), (7,), (), (2, 0, 3)]
 def test_stored_bytes_are_those_of_the_file(encoding: Encoding, shape: tuple[int, ...], tmp_path) -> None:  # type: ignore[no-untyped-def]
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(getattr(torch, encoding.dtype))
     save_file({"x": tensor}, tmp_path / "x.safetensors")
-    entry = read_header(tmp_path / "x.safetensors")[0]["x"]
+    entry = read_header(tmp_path / "x.safetensors").tensors["x"]
     assert entry.dtype == encoding.name and entry.hi - entry.lo == encoding.stored_bytes(shape)
     stored_B = torch.frombuffer(
         bytearray((tmp_path / "x.safetensors").read_bytes()[entry.lo :] or b"\0"), dtype=torch.uint8

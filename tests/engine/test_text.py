@@ -267,7 +267,7 @@ def test_a_config_that_the_disk_does_not_give_is_not_taken_for_none(
 
     monkeypatch.setattr("transformers.configuration_utils.PreTrainedConfig._dict_from_json_file", refuse)
     assert type(load_tokenizer(tmp_path)) is kind
-    monkeypatch.setattr("offload.checkpoint.safetensors.read_object", refuse)
+    monkeypatch.setattr("offload.checkpoint.files.read_object", refuse)
     with pytest.raises(UserError, match=r"cannot read .*config\.json \(Input/output error\)"):
         load_tokenizer(tmp_path)
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from plans import make_plan, plan_memory
 
-from offload.checkpoint.hub import checkpoint_of_config
+from offload.checkpoint.imagined import checkpoint_of_config
 from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.cli.run_lines import place_line
 from offload.errors import UserError

@@ -17,7 +17,7 @@ from test_device_planner import CONFIGS as LARGE
 
 from offload import machine
 from offload.checkpoint import sizes as checkpoint_sizes
-from offload.checkpoint.hub import checkpoint_of_config
+from offload.checkpoint.imagined import checkpoint_of_config
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.checkpoint.tensors import TensorEntry

@@ -56,7 +56,7 @@ def poison(directory: Path) -> None:
     for index, shard in enumerate(checkpoint.shards):
         text = {(entry.shard, entry.lo) for entry in checkpoint.tensors.values()}
         with open(shard, "r+b") as file:
-            for entry in read_header(shard, index)[0].values():
+            for entry in read_header(shard, index).tensors.values():
                 if (index, entry.lo) not in text:
                     file.seek(entry.lo)
                     file.write(b"\xff" * (entry.hi - entry.lo))
@@ -107,7 +107,7 @@ def assert_towers_are_untouched(checkpoint: Checkpoint, pieces: list[SlabRead]) 
     text = {(entry.shard, entry.lo, entry.hi) for entry in checkpoint.tensors.values()}
     assert {(one.shard, one.lo) for one in pieces} & {place[:2] for place in text}, "it was this folder that was read"
     for index, shard in enumerate(checkpoint.shards):
-        for name, entry in read_header(shard, index)[0].items():
+        for name, entry in read_header(shard, index).tensors.items():
             if (index, entry.lo, entry.hi) not in text:
                 reads = [one for one in pieces if one.shard == index and one.lo < entry.hi and one.hi > entry.lo]
                 assert not reads, f"{name} was read"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny import FAMILIES, save_pair
 
-from offload.checkpoint.expert_sizes import ExpertShape
+from offload.checkpoint.layer_sizes import ExpertShape
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import UserError
 from offload.planning.acceptance import DynamicYield

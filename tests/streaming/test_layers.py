@@ -240,7 +240,7 @@ def test_every_copy_wait_and_use_is_told() -> None:
 def layer_file(tmp_path: Path) -> tuple[Path, list[SlabLayout]]:
     path = tmp_path / "model.safetensors"
     write_file(path, [Planned(f"layers.{n}.w", "F32", (1 << 14,)) for n in range(NUM_LAYERS)], np.random.default_rng(0))
-    return path, [slab_layout({"w": (e.shape, [TensorPart(e)])}) for e in read_header(path)[0].values()]
+    return path, [slab_layout({"w": (e.shape, [TensorPart(e)])}) for e in read_header(path).tensors.values()]
 
 
 def test_a_read_error_reaches_whoever_acquires(layer_file: tuple[Path, list[SlabLayout]]) -> None:

@@ -1,0 +1,351 @@
+"""What layers of some families have beside attention and one feed-forward, by headers alone.
+
+Routed experts are stored as separate tensors, or as stacks whose first dimension counts them, coded
+or not. Recurrent and convolutional layers keep a state; layers that choose what they attend to keep
+index keys, and their keys and values stay compressed, as transformers has kept them since it has
+such layers. Invariants: every byte of a layer belongs to one expert or is dense; a size is never
+smaller than what the cache of a text, or a pass, will take of it.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from offload.checkpoint.families import ON_DEMAND
+from offload.checkpoint.layout import group_by_layer, slab_bytes_bound, slice_of
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.small_files import first_size
+from offload.checkpoint.tensors import MIXTURE, MOST_EXPERTS, Entries, TensorEntry, in_layers
+from offload.encoding.base import ENCODINGS, Encoding, Settings
+from offload.errors import UserError
+
+# Not `shared_experts.`, which every row meets.
+ROUTED_NAME = re.compile(rf"^(?:.*?\.)?layers\.(\d{{1,9}})\..*?{MIXTURE}(?:(\d{{1,9}})\.)?(.+)$")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
+SCRATCH_ALIGN_BYTES = 256
+_MEND = "give the config that belongs to these weights, or download the checkpoint again"
+
+Record = tuple[int, int]  # layer and expert
+# tensors of each, with their names below it
+Records = Mapping[Record, Sequence[tuple[str, TensorEntry]]]
+
+
+class ExpertShape(NamedTuple):
+    """The sizes of a mixture; the record of an expert is all that it consists of."""
+
+    num_layers: int  # with routed experts
+    num_experts: int  # E of each
+    num_chosen: int  # k, by a router for every row
+    slot_bytes: int  # of the largest record
+    dense_bytes: tuple[int, ...]  # of every layer, without routed experts
+    # into which the coded weights of one module are expanded, an expert being one by itself
+    scratch_bytes: int = 0
+    # copies of a layer's dense part and of one expert, where another type is computed in
+    cast_bytes: int = 0
+    # what the chosen experts of a layer contribute to one row, kept until it is added up
+    row_bytes: int = 0
+
+    @property
+    def num_records(self) -> int:
+        return self.num_layers * self.num_experts
+
+
+def expert_shape(
+    checkpoint: Checkpoint, config: Settings, num_layers: int, computed: Encoding
+) -> ExpertShape | None:
+    """Return the experts of a model that computes in `computed`; None for fewer than two.
+
+    Raises `UserError` where config and tensors disagree on their number.
+    """
+    num_chosen = first_size(config, *_CHOSEN, most=math.inf)
+    if config.get("model_type") not in ON_DEMAND or not num_chosen:
+        return None
+    matches = {name: ROUTED_NAME.match(name) for name in checkpoint.tensors}
+    routed = {name: one for name, one in matches.items() if one and int(one[1]) < num_layers}
+    if not routed:
+        return None
+    num_experts = first_size(config, *_COUNTS, most=math.inf)
+    # some configs do not tell, but their tensors do
+    if not num_experts:
+        num_experts = max(
+            int(match[2]) + 1 if match[2] else next(iter(checkpoint.tensors[name].shape), 0)
+            for name, match in routed.items()
+        )
+    records = _records(checkpoint, routed, num_experts)
+    if records is None:
+        return None
+    _check(checkpoint, records, num_experts, num_chosen)
+    if len(records) < 2:
+        return None
+    dense = {name: entry for name, entry in checkpoint.tensors.items() if name not in routed}
+    # of the dense module with the most coded weights, or of an expert
+    scratch = Counter[str]()
+    for name, entry in dense.items():
+        if "layers." in name:
+            scratch[name.rpartition(".")[0]] += _expanded_bytes([entry], computed)
+    layers, _ = group_by_layer(replace(checkpoint, tensors=dense), num_layers)
+    experts = [[entry for _, entry in record] for record in records.values()]
+    return ExpertShape(
+        num_layers=len(records) // num_experts,
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        slot_bytes=max(map(slab_bytes_bound, experts)),
+        dense_bytes=tuple(map(slab_bytes_bound, layers)),
+        scratch_bytes=max(*scratch.values(), *(_expanded_bytes(one, computed) for one in experts)),
+        cast_bytes=sum(
+            max(cast_bytes_of(one, computed) for one in parts) for parts in (layers, experts)
+        ),
+        row_bytes=num_chosen * int(config["hidden_size"]) * computed.align_bytes,
+    )
+
+
+def routed_share(config: Settings) -> float:
+    """Return k / E, or 1 where the config lacks either, so that no expert is left out."""
+    num_experts = first_size(config, *_COUNTS)
+    num_chosen = first_size(config, *_CHOSEN)
+    return min(1.0, num_chosen / num_experts) if num_experts and num_chosen else 1.0
+
+
+def _records(
+    checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]], num_experts: int
+) -> Records | None:
+    """Return the tensors of every expert; None where a stack cannot be taken apart."""
+    where = checkpoint.name
+    if num_experts > MOST_EXPERTS:
+        rule = f"{where}: a layer must have at most {MOST_EXPERTS} experts"
+        raise UserError(f"{rule}, it has {num_experts}: {_MEND}")
+    records: dict[Record, list[tuple[str, TensorEntry]]] = {}
+    for name, match in routed.items():
+        layer = int(match[1])
+        entry = checkpoint.tensors[name]
+        if not entry.num_bytes:
+            what = f"{name:.80} must not be empty, it has shape {list(entry.shape)}"
+            raise UserError(f"{where}: {what}: {_MEND}")
+        if match[2] is not None:
+            records.setdefault((layer, int(match[2])), []).append((match[3], entry))
+            continue
+        if len(entry.shape) > 1 and entry.shape[0] != num_experts:
+            raise _disagreement(checkpoint, num_experts, f"{name} has shape {list(entry.shape)}")
+        if not _is_stack(entry, num_experts):
+            return None
+        for expert in range(num_experts):
+            own = slice_of(entry, expert, num_experts)
+            records.setdefault((layer, expert), []).append((match[3], own))
+    return records
+
+
+def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
+    """Return whether an expert's part, and that of its companions, is a run of bytes."""
+    if len(entry.shape) < 2 or entry.num_bytes % num_experts:
+        return False
+    if entry.coded is None:
+        return True
+    coding = entry.coded.coding
+    each_bytes = coding.stored_bytes((1, *entry.shape[1:]))
+    is_even = coding.stored_bytes(entry.shape) == num_experts * each_bytes
+    return is_even and all(one.shape[:1] == (num_experts,) for _, one in entry.companions)
+
+
+def _check(checkpoint: Checkpoint, records: Records, num_experts: int, num_chosen: int) -> None:
+    """Check that every layer with experts has all of them, and that all have the same tensors."""
+    if num_chosen > num_experts:
+        raise _disagreement(checkpoint, num_experts, f"{num_chosen} of them are to be chosen")
+    for layer, found in Counter(layer for layer, _ in records).items():
+        lost = [expert for expert in range(num_experts) if (layer, expert) not in records]
+        if found != num_experts or lost:
+            which = f", not of expert {lost[0]}" if lost else ""
+            what = f"layer {layer} has tensors of {found}{which}"
+            raise _disagreement(checkpoint, num_experts, what)
+        names = [{name for name, _ in records[layer, expert]} for expert in range(num_experts)]
+        for expert, own in enumerate(names):
+            if own != names[0]:
+                where = f"{checkpoint.name}: expert {expert} of layer {layer}"
+                what = f"differs from expert 0 in whether it has {min(own ^ names[0])}"
+                raise UserError(f"{where} {what}: download the checkpoint again")
+
+
+def _disagreement(checkpoint: Checkpoint, num_experts: int, found: str) -> UserError:
+    what = f"config.json and tensors must agree on the experts, it has {num_experts} and {found}"
+    return UserError(f"{checkpoint.name}: {what}: {_MEND}")
+
+
+def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
+    coded = [entry for entry in entries if entry.coded is not None]
+    return sum(computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES for entry in coded)
+
+
+def cast_bytes_of(entries: Iterable[TensorEntry], computed: Encoding) -> int:
+    """Return the bytes of copies in the compute type; coded tensors use the scratch instead."""
+    plain = (entry for entry in entries if entry.coded is None and entry.dtype in ENCODINGS)
+    return sum(computed.stored_bytes(one.shape) for one in plain if one.dtype != computed.name)
+
+
+_DECAY = re.compile(r"(.*\.)?(A_log|rg_lru\.recurrent_param)$")
+_CONVOLUTION = re.compile(r"(.*\.)?((?:[qkv]_)?conv_?1d\.weight|conv\.conv\.weight)$")
+_GATE = "self_attn.output_gate.weight"
+# States, and what they are computed with, are float32.
+_FLOAT_BYTES = 4
+# Copies of a row's heads that `torch_chunk_gated_delta_rule` holds while it reads a prompt.
+_COPIES = 12
+# Rows of its chunks.
+_CHUNK_ROWS = 64
+# Chunk-wide numbers of a row and head that it holds, or a scan of Mamba2.
+_CHUNKS = 5
+_INDEX = re.compile(r"(?:self_attn|attention)\.indexer\.(\w+)(?:\.weight)?$")
+_LATENT = re.compile(r"(?:self_attn|attention)\.w?kv_a_(?:proj_)?with_mqa\.weight$")
+
+
+class RecurrentShape(NamedTuple):
+    """The sizes of states, of all layers where nothing else is said."""
+
+    state_bytes: int = 0  # of one text behind one of its positions
+    kept_bytes: int = 0  # of one row of a tree, so that its path can be run again
+    largest_bytes: int = 0  # of one layer's state
+    row_bytes: int = 0  # of a row that passes through a layer
+
+
+NO_STATES = RecurrentShape()
+
+
+class RecurrentLayer(NamedTuple):
+    """Counts of numbers of one layer."""
+
+    num_taps: int  # of its convolution, whose last inputs but one are kept; 1 without any
+    num_channels: int
+    state: int = 0
+    kept: int = 0  # of a row, as they come
+    kept_floats: int = 0
+    row_floats: int = 0
+
+
+def recurrent_shape(
+    config: Settings, tensors: Entries, num_layers: int, item_bytes: int
+) -> RecurrentShape:
+    """Return the sizes of a model that computes in so many bytes; zeros for most."""
+    layers = recurrent_layers(config, tensors, num_layers).values()
+    tails = (item_bytes * (one.num_taps - 1) * one.num_channels for one in layers)
+    return RecurrentShape(
+        state_bytes=sum(tails) + sum(_FLOAT_BYTES * one.state for one in layers),
+        kept_bytes=sum(item_bytes * one.kept + _FLOAT_BYTES * one.kept_floats for one in layers),
+        largest_bytes=max((_FLOAT_BYTES * one.state for one in layers), default=0),
+        row_bytes=max((_FLOAT_BYTES * one.row_floats for one in layers), default=0),
+    )
+
+
+def recurrent_layers(
+    config: Settings, tensors: Entries, num_layers: int
+) -> dict[int, RecurrentLayer]:
+    """Return the layers that keep anything beside keys and values."""
+    convolutions = defaultdict[int, list[tuple[int, ...]]](list)
+    decays = dict[int, tuple[int, ...]]()
+    for layer, name, entry in in_layers(tensors, num_layers):
+        if _DECAY.match(name):
+            decays[layer] = entry.shape
+        elif len(entry.shape) == 3 and _CONVOLUTION.match(name):
+            convolutions[layer].append(entry.shape)
+    layers = sorted({*convolutions, *decays})
+    found = {layer: _layer(config, convolutions[layer], decays.get(layer)) for layer in layers}
+    # linear attention, whose heads are as wide together as its gate
+    is_linear = config.get("model_type") == "minimax"
+    for layer, name, entry in in_layers(tensors, num_layers if is_linear else 0):
+        if name == _GATE:
+            width = entry.shape[0]
+            num_heads = first_size(config, "num_attention_heads")
+            state = width * (first_size(config, "head_dim") or width // max(1, num_heads))
+            row_floats = 8 * width + _CHUNK_ROWS * width
+            found[layer] = RecurrentLayer(1, 0, state, 2 * width, 0, row_floats)
+    return found
+
+
+def _layer(
+    config: Settings,
+    convolutions: Sequence[tuple[int, ...]],
+    decays: tuple[int, ...] | None,
+) -> RecurrentLayer:
+    """Return a layer by what its tensors are called; without decays it keeps its last inputs alone."""
+    channels = sum(shape[0] for shape in convolutions)
+    taps = max((shape[2] for shape in convolutions), default=1)
+    if decays is None:
+        return RecurrentLayer(taps, channels, kept=channels, row_floats=4 * channels)
+    if config.get("model_type") == "recurrent_gemma":
+        return RecurrentLayer(taps, channels, channels, 3 * channels, 0, 12 * channels)
+    if len(decays) == 2:  # Mamba has a decay for each channel and state
+        width, num_states = decays
+        state = width * num_states
+        kept = width + num_states
+        kept_floats = width
+        row_floats = 8 * width
+    elif first_size(config, "linear_key_head_dim", "linear_head_dim"):
+        state, kept, kept_floats, row_floats = _delta(config)
+    else:
+        state, kept, kept_floats, row_floats = _mamba2(config, channels, math.prod(decays))
+    return RecurrentLayer(
+        taps, channels, state, channels + kept, kept_floats, 4 * channels + row_floats
+    )
+
+
+def _delta(config: Settings) -> tuple[int, int, int, int]:
+    key_width, value_width = (
+        first_size(config, name, "linear_head_dim")
+        for name in ("linear_key_head_dim", "linear_value_head_dim")
+    )
+    num_heads = first_size(config, "linear_num_value_heads", "linear_num_heads")
+    heads = num_heads * (key_width + value_width)
+    row = _COPIES * num_heads * max(key_width, value_width) + _CHUNKS * _CHUNK_ROWS * num_heads
+    decays = num_heads * key_width if first_size(config, "linear_head_dim") else num_heads
+    return num_heads * key_width * value_width, heads + num_heads, decays, row
+
+
+def _mamba2(config: Settings, channels: int, num_heads: int) -> tuple[int, int, int, int]:
+    num_states = first_size(config, "mamba_d_state", "ssm_state_size", "state_size")
+    num_groups = first_size(config, "mamba_n_groups", "n_groups", "mamba_ngroups") or 1
+    groups_width = num_groups * num_states
+    width = max(0, channels - 2 * groups_width)
+    chunk = first_size(config, "mamba_chunk_size", "chunk_size") or 256
+    row = 6 * width + 4 * num_heads * num_states + _CHUNKS * chunk * num_heads
+    return width * num_states, width + num_heads + groups_width, num_heads, row
+
+
+class IndexShape(NamedTuple):
+    """Counts of numbers, of all layers where nothing else is said."""
+
+    index_width: int = 0  # of index keys of one position
+    latent_width: int = 0  # of compressed keys and values of one position
+    expanded_width: int = 0  # of one layer's while it runs, of each position that it may see
+
+
+def index_shape(config: Settings, tensors: Entries, sizes: Mapping[str, int]) -> IndexShape:
+    """Return the sizes of a model; zeros for one without such layers."""
+    num_layers = sizes["num_hidden_layers"]
+    index = index_layers(config, tensors, num_layers)
+    if not index:
+        return IndexShape()
+    latents = {
+        layer: entry.shape[0]
+        for layer, name, entry in in_layers(tensors, num_layers)
+        if _LATENT.match(name)
+    }
+    # of a head: keys and values as a projection gives them, once more apart, and keys with what turns
+    keys_width = 3 * sizes.get("qk_nope_head_dim", 0) + sizes.get("qk_rope_head_dim", 0)
+    values_width = 2 * sizes.get("v_head_dim", 0)
+    expanded = sizes.get("num_attention_heads", 1) * (keys_width + values_width)
+    return IndexShape(sum(index.values()), sum(latents.values()), expanded if latents else 0)
+
+
+def index_layers(config: Settings, tensors: Entries, num_layers: int) -> dict[int, int]:
+    """Return the width of a position's index key, by layer."""
+    found = dict[int, int]()
+    for layer, name, entry in in_layers(tensors, num_layers):
+        match = _INDEX.match(name)
+        what = match[1] if match else ""
+        if what == "wk":
+            found[layer] = max(found.get(layer, 0), entry.shape[0])
+        elif what == "index_kpool_compress_gate":  # beside each key its gate, and whether it is
+            found[layer] = 2 * entry.shape[0] + 1
+        elif what == "index_qk_proj":
+            found[layer] = first_size(config, "indexer_head_dim") or entry.shape[0]
+    return found

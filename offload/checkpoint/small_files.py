@@ -1,0 +1,382 @@
+"""The small files beside a model's weights, config.json and those of tokenizers: what they say.
+
+They are checked before a library reads them. transformers counts up to numbers of a config, in
+lists of layers and tables of labels: a config of 10^12 layers would fill memory before anything
+could be refused. Rust aborts when memory runs out, and Python cannot catch that. A config that
+describes a model around a language model gets the sizes of text that files often leave out; T5 and
+mT5 have sizes under other names, and two stacks of layers. Quantised checkpoints that are not read
+are refused by their method, since their tensors have the names of a format that is read, or names
+that explain nothing.
+
+Invariants: the config of any other model is left unchanged; no model that exists and is read is
+refused; what passes the check of tokenizer files can only fail as an exception.
+"""
+
+import base64
+import copy
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.files import name_of_folder, read_json, read_small
+from offload.encoding.base import PLAIN_OF, Settings
+from offload.errors import UserError, ensure, reason, require
+
+ENCODER_DECODERS = ("t5", "mt5")
+TRAINED_CONTEXT = 512  # of both stacks; positions are relative, so longer texts are allowed
+_USUAL_NAMES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "head_dim": "d_kv",
+    "intermediate_size": "d_ff",
+}
+_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads",
+          "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
+# model types whose config has the sizes of text at the top, beside `vision_config`
+_SIZES_OUTSIDE = ("qwen2_vl", "qwen2_5_vl")
+ANOTHER_FOLDER = "give the folder of a model that transformers has, or of its language model alone"
+# classifiers of 20,000 labels are common
+_MOST_LAYERS = 10_000
+_MOST_LABELS = 100_000
+_LAYERS = re.compile(r"(?:(?<!per_)layers?|depth)$")  # `..._per_layer` is a size
+_LABELS = ("id2label", "label2id")
+_FLOAT = "__float__"
+_FLOATS = ("Infinity", "-Infinity", "NaN")
+# one of each layer, in a list or as letters
+_LAYER_KINDS = ("layers_block_type", "hybrid_override_pattern")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a model's config. Raises `UserError` where it is missing, or of no language model."""
+    return _with_text_sizes(name_of_folder(path.parent), _spelled_out(read_json(path)))
+
+
+def _spelled_out(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with `{"__float__": "Infinity"}` as a number, and its count of layers."""
+    left: list[Any] = [config]
+    while left:
+        part = left.pop()
+        for key, value in list(part.items() if isinstance(part, dict) else enumerate(part)):
+            if isinstance(value, dict) and value.keys() == {_FLOAT} and value[_FLOAT] in _FLOATS:
+                part[key] = float(value[_FLOAT])
+            elif isinstance(value, dict | list):
+                left.append(value)
+        if isinstance(part, dict) and "num_hidden_layers" not in part:
+            kinds = next((part[name] for name in _LAYER_KINDS if part.get(name)), None)
+            if isinstance(kinds, list | str):
+                part["num_hidden_layers"] = len(kinds)
+    return config
+
+
+def _with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with all sizes of the language model in `text_config`.
+
+    Files often leave out the usual ones. Raises `UserError` where the config describes no language
+    model, or its model type is not text.
+    """
+    check_types(where, config)
+    inner = config.get("text_config")
+    if inner is None or (isinstance(inner, dict) and all(key in inner for key in _SIZES)):
+        return config
+    kind = config.get("model_type", "unknown")
+    rule = "text_config in config.json must describe a language model"
+    if not isinstance(inner, dict) or not inner:
+        raise UserError(f"{where}: {rule} (model type {kind}), got {inner!r:.80}: {ANOTHER_FOLDER}")
+    check_counts(where, config)
+    # this import takes seconds, so it waits until it is needed
+    from transformers import CONFIG_MAPPING
+
+    try:
+        known = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(config)).get_text_config(decoder=True)
+    # transformers rejects a config with exceptions of any type
+    except Exception as error:
+        raise UserError(
+            f"{where}: {rule} (model type {kind}; {reason(error)}): {ANOTHER_FOLDER}"
+        ) from None
+    usual = {key: getattr(known, key, None) for key in _SIZES if key not in inner}
+    given = {key: size for key, size in usual.items() if size is not None}
+    return {**config, "text_config": {**inner, **given}}
+
+
+def check_counts(where: str, config: Settings, file: str = "config.json") -> None:
+    """Raise `UserError` for a count, in any part of a config, that no model has."""
+    for part in objects(config):
+        for key, value in part.items():
+            size = len(value) if key in _LABELS and isinstance(value, dict) else value
+            most = _most(str(key))  # tables that were built, and not read, have numbers for keys
+            if most is not None and isinstance(size, int | float):
+                rule = f"{where}: {key} in {file} must be at most {most}"
+                require(size <= most, rule, size, "fix it")
+
+
+def _most(key: str) -> int | None:
+    """Return the largest count under this key; None for keys that are no counts."""
+    if key in _LABELS or key.endswith("labels"):
+        return _MOST_LABELS
+    return _MOST_LAYERS if _LAYERS.search(key) else None
+
+
+def check_types(where: str, config: Settings, file: str = "config.json") -> None:
+    """Raise `UserError` where a part of a config has a model type that is not text."""
+    rule = f"{where}: model_type in {file} must be text"
+    for kind in (part.get("model_type") for part in objects(config)):
+        require(isinstance(kind, str | None), rule, kind, "fix it")
+
+
+def objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield all objects of a JSON value."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            yield part
+        own = part.values() if isinstance(part, dict) else part
+        left += (one for one in own if isinstance(one, dict | list))
+
+
+def of_text(config: Settings) -> Settings:
+    """Return the part of a config that is of the decoder of text: all of it, where none is named."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def first_size(config: Settings, *names: str, most: float = (1 << 31) - 1) -> int:
+    """Return the first of these that is a whole number above 0, up to `most`; 0 where none is."""
+    given = (config.get(name) for name in names)
+    return next((size for size in given if type(size) is int and 0 < size <= most), 0)
+
+
+def is_wrapper(config: Settings) -> bool:
+    """Return whether a config is of a model around a language model."""
+    return isinstance(config.get("text_config"), dict) or config.get("model_type") in _SIZES_OUTSIDE
+
+
+def has_encoder(config: dict[str, Any]) -> bool:
+    """Return whether a config is that of a T5 whose encoder reads the prompt."""
+    is_one = config.get("model_type") in ENCODER_DECODERS
+    return is_one and config.get("is_encoder_decoder") is not False
+
+
+def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with the decoder's sizes under their usual names."""
+    if not has_encoder(config):
+        return config
+    named = {usual: config.get(own) for usual, own in _USUAL_NAMES.items()}
+    num_layers = config.get("num_layers")
+    named |= {
+        "num_hidden_layers": config.get("num_decoder_layers") or num_layers,
+        "num_encoder_layers": num_layers,
+    }
+    return {**config, **named}
+
+
+def stored_dtype(
+    config: Settings,
+    where: str | Path,
+    usual: str = "bfloat16",
+    remedy: str = "bfloat16, float16 or float32 it must be",
+) -> str:
+    """Return the type of most weights. Raises `UserError` for one that is not computed in."""
+    named = str(config.get("dtype") or config.get("torch_dtype") or usual)
+    name = named.removeprefix("torch.")
+    if name not in PLAIN_OF:
+        raise UserError(f"{where}: cannot compute in {name}: {remedy}")
+    return name
+
+
+_WORKS = "FP8, compressed-tensors, AWQ (gemm), GPTQ, MXFP4, NVFP4 or bitsandbytes"
+_INSTEAD = f"take the same model in {_WORKS}, or in bf16"
+_READ = {
+    "fp8": "FP8", "compressed-tensors": "compressed-tensors", "awq": "AWQ", "gptq": "GPTQ", "auto-round": "AutoRound",
+    "intel/auto-round": "AutoRound", "mxfp4": "MXFP4", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
+    "modelopt_fp4": "ModelOpt", "fbgemm_fp8": "FP8",
+}  # fmt: skip
+_COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+               "mixed-precision", "dense")  # fmt: skip
+_BITS = {"awq": (4,), "gptq": (4, 8)}
+_MODELOPT = ("NVFP4", "FP8", "MIXED_PRECISION")
+_MLX = ("group_size", "bits")
+
+
+def quantisation(config: Settings) -> Any:
+    """Return what a config, or its part of text, says of quantised weights; None for nothing."""
+    keys = ("quantization_config", "compression_config")
+    given = (place.get(key) for place in (config, of_text(config)) for key in keys)
+    return next(filter(None, given), None)
+
+
+def check_method(name: str, config: Settings) -> None:
+    """Raise `UserError` for a method of quantisation, or a version of it, that is not read."""
+    mlx = config.get("quantization")
+    if isinstance(mlx, dict) and all(key in mlx for key in _MLX):
+        raise UserError(f"{name}: weights quantised by MLX are not read: {_INSTEAD}")
+    settings = quantisation(config)
+    if settings is None:
+        return
+    if not isinstance(settings, dict):
+        rule = f"{name}: quantization_config must be an object"
+        raise UserError(f"{rule}, got {settings!r:.40}: mend config.json")
+    kinds = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "compressed-tensors": _compressed,
+             "modelopt": _modelopt}  # fmt: skip
+    method = _method(settings)
+    problem = kinds[method](settings) if method in kinds else None
+    if method is None:
+        problem = f"quantised weights of method {settings.get('quant_method')!r:.40} are not read"
+    if problem is not None:
+        raise UserError(f"{name}: {problem}: {_INSTEAD}")
+
+
+def _method(settings: Settings) -> str | None:
+    """Return the name of the method, one for all its synonyms; None if it is not read."""
+    method = settings.get("quant_method")
+    if method is None:  # early bitsandbytes and compressed-tensors name none
+        is_bitsandbytes = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+        method = "compressed-tensors" if "config_groups" in settings else None
+        method = "bitsandbytes" if is_bitsandbytes else method
+    if not isinstance(method, str) or method not in _READ:
+        return None
+    return {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}.get(method, method)
+
+
+def _awq(settings: Settings) -> str | None:
+    version = str(settings.get("version", "gemm")).lower()
+    backend = settings.get("backend", "autoawq")
+    if backend != "autoawq":
+        return f"AWQ written by {backend!r:.40} is not read"
+    if version != "gemm":
+        return f"AWQ's version {version:.40} is not read, its version gemm is"
+    return _bits("awq", settings.get("bits", settings.get("w_bit", 4)))
+
+
+def _gptq(settings: Settings) -> str | None:
+    form = settings.get("checkpoint_format") or "gptq"
+    if form not in ("gptq", "gptq_v2"):
+        return f"GPTQ's checkpoint_format {form!r:.40} is not read, gptq and gptq_v2 are"
+    if settings.get("is_marlin_format"):
+        return "GPTQ in marlin's layout is not read, its own layout is"
+    return _bits("gptq", settings.get("bits", 4))
+
+
+def _auto_round(settings: Settings) -> str | None:
+    form = str(settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq")
+    if "gptq" not in form and "awq" not in form and "llm_compressor" not in form:
+        read = "auto_round:auto_gptq and auto_round:auto_awq are"
+        return f"AutoRound's packing_format {form:.40} is not read, {read}"
+    return _bits("awq" if "awq" in form else "gptq", settings.get("bits", 4))
+
+
+def _compressed(settings: Settings) -> str | None:
+    # weights are stored rotated, and activations would have to be
+    if settings.get("transform_config"):
+        return "compressed-tensors with a transform_config (rotations) is not read"
+    form = settings.get("format", "pack-quantized")
+    if form in _COMPRESSED:
+        return None
+    return f"compressed-tensors' format {form!r:.40} is not read, {', '.join(_COMPRESSED[:5])} are"
+
+
+def _modelopt(settings: Settings) -> str | None:
+    kind = settings.get("quant_algo", "NVFP4")
+    if kind in _MODELOPT:
+        return None
+    return f"ModelOpt's {kind!r:.40} is not read, {' and '.join(_MODELOPT[:2])} are"
+
+
+def _bits(method: str, bits: Any) -> str | None:
+    if bits in _BITS[method]:
+        return None
+    read = " and ".join(map(str, _BITS[method]))
+    return f"{_READ[method]} of {bits!r:.20} bits is not read, of {read} it is"
+
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# what a tokenizer is made of
+_TOKENIZERS = ("tokenizer.json", TOKENIZER_CONFIG, "tokenizer.model", "vocab.json")
+TEMPLATE = "chat_template"  # in `TOKENIZER_CONFIG`, or a file of its own
+PROCESSOR_TEMPLATE = f"{TEMPLATE}.json"  # of models that also see, where tokenizers do not look
+MORE_TEMPLATES = "additional_chat_templates"  # a folder
+# what tells speakers apart: a template, or the kind of tokenizer
+_SPEAKERS = (f"{TEMPLATE}.jinja", PROCESSOR_TEMPLATE, MORE_TEMPLATES, "tekken.json")
+_CONFIGS = ("config.json", TOKENIZER_CONFIG)  # transformers builds configs from these
+_ESCAPED_LETTER = re.compile(r"\\u00[2-7]")  # JSON may hide a word behind such escapes
+# The names of files that libraries read whole: vocabularies and settings, no weights or texts.
+_READ_BY_LIBRARIES = re.compile(
+    r"(tokenizer(\..*)?|added_tokens|special_tokens_map|tekken.*|(.*[-_])?vocab(-.*)?|.*config|.*template)\.json"
+    r"|(emoji|normalizer|byte_maps|word_\w+)\.json|(vocab|merges|dict)\.txt|tokenizer\.model.*|.*\.(jinja|model|spm)"
+)
+_MOST_BYTES = 256 << 20  # the largest take some 40 MiB
+_DOWNLOAD_AGAIN = "download its files again"
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a folder has files that a tokenizer is made of; a GGUF file is one."""
+    files = (directory, *(directory / name for name in _TOKENIZERS))
+    return any(map(os.path.isfile, files))
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Return whether a folder tells speakers apart, by a template or its kind of tokenizer."""
+    if any(os.path.exists(directory / name) for name in _SPEAKERS):
+        return True
+    path = directory / TOKENIZER_CONFIG
+    return os.path.isfile(path) and bool(read_json(path).get(TEMPLATE))
+
+
+def no_chat_template() -> UserError:
+    """Return the error for a conversation with a model that knows of none."""
+    return UserError(
+        "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
+        "or give it a text to go on with (offload generate -p without `system`, /v1/completions)"
+    )
+
+
+def text_files(folder: Path) -> list[Path]:
+    """Return the files that texts depend on, without the model's configs. Raises `OSError`."""
+    more = folder / MORE_TEMPLATES
+    names = filter(_READ_BY_LIBRARIES.fullmatch, sorted(os.listdir(folder)))
+    own = [name for name in names if name == TOKENIZER_CONFIG or not name.endswith("config.json")]
+    beside = sorted(os.listdir(more)) if os.path.isdir(more) else []
+    paths = [*(folder / name for name in own), *(more / name for name in beside)]
+    return [path for path in paths if os.path.isfile(path)]
+
+
+def is_template(path: Path) -> bool:
+    """Return whether one of the `text_files` is a chat template alone."""
+    return path.suffix == ".jinja" or path.name == PROCESSOR_TEMPLATE
+
+
+def check_tokenizer_files(directory: Path) -> None:
+    """Raise `UserError` for files that must not reach a library."""
+    where = name_of_folder(directory)
+    for path in (*directory.iterdir(), *(directory / MORE_TEMPLATES).glob("*")):
+        is_read = _READ_BY_LIBRARIES.fullmatch(path.name) and os.path.isfile(path)
+        size = os.path.getsize(path) if is_read else 0
+        if size > _MOST_BYTES:
+            has = f"{where}: {path.name} has {size >> 20} MiB"
+            rule = f"no such file has more than {_MOST_BYTES >> 20}"
+            raise UserError(f"{has}, {rule}: {_DOWNLOAD_AGAIN}")
+    for path in (directory / name for name in _CONFIGS):
+        if os.path.isfile(path):
+            config = read_json(path)
+            check_types(where, config, path.name)
+            check_counts(where, config, path.name)
+    path = directory / "tokenizer.json"
+    try:
+        text = read_small(path, _MOST_BYTES) if os.path.isfile(path) else ""
+        may_have_map = "Precompiled" in text or _ESCAPED_LETTER.search(text) is not None
+        for part in objects(json.loads(text)) if may_have_map else ():
+            if part.get("type") == "Precompiled":
+                # a table that begins with its length in four bytes
+                encoded = part.get("precompiled_charsmap")
+                ensure(isinstance(encoded, str), "precompiled_charsmap must be text")
+                raw = base64.b64decode(str(encoded))
+                is_whole = int.from_bytes(raw[:4], "little") <= max(0, len(raw) - 4)
+                ensure(is_whole, "precompiled_charsmap is cut short")
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): {_DOWNLOAD_AGAIN}") from None
+    except (ValueError, RecursionError) as error:
+        what = f"cannot read the tokenizer in {directory} ({reason(error)})"
+        raise UserError(f"{what}: {_DOWNLOAD_AGAIN}") from None
