@@ -8,14 +8,13 @@ or the file is refused.
 
 import math
 import os
-import re
 import struct
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.files import open_regular, read_part, readable, stamp_of
+from offload.checkpoint.files import files_of, open_regular, read_part, readable, stamp_of
 from offload.checkpoint.gguf_config import (
     GIVE_CONFIG,
     config_of,
@@ -31,7 +30,6 @@ from offload.checkpoint.tensors import Entries, TensorEntry
 from offload.encoding.base import Settings
 from offload.errors import UserError, installing
 
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _KNOWN = f"those of {', '.join(ARCHITECTURES)} are: take this model in safetensors"
 
 
@@ -40,28 +38,6 @@ def require_reader(file: Path) -> None:
     if find_spec("gguf") is None:
         what = f"the tokenizer in {file.name} is read by the package gguf, which is missing"
         raise UserError(f"{what}: {installing('gguf')}, or {GIVE_CONFIG}")
-
-
-def gguf_file(model: str | os.PathLike[str]) -> Path | None:
-    """Return the first GGUF file of a model, or None where the model is not GGUF.
-
-    `model` is the file itself, or a folder with GGUF files and no safetensors. Raises `UserError`
-    where a folder has several models.
-    """
-    path = Path(os.path.expanduser(model))
-    if os.path.isfile(path):
-        return path if path.suffix.lower() == ".gguf" else None
-    if not os.path.isdir(path) or any(True for _ in path.glob("*.safetensors*")):
-        return None
-    # vision encoders (mmproj) are left out
-    files = sorted(one for one in path.glob("*.gguf") if not one.name.startswith("mmproj"))
-    first = [
-        one for one in files if (match := _SPLIT.fullmatch(one.name)) is None or int(match[2]) == 1
-    ]
-    if len(first) > 1:
-        names = ", ".join(one.name for one in first)
-        raise UserError(f"{path} has several GGUF models ({names}): give the path of one of them")
-    return next(iter(first or files), None)
 
 
 def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Checkpoint:
@@ -109,17 +85,6 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
         tokenizer=files[0] if has_own and not has_tokenizer(texts) else texts,
         config_stamp=config_stamp,
     )
-
-
-def files_of(file: Path) -> tuple[Path, ...]:
-    """Return all files of a split model, there or not. Raises `UserError` for a false name."""
-    match = _SPLIT.fullmatch(file.name)
-    if match is None:
-        return (file,)
-    stem, part, count = match.groups()
-    if not 0 < int(part) <= int(count):
-        raise UserError(f"{file.name}: part {int(part)} of {int(count)}: give it another name")
-    return tuple(file.with_name(f"{stem}-{n:05}-of-{count}.gguf") for n in range(1, int(count) + 1))
 
 
 def _joined(

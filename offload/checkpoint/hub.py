@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from offload.checkpoint.download import in_cache, is_hub_id, not_on_the_hub
-from offload.checkpoint.gguf import gguf_file, open_gguf
+from offload.checkpoint.files import gguf_file
+from offload.checkpoint.gguf import open_gguf
 from offload.checkpoint.safetensors import (
     Checkpoint,
     check_shard_names,

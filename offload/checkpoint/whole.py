@@ -41,6 +41,8 @@ from offload.checkpoint.files import (
     PART_BYTES,
     Stamp,
     cache_folder,
+    files_of,
+    gguf_file,
     hub_id_of,
     open_regular,
     read_object,
@@ -48,7 +50,6 @@ from offload.checkpoint.files import (
     readable,
     write_whole,
 )
-from offload.checkpoint.gguf import files_of, gguf_file
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.hub import is_from_hub, open_headers
 from offload.checkpoint.numbers import Form, form_of, is_matrix

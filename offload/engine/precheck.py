@@ -9,7 +9,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from offload.checkpoint.gguf import gguf_file, require_reader
+from offload.checkpoint.files import gguf_file
+from offload.checkpoint.gguf import require_reader
 from offload.checkpoint.hub import headers_here, open_headers
 from offload.checkpoint.safetensors import Checkpoint, tokenizer_folder
 from offload.checkpoint.small_files import has_chat_template, has_tokenizer, no_chat_template

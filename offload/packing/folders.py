@@ -13,8 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.files import is_free, is_scratch, locked_anew, read_json, write_json
-from offload.checkpoint.gguf import gguf_file
+from offload.checkpoint.files import (
+    gguf_file,
+    is_free,
+    is_scratch,
+    locked_anew,
+    read_json,
+    write_json,
+)
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.safetensors import MANIFEST, Checkpoint, is_shard_name, open_checkpoint
 from offload.encoding.exponents import MANTISSAS, Exponents
