@@ -41,11 +41,14 @@ def is_close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+ALWAYS = {("llama", "Q8_0"), ("gemma3", "Q8_0")}  # rows and norms that a file has in another form
 TRIED = [(name, kind) for name in MODELS for kind in ("Q4_K", "Q8_0")]
 TRIED += [(name, kind) for name in ("llama", "gemma3") for kind in ("Q5_K", "Q6_K", "Q5_0", "F16")]  # stored changed
 
 
-@pytest.mark.parametrize(("name", "kind"), TRIED)
+@pytest.mark.parametrize(
+    ("name", "kind"), [pytest.param(*one, marks=[pytest.mark.always] if one in ALWAYS else []) for one in TRIED]
+)
 def test_logits_are_those_of_the_expanded_weights(name: str, kind: str, tmp_path: Path) -> None:
     written = write_gguf(MODELS[name](), tmp_path / "m.gguf", kind)
     assert is_close(own_logits(open_headers(written.path)), wanted_logits(written))

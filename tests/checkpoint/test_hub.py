@@ -293,3 +293,12 @@ def test_what_does_not_fit_is_not_fetched(
     with pytest.raises(UserError, match="raise `ram` to"):
         ask()
     assert hub.asked == ["config.json", "headers"] * 2
+
+
+def test_ids_of_a_larger_vocabulary_mean_the_same_tokens() -> None:
+    """One from a GGUF file is padded and rebuilt; from elsewhere both are the same."""
+    small, large = {"a": 0, "b": 1}, {"a": 0, "b": 1, "pad": 2}
+    assert headers.are_same(small, large, is_exact=False) and headers.are_same(large, small, is_exact=False)
+    assert not headers.are_same(small, {"a": 1, "b": 0, "pad": 2}, is_exact=False)
+    assert not headers.are_same(small, {"a": 0, "c": 1, "pad": 2}, is_exact=False)
+    assert headers.are_same(small, dict(small), is_exact=True) and not headers.are_same(small, large, is_exact=True)

@@ -82,6 +82,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_text_depends_on_beside_weights_is_named(change: str, folder: Path) -> None:
     other, (make, words) = copy_of(folder), CHANGES[change]

@@ -17,8 +17,9 @@ from reciting import CONTEXT, NUM_SAID, PROMPT, SAID, at_sweep, failing_reads, i
 from shell import Outcome, shell
 
 from offload.checkpoint import identity
+from offload.checkpoint.identity import PARTS, ModelIdentity
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.batch_file import ResultsFile, read_tasks
+from offload.cli.batch_file import ResultsFile, open_results, read_tasks
 from offload.cli.progress import BatchProgress
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
@@ -220,6 +221,19 @@ def test_one_process_writes_to_a_file(ender: Path, prompts: Write, tmp_path: Pat
     assert outcome.code == 2 and "another process writes to" in outcome.err
     assert "another file than that of the prompts" in generate(ender, "-f", file, "--out", file).err
     assert "cannot write results to" in generate(ender, "-f", file, "--out", tmp_path).err
+
+
+def test_half_a_line_that_a_kill_has_left_is_cut_off(prompts: Write, tmp_path: Path) -> None:
+    file, out, lines = prompts({"prompt": PROMPT}), tmp_path / "out", list[str]()
+    tasks, model = read_tasks(file, Request(), 2, "match"), ModelIdentity(dict.fromkeys(PARTS, ""), {})
+    results = ResultsFile("", lines.append)
+    results.model = model.as_dict()
+    for task in tasks:
+        results.add(task, {"text": ""})
+    out.write_text(lines[0] + lines[1][:30])
+    with open_results(out, tasks, file, lines.append) as found:
+        assert found.done == {(0, 0)} and found.models == {1: model}
+    assert out.read_text() == lines[0]
 
 
 def test_digests_follow_what_a_text_depends_on(prompts: Write) -> None:

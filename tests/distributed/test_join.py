@@ -90,6 +90,10 @@ def test_each_difference_is_named_with_both_values(what: str) -> None:
     first = RankHandshake.of_this(model("abc"), "--ranks shards", [])
     other = structs.replace(first, must_agree={**first.must_agree, what: "another"})
     compare([first, first])
+    with pytest.raises(
+        UserError, match="same options, got '--ranks shards' on rank 0 and '--ranks stages:0,1' on rank 1"
+    ):
+        compare([first, RankHandshake.of_this(model("abc"), "--ranks stages:0,1", [])])
     with pytest.raises(UserError, match=f"same {what}, got '.*' on rank 0 and 'another' on rank 2: "):
         compare([first, first, other])
     less = structs.replace(first, must_agree={key: value for key, value in first.must_agree.items() if key != what})

@@ -102,11 +102,14 @@ def test_everything_is_kept_where_the_template_gives_it_back(letters: Path) -> N
         assert chat.messages == []
 
 
-def test_runs_in_between_cost_time_and_nothing_else(talker: Path) -> None:
+def test_runs_in_between_cost_time_and_nothing_else(talker: Path, tmp_path: Path) -> None:
     with offload.load(talker, talker, "1GiB", "8x3", context=CONTEXT, threads=1) as decoder:
         chat = offload.Chat(decoder)
         list(chat.ask("Say"))
         decoder.generate("Something else:", max_new_tokens=3, raw=True)
+        decoder.save_session(tmp_path / "text")
+        with pytest.raises(UserError, match="holds a text and no conversation"):
+            chat.load(tmp_path / "text")
         assert "".join(chat.ask("Say")) == SAID and len(chat.messages) == 4
         chat = offload.Chat(decoder, Sampling(seed=2**63 - 1))
         for seed in (2**63 - 1, 0):

@@ -136,6 +136,7 @@ def test_a_burst_of_which_a_part_was_accepted_is_accepted_anew(decoder: Decoder,
     assert resumed(decoder, SHAPES[0], Penalties, "accept", number, Sampling(**how)) == wanted
 
 
+@pytest.mark.always
 def test_a_text_that_begins_like_the_one_before_keeps_what_was_computed(decoder: Decoder) -> None:
     first = written(decoder, PROMPT, Sampling(), SHAPES[0])
     known = first.tokens[:-1]

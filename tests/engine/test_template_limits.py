@@ -77,6 +77,12 @@ def test_what_takes_too_much_memory_is_refused(case: str, renderer: TemplateProc
         renderer.render(TAKES[case], SAID)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no other system limits addresses")
+def test_memory_is_limited_where_a_processor_takes_no_time(renderer: TemplateProcess) -> None:
+    with pytest.raises(TemplateExceeded, match="more than 512 MiB of memory"):
+        renderer.render("{{ 'x' * (6 * 10 ** 8) }}", SAID)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_sandbox_refuses(case: str, renderer: TemplateProcess) -> None:
     template, why = REFUSED[case]

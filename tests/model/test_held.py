@@ -20,7 +20,7 @@ def numbers_of(matrix, dtype: torch.dtype) -> torch.Tensor:
     return matrix.expanded(eye_KK, lambda count: torch.empty(count, dtype=dtype)).t()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.always)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_number_is_farther_than_half_a_step_and_both_ways_to_multiply_agree(
     shape: tuple[int, int], bits: int

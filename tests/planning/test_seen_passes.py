@@ -15,14 +15,14 @@ import pytest
 from expected import rank_trees
 from matrix import matrix
 
-from offload.planning.cost_model import Costs, Curve, Traffic, step_time
+from offload.planning.cost_model import Costs, Curve, Prediction, StepTime, Traffic, step_time
 from offload.planning.profile import Profile
 from offload.planning.search import TreeSearch
 from offload.planning.seen import ObservedPass, ObservedPasses, with_misses
 from offload.planning.selector import TreeSelector
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
-from offload.trees.topology import DEFAULT_ACCEPTANCE, Shape, Topology, chain, check_acceptance
+from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, Topology, chain, check_acceptance
 
 GB = 10**9
 MOST_NODES, ALLOWED = 512, 1.07
@@ -194,6 +194,13 @@ def test_a_lone_text_keeps_a_tree_that_is_good_and_leaves_one_that_is_not() -> N
     assert costs[0] > 1.5 and costs[3] < 1.25
     kept = set(passes(machine, trees_with(machine, machine.costs(1)), 1, 24, seed=0))
     assert len({(shape.num_nodes, shape.depth) for shape in kept}) == 1
+    own, near, far = (
+        Prediction("", DynamicShape(num_nodes, 4), StepTime(0.0, seconds, 0.0, 0.0), (1.0, 1.0))
+        for num_nodes, seconds in ((16, 1.2), (32, 1.0), (64, 0.9))
+    )
+    assert ObservedPasses().choose([near, own], 1, own.shape) is own, "a quarter faster is worth it"
+    assert ObservedPasses().choose([far, near, own], 1, own.shape) is far
+    assert ObservedPasses().choose([near, own], 2, own.shape) is near, "several texts take the best"
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from reciting import NUM_SAID, SAID
+from reciting import NUM_SAID, SAID, TEMPLATE
 from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving  # noqa: F401
 from waiting import PATIENCE_S
 
@@ -94,6 +94,13 @@ def test_completions(endless: Served) -> None:
     assert "".join(choice.text for chunk in pieces for choice in chunk.choices) == SAID + ":"
     done = endless.client().completions.create(model=MODEL_ID, prompt="Say:", **GREEDY)
     assert done.usage is not None and done.usage.completion_tokens == 16, "they are short unless told"
+
+
+def test_a_chat_without_a_limit_may_fill_the_context(endless: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endless.decoder.tokenizer, "chat_template", TEMPLATE)
+    done = endless.client().chat.completions.create(model=MODEL_ID, messages=HELLO, **GREEDY)
+    assert done.choices[0].finish_reason == "length" and done.usage is not None
+    assert done.usage.total_tokens == endless.decoder.plan.context
 
 
 def test_a_prompt_is_read_once(endless: Served, monkeypatch: pytest.MonkeyPatch) -> None:
