@@ -1,4 +1,4 @@
-"""The table of planted mistakes fits the program as it is; `make planted` plants them, in a quarter of an hour."""
+"""The table of planted mistakes fits the program as it is; `make planted` plants them, in half an hour."""
 
 import pytest
 from planted.mistakes import ROOT, Mistake, read_mistakes
