@@ -225,7 +225,8 @@ def test_one_process_writes_to_a_file(ender: Path, prompts: Write, tmp_path: Pat
 
 def test_half_a_line_that_a_kill_has_left_is_cut_off(prompts: Write, tmp_path: Path) -> None:
     file, out, lines = prompts({"prompt": PROMPT}), tmp_path / "out", list[str]()
-    tasks, model = read_tasks(file, Request(), 2, "match"), ModelIdentity(dict.fromkeys(PARTS, ""), {})
+    tasks = read_tasks(file, Request(sampling=Sampling(temperature=1.0)), 2, "match")
+    model = ModelIdentity(dict.fromkeys(PARTS, ""), {})
     results = ResultsFile("", lines.append)
     results.model = model.as_dict()
     for task in tasks:
