@@ -3,11 +3,14 @@
 Invariant: for each rule there is a planted breach below that it must report.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shell import Outcome, shell
+from test_device_planner import CONFIGS
 
 from offload.commands import every_command
 
@@ -106,6 +109,16 @@ def unknown(text: str) -> list[str]:
             own = {flag for param in known[name].params for flag in [*param.opts, *param.secondary_opts]}
             found += [f"{name} {flag}" for flag in flags if flag not in own]
     return found
+
+
+def test_the_plan_that_a_page_shows_is_what_the_program_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "memory.md").read_text()
+    command, shown = re.findall(r"```\n\$ offload (.*)\n([^`]*)```", page)[0]
+    monkeypatch.chdir(tmp_path)
+    for name in ("Llama-2-70b", "Llama-2-7b"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps({**CONFIGS[name[:-1] + "B"], "torch_dtype": "float16"}))
+    assert shell(*command.split()) == Outcome(0, shown, "")
 
 
 def test_pictures_are_there_and_small() -> None:
