@@ -5,6 +5,7 @@ The towers of every folder here are made NaN once transformers has written its t
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
+from offload.kernels.path_attention import AttentionChunk
+from offload.model.layer_stacks import attention_windows
 from offload.streaming.disk import DiskReader
 
 PROMPT = torch.randint(3, VOCAB_SIZE - 5, (30,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -257,3 +260,9 @@ def test_a_chunk_that_is_no_number_of_keys_is_refused(chunk: object, tmp_path: P
 def test_what_is_no_wrapper_keeps_its_names() -> None:
     named: dict[str, Any] = {"language_model.model.layers.0.weight": load_file}
     assert text_part("here", {"model_type": "llama"}, named).tensors == named
+
+
+def test_each_kind_of_layer_sees_as_far_as_the_config_says() -> None:
+    kinds = ["chunked_attention", "full_attention", "sliding_attention"]
+    config = SimpleNamespace(model_type="llama4", attention_chunk_size=8, sliding_window=6, layer_types=kinds)
+    assert attention_windows(config, 3) == [AttentionChunk(8), None, 6]
