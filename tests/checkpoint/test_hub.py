@@ -23,6 +23,7 @@ from offload.checkpoint.generation_config import suggested_sampling
 from offload.checkpoint.safetensors import open_checkpoint, tokenizer_folder
 from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
+from offload.engine.text import are_same
 from offload.errors import UserError
 from offload.options import OutputOptions
 from offload.planning.load_options import LoadOptions
@@ -298,7 +299,7 @@ def test_what_does_not_fit_is_not_fetched(
 def test_ids_of_a_larger_vocabulary_mean_the_same_tokens() -> None:
     """One from a GGUF file is padded and rebuilt; from elsewhere both are the same."""
     small, large = {"a": 0, "b": 1}, {"a": 0, "b": 1, "pad": 2}
-    assert headers.are_same(small, large, is_exact=False) and headers.are_same(large, small, is_exact=False)
-    assert not headers.are_same(small, {"a": 1, "b": 0, "pad": 2}, is_exact=False)
-    assert not headers.are_same(small, {"a": 0, "c": 1, "pad": 2}, is_exact=False)
-    assert headers.are_same(small, dict(small), is_exact=True) and not headers.are_same(small, large, is_exact=True)
+    assert are_same(small, large, is_exact=False) and are_same(large, small, is_exact=False)
+    assert not are_same(small, {"a": 1, "b": 0, "pad": 2}, is_exact=False)
+    assert not are_same(small, {"a": 0, "c": 1, "pad": 2}, is_exact=False)
+    assert are_same(small, dict(small), is_exact=True) and not are_same(small, large, is_exact=True)
