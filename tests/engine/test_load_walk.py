@@ -24,6 +24,7 @@ MOST_FILES = 100
 # what is listed here is called by files below
 CALLED_FROM_BELOW = {
     "calibration.threads",  # what is timed
+    "drafting.lookup",  # names the next child of a node of a tree that grows
     "engine.build",  # bytes and layers that have landed
     "engine.load",  # its signature is made of a record
     "engine.resolve",  # the profile of other settings
