@@ -37,6 +37,8 @@ def heard() -> list[str]:
 
 @pytest.fixture
 def page(chromium: Any, stub: Stub, heard: list[str]) -> Iterator[Any]:
-    """The page, just opened; nothing may go wrong in it that a test does not take note of."""
+    """The page, opened, with its model's name; what goes wrong in it a test must take note of."""
     with opened(chromium, stub.address, heard) as page:
+        # a page that does not know the name yet asks without it
+        page.locator("#model", has_text="tiny-llama").wait_for()
         yield page

@@ -106,8 +106,6 @@ def test_reset_empties_every_field_and_an_example_is_a_question(page: Any, stub:
 
 def test_regenerate_asks_the_same_with_another_seed(page: Any, stub: Stub) -> None:
     """Where another answer cannot be had the one before comes back."""
-    # a page that does not know the model's name yet asks without it
-    page.locator("#model", has_text="tiny-llama").wait_for()
     ask(page, "say one")
     press(page, "Regenerate")
     page.locator(".figures").wait_for()
