@@ -1,4 +1,4 @@
-"""The options of the program, each declared once; those of drawing are in `sampling_options`.
+"""The options of the program, each declared once; how tokens are drawn is in `sampling_options`.
 
 A command takes records of them, and of each record the options that name the command.
 `docs/flags.md` is made of what stands here. Nothing is imported that takes time.

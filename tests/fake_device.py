@@ -105,7 +105,7 @@ class FakeDevice:
         assert before.is_timed and after.is_timed, "CUDA raises for events that were not asked to keep the time"
         return None if after.at is None or before.at is None else after.at - before.at
 
-    def stage_uploads(self, resources: Any) -> None:
+    def open_uploads(self, resources: Any) -> None:
         """Nothing of it is a copy."""
 
     def upload(self, source: Tensor) -> Tensor:

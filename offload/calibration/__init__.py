@@ -1,1 +1,1 @@
-"""What is measured at start: the link, compute times, kernels; and estimates made from it."""
+"""What is measured at start: the link, compute times, kernels, and whether sums keep their bits."""

@@ -49,7 +49,7 @@ _MOST_STEPS = 32  # steps over which the mean of tokens is taken
 class DraftPassPolicy:
     """Decides whether another draft pass pays, and how many nodes are worth their rows.
 
-    A pass that ends while the link still fills the layer buffers is free. Any other has to bring
+    A pass that ends while the link still fills the slots is free. Any other has to bring
     tokens at the rate at which a step brings them: tokens per step / seconds of a step * seconds of
     the pass. The gain of the last pass stands for that of the next one, since passes bring less and
     less. Where nothing was measured, every pass pays. The decision looks at proposed tokens, so it

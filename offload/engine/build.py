@@ -175,7 +175,7 @@ def send_beside_layers(
     device: Device, resources: ExitStack, *models: TreeModel | None
 ) -> list[str]:
     """Let what these models send pass the layers that stream to a GPU; return lines for the user."""
-    refusal = device.stage_uploads(resources)
+    refusal = device.open_uploads(resources)
     for model in filter(None, models):
         model.send_with(device.upload)
     return [] if refusal is None else [refusal]

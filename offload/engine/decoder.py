@@ -1,6 +1,6 @@
 """The decoder that `offload.load` returns: texts, requests, scores and sessions.
 
-What a text costs and how it is written is `token_decoder`'s.
+How the tokens of a text are written is `token_decoder`'s.
 """
 
 import os

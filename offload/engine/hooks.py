@@ -16,3 +16,6 @@ class Hooks(NamedTuple):
     on_layer: Callable[[], None] = lambda: None  # for every layer that a sweep has run
     # for what weights show when they are first seen
     on_note: Callable[[str], None] = lambda line: None
+
+
+NO_HOOKS = Hooks()

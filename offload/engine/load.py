@@ -1,9 +1,9 @@
 """The front door: `offload.load`, from a path to a decoder.
 
-`resolve` decides, `opening` does what was decided. What transformers warns of while a model is
-opened becomes a note, and no line on the stderr of the program that loads it; the command line
-collects warnings itself (`cli/libraries.py`). Invariant: other threads, and handlers of others,
-hear what they would have heard.
+`resolve` decides what headers can decide; `opening` does it, and decides what has to be measured.
+What transformers warns of while a model is opened becomes a note, and no line on the stderr of the
+program that loads it; the command line collects warnings itself (`cli/libraries.py`). Invariant:
+other threads, and handlers of others, hear what they would have heard.
 """
 
 import logging
@@ -17,10 +17,10 @@ from typing import Any
 
 from offload.declaration import as_in, called_with
 from offload.engine.decoder import Decoder
-from offload.engine.hooks import Hooks, Progress
+from offload.engine.hooks import NO_HOOKS, Hooks, Progress
 from offload.engine.opening import open_run
 from offload.engine.request import Request
-from offload.engine.resolve import NO_HOOKS, resolve
+from offload.engine.resolve import resolve
 from offload.errors import require
 from offload.options import ModelChoice, ModelOptions
 from offload.planning.load_options import LoadOptions

@@ -19,7 +19,7 @@ from offload.calibration import link
 from offload.checkpoint.hub import fetch, is_here, open_headers
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, settled_dtype
 from offload.checkpoint.sizes import model_shape
-from offload.engine.hooks import Hooks
+from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.engine.text import require_one_vocabulary
 from offload.errors import UserError, require
 from offload.machine import has_cuda_driver
@@ -51,7 +51,6 @@ from offload.units import parse_rate
 
 ReadHeaders = Callable[..., Checkpoint]
 
-NO_HOOKS = Hooks()
 FILLED_SHARE = 0.5  # share of the context whose keys and values a pass reads on average
 
 

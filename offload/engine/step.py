@@ -41,13 +41,14 @@ def share_out(texts: abc.Sequence[Sequence], num_rows: int) -> list[tuple[Sequen
 
 @dataclass(slots=True)
 class SpeculationStep:
-    """The passes of one decoder."""
+    """What makes the steps of one decoder."""
 
     _target: Target
     _drafter: Drafter
     _threads: ThreadPolicy
     _compute_in: Callable[[Mode], None]  # from then on computes in this mode
-    _max_prompt_rows: int  # committed tokens that one pass takes in, of all texts together
+    # committed tokens that a step takes in, of all texts together; a text alone has no limit
+    _max_prompt_rows: int
     # hears of every pass in which all texts had trees, and none a prompt
     _learn: Callable[[ObservedPass], None]
 

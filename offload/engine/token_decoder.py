@@ -135,7 +135,8 @@ class TokenDecoder:
             return sequence
 
     def step(self, sequence: Sequence) -> list[int]:
-        """Run one round of speculation: the target's weights cross the link exactly once.
+        """Run one round of speculation: the target's weights cross the link once, for a prompt as
+        often as it has parts.
 
         Returns the new tokens that count, at least one; the sequence has them. Raises `UserError`
         where the sequence was overtaken, the decoder closed, or another thread is using it.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from offload.checkpoint.sizes import longest_context
 from offload.checkpoint.small_files import has_encoder
-from offload.engine.hooks import Hooks
+from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.engine.opening import open_run
 from offload.engine.request import Request
 from offload.engine.resolve import ResolvedRun, resolve
@@ -48,7 +48,6 @@ DEPTH = 24
 SIZES = (512, 384, 256, 192, 128, 64, 32, 16)
 # positions: a window, or the steps of one round of timing
 _CONTEXT = 512
-_NO_HOOKS = Hooks()
 
 
 class TuneResult(NamedTuple):
@@ -68,7 +67,7 @@ def tune(
     *,
     num_tokens: int = 2048,
     is_teacher_forced: bool = False,
-    hooks: Hooks = _NO_HOOKS,
+    hooks: Hooks = NO_HOOKS,
 ) -> TuneResult:
     """Measure, and save a profile.
 

@@ -1,7 +1,7 @@
 """Carriers: how a block gets into the slot where it is computed with.
 
 On a CPU (`HostCarrier`) a disk fills the slot itself. To a device a layer goes from locked host
-memory as soon as its slot is released, or from disk through a stage of locked buffers, which a
+memory as soon as its slot is released, or from disk through a cycle of locked buffers, which a
 thread empties (`DeviceCarrier`); experts have a carrier of their own (`expert_carrier`). Device
 memory begins at a multiple of 256 bytes or more, and each copy with the block's first weight
 (`layout.py`).

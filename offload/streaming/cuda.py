@@ -141,7 +141,7 @@ class CudaDevice(Device):
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
-    def stage_uploads(self, resources: ExitStack) -> str | None:
+    def open_uploads(self, resources: ExitStack) -> str | None:
         """Let uploads pass the layers that are queued; that takes memory locked by cupy."""
         pinned = self.open_allocator()
         resources.callback(pinned.close)

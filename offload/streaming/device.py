@@ -97,7 +97,7 @@ class Device:
         """Return seconds between two timed events, None while the later one is not reached."""
         return cast(float, after) - cast(float, before)
 
-    def stage_uploads(self, resources: ExitStack) -> str | None:
+    def open_uploads(self, resources: ExitStack) -> str | None:
         """Let uploads pass the layers that are queued, while `resources` are open.
 
         Returns a line that says why they cannot, or None.

@@ -36,7 +36,7 @@ class LayerStream:
         passing = [*carrier.streamed, *carrier.once]
         slot_bytes = max((carrier.layouts[n].slab_bytes for n in passing), default=0)
         slots = [self._device.allocate(slot_bytes) for _ in range(num_slots if passing else 0)]
-        self.stage = SlotCycle(carrier.carry, carrier.streamed, slots)
+        self.cycle = SlotCycle(carrier.carry, carrier.streamed, slots)
         # tests fill slots with NaN as soon as they are free
         self.poison_released = False
         # bytes of layers that were handed out and do not stay
@@ -56,13 +56,13 @@ class LayerStream:
         return 0.0 if self._device.has_own_memory else self.carrier.source.reading_s
 
     def load_resident(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Read what stays, then start the stage. Raises `ReadError`."""
+        """Read what stays, in any tier, then start the cycle. Raises `ReadError`."""
         self.carrier.load(on_bytes)
         self._start()
 
     def begin_sweep(self) -> None:
         """Make the first layer the next to come; a pass that was cut short left others queued."""
-        if not self.stage.is_at_start:
+        if not self.cycle.is_at_start:
             self.stop()
             self._start()
 
@@ -82,7 +82,7 @@ class LayerStream:
             self._arrived = self._spans.mark(device.compute)
             return self.carrier.weights(layer, self.carrier.resident[layer])
         before = device.record(device.compute, is_timed=True)
-        slot, ready = self.stage.acquire(layer)
+        slot, ready = self.cycle.acquire(layer)
         device.wait(device.compute, ready)
         self._arrived = device.record(device.compute, is_timed=True)
         self._stall.add(before, self._arrived)
@@ -94,29 +94,29 @@ class LayerStream:
         """Note that everything that reads the weights of `layer` has been enqueued."""
         device = self._device
         self._spans.add("compute", layer, self._arrived, self._spans.mark(device.compute))
-        slot = self.stage.held.get(layer)
+        slot = self.cycle.held.get(layer)
         if slot is None:
             return
         if self.poison_released:
             device.fill(slot, POISON, device.compute)
-        self.stage.release(layer, device.record(device.compute))
+        self.cycle.release(layer, device.record(device.compute))
 
     def stop(self) -> None:
         """Forget what is on its way; on return nothing moves any more."""
-        self.stage.cancel()
+        self.cycle.cancel()
         self.carrier.stop()
-        self.stage.stop()
+        self.cycle.stop()
 
     def close(self) -> None:
         """Stop, and let go of the memory."""
         self.stop()
-        self.stage.slots.clear()
+        self.cycle.slots.clear()
         self.carrier.close()
 
     def _start(self, once: Sequence[int] = ()) -> None:
         self.carrier.start()
         # an abandoned pass may still read the slots
-        self.stage.start(self._device.record(self._device.compute), once)
+        self.cycle.start(self._device.record(self._device.compute), once)
 
 
 def open_layers(

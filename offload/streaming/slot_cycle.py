@@ -1,8 +1,8 @@
 """One slot cycle: blocks pass through a few slots, each moved ahead of its use.
 
-From a disk into host memory, from there to a device: a slot is free, filling, ready, held, and free
-again. When the last block of a pass gives its slot back, the first ones of the next are on their
-way already, so the link works while the drafter does. A stage runs no thread and knows no device; a
+From a disk into host memory, from there to a device: a slot is free, filling, ready, in use, and
+free again. When the last block of a pass gives its slot back, the first ones of the next are on their
+way already, so the link works while the drafter does. A cycle runs no thread and knows no device; a
 carrier moves the bytes (`Carry`).
 
 Invariant: a block is moved into a slot only after the one before it was released, and handed out
@@ -47,7 +47,7 @@ class SlotCycle:
     """The cycle of `blocks`, in the order of their use, through `slots`.
 
     Slots are flat bytes, each large enough for every block. Only `cancel` may be called by another
-    thread than the one that uses the stage.
+    thread than the one that uses the cycle.
 
     Args:
         carry: see `Carry`; it may wait for the event that it is given.

@@ -286,7 +286,7 @@ def test_what_fits_is_staged_for_as_long_as_its_memory_is_locked(monkeypatch: py
     monkeypatch.setattr(StagingRing, "send", send)
     card.place = torch.device("cpu")
     with ExitStack() as resources:
-        assert card.stage_uploads(resources) is None
+        assert card.open_uploads(resources) is None
         for size in (3, 1 << 20):
             assert len(card.upload(torch.zeros(size))) == size
         cuda.log.clear()
@@ -310,7 +310,7 @@ def test_memory_that_kernels_cannot_read_is_not_staged_through(
     _, card = staging_card(monkeypatch, staging)
     card.place = torch.device("cpu")
     with ExitStack() as resources:
-        refusal = card.stage_uploads(resources)
+        refusal = card.open_uploads(resources)
         assert refusal is not None and words in refusal and refusal.endswith("install cupy") and card._ring is None
         assert len(card.upload(torch.zeros(3))) == 3
 

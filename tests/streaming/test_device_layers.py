@@ -140,10 +140,10 @@ def test_a_slow_disk_does_not_hold_up_layers_behind_it() -> None:
     tiers = [D, H, H, H, H, H, H]
     with streaming(tiers, num_slots=3) as (stream, device, store):
         assert not sweeps(stream, device, count=1)
-        until(lambda: len(stream.stage._transfers) == 3 and stream.stage._transfers[0].parts[0].done())
+        until(lambda: len(stream.cycle._transfers) == 3 and stream.cycle._transfers[0].parts[0].done())
         store.delay_s = 0.3
         assert not sweeps(stream, device, count=1)  # layer 0 was there; layer 0 of the next sweep is now slow
-        transfers = stream.stage._transfers
+        transfers = stream.cycle._transfers
         assert [transfer.block for transfer in transfers] == [0, 1, 2]
         assert [transfer.parts[0].done() for transfer in transfers[1:]] == [True, True]
         assert not sweeps(stream, device, count=1)
@@ -331,7 +331,7 @@ def spans_of(kind: str, *, num_slots: int = 2, limit_bytes: float = float("inf")
         waits = device.num_host_waits
         for _ in range(2):
             timed_sweep(stream, device)
-        until(lambda: all(transfer.parts[0].done() for transfer in stream.stage._transfers))
+        until(lambda: all(transfer.parts[0].done() for transfer in stream.cycle._transfers))
         device.finish()
         if kind == "host" and limit_bytes:
             assert device.num_host_waits == waits, "the host waited for the device to learn the times"

@@ -100,14 +100,14 @@ def test_everything_resident_needs_no_slots_and_layers_come_in_order() -> None:
     stream = stream_over(ToldStore(), set(), 2)
     with pytest.raises(AssertionError, match="block 1 acquired out of order"):
         stream.acquire(1)
-    # A stage may have blocks that come once alone.
-    stage = SlotCycle(lambda *_: [], [], [torch.empty(1)] * 2)
-    stage.start(None, [5, 6])
-    assert not stage.is_at_start, "they stand before it"
+    # A cycle may have blocks that come once alone.
+    cycle = SlotCycle(lambda *_: [], [], [torch.empty(1)] * 2)
+    cycle.start(None, [5, 6])
+    assert not cycle.is_at_start, "they stand before it"
     for block in (5, 6):
-        stage.acquire(block)
-        stage.release(block)
-    assert stage.is_at_start
+        cycle.acquire(block)
+        cycle.release(block)
+    assert cycle.is_at_start
 
 
 @pytest.mark.parametrize("num_slots", [2, 3])
@@ -214,7 +214,7 @@ def test_a_new_beginning_and_the_end_drop_what_is_queued() -> None:
     # Closing drops what is queued and the memory.
     store = ToldStore(at_once=False)
     stream = stream_over(store, set(), 2)
-    slots = [weakref.ref(transfer.slot) for transfer in stream.stage._transfers]
+    slots = [weakref.ref(transfer.slot) for transfer in stream.cycle._transfers]
     queued = [future for _, _, future in store.waiting]
     store.waiting.clear()
     stream.close()
@@ -250,7 +250,7 @@ def test_a_read_error_reaches_whoever_acquires(layer_file: tuple[Path, list[Slab
         stream = stream_over(store, set(), 2, layouts)
         stream.begin_sweep()
         stream.acquire(0)
-        for future in stream.stage._transfers[0].parts:
+        for future in stream.cycle._transfers[0].parts:
             future.result()
         with failing_reads(1):
             stream.release(0)
@@ -283,7 +283,7 @@ def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
         for _ in range(2):
             for num_new in (4, 9):
                 decoder.generate([5, 6, 7], max_new_tokens=num_new)
-                for transfer in stream.stage._transfers:
+                for transfer in stream.cycle._transfers:
                     finish(transfer.parts)
                 moved.append(stream.carrier.source.bytes_read)
                 counted.append(stream.bytes_read)

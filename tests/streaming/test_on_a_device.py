@@ -222,7 +222,7 @@ def test_uploads_are_what_was_sent(place: Place, monkeypatch: pytest.MonkeyPatch
     """Through a ring so small that it begins anew many times."""
     monkeypatch.setattr(driver, "STAGING_BYTES", 1 << 17)
     with ExitStack() as resources:
-        assert place.card.stage_uploads(resources) is None
+        assert place.card.open_uploads(resources) is None
         assert all(is_right(place.card) for _ in range(20))
     assert is_right(place.card), "afterwards they are copies"
 
