@@ -64,7 +64,7 @@ class RankFigures(NamedTuple):
     bytes_streamed: int
     stall_s: float  # compute waited for the link
     row_bytes: int  # sent in exchanges for every row, by the formula
-    # by kind of message; `broadcast` and `gather` are exchanges
+    # by type of order; `broadcast` and `gather` are exchanges
     bytes_sent: dict[str, int]
     exchange_s: float  # including the wait for slower ranks
 

@@ -111,6 +111,9 @@ class FakeDevice:
     def upload(self, source: Tensor) -> Tensor:
         return source.to(self.place)
 
+    def bytes_beside_torch(self) -> int:
+        return 0
+
     def peak_bytes(self) -> int:
         return 0
 

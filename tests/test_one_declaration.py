@@ -74,7 +74,7 @@ import os
 os.environ["OFFLOAD_MADE_UP"] = "3"
 found["a variable"] = refusal()
 del os.environ["OFFLOAD_MADE_UP"]
-with open(main.flags.config_file(), "w") as file:
+with open(main.defaults.config_file(), "w") as file:
     file.write("made-up = 4")
 found["config.toml"] = refusal()
 print(json.dumps(found))

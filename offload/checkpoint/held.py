@@ -25,7 +25,8 @@ _CHUNK_NUMBERS = 1 << 20
 _CHUNK_ITEM_BYTES = 10
 # Up to so many rows a CPU uses integer products, unless trials say otherwise.
 FEW_ROWS = 4
-_NOT_LINEAR = re.compile(rf"{MIXTURE}|\.(gate|router)\b|relative_attention_bias|embed|norm")
+# mamba's `dt_proj` is read beside its module, so that nothing would expand it
+_NOT_LINEAR = re.compile(rf"{MIXTURE}|\.(gate|router|dt_proj)\b|relative_attention_bias|embed|norm")
 
 
 class Held(NamedTuple):

@@ -1,5 +1,6 @@
 """The command `plan`."""
 
+import json
 from contextlib import ExitStack
 from functools import cache
 
@@ -63,6 +64,8 @@ def plan(
             figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
             how = {"is_verbose": output.verbose, "is_decimal": console.is_decimal}
             lines = answer_lines(found, drafts, **how)
+    # its notes name options, which are flags here
+    figures = json.loads(flags.as_flags(json.dumps(figures)))
     print_result(lines, figures, as_json=output.as_json)
 
 

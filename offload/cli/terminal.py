@@ -60,8 +60,7 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 def print_result(lines: str, figures: Any, *, as_json: bool) -> None:
     """Print on stdout what a command has found: lines for a person, or one JSON object."""
-    told = as_flags(json.dumps(figures) if as_json else lines)
-    print(told if as_json else fitted(told, sys.stdout))
+    print(json.dumps(figures) if as_json else fitted(as_flags(lines), sys.stdout))
 
 
 def print_error(message: str) -> None:

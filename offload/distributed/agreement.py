@@ -10,9 +10,11 @@ from msgspec import Raw, msgpack
 
 from offload.distributed.orders import HEAD, Word
 from offload.distributed.transport import Channel, Transport
-from offload.errors import RankError, UserError, reason
+from offload.errors import RankError, UserError, ensure, reason
 
 T = TypeVar("T")
+# plans of hundreds of layers take some kilobytes
+_MOST_BYTES = 1 << 20
 
 
 def gather_values(transport: Transport, value: T, kind: Any) -> list[T]:
@@ -62,8 +64,9 @@ def _heard(transport: Transport, source: int, kind: Any) -> Any:
     order = transport.receive(source, Channel.DATA)
     try:
         if isinstance(order, Word):
+            ensure(memoryview(order.content).nbytes <= _MOST_BYTES, "a word is short")
             return msgpack.decode(order.content, type=kind)
         what = type(order).__name__
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what = reason(error)
     raise RankError(f"rank {source} has said what is no word here: {what}")

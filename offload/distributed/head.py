@@ -1,6 +1,6 @@
 """The head of a pipeline: it writes the text, and orders what stages and draft compute.
 
-    begin     RESET, the prompt in runs of up to 512 rows, each committed at once: stages overlap
+    begin     Reset, the prompt in runs of up to 512 rows, each committed at once: stages overlap
               without any guess
     advance   until a token is emitted: issue what may be issued, ask for guesses, sleep until
               anything arrives, walk
@@ -196,7 +196,8 @@ class Head:
         self._table = RunTable(options.num_runs(len(roles.stages)), num_uncommitted)
         self._cut = CutOff(price.row_s, options.cut)
         # the head's own rank answers itself
-        answering = {roles.stages[-1], *([] if roles.draft is None else [roles.draft])}
+        # all stages: the end of one that gives no reason is heard of here alone
+        answering = {*roles.stages, *([] if roles.draft is None else [roles.draft])}
         self._ways = [(rank, Channel.RESULT) for rank in sorted(answering)]
         self._time = TokenTime()
         self._tokens = list[int]()

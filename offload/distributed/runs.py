@@ -10,7 +10,7 @@ ancestors are its partition, and one operation keeps, drops and renumbers rows.
                     [ the   cat   sat    |  on   a   mat  rug  hat ]  run 7: "a"        run 9: "hat"
                                             0    1    2    3    4
                                             |--> a -> mat       |     "on" is the root; "a" is drawn after it:
-                                            |     '------------>'     COMMIT path 0 1, kept 2 4
+                                            |     '------------>'     Commit path 0 1, kept 2 4
                                             '--> rug
                     [ the   cat   sat   on   a   |   mat  hat      ]  P grows by 2, U = 2, "a" is the root, run 8
                                                       0    1          is needed for "mat", "rug" is forgotten
@@ -62,7 +62,7 @@ class _Run:
 
 
 class RunStep(NamedTuple):
-    """What follows from draws: tokens to emit, one COMMIT, and runs to stop."""
+    """What follows from draws: tokens to emit, one Commit, and runs to stop."""
 
     tokens: list[int]  # emitted, at least one
     path: list[int]  # rows that are committed, by their old numbers
@@ -203,7 +203,7 @@ class RunTable:
             node.drawn = token
 
     def walk(self) -> RunStep | None:
-        """Emit draws that are there, if any; rows are renumbered, so a COMMIT must be sent next."""
+        """Emit draws that are there, if any; rows are renumbered, so a Commit must be sent next."""
         passed = [self.root]
         tokens = list[int]()
         while passed[-1].drawn is not None:

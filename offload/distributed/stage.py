@@ -16,7 +16,7 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,7 +41,7 @@ from offload.distributed.section import SectionModel, load_section
 from offload.distributed.service import Acts, obey
 from offload.distributed.transport import Channel, Transport
 from offload.engine.resolve import ResolvedRun
-from offload.errors import RankError, ensure
+from offload.errors import RankError, ensure, reason
 from offload.memory.plan import MemoryPlan
 from offload.model.parts import BatchPart, causal
 from offload.rank_roles import TIMED_ROWS
@@ -203,7 +203,7 @@ class PipelineStage:
         streamed = self.stream.carrier.streamed
         if not streamed:
             return layer + 1 < self.model.num_layers
-        return sum(one > layer for one in streamed) > len(self.stream.stage.slots)
+        return sum(one > layer for one in streamed) > len(self.stream.cycle.slots)
 
 
 def load_stage(
@@ -279,8 +279,12 @@ class _Cancellations:
             self._dead = {number for number in self._dead if number >= run}
 
     def _listen(self) -> None:
-        with suppress(RankError):  # the loop that waits for work hears of it as well
+        try:
             obey(self._transport, HEAD, Channel.CONTROL, {Cancel: self._add})
+        except RankError:  # the loop that waits for work hears of it as well
+            return
+        except ValueError as error:
+            self._transport.fail(reason(error))
 
     def _add(self, order: Cancel) -> None:
         with self._lock:

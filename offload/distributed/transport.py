@@ -34,7 +34,7 @@ from torch import Tensor
 
 from offload.distributed.orders import Order, as_bytes, decode, encode
 from offload.distributed.watch import Loss, Watch
-from offload.errors import RankError, ensure
+from offload.errors import RankError, ensure, reason
 from offload.interrupts import held_back
 
 
@@ -236,12 +236,12 @@ class Transport:
             while (order := _received(source, self._groups[channel])) is not None:
                 self._put(box, order)
             self._put(box, Loss(source, f"rank {source} has ended"))
+        # before `RuntimeError`, of which nesting too deep is one
+        except (ValueError, RecursionError, MemoryError) as error:
+            what = f"rank {source} sent what cannot be: {reason(error)}"
+            self._watch.lose(Loss(source, what, is_told=False))
         except RuntimeError as error:
             self._put(box, Loss(source, _line(source, error), is_told=False))
-        except ValueError as error:
-            self._watch.lose(
-                Loss(source, f"rank {source} sent what cannot be: {error}", is_told=False)
-            )
 
     def _put(self, box: _Box, found: Order | Loss) -> None:
         with self._arrived:

@@ -1,7 +1,7 @@
 """Trees without a draft model: guesses of what follows, from the text itself or from other sources.
 
 A source says for a context what followed on it elsewhere: in the text itself, in a datastore, in
-n-gram counts. Each such opinion (a `Opinion`) knows how many tokens of context it rests on. The
+n-gram counts. Each such opinion (an `Opinion`) knows how many tokens of context it rests on. The
 one that rests on most is asked first; what it does not claim is left to the next, for other tokens.
 That is prediction by partial matching with exclusion (Cleary and Witten, 1984), with learned
 weights (`SourceWeights`) in place of its escapes.

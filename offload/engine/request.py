@@ -128,7 +128,7 @@ class Request:
         ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw, tools=self.tools)
         num_new = self.num_new(ids, context, start)
         if start:
-            _check_source(ids, start, num_new, context)
+            _check_source(ids, start, num_new, context, None if self.is_clipped else num_new)
         elif len(ids) + num_new > context:
             remedy = ": raise `context`, "
             if is_longest:
@@ -191,7 +191,9 @@ def with_start(ids: Sequence[int], start: tuple[int, ...]) -> list[int]:
     return [*ids, *(token for token in start if token not in ids)]
 
 
-def _check_source(ids: list[int], start: tuple[int, ...], num_new: int, context: int) -> None:
+def _check_source(
+    ids: list[int], start: tuple[int, ...], num_new: int, context: int, asked: int | None
+) -> None:
     """Raise `UserError` where an encoder's prompt and its new tokens do not fit."""
     if start[0] in ids:
         raise UserError(
@@ -200,10 +202,10 @@ def _check_source(ids: list[int], start: tuple[int, ...], num_new: int, context:
         )
     if len(ids) > context:
         what = f"the encoder reads at most `context` tokens, {context}, got a prompt of {len(ids)}"
-        raise UserError(f"{what}: raise `context` or shorten the prompt")
+        raise NoRoom(f"{what}: raise `context` or shorten the prompt", len(ids), asked, context)
     if len(start) + num_new > context:
         what = f"a start and {num_new} new tokens exceed the context of {context}"
-        raise UserError(f"{what}: raise `context` or lower `max_new_tokens`")
+        raise NoRoom(f"{what}: raise `context` or lower `max_new_tokens`", len(ids), asked, context)
 
 
 def encode(

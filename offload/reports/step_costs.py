@@ -69,7 +69,10 @@ def measure_costs(
         rounds.append(steps[_NUM_PLAIN + 1 :])
     progress(_NUM_ROUNDS, _NUM_ROUNDS, "timing trees")
     by_size = [plain, *zip(*rounds, strict=True)]
-    computing_s = [median(step.sweep_s - step.stall_s for step in steps) for steps in by_size]
+    # a device's clock may tell of a longer wait than the host's of the whole pass
+    computing_s = [
+        max(0.0, median(step.sweep_s - step.stall_s for step in steps)) for steps in by_size
+    ]
     compute_s = np.maximum.accumulate(computing_s)
     draft_s = [median(step.draft_s for step in steps) for steps in by_size[1:]]
     sequence = decoder.begin(prompt, sampling)

@@ -144,12 +144,12 @@ def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Ticket]
 
     Raises `Refusal` and `UserError`.
     """
-    requests = body.requests(settings.sampling)
-    num_texts = body.num_choices * len(requests)
-    # before anything is read, for more texts than could ever be served
+    num_texts = body.num_choices * body.num_prompts
+    # before anything is made of them, for more texts than could ever be served
     if num_texts > engine.most_requests:
         rule = f"this server takes {engine.most_requests} texts at a time, got {num_texts}"
         raise Refusal.of_value("n" if body.num_choices > 1 else body.prompt_field, rule)
+    requests = body.requests(settings.sampling)
     try:
         starts = [engine.check(request) for request in requests]
     except NoRoom as error:

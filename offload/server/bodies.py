@@ -47,7 +47,7 @@ Stops = Annotated[list[Stop], Field(max_length=16)]  # each is looked for in eve
 
 def _as_list(stop: Any) -> Any:
     """Return one stop string as a list of it: an error of either form says what is wrong with it."""
-    return [stop] if isinstance(stop, str) else stop
+    return ([stop] if stop else None) if isinstance(stop, str) else stop
 
 
 AnyStops = Annotated[
@@ -117,6 +117,10 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
 
     @property
     def ignored(self) -> list[str]:
@@ -302,6 +306,14 @@ class CompletionBody(Body):
     best_of: int | None = None
     suffix: str | None = None
 
+    @property
+    def num_prompts(self) -> int:
+        return 1 if self._is_one else len(self.prompt)
+
+    @property
+    def _is_one(self) -> bool:
+        return isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+
     def requests(self, usual: Sampling) -> list[Request]:
         """Return a request for each prompt. Raises `Refusal` and `UserError`."""
         for name in ("echo", "suffix"):
@@ -315,8 +327,7 @@ class CompletionBody(Body):
             raise Refusal.of_value("prompt", "it is empty")
         num_new = _LEGACY_TOKENS if self.max_tokens is None else self.max_tokens
         common = self._request(usual, num_new, raw=True, num_logprobs=self.logprobs)
-        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        prompts: Sequence[Any] = [self.prompt] if is_one else self.prompt
+        prompts: Sequence[Any] = [self.prompt] if self._is_one else self.prompt
         return [replace(common, prompt=prompt) for prompt in prompts]
 
 

@@ -187,7 +187,7 @@ INDEXES = [
     case("shard absolute", place_first_tensor_in("/dev/zero.safetensors"), "not a file beside it"),
     case("shard a pickle", place_first_tensor_in("config.json"), "not a file beside it"),
     case("shard with a long name", place_first_tensor_in("x" * 300 + ".safetensors"), "missing"),
-    case("shard with a zero byte", place_first_tensor_in("x\0.safetensors"), "missing"),
+    case("shard with a zero byte", place_first_tensor_in("x\0.safetensors"), "not a file beside it"),
     case("index not JSON", overwrite(INDEX, b"nothing"), "not valid JSON", "again"),
     case("index without a map", index(lambda content: content.pop("weight_map")), "no usable weight_map"),
     case("index with an empty map", index(lambda content: content["weight_map"].clear()), "no usable weight_map"),

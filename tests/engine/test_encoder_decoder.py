@@ -80,8 +80,8 @@ def test_same_seed_same_ids_for_every_tree_and_memory(pair: Pair, decoder: Decod
 
 def test_a_prompt_moves_the_encoder_once_and_a_sweep_the_decoder(decoder: Decoder) -> None:
     stream, asked = decoder.target.stream, list[int]()
-    carry = stream.stage._carry
-    stream.stage._carry = lambda layer, *more: (asked.append(layer), carry(layer, *more))[1]
+    carry = stream.cycle._carry
+    stream.cycle._carry = lambda layer, *more: (asked.append(layer), carry(layer, *more))[1]
     got = decoder.generate(prompts()[1], max_new_tokens=6, tree="none")
     sweeps = [0, 1, 2, 3] * 6
     assert asked[: 3 + len(sweeps)] == [4, 5, 6, *sweeps], "and what follows is read ahead"

@@ -100,9 +100,9 @@ def test_what_was_not_guessed_teaches_nothing(draft: Path | None, wanted: Any) -
     """A run without a tree in between: later trees are as they would have been."""
     with load(PAIR / "target", draft, "1GiB", "dynamic:64x16", lookup=True) as decoder:
         texts = [ids(decoder), ids(decoder, tree="none")]
-        before = [repr(weights) for weights in decoder.drafter._weights.values()]
+        before = [repr(weights) for weights in decoder.drafter._sources._weights.values()]
         texts += [ids(decoder, tree="none") for _ in range(2)]
-        assert [repr(weights) for weights in decoder.drafter._weights.values()] == before
+        assert [repr(weights) for weights in decoder.drafter._sources._weights.values()] == before
     assert texts == [wanted[0]] * 4
 
 
