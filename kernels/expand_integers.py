@@ -62,8 +62,9 @@ def expand_integers_reference(
             each column has.
         out_NK: bfloat16, float16 or float32.
     """
-    if not words_NW.is_contiguous():
-        words_NW = words_NW.contiguous()  # at once: of a whole matrix torch has a fast way
+    # at once: of a whole matrix torch has a fast way; one word a row counts as contiguous anyway
+    if words_NW.stride(-1) != 1:
+        words_NW = words_NW.clone(memory_format=torch.contiguous_format)
     middle = _middle(words_NW, bits) if zero_NG is None else 0
     for lo in range(0, len(out_NK), _CHUNK_ROWS):
         rows = slice(lo, lo + _CHUNK_ROWS)

@@ -24,7 +24,7 @@ NF4 = torch.tensor([*_NF4_LOW, *_NF4_HIGH])
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column c of eight lies in nibble AWQ_ORDER[c] of their word
 BLOCK = (48, 48)  # divides no size of the tiny models, so that last blocks are cut
 GROUP = 32
-NEVER = ("embed_tokens", "lm_head", "mlp.gate.", "block_sparse_moe.gate.", "norm", "router")  # held plain
+NEVER = ("embed_tokens", "embeddings", "lm_head", "mlp.gate.", "block_sparse_moe.gate.", "norm", "router")  # held plain
 
 
 class Stored(NamedTuple):

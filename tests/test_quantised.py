@@ -22,6 +22,7 @@ import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.errors import UserError
+from offload.kernels.expand_integers import expand_integers_reference
 from offload.memory.planner import least_budget
 from offload.memory.tiers import LayerTier
 
@@ -40,9 +41,14 @@ def expanded(model: Quantised, plain: Path, directory: Path) -> Path:
 
 
 @matrix("format", FORMATS, daily=4)
-@matrix("family", ["qwen2", "qwen3-moe"], daily=1)
+@matrix("family", ["qwen2", "qwen3-moe", "mamba", "jamba"], daily=1)
 def test_streamed_ids_and_logits_are_those_of_the_expanded_weights(format: str, family: str, tmp_path: Path) -> None:
-    target, draft = save_pair(FAMILIES[family](), tmp_path, noise=0.003)
+    # widths that blocks of 16 divide, where a family has narrow ones
+    rank = {"time_step_rank": 32, "mamba_dt_rank": 32}
+    config = FAMILIES[family]() if family in FAMILIES else config_of(family)
+    for name in rank.keys() & {*vars(config)}:
+        setattr(config, name, rank[name])
+    target, draft = save_pair(config, tmp_path, noise=0.003)
     model = save_quantised(target, format, tmp_path / "quantised")
     plain = expanded(model, target, tmp_path / "expanded")
     prompt = prompts()[1]
@@ -145,3 +151,14 @@ def test_eight_bits_without_scales_are_refused(tmp_path: Path) -> None:
 def logits(directory: Path, token_T: Tensor) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return model(token_T[None]).logits[0]
+
+
+def test_turned_words_of_one_column_are_expanded() -> None:
+    """Torch takes a column of any stride for contiguous."""
+    words_N1 = torch.randint(-(1 << 31), 1 << 31, (1, 6)).to(torch.int32).T
+    scale_N1 = torch.rand(6, 1)
+    turned = torch.empty(6, 8)
+    straight = torch.empty(6, 8)
+    expand_integers_reference(words_N1, 4, scale_N1, None, 8, turned)
+    expand_integers_reference(words_N1.reshape(-1).clone()[:, None], 4, scale_N1, None, 8, straight)
+    assert turned.equal(straight) and turned.any()

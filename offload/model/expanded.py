@@ -290,10 +290,11 @@ class CompanionScratch:
 def _runs_with(name: str, places: Mapping[str, ParameterSlot]) -> nn.Module:
     """Return the module whose pass uses a parameter.
 
-    Of a convolution in a recurrent layer it is the one around it, which never calls it.
+    Of a convolution in a recurrent layer, and of mamba's `dt_proj`, it is the one around it, which
+    reads their weights and never calls them.
     """
     own = places[name].module
-    if not isinstance(own, nn.Conv1d):
+    if not isinstance(own, nn.Conv1d) and not name.endswith(".dt_proj.weight"):
         return own
     modules = {other.rpartition(".")[0]: slot.module for other, slot in places.items()}
     around = name.rpartition(".")[0].rpartition(".")[0]
