@@ -195,8 +195,7 @@ class Head:
         self._most_rows = min(options.num_rows(price.num_free), num_uncommitted)
         self._table = RunTable(options.num_runs(len(roles.stages)), num_uncommitted)
         self._cut = CutOff(price.row_s, options.cut)
-        # the head's own rank answers itself
-        # all stages: the end of one that gives no reason is heard of here alone
+        # all stages, the head's own among them: the end of one is heard of here, whatever its reason
         answering = {*roles.stages, *([] if roles.draft is None else [roles.draft])}
         self._ways = [(rank, Channel.RESULT) for rank in sorted(answering)]
         self._time = TokenTime()

@@ -18,6 +18,10 @@ from offload.sampling_options import Sampling
 HEAD = 0  # the rank that has the text
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Token = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+# a list that a stranger sends must not fill memory; texts and passes are far shorter
+_MOST = Meta(max_length=2**22)
+Tokens = Annotated[list[Token], _MOST]
+Counts = Annotated[list[Count], _MOST]
 
 
 class Order(Struct, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -29,15 +33,15 @@ class Reset(Order):
 
     num_kept: Count  # committed positions that stay
     sampling: Sampling = Sampling()  # how tokens are drawn, where they are
-    tokens: tuple[Token, ...] = ()  # the text itself, for a draft
+    tokens: Annotated[tuple[Token, ...], _MOST] = ()  # the text itself, for a draft
 
 
 class RunOrder(Order):
     """W rows to be scored, behind the uncommitted ones that are there."""
 
     number: Count
-    tokens: list[Token]
-    positions: list[Count]
+    tokens: Tokens
+    positions: Counts
     sees: bytes  # `packed`
     num_drawn: Count  # the last ones, after which the target draws
     is_dead: bool = False  # no longer needed, and not computed
@@ -98,8 +102,8 @@ def packed(sees_WU: NDArray[np.bool_] | Tensor) -> bytes:
 class Commit(Order):
     """Rows of a path are accepted; others stay uncommitted, in their new order."""
 
-    path: list[Count]
-    kept: list[Count] = []
+    path: Counts
+    kept: Counts = []
 
     def require_rows(self, num_uncommitted: int) -> None:
         """Raise `ValueError` for rows that are not there, or named twice."""
@@ -113,7 +117,7 @@ class Commit(Order):
 class Cancel(Order):
     """Runs that are not needed any more."""
 
-    runs: list[Count]
+    runs: Counts
 
 
 class Drawn(Order):
@@ -121,7 +125,7 @@ class Drawn(Order):
 
     run: Count
     is_dead: bool
-    tokens: list[Token]
+    tokens: Tokens
 
 
 class Least(NamedTuple):
@@ -150,13 +154,13 @@ class DraftNodeUpdate(NamedTuple):
 class Guessed(Order):
     """What a draft proposes, parents before their children."""
 
-    nodes: list[DraftNodeUpdate]
+    nodes: Annotated[list[DraftNodeUpdate], _MOST]
 
 
 class Accept(Order):
     """Tokens that follow the text a draft has."""
 
-    tokens: list[Token]
+    tokens: Tokens
 
 
 class Figures(Order):

@@ -115,6 +115,17 @@ def test_damaged_bytes_are_an_order_or_refused(seed: int) -> None:
                 continue
 
 
+def test_a_list_that_would_fill_memory_is_refused_before_it_is_made() -> None:
+    def begun(num: int) -> bytes:
+        """An order whose list says that so many follow, of which none does."""
+        return b"\x92\xa6Accept\xdd" + num.to_bytes(4, "big")
+
+    with pytest.raises(MsgspecError, match="length <= 4194304"):
+        decode(begun(2**22 + 1))
+    with pytest.raises(MsgspecError, match="truncated"):
+        decode(begun(2**22))
+
+
 @pytest.mark.parametrize("order", [Word(Raw(msgpack.encode("seven"))), Word(Raw(msgpack.encode(None))), Stop()])
 def test_words_of_another_type_are_refused_with_the_rank(order: Order) -> None:
     head, other = in_memory(2)
