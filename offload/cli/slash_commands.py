@@ -138,7 +138,7 @@ class SlashCommands:
     def _retry(self) -> Generator[str, None, None]:
         before = self._chat.turn
         pieces = self._chat.retry()
-        is_whole = before is not None and before.finish_reason != "interrupted"
+        is_whole = before is not None and before.is_finished
         samplings = [self._chat.sampling, *([before.sequence.sampler.sampling] if before else [])]
         if is_whole and not any(one.temperature for one in samplings):
             self._say("greedy, so the answer will be the same: /set temperature 0.7 draws another")

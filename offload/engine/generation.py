@@ -21,6 +21,7 @@ from offload.stats import Stats
 from offload.trees.verification import Rule
 
 _TEXT_SHOWN = 60  # characters of a text in the repr of a result
+# of a result; one asked of a run that is not finished is "interrupted" where it stands
 FinishReason = Literal["stop", "length", "interrupted"]
 # what a run begins with: ids of its prompt, the rule and the tree
 RunStart = tuple[list[int], Rule, TreeChoice]
@@ -106,18 +107,18 @@ class Run:
     sequence: Sequence
     _text: TextStream
     tree_choice: TreeChoice
-    finish_reason: FinishReason = "interrupted"
+    # None until it is finished, also where it was left or cut off
+    finish_reason: FinishReason | None = None
     _started: float = field(default_factory=time.perf_counter)
     _elapsed_s: float = 0.0
 
     def __repr__(self) -> str:
-        return (
-            f"Run({len(self.sequence.new_ids)} tokens so far, finish_reason={self.finish_reason!r})"
-        )
+        ended = f"finish_reason={self.finish_reason!r}" if self.is_finished else "not finished"
+        return f"Run({len(self.sequence.new_ids)} tokens so far, {ended})"
 
     def __iter__(self) -> Iterator[str]:
         started = time.perf_counter() - self._elapsed_s
-        while self.finish_reason == "interrupted":
+        while not self.is_finished:
             # a step and its text: several threads may iterate over one run
             with self._decoder.turn.held():
                 self._started = started
@@ -128,7 +129,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        return self.finish_reason != "interrupted"
+        return self.finish_reason is not None
 
     @property
     def is_writing(self) -> bool:
@@ -148,7 +149,7 @@ class Run:
             self.finish_reason = "stop"
         elif not missing and self.sequence.has_ended:
             self.finish_reason = "length"
-        if self.finish_reason != "interrupted" and not has_stopped:
+        if self.finish_reason is not None and not has_stopped:
             piece += self._text.finish()
         if self.finish_reason != "length":
             stats = self.sequence.stats
@@ -176,7 +177,7 @@ class Run:
         return Generation(
             token_ids=token_ids,
             text=self._text.text if self.finish_reason == "stop" else self._text.whole(),
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason or "interrupted",
             sampling=self.sequence.sampler.sampling,
             rule=self.sequence.rule.name,
             stats=stats,

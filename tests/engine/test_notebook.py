@@ -51,7 +51,7 @@ def test_a_notebook_shows_few_lines_that_say_something(talker: Path) -> None:
             (decoder, ("rule='match'", "1 GiB of memory", "4 layers: 4 resident", "context 256", "largest tree 8")),
             (result, (repr(result.text), f"{len(result.token_ids)} tokens", "finish_reason='stop'", "seed=7")),
             (chat, ("questions asked: 0, told 'Be brief.'", "temperature=0.0")),
-            (run, ("0 tokens so far", "'interrupted'")),
+            (run, ("0 tokens so far", "not finished")),
         ]
         seen = [repr(one) for one in (*(one for one, _ in shown), result.stats, result.plan)]
     for text, (_, words) in zip(seen, shown, strict=False):
