@@ -15,8 +15,8 @@ from offload.engine.request import Request
 from offload.engine.service import ASK_LATER, Closing, Engine
 from offload.errors import UserError
 from offload.server.app import create_app
+from offload.server.http_server import HttpServer
 from offload.server.listening import EarlyAnswers
-from offload.server.network import Listening
 from offload.server.settings import ServerSettings
 from offload.units import plural
 
@@ -46,7 +46,7 @@ def serve_model(
             raise Closing(ASK_LATER)
 
     with (
-        Listening(app, early.hand_over(), console.say) as listening,
+        HttpServer(app, early.hand_over(), console.say) as server,
         loading.open(console, first, check=check) as decoder,
     ):
         if decoder.tokenizer is None:
@@ -57,8 +57,8 @@ def serve_model(
         )
         with Engine(decoder, max_waiting=num_waiting) as engine:
             app.state.engine = engine
-            console.say(serving_lines(settings.model_id, listening.address))
-            _wait(listening, engine, console, grace_s, brake)
+            console.say(serving_lines(settings.model_id, server.address))
+            _wait(server, engine, console, grace_s, brake)
 
 
 def serving_lines(name: str, address: str) -> str:
@@ -68,7 +68,7 @@ def serving_lines(name: str, address: str) -> str:
 
 
 def _wait(
-    server: Listening, engine: Engine, console: Console, grace_s: float, brake: Event
+    server: HttpServer, engine: Engine, console: Console, grace_s: float, brake: Event
 ) -> None:
     """Wait until a signal ends it; a pass that outlasts the grace ends at its next layer."""
     try:

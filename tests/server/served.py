@@ -15,8 +15,8 @@ from waiting import PATIENCE_S
 from offload.engine.decoder import Decoder
 from offload.engine.service import Engine
 from offload.server.app import create_app
+from offload.server.http_server import HttpServer
 from offload.server.listening import bind
-from offload.server.network import Listening
 from offload.server.settings import ServerSettings
 
 MODEL_ID = "reciter"
@@ -51,7 +51,7 @@ def serving(model: Path | Decoder, *, max_waiting: int = 8, **settings: Any) -> 
     said, opened = list[str](), open_decoder(model) if isinstance(model, Path) else model
     with opened as decoder, Engine(decoder, max_waiting=max_waiting) as engine:
         app = create_app(engine, ServerSettings(model_id=MODEL_ID, **settings))
-        with Listening(app, bind("127.0.0.1", 0), said.append) as server, ExitStack() as clients:
+        with HttpServer(app, bind("127.0.0.1", 0), said.append) as server, ExitStack() as clients:
             yield Served(server.address, server.bound.getsockname()[1], engine, decoder, clients)
             engine.close()
     assert not said, f"the server failed: {said}"

@@ -12,7 +12,7 @@ import pytest
 from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving  # noqa: F401
 from waiting import until
 
-from offload.server import network as listening
+from offload.server import http_server
 from offload.server.guard import Guard
 from offload.server.settings import ServerSettings
 
@@ -138,7 +138,7 @@ def is_cut(connection: socket.socket) -> bool:
 
 def test_connections_are_limited(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that never ask: they would take the open files that weights are read by."""
-    monkeypatch.setattr(listening, "_MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(http_server, "_MOST_CONNECTIONS", 8)
     with serving(talker) as served:
         idle = [socket.create_connection(("127.0.0.1", served.port), timeout=20) for _ in range(30)]
         try:
@@ -189,7 +189,7 @@ def test_the_log_takes_no_lines_of_others(served: Served, capsys: pytest.Capture
     logger = logging.getLogger("uvicorn.error")
     before = logger.handlers[:]
     try:
-        listening._hear(said.append)
+        http_server._hear(said.append)
         logger.error("bad \x1b[2J\x07request %s", "x\roffload: all is well")
         logger.error("one\ntwo")
     finally:

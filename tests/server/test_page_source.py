@@ -16,8 +16,8 @@ from served import serving
 import offload.server.app
 from offload.engine.service import Engine
 from offload.server.app import create_app
+from offload.server.http_server import HttpServer
 from offload.server.listening import bind
-from offload.server.network import Listening
 from offload.server.page import read_page
 from offload.server.settings import ServerSettings
 
@@ -134,7 +134,7 @@ def test_an_answer_with_its_passes(chromium: Any, talker: Path) -> None:
 
 def test_the_page_is_there_while_a_model_loads(chromium: Any, talker: Path) -> None:
     app = create_app(None, ServerSettings(model_id="reciter"))
-    with Listening(app, bind("127.0.0.1", 0)) as server, opened(chromium, server.address) as page:
+    with HttpServer(app, bind("127.0.0.1", 0)) as server, opened(chromium, server.address) as page:
         send(page, "Now?")
         page.locator("#notice-text", has_text="the model is loading").wait_for()
         with open_decoder(talker) as decoder, Engine(decoder) as engine:
@@ -145,7 +145,7 @@ def test_the_page_is_there_while_a_model_loads(chromium: Any, talker: Path) -> N
 
 
 def test_headers_of_the_page(talker: Path) -> None:
-    with Listening(create_app(None, ServerSettings(model_id="reciter")), bind("127.0.0.1", 0)) as server:
+    with HttpServer(create_app(None, ServerSettings(model_id="reciter")), bind("127.0.0.1", 0)) as server:
         answer = httpx.get(server.address)
         head = httpx.head(server.address)
     policy = answer.headers["content-security-policy"]

@@ -18,8 +18,8 @@ from waiting import until
 
 from offload.engine.text import TextStream
 from offload.server.app import create_app
+from offload.server.http_server import HttpServer
 from offload.server.listening import bind
-from offload.server.network import Listening
 from offload.server.refusals import Refusal
 from offload.server.settings import ServerSettings
 
@@ -137,7 +137,7 @@ def test_other_models_and_routes(served: Served) -> None:
 def test_a_model_may_have_other_names(aliases: tuple[str, ...], status: int) -> None:
     """Without an engine a request that is let in is told that the model loads."""
     app = create_app(None, ServerSettings(model_id=MODEL_ID, aliases=aliases))
-    with Listening(app, bind("127.0.0.1", 0)) as loading:
+    with HttpServer(app, bind("127.0.0.1", 0)) as loading:
         for name, wanted in (("gpt-4", status), (MODEL_ID, 200)):
             assert httpx.get(f"{loading.address}/v1/models/{name}").status_code == wanted
 
@@ -274,7 +274,7 @@ def test_a_fault_of_ours_tells_nothing_to_strangers(
 
 def test_while_the_model_loads_and_while_the_server_closes(talker: Path) -> None:
     app = create_app(None, ServerSettings(model_id=MODEL_ID))
-    with Listening(app, bind("127.0.0.1", 0)) as loading:
+    with HttpServer(app, bind("127.0.0.1", 0)) as loading:
         response = httpx.get(f"{loading.address}/health")
         assert (response.status_code, response.json()) == (503, {"status": "loading"})
         sent = httpx.post(loading.address + CHAT, json=CHAT_BODY)

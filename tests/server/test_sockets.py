@@ -16,7 +16,7 @@ from reciting import before_steps
 from served import Served, _afresh, held_passes, serving  # noqa: F401
 from waiting import PATIENCE_S, until
 
-from offload.server import network as listening
+from offload.server import http_server
 from offload.streaming.disk import NUM_READERS
 
 MANY, TEXT = 200, "/v1/completions"
@@ -140,7 +140,7 @@ def test_what_is_no_http(served: Served) -> None:
 
 def test_a_client_that_does_not_read_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text is written meanwhile, and nothing of it is kept for ever."""
-    monkeypatch.setattr(listening, "_READ_S", 0.3)
+    monkeypatch.setattr(http_server, "_READ_S", 0.3)
     before = served.engine.figures()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -156,7 +156,7 @@ def test_a_client_that_sends_no_request_is_cut_off(looper: Path, monkeypatch: py
         with connect(served) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert read_until(client, b"ok").startswith(b"HTTP/1.1 200")
-            monkeypatch.setattr(listening, "_REQUEST_S", 0.3)
+            monkeypatch.setattr(http_server, "_REQUEST_S", 0.3)
             client.sendall(b"GET /health HT")  # on a connection that was used before
             read_all(client)
         for sent in (b"", b"POST /v1/models HTTP/1.1\r\nHost:"):

@@ -26,7 +26,7 @@ _FAREWELL_S = 5  # for answers that are on their way when the server ends
 _POLL_S = 0.005
 
 
-class Listening:
+class HttpServer:
     """A server in a thread of its own, from `with` to its end.
 
     Args:
@@ -60,7 +60,7 @@ class Listening:
         self._thread = threading.Thread(target=self._run, name="offload-server", daemon=True)
         self._error: BaseException | None = None
 
-    def __enter__(self) -> "Listening":
+    def __enter__(self) -> "HttpServer":
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             self._thread.join(_POLL_S)
