@@ -9,7 +9,7 @@ from offload.bench.harness import rates
 from offload.bench.harness.gate import Proof, Written, prove, reference
 from offload.bench.harness.synthetic import open_source
 from offload.calibration.link import device_link_bytes_per_s
-from offload.checkpoint.generation_config import start_tokens
+from offload.checkpoint.generation_config import start_ids_of
 from offload.checkpoint.hub import open_headers
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
@@ -106,7 +106,7 @@ class Setting(NamedTuple):
 
     def begun(self, written: Sequence[Written]) -> list[Written]:
         """Return the runs as the model saw them, each behind the tokens that start a text."""
-        start = start_tokens(open_headers(self.origin))
+        start = start_ids_of(open_headers(self.origin))
         return [run._replace(prompt_ids=with_start(run.prompt_ids, start)) for run in written]
 
     def as_dict(self) -> dict[str, Any]:

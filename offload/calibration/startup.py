@@ -76,7 +76,7 @@ def calibrate(
             sampler = Sampler(settings.sampling, target.vocab_size, *how)
             torch.set_num_threads(threads.start.draft.num_threads)
             # a start would end it
-            prompt = [int(0 in draft.start)] * _PROMPT_TOKENS + list(draft.start)
+            prompt = [int(0 in draft.start_ids)] * _PROMPT_TOKENS + list(draft.start_ids)
             draft_step_s = draft_curve(drafter, sampler, prompt, drafter.new_state())
         trees.costs = Costs(
             compute_s=compute_s,

@@ -64,7 +64,7 @@ def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def start_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
+def start_ids_of(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the ids before the decoder's text, none without an encoder. Raises `UserError`."""
     if not has_encoder(checkpoint.config):
         return ()

@@ -145,7 +145,7 @@ def write_samples(
     first = requests[0]
     with loading.open(console, first, tells_tree=False) as decoder:
         ids = decoder.encode(first.prompt or "", raw=first.raw)
-        num_new = first.num_new(ids, decoder.plan.context, decoder.target.start)
+        num_new = first.num_new(ids, decoder.plan.context, decoder.target.start_ids)
         console.say(clipped_line(first.max_new_tokens, num_new, len(ids), decoder.plan))
         try:
             for index, outcome in _finished(decoder, requests, console):

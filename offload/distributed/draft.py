@@ -33,7 +33,7 @@ from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, ranked_children
 from offload.drafting.static import point_mass_scores
 from offload.engine.build import resident_model
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.engine.sharing import num_shared
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
@@ -201,11 +201,11 @@ _ANSWER = 8  # nodes that are made ready before the head asks
 _AHEAD = 2  # one of so many rows may be run before the head asks; the others are kept for answers
 
 
-def load_draft(run: ResolvedRun, context: int, num_rows: int) -> DraftTree:
+def load_draft(setup: Setup, context: int, num_rows: int) -> DraftTree:
     """Return the tree of the run's draft, read into memory; the sizes are those of `DraftTree`."""
-    assert run.files.draft is not None, "there is one to load"
-    model = resident_model(run.files.draft, run.options.dtype, found=run.hooks.on_note)
-    vocab_size = config_sizes(run.files.target)["vocab_size"]
+    assert setup.files.draft is not None, "there is one to load"
+    model = resident_model(setup.files.draft, setup.dtype, found=setup.hooks.on_note)
+    vocab_size = config_sizes(setup.files.target)["vocab_size"]
     return DraftTree(model, vocab_size, context, num_rows)
 
 

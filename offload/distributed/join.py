@@ -26,7 +26,7 @@ from msgspec import Struct
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved
 from offload.distributed.agreement import gather_values, try_together
 from offload.distributed.transport import Channel, Transport, choose_interface
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.errors import TOLD, RankError, UserError, ensure, reason
 from offload.interrupts import terminated_at_once, terminated_later
 from offload.rank_roles import RankInfo, require_place
@@ -105,7 +105,7 @@ class Joined(NamedTuple):
 
 
 def meet_ranks(
-    run: ResolvedRun, resources: ExitStack, transport: Transport | None
+    setup: Setup, resources: ExitStack, transport: Transport | None
 ) -> tuple[Transport, tuple[str, ...]]:
     """Return the way to all other ranks, open as long as `resources`, and notes.
 
@@ -114,20 +114,20 @@ def meet_ranks(
     """
     if transport is not None:
         return transport, ()
-    target = run.files.target
-    options = run.options
-    run.hooks.on_phase("waiting for the other ranks")
+    target = setup.files.target
+    options = setup.options
+    setup.hooks.on_phase("waiting for the other ranks")
     identity = identity_of(target)
-    has_draft = "given" if run.files.draft else "none"
+    has_draft = "given" if setup.files.draft else "none"
     alike = {"--ranks": options.ranks, "--pipeline": options.pipeline, "--draft": has_draft}
-    alike |= {"--dtype": options.dtype, "--context": str(options.context)}
+    alike |= {"--dtype": setup.dtype, "--context": str(options.context)}
     agreed = " ".join(f"{flag} {value}" for flag, value in alike.items())
     joint = resources.enter_context(joined(require_place(), identity, agreed, target.shards))
-    _prove(run, joint, identity)
+    _prove(setup, joint, identity)
     return joint.transport, tuple(filter(None, [joint.note()]))
 
 
-def _prove(run: ResolvedRun, joint: Joined, identity: ModelIdentity) -> None:
+def _prove(setup: Setup, joint: Joined, identity: ModelIdentity) -> None:
     """Prove that all ranks have the same weights, if need be by reading all of them once.
 
     Raises `UserError` on all of them where they have not.
@@ -135,14 +135,14 @@ def _prove(run: ResolvedRun, joint: Joined, identity: ModelIdentity) -> None:
     told = [handshake.proofs for handshake in joint.handshakes]
     if all(proved(told[0], own) for own in told):
         return
-    run.hooks.on_phase("reading all weights once, to compare them with the other ranks'")
+    setup.hooks.on_phase("reading all weights once, to compare them with the other ranks'")
     read = partial(
         with_sum,
-        run.files.target,
+        setup.files.target,
         identity,
-        open_source=run.open_source,
-        limit_bytes_per_s=run.options.limit_bytes_per_s,
-        on_bytes=run.hooks.on_bytes,
+        open_source=setup.open_source,
+        limit_bytes_per_s=setup.options.limit_bytes_per_s,
+        on_bytes=setup.hooks.on_bytes,
     )
     mine = try_together(joint.transport, lambda: identity if identity.has_sum else read())
     proofs = gather_values(joint.transport, dict(mine.proofs), dict[str, str])

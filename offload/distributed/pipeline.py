@@ -20,13 +20,13 @@ from offload.distributed.stage import load_stage, serve_stage
 from offload.distributed.transport import Channel, Transport
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.request import Request
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.engine.text import load_tokenizer
 from offload.memory.plan import MemoryPlan
 
 
 def open_pipeline(
-    run: ResolvedRun,
+    setup: Setup,
     resources: ExitStack,
     transport: Transport | None = None,
     request: Request | None = None,
@@ -35,43 +35,43 @@ def open_pipeline(
 
     Raises `UserError` where ranks or the request do not fit, and `ReadError`.
     """
-    roles, pipeline = run.options.pipeline_roles(has_draft=run.files.draft is not None)
-    refuse_encoders(run.files)
+    roles, pipeline = setup.options.pipeline_roles(has_draft=setup.files.draft is not None)
+    refuse_encoders(setup.files)
     if request is not None:
         check_stages(request)
-    transport, met_notes = meet_ranks(run, resources, transport)
-    run.hooks.on_phase("measuring links, sharing layers")
-    rank = PipelineRank(run, transport, roles, pipeline)
+    transport, met_notes = meet_ranks(setup, resources, transport)
+    setup.hooks.on_phase("measuring links, sharing layers")
+    rank = PipelineRank(setup, transport, roles, pipeline)
     is_head = transport.rank == HEAD
     tokenizer = None
     if is_head or rank.drafts:
-        tokenizer = load_tokenizer(run.files.target.tokenizer_path)
+        tokenizer = load_tokenizer(setup.files.target.tokenizer_path)
     layers = rank.share_layers(tokenizer)
     plan = try_together(transport, lambda: _own_plan(rank, layers))
     if is_head and plan is not None and request is not None and request.prompt is not None:
         request.ids(tokenizer, rank.vocab_size, plan.context, plan.has_longest_context)
-    run.hooks.on_phase("reading layers")
+    setup.hooks.on_phase("reading layers")
     services, price = _load(rank, layers, plan, resources)
     if not is_head or plan is None:
         for service in services:
             service()
         raise SystemExit(0)
     head = Head(transport, roles, pipeline, rank.num_uncommitted, price=price)
-    resources.enter_context(serving(services, transport, run.device))
+    resources.enter_context(serving(services, transport, setup.device))
     resources.callback(head.stop)
     shares = ", ".join(f"{one.start} to {one.stop - 1}" for one in layers)
     drafts = "" if roles.draft is None else f"; rank {roles.draft} drafts"
-    notes = [f"layers by stage: {shares}{drafts}", *run.notes, *met_notes]
-    config = DecoderConfig.without_trees(run, plan, tokenizer)
+    notes = [f"layers by stage: {shares}{drafts}", *setup.notes, *met_notes]
+    config = DecoderConfig.without_trees(setup, plan, tokenizer)
     return PipelineDecoder(
-        head, config, rank.vocab_size, run.hooks, resources=resources.pop_all(), notes=notes
+        head, config, rank.vocab_size, setup.hooks, resources=resources.pop_all(), notes=notes
     )
 
 
 def _own_plan(rank: PipelineRank, layers: tuple[range, ...]) -> MemoryPlan | None:
     """Plan this rank's stage, if it is one. Raises `UserError`."""
     return (
-        None if rank.stage is None else rank.plan(rank.stage, layers[rank.stage], rank.run.budget)
+        None if rank.stage is None else rank.plan(rank.stage, layers[rank.stage], rank.setup.budget)
     )
 
 
@@ -86,20 +86,22 @@ def _load(
     seconds = list[float]()
     stage = None
     if rank.stage is not None and plan is not None:
-        stage = load_stage(rank.run, rank.section(rank.stage, layers[rank.stage]), plan, resources)
+        stage = load_stage(
+            rank.setup, rank.section(rank.stage, layers[rank.stage]), plan, resources
+        )
         others = rank.roles.stages
         before = others[rank.stage - 1] if rank.stage else HEAD
         after = others[rank.stage + 1] if rank.stage + 1 < len(others) else None
         services.append(partial(serve_stage, rank.transport, before, after, stage))
     if rank.drafts:
         if stage is None:
-            torch.set_num_threads(rank.run.options.threads or torch.get_num_threads())
-        tree = load_draft(rank.run, rank.context, rank.num_uncommitted)
+            torch.set_num_threads(rank.setup.options.threads or torch.get_num_threads())
+        tree = load_draft(rank.setup, rank.context, rank.num_uncommitted)
         services.append(partial(serve_draft, rank.transport, tree))
     if not services:  # a draft's rank, where no guesses are wanted, waits for the end
         services.append(partial(obey, rank.transport, HEAD, Channel.CONTROL, {}))
     agree_on(rank.transport)
-    rank.run.hooks.on_phase("timing passes")
+    rank.setup.hooks.on_phase("timing passes")
     price = RowPrice()
     if rank.pipeline.speculates:  # while all stages try it; of use to guesses alone
         seconds = [] if stage is None else stage.pass_times()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.distributed.head import Head
 from offload.drafting.lookup import NO_SOURCES, LookupDrafter
-from offload.engine.decoder import Decoder, RunStart
+from offload.engine.decoder import CheckedRequest, Decoder
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.hooks import Hooks
 from offload.engine.request import Request
@@ -55,7 +55,7 @@ class NullCache:
 class RemoteTarget:
     """What stands for the target: the head asks stages instead of scoring."""
 
-    start: tuple[int, ...] = ()
+    start_ids: tuple[int, ...] = ()
     peak_device_bytes = 0
     moved = Transfers()
     computing = nullcontext
@@ -128,7 +128,7 @@ class PipelineDecoder(Decoder):
         sequence.stats.add_step(Transfers(), draft_s=0.0, sweep_s=took_s, verify_s=0.0)
         return [counted]
 
-    def check(self, request: Request) -> RunStart:
+    def check(self, request: Request) -> CheckedRequest:
         """Check as every decoder does, and raise `UserError` where stages cannot draw the text."""
         check_stages(request)
         return super().check(request)

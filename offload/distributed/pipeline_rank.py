@@ -11,7 +11,7 @@ from offload.checkpoint.small_files import has_encoder
 from offload.distributed.agreement import broadcast_from_head, gather_values, try_together
 from offload.distributed.section import capacity_of
 from offload.distributed.transport import Transport
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
@@ -26,7 +26,7 @@ _LEAST_UNCOMMITTED = 64
 class PipelineRank(NamedTuple):
     """What one rank knows before layers are shared out."""
 
-    run: ResolvedRun
+    setup: Setup
     transport: Transport
     roles: Roles
     pipeline: PipelineOptions
@@ -52,11 +52,11 @@ class PipelineRank(NamedTuple):
 
     @property
     def vocab_size(self) -> int:
-        return config_sizes(self.run.files.target)["vocab_size"]
+        return config_sizes(self.setup.files.target)["vocab_size"]
 
     @property
     def context(self) -> int:
-        return self.plan(0, range(1), self.run.budget.unlimited()).context
+        return self.plan(0, range(1), self.setup.budget.unlimited()).context
 
     def section(self, index: int, layers: range) -> Section:
         """Return the section of a stage with these layers."""
@@ -64,7 +64,7 @@ class PipelineRank(NamedTuple):
 
     def plan(self, index: int, layers: range, room: MemoryBudget) -> MemoryPlan:
         """Plan what this rank takes as that stage, with the draft if it has it. Raises `UserError`."""
-        files = self.run.files
+        files = self.setup.files
         own = checkpoint_of(files.target, self.section(index, layers))
         return room.plan(
             ModelFiles(own, files.draft if self.drafts else None), self.num_uncommitted
@@ -76,15 +76,15 @@ class PipelineRank(NamedTuple):
         Raises `UserError` on all ranks where one of them has no room, or the draft other words than
         the target's `tokenizer`.
         """
-        files = self.run.files
-        room = self.run.budget.unlimited()
+        files = self.setup.files
+        room = self.setup.budget.unlimited()
         try_together(self.transport, lambda: self._try_least(tokenizer))
         # all ranks measure at one time: links may be the same
         mine = None
-        shape = model_shape(files.target, self.run.options.dtype)
+        shape = model_shape(files.target, self.setup.dtype)
         if self.stage is not None:
             held = self.plan(self.stage, range(len(shape.layer_bytes)), room)
-            mine = capacity_of(self.run, held, shares_kv=True)
+            mine = capacity_of(self.setup, held, shares_kv=True)
         told = gather_values(self.transport, mine, RankCapacity | None)
         capacities = [one for rank in self.roles.stages if (one := told[rank]) is not None]
         load = Load(shape.layer_bytes, room.plan(files, self.num_uncommitted).kv_bytes)
@@ -96,20 +96,20 @@ class PipelineRank(NamedTuple):
 
     def _try_least(self, tokenizer: Tokenizer | None) -> None:
         """Raise `UserError` for a draft with other words, or no room for one layer or the draft."""
-        files = self.run.files
+        files = self.setup.files
         if self.drafts and files.draft is not None:
             target, draft = (
                 Vocabulary(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft)
             )
             check_vocabulary(tokenizer, files, target, draft)
         if self.stage is not None:
-            self.plan(self.stage, range(1), self.run.budget)
+            self.plan(self.stage, range(1), self.setup.budget)
             return
         if not self.drafts or files.draft is None:
             return
         # a rank that only drafts needs room for its model and cache
-        budget = self.run.budget
-        shape = model_shape(files.draft, self.run.options.dtype)
+        budget = self.setup.budget
+        shape = model_shape(files.draft, self.setup.dtype)
         is_gpu = budget.gpu is not None
         needed_bytes = draft_bytes(shape, self.context, self.num_uncommitted, is_gpu=is_gpu)
         needed_bytes += RUNTIME_BYTES + noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES

@@ -23,7 +23,7 @@ from offload.checkpoint.cuts import Section
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.engine.build import send_beside_layers
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.memory.plan import MemoryPlan
 from offload.model.tree_model import TreeModel
 from offload.planning.shares import RankCapacity
@@ -102,37 +102,39 @@ class SectionModel(TreeModel):
         raise _LayersEndError(out[0] if isinstance(out, tuple) else out)
 
 
-def capacity_of(run: ResolvedRun, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
+def capacity_of(setup: Setup, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
     """Return what this rank can take, measured on all ranks of a host at one time.
 
     `held` is a plan without limits; keys and values count with layers where ranks share those.
     """
-    shards = run.files.target.shards
-    disk = link_bytes_per_s(shards, limit_bytes_per_s=run.options.limit_bytes_per_s)
-    gpu_bytes = run.budget.gpu
+    shards = setup.files.target.shards
+    disk = link_bytes_per_s(shards, limit_bytes_per_s=setup.options.limit_bytes_per_s)
+    gpu_bytes = setup.budget.gpu
     return RankCapacity.beside(
         held,
         0 if shares_kv else held.kv_bytes,
-        ram_bytes=run.budget.ram,
+        ram_bytes=setup.budget.ram,
         gpu_bytes=gpu_bytes,
         link_bytes_per_s=disk if gpu_bytes is None else _DEVICE_LINK_BYTES_PER_S,
         disk_bytes_per_s=disk,
-        compute_s=_compute_s(run),
+        compute_s=_compute_s(setup),
     )
 
 
-def _compute_s(run: ResolvedRun) -> float:
+def _compute_s(setup: Setup) -> float:
     """Return the seconds that a usual tree takes in all layers, by a product that is as wide."""
-    target = run.files.target
-    dtype = run.options.dtype
+    target = setup.files.target
+    dtype = setup.dtype
     width = min(config_sizes(target)["hidden_size"], _MOST_WIDTH)
-    measure = product_timer(compute_dtype_name(target, dtype), AUTO_NODES, width, run.device.place)
+    measure = product_timer(
+        compute_dtype_name(target, dtype), AUTO_NODES, width, setup.device.place
+    )
     once_s = median(measure() for _ in range(_NUM_TIMES))
     return once_s * model_shape(target, dtype).num_weights / width**2
 
 
 def load_section(
-    run: ResolvedRun,
+    setup: Setup,
     checkpoint: Checkpoint,
     section: Section,
     plan: MemoryPlan,
@@ -143,24 +145,24 @@ def load_section(
 
     `more` goes to the model. What both hold is open as long as `resources`.
     """
-    device = run.device
-    model = SectionModel(checkpoint, section, run.options.dtype, device.place, **more)
+    device = setup.device
+    model = SectionModel(checkpoint, section, setup.dtype, device.place, **more)
     resources.callback(model.close)
-    scan = WeightScan(checkpoint, run.hooks.on_note)
+    scan = WeightScan(checkpoint, setup.hooks.on_note)
     scan.expect(model.layer_layouts, plan.tier_L)
-    store = run.open_source(
+    store = setup.open_source(
         checkpoint.shards,
         stamps=checkpoint.stamps,
-        rate_limit_bytes_per_s=run.options.limit_bytes_per_s,
+        rate_limit_bytes_per_s=setup.options.limit_bytes_per_s,
         watcher=scan.look,
     )
     resources.callback(store.close)
     if plan.is_streamed:
         for note in send_beside_layers(device, resources, model):
-            run.hooks.on_note(note)
+            setup.hooks.on_note(note)
     model.read_rest(store.fetch)
     model.expand_with(choose_expansion(model, store.fetch, device).kernels)
-    threads = thread_policy(model, None, AUTO_NODES, run.options.threads, device)
+    threads = thread_policy(model, None, AUTO_NODES, setup.options.threads, device)
     torch.set_num_threads(threads.start.sweep.num_threads)
     stream = open_layers(store, model.layer_layouts, plan, device, resources)
     stream.load_resident()

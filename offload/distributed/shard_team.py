@@ -32,7 +32,7 @@ from offload.distributed.sharding import (
 )
 from offload.distributed.shards import ShardedTarget, serve_shard
 from offload.distributed.transport import Transport
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.engine.team import Team
 from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan
@@ -56,12 +56,12 @@ class Shards(Team):
         self._resources = resources
         self.notes = (f"rows of every layer by rank: {sharding.percentages}", *notes)
 
-    def own(self, run: ResolvedRun) -> ResolvedRun:
+    def own(self, setup: Setup) -> Setup:
         """Return the run of this rank's rows, with all that is around the layers."""
-        own = self.sharding.checkpoint_of(self.exchange.transport.rank, run.files.target)
+        own = self.sharding.checkpoint_of(self.exchange.transport.rank, setup.files.target)
         # profiles are those of one process
-        options = replace(run.options, profile="none")
-        return replace(run, files=run.files._replace(target=own), options=options)
+        options = replace(setup.options, profile="none")
+        return replace(setup, files=setup.files._replace(target=own), options=options)
 
     def adapt(self, meta_model: Any) -> None:
         """Cut the model to these rows."""
@@ -80,42 +80,42 @@ class Shards(Team):
         return target
 
 
-def join_shards(
-    run: ResolvedRun, resources: ExitStack, transport: Transport | None = None
-) -> Shards:
+def join_shards(setup: Setup, resources: ExitStack, transport: Transport | None = None) -> Shards:
     """Return the head's view, once all ranks have agreed.
 
     On any other rank: follow the head to its end, then raise `SystemExit`. Raises `UserError` where
     ranks do not come or do not fit, or layers cannot be shared.
     """
     own_bytes = rss_bytes()
-    transport, notes = meet_ranks(run, resources, transport)
-    run.hooks.on_phase("measuring links, sharing layers")
-    shards = _share(run, transport, own_bytes, resources, notes)
+    transport, notes = meet_ranks(setup, resources, transport)
+    setup.hooks.on_phase("measuring links, sharing layers")
+    shards = _share(setup, transport, own_bytes, resources, notes)
     if transport.rank:
-        _follow(shards, run, resources)
+        _follow(shards, setup, resources)
         raise SystemExit(0)
     return shards
 
 
 def _share(
-    run: ResolvedRun,
+    setup: Setup,
     transport: Transport,
     own_bytes: int,
     resources: ExitStack,
     notes: Sequence[str],
 ) -> Shards:
     """Measure, and share layers out so that all ranks take equally long."""
-    files = run.files
-    dtype = run.options.dtype
+    files = setup.files
+    dtype = setup.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
     # links are measured at one time: they may be the same
-    has_gpu = any(gather_values(transport, run.device.has_own_memory, bool))
-    held = run.budget.unlimited().plan(shard_files(files, even, transport.rank), AUTO_NODES)
-    mine = capacity_of(run, held, shares_kv=even.has_own_heads)
+    has_gpu = any(gather_values(transport, setup.device.has_own_memory, bool))
+    held = setup.budget.unlimited().plan(shard_files(files, even, transport.rank), AUTO_NODES)
+    mine = capacity_of(setup, held, shares_kv=even.has_own_heads)
     capacities = gather_values(transport, mine, RankCapacity)
     shape = model_shape(files.target, dtype)
-    kv_bytes = run.budget.unlimited().plan(files, AUTO_NODES).kv_bytes if even.has_own_heads else 0
+    kv_bytes = (
+        setup.budget.unlimited().plan(files, AUTO_NODES).kv_bytes if even.has_own_heads else 0
+    )
     load = Load(shape.layer_bytes, kv_bytes)
     # numbers of the head's processor
     fractions = broadcast_from_head(transport, shard_fractions(capacities, load), tuple[float, ...])
@@ -130,14 +130,14 @@ def _share(
     return shards
 
 
-def _follow(shards: Shards, run: ResolvedRun, resources: ExitStack) -> None:
+def _follow(shards: Shards, setup: Setup, resources: ExitStack) -> None:
     """Load what the head's plan leaves to this rank, and compute what the head says until it ends."""
     transport = shards.exchange.transport
     num_nodes, context = broadcast_from_head(transport, (0, 0), _Planned)
-    files = shard_files(run.files, shards.sharding, transport.rank)
-    budget = replace(run.budget, context=context)
+    files = shard_files(setup.files, shards.sharding, transport.rank)
+    budget = replace(setup.budget, context=context)
     plan = try_together(transport, lambda: budget.plan(files, num_nodes))
-    own = shards.own(run).files.target
-    model, stream = load_section(run, own, layers_alone(own), plan, resources, adapt=shards.adapt)
+    own = shards.own(setup).files.target
+    model, stream = load_section(setup, own, layers_alone(own), plan, resources, adapt=shards.adapt)
     agree_on(transport)
     serve_shard(model, stream, plan, shards.exchange)

@@ -40,7 +40,7 @@ from offload.distributed.orders import (
 from offload.distributed.section import SectionModel, load_section
 from offload.distributed.service import Acts, obey
 from offload.distributed.transport import Channel, Transport
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.errors import RankError, ensure, reason
 from offload.memory.plan import MemoryPlan
 from offload.model.parts import BatchPart, causal
@@ -207,14 +207,14 @@ class PipelineStage:
 
 
 def load_stage(
-    run: ResolvedRun, section: Section, plan: MemoryPlan, resources: ExitStack
+    setup: Setup, section: Section, plan: MemoryPlan, resources: ExitStack
 ) -> PipelineStage:
     """Return the stage of this section, whose stream has begun; it is open as long as `resources`."""
-    has_host_table = run.device.has_own_memory
+    has_host_table = setup.device.has_own_memory
     model, stream = load_section(
-        run, run.files.target, section, plan, resources, has_host_table=has_host_table
+        setup, setup.files.target, section, plan, resources, has_host_table=has_host_table
     )
-    return PipelineStage(model, stream, plan, slow_layer_s=run.options.slow_layer_s)
+    return PipelineStage(model, stream, plan, slow_layer_s=setup.options.slow_layer_s)
 
 
 def serve_stage(transport: Transport, before: int, after: int | None, stage: PipelineStage) -> None:

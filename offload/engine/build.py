@@ -19,7 +19,7 @@ from offload.checkpoint.safetensors import Checkpoint
 from offload.engine.hooks import Progress
 from offload.engine.identities import Identities
 from offload.engine.request import Request
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.engine.session import check_session, require_sessions
 from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary, load_tokenizer
 from offload.model.encoder_decoder import EncoderDecoderModel
@@ -37,7 +37,7 @@ class ModelPair:
     `notes` are for the user, `damage` is what the scans of both have found that is not finite.
     """
 
-    run: ResolvedRun
+    setup: Setup
     target: TreeModel
     draft: TreeModel | None
     store: ByteSource
@@ -59,7 +59,7 @@ def open_model(
 
 
 def open_pair(
-    run: ResolvedRun,
+    setup: Setup,
     request: Request,
     resources: ExitStack,
     adapt: Callable[[nn.Module], None],
@@ -74,15 +74,15 @@ def open_pair(
 
     Raises `UserError` where the two do not fit each other, or cannot serve the request.
     """
-    files = run.files
-    dtype = run.options.dtype
-    place = run.device.place
-    plan = run.plan_for(1)
+    files = setup.files
+    dtype = setup.dtype
+    place = setup.device.place
+    plan = setup.plan_for(1)
     target = open_model(
         files.target,
         dtype,
         place,
-        has_host_table=run.device.has_own_memory,
+        has_host_table=setup.device.has_own_memory,
         adapt=adapt,
         on_demand=plan.has_experts,
     )
@@ -92,19 +92,19 @@ def open_pair(
     if files.draft is not None:
         draft = open_model(files.draft, dtype, place)
         resources.callback(draft.close)
-        words = (Vocabulary(one.vocab_size, one.start) for one in (target, draft))
+        words = (Vocabulary(one.vocab_size, one.start_ids) for one in (target, draft))
         check_vocabulary(tokenizer, files, *words)
-    limit = run.options.limit_bytes_per_s
+    limit = setup.options.limit_bytes_per_s
     identities = Identities(
-        files, run.open_source, dtype=dtype, limit_bytes_per_s=limit, is_wished=is_summed
+        files, setup.open_source, dtype=dtype, limit_bytes_per_s=limit, is_wished=is_summed
     )
     damage = list[str]()
     scans = tuple(WeightScan(one, damage.append) for one in files if one is not None)
-    store = _open_files(run, files.target, limit, identities.watching("target", scans[0].look))
+    store = _open_files(setup, files.target, limit, identities.watching("target", scans[0].look))
     resources.callback(store.close)
     end_ids = end_ids_of(files.target)
     pair = ModelPair(
-        run=run,
+        setup=setup,
         target=target,
         draft=draft,
         store=store,
@@ -122,23 +122,23 @@ def open_pair(
 
 def _check(pair: ModelPair, request: Request) -> None:
     """Raise `UserError` for a request that these models cannot serve."""
-    plan = pair.run.plan_for(1)
-    start = pair.target.start
+    plan = pair.setup.plan_for(1)
+    start_ids = pair.target.start_ids
     if request.prompt is not None:
         bounds = (plan.context, plan.has_longest_context)
-        request.ids(pair.tokenizer, pair.target.vocab_size, *bounds, start=start)
+        request.ids(pair.tokenizer, pair.target.vocab_size, *bounds, start_ids=start_ids)
     if request.grammar is not None:
         pair.grammars.mask(request.grammar)
     if request.is_kept or request.session is not None:
-        require_sessions(start)
+        require_sessions(start_ids)
     if request.session is not None:
         check_session(Path(request.session), pair.identities, plan)
 
 
 def _open_files(
-    run: ResolvedRun, checkpoint: Checkpoint, limit_bytes_per_s: float | None, watcher: Watcher
+    setup: Setup, checkpoint: Checkpoint, limit_bytes_per_s: float | None, watcher: Watcher
 ) -> ByteSource:
-    return run.open_source(
+    return setup.open_source(
         checkpoint.shards,
         stamps=checkpoint.stamps,
         rate_limit_bytes_per_s=limit_bytes_per_s,
@@ -157,13 +157,13 @@ def read_pair(pair: ModelPair) -> list[KernelChoice]:
     total_bytes = target.rest_bytes
     if draft is not None:
         total_bytes += draft.rest_bytes + draft.layers_bytes
-    count = counter(total_bytes, pair.run.hooks.on_bytes)
+    count = counter(total_bytes, pair.setup.hooks.on_bytes)
     count(target.read_rest(pair.store.fetch))
     target.bring_samples(pair.store.fetch)
     choices = [_pick_expansion(pair, target, pair.store)]
     if draft is not None:
         watcher = pair.identities.watching("draft", pair.scans[1].look)
-        source = _open_files(pair.run, draft.checkpoint, None, watcher)
+        source = _open_files(pair.setup, draft.checkpoint, None, watcher)
         with closing(source):
             count(draft.read_rest(source.fetch, target))
             choices.append(_pick_expansion(pair, draft, source))
@@ -183,7 +183,7 @@ def send_beside_layers(
 
 def telling(pair: ModelPair) -> Callable[[int], None]:
     """Return `on_layer` for a target: behind first sweeps it tells what weights have shown."""
-    hooks = pair.run.hooks
+    hooks = pair.setup.hooks
     num_layers = pair.target.num_layers
     num_done = 0
 
@@ -207,7 +207,7 @@ def telling(pair: ModelPair) -> Callable[[int], None]:
 
 def _pick_expansion(pair: ModelPair, model: TreeModel, store: ByteSource) -> KernelChoice:
     """Choose how a model's coded weights are expanded, and let them be so."""
-    choice = choose_expansion(model, store.fetch, pair.run.device)
+    choice = choose_expansion(model, store.fetch, pair.setup.device)
     model.expand_with(choice.kernels)
     pair.notes.extend(note for note in choice.notes if note not in pair.notes)
     return choice

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Unpack, overload
 
 from offload.declaration import whole_number
-from offload.engine.generation import Generation, Run, RunStart
+from offload.engine.generation import CheckedRequest, Generation, Run
 from offload.engine.request import Prompt, Request, Tool, encode, request_of, samples_of, several_of
 from offload.engine.scheduler import in_order
 from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
@@ -143,7 +143,7 @@ class Decoder(TokenDecoder):
         return self.start(request, continues=continues)
 
     def start(
-        self, request: Request, *, continues: bool = False, checked: RunStart | None = None
+        self, request: Request, *, continues: bool = False, checked: CheckedRequest | None = None
     ) -> Run:
         """Prepare a generation from a request, as `run` does.
 
@@ -153,10 +153,10 @@ class Decoder(TokenDecoder):
         sampling = request.sampling
         prompt_ids, acceptance, choice = checked or self.check(request)
         # no text goes on that an encoder reads
-        start_ids = self._start or prompt_ids
+        start_ids = self._start_ids or prompt_ids
         # before a place is taken: it may fail
         text = TextStream(self.tokenizer, start_ids, request.stops)
-        num_new = request.num_new(prompt_ids, self.plan.context, self._start)
+        num_new = request.num_new(prompt_ids, self.plan.context, self._start_ids)
         limits = Limits(num_new, self.end_ids)
         sequence = self.begin(
             prompt_ids,
@@ -175,11 +175,13 @@ class Decoder(TokenDecoder):
         sequence.num_logprobs = request.num_logprobs
         return Run(self, sequence, text, choice)
 
-    def check(self, request: Request) -> RunStart:
+    def check(self, request: Request) -> CheckedRequest:
         """Return what a run of this request begins with; any thread may ask. Raises `UserError`."""
         bounds = (self.plan.context, self.plan.has_longest_context)
         with self._encoding:
-            prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=self._start)
+            prompt_ids = request.ids(
+                self.tokenizer, self._vocab_size, *bounds, start_ids=self._start_ids
+            )
         acceptance = self.rule if request.rule is None else self._other_rule(request.rule)
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
         if request.grammar is not None:
@@ -219,7 +221,10 @@ class Decoder(TokenDecoder):
         rule = f"{rule} of {self.plan.context} tokens"
         require(most <= self.plan.context, rule, most, "raise `context`")
         require(
-            not self._start, "models with an encoder score no texts", "one", "choose another model"
+            not self._start_ids,
+            "models with an encoder score no texts",
+            "one",
+            "choose another model",
         )
         with self.turn.stepping():
             scorer = Scorer(
@@ -246,7 +251,7 @@ class Decoder(TokenDecoder):
 
         `messages` and `num_turns` are a conversation's. Raises `UserError`.
         """
-        require_sessions(self._start, self.num_parallel)
+        require_sessions(self._start_ids, self.num_parallel)
         with self.turn.held():
             told = (messages, num_turns)
             save_session(Path(path), self.identities, self._pool, self.arithmetic, *told)
@@ -256,7 +261,7 @@ class Decoder(TokenDecoder):
 
         Raises `UserError` for files of other weights or types, longer than the context, or broken.
         """
-        require_sessions(self._start, self.num_parallel)
+        require_sessions(self._start_ids, self.num_parallel)
         with self.turn.held():
             return load_session(Path(path), self.identities, self.plan, self._pool, self.arithmetic)
 

@@ -10,7 +10,7 @@ from offload.checkpoint.generation_config import end_ids_of
 from offload.checkpoint.sizes import config_sizes
 from offload.drafting.lookup import NO_SOURCES, GuessSources
 from offload.engine.identities import Identities
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.engine.text import Tokenizer
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
@@ -37,16 +37,16 @@ class DecoderConfig(NamedTuple):
 
     @classmethod
     def without_trees(
-        cls, run: ResolvedRun, plan: MemoryPlan, tokenizer: Tokenizer | None
+        cls, setup: Setup, plan: MemoryPlan, tokenizer: Tokenizer | None
     ) -> "DecoderConfig":
         """Return what a decoder has to know whose target other ranks compute, guesses included."""
-        end_ids = end_ids_of(run.files.target)
-        vocab_size = config_sizes(run.files.target)["vocab_size"]
+        end_ids = end_ids_of(setup.files.target)
+        vocab_size = config_sizes(setup.files.target)["vocab_size"]
         return cls(
             plan=plan,
-            identities=Identities(run.files, run.open_source, dtype=run.options.dtype),
+            identities=Identities(setup.files, setup.open_source, dtype=setup.dtype),
             trees=TreeSelector.without_trees(plan),
-            rule=run.options.rule,
+            rule=setup.options.rule,
             threads=ThreadPolicy.fixed(torch.get_num_threads()),
             tokenizer=tokenizer,
             end_ids=end_ids,

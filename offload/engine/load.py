@@ -130,5 +130,5 @@ def open_decoder(
     """
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
-    run = resolve(model, draft, options, device=device, open_source=open_source, hooks=hooks)
-    return open_run(run, request, transport)
+    setup = resolve(model, draft, options, device=device, open_source=open_source, hooks=hooks)
+    return open_run(setup, request, transport)

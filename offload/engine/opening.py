@@ -1,4 +1,4 @@
-"""From a resolved run to a decoder, step by step: build, check, read, try out, plan, start.
+"""From a `Setup` to a decoder, step by step: build, check, read, try out, plan, start.
 
 What can be refused is refused before the first weight is read; what was open when a later step
 fails is closed again.
@@ -27,49 +27,49 @@ from offload.engine.decoder import Decoder
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.ranks import LOADERS
 from offload.engine.request import Request
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.engine.team import Team
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.streaming.experts import ExpertPool, open_pool
 from offload.streaming.layers import open_layers
 
 
-def open_run(run: ResolvedRun, request: Request | None = None, transport: Any = None) -> Decoder:
+def open_run(setup: Setup, request: Request | None = None, transport: Any = None) -> Decoder:
     """Build, read and calibrate what `resolve` has decided. Raises what `load` raises."""
-    roles = run.options.roles()
-    with run.computing(), ExitStack() as resources:
+    roles = setup.options.roles()
+    with setup.computing(), ExitStack() as resources:
         if roles is None:
-            return _open(run, request or Request(), Team(), resources)
+            return _open(setup, request or Request(), Team(), resources)
         if roles.is_sharded:
-            team = LOADERS["shards"](run, resources, transport)
-            return _open(team.own(run), request or Request(), team, resources)
-        pipeline: Decoder = LOADERS["stages"](run, resources, transport, request)
+            team = LOADERS["shards"](setup, resources, transport)
+            return _open(team.own(setup), request or Request(), team, resources)
+        pipeline: Decoder = LOADERS["stages"](setup, resources, transport, request)
         return pipeline
 
 
-def _open(run: ResolvedRun, request: Request, team: Team, resources: ExitStack) -> Decoder:
+def _open(setup: Setup, request: Request, team: Team, resources: ExitStack) -> Decoder:
     """Open a decoder, which takes over `resources`."""
-    settings = run.settings(request.sampling)
-    trees = run.tree_selector(settings.sampling)
+    settings = setup.settings(request.sampling)
+    trees = setup.tree_selector(settings.sampling)
     trees.exchange_s = team.exchange_s
     trees.check(*settings)
-    run.hooks.on_phase("building the models")
+    setup.hooks.on_phase("building the models")
     # a sum of all weights is taken on the way where all of them are read
-    is_summed = request.is_for_file and team.is_alone and not run.plan_for(1).has_experts
-    pair = open_pair(run, request, resources, team.adapt, is_summed=is_summed)
+    is_summed = request.is_for_file and team.is_alone and not setup.plan_for(1).has_experts
+    pair = open_pair(setup, request, resources, team.adapt, is_summed=is_summed)
     prepare_invariance(
-        pair.target, run.options, run.plan_for(1), device=run.device, is_alone=team.is_alone
+        pair.target, setup.options, setup.plan_for(1), device=setup.device, is_alone=team.is_alone
     )
     config = _measure(pair, trees, team, settings, resources)
     plan = config.plan
-    run.hooks.on_phase("reading layers that stay")
+    setup.hooks.on_phase("reading layers that stay")
     # samples, to try and to time by; the plan has no room for them beside its own
     pair.target.drop_experts()
     pair.scans[0].expect(pair.target.layer_layouts, plan.tier_L)
     layouts = [*pair.target.layer_layouts, *pair.target.encoder_layouts]
-    layers = open_layers(pair.store, layouts, plan, run.device, resources)
+    layers = open_layers(pair.store, layouts, plan, setup.device, resources)
     staying_bytes = sum(layouts[layer].slab_bytes for layer in layers.carrier.loaded)
-    layers.load_resident(counter(staying_bytes, run.hooks.on_bytes))
+    layers.load_resident(counter(staying_bytes, setup.hooks.on_bytes))
     target = team.target(
         pair.target,
         layers,
@@ -77,9 +77,9 @@ def _open(run: ResolvedRun, request: Request, team: Team, resources: ExitStack) 
         kernels=config.choice.kernels,
         on_layer=telling(pair),
         experts=_open_experts(pair, config, settings, resources),
-        device=run.device,
+        device=setup.device,
     )
-    pair.notes.extend([*run.notes, *team.notes])
+    pair.notes.extend([*setup.notes, *team.notes])
     drafter = drafter_of(
         pair.draft,
         pair.target.vocab_size,
@@ -95,28 +95,28 @@ def _measure(
     pair: ModelPair, trees: TreeSelector, team: Team, settings: RunSettings, resources: ExitStack
 ) -> DecoderConfig:
     """Read what lies around the layers, try out how to compute, settle the tree and its memory."""
-    run = pair.run
-    options = run.options
-    hooks = run.hooks
+    setup = pair.setup
+    options = setup.options
+    hooks = setup.hooks
     target = pair.target
     draft = pair.draft
-    least = run.plan_for(1)
+    least = setup.plan_for(1)
     has_draft = draft is not None
     sources = open_sources(options, pair.tokenizer, target.vocab_size, has_draft=has_draft)
     if least.is_streamed:
-        pair.notes.extend(send_beside_layers(run.device, resources, target, draft))
+        pair.notes.extend(send_beside_layers(setup.device, resources, target, draft))
 
     # the first weights: what can be refused has been
     hooks.on_phase("reading draft and embeddings" if has_draft else "reading embeddings")
     trials = [trial for expansion in read_pair(pair) for trial in expansion.comparisons]
     hooks.on_phase("choosing kernels and threads")
-    most = run.plan_for(trees.most_nodes)
-    choice = pick_kernels(target, draft, run.device, most, settings)
+    most = setup.plan_for(trees.most_nodes)
+    choice = pick_kernels(target, draft, setup.device, most, settings)
     pair.notes.extend(choice.notes)
-    threads = thread_policy(target, draft, run.tree.num_nodes, options.threads, run.device)
+    threads = thread_policy(target, draft, setup.tree.num_nodes, options.threads, setup.device)
 
     same_bits = partial(settle_invariance, target, pair.store.fetch, options, threads)
-    invariance = same_bits(least, hooks.on_phase, device=run.device, is_alone=team.is_alone)
+    invariance = same_bits(least, hooks.on_phase, device=setup.device, is_alone=team.is_alone)
     is_chosen = trees.spec.is_chosen
     measuring = "measuring how fast layers come, choosing a tree"
     hooks.on_phase(measuring if is_chosen else "planning memory")
@@ -129,12 +129,12 @@ def _measure(
             settings,
             threads=threads,
             choice=choice,
-            link=run.measure_link,
+            link=setup.measure_link,
         )
-    plan = run.plan_for(trees.nodes_to_plan(*settings))
+    plan = setup.plan_for(trees.nodes_to_plan(*settings))
     trees.limit_to(plan)
     if plan.is_streamed and not least.is_streamed:
-        invariance = same_bits(plan, hooks.on_phase, device=run.device, is_alone=team.is_alone)
+        invariance = same_bits(plan, hooks.on_phase, device=setup.device, is_alone=team.is_alone)
     pair.notes.extend(invariance.notes)
     team.tell_plan(plan)
     return DecoderConfig(
@@ -169,12 +169,12 @@ def _open_experts(
         pair.store,
         records,
         config.plan.num_expert_slots,
-        pair.run.device,
+        pair.setup.device,
         resources,
         uses_B=None if uses is None else np.array(uses.uses_B),
         num_host_slots=config.plan.num_host_expert_slots,
         ahead_rows=trees.ahead_rows(),
     )
     if uses is not None:
-        pool.warm(uses.uses_B, config.plan.num_kept_experts, pair.run.hooks.on_bytes)
+        pool.warm(uses.uses_B, config.plan.num_kept_experts, pair.setup.hooks.on_bytes)
     return pool

@@ -55,11 +55,11 @@ def check_run(
     if len(here) == len(names) and roles is None:
         files = files_of(here, draft, options.draft_dtype)
         if is_on_cpu:
-            run = resolve_files(files, options)
+            setup = resolve_files(files, options)
             if not needs_context:
                 context = min(_SHORT, longest_context(files.target) or _SHORT)
-                run = replace(run, budget=replace(run.budget, context=context))
-            run.admit()
+                setup = replace(setup, budget=replace(setup.budget, context=context))
+            setup.admit()
     if needs_template and headers[0] is not None:
         place = headers[0].tokenizer_path
         # what a GGUF file says of templates is left to the library that reads it

@@ -6,5 +6,5 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-# called with the run, the resources to close in the end, the transport, and of stages the first request
+# called with the setup, the resources to close in the end, the transport, and of stages the first request
 LOADERS: dict[Literal["shards", "stages"], Callable[..., Any]] = {}

@@ -103,13 +103,13 @@ class Request:
         context: int,
         is_longest: bool = False,
         *,
-        start: tuple[int, ...] = (),
+        start_ids: tuple[int, ...] = (),
     ) -> list[int]:
         """Return the token ids of the prompt. Raises `UserError`.
 
         Args:
             is_longest: the model allows no more than `context` positions.
-            start: of a decoder whose prompt an encoder reads; prompt and new tokens have `context`
+            start_ids: of a decoder whose prompt an encoder reads; prompt and new tokens have `context`
                 each.
         """
         self.check()
@@ -117,7 +117,7 @@ class Request:
             raise UserError(
                 "`stop` is looked for in text, and this checkpoint has no tokenizer: leave it out"
             )
-        if start and _are_messages(self.prompt):
+        if start_ids and _are_messages(self.prompt):
             raise UserError(
                 "a model with an encoder reads every prompt anew and cannot chat: use offload "
                 "generate"
@@ -126,9 +126,9 @@ class Request:
         rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
         require(most < vocab_size, rule, most, "use this model's tokenizer")
         ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw, tools=self.tools)
-        num_new = self.num_new(ids, context, start)
-        if start:
-            _check_source(ids, start, num_new, context, None if self.is_clipped else num_new)
+        num_new = self.num_new(ids, context, start_ids)
+        if start_ids:
+            _check_source(ids, start_ids, num_new, context, None if self.is_clipped else num_new)
         elif len(ids) + num_new > context:
             remedy = ": raise `context`, "
             if is_longest:
@@ -140,11 +140,11 @@ class Request:
             raise NoRoom(f"{what}{remedy}shorten the prompt{fewer}", len(ids), asked, context)
         return ids
 
-    def num_new(self, ids: Sequence[int], context: int, start: tuple[int, ...] = ()) -> int:
+    def num_new(self, ids: Sequence[int], context: int, start_ids: tuple[int, ...] = ()) -> int:
         """Return how many tokens may be written behind a prompt, one at least if any are wanted."""
         if not self.is_clipped:
             return self.max_new_tokens
-        return min(self.max_new_tokens, max(1, context - len(start or ids)))
+        return min(self.max_new_tokens, max(1, context - len(start_ids or ids)))
 
 
 def request_of(
@@ -186,24 +186,24 @@ def several_of(prompt: Any) -> Sequence[Prompt] | None:
     return prompt
 
 
-def with_start(ids: Sequence[int], start: tuple[int, ...]) -> list[int]:
-    """Return a prompt with the start of a decoder behind an encoder's part."""
-    return [*ids, *(token for token in start if token not in ids)]
+def with_start(ids: Sequence[int], start_ids: tuple[int, ...]) -> list[int]:
+    """Return a prompt with the start ids of a decoder behind an encoder's part."""
+    return [*ids, *(token for token in start_ids if token not in ids)]
 
 
 def _check_source(
-    ids: list[int], start: tuple[int, ...], num_new: int, context: int, asked: int | None
+    ids: list[int], start_ids: tuple[int, ...], num_new: int, context: int, asked: int | None
 ) -> None:
     """Raise `UserError` where an encoder's prompt and its new tokens do not fit."""
-    if start[0] in ids:
+    if start_ids[0] in ids:
         raise UserError(
-            f"a prompt must not contain the token {start[0]}, with which this model's own text "
+            f"a prompt must not contain the token {start_ids[0]}, with which this model's own text "
             f"begins: leave it out"
         )
     if len(ids) > context:
         what = f"the encoder reads at most `context` tokens, {context}, got a prompt of {len(ids)}"
         raise NoRoom(f"{what}: raise `context` or shorten the prompt", len(ids), asked, context)
-    if len(start) + num_new > context:
+    if len(start_ids) + num_new > context:
         what = f"a start and {num_new} new tokens exceed the context of {context}"
         raise NoRoom(f"{what}: raise `context` or lower `max_new_tokens`", len(ids), asked, context)
 

@@ -75,11 +75,11 @@ class Assumptions(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedRun:
+class Setup:
     """What options come to with the headers of these models on this machine, or an assumed one."""
 
     files: ModelFiles
-    options: LoadOptions  # checked, with `dtype` settled
+    options: LoadOptions
     tree: TreeSpec
     device: Device  # that computes here; of a machine elsewhere `budget` knows it
     budget: MemoryBudget
@@ -87,6 +87,11 @@ class ResolvedRun:
     assumed: Assumptions | None = None  # None where it will be loaded
     open_source: OpenSource = DiskReader
     hooks: Hooks = NO_HOOKS
+
+    @property
+    def dtype(self) -> str:
+        """Return the type that is computed in; `options` have what was asked for."""
+        return self.budget.dtype
 
     @property
     def hardware(self) -> Hardware | None:
@@ -117,11 +122,11 @@ class ResolvedRun:
     @property
     def machine(self) -> Machine:
         """Return the machine that a profile of this one would be for."""
-        dtype = compute_dtype_name(self.files.target, self.options.dtype)
+        dtype = compute_dtype_name(self.files.target, self.dtype)
         return Machine.here(dtype, self.device.name)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Let this thread compute on the run's device meanwhile."""
+        """Let this thread compute on its device meanwhile."""
         return self.device.computing()
 
     def plan_for(self, num_nodes: int) -> MemoryPlan:
@@ -207,7 +212,7 @@ class ResolvedRun:
         """Return the costs of the named machine; None where nothing is known of computing."""
         if self.hardware is None or not self.hardware.flops_per_s:
             return None
-        dtype = self.options.dtype
+        dtype = self.dtype
         alone = self.budget.plan(ModelFiles(self.files.target), 1)
         target, draft = self.files
         draft_shape = None if draft is None else model_shape(draft, dtype)
@@ -253,10 +258,10 @@ def resolve(
     *,
     device: Device | None = None,
     assumed: Assumptions | None = None,
-    admit: Callable[[ResolvedRun], object] = ResolvedRun.admit,
+    admit: Callable[[Setup], object] = Setup.admit,
     open_source: OpenSource = DiskReader,
     hooks: Hooks = NO_HOOKS,
-) -> ResolvedRun:
+) -> Setup:
     """Read headers, fetch what is missing, and decide all that does not need a loaded model.
 
     Args:
@@ -274,28 +279,28 @@ def resolve(
     read = open_headers if assumed is None else assumed.read
     headers = list(map(read, names, [options.config, None]))
     as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
-    run = resolve_files(as_files(headers), options, device, assumed)
-    run = replace(run, open_source=open_source, hooks=hooks)
-    admit(run)
+    setup = resolve_files(as_files(headers), options, device, assumed)
+    setup = replace(setup, open_source=open_source, hooks=hooks)
+    admit(setup)
     if assumed is None:
-        run = replace(run, files=as_files(fetch(names, headers, hooks.on_phase)))
-    elif run.files.draft is not None and not run.files.draft.is_copy:
-        require_one_vocabulary(run.files.target, run.files.draft)
-    if run.ranks is not None:
-        require_no_states(run.files, run.options.dtype)
-        return run
-    budget = run.budget
-    if run.hardware is None:
+        setup = replace(setup, files=as_files(fetch(names, headers, hooks.on_phase)))
+    elif setup.files.draft is not None and not setup.files.draft.is_copy:
+        require_one_vocabulary(setup.files.target, setup.files.draft)
+    if setup.ranks is not None:
+        require_no_states(setup.files, setup.dtype)
+        return setup
+    budget = setup.budget
+    if setup.hardware is None:
         budget = link.with_rates(
             budget,
-            run.files,
-            run.least_nodes,
+            setup.files,
+            setup.least_nodes,
             num_threads=options.threads,
             limit_bytes_per_s=options.limit_bytes_per_s,
-            disk_bytes_per_s=run.disk_bytes_per_s,
+            disk_bytes_per_s=setup.disk_bytes_per_s,
         )
-    num_nodes = None if run.tree.is_chosen else run.tree.num_nodes
-    return replace(run, budget=with_experts(budget, run.files, num_nodes=num_nodes))
+    num_nodes = None if setup.tree.is_chosen else setup.tree.num_nodes
+    return replace(setup, budget=with_experts(budget, setup.files, num_nodes=num_nodes))
 
 
 def resolve_files(
@@ -303,17 +308,17 @@ def resolve_files(
     options: LoadOptions,
     device: Device = HOST,
     assumed: Assumptions | None = None,
-) -> ResolvedRun:
-    """Return the run as far as headers alone decide it. Raises `UserError` for misfit options."""
+) -> Setup:
+    """Return what headers alone decide. Raises `UserError` for misfit options."""
     hardware, disk_bytes_per_s, *_ = assumed or Assumptions()
     budget = budget_of(options, str(device.place) if device.has_own_memory else None, hardware)
     dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
     is_for_here = hardware is None and disk_bytes_per_s is None
     if is_for_here and (assumed is None or is_here(files.target)):
         notes += filter(None, [ram_warning(budget.ram)])
-    return ResolvedRun(
+    return Setup(
         files=files,
-        options=replace(options, dtype=dtype),
+        options=options,
         tree=options.tree_spec(has_draft=files.draft is not None),
         device=device,
         budget=replace(budget, dtype=dtype),
@@ -323,7 +328,7 @@ def resolve_files(
 
 
 def _own_device(options: LoadOptions, assumed: Assumptions | None) -> Device:
-    """Open what a run computes on.
+    """Open what computes.
 
     Where nothing will be loaded it is the host for a named machine, and for a budget on a GPU
     elsewhere.

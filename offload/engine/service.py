@@ -8,7 +8,7 @@ import threading
 from dataclasses import replace
 
 from offload.engine.decoder import Decoder
-from offload.engine.generation import RunStart
+from offload.engine.generation import CheckedRequest
 from offload.engine.job import Job, Ticket
 from offload.engine.request import Request
 from offload.engine.scheduler import EngineFigures, Scheduler
@@ -66,20 +66,20 @@ class Engine:
     def most_requests(self) -> int:
         return self._max_waiting + self.decoder.num_parallel
 
-    def check(self, request: Request) -> RunStart:
+    def check(self, request: Request) -> CheckedRequest:
         """Return what a request and all of its samples begin with. Raises what `submit` raises."""
         self._require_room()  # before the prompt is read, which may take longer
         return self.decoder.check(request)
 
-    def submit(self, request: Request, start: RunStart | None = None) -> Ticket:
+    def submit(self, request: Request, checked: CheckedRequest | None = None) -> Ticket:
         """Take a request, to be begun once there is a place.
 
-        `start` is what `check` has returned for it, which is not proved again. Raises `UserError`
+        `checked` is what `check` has returned for it, which is not proved again. Raises `UserError`
         for one that cannot be served, `QueueFull`, and `Closing`.
         """
-        start = start or self.check(request)
-        prompt_ids, *_ = start
-        job = Job(replace(request, prompt=prompt_ids), start)
+        checked = checked or self.check(request)
+        prompt_ids, *_ = checked
+        job = Job(replace(request, prompt=prompt_ids), checked)
         with self._changed:
             self._require_room()
             self._scheduler.add(job)

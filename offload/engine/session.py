@@ -176,11 +176,11 @@ def _held(file: Any, part: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
         yield layer, {name.split(".")[1]: file.get_tensor(name) for name in names}
 
 
-def require_sessions(start: tuple[int, ...], parallel: int = 1) -> None:
+def require_sessions(start_ids: tuple[int, ...], parallel: int = 1) -> None:
     """Raise `UserError` where no text could be kept in a file, as behind an encoder."""
     rule = "`session` keeps the one text that is written, `parallel` must be 1"
     require(parallel == 1, rule, parallel, "leave it out")
-    if start:
+    if start_ids:
         raise UserError(
             "`session` keeps a text that goes on, a model with an encoder writes anew: leave it out"
         )

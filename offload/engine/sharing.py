@@ -62,17 +62,17 @@ class _Place:
 
 
 class CachePool:
-    """Lends sets of caches to sequences; `start` is what texts have behind what an encoder reads.
+    """Lends sets of caches to sequences; `start_ids` are what texts have behind what an encoder reads.
 
     Caches are never replaced: captured graphs lie on their buffers, and a text may go on from what
     another one left there. With one set a text that is begun overtakes the one before; with several
     each text keeps its own until it is released.
     """
 
-    def __init__(self, sets: abc.Sequence[Caches], start: tuple[int, ...] = ()) -> None:
+    def __init__(self, sets: abc.Sequence[Caches], start_ids: tuple[int, ...] = ()) -> None:
         # the one used last comes last
         self._places = [_Place(caches) for caches in sets]
-        self._start = start
+        self._start_ids = start_ids
 
     @property
     def caches(self) -> Caches:
@@ -137,7 +137,7 @@ class CachePool:
     def _num_to_keep(self, place: _Place, tokens: list[int]) -> int:
         """Return how many tokens but the last a place has; none of another encoder's prompt."""
         num = num_shared(place.tokens, tokens)
-        is_other = any(one not in tokens[:num] for one in self._start)
+        is_other = any(one not in tokens[:num] for one in self._start_ids)
         return 0 if is_other else place.caches.target.keepable(min(num, len(tokens) - 1))
 
     def release(self, sequence: Sequence) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.cost_model import NOTHING, Curve
@@ -15,9 +15,9 @@ class Team:
     notes: tuple[str, ...] = ()  # for the user
     is_alone = True
 
-    def own(self, run: ResolvedRun) -> ResolvedRun:
-        """Return the run of what this process reads of the checkpoints."""
-        return run
+    def own(self, setup: Setup) -> Setup:
+        """Return the setup with what this process reads of the checkpoints."""
+        return setup
 
     def adapt(self, meta_model: Any) -> None:
         """Cut the model to what this process computes."""

@@ -65,7 +65,7 @@ class Vocabulary(NamedTuple):
     """The vocabulary of a model, and ids that begin its own text behind what an encoder reads."""
 
     vocab_size: int
-    start: tuple[int, ...] = ()
+    start_ids: tuple[int, ...] = ()
 
 
 def check_vocabulary(
@@ -84,10 +84,10 @@ def check_vocabulary(
         same = are_same(tokenizer.get_vocab(), draft_tokenizer.get_vocab(), is_exact=is_exact)
     if not same:
         raise other_vocabulary(draft.name, target.vocab_size, drafter.vocab_size)
-    if target.start != drafter.start:
+    if target.start_ids != drafter.start_ids:
         raise UserError(
             f"{draft.name}: decoder_start_token_id must be the target's, "
-            f"{target.start[0]}, got {drafter.start[0]}: take another draft, "
+            f"{target.start_ids[0]}, got {drafter.start_ids[0]}: take another draft, "
             "or mend its generation_config.json"
         )
 

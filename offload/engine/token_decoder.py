@@ -67,7 +67,7 @@ class TokenDecoder:
         self.drafter = drafter
         self._resources = resources
         self._vocab_size = target.vocab_size
-        self._start = target.start
+        self._start_ids = target.start_ids
         self._grammars = config.grammars
         self.turn = DecoderLock(target.computing)
         # not every tokenizer may be used by two threads
@@ -79,7 +79,7 @@ class TokenDecoder:
         if self.num_parallel > 1:
             target.share_sweeps([one.target for one in sets])
             drafter.share_states([one.draft for one in sets])
-        self._pool = CachePool(sets, self._start)
+        self._pool = CachePool(sets, self._start_ids)
         self.num_score_passes = 0
         # methods of this decoder would make a cycle
         compute_in = self._waiting.compute_in
@@ -126,10 +126,10 @@ class TokenDecoder:
             masks = [] if grammar is None else [self._grammars.mask(grammar)]
             how = (rule.drafting, self._kernels, self.target.send)
             sampler = Sampler(sampling, self._vocab_size, *how, adjustments=masks)
-            begun = with_start(whole_numbers(tokens), self._start)
+            begun = with_start(whole_numbers(tokens), self._start_ids)
             has_draft = self._trees.has_draft
             # what an encoder reads is no text
-            sampler.begin(begun[begun.index(self._start[0]) :] if self._start else begun)
+            sampler.begin(begun[begun.index(self._start_ids[0]) :] if self._start_ids else begun)
             sequence = Sequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
             self._pool.lend(sequence, keeps=keeps)
             return sequence

@@ -83,7 +83,7 @@ class OffloadLM(TemplateLM):
         if not isinstance(pretrained, Decoder):
             pretrained = _load(pretrained, device, batch_size, load_args)
         self.decoder = pretrained
-        if self.decoder.tokenizer is None or self.decoder.target.start:
+        if self.decoder.tokenizer is None or self.decoder.target.start_ids:
             rule = "lm-eval takes models with a tokenizer and without an encoder"
             raise UserError(f"{rule}: name another one")
         self.tokenizer = self.decoder.tokenizer

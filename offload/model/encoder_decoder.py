@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from offload.checkpoint.generation_config import start_tokens
+from offload.checkpoint.generation_config import start_ids_of
 from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import UserError, require
 from offload.kernels.path_attention import Window
@@ -85,10 +85,15 @@ class EncoderDecoderModel(TreeModel):
         self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any
     ) -> None:
         super().__init__(checkpoint, dtype, place, **more)
-        self.start = start_tokens(checkpoint)
+        self.start_ids = start_ids_of(checkpoint)
         rule = f"decoder_start_token_id must be less than {self.vocab_size}"
         rule = f"{checkpoint.name}: {rule}"
-        require(self.start[0] < self.vocab_size, rule, self.start[0], "mend generation_config.json")
+        require(
+            self.start_ids[0] < self.vocab_size,
+            rule,
+            self.start_ids[0],
+            "mend generation_config.json",
+        )
         self._distance_TS = torch.empty(0, 0)
         self._num_scored = 0
         first: Any = self._layers[0]
@@ -110,7 +115,7 @@ class EncoderDecoderModel(TreeModel):
     ) -> None:
         """Run the encoder over the tokens before the first start, unless `cache` has read them."""
         assert isinstance(cache, SourceCache), "a cache of this model's"
-        start = self.start[0]
+        start = self.start_ids[0]
         rule = f"a text must have the start of its decoder, {start}"
         require(start in tokens, rule, tokens[-8:], "add it")
         source = list(tokens[: tokens.index(start)])

@@ -104,8 +104,8 @@ class Target:
         return self._model.vocab_size
 
     @property
-    def start(self) -> tuple[int, ...]:
-        return self._model.start
+    def start_ids(self) -> tuple[int, ...]:
+        return self._model.start_ids
 
     @property
     def send(self) -> Callable[[Tensor], Tensor]:

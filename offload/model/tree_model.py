@@ -44,11 +44,11 @@ class TreeModel(BoundModel):
     """Passes of a model whose weights are bound as it runs, see `BoundModel`.
 
     Attributes:
-        start: ids that stand between a prompt and the new text; an encoder has read the prompt.
+        start_ids: what stands between a prompt and the new text; an encoder has read the prompt.
         kernel: what computes attention along paths in place of torch, see `attend_with`.
     """
 
-    start: tuple[int, ...] = ()
+    start_ids: tuple[int, ...] = ()
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **bound: Any

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from offload.checkpoint.sizes import ModelFacts, model_shape, name_of
-from offload.engine.resolve import Assumptions, ReadHeaders, ResolvedRun, resolve
+from offload.engine.resolve import Assumptions, ReadHeaders, Setup, resolve
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.model.headers import describe
@@ -57,25 +57,25 @@ class Packing(NamedTuple):
         return {**self.forecast._asdict(), "share": self.forecast.share, **own}
 
 
-def _packing(run: ResolvedRun, num_nodes: int, link_bytes_per_s: float | None) -> Packing | None:
+def _packing(setup: Setup, num_nodes: int, link_bytes_per_s: float | None) -> Packing | None:
     """Return what packing the target would win, None where there is nothing to pack."""
-    found = forecast(run.files.target)
+    found = forecast(setup.files.target)
     if found is None:
         return None
     if not found.is_worth_it:
         return Packing(found, None, None)
-    packed = as_packed(run.files.target, found)
+    packed = as_packed(setup.files.target, found)
     # stacks that `by_expert` does not take apart come whole
-    if run.budget.experts == "demand" and model_shape(packed).experts is None:
+    if setup.budget.experts == "demand" and model_shape(packed).experts is None:
         return None
     try:
-        plan = run.budget.plan(run.files._replace(target=packed), num_nodes)
+        plan = setup.budget.plan(setup.files._replace(target=packed), num_nodes)
     # what weights are expanded into takes room as well
     except UserError:
         return Packing(found, None, None)
     sweep_s = None
     if link_bytes_per_s is not None:
-        sweep_s = Traffic.of(plan, run.hardware).bytes_at(1) / link_bytes_per_s
+        sweep_s = Traffic.of(plan, setup.hardware).bytes_at(1) / link_bytes_per_s
     return Packing(found, round(Traffic.of(plan).bytes_at(1)), sweep_s)
 
 
@@ -177,59 +177,59 @@ def estimate(
     if tokens_per_sweep is not None and not has_rates:
         rule = "`tokens_per_sweep` goes with `hardware` or `disk_speed`"
         raise UserError(f"{rule}; on this machine offload tune measures it")
-    run = replace(resolve(model, draft, options, assumed=assumed), tree=tree)
-    settings = run.settings(options.profiled_sampling())
-    trees = run.tree_selector(settings.sampling)
+    setup = replace(resolve(model, draft, options, assumed=assumed), tree=tree)
+    settings = setup.settings(options.profiled_sampling())
+    trees = setup.tree_selector(settings.sampling)
     profile, _ = trees.find(*settings)
-    link = run.measure_link(trees.most_nodes) if run.knows_link else None
-    products_s = _products_s(run)
-    costs = trees.settle_link(link, profile, is_here=run.hardware is None, products_s=products_s)
-    plan = run.plan_for(trees.nodes_to_plan(*settings))
+    link = setup.measure_link(trees.most_nodes) if setup.knows_link else None
+    products_s = _products_s(setup)
+    costs = trees.settle_link(link, profile, is_here=setup.hardware is None, products_s=products_s)
+    plan = setup.plan_for(trees.nodes_to_plan(*settings))
     # passes of a self draft are no small matter, so the link says nothing
-    is_unknown = costs is None and run.files.draft is not None and run.files.draft.is_copy
+    is_unknown = costs is None and setup.files.draft is not None and setup.files.draft.is_copy
     predictions: tuple[Prediction, ...] = ()
-    basis = _basis(run, trees, settings)
+    basis = _basis(setup, trees, settings)
     if link is not None and not is_unknown and (costs or plan.is_streamed):
         known = costs or trees.costs or link_alone(link)
-        predictions, basis = _predictions(run, trees, settings, known, plan, tokens_per_sweep)
-    traffic = _traffic(run, trees, plan)
+        predictions, basis = _predictions(setup, trees, settings, known, plan, tokens_per_sweep)
+    traffic = _traffic(setup, trees, plan)
     return Estimate(
-        models=tuple(map(ModelFacts.of, filter(None, (model, draft)), filter(None, run.files))),
+        models=tuple(map(ModelFacts.of, filter(None, (model, draft)), filter(None, setup.files))),
         plan=plan,
-        hardware=run.hardware,
+        hardware=setup.hardware,
         link_bytes_per_s=link,
         predictions=predictions,
         is_link_alone=costs is None and products_s is NOTHING,
         is_lower_bound=costs is None,
         basis=basis,
-        notes=(*([_NO_COSTS] if is_unknown else []), *run.notes, *_notes(run, link, plan)),
+        notes=(*([_NO_COSTS] if is_unknown else []), *setup.notes, *_notes(setup, link, plan)),
         is_measured=link not in (None, math.inf) and not has_rates,
-        packing=_packing(run, plan.num_nodes, link) if has_packing else None,
+        packing=_packing(setup, plan.num_nodes, link) if has_packing else None,
         traffic=traffic,
-        prompt=_prompt(run, costs, traffic, plan),
+        prompt=_prompt(setup, costs, traffic, plan),
     )
 
 
-def _products_s(run: ResolvedRun) -> Curve:
+def _products_s(setup: Setup) -> Curve:
     """Return the seconds of a pass's products on this CPU against its rows, if they were timed."""
-    if run.budget.gpu is not None or run.hardware is not None:
+    if setup.budget.gpu is not None or setup.hardware is not None:
         return NOTHING
-    costs = prompt_costs(run.budget, run.files, MAX_TREE_NODES)
+    costs = prompt_costs(setup.budget, setup.files, MAX_TREE_NODES)
     return NOTHING if costs is None else costs.compute_s
 
 
-def _basis(run: ResolvedRun, trees: TreeSelector, settings: RunSettings) -> str:
+def _basis(setup: Setup, trees: TreeSelector, settings: RunSettings) -> str:
     """Return in words what acceptance rests on; empty without a draft."""
-    if run.files.draft is None:
+    if setup.files.draft is None:
         return ""
     profile, where = trees.find(*settings)
     if profile is None:
         return where
-    return f"profile {where}" if run.options.profile is None else f"acceptance of {where}"
+    return f"profile {where}" if setup.options.profile is None else f"acceptance of {where}"
 
 
 def _predictions(
-    run: ResolvedRun,
+    setup: Setup,
     trees: TreeSelector,
     settings: RunSettings,
     costs: Costs,
@@ -237,58 +237,58 @@ def _predictions(
     tokens_per_sweep: float | None,
 ) -> tuple[tuple[Prediction, ...], str]:
     """Return the predictions without a tree and with the wanted one, and what tokens rest on."""
-    alone = run.budget.plan(run.files._replace(draft=None), 1)
-    plain = _predict(run, trees, costs, alone, chain(0), (1.0, 1.0))
-    basis = _basis(run, trees, settings)
-    if run.files.draft is None or run.tree.kind == "none":
+    alone = setup.budget.plan(setup.files._replace(draft=None), 1)
+    plain = _predict(setup, trees, costs, alone, chain(0), (1.0, 1.0))
+    basis = _basis(setup, trees, settings)
+    if setup.files.draft is None or setup.tree.kind == "none":
         return (plain,), basis
-    choice = trees.for_run(*settings, num_texts=run.options.parallel)
+    choice = trees.for_run(*settings, num_texts=setup.options.parallel)
     profile, _ = trees.find(*settings)
-    tokens, basis = choice.tokens_range(run.files, run.options.dtype, profile, basis)
+    tokens, basis = choice.tokens_range(setup.files, setup.dtype, profile, basis)
     if tokens_per_sweep is not None:
         tokens = (tokens_per_sweep, tokens_per_sweep)
         basis = "tokens per pass as given"
-    return (plain, _predict(run, trees, costs, plan, choice.shape, tokens)), basis
+    return (plain, _predict(setup, trees, costs, plan, choice.shape, tokens)), basis
 
 
-def _traffic(run: ResolvedRun, trees: TreeSelector, plan: MemoryPlan) -> Traffic:
-    return Traffic.of(plan, run.hardware).routed_by(trees.routing)
+def _traffic(setup: Setup, trees: TreeSelector, plan: MemoryPlan) -> Traffic:
+    return Traffic.of(plan, setup.hardware).routed_by(trees.routing)
 
 
 def _prompt(
-    run: ResolvedRun, costs: Costs | None, traffic: Traffic, plan: MemoryPlan
+    setup: Setup, costs: Costs | None, traffic: Traffic, plan: MemoryPlan
 ) -> PromptPass | None:
     """Return the largest pass over a prompt, by the curves or by the rates that chose its rows."""
     most = plan.max_prompt_rows
-    if costs is None and not run.device.has_own_memory:
-        costs = prompt_costs(run.budget, run.files, most)
+    if costs is None and not setup.device.has_own_memory:
+        costs = prompt_costs(setup.budget, setup.files, most)
     return prompt_pass(costs, traffic, most) if costs and plan.is_streamed else None
 
 
 def _predict(
-    run: ResolvedRun,
+    setup: Setup,
     trees: TreeSelector,
     costs: Costs,
     plan: MemoryPlan,
     shape: Shape,
     tokens: tuple[float, float],
 ) -> Prediction:
-    kind = run.tree.kind
-    label = label_of(shape) if kind == "auto" or shape.num_nodes == 1 else run.tree.label
+    kind = setup.tree.kind
+    label = label_of(shape) if kind == "auto" or shape.num_nodes == 1 else setup.tree.label
     if kind == "auto_chain":
         label = f"chain:{shape.depth}"
-    num = run.options.parallel
-    step = step_time(costs, _traffic(run, trees, plan), shape, num)
+    num = setup.options.parallel
+    step = step_time(costs, _traffic(setup, trees, plan), shape, num)
     return Prediction(label, shape, step, (num * tokens[0], num * tokens[1]))
 
 
-def _notes(run: ResolvedRun, link: float | None, plan: MemoryPlan) -> list[str]:
+def _notes(setup: Setup, link: float | None, plan: MemoryPlan) -> list[str]:
     """Return which GPU this is about, and what the figures leave out."""
     notes = []
-    if run.device.has_own_memory and plan.gpu_bytes is not None:
-        gpu = f"{run.device.place} is a {run.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
+    if setup.device.has_own_memory and plan.gpu_bytes is not None:
+        gpu = f"{setup.device.place} is a {setup.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
         notes.append(f"{gpu}; `device` cpu does without")
-    if run.files.draft is None and plan.is_streamed:
+    if setup.files.draft is None and plan.is_streamed:
         notes.append(_NO_DRAFT)
     if link is None and plan.is_streamed:
         notes.append(_NO_DISK if plan.gpu_bytes is None else _NO_GPU)

@@ -14,7 +14,7 @@ from offload.checkpoint.small_files import has_encoder
 from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.engine.opening import open_run
 from offload.engine.request import Request
-from offload.engine.resolve import ResolvedRun, resolve
+from offload.engine.resolve import Setup, resolve
 from offload.errors import require
 from offload.planning.budget import traffic_in
 from offload.planning.load_options import LoadOptions
@@ -91,12 +91,12 @@ def tune(
     admit = partial(largest_that_fits, spec=spec)
     # experts come as they will in runs that choose their tree
     later = replace(options, tree="auto", profile="none")
-    run = resolve(model, draft, later, admit=admit, hooks=hooks)
-    timed = largest_that_fits(run, spec)
-    target, own_draft = run.files
+    setup = resolve(model, draft, later, admit=admit, hooks=hooks)
+    timed = largest_that_fits(setup, spec)
+    target, own_draft = setup.files
     windows = encode_windows(target, read, num_tokens, is_teacher_forced=is_teacher_forced)
     assert own_draft is not None, "two models were fetched"
-    identity = Identity.of(target, own_draft, sampling, options.rule, run.machine)
+    identity = Identity.of(target, own_draft, sampling, options.rule, setup.machine)
     with open_run(timed, Request(is_named=True)) as decoder:
         question = TuneQuestion(
             identity=identity,
@@ -116,7 +116,7 @@ def tune(
         profile = summarise(proved, traced, costs, uses, names, decoder.num_threads)
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
-    return TuneResult(profile, path, choice_from(profile, sampling, run, timed))
+    return TuneResult(profile, path, choice_from(profile, sampling, setup, timed))
 
 
 def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
@@ -127,33 +127,31 @@ def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
     require(not what, rule, what, "leave them out")
 
 
-def choice_from(
-    profile: Profile, sampling: Sampling, run: ResolvedRun, timed: ResolvedRun
-) -> TreeChoice:
+def choice_from(profile: Profile, sampling: Sampling, setup: Setup, timed: Setup) -> TreeChoice:
     """Return the tree that a run like this chooses, with the timed one's context if it must be."""
-    settings = run.settings(sampling)
-    one = timed if traffic_in(run.budget, run.files, 1) is None else run
+    settings = setup.settings(sampling)
+    one = timed if traffic_in(setup.budget, setup.files, 1) is None else setup
     trees = replace(one, tree=TreeSpec("auto")).tree_selector(sampling)
     trees.find = lambda *_: (profile, "")
     trees.link_bytes_per_s = profile.costs.link_bytes_per_s
     return trees.for_run(*settings)
 
 
-def largest_that_fits(run: ResolvedRun, spec: TreeSpec) -> ResolvedRun:
+def largest_that_fits(setup: Setup, spec: TreeSpec) -> Setup:
     """Return the run with a tune's context and the largest tree to time that its memory holds.
 
     That is the named tree, or one of the first of `SIZES` that fits. Raises `UserError`.
     """
-    target = run.files.target
+    target = setup.files.target
     rule = "texts to tune by must go on, a model with an encoder writes anew"
     is_alone = not has_encoder(target.config)
     require(is_alone, rule, target.config.get("model_type"), "name a `tree` instead")
     longest = longest_context(target) or _CONTEXT
-    budget = replace(run.budget, context=min(_CONTEXT, longest))
+    budget = replace(setup.budget, context=min(_CONTEXT, longest))
     sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
-    size = next((size for size in sizes if traffic_in(budget, run.files, size)), sizes[-1])
-    budget.plan(run.files, size)
+    size = next((size for size in sizes if traffic_in(budget, setup.files, size)), sizes[-1])
+    budget.plan(setup.files, size)
     tree = TreeSpec("best", size, DEPTH) if spec.is_chosen else spec
     # a draft alone fills a tree that is named
-    options = replace(run.options, tree=tree.label)
-    return replace(run, options=options, budget=budget, tree=tree)
+    options = replace(setup.options, tree=tree.label)
+    return replace(setup, options=options, budget=budget, tree=tree)

@@ -151,7 +151,7 @@ def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Ticket]
         raise Refusal.of_value("n" if body.num_choices > 1 else body.prompt_field, rule)
     requests = body.requests(settings.sampling)
     try:
-        starts = [engine.check(request) for request in requests]
+        checked = [engine.check(request) for request in requests]
     except NoRoom as error:
         field = body.prompt_field
         wanted = "" if error.num_new is None else f" and {error.num_new} in the completion"
@@ -164,9 +164,9 @@ def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Ticket]
         raise Refusal(400, message, code=code, param=field) from None
     tickets = list[Ticket]()
     try:
-        for request, start in zip(requests, starts, strict=True):
+        for request, one in zip(requests, checked, strict=True):
             for sample in samples_of(request, body.num_choices):
-                tickets.append(engine.submit(sample, start))
+                tickets.append(engine.submit(sample, one))
     except Exception:
         for ticket in tickets:
             ticket.cancel()

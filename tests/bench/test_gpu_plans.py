@@ -18,7 +18,7 @@ from offload.bench.gpu.runner import Step, all_steps
 from offload.bench.harness import models
 from offload.bench.latency import exact, passes
 from offload.engine import opening
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.memory.plan import MemoryPlan
 from offload.memory.tiers import LayerTier
 
@@ -35,8 +35,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
     card = SimpleNamespace(computing=nullcontext, name="a device", place=torch.device("cuda", 0), has_own_memory=True)
     found = list[MemoryPlan]()
 
-    def open_pair(run: ResolvedRun, *_: Any, **__: Any) -> NoReturn:
-        found.append(run.plan_for(run.tree.num_nodes))
+    def open_pair(setup: Setup, *_: Any, **__: Any) -> NoReturn:
+        found.append(setup.plan_for(setup.tree.num_nodes))
         raise _AdmittedError
 
     def reference_ids(*_: Any) -> tuple[list[int], list[int]]:

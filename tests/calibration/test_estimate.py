@@ -20,7 +20,7 @@ from offload.calibration import link as device_link
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import resolve as resolving
 from offload.engine.request import Request
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import DynamicYield
@@ -357,8 +357,8 @@ def finder(files: ModelFiles, profile: str | None = None) -> FindProfile:
     options = LoadOptions(ram="1GiB")
     room = budget_of(options)
     object.__setattr__(options, "profile", profile)  # that there is such a file is another matter
-    run = ResolvedRun(files=files, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
-    return run.profile_finder()
+    setup = Setup(files=files, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
+    return setup.profile_finder()
 
 
 @pytest.mark.parametrize(("how", "words"), UNKNOWN, ids=str)

@@ -20,7 +20,7 @@ from offload.cli.launch import free_port
 from offload.distributed import join as meeting
 from offload.distributed.join import Joined, RankHandshake, compare, joined, leave_reason, meet, require_same_weights
 from offload.engine.hooks import Hooks
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.errors import TOLD, RankError, UserError
 from offload.memory.planner import ModelFiles
 from offload.planning import load_options as options
@@ -175,7 +175,7 @@ def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
     checkpoint = open_checkpoint(folder)
     with patch.object(options, "require_place", lambda: place):
         shards = LoadOptions(ranks="shards")
-    run = ResolvedRun(
+    setup = Setup(
         files=ModelFiles(checkpoint, None),
         options=shards,
         tree=shards.tree_spec(has_draft=False),
@@ -187,7 +187,7 @@ def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
     with patch.object(meeting, "require_place", lambda: place), patch.object(identity, "_sampled", samples):
         try:
             with ExitStack() as resources:
-                meeting.meet_ranks(run, resources, None)
+                meeting.meet_ranks(setup, resources, None)
                 report(("met", len(phases)))
         except UserError as error:
             report((str(error), len(phases)))

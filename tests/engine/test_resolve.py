@@ -95,10 +95,10 @@ def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str],
 
 def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
     machine = KNOWN["l40"]
-    run = resolve(*pair, LoadOptions(context=128), assumed=Assumptions(machine))
-    assert run.is_elsewhere and run.device is HOST and run.budget.gpu == machine.gpu_bytes
-    assert run.measure_link(1) == machine.feed_bytes_per_s and not run.notes
-    profile, why = run.tree_selector(Sampling()).find(Sampling(), "match")
+    setup = resolve(*pair, LoadOptions(context=128), assumed=Assumptions(machine))
+    assert setup.is_elsewhere and setup.device is HOST and setup.budget.gpu == machine.gpu_bytes
+    assert setup.measure_link(1) == machine.feed_bytes_per_s and not setup.notes
+    profile, why = setup.tree_selector(Sampling()).find(Sampling(), "match")
     assert profile is None and why
     with pytest.raises(UserError, match="is of this machine"):
         resolve(*pair, LoadOptions(device="cpu"), assumed=Assumptions(machine))

@@ -13,7 +13,7 @@ from test_device_planner import CONFIGS, GIB
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.engine.resolve import ResolvedRun, resolve
+from offload.engine.resolve import Setup, resolve
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
@@ -102,9 +102,9 @@ def is_predicted(pair: tuple[Path, Path], tree: str, choice: TreeChoice, profile
 @pytest.mark.parametrize("known", SMOOTHED)
 def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files: ModelFiles) -> None:
     profile = profile_of(files, *SMOOTHED[known])
-    path, run = save_profile(profile), resolve(*pair, LoadOptions(ram=RAM, context=CONTEXT))
+    path, setup = save_profile(profile), resolve(*pair, LoadOptions(ram=RAM, context=CONTEXT))
     choice = decoded(pair, "auto")
-    assert choice == choice_from(profile, Sampling(), run, run) and choice.candidates and choice.is_dynamic
+    assert choice == choice_from(profile, Sampling(), setup, setup) and choice.candidates and choice.is_dynamic
     assert is_predicted(pair, "auto", choice) and choice.shape.num_nodes > 16, "the choice must not be trivial"
     with offload.load(*pair, RAM, "64x16", context=CONTEXT, threads=1) as decoder:
         for tree in NAMED:
@@ -219,7 +219,7 @@ def usual_profile(costs: Costs) -> Profile:
     return profile_with(identity, **found, costs=costs, dynamic_yields=(), traces=((0,) * 64,))
 
 
-class Capped(ResolvedRun):
+class Capped(Setup):
     """Planted: a way to trees that has a cap of its own, as each caller once had."""
 
     def tree_selector(self, sampling: Sampling) -> TreeSelector:
@@ -231,9 +231,9 @@ class Capped(ResolvedRun):
 def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "") -> dict[str, str]:
     """By caller the tree that it chooses; one of them may have a cap of its own."""
 
-    def seen_by(caller: str, run: ResolvedRun) -> ResolvedRun:
+    def seen_by(caller: str, setup: Setup) -> Setup:
         is_capped = caller == capped
-        return Capped(**{field.name: getattr(run, field.name) for field in fields(run)}) if is_capped else run
+        return Capped(**{field.name: getattr(setup, field.name) for field in fields(setup)}) if is_capped else setup
 
     described, place = ModelFiles(*map(describe, headers)), "cuda" if machine.gpu_bytes else None
     options = LoadOptions(context=LONG, ram=machine.ram_bytes, gpu_memory=machine.gpu_bytes)
@@ -251,8 +251,8 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
             *headers, LoadOptions(context=LONG, profile=str(path)), hardware=str(said), has_packing=False
         )
     options = replace(options, profile="none")
-    run = ResolvedRun(files=described, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
-    trees = seen_by("generate", run).tree_selector(Sampling())
+    setup = Setup(files=described, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
+    trees = seen_by("generate", setup).tree_selector(Sampling())
     trees.find = lambda *_: (profile, "")
     settled = trees.nodes_to_plan(Sampling(), "match")
     decoded = trees.for_run(Sampling(), "match")
@@ -262,7 +262,7 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
     return {
         "plan": label_of(plan.predictions[-1].shape),
         "generate": label_of(decoded.shape),
-        "tune": label_of(choice_from(profile, Sampling(), seen_by("tune", run), run).shape),
+        "tune": label_of(choice_from(profile, Sampling(), seen_by("tune", setup), setup).shape),
     }
 
 

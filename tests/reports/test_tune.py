@@ -26,7 +26,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.engine.request import Request
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.errors import UserError
 from offload.memory import prompt_rows
 from offload.memory.planner import MemoryBudget, ModelFiles
@@ -354,11 +354,11 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
     for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), (4 << 30, 512)):
         budgets = MemoryBudget(**how, gpu=gpu_bytes, context=None)
-        run = ResolvedRun(files=files, options=LoadOptions(), tree=TreeSpec("auto"), device=HOST, budget=budgets)
+        setup = Setup(files=files, options=LoadOptions(), tree=TreeSpec("auto"), device=HOST, budget=budgets)
         tree = TreeSpec("best", wanted, tuning.DEPTH)
         budget = replace(budgets, context=512)
-        assert tuning.largest_that_fits(run, run.tree) == replace(
-            run, options=LoadOptions(tree=tree.label), budget=budget, tree=tree
+        assert tuning.largest_that_fits(setup, setup.tree) == replace(
+            setup, options=LoadOptions(tree=tree.label), budget=budget, tree=tree
         )
 
 

@@ -29,7 +29,7 @@ from offload.drafting.model_drafter import ModelDrafter
 from offload.engine import sharing as turn
 from offload.engine.build import resident_model
 from offload.engine.request import Request
-from offload.engine.resolve import ResolvedRun
+from offload.engine.resolve import Setup
 from offload.engine.service import Engine
 from offload.memory import planner
 from offload.memory.planner import MemoryPlan
@@ -137,8 +137,8 @@ def test_an_automatic_tree_goes_by_the_link_to_the_card(
     place_layers(monkeypatch, *TIERS[tiers])
     seen: list[float] = []
     monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
-    link = ResolvedRun.measure_link
-    monkeypatch.setattr(ResolvedRun, "measure_link", lambda run, most: seen.append(link(run, most)) or seen[-1])
+    link = Setup.measure_link
+    monkeypatch.setattr(Setup, "measure_link", lambda setup, most: seen.append(link(setup, most)) or seen[-1])
     with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
         assert decoder.generate(prompts()[1], max_new_tokens=12).token_ids == wanted[:12]
     assert seen == [pytest.approx(1 << 16)], "the disk behind it is faster"
