@@ -23,6 +23,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 # how routed experts come: one by one as passes need them, or with their layers
 EXPERTS = ("auto", "demand", "layers")
 CHAT_PAIR = Path(__file__).parent / "chat_pair"
+DEMO_PAIR = CHAT_PAIR.with_name("demo_pair")
 PathLike = str | os.PathLike[str]
 _WRITE = ("generate", "chat")
 _RUN = (*_WRITE, "serve")

@@ -17,7 +17,7 @@ from offload.errors import UserError
 from offload.planning.load_options import LoadOptions
 
 _NOBODY = Hooks()
-Options = Callable[[int], LoadOptions]  # by rank
+Options = Callable[[int], dict[str, Any]]  # of `LoadOptions`, by rank
 
 
 class _Others:
@@ -54,7 +54,8 @@ def rank_threads(
 
     def load(transport: InMemory) -> Decoder:
         own = hooks if transport.rank == 0 else _NOBODY
-        return open_decoder(str(target), draft and str(draft), options(transport.rank), transport=transport, hooks=own)
+        wanted = LoadOptions(target, draft, **options(transport.rank))
+        return open_decoder(wanted, transport=transport, hooks=own)
 
     with pytest.MonkeyPatch.context() as patch:  # what options look for; which rank a thread is, its transport says
         for name, value in {"RANK": 0, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():

@@ -139,7 +139,7 @@ def _run_rank(target: str, draft: str | None, options: dict[str, Any]) -> None:
         if number == 1:
             figures.append(_figures(decoder, own_bytes, 0))
 
-    with open_decoder(target, draft, LoadOptions(**options)) as decoder:
+    with open_decoder(LoadOptions(target, draft, **options)) as decoder:
         print(json.dumps("loaded"), flush=True)
         for line in sys.stdin:
             order = Order(*json.loads(line))

@@ -88,7 +88,7 @@ def _follow(order: Order) -> dict[str, Any]:
     kind = transformers.CONFIG_MAPPING[open_headers(order.target).config["model_type"]]
     _ = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     meter = _Meter()
-    options = LoadOptions(profile="none", device="cpu", **order.options)
+    options = LoadOptions(order.target, order.draft, profile="none", device="cpu", **order.options)
     layers_s = list[float]()
 
     def on_layer() -> None:
@@ -98,7 +98,7 @@ def _follow(order: Order) -> dict[str, Any]:
     hooks = Hooks(on_phase=meter.next_phase, on_layer=on_layer)
     how: Any = {"max_new_tokens": order.num_tokens, "temperature": order.temperature}
     started_s = time.perf_counter()
-    with open_decoder(order.target, order.draft, options, hooks=hooks) as decoder:
+    with open_decoder(options, hooks=hooks) as decoder:
         ids = decoder.encode(PROMPT * 20, raw=True)[: order.prompt_tokens]
         plan = decoder.plan
         for text in range(order.num_texts):

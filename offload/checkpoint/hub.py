@@ -22,6 +22,8 @@ from offload.checkpoint.safetensors import (
 from offload.checkpoint.small_files import read_config
 from offload.errors import UserError, require
 
+ReadHeaders = Callable[..., Checkpoint]  # takes a model and what its GGUF file was made from
+
 
 def is_from_hub(model: str | os.PathLike[str]) -> bool:
     """Return whether this could name a model on the hub, and names nothing here."""

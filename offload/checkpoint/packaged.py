@@ -42,6 +42,7 @@ from offload.checkpoint.safetensors import INDEX, INFLATED, header_bytes, shard_
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF
 from offload.errors import UserError, told_by_system
+from offload.options import DEMO_PAIR
 from offload.units import format_bytes
 
 _FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
@@ -77,7 +78,7 @@ _DISK_MARGIN_BYTES = 64 << 20  # headers, tokenizer, the file system's own block
 # (kv group, row within the group).
 Axes = tuple[tuple[int, ...], ...]
 
-PAIR = Path(__file__).parents[1] / "demo_pair"
+PAIR = DEMO_PAIR
 PROMPT = '''"""Read settings from a file."""
 
 import os

@@ -1,6 +1,7 @@
 """The command `demo`."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 from offload.cli import flags
@@ -9,7 +10,7 @@ from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.loading import Loading, making_target
 from offload.cli.prompt_input import read_prompt
-from offload.options import DemoOptions, ModelOptions, OutputOptions, TextOptions
+from offload.options import DEMO_PAIR, DemoOptions, ModelOptions, OutputOptions, TextOptions
 from offload.sampling_options import Sampling
 from offload.units import parse_size, plural
 
@@ -36,7 +37,9 @@ def demo(
     """See it work on a packaged model, here and now."""
     from offload.planning.load_options import LoadOptions
 
-    named = LoadOptions.of(model_options)  # what cannot be is refused before torch is imported
+    # what cannot be is refused before torch is imported
+    draft = str(DEMO_PAIR / "draft")
+    named = LoadOptions.of(model_options, model=DEMO_PAIR / "target", draft=draft)
     size_bytes = parse_size(demo_options.size, "`size`")
     max_tokens = text_options.max_new_tokens or 0
     with Console(output, model_options.ram or demo_options.size) as console, libraries(console):
@@ -51,8 +54,8 @@ def demo(
         packaged.check(request)
         with making_target(console) as landed:
             target = inflated_target(size_bytes, landed)
-        draft = packaged.PAIR / "draft"
-        with Loading(str(target), str(draft), options).open(console, request) as decoder:
+        made = Loading(replace(options, model=target))
+        with made.open(console, request) as decoder:
             num_prompt = len(decoder.encode(prompt, raw=True))
             console.say(f"--- the prompt, {plural(num_prompt, 'token')}")
             console.say(prompt.rstrip())

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 class Loading:
     """What is to be loaded, as the user names it."""
 
-    model: str
-    draft: str | None
     options: "LoadOptions"
     is_packaged: bool = False  # the target is a small one, of which a large one is to be made
     note: str = ""  # for the user, about the sampling
@@ -40,20 +38,20 @@ class Loading:
         from offload.planning.load_options import LoadOptions
 
         model, draft = models.names()
-        checked = LoadOptions.of(options)
-        check_run(model, draft, checked, **needs)
-        return cls(model, draft, checked, isinstance(models, TalkingModels) and models.demo)
+        checked = LoadOptions.of(options, model=model, draft=draft)
+        check_run(checked, **needs)
+        return cls(checked, isinstance(models, TalkingModels) and models.demo)
 
     @property
     def model_name(self) -> str:
         """The last part of the model's name, and the head's where there are several ranks."""
-        name = Path(self.model).absolute().name
+        name = Path(self.options.model).absolute().name
         return name if self.options.ranks is None else f"{name} on rank 0"
 
     @property
     def config_place(self) -> str:
         """Where the files beside the weights are."""
-        return str(self.options.config or self.model)
+        return str(self.options.config or self.options.model)
 
     def made(self, console: Console) -> "Loading":
         """Return this with the packaged target made large, where it is the one."""
@@ -62,16 +60,15 @@ class Loading:
         from offload.cli.packaged import packaged_chat
 
         with making_target(console) as landed:
-            model, options = packaged_chat(self.options, landed)
-        return replace(self, model=model, options=options, is_packaged=False)
+            options = packaged_chat(self.options, landed)
+        return replace(self, options=options, is_packaged=False)
 
     def identities(self) -> "Identities | None":
         """Return what models are known by, before they are loaded; None where files must be fetched."""
         from offload.checkpoint.hub import is_here, open_headers
         from offload.engine.identities import Identities
-        from offload.planning.quantised_drafts import read_models
 
-        files = read_models(self.model, self.draft, self.options, open_headers)
+        files = self.options.files_of(self.options.headers(open_headers))
         if not all(map(is_here, filter(None, files))):
             return None
         return Identities(files, limit_bytes_per_s=self.options.limit_bytes_per_s)
@@ -99,10 +96,11 @@ class Loading:
             check()
 
         hooks = console.hooks._replace(on_layer=on_layer)
-        with open_decoder(self.model, self.draft, self.options, request, hooks=hooks) as decoder:
+        with open_decoder(self.options, request, hooks=hooks) as decoder:
             console.clear()
             choice = decoder.tree_choice(request.sampling) if tells_tree else None
-            draft = self.draft and Path(self.draft).absolute().name
+            named = self.options.draft
+            draft = None if named is None else Path(named).absolute().name
             how = {"is_decimal": console.is_decimal}
             console.say(opening_lines(self.model_name, draft, decoder, choice, **how))
             console.detail(detail_lines(decoder, choice if draft else None))

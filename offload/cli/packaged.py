@@ -42,15 +42,15 @@ def demo_options(options: LoadOptions, size_bytes: int) -> LoadOptions:
     return streamed
 
 
-def packaged_chat(options: LoadOptions, progress: Progress) -> tuple[str, LoadOptions]:
-    """Return the packaged target that answers questions, made large, and how it is loaded.
+def packaged_chat(options: LoadOptions, progress: Progress) -> LoadOptions:
+    """Return how the packaged target that answers questions is loaded, and make it large.
 
     Raises `UserError`.
     """
     wanted = replace(options, context=options.context or _CHAT_CONTEXT)
     streamed, _ = _streamed(CHAT_PAIR, _CHAT_BYTES, wanted)
     folder = inflated_target(_CHAT_BYTES, progress, CHAT_PAIR / "target", "chat")
-    return str(folder), streamed
+    return replace(streamed, model=str(folder))
 
 
 def _streamed(

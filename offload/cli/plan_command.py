@@ -1,6 +1,5 @@
 """The command `plan`."""
 
-import json
 from contextlib import ExitStack
 from functools import cache
 
@@ -31,41 +30,35 @@ def plan(
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.model.headers import describe, is_built
     from offload.planning.load_options import LoadOptions
-    from offload.planning.quantised_drafts import copy_bits
 
     if machine.cluster is not None:
         _require_no_machine(machine, model_options)
     model, draft = models.names()
-    options = LoadOptions.of(model_options)
+    options = LoadOptions.of(model_options, model=model, draft=draft)
     tokens_per_sweep = machine.tokens_per_sweep
     with Console(output, model_options.ram) as console, ExitStack() as resources:
-        if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
+        if any(map(is_built, options.models_to_read)):
             resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked
         if machine.cluster is not None:
             from offload.cli.plan_lines import cluster_lines
             from offload.reports.forecast import forecast
 
-            of_cluster = forecast(model, draft, options, machine.cluster, tokens_per_sweep)
+            of_cluster = forecast(options, machine.cluster, tokens_per_sweep)
             figures = of_cluster.as_dict()
             lines = cluster_lines(of_cluster, is_verbose=output.verbose)
         else:
             from offload.cli.plan_lines import answer_lines
-            from offload.reports.estimate import compare_drafts, estimate
+            from offload.reports.drafts import compare_drafts
+            from offload.reports.estimate import estimate
 
             read = cache(describe)  # all estimates are of the same models
             where = (machine.hardware, machine.disk_speed)
-            found = estimate(
-                model, draft, options, *where, tokens_per_sweep=tokens_per_sweep, read=read
-            )
-            drafts = []
-            if not tokens_per_sweep:
-                drafts = compare_drafts(model, draft, options, *where, read)
+            found = estimate(options, *where, tokens_per_sweep=tokens_per_sweep, read=read)
+            drafts = [] if tokens_per_sweep else compare_drafts(options, *where, read)
             figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
             how = {"is_verbose": output.verbose, "is_decimal": console.is_decimal}
             lines = answer_lines(found, drafts, **how)
-    # its notes name options, which are flags here
-    figures = json.loads(flags.as_flags(json.dumps(figures)))
     print_result(lines, figures, as_json=output.as_json)
 
 

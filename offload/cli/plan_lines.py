@@ -16,7 +16,8 @@ from offload.memory.plan import MemoryPlan
 from offload.memory.tiers import LayerTier
 from offload.planning.cost_model import Prediction, PromptPass
 from offload.planning.hardware import KNOWN
-from offload.reports.estimate import DraftCandidate, Estimate, Packing
+from offload.reports.drafts import DraftCandidate
+from offload.reports.estimate import Estimate, Packing
 from offload.reports.forecast import ClusterForecast, Forecast
 from offload.units import format_bytes, plural
 

@@ -59,8 +59,20 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 def print_result(lines: str, figures: Any, *, as_json: bool) -> None:
-    """Print on stdout what a command has found: lines for a person, or one JSON object."""
-    print(json.dumps(figures) if as_json else fitted(as_flags(lines), sys.stdout))
+    """Print on stdout what a command has found: lines for a person, or one JSON object.
+
+    Either names options as flags.
+    """
+    print(json.dumps(_as_flags(figures)) if as_json else fitted(as_flags(lines), sys.stdout))
+
+
+def _as_flags(figures: Any) -> Any:
+    """Return figures with all texts in them as the command line tells them."""
+    if isinstance(figures, dict):
+        return {name: _as_flags(value) for name, value in figures.items()}
+    if isinstance(figures, list | tuple):
+        return [_as_flags(value) for value in figures]
+    return as_flags(figures) if isinstance(figures, str) else figures
 
 
 def print_error(message: str) -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload.cli import flags
@@ -46,19 +45,18 @@ def tune(
         read_text(path)
     model, draft = models.names()
     assert draft is not None, "its flag is required here"
-    options = LoadOptions.of(replace(model_options, tree=model_options.tree or "auto"))
+    named = {"model": model, "draft": draft, "tree": model_options.tree or "auto"}
+    options = LoadOptions.of(model_options, **named)
     # a tune sets its own
-    check_run(model, draft, options, needs_context=False)
+    check_run(options, needs_context=False)
     with Console(output, model_options.ram) as console, libraries(console):
         from offload.planning.profile import format_json
         from offload.reports.tune import tune as measure
 
         tuned = measure(
-            model,
-            draft,
+            options,
             trace.text,
             sampling,
-            options,
             num_tokens=trace.tokens,
             is_teacher_forced=trace.teacher_forced,
             hooks=console.hooks,

@@ -33,7 +33,7 @@ from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, ranked_children
 from offload.drafting.static import point_mass_scores
 from offload.engine.build import resident_model
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.engine.sharing import num_shared
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler

@@ -26,7 +26,7 @@ from msgspec import Struct
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved
 from offload.distributed.agreement import gather_values, try_together
 from offload.distributed.transport import Channel, Transport, choose_interface
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.errors import TOLD, RankError, UserError, ensure, reason
 from offload.interrupts import terminated_at_once, terminated_later
 from offload.rank_roles import RankInfo, require_place

@@ -19,12 +19,11 @@ from offload.distributed.sharding import (
     shard_files,
     share_layers,
 )
-from offload.engine.resolve import FILLED_SHARE
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.planning.cluster import Cluster, Gathers, Hops
-from offload.planning.cost_model import NOTHING, Curve, Traffic, costs_on
+from offload.planning.cost_model import FILLED_SHARE, NOTHING, Curve, Traffic, costs_on
 from offload.planning.hardware import Hardware
 from offload.planning.shares import Load, RankCapacity, shard_fractions, stage_layers
 from offload.units import format_bytes

@@ -20,7 +20,7 @@ from offload.distributed.stage import load_stage, serve_stage
 from offload.distributed.transport import Channel, Transport
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.request import Request
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.engine.text import load_tokenizer
 from offload.memory.plan import MemoryPlan
 
@@ -35,7 +35,7 @@ def open_pipeline(
 
     Raises `UserError` where ranks or the request do not fit, and `ReadError`.
     """
-    roles, pipeline = setup.options.pipeline_roles(has_draft=setup.files.draft is not None)
+    roles, pipeline = setup.options.pipeline_roles()
     refuse_encoders(setup.files)
     if request is not None:
         check_stages(request)

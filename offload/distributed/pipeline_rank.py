@@ -11,7 +11,7 @@ from offload.checkpoint.small_files import has_encoder
 from offload.distributed.agreement import broadcast_from_head, gather_values, try_together
 from offload.distributed.section import capacity_of
 from offload.distributed.transport import Transport
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan

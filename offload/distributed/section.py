@@ -23,7 +23,7 @@ from offload.checkpoint.cuts import Section
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.engine.build import send_beside_layers
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.memory.plan import MemoryPlan
 from offload.model.tree_model import TreeModel
 from offload.planning.shares import RankCapacity

@@ -32,7 +32,7 @@ from offload.distributed.sharding import (
 )
 from offload.distributed.shards import ShardedTarget, serve_shard
 from offload.distributed.transport import Transport
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.engine.team import Team
 from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan

@@ -40,7 +40,7 @@ from offload.distributed.orders import (
 from offload.distributed.section import SectionModel, load_section
 from offload.distributed.service import Acts, obey
 from offload.distributed.transport import Channel, Transport
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.errors import RankError, ensure, reason
 from offload.memory.plan import MemoryPlan
 from offload.model.parts import BatchPart, causal

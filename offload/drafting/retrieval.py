@@ -112,13 +112,11 @@ class Ngrams:
             yield NgramGuesses(self._shares_after, length, int(token_T[-1]))
 
 
-def open_sources(
-    options: LoadOptions, tokenizer: Any, vocab_size: int, *, has_draft: bool
-) -> GuessSources:
+def open_sources(options: LoadOptions, tokenizer: Any, vocab_size: int) -> GuessSources:
     """Return what is asked besides the draft. Raises `UserError` for files that cannot serve."""
     length = parse_match_length(options.lookup_length)
     found = list[Source]()
-    if options.looks_up(has_draft=has_draft):
+    if options.looks_up:
         found.append(Copying(length))
     if options.datastore is not None:
         found.append(

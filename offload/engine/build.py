@@ -19,8 +19,8 @@ from offload.checkpoint.safetensors import Checkpoint
 from offload.engine.hooks import Progress
 from offload.engine.identities import Identities
 from offload.engine.request import Request
-from offload.engine.resolve import Setup
 from offload.engine.session import check_session, require_sessions
+from offload.engine.setup import Setup
 from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary, load_tokenizer
 from offload.model.encoder_decoder import EncoderDecoderModel
 from offload.model.tree_model import TreeModel

@@ -7,12 +7,11 @@ other threads, and handlers of others, hear what they would have heard.
 """
 
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from offload.declaration import as_in, called_with
@@ -61,7 +60,7 @@ def warned(notes: list[str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoadArguments(ModelOptions, ModelChoice):
-    """Arguments of `load`: options, and what only a program can give."""
+    """Arguments of `load`: those of `LoadOptions`, unchecked, and what only a program can give."""
 
     _: KW_ONLY
     device: str | Device = as_in(ModelOptions, "device")  # type: ignore[assignment]
@@ -96,13 +95,11 @@ def load(given: LoadArguments) -> Decoder:
     rule = "`device` must be auto, cpu, cuda, cuda:N or an open one"
     require(is_device, rule, repr(device), 'try `device="auto"`')
     opened = None if isinstance(device, str) else device
-    options = LoadOptions.of(given if opened is None else replace(given, device="cuda"))
+    options = LoadOptions.of(given, device=device if opened is None else "cuda")
     hooks = Hooks(on_bytes=given.on_bytes, on_layer=given.on_layer)
     notes = list[str]()
     with warned(notes):
         decoder = open_decoder(
-            given.model,
-            given.draft,
             options,
             given.request,
             device=opened,
@@ -114,8 +111,6 @@ def load(given: LoadArguments) -> Decoder:
 
 
 def open_decoder(
-    model: str | os.PathLike[str],
-    draft: str | os.PathLike[str] | None,
     options: LoadOptions,
     request: Request | None = None,
     *,
@@ -130,5 +125,5 @@ def open_decoder(
     """
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
-    setup = resolve(model, draft, options, device=device, open_source=open_source, hooks=hooks)
+    setup = resolve(options, device=device, open_source=open_source, hooks=hooks)
     return open_run(setup, request, transport)

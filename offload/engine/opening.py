@@ -27,7 +27,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.ranks import LOADERS
 from offload.engine.request import Request
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.engine.team import Team
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.streaming.experts import ExpertPool, open_pool
@@ -102,7 +102,7 @@ def _measure(
     draft = pair.draft
     least = setup.plan_for(1)
     has_draft = draft is not None
-    sources = open_sources(options, pair.tokenizer, target.vocab_size, has_draft=has_draft)
+    sources = open_sources(options, pair.tokenizer, target.vocab_size)
     if least.is_streamed:
         pair.notes.extend(send_beside_layers(setup.device, resources, target, draft))
 

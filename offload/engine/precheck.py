@@ -17,16 +17,13 @@ from offload.checkpoint.sizes import longest_context
 from offload.checkpoint.small_files import has_chat_template, has_tokenizer, no_chat_template
 from offload.engine.resolve import resolve_files
 from offload.errors import UserError
-from offload.machine import has_cuda_driver
 from offload.planning.load_options import LoadOptions
-from offload.planning.quantised_drafts import check_held, files_of, models_to_read
+from offload.streaming.device import is_host
 
 _SHORT = 64  # a short context: every run has more positions
 
 
 def check_run(
-    model: str,
-    draft: str | None,
     options: LoadOptions,
     *,
     needs_text: bool = True,
@@ -40,21 +37,13 @@ def check_run(
         needs_template: whether that must know who speaks in a conversation.
         needs_context: whether there must be room for the context of `options`, or for a short one.
     """
-    check_held(draft, options.draft_dtype, options.ranks)
-    options.check_tree(has_draft=draft is not None)
-    roles = options.roles()
-    if roles is not None and not roles.is_sharded:
-        options.pipeline_roles(has_draft=draft is not None)
-    names = models_to_read(model, draft)
-    configs = [options.config, *(None for _ in names[1:])]
-    headers = [headers_here(name, config) for name, config in zip(names, configs, strict=True)]
+    headers = options.headers(headers_here)
     here = [one for one in headers if one is not None]
     if needs_text and headers[0] is not None:
         _require_tokenizer(headers[0])
-    is_on_cpu = options.device == "cpu" or (options.device == "auto" and not has_cuda_driver())
-    if len(here) == len(names) and roles is None:
-        files = files_of(here, draft, options.draft_dtype)
-        if is_on_cpu:
+    if len(here) == len(headers) and options.ranks is None:
+        files = options.files_of(here)
+        if is_host(options.device):
             setup = resolve_files(files, options)
             if not needs_context:
                 context = min(_SHORT, longest_context(files.target) or _SHORT)

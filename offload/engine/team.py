@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.cost_model import NOTHING, Curve

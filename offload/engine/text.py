@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 from offload.checkpoint.files import read_json
 from offload.checkpoint.gguf import require_reader
 from offload.checkpoint.hub import is_here
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.small_files import (
     PROCESSOR_TEMPLATE,
@@ -66,43 +65,53 @@ class Vocabulary(NamedTuple):
 
     vocab_size: int
     start_ids: tuple[int, ...] = ()
+    ids: Mapping[str, int] | None = None  # by token; None where no tokenizer tells
 
 
 def check_vocabulary(
-    tokenizer: Tokenizer | None, files: ModelFiles, target: Vocabulary, drafter: Vocabulary
+    tokenizer: Tokenizer | None, files: ModelFiles, target: Vocabulary, draft: Vocabulary
 ) -> None:
+    """Do what `require_one_vocabulary` does, by the tokenizers of both as they are loaded."""
+    assert files.draft is not None, "there is one to compare with"
+    other = load_tokenizer(files.draft.tokenizer_path)
+    if tokenizer is not None and other is not None:
+        target = target._replace(ids=tokenizer.get_vocab())
+        draft = draft._replace(ids=other.get_vocab())
+    require_one_vocabulary(files, target, draft)
+
+
+def require_described_vocabulary(files: ModelFiles) -> None:
+    """Do what `require_one_vocabulary` does, as far as files here tell without transformers."""
+    both = [one for one in files if one is not None and not one.is_copy]
+    ids = [_ids_in(one.tokenizer_path) for one in both]
+    is_bare = any(is_here(one) and not has_tokenizer(one.tokenizer_path) for one in both)
+    if len(both) == 2 and (is_bare or None not in ids):
+        sizes = (model_shape(one).vocab_size for one in both)
+        words = (Vocabulary(size, ids=own) for size, own in zip(sizes, ids, strict=True))
+        require_one_vocabulary(files, *words)
+
+
+def require_one_vocabulary(files: ModelFiles, target: Vocabulary, draft: Vocabulary) -> None:
     """Raise `UserError` where an id of the draft means another token than the target's.
 
     Widths may differ where only padding does, which tokenizers can tell.
     """
-    draft = files.draft
-    assert draft is not None, "there is one to compare with"
-    draft_tokenizer = load_tokenizer(draft.tokenizer_path)
-    same = target.vocab_size == drafter.vocab_size
-    if tokenizer is not None and draft_tokenizer is not None:
-        is_exact = not any(os.path.isfile(one.tokenizer_path) for one in (files.target, draft))
-        same = are_same(tokenizer.get_vocab(), draft_tokenizer.get_vocab(), is_exact=is_exact)
-    if not same:
-        raise other_vocabulary(draft.name, target.vocab_size, drafter.vocab_size)
-    if target.start_ids != drafter.start_ids:
+    name = files.draft.name if files.draft else ""
+    is_same = target.vocab_size == draft.vocab_size
+    if target.ids is not None and draft.ids is not None:
+        is_exact = not any(one and os.path.isfile(one.tokenizer_path) for one in files)
+        is_same = are_same(target.ids, draft.ids, is_exact=is_exact)
+    if not is_same:
         raise UserError(
-            f"{draft.name}: decoder_start_token_id must be the target's, "
-            f"{target.start_ids[0]}, got {drafter.start_ids[0]}: take another draft, "
+            f"the draft must share the target's vocabulary, {name} has {draft.vocab_size} entries "
+            f"of its own against {target.vocab_size}: choose a smaller model of the target's family"
+        )
+    if target.start_ids != draft.start_ids:
+        raise UserError(
+            f"{name}: decoder_start_token_id must be the target's, "
+            f"{target.start_ids[0]}, got {draft.start_ids[0]}: take another draft, "
             "or mend its generation_config.json"
         )
-
-
-def require_one_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
-    """Raise `UserError` unless target and draft share a vocabulary.
-
-    Compares tokenizers; where a local model has none, the sizes of the vocabularies.
-    """
-    sizes = [model_shape(checkpoint).vocab_size for checkpoint in (target, draft)]
-    known = [_vocabulary(checkpoint.tokenizer_path) for checkpoint in (target, draft)]
-    here = [one.tokenizer_path for one in (target, draft) if is_here(one)]
-    is_bare = not all(map(has_tokenizer, here))
-    if known[0] != known[1] if None not in known else is_bare and sizes[0] != sizes[1]:
-        raise other_vocabulary(draft.name, *sizes)
 
 
 def are_same(one: Mapping[str, int], other: Mapping[str, int], *, is_exact: bool) -> bool:
@@ -117,15 +126,7 @@ def are_same(one: Mapping[str, int], other: Mapping[str, int], *, is_exact: bool
     return all(large.get(token) == index for token, index in small.items())
 
 
-def other_vocabulary(draft: str, target_size: int, draft_size: int) -> UserError:
-    """Return the error for a draft whose tokens are not the target's."""
-    return UserError(
-        f"the draft must share the target's vocabulary, {draft} has {draft_size} entries "
-        f"of its own against {target_size}: choose a smaller model of the target's family"
-    )
-
-
-def _vocabulary(directory: Path) -> dict[str, int] | None:
+def _ids_in(directory: Path) -> dict[str, int] | None:
     """Return the vocabulary without the tokens that transformers may add, or None if unreadable."""
     from tokenizers import Tokenizer
 

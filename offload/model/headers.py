@@ -1,6 +1,5 @@
 """A checkpoint by name: read from its headers, or built from a config alone, without its weights."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,14 @@ from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import config_sizes
 from offload.checkpoint.small_files import read_config, stored_dtype
 from offload.errors import UserError, require
+from offload.options import PathLike
 
 # layers or experts to build, and any other size: beyond every model
 _MOST_MODULES = 1024
 _MOST_NUMBERS = 1 << 28
 
 
-def describe(model: str, source: str | os.PathLike[str] | None = None) -> Checkpoint:
+def describe(model: PathLike, source: PathLike | None = None) -> Checkpoint:
     """Return a model as planning sees it, from a folder, a GGUF file, a hub id or a config.json.
 
     `source` is what a GGUF file was made from, see `open_headers`. Raises `UserError`.
@@ -31,7 +31,7 @@ def describe(model: str, source: str | os.PathLike[str] | None = None) -> Checkp
     return _of_built_model(config, path) if is_built(model) else checkpoint_of_config(config, path)
 
 
-def is_built(model: str) -> bool:
+def is_built(model: PathLike) -> bool:
     """Return whether `describe` builds the model, which imports torch. Raises `UserError`."""
     path = config_alone(model)
     return path is not None and read_config(path).get("model_type") not in LLAMA_LIKE

@@ -19,7 +19,15 @@ from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.planner import MemoryBudget, ModelFiles
 from offload.memory.prompt_rows import USUAL_GPU, row_s
 from offload.planning.acceptance import prior_for
-from offload.planning.cost_model import Costs, Curve, Traffic, link_alone, step_of
+from offload.planning.cost_model import (
+    FILLED_SHARE,
+    Costs,
+    Curve,
+    Traffic,
+    costs_on,
+    link_alone,
+    step_of,
+)
 from offload.planning.hardware import Hardware, rates_of
 from offload.planning.load_options import LoadOptions
 from offload.planning.search import known_trees
@@ -87,6 +95,18 @@ def traffic_in(
         return Traffic.of(budget.plan(files, num_nodes), hardware)
     except UserError:
         return None
+
+
+def machine_costs(
+    budget: MemoryBudget, files: ModelFiles, hardware: Hardware | None
+) -> Costs | None:
+    """Return the costs of a step on a named machine; None where nothing is known of computing."""
+    if hardware is None or not hardware.flops_per_s:
+        return None
+    target, draft = files
+    positions = int(FILLED_SHARE * budget.plan(ModelFiles(target), 1).context)
+    draft_shape = None if draft is None else model_shape(draft, budget.dtype)
+    return costs_on(hardware, model_shape(target, budget.dtype), draft_shape, positions)
 
 
 def prompt_costs(budget: MemoryBudget, files: ModelFiles, num_rows: int) -> Costs | None:

@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint.files import read_object
 from offload.errors import UserError, require, told_by_system
-from offload.planning.hardware import Hardware, field_value, find_hardware, require_known
+from offload.planning.hardware import (
+    Assumptions,
+    Hardware,
+    field_value,
+    find_hardware,
+    require_known,
+)
 
 MAX_RANKS = 64  # of so many, stages are still found in seconds
 DRAWN_BYTES = 8  # of a row at most: its token, which comes back from the last stage
@@ -115,6 +121,10 @@ class Cluster(NamedTuple):
 
     ranks: tuple[Hardware, ...]
     network: Network
+
+    def assumed(self, file: Path) -> Assumptions:
+        """Return what is planned for: the head of the ranks that a file describes."""
+        return Assumptions(self.ranks[0], ranks=str(file))
 
 
 def read_cluster(path: Path) -> Cluster:

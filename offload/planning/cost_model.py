@@ -351,6 +351,9 @@ class Prediction(NamedTuple):
         }
 
 
+FILLED_SHARE = 0.5  # share of the context whose keys and values a pass reads on average
+
+
 def costs_on(
     hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int
 ) -> Costs:

@@ -16,9 +16,9 @@ No torch, no clock. Invariant: every figure is above zero, and no share above on
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.checkpoint.files import read_object
 from offload.errors import UserError, require, told_by_system
@@ -111,6 +111,23 @@ def find_hardware(name: str) -> Hardware:
             f"`hardware` must be one of {', '.join(KNOWN)} or a FILE.json, got {name!r}: describe it in a file"
         )
     return read_hardware(Path(name))
+
+
+class Assumptions(NamedTuple):
+    """What stands in for this machine where nothing will be loaded."""
+
+    hardware: Hardware | None = None  # another machine; None is this one
+    disk_bytes_per_s: float | None = None  # instead of a measurement
+    ranks: str | None = None  # what describes the ranks, where several share the target
+
+    @classmethod
+    def of(cls, hardware: str | None, disk_speed: str | int | None) -> "Assumptions":
+        """Return another machine and a rate, as a user names them. Raises `UserError`."""
+        disk_bytes_per_s = parse_rate(disk_speed, "`disk_speed`")
+        machine = find_hardware(hardware) if hardware else None
+        if machine is not None and disk_bytes_per_s is not None:
+            machine = replace(machine, disk_bytes_per_s=disk_bytes_per_s)
+        return cls(machine, disk_bytes_per_s)
 
 
 def read_hardware(path: Path) -> Hardware:

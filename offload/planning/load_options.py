@@ -1,22 +1,28 @@
-"""The options of `offload.load`, checked before libraries are imported that take seconds.
+"""Which models are loaded and how, checked before libraries are imported that take seconds.
 
-Options are checked by themselves, folders by their headers. Invariant: nothing is fetched, no
-weight is read, and torch is not imported.
+What flags say are a `ModelChoice` and `ModelOptions`, with what is not known to be wrong only to
+the command line. `LoadOptions` are both together, and hold: all that loads, plans or tunes takes
+them. Invariant: nothing is fetched, no weight is read, and torch is not imported.
 """
 
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 from offload.checkpoint.files import open_regular
+from offload.checkpoint.safetensors import Checkpoint
 from offload.datastore.store import read_store
 from offload.declaration import options_of, whole_number
 from offload.errors import UserError, require, told_by_system
 from offload.machine import available_ram_bytes
-from offload.options import DTYPES, EXPERTS, ModelOptions
+from offload.memory.planner import ModelFiles
+from offload.options import DTYPES, EXPERTS, ModelChoice, ModelOptions, PathLike
 from offload.planning.profile import parse_profile
+from offload.planning.quantised_drafts import check_held, copy_bits, files_of
 from offload.rank_roles import (
     PipelineOptions,
     Roles,
@@ -26,11 +32,11 @@ from offload.rank_roles import (
     require_place,
 )
 from offload.rules import check_lenience, drafting_of
-from offload.sampling_options import Sampling
 from offload.threads import MAX_THREADS
 from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
 from offload.units import ByteSize, Rate, parse_rate
 
+Found = TypeVar("Found")
 MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
 # Free memory that is left to other work on the machine: a quarter, 1 GiB at least.
 _RESERVE_SHARE = 0.25
@@ -46,25 +52,35 @@ def check_device_name(name: object) -> None:
 
 
 @dataclass(frozen=True)
-class LoadOptions(ModelOptions):
-    """Arguments of `offload.load`. Raises `UserError` for what no model and machine satisfies."""
+class LoadOptions(ModelOptions, ModelChoice):
+    """Both models, and how they are loaded. Raises `UserError` for what could never be."""
 
     @classmethod
-    def of(cls, options: ModelOptions) -> "LoadOptions":
-        """Return these options, checked. Raises `UserError`."""
-        return cls(**{one.name: getattr(options, one.name) for one in fields(cls)})
+    def of(cls, options: ModelOptions, **more: Any) -> "LoadOptions":
+        """Return these options, with the models in `more` where they have none. Raises `UserError`."""
+        own = {
+            one.name: getattr(options, one.name)
+            for one in fields(cls)
+            if hasattr(options, one.name)
+        }
+        return cls(**{**own, **more})
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
+        roles = self.roles()
         is_text = isinstance(self.tree, str)
         require(is_text, "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree)
         check_lenience(self.lenience, self.rule)
-        self._check_ranks(self.roles())
+        self._check_ranks(roles)
         self._check_sizes()
         self._check_guesses()
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
+        check_held(self.draft, self.draft_dtype, self.ranks)
+        self.tree_spec()
+        if roles is not None and not roles.is_sharded:
+            self.pipeline_roles()
 
     def _check_ranks(self, roles: Roles | None) -> None:
         if roles is not None:
@@ -172,21 +188,46 @@ class LoadOptions(ModelOptions):
         """Return the rate that the stream is slowed down to, for studies."""
         return parse_rate(self.link_limit, "`link_limit`")
 
-    def pipeline_roles(self, *, has_draft: bool) -> tuple[Roles, PipelineOptions]:
+    @property
+    def has_draft(self) -> bool:
+        return self.draft is not None
+
+    @property
+    def models_to_read(self) -> list[PathLike]:
+        """Return the models whose files are read, the target first; a self draft has its files."""
+        is_own = self.draft is None or copy_bits(self.draft) is not None
+        return [self.model] if self.draft is None or is_own else [self.model, self.draft]
+
+    def headers(self, read: Callable[[PathLike, PathLike | None], Found]) -> list[Found]:
+        """Return what `read` finds of each of these by its name, and by the config of a GGUF file.
+
+        No header is read by name but here: by `check_run` before torch is imported, as far as it
+        lies here; by `resolve`, which asks the hub; and before many texts, to name their results.
+        """
+        configs = (self.config, None)
+        return [
+            read(name, config) for name, config in zip(self.models_to_read, configs, strict=False)
+        ]
+
+    def files_of(self, headers: Sequence[Checkpoint]) -> ModelFiles:
+        """Return both models with these headers. Raises `UserError` for a draft not worth it."""
+        return files_of(headers, self.draft, self.draft_dtype)
+
+    def pipeline_roles(self) -> tuple[Roles, PipelineOptions]:
         """Return the roles and the pipeline of stages; rank 0 drafts where no rank is named.
 
         Raises `UserError` for speculation without a draft.
         """
-        usual = "async" if has_draft and self.tree != "none" else "plain"
+        usual = "async" if self.has_draft and self.tree != "none" else "plain"
         roles = self.roles()
         pipeline = parse_pipeline(self.pipeline or usual)
         assert roles is not None, "there are ranks"
         rule = f"`pipeline` {pipeline.mode} guesses with a draft"
         is_plain = not pipeline.speculates
-        require(has_draft or is_plain, rule, "none", "give `draft`, or `pipeline` plain")
+        require(self.has_draft or is_plain, rule, "none", "give `draft`, or `pipeline` plain")
         rule = f"`pipeline` {pipeline.mode} guesses"
         require(self.tree != "none" or is_plain, rule, "`tree` none", "leave one of them out")
-        is_served = has_draft or roles.draft is None
+        is_served = self.has_draft or roles.draft is None
         rule = f"rank {roles.draft} of `ranks` drafts"
         require(is_served, rule, "no draft", "give `draft`, or leave that rank out")
         return roles._replace(draft=(roles.draft or 0) if pipeline.speculates else None), pipeline
@@ -195,39 +236,29 @@ class LoadOptions(ModelOptions):
         """Return the roles of the processes started together; None for a single process."""
         return None if self.ranks is None else parse_roles(self.ranks, require_place().num_ranks)
 
-    def looks_up(self, *, has_draft: bool) -> bool:
+    @property
+    def looks_up(self) -> bool:
         """Return whether the text's own past is searched for continuations.
 
         By default it is where there is no draft, or the tree may follow it.
         """
         is_free = self.tree == "auto" and not drafting_of(self.rule).keeps_distributions
-        return (not has_draft or is_free) if self.lookup is None else self.lookup
+        return (not self.has_draft or is_free) if self.lookup is None else self.lookup
 
-    def has_sources(self, *, has_draft: bool) -> bool:
-        """Return whether guesses come from anything that is no model."""
-        return (
-            self.ngram is not None
-            or self.datastore is not None
-            or self.looks_up(has_draft=has_draft)
-        )
-
-    def tree_spec(self, *, has_draft: bool) -> TreeSpec:
+    def tree_spec(self) -> TreeSpec:
         """Return the tree that is wanted. Raises `UserError` for one that nothing could fill."""
-        has_sources = self.has_sources(has_draft=has_draft)
-        return tree_to_fill(self.tree, self.rule, has_draft=has_draft, has_sources=has_sources)
+        has_sources = self.ngram is not None or self.datastore is not None or self.looks_up
+        how = {"has_draft": self.has_draft, "has_sources": has_sources}
+        return tree_to_fill(self.tree, self.rule, **how)
 
-    def check_tree(self, *, has_draft: bool) -> None:
-        """Raise `UserError` for a tree that nothing could fill."""
-        self.tree_spec(has_draft=has_draft)
-
-    def planned_tree(self, *, has_draft: bool, tokens_per_sweep: float | None) -> TreeSpec:
+    def planned_tree(self, tokens_per_sweep: float | None) -> TreeSpec:
         """Return the tree to plan for, of which a sweep may be said to yield so many tokens.
 
         Raises `UserError` for a tree without a draft, and for a yield that belongs to no one tree.
         """
-        tree = self.tree_spec(has_draft=has_draft)
+        tree = self.tree_spec()
         # what guesses yield depends on the text, and by themselves they take no room that there is not
-        if not has_draft:
+        if not self.has_draft:
             is_left_out = tree.is_chosen or tree.kind == "none"
             rule = "`tree` needs a `draft` to be planned for"
             require(is_left_out, rule, repr(self.tree), "give `draft`, or leave `tree` out")
@@ -241,10 +272,3 @@ class LoadOptions(ModelOptions):
                     f"`tokens_per_sweep` {tokens_per_sweep:g} belongs to one tree: name it, such as `tree` 128x20"
                 )
         return tree
-
-    def profiled_sampling(self) -> Sampling:
-        """Return the settings that the named profile is for; greedy ones where none is named."""
-        if self.profile is None or self.has_no_profile:
-            return Sampling()
-        own = parse_profile(Path(self.profile)).identity
-        return Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)

@@ -9,22 +9,24 @@ with a reason where it was found.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta, MsgspecError, convert
 
 from offload.checkpoint.files import cache_folder, read_given, read_object, write_whole
 from offload.checkpoint.identity import identity_of, proved
 from offload.checkpoint.layer_sizes import ExpertShape
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.tensors import MOST_EXPERTS
-from offload.errors import UserError, ensure, reason, told_by_system
+from offload.errors import UserError, ensure, reason, require, told_by_system
 from offload.machine import cpu_name
+from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.planning.cost_model import Costs, Positive
 from offload.sampling_options import Sampling
@@ -72,6 +74,11 @@ class Machine:
         return cls(
             cpu=cpu_name(), num_cores=cores, torch=version("torch"), dtype=dtype, device=device
         )
+
+    @classmethod
+    def with_model(cls, target: Checkpoint, dtype: str, device: str) -> "Machine":
+        """Return this machine as it computes with a target; `dtype` is wished for."""
+        return cls.here(compute_dtype_name(target, dtype), device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +205,10 @@ class Profile:
         return {"schema": SCHEMA, **values}
 
 
+# takes settings and rule; returns the profile, or None and why there is none
+FindProfile: TypeAlias = Callable[[Sampling, str], tuple[Profile | None, str]]
+
+
 def profiles_folder() -> Path:
     """Return where profiles are kept. Raises what `cache_folder` raises."""
     return cache_folder() / "profiles"
@@ -227,6 +238,47 @@ def find_profile(identity: Identity) -> tuple[Profile | None, str]:
         None,
         f"no profile for these settings, {_why_not(others[0], identity)}: offload tune measures one",
     )
+
+
+def profile_finder(
+    files: ModelFiles,
+    named: Path | None,
+    machine: Machine | None,
+    experts: ExpertShape | None,
+    *,
+    are_files_here: bool,
+    is_elsewhere: bool,
+) -> FindProfile:
+    """Return what finds the profile of a pair, and raises `UserError` for a named one that misfits.
+
+    Args:
+        named: what the user has named; None looks for the one that was saved for the run.
+        machine: that computes; None takes the profile's own, whose times then do not matter.
+        experts: of the target, if they are read on demand.
+        is_elsewhere: no profile that was made here says anything.
+    """
+    target, draft = files
+    assert draft is not None, "profiles are of pairs"
+
+    @lru_cache(maxsize=256)  # a server is asked for any settings
+    def find(sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
+        if what := sampling.unprofiled:
+            none = f"no profile holds for a run with {what}"
+            require(named is None, none, f"`profile` {named}", "leave one of them out")
+            return None, none
+        if named is None and (is_elsewhere or not are_files_here):
+            return None, "no profile was made there"
+        if named is None:
+            assert machine is not None, "it is here"
+            profile, where = find_profile(Identity.of(target, draft, sampling, rule, machine))
+            return profile and profile.of_experts(experts), where
+        profile = parse_profile(named)
+        if are_files_here:
+            own = machine or profile.identity.machine
+            require_same_run(profile, Identity.of(target, draft, sampling, rule, own), named)
+        return profile.of_experts(experts, is_named=True), str(named)
+
+    return lambda sampling, rule: find(sampling.kind, rule)
 
 
 def read_profile(path: Path, identity: Identity) -> Profile:

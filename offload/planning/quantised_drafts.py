@@ -5,7 +5,7 @@ that would save nothing is refused before a weight is read, and the refusal name
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from offload.checkpoint.held import Held
@@ -14,7 +14,6 @@ from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.small_files import has_encoder
 from offload.errors import UserError, require
 from offload.memory.planner import ModelFiles
-from offload.options import ModelOptions
 
 BITS = {"int8": 8, "int4": 4}
 _OWN = "self"
@@ -46,25 +45,6 @@ def check_held(
         require(draft_dtype is None, rule, f"`draft_dtype` {draft_dtype}", "leave one of them out")
         rule = f"`draft` {draft} works in one process alone"
         require(ranks is None, rule, f"`ranks` {ranks}", "name a small draft")
-
-
-def models_to_read(
-    model: str | os.PathLike[str], draft: str | os.PathLike[str] | None
-) -> list[str | os.PathLike[str]]:
-    """Return the models whose files are read, the target first."""
-    return [model] if draft is None or copy_bits(draft) is not None else [model, draft]
-
-
-def read_models(
-    model: str | os.PathLike[str],
-    draft: str | os.PathLike[str] | None,
-    options: ModelOptions,
-    read: Callable[..., Checkpoint],
-) -> ModelFiles:
-    """Return the checkpoints of a run, each read by its name and config. Raises `UserError`."""
-    names = map(str, models_to_read(model, draft))
-    headers = list(map(read, names, [options.config, None]))
-    return files_of(headers, draft, options.draft_dtype)
 
 
 def files_of(

@@ -33,7 +33,7 @@ from offload.planning.cost_model import (
     step_of,
 )
 from offload.planning.expert_traffic import ExpertRouting
-from offload.planning.profile import Profile
+from offload.planning.profile import FindProfile, Profile
 from offload.planning.search import DEPTHS, SOURCE, TreeSearch, known_trees, range_for, search
 from offload.planning.seen import ObservedPass, ObservedPasses
 from offload.rules import ChildSampling, drafting_of
@@ -82,8 +82,6 @@ class RunSettings(NamedTuple):
         return drafting_of(self.rule)
 
 
-# takes settings and rule; returns the profile, or None and why there is none
-FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]
 # takes nodes of the largest tree; returns None where they do not fit
 TrafficOf = Callable[[int], Traffic | None]
 

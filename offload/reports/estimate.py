@@ -3,8 +3,7 @@
 Headers tell what lies where. Rates come from `--hardware`, or on this machine from the link,
 measured here and now, and from a profile of `offload tune`; where only the link is known, and
 perhaps how fast this processor multiplies, a prediction is a lower bound and says so. Tokens per
-pass are a range, from pairs that papers measured, where this pair was not. Drafts are compared for
-machines whose rates of computing are known, each planned and predicted as if it were asked for.
+pass are a range, from pairs that papers measured, where this pair was not.
 
 Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link, and a
 few pieces whose exponents tell what packing would win. No torch but for a GPU, for the speed of
@@ -14,13 +13,14 @@ products, or to count a model that only torch can build.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from offload.checkpoint.sizes import ModelFacts, model_shape, name_of
-from offload.engine.resolve import Assumptions, ReadHeaders, Setup, resolve
+from offload.checkpoint.hub import ReadHeaders
+from offload.checkpoint.sizes import ModelFacts, model_shape
+from offload.engine.resolve import resolve
+from offload.engine.setup import Setup
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.model.headers import describe
 from offload.packing.forecast import PackingForecast, as_packed, forecast
 from offload.planning.budget import prompt_costs
 from offload.planning.cost_model import (
@@ -34,9 +34,8 @@ from offload.planning.cost_model import (
     prompt_pass,
     step_time,
 )
-from offload.planning.hardware import Hardware
+from offload.planning.hardware import Assumptions, Hardware
 from offload.planning.load_options import LoadOptions
-from offload.planning.quantised_drafts import BITS, copy_bits
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.trees.spec import MAX_TREE_NODES, label_of
 from offload.trees.topology import Shape, chain
@@ -145,21 +144,25 @@ class Estimate(NamedTuple):
         }
 
 
+def facts_of(setup: Setup) -> tuple[ModelFacts, ...]:
+    """Return what the target is, and the draft if there is one."""
+    names = map(str, filter(None, (setup.options.model, setup.options.draft)))
+    return tuple(map(ModelFacts.of, names, filter(None, setup.files)))
+
+
 def models_told(models: Sequence[ModelFacts]) -> dict[str, dict[str, object]]:
     """Return the figures of the target, and of the draft if there is one, for `--json`."""
     return {role: one._asdict() for role, one in zip(("target", "draft"), models, strict=False)}
 
 
 def estimate(
-    model: str,
-    draft: str | None,
     options: LoadOptions,
     hardware: str | None = None,
     disk_speed: str | int | None = None,
     *,
     tokens_per_sweep: float | None = None,
     has_packing: bool = True,
-    read: ReadHeaders = describe,
+    read: ReadHeaders | None = None,
 ) -> Estimate:
     """Plan and predict. Raises `UserError` for what does not fit or cannot be read.
 
@@ -171,14 +174,14 @@ def estimate(
         read: reads headers by name and config; `cache(describe)` where several estimates are of the
             same models.
     """
-    assumed = Assumptions.of(hardware, disk_speed, read)
+    assumed = Assumptions.of(hardware, disk_speed)
     has_rates = assumed.hardware is not None or assumed.disk_bytes_per_s is not None
-    tree = options.planned_tree(has_draft=draft is not None, tokens_per_sweep=tokens_per_sweep)
+    tree = options.planned_tree(tokens_per_sweep)
     if tokens_per_sweep is not None and not has_rates:
         rule = "`tokens_per_sweep` goes with `hardware` or `disk_speed`"
         raise UserError(f"{rule}; on this machine offload tune measures it")
-    setup = replace(resolve(model, draft, options, assumed=assumed), tree=tree)
-    settings = setup.settings(options.profiled_sampling())
+    setup = replace(resolve(options, assumed=assumed, read=read), tree=tree)
+    settings = setup.settings()
     trees = setup.tree_selector(settings.sampling)
     profile, _ = trees.find(*settings)
     link = setup.measure_link(trees.most_nodes) if setup.knows_link else None
@@ -194,7 +197,7 @@ def estimate(
         predictions, basis = _predictions(setup, trees, settings, known, plan, tokens_per_sweep)
     traffic = _traffic(setup, trees, plan)
     return Estimate(
-        models=tuple(map(ModelFacts.of, filter(None, (model, draft)), filter(None, setup.files))),
+        models=facts_of(setup),
         plan=plan,
         hardware=setup.hardware,
         link_bytes_per_s=link,
@@ -301,62 +304,3 @@ _NO_DRAFT = (
 )
 _NO_DISK = "the weights are not here, so the disk was not measured: give `disk_speed`, such as 3GB"
 _NO_GPU = "weights or GPU are not here, so nothing was measured: name the machine by `hardware`"
-
-
-class DraftCandidate(NamedTuple):
-    """One way to draft, with the best tree that its memory leaves room for."""
-
-    draft: str | None  # as `--draft` has it
-    draft_dtype: str | None
-    draft_bytes: int  # memory where layers are computed, the draft's cache included
-    num_resident: int  # layers of the target that have room beside it
-    prediction: Prediction | None  # None where it does not fit
-    refusal: str = ""
-
-    @property
-    def label(self) -> str:
-        is_copy = copy_bits(self.draft) is not None
-        name = self.draft if self.draft is None or is_copy else name_of(self.draft)
-        how = f" with --draft-dtype {self.draft_dtype}" if self.draft_dtype else ""
-        return f"{name or 'no draft'}{how}"
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the figures by the names that `--json` uses."""
-        return {**self._asdict(), "prediction": self.prediction and self.prediction.as_dict()}
-
-
-def compare_drafts(
-    model: str,
-    draft: str | None,
-    options: LoadOptions,
-    hardware: str | None,
-    disk_speed: str | int | None = None,
-    read: ReadHeaders = describe,
-) -> list[DraftCandidate]:
-    """Return ways to draft, the quickest first, those that do not fit last.
-
-    Nothing where no `hardware` is named: only its rates tell drafts apart.
-    """
-    if hardware is None:
-        return []
-    kinds: list[tuple[str | None, str | None]] = [(None, None)]
-    if draft is not None and copy_bits(draft) is None:
-        kinds += [(draft, None), *((draft, dtype) for dtype in BITS)]
-    kinds += [(f"self:{kind}", None) for kind in BITS]
-    how: Any = {"hardware": hardware, "disk_speed": disk_speed, "read": read}
-    found = list[DraftCandidate]()
-    for one, dtype in kinds:
-        own = replace(options, tree="auto", draft_dtype=dtype)
-        try:
-            run = estimate(model, one, own, has_packing=False, **how)
-        except UserError as error:
-            found.append(DraftCandidate(one, dtype, 0, 0, None, str(error)))
-        else:
-            best = run.predictions[-1] if run.predictions else None
-            plan = run.plan
-            found.append(DraftCandidate(one, dtype, plan.draft_bytes, plan.num_resident, best))
-    return sorted(found, key=_s_per_token)
-
-
-def _s_per_token(one: DraftCandidate) -> float:
-    return one.prediction.s_per_token if one.prediction else float("inf")

@@ -28,7 +28,7 @@ from offload.distributed.layout import (
     lay_out_shards,
     lay_out_stages,
 )
-from offload.engine.resolve import Assumptions, resolve
+from offload.engine.resolve import resolve
 from offload.errors import UserError
 from offload.planning.acceptance import prior_for
 from offload.planning.cluster import Cluster, Gathers, read_cluster
@@ -37,7 +37,7 @@ from offload.planning.load_options import LoadOptions
 from offload.planning.profile import Profile
 from offload.planning.selector import TreeSelector
 from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows, require_exact_rule
-from offload.reports.estimate import models_told
+from offload.reports.estimate import facts_of, models_told
 from offload.sampling_options import Sampling
 from offload.trees.spec import AUTO_DEPTH, AUTO_NODES, MAX_TREE_NODES, TreeSpec, label_of
 from offload.trees.topology import SIZES, Shape, chain
@@ -202,24 +202,17 @@ class Forecast(NamedTuple):
         }
 
 
-def forecast(
-    model: str,
-    draft: str | None,
-    options: LoadOptions,
-    ranks: Path,
-    tokens_per_sweep: float | None = None,
-) -> Forecast:
+def forecast(options: LoadOptions, ranks: Path, tokens_per_sweep: float | None = None) -> Forecast:
     """Forecast both ways on the cluster of a file. Raises `UserError` where neither works.
 
     Args:
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
     """
     cluster = read_cluster(ranks)
-    tree = options.planned_tree(has_draft=draft is not None, tokens_per_sweep=tokens_per_sweep)
-    setup = resolve(model, draft, options, assumed=Assumptions(cluster.ranks[0], ranks=str(ranks)))
-    profile, _ = setup.profile_finder()(*setup.settings(options.profiled_sampling()))
+    tree = options.planned_tree(tokens_per_sweep)
+    setup = resolve(options, assumed=cluster.assumed(ranks))
+    profile, _ = setup.profile_finder()(*setup.settings())
     request = ClusterRequest(setup.files, cluster, setup.dtype, options.context, options.rule)
-    models = tuple(map(ModelFacts.of, filter(None, (model, draft)), filter(None, setup.files)))
     one_way = partial(_one_way, request, tree, profile, tokens_per_sweep)
     shards = one_way("shards")
     stages = one_way("stages")
@@ -227,7 +220,7 @@ def forecast(
         raise UserError(f"{ranks.name}: as shards, {shards.refusal}; as stages, {stages.refusal}")
     better, why = _better(request, shards, stages)
     ways = (shards, stages)
-    return Forecast(cluster, models, ways, better, why, not request.knows_compute)
+    return Forecast(cluster, facts_of(setup), ways, better, why, not request.knows_compute)
 
 
 def _one_way(

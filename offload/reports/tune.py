@@ -14,9 +14,9 @@ from offload.checkpoint.small_files import has_encoder
 from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.engine.opening import open_run
 from offload.engine.request import Request
-from offload.engine.resolve import Setup, resolve
+from offload.engine.resolve import resolve
+from offload.engine.setup import Setup
 from offload.errors import require
-from offload.planning.budget import traffic_in
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import (
     Identity,
@@ -59,11 +59,9 @@ class TuneResult(NamedTuple):
 
 
 def tune(
-    model: str,
-    draft: str,
+    options: LoadOptions,
     texts: Sequence[Path],
     sampling: Sampling,
-    options: LoadOptions | None = None,
     *,
     num_tokens: int = 2048,
     is_teacher_forced: bool = False,
@@ -72,10 +70,10 @@ def tune(
     """Measure, and save a profile.
 
     Args:
+        options: both models, and how they load. Their tree is the largest to time, `auto` as large
+            a one as the budget has room for; their context is set here, their profile is not used.
         texts: UTF-8 files of the kind that will be decoded.
         sampling: what the profile is for; window i draws with its seed plus i.
-        options: for loading. Their tree is the largest to time, `auto` as large a one as the budget
-            has room for; their context is set here, and their profile is not used.
         num_tokens: positions to trace.
         is_teacher_forced: trace the given text itself instead of what the target writes.
 
@@ -84,14 +82,13 @@ def tune(
             refuses.
     """
     read = [read_text(path) for path in texts]
-    options = options or LoadOptions()
     _require_profiled(options, sampling)
-    spec = options.tree_spec(has_draft=True)
+    spec = options.tree_spec()
     require_writable(profiles_folder())
     admit = partial(largest_that_fits, spec=spec)
     # experts come as they will in runs that choose their tree
     later = replace(options, tree="auto", profile="none")
-    setup = resolve(model, draft, later, admit=admit, hooks=hooks)
+    setup = resolve(later, admit=admit, hooks=hooks)
     timed = largest_that_fits(setup, spec)
     target, own_draft = setup.files
     windows = encode_windows(target, read, num_tokens, is_teacher_forced=is_teacher_forced)
@@ -130,7 +127,7 @@ def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
 def choice_from(profile: Profile, sampling: Sampling, setup: Setup, timed: Setup) -> TreeChoice:
     """Return the tree that a run like this chooses, with the timed one's context if it must be."""
     settings = setup.settings(sampling)
-    one = timed if traffic_in(setup.budget, setup.files, 1) is None else setup
+    one = timed if setup.traffic_of(1) is None else setup
     trees = replace(one, tree=TreeSpec("auto")).tree_selector(sampling)
     trees.find = lambda *_: (profile, "")
     trees.link_bytes_per_s = profile.costs.link_bytes_per_s
@@ -147,11 +144,11 @@ def largest_that_fits(setup: Setup, spec: TreeSpec) -> Setup:
     is_alone = not has_encoder(target.config)
     require(is_alone, rule, target.config.get("model_type"), "name a `tree` instead")
     longest = longest_context(target) or _CONTEXT
-    budget = replace(setup.budget, context=min(_CONTEXT, longest))
+    timed = replace(setup, budget=replace(setup.budget, context=min(_CONTEXT, longest)))
     sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
-    size = next((size for size in sizes if traffic_in(budget, setup.files, size)), sizes[-1])
-    budget.plan(setup.files, size)
+    size = next((size for size in sizes if timed.traffic_of(size)), sizes[-1])
+    timed.plan_for(size)
     tree = TreeSpec("best", size, DEPTH) if spec.is_chosen else spec
     # a draft alone fills a tree that is named
     options = replace(setup.options, tree=tree.label)
-    return replace(setup, options=options, budget=budget, tree=tree)
+    return replace(timed, options=options, tree=tree)

@@ -19,12 +19,17 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from offload.errors import UserError
+from offload.machine import has_cuda_driver
+from offload.rank_roles import find_place
 from offload.streaming.disk import allocate
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from offload.planning.hardware import Assumptions
+    from offload.planning.load_options import LoadOptions
     from offload.streaming.pinned import PinnedAllocator
 
 # a mark in a stream, reached or not yet; on a host the time at which it was passed; None: reached
@@ -119,6 +124,38 @@ class Device:
 
 # the CPU of this machine
 HOST = Device()
+
+
+def is_host(name: str) -> bool:
+    """Return whether this names the host, as far as it is known without torch."""
+    return name == "cpu" or (name == "auto" and not has_cuda_driver())
+
+
+def device_of(options: "LoadOptions", assumed: "Assumptions | None" = None) -> Device:
+    """Open what `options` compute on. Raises `UserError`.
+
+    Where nothing will be loaded it is the host for a named machine, and for a budget on a GPU
+    elsewhere.
+    """
+    name = options.device
+    gpu_memory = options.gpu_memory
+    if assumed is not None and assumed.hardware is not None:
+        if name != "auto":
+            rule = f"`device` {name} is of this machine, `hardware` names another"
+            raise UserError(f"{rule}: give one of them")
+        return HOST
+    if assumed is not None and is_host(name) and (name == "auto" or gpu_memory is None):
+        return HOST
+    from torch import cuda
+
+    from offload.streaming.cuda import open_device
+
+    is_budget = name == "auto" and gpu_memory is not None
+    if assumed is not None and is_budget and not cuda.is_available():
+        return HOST
+    place = find_place() if options.ranks is not None else None
+    rank_on_host = 0 if place is None else place.rank_on_host
+    return open_device(name, gpu_memory, rank_on_host=rank_on_host)
 
 
 # takes the kind of work (copy, wait, compute), the layer, its start and end by perf_counter

@@ -18,7 +18,7 @@ from offload.bench.gpu.runner import Step, all_steps
 from offload.bench.harness import models
 from offload.bench.latency import exact, passes
 from offload.engine import opening
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.memory.plan import MemoryPlan
 from offload.memory.tiers import LayerTier
 

@@ -18,18 +18,16 @@ from tiny import FAMILIES, Pair, build, save, save_tokenizer
 import offload
 from offload.calibration import link as device_link
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine import resolve as resolving
 from offload.engine.request import Request
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import DynamicYield
 from offload.planning.budget import budget_of
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.load_options import LoadOptions
-from offload.planning.profile import Identity, Machine, Profile, save_profile
+from offload.planning.profile import FindProfile, Identity, Machine, Profile, save_profile
 from offload.planning.search import range_for
-from offload.planning.selector import FindProfile
 from offload.reports.estimate import Estimate, estimate
 from offload.sampling_options import Sampling
 from offload.streaming.device import HOST
@@ -56,7 +54,7 @@ def ask(
     disk_speed: str | None = None, **options: Any,
 ) -> Estimate:  # fmt: skip
     of_machine = {"hardware": hardware, "disk_speed": disk_speed, "tokens_per_sweep": tokens_per_sweep}
-    return estimate(*map(str, models), LoadOptions(**options), **of_machine)  # type: ignore[arg-type]
+    return estimate(LoadOptions(*models, **options), **of_machine)  # type: ignore[arg-type]
 
 
 def test_plan_predicts_another_machine_without_any_weights(configs: list[str]) -> None:
@@ -164,7 +162,7 @@ class PaperCard(FakeDevice):
 def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """A GPU of this machine with 3 GiB free, and how it was asked for."""
     asked: list[tuple[str, object]] = []
-    monkeypatch.setattr(resolving, "has_cuda_driver", lambda: True)
+    monkeypatch.setattr("offload.streaming.device.has_cuda_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("offload.streaming.cuda.open_device", lambda *how, **_: asked.append(how) or PaperCard())
     monkeypatch.setattr("offload.planning.budget.available_gpu_bytes", lambda place: {"cuda:1": 3 << 30}[place])
@@ -306,7 +304,7 @@ def test_a_disk_speed_stands_for_that_of_any_machine(configs: list[str], pair: P
         ask(pair, disk_speed="fast")
 
 
-OPTIONS = LoadOptions(ram="1GiB", device="cpu")
+OPTIONS: dict[str, Any] = {"ram": "1GiB", "device": "cpu"}
 IMPOSSIBLE = [("num_hidden_layers", 2 * 10**6), ("num_hidden_layers", 10**12), ("head_dim", "16"), ("head_dim", [16]),
               ("num_key_value_heads", "2"), ("num_key_value_heads", [2]), ("hidden_size", 10**30)]  # fmt: skip
 
@@ -319,7 +317,7 @@ def test_sizes_that_are_none_are_refused_at_once(family: str, name: str, value: 
     with pytest.raises(
         UserError, match=f"{name} (in config.json )?must be a whole number|model type mixtral is not supported"
     ):
-        estimate(str(tmp_path / "config.json"), None, OPTIONS)
+        estimate(LoadOptions(tmp_path / "config.json", **OPTIONS))
 
 
 @pytest.mark.usefixtures("_instant_link")
@@ -328,9 +326,9 @@ def test_a_pair_of_two_vocabularies_is_refused(tmp_path: Path) -> None:
     for model, piece in zip(models, (" one", " un"), strict=True):
         save_tokenizer(model, [piece])
     with pytest.raises(UserError, match="draft must share the target's vocabulary, draft has 199 entries"):
-        estimate(*map(str, models), OPTIONS)
+        estimate(LoadOptions(*models, **OPTIONS))
     save_tokenizer(models[1], [" one"])
-    estimate(*map(str, models), OPTIONS)
+    estimate(LoadOptions(*models, **OPTIONS))
 
 
 def test_nobody_is_told_to_raise_a_context_that_is_the_longest(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def hub(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def test_a_hub_id_costs_headers_and_no_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    got, wanted = (estimate(name, None, LoadOptions(ram="1GiB")) for name in ("org/model", str(hub.folder)))
+    got, wanted = (estimate(LoadOptions(name, ram="1GiB")) for name in ("org/model", str(hub.folder)))
     assert hub.asked == ["config.json", "headers"]
     assert headers.open_headers("org/model").tensors.keys() == open_checkpoint(hub.folder).tensors.keys()
     for ours, theirs in zip(got.plan.layer_bytes, wanted.plan.layer_bytes, strict=True):
@@ -275,7 +275,7 @@ def test_without_a_network_a_hub_id_is_refused_at_once(command: str, tmp_path: P
 
 
 def tuned(**how: Any) -> object:
-    return tune("org/model", "org/model", [Path(__file__)], Sampling(), LoadOptions(**how))
+    return tune(LoadOptions("org/model", "org/model", **how), [Path(__file__)], Sampling())
 
 
 TOO_LARGE: dict[str, Callable[[], object]] = {

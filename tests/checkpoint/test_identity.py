@@ -262,10 +262,10 @@ def test_weights_are_summed_as_they_are_read(pair: Pair, tmp_path: Path, monkeyp
     shutil.rmtree(tmp_path / "cache")
     monkeypatch.setattr(identities, "_LITTLE_BYTES", 0)
     monkeypatch.setattr(summing, "read_left", None)
-    options = LoadOptions(ram="1GiB", tree="4x2", dtype="float32", context=64, threads=1)
-    with open_decoder(*pair, options, Request(is_named=True)) as decoder:
+    options = LoadOptions(*pair, ram="1GiB", tree="4x2", dtype="float32", context=64, threads=1)
+    with open_decoder(options, Request(is_named=True)) as decoder:
         decoder.generate([5, 6], max_new_tokens=1)
         found = [decoder.identities.of(part) for part in ("target", "draft")]
     assert [one and one.proofs.get("sum") for one in found] == wanted
-    with open_decoder(*pair, options) as decoder:
+    with open_decoder(options) as decoder:
         assert decoder.identities.target.has_sum, "it is kept"

@@ -95,8 +95,8 @@ def test_what_runs_is_told_in_two_lines() -> None:
     named = TreeChoice(SHAPES["64x8"], "named", 3.25)
     decoder: Any = SimpleNamespace(plan=planned(), notes=[], sources="")
     for ranks, name in ((None, "Llama-70B"), ("shards", "Llama-70B on rank 0")):
-        options: Any = SimpleNamespace(ranks=ranks)
-        assert Loading("/models/Llama-70B/", None, options).model_name == name
+        options: Any = SimpleNamespace(model="/models/Llama-70B/", ranks=ranks)
+        assert Loading(options).model_name == name
     place = "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a pass from disk"
     for draft, choice, told in (
         ("Llama-1B", measured, "draft Llama-1B, tree dynamic:64x8, 8.00 tokens/s expected"),

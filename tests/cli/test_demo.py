@@ -3,6 +3,7 @@
 import json
 import re
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,8 +142,8 @@ def test_a_chat_opens_without_a_model() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_server_opens_without_a_model() -> None:
-    target, options = packaged.packaged_chat(LoadOptions(parallel=2, threads=1), lambda *_: None)
-    decoder = open_decoder(target, CHAT_PAIR / "draft", options)
+    options = packaged.packaged_chat(LoadOptions(draft=CHAT_PAIR / "draft", parallel=2, threads=1), lambda *_: None)
+    decoder = open_decoder(options)
     with serving(decoder) as server:
         body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "offload": {"passes": True}}
         request = urllib.request.Request(
@@ -158,9 +159,9 @@ def test_a_server_opens_without_a_model() -> None:
 def test_what_was_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged, "inflated_target", lambda *_: Path("made"))
     named = LoadOptions(ram="700MB", tree="8x3", context=256, device="cpu")
-    _, options = packaged.packaged_chat(named, lambda *_: None)
-    assert options == named
-    _, chosen = packaged.packaged_chat(LoadOptions(), lambda *_: None)
+    options = packaged.packaged_chat(named, lambda *_: None)
+    assert options == replace(named, model="made")
+    chosen = packaged.packaged_chat(LoadOptions(), lambda *_: None)
     assert (chosen.tree, chosen.device, chosen.context) == ("auto", "cpu", 1024)
     assert chosen.ram is not None and int(chosen.ram) >= packaged._CHAT_BYTES // 4
 

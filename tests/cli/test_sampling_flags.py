@@ -106,9 +106,9 @@ def test_it_is_said_on_stderr_and_in_the_json() -> None:
 
 
 def test_nobody_proves_or_tunes_what_is_not_exact(tmp_path: Path) -> None:
-    options = LoadOptions("1GiB", "chain:3", device="cpu", context=512, lenience=0.5)
+    options = LoadOptions(PAIR / "target", PAIR / "draft", "1GiB", "chain:3", device="cpu", context=512, lenience=0.5)
     with (
-        load.open_decoder(PAIR / "target", PAIR / "draft", options) as decoder,
+        load.open_decoder(options) as decoder,
         pytest.raises(UserError, match="proved"),
     ):
         compare(decoder, "import", Sampling(), num_tree=2, show=lambda _, run: print(*run))
@@ -117,4 +117,4 @@ def test_nobody_proves_or_tunes_what_is_not_exact(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("import os\n" * 200)
     with pytest.raises(UserError, match="`lenience` must be 1 for a profile"):
-        tune(str(PAIR / "target"), str(PAIR / "draft"), [text], Sampling(), LoadOptions(lenience=0.5))
+        tune(LoadOptions(PAIR / "target", PAIR / "draft", lenience=0.5), [text], Sampling())

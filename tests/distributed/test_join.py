@@ -20,7 +20,7 @@ from offload.cli.launch import free_port
 from offload.distributed import join as meeting
 from offload.distributed.join import Joined, RankHandshake, compare, joined, leave_reason, meet, require_same_weights
 from offload.engine.hooks import Hooks
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.errors import TOLD, RankError, UserError
 from offload.memory.planner import ModelFiles
 from offload.planning import load_options as options
@@ -178,7 +178,7 @@ def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
     setup = Setup(
         files=ModelFiles(checkpoint, None),
         options=shards,
-        tree=shards.tree_spec(has_draft=False),
+        tree=shards.tree_spec(),
         device=HOST,
         budget=budget_of(shards),
         hooks=Hooks(phases.append),

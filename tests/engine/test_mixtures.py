@@ -64,9 +64,9 @@ def test_what_a_profile_has_counted_is_compared_with_the_target(
     with offload.load(target, target, tree=tree, **LOAD) as decoder:
         assert decoder._trees.routing is None
         assert len(decoder.generate(PROMPT, max_new_tokens=4).token_ids) == 4
-    assert estimate(str(target), str(target), LoadOptions(tree=tree, **LOAD)).plan.has_experts
+    assert estimate(LoadOptions(target, target, tree=tree, **LOAD)).plan.has_experts
     words = "the named profile counts uses in 2 layers of 2 experts, not 3 of 6: run"
     with pytest.raises(UserError, match=words):
         offload.load(target, target, tree=tree, profile=path, **LOAD)
     with pytest.raises(UserError, match=words):
-        estimate(str(target), str(target), LoadOptions(tree=tree, profile=path, **LOAD))
+        estimate(LoadOptions(target, target, tree=tree, profile=path, **LOAD))

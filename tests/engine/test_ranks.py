@@ -22,7 +22,6 @@ from offload.engine.decoder import Decoder
 from offload.engine.hooks import Hooks
 from offload.errors import RankError, ReadError, RunError, UserError
 from offload.model.kv_cache import KVCache
-from offload.planning.load_options import LoadOptions
 from offload.rank_roles import RankInfo
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -60,9 +59,9 @@ def _texts(decoder: Decoder) -> list[list[int]]:
     return [run.token_ids for run in runs]
 
 
-def _options(ranks: str, ram: int | str, **more: Any) -> LoadOptions:
+def _options(ranks: str, ram: int | str, **more: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {"context": 128, "threads": 1, "profile": "none", "dtype": "float32"}
-    return LoadOptions(ram=ram, ranks=ranks, **usual | more)
+    return {"ram": ram, "ranks": ranks, **usual, **more}
 
 
 def _streaming(pair: Pair) -> int:

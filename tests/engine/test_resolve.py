@@ -12,12 +12,11 @@ from tiny import FAMILIES, save_pair, streaming_ram
 import offload
 from offload.engine.precheck import check_run
 from offload.engine.request import Request
-from offload.engine.resolve import Assumptions, resolve
+from offload.engine.resolve import resolve
 from offload.errors import UserError
-from offload.planning.hardware import KNOWN
+from offload.planning.hardware import KNOWN, Assumptions
 from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import estimate
-from offload.reports.tune import tune
 from offload.sampling_options import Sampling
 from offload.streaming.device import HOST
 
@@ -55,7 +54,7 @@ def plans(pair: tuple[str, str], **options: Any) -> tuple[object, object]:
     if options.get("ram") == 0:
         options["ram"] = streaming_ram(*pair, **TIGHT)
     how = {"ram": "1GiB", **HOW, **options}
-    planned = estimate(*pair, LoadOptions(**how), has_packing=False).plan
+    planned = estimate(LoadOptions(*pair, **how), has_packing=False).plan
     with offload.load(*pair, **how) as decoder:
         return planned, decoder.plan
 
@@ -68,50 +67,48 @@ def test_a_plan_is_that_of_the_run(name: str, pair: tuple[str, str]) -> None:
 
 def test_a_tree_that_is_chosen_is_planned_as_large_as_memory_has_room_for(pair: tuple[str, str]) -> None:
     """A plan used to refuse what loads with a smaller tree."""
-    options = LoadOptions(ram=streaming_ram(*pair, **{**TIGHT, "num_nodes": 8}), **HOW)
-    found = estimate(*pair, options, has_packing=False)
+    options = LoadOptions(*pair, ram=streaming_ram(*pair, **{**TIGHT, "num_nodes": 8}), **HOW)
+    found = estimate(options, has_packing=False)
     assert 1 < found.plan.num_nodes <= 8
     with pytest.raises(UserError, match="needs"):
-        estimate(*pair, replace(options, tree="64x16"), has_packing=False)
+        estimate(replace(options, tree="64x16"), has_packing=False)
 
 
 def test_what_one_refuses_the_others_refuse(pair: tuple[str, str], tmp_path: Path) -> None:
     how = {**HOW, "context": 8, "ram": "1GiB", "tree": "64x16"}
-    for ask in (lambda: estimate(*pair, LoadOptions(**how)), lambda: offload.load(*pair, **how)):
+    for ask in (lambda: estimate(LoadOptions(*pair, **how)), lambda: offload.load(*pair, **how)):
         with pytest.raises(UserError, match=r"the tree is \d+ deep, the context has 8 positions"):
             ask()
     (tmp_path / "text").write_text("word " * 100)
-    wrong = LoadOptions(draft_dtype="int3")
-    for ask in (lambda: tune(*pair, [tmp_path / "text"], Sampling(), wrong), lambda: resolve(*pair, wrong)):
-        with pytest.raises(UserError, match="`draft_dtype` must be int8 or int4"):
-            ask()
+    with pytest.raises(UserError, match="`draft_dtype` must be int8 or int4"):
+        LoadOptions(*pair, draft_dtype="int3")
 
 
 def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str], asked: list[dict[str, Any]]) -> None:
-    options = LoadOptions(ram=streaming_ram(*pair, **TIGHT), link_limit="1MB", **HOW)
-    estimate(*pair, options, has_packing=False)
+    options = LoadOptions(*pair, ram=streaming_ram(*pair, **TIGHT), link_limit="1MB", **HOW)
+    estimate(options, has_packing=False)
     assert [one["limit_bytes_per_s"] for one in asked] == [1_000_000]
 
 
 def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
     machine = KNOWN["l40"]
-    setup = resolve(*pair, LoadOptions(context=128), assumed=Assumptions(machine))
+    setup = resolve(LoadOptions(*pair, context=128), assumed=Assumptions(machine))
     assert setup.is_elsewhere and setup.device is HOST and setup.budget.gpu == machine.gpu_bytes
     assert setup.measure_link(1) == machine.feed_bytes_per_s and not setup.notes
     profile, why = setup.tree_selector(Sampling()).find(Sampling(), "match")
     assert profile is None and why
     with pytest.raises(UserError, match="is of this machine"):
-        resolve(*pair, LoadOptions(device="cpu"), assumed=Assumptions(machine))
+        resolve(LoadOptions(*pair, device="cpu"), assumed=Assumptions(machine))
 
 
 def test_free_memory_is_asked_for_once(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was checked before libraries took some of it is what is planned with."""
     free = iter([8 << 30, 7 << 30])
     monkeypatch.setattr("offload.planning.load_options.available_ram_bytes", lambda: next(free))
-    options = LoadOptions(device="cpu", **HOW)
+    options = LoadOptions(*pair, device="cpu", **HOW)
     for needs_context in (True, False):
-        check_run(*pair, options, needs_text=False, needs_context=needs_context)
-    assert resolve(*pair, options).budget.ram == 6 << 30
+        check_run(options, needs_text=False, needs_context=needs_context)
+    assert resolve(options).budget.ram == 6 << 30
 
 
 @pytest.mark.usefixtures("_no_weights")

@@ -154,23 +154,23 @@ def test_keys_and_values_are_never_said_to_be_of_files_that_came_later(which: st
     assert not (tmp_path / "text.session").exists()
 
 
-ALONE = LoadOptions(ram="1GiB", tree="none", context=CONTEXT, dtype="float32", threads=1)
+ALONE: dict[str, Any] = {"ram": "1GiB", "tree": "none", "context": CONTEXT, "dtype": "float32", "threads": 1}
 
 
 def test_a_session_that_was_wished_for_is_kept_whatever_comes_to_the_files(tmp_path: Path) -> None:
     """It is of those that were opened, and said to be."""
     open_pair("llama", tmp_path, "8x3").close()
     path, config = tmp_path / "text.session", tmp_path / "target" / "config.json"
-    with open_decoder(tmp_path / "target", None, ALONE, Request(is_kept=True)) as decoder:
+    with open_decoder(LoadOptions(tmp_path / "target", **ALONE), Request(is_kept=True)) as decoder:
         wanted = decoder.generate(PROMPT, max_new_tokens=NUM_FIRST).token_ids
         before = config.read_bytes()
         config.write_bytes(before.replace(b"rms_norm_eps", b"rms_norm_epz"))
         decoder.save_session(path)
     others = pytest.raises(UserError, match=r"was computed with another model \(config differs\)")
-    with open_decoder(tmp_path / "target", None, ALONE) as decoder, others:
+    with open_decoder(LoadOptions(tmp_path / "target", **ALONE)) as decoder, others:
         decoder.load_session(path)
     config.write_bytes(before)
-    with open_decoder(tmp_path / "target", None, ALONE) as decoder:
+    with open_decoder(LoadOptions(tmp_path / "target", **ALONE)) as decoder:
         assert decoder.load_session(path).tokens == [*PROMPT, *wanted]
 
 
@@ -181,17 +181,17 @@ def test_a_session_of_weights_that_differ_in_one_byte_is_refused(
     if not has_samples:
         monkeypatch.setattr(identity, "_sampled", lambda checkpoint: "0" * 32)
     open_pair("llama", tmp_path, "8x3").close()
-    with open_decoder(tmp_path / "target", None, ALONE, Request(is_kept=True)) as decoder:
+    with open_decoder(LoadOptions(tmp_path / "target", **ALONE), Request(is_kept=True)) as decoder:
         lay_down(decoder, tmp_path / "text.session")
     copy = shutil.copytree(tmp_path / "target", tmp_path / "copy")
-    with open_decoder(copy, None, ALONE) as decoder:
+    with open_decoder(LoadOptions(copy, **ALONE)) as decoder:
         decoder.load_session(tmp_path / "text.session")
     path = sorted(copy.glob("*.safetensors"))[1]
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"computed with another model \(weights differ\)"):
-        open_decoder(copy, None, ALONE, Request(session=tmp_path / "text.session"))
+        open_decoder(LoadOptions(copy, **ALONE), Request(session=tmp_path / "text.session"))
 
 
 SAME = ModelIdentity(dict.fromkeys(PARTS, "a"), {SUM: "1" * 32})

@@ -13,7 +13,8 @@ from test_device_planner import CONFIGS, GIB
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.engine.resolve import Setup, resolve
+from offload.engine.resolve import resolve
+from offload.engine.setup import Setup
 from offload.errors import UserError
 from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
@@ -26,7 +27,8 @@ from offload.planning.profile import Identity, Machine, Profile, find_profile, s
 from offload.planning.search import TreeSearch, range_for
 from offload.planning.selector import TreeChoice, TreeSelector
 from offload.reports import estimate as estimating
-from offload.reports.estimate import compare_drafts, estimate
+from offload.reports.drafts import compare_drafts
+from offload.reports.estimate import estimate
 from offload.reports.tune import choice_from
 from offload.sampling_options import Sampling
 from offload.streaming.device import HOST
@@ -90,9 +92,9 @@ def decoded(pair: tuple[Path, Path], tree: str) -> TreeChoice:
 
 def is_predicted(pair: tuple[Path, Path], tree: str, choice: TreeChoice, profile: Path | None = None) -> bool:
     """Whether `plan` says the same of a tree as a run has chosen; for another machine where a profile is named."""
-    options = LoadOptions(ram=RAM, context=CONTEXT, tree=tree, profile=profile)
+    options = LoadOptions(*map(str, pair), ram=RAM, context=CONTEXT, tree=tree, profile=profile)
     hardware = None if profile is None else "l40"
-    row = estimate(*map(str, pair), options, hardware=hardware).predictions[-1]
+    row = estimate(options, hardware=hardware).predictions[-1]
     assert row.label in (label_of(choice.shape), tree.replace("grown", "dynamic"))
     tokens = choice.tokens_per_sweep
     expected = (tokens, tokens) if profile != Path("none") else range_for(1.0).of(tokens)
@@ -102,7 +104,7 @@ def is_predicted(pair: tuple[Path, Path], tree: str, choice: TreeChoice, profile
 @pytest.mark.parametrize("known", SMOOTHED)
 def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files: ModelFiles) -> None:
     profile = profile_of(files, *SMOOTHED[known])
-    path, setup = save_profile(profile), resolve(*pair, LoadOptions(ram=RAM, context=CONTEXT))
+    path, setup = save_profile(profile), resolve(LoadOptions(*pair, ram=RAM, context=CONTEXT))
     choice = decoded(pair, "auto")
     assert choice == choice_from(profile, Sampling(), setup, setup) and choice.candidates and choice.is_dynamic
     assert is_predicted(pair, "auto", choice) and choice.shape.num_nodes > 16, "the choice must not be trivial"
@@ -248,7 +250,7 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimating, "resolve", lambda *one, **more: seen_by("plan", resolve(*one, **more)))
         plan = estimating.estimate(
-            *headers, LoadOptions(context=LONG, profile=str(path)), hardware=str(said), has_packing=False
+            LoadOptions(*headers, context=LONG, profile=str(path)), hardware=str(said), has_packing=False
         )
     options = replace(options, profile="none")
     setup = Setup(files=described, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
@@ -313,7 +315,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def test_the_best_draft_follows_from_the_machine(name: str, best: str, models: tuple[str, str], tmp_path: Path) -> None:
     path = tmp_path / f"{name}.json"
     path.write_text(json.dumps({**DRAFT_MACHINES[name], "ram_bytes": "512GiB"}))
-    ways = compare_drafts(*models, LoadOptions(context=2048), str(path))
+    ways = compare_drafts(LoadOptions(*models, context=2048), str(path))
     assert all(one.prediction for one in ways[:3]), [one.refusal for one in ways]
     plain = {one.draft: one for one in ways if not one.draft_dtype}
     kinds = {"small": models[1], "copy": "self:int4", "none": None}

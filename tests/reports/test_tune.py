@@ -26,7 +26,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.engine.request import Request
-from offload.engine.resolve import Setup
+from offload.engine.setup import Setup
 from offload.errors import UserError
 from offload.memory import prompt_rows
 from offload.memory.planner import MemoryBudget, ModelFiles
@@ -140,8 +140,8 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(pair: Pair, text: Path, sampling: Sampling | None = None, **options: object) -> TuneResult:
     how = {"num_tokens": NUM_NEW, "is_teacher_forced": False}
     how |= {name: options.pop(name) for name in how.keys() & options.keys()}
-    loading = LoadOptions(**{"tree": "64x16", **SETTINGS, **options})
-    return tune(*map(str, pair), [text], sampling or Sampling(), loading, **how)
+    loading = LoadOptions(*pair, **{"tree": "64x16", **SETTINGS, **options})
+    return tune(loading, [text], sampling or Sampling(), **how)
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +331,7 @@ def test_a_tune_is_of_the_device_and_the_config_that_are_named(
     pair: Pair, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tuned_by(**options: Any) -> None:
-        tune(*map(str, pair), [text], Sampling(), LoadOptions(**options, **SETTINGS))
+        tune(LoadOptions(*pair, **options, **SETTINGS), [text], Sampling())
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
         patch.setattr(tuning, "open_run", None)
@@ -369,7 +369,7 @@ def test_what_computes_in_another_type_than_it_says_is_found_again(pair: Pair, t
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float16"}))
     tuned = run((target, pair[1]), text)
     assert tuned.profile.identity.machine.dtype == "bfloat16"
-    found = estimate(str(target), str(pair[1]), LoadOptions(ram="1GiB"))
+    found = estimate(LoadOptions(target, pair[1], ram="1GiB"))
     assert found.basis.startswith("profile ") and any("computing in bfloat16" in note for note in found.notes)
     with offload.load(target, pair[1], context=256, **SETTINGS) as decoder:
         assert decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why.count("profile of ")

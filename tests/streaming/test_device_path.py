@@ -29,8 +29,8 @@ from offload.drafting.model_drafter import ModelDrafter
 from offload.engine import sharing as turn
 from offload.engine.build import resident_model
 from offload.engine.request import Request
-from offload.engine.resolve import Setup
 from offload.engine.service import Engine
+from offload.engine.setup import Setup
 from offload.memory import planner
 from offload.memory.planner import MemoryPlan
 from offload.memory.tiers import LayerTier

@@ -140,8 +140,8 @@ def test_odd_weights_are_told_after_the_first_sweep(how: str, plain: Path, tmp_p
     assert not any("all zero" in note or "as large" in note for note in before)
     assert [note.split(":")[0] for note in after] == ["all zero", "numbers as large as 3.0e+06, as no model has"]
     assert LAYER in after[0] and all(note.endswith("offload verify says how much is damaged") for note in after)
-    options = LoadOptions(ram=ram, context=CONTEXT, threads=1)
-    with open_decoder(model, None, options, hooks=Hooks(on_note=heard.append)) as decoder:
+    options = LoadOptions(model, ram=ram, context=CONTEXT, threads=1)
+    with open_decoder(options, hooks=Hooks(on_note=heard.append)) as decoder:
         decoder.generate(PROMPT, max_new_tokens=2)
     assert heard == after
 

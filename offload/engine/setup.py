@@ -1,0 +1,184 @@
+"""What options, headers and a machine come to before anything is loaded, and what it answers.
+
+`resolve` makes a `Setup`. Loading, `plan`, `tune` and every rank ask it, so what one of them says
+of a pair of models holds for the others. No torch, but to time a product.
+
+Invariant: everything is decided from headers and rates; no weights are read but to measure a link.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+from offload.calibration import link
+from offload.checkpoint.hub import is_here
+from offload.engine.hooks import NO_HOOKS, Hooks
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.planning.acceptance import prior_for
+from offload.planning.budget import machine_costs, traffic_in
+from offload.planning.hardware import Assumptions, Hardware
+from offload.planning.load_options import LoadOptions
+from offload.planning.profile import FindProfile, Machine, parse_profile, profile_finder
+from offload.planning.selector import RunSettings, TrafficOf, TreeSelector, routing_in
+from offload.sampling_options import Sampling
+from offload.streaming.device import Device
+from offload.streaming.disk import DiskReader, OpenSource
+from offload.trees.spec import TreeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Two models as they will be loaded on this machine, or would be on an assumed one."""
+
+    files: ModelFiles
+    options: LoadOptions
+    tree: TreeSpec
+    device: Device  # that computes here; of a machine elsewhere `budget` knows it
+    budget: MemoryBudget  # with the type settled that is computed in
+    notes: tuple[str, ...] = ()  # lines for the user
+    assumed: Assumptions | None = None  # None where it will be loaded
+    open_source: OpenSource = DiskReader
+    hooks: Hooks = NO_HOOKS
+
+    @property
+    def dtype(self) -> str:
+        """Return the type that is computed in; `options` have what was asked for."""
+        return self.budget.dtype
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """Return the machine that was named; None is this one."""
+        return self.assumed and self.assumed.hardware
+
+    @property
+    def disk_bytes_per_s(self) -> float | None:
+        """Return the rate of reads that was given; None is measured."""
+        return self.assumed and self.assumed.disk_bytes_per_s
+
+    @property
+    def ranks(self) -> str | None:
+        """Return what the user names the ranks by; None for one process."""
+        return self.options.ranks or (self.assumed and self.assumed.ranks)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return whether no link of this machine and no profile made on it says anything."""
+        is_gpu_elsewhere = self.budget.gpu is not None and not self.device.has_own_memory
+        return self.hardware is not None or is_gpu_elsewhere
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Let this thread compute on its device meanwhile."""
+        return self.device.computing()
+
+    def plan_for(self, num_nodes: int) -> MemoryPlan:
+        """Plan memory for trees of so many nodes together. Raises `UserError` for too little."""
+        return self.budget.plan(self.files, num_nodes)
+
+    @property
+    def traffic_of(self) -> TrafficOf:
+        """Return what tells the bytes that a sweep moves with trees of so many nodes."""
+        return partial(traffic_in, self.budget, self.files, hardware=self.hardware)
+
+    def admit(self) -> None:
+        """Raise `UserError` where memory has no room for the tree, or for any if it is chosen.
+
+        What each of several ranks has room for is settled when they have met.
+        """
+        if self.ranks is None:
+            self.plan_for(self.least_nodes)
+
+    @property
+    def least_nodes(self) -> int:
+        """Return the nodes of all texts together that there must be room for."""
+        num_nodes = 1 if self.tree.is_chosen else self.tree.num_nodes
+        return self.options.parallel * num_nodes
+
+    @property
+    def machine(self) -> Machine:
+        """Return the machine that a profile of this one would be for."""
+        return Machine.with_model(self.files.target, self.dtype, self.device.name)
+
+    def settings(self, sampling: Sampling | None = None) -> RunSettings:
+        """Return what a tree is chosen for; without sampling as the named profile has it, or greedy."""
+        named = self._named_profile
+        if sampling is None and named is not None:
+            own = parse_profile(named).identity
+            sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
+        return RunSettings(sampling or Sampling(), self.options.rule)
+
+    @property
+    def _named_profile(self) -> Path | None:
+        named = self.options.profile
+        return None if named is None or self.options.has_no_profile else Path(named)
+
+    def profile_finder(self) -> FindProfile:
+        """Return what finds the profile for settings and rule, or says why there is none."""
+        if self.files.draft is None or self.options.has_no_profile:
+            return lambda *_: (None, "no profile is wanted")
+        return profile_finder(
+            self.files,
+            self._named_profile,
+            None if self.hardware else self.machine,
+            self.budget.experts_of(self.files),
+            are_files_here=all(map(is_here, filter(None, self.files))),
+            is_elsewhere=self.is_elsewhere,
+        )
+
+    def tree_selector(self, sampling: Sampling) -> TreeSelector:
+        """Return what chooses the trees, with all that is known before anything is measured.
+
+        Raises `UserError` for a named profile that does not hold for such runs.
+        """
+        find = self.profile_finder()
+        profile, _ = find(*self.settings(sampling))
+        is_on_cpu = self.budget.gpu is None
+        rates = self.budget.rates
+        return TreeSelector(
+            self.tree,
+            find,
+            cache(self.traffic_of),
+            costs=machine_costs(self.budget, self.files, self.hardware),
+            has_own_times=self.hardware is None,
+            context=self.plan_for(1).context,
+            has_draft=self.files.draft is not None,
+            usual=prior_for(self.files.draft),
+            routing=routing_in(profile),
+            parallel=self.options.parallel,
+            link_bytes_per_s=rates.link_bytes_per_s if rates and is_on_cpu else None,
+        )
+
+    @property
+    def knows_link(self) -> bool:
+        """Return whether the rate at which layers arrive is said, or can be measured here."""
+        is_here_or_given = bool(self.disk_bytes_per_s) or is_here(self.files.target)
+        return self.hardware is not None or (not self.is_elsewhere and is_here_or_given)
+
+    def measure_link(self, most_nodes: int) -> float:
+        """Return bytes per second at which layers arrive, as said or as measured here and now.
+
+        Infinite where nothing streams to a GPU, even with the largest trees, of `most_nodes`.
+        """
+        assert self.knows_link, "there is a link to measure"
+        given = self.disk_bytes_per_s
+        target = self.files.target
+        if self.hardware is not None:
+            return self.hardware.feed_bytes_per_s
+        limit = self.options.limit_bytes_per_s
+        if self.device.has_own_memory:
+            usual_nodes = self.options.parallel * self.tree.num_nodes
+            streaming = filter(self._streams, (usual_nodes, most_nodes))
+            plan = self.plan_for(next(streaming, 1))
+            return link.device_link_bytes_per_s(
+                self.device, plan, target.shards, limit_bytes_per_s=limit, disk_bytes_per_s=given
+            )
+        # just now, for the rows of a prompt's pass
+        if self.budget.rates is not None:
+            return self.budget.rates.link_bytes_per_s
+        return given or link.link_bytes_per_s(target.shards, limit_bytes_per_s=limit)
+
+    def _streams(self, num_nodes: int) -> bool:
+        """Return whether a plan for so many nodes streams; False where they do not fit."""
+        traffic = self.traffic_of(num_nodes)
+        return traffic is not None and traffic.is_streamed
