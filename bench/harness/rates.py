@@ -107,11 +107,14 @@ def flops_per_s(device: Device, num_out: int, num_in: int) -> float:
     return 2 * num_rows * weight.numel() / seconds
 
 
-def memory_bytes_per_s(device: Device) -> float:
-    """Return the rate at which a copy reads: computing cannot read weights faster."""
+def memory_bytes_per_s(device: Device, most_bytes: int) -> float:
+    """Return the rate at which a copy reads: computing cannot read weights faster.
+
+    At most `most_bytes` are copied, since models fill the memory meanwhile.
+    """
     place = device.place
     is_cuda = place.type == "cuda"
-    size = (1 << 30) if is_cuda else (64 << 20)
+    size = min(most_bytes, (1 << 28) if is_cuda else (64 << 20))
     one, two = (torch.ones(size, dtype=torch.uint8, device=place) for _ in range(2))
     # device memory is written as fast
     return (2 if is_cuda else 1) * size / _seconds(device, lambda: two.copy_(one))

@@ -134,8 +134,9 @@ def draft_rows(
     """Return a pass of the draft against its rows, beside reading its weights once."""
     assert setting.draft is not None, "there is a draft"
     shape = model_shape(open_headers(setting.draft))
-    rate = memory_bytes_per_s(setting.opened)
-    least_s = (sum(shape.layer_bytes) + shape.head_bytes) / rate
+    weight_bytes = sum(shape.layer_bytes) + shape.head_bytes
+    rate = memory_bytes_per_s(setting.opened, weight_bytes)
+    least_s = weight_bytes / rate
     curve = draft_passes(decoder, prompt_ids, budget_s)
     for width, seconds in zip(curve.sizes, curve.seconds, strict=True):
         yield {

@@ -9,10 +9,11 @@ Invariant: nothing sees padding, whose keys go to a slot of their own; and paddi
 since a row without a key is NaN.
 """
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,8 @@ _INPUTS = 3
 _WITHOUT = "the draft runs without CUDA graphs, which is slower"
 # A walk has what lies behind the prefix that all rows share, some hundred nodes deep.
 _MOST_COLUMNS = 4 * BLOCK
+# what another thread gave to the stream meanwhile would be recorded
+_recording = threading.Lock()
 
 
 class _Recording(NamedTuple):
@@ -125,8 +128,7 @@ class Graphs:
 class CudaRecorder:
     """Records CUDA graphs that share one pool of memory, for as long as the first of them lives.
 
-    `side` is the stream of all: the matrix library keeps up to 32 MiB for each stream it has ever
-    seen.
+    `side` is the stream on which they are recorded.
     """
 
     def __init__(self, side: torch.cuda.Stream) -> None:
@@ -136,13 +138,14 @@ class CudaRecorder:
     def __call__(self, work: Work) -> Work:
         """Warm up, since first runs allocate and choose kernels, then record and replay."""
         current = torch.cuda.current_stream(self._side.device)
-        self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
-            work()
-        current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._side):
-            self._capture(graph, work)
+        with _recording:
+            self._side.wait_stream(current)
+            with torch.cuda.stream(self._side):
+                work()
+            current.wait_stream(self._side)
+            with torch.cuda.stream(self._side):
+                self._capture(graph, work)
         graph.replay()
         return graph.replay
 
@@ -167,6 +170,16 @@ class CudaRecorder:
             raise
 
 
+@cache
+def side_stream(place: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which all models of a device are recorded.
+
+    The matrix library keeps up to 32 MiB for each stream that it has ever seen: with one for each
+    model that is loaded, memory would be lost with each.
+    """
+    return torch.cuda.Stream(place)
+
+
 def use_graphs(model: TreeModel) -> str | None:
     """Let a resident CUDA model replay its small passes; return a line that says why it cannot."""
     if model.has_states:
@@ -175,7 +188,7 @@ def use_graphs(model: TreeModel) -> str | None:
         return f"{_WITHOUT} (its layers choose by an index)"
     if model.attend is None:
         return f"{_WITHOUT} (its attention takes masks)"
-    open_recorder = partial(CudaRecorder, torch.cuda.Stream(model.place))
+    open_recorder = partial(CudaRecorder, side_stream(model.place))
     graphs = Graphs(model, open_recorder)
     one = torch.zeros(1, dtype=torch.long)
     cache = KVCache(model.num_layers, 1)

@@ -142,10 +142,10 @@ class CudaDevice(Device):
             to.copy_(source, non_blocking=True)
 
     def open_uploads(self, resources: ExitStack) -> str | None:
-        """Let uploads pass the layers that are queued; that takes memory locked by cupy."""
+        """Let uploads pass the layers that are queued; kernels must see locked memory for that."""
         pinned = self.open_allocator()
         resources.callback(pinned.close)
-        buffer = pinned.allocate(STAGING_BYTES)
+        buffer = pinned.allocate(STAGING_BYTES, is_seen=True)
         if not buffer.is_seen:
             why = pinned.note
             if buffer.is_pinned:

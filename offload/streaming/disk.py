@@ -116,13 +116,18 @@ _NOT_INTO = "disks cannot write into locked memory here: reading through a buffe
 _NO_DIRECT = "this file system has no O_DIRECT: reading through the page cache, which is slower and competes for memory"
 
 
-def allocate(num_bytes: int) -> np.ndarray:
-    """Return a page-aligned buffer that goes back to the system with the last view of it."""
+def allocate(num_bytes: int, *, is_inherited: bool = True) -> np.ndarray:
+    """Return a page-aligned buffer that goes back to the system with the last view of it.
+
+    Children of a fork have it too if it `is_inherited`.
+    """
     if num_bytes == 0:
         return np.empty(0, np.uint8)
     region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
+    if not is_inherited and hasattr(mmap, "MADV_DONTFORK"):
+        region.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(region, np.uint8)
 
 

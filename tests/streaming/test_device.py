@@ -4,6 +4,7 @@ And locked host memory: exact sizes, and every way in which a machine can refuse
 """
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -259,7 +260,8 @@ class Staging:
     def __init__(self, *, is_pinned: bool = True, is_seen: bool = True) -> None:
         self.buffer, self.is_closed = HostBuffer(allocate(1 << 16), is_pinned, is_seen), False
 
-    def allocate(self, num_bytes: int) -> HostBuffer:
+    def allocate(self, num_bytes: int, *, is_seen: bool) -> HostBuffer:
+        assert is_seen
         return self.buffer
 
     def close(self) -> None:
@@ -461,6 +463,25 @@ def test_a_refused_registration_leaves_no_error_and_a_buffer_says_whether_kernel
     assert cupy.is_seen, "what the driver has allocated has one address for both"
     plain = PinnedAllocator([]).allocate(ODD_BYTES)
     assert not plain.is_pinned and not plain.is_seen
+    # What kernels must see comes from a way that they do, all else from the quickest.
+    arena = PinnedAllocator([RegisteredPinning(runtime, runtime.forget), CupyPinning(0, PaperCupy, None)])
+    assert [arena.allocate(ODD_BYTES, is_seen=is_seen).is_seen for is_seen in (False, True)] == [False, True]
+    assert arena.ways == "cupy and registered"
+
+
+def test_children_of_a_fork_get_none_of_what_is_registered() -> None:
+    """The system would copy every page of it, since a device may be reading."""
+    runtime = PaperRuntime()
+    arena = PinnedAllocator([RegisteredPinning(runtime, runtime.forget)])
+    at = arena.allocate(ODD_BYTES).array.ctypes.data
+    plain = allocate(ODD_BYTES)
+    flags = dict[int, list[str]]()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-[0-9a-f]+ ", line):
+            lo = int(match[1], 16)
+        elif line.startswith("VmFlags:"):
+            flags[lo] = line.split()[1:]
+    assert "dc" in flags[at] and "dc" not in flags[plain.ctypes.data]
 
 
 def test_a_way_that_refused_is_asked_again_only_for_less() -> None:
