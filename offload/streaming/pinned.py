@@ -203,11 +203,10 @@ class PinnedAllocator:
 
         One that kernels are to read (`is_seen`) comes from such a way if there is one.
         """
-        order = range(len(self.methods))
+        ways = list(enumerate(self.methods))
         if is_seen:
-            order = sorted(order, key=lambda index: not self.methods[index].is_seen)
-        for index in order:
-            way = self.methods[index]
+            ways.sort(key=lambda one: not one[1].is_seen)
+        for index, way in ways:
             if not 0 < num_bytes < self._limits_bytes[index]:
                 continue
             try:
