@@ -4,6 +4,7 @@ Layers are those of the import contract in pyproject.toml. A climb is a call fro
 higher: what a lower one calls there it was given.
 """
 
+import gc
 import sys
 import threading
 import tomllib
@@ -64,12 +65,16 @@ def walked(calls: set[tuple[str, str]]) -> Iterator[None]:
             caller = caller.f_back
         calls.add((module_of(caller.f_code.co_filename) if caller else "", called))
 
+    # what earlier tests have left is not ended meanwhile
+    gc.collect()
+    gc.disable()
     sys.setprofile(note)
     threading.setprofile(note)
     try:
         yield
     finally:
         sys.setprofile(None)
+        gc.enable()
         threading.setprofile(None)
 
 
