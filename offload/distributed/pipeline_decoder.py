@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.distributed.head import Head
 from offload.drafting.lookup import NO_SOURCES, LookupDrafter
-from offload.engine.decoder import CheckedRequest, Decoder
+from offload.engine.decoder import Decoder
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.hooks import Hooks
 from offload.engine.request import Request
@@ -128,7 +128,7 @@ class PipelineDecoder(Decoder):
         sequence.stats.add_step(Transfers(), draft_s=0.0, sweep_s=took_s, verify_s=0.0)
         return [counted]
 
-    def check(self, request: Request) -> CheckedRequest:
+    def check(self, request: Request) -> Request:
         """Check as every decoder does, and raise `UserError` where stages cannot draw the text."""
         check_stages(request)
         return super().check(request)

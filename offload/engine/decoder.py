@@ -6,11 +6,12 @@ How the tokens of a text are written is `token_decoder`'s.
 import os
 from collections import abc, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from offload.declaration import whole_number
-from offload.engine.generation import CheckedRequest, Generation, Run
+from offload.engine.generation import Generation, Run
 from offload.engine.request import Prompt, Request, Tool, encode, request_of, samples_of, several_of
 from offload.engine.scheduler import in_order
 from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
@@ -142,16 +143,16 @@ class Decoder(TokenDecoder):
         request = Request(prompt, sampling, max_new_tokens, raw=raw, tree=tree, rule=rule)
         return self.start(request, continues=continues)
 
-    def start(
-        self, request: Request, *, continues: bool = False, checked: CheckedRequest | None = None
-    ) -> Run:
+    def start(self, request: Request, *, continues: bool = False) -> Run:
         """Prepare a generation from a request, as `run` does.
 
-        At most `num_parallel` - 1 other runs may be unreleased. `checked` is what `check` has
-        returned for it, and is not proved again. Raises `UserError`.
+        At most `num_parallel` - 1 other runs may be unreleased. Raises `UserError`.
         """
+        request = self.check(request)
         sampling = request.sampling
-        prompt_ids, acceptance, choice = checked or self.check(request)
+        prompt_ids: Any = request.prompt
+        acceptance = self._rule_of(request)
+        choice = self._trees.for_run(sampling, acceptance.name, request.tree)
         # no text goes on that an encoder reads
         start_ids = self._start_ids or prompt_ids
         # before a place is taken: it may fail
@@ -175,19 +176,24 @@ class Decoder(TokenDecoder):
         sequence.num_logprobs = request.num_logprobs
         return Run(self, sequence, text, choice)
 
-    def check(self, request: Request) -> CheckedRequest:
-        """Return what a run of this request begins with; any thread may ask. Raises `UserError`."""
+    def check(self, request: Request) -> Request:
+        """Return the request with the ids of its prompt; any thread may ask. Raises `UserError`.
+
+        What was checked before is not proved again.
+        """
+        if request.is_checked:
+            return request
         bounds = (self.plan.context, self.plan.has_longest_context)
         with self._encoding:
             prompt_ids = request.ids(
                 self.tokenizer, self._vocab_size, *bounds, start_ids=self._start_ids
             )
-        acceptance = self.rule if request.rule is None else self._other_rule(request.rule)
+        acceptance = self._rule_of(request)
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
         if request.grammar is not None:
             self._grammars.mask(request.grammar)
-        choice = self._trees.for_run(request.sampling, acceptance.name, request.tree)
-        return prompt_ids, acceptance, choice
+        self._trees.for_run(request.sampling, acceptance.name, request.tree)
+        return replace(request, prompt=prompt_ids, is_checked=True)
 
     def step_all(self, runs: abc.Sequence[Run]) -> None:
         """Run one pass over the weights for all of these; what each gains is there to `take`.
@@ -280,6 +286,9 @@ class Decoder(TokenDecoder):
         """
         with self._encoding:
             return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, tools=tools)
+
+    def _rule_of(self, request: Request) -> Rule:
+        return self.rule if request.rule is None else self._other_rule(request.rule)
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name, self.rule.lenience)

@@ -18,13 +18,10 @@ from offload.memory.plan import MemoryPlan
 from offload.planning.selector import TreeChoice
 from offload.sampling_options import Sampling
 from offload.stats import Stats
-from offload.trees.verification import Rule
 
 _TEXT_SHOWN = 60  # characters of a text in the repr of a result
 # of a result; one asked of a run that is not finished is "interrupted" where it stands
 FinishReason = Literal["stop", "length", "interrupted"]
-# what a run begins with: ids of its prompt, the rule and the tree
-CheckedRequest = tuple[list[int], Rule, TreeChoice]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

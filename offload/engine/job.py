@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from offload.engine.generation import CheckedRequest, Generation, Run
+from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
 from offload.engine.sequence import PassFigures, TokenLogprob
 from offload.errors import RunError
@@ -47,7 +47,6 @@ class Job:
     """A request, and what has become of it."""
 
     request: Request
-    checked: CheckedRequest | None = None  # where that was done already
     run: Run | None = None  # while it is being written
     result: Generation | None = None  # this or an error, once it has ended
     error: BaseException | None = None

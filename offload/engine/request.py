@@ -58,6 +58,7 @@ class Request:
     tree: str | None = None  # others than those given to `load`; the tree no larger than that one
     rule: str | None = None
     tools: Sequence[Tool] = ()  # that the model may call in a conversation
+    is_checked: bool = False  # by the decoder that writes it: its prompt is token ids
 
     @property
     def is_for_file(self) -> bool:

@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from offload.engine.generation import CheckedRequest, Generation, Run
+from offload.engine.generation import Generation, Run
 from offload.engine.job import Cancelled, Job, TextPiece
 from offload.engine.request import Request
 from offload.engine.sharing import LEAST_COPIED
@@ -40,7 +40,7 @@ class TextWriter(Protocol):
     def target(self) -> Target:
         """Return what tells what passes have moved."""
 
-    def start(self, request: Request, *, continues: bool, checked: CheckedRequest | None) -> Run:
+    def start(self, request: Request, *, continues: bool) -> Run:
         """Take a place for a text."""
 
     def step_all(self, runs: Sequence[Run]) -> None:
@@ -122,7 +122,7 @@ class Scheduler:
                     break
                 job = self._waiting.popleft()
             try:
-                run = self._decoder.start(job.request, continues=True, checked=job.checked)
+                run = self._decoder.start(job.request, continues=True)
             except Exception as error:  # this request's own, whatever it is
                 ended.append(self._end(job, error=error))
                 continue

@@ -5,10 +5,8 @@ Only that thread touches the decoder.
 """
 
 import threading
-from dataclasses import replace
 
 from offload.engine.decoder import Decoder
-from offload.engine.generation import CheckedRequest
 from offload.engine.job import Job, Ticket
 from offload.engine.request import Request
 from offload.engine.scheduler import EngineFigures, Scheduler
@@ -66,20 +64,17 @@ class Engine:
     def most_requests(self) -> int:
         return self._max_waiting + self.decoder.num_parallel
 
-    def check(self, request: Request) -> CheckedRequest:
-        """Return what a request and all of its samples begin with. Raises what `submit` raises."""
+    def check(self, request: Request) -> Request:
+        """Return the request as its samples may be submitted. Raises what `submit` raises."""
         self._require_room()  # before the prompt is read, which may take longer
         return self.decoder.check(request)
 
-    def submit(self, request: Request, checked: CheckedRequest | None = None) -> Ticket:
+    def submit(self, request: Request) -> Ticket:
         """Take a request, to be begun once there is a place.
 
-        `checked` is what `check` has returned for it, which is not proved again. Raises `UserError`
-        for one that cannot be served, `QueueFull`, and `Closing`.
+        Raises `UserError` for one that cannot be served, `QueueFull`, and `Closing`.
         """
-        checked = checked or self.check(request)
-        prompt_ids, *_ = checked
-        job = Job(replace(request, prompt=prompt_ids), checked)
+        job = Job(self.check(request))
         with self._changed:
             self._require_room()
             self._scheduler.add(job)

@@ -21,15 +21,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.errors import UserError, refusing, require
 from offload.sampling.adjustments import Send, stay
 from offload.sampling.grammar import REMEDY, Grammar, require_compiler, require_sound, tried_source
 
-_MOST_KEPT = 16  # compiled grammars that are kept
+# Bytes of text whose compiled grammars are kept, which take some 200 times as much; and what the
+# shortest count. So all that wait for a place stay compiled, unless they are huge.
+_MOST_KEPT_BYTES = 2 << 20
+_LEAST_BYTES = 4 << 10
 _END_NAME = "<|the end of the text, for grammars|>"  # the end token of a vocabulary that has none
 TokenPath = tuple[int, ...]
+Bits = NDArray[np.uint8]  # one for each token, the first in the lowest
 T = TypeVar("T")
 
 
@@ -39,12 +44,12 @@ class GrammarMask:
 
     The matcher stands behind the committed tokens, walks down a path and rolls back as far as the
     next path differs. Masks of a step are kept, since the target asks for those of the accepted
-    path once more.
+    path once more: as bits, 24 MiB for 768 rows of 262,144 tokens, and less for a tree of those.
     """
 
     _new_matcher: Callable[[], Any]  # gives an `LLMatcher` at its start
-    # bool (V,), what may follow where a matcher stands, ends of the text included
-    _allowed: Callable[[Any], Tensor]
+    # bits (V / 8,), what may follow where a matcher stands, ends of the text included
+    _allowed: Callable[[Any], Bits]
     _end_ids: Set[int]  # tokens that end the text
     _name: str  # the grammar's, for messages to the user
 
@@ -55,7 +60,7 @@ class GrammarMask:
         """Start anew; the prompt is no part of what the grammar speaks of."""
         self._committed = list[int]()
         self._has_ended = False
-        self._masks: dict[TokenPath, Tensor | None] = {}
+        self._masks: dict[TokenPath, Bits | None] = {}
         # the matcher's words for each path at which it gives up
         self._broken: dict[TokenPath, str] = {}
         self._restart()
@@ -80,49 +85,42 @@ class GrammarMask:
         """Whether nothing may follow, and the model has no token to say so."""
         if self._has_ended or self._end_ids or self._broken.get(()):
             return False
-        mask_V = self._mask(())
-        return mask_V is not None and not mask_V.any()
+        bits = self._mask(())
+        return bits is not None and not bits.any()
 
     def adjust(
         self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
     ) -> Tensor:
         """Mask what the grammar forbids, but for rows that sampling reports, as not finite."""
-        rows = list[int]()
-        masks = list[Tensor]()
+        scores_TV = logits_TV.to(torch.float32, copy=True)
+        allowed_TV = np.ones(scores_TV.shape, dtype=bool)
         # neighbours share most
         for path, row in sorted((tuple(path), row) for row, path in enumerate(paths)):
-            mask_V = self._mask(path)
-            if mask_V is not None and mask_V.any():
-                rows.append(row)
-                masks.append(mask_V)
-        scores_TV = logits_TV.to(torch.float32, copy=True)
-        if rows:
-            row_R = send(torch.tensor(rows))
-            mask_RV = send(torch.stack(masks))
-            logits_RV = scores_TV[row_R]
-            scores_RV = logits_RV.masked_fill(~mask_RV, -torch.inf)
-            knows_none_R1 = scores_RV.amax(1, keepdim=True) == -torch.inf
-            scores_RV = scores_RV.masked_fill(knows_none_R1 & mask_RV, 0.0)
-            is_sound_R1 = logits_RV.amax(1, keepdim=True).isfinite()
-            scores_TV[row_R] = torch.where(is_sound_R1, scores_RV, logits_RV)
-        return scores_TV
+            bits = self._mask(path)
+            if bits is not None and bits.any():
+                allowed_TV[row] = _unpacked(bits, scores_TV.shape[1])
+        mask_TV = send(torch.from_numpy(allowed_TV))
+        is_sound_T1 = scores_TV.amax(1, keepdim=True).isfinite()
+        scores_TV.masked_fill_(is_sound_T1 & ~mask_TV, -torch.inf)
+        knows_none_T1 = is_sound_T1 & (scores_TV.amax(1, keepdim=True) == -torch.inf)
+        return scores_TV.masked_fill_(knows_none_T1 & mask_TV, 0.0)
 
-    def _mask(self, path: TokenPath) -> Tensor | None:
+    def _mask(self, path: TokenPath) -> Bits | None:
         """Return what may follow a path; None where nothing is masked or the matcher gave up."""
         if path not in self._masks:
             self._masks[path] = self._allowed_behind(path)
         return self._masks[path]
 
-    def _allowed_behind(self, path: TokenPath) -> Tensor | None:
+    def _allowed_behind(self, path: TokenPath) -> Bits | None:
         if self._has_ended or not self._end_ids.isdisjoint(path):
             return None
         with refusing(f"{self._name} cannot be followed any further", REMEDY):
-            mask_V = self._allowed(self._matcher) if self._go_to(path) else None
+            bits = self._allowed(self._matcher) if self._go_to(path) else None
             if self._matcher.is_error():
                 self._broken[path] = " ".join(self._matcher.get_error().split())[:80]
                 self._restart()
                 return None
-            return mask_V
+            return bits
 
     def _go_to(self, path: TokenPath) -> bool:
         """Move the matcher behind a path; if the path leaves the grammar, somewhere on it."""
@@ -176,9 +174,12 @@ class Grammars:
             # outside the lock: no other text should wait for this
             matcher = self._compile(grammar)
             with self._lock:
-                while len(self._compiled) >= _MOST_KEPT:
-                    del self._compiled[next(iter(self._compiled))]
                 self._compiled[grammar] = matcher
+                excess = sum(map(_counted_bytes, self._compiled)) - _MOST_KEPT_BYTES
+                for oldest in [*self._compiled][:-1]:
+                    if excess > 0:
+                        del self._compiled[oldest]
+                        excess -= _counted_bytes(oldest)
         return GrammarMask(matcher.deep_copy, self._allowed, self._end_ids, str(grammar))
 
     def _compile(self, grammar: Grammar) -> Any:
@@ -221,14 +222,22 @@ class Grammars:
             self._vocabulary = LLTokenizer(raw.to_str(), n_vocab=num_tokens, eos_token=end_ids)
         return self._vocabulary
 
-    def _allowed(self, matcher: Any) -> Tensor:
-        """Return bool (V,): what may follow, ends of the text exactly where it may end."""
-        packed_B = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        allowed_V = np.unpackbits(packed_B, bitorder="little").astype(bool)
+    def _allowed(self, matcher: Any) -> Bits:
+        """Return what may follow, ends of the text exactly where it may end."""
+        found = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed_V = _unpacked(found, len(found) * 8)
         allowed_V[self._vocabulary.eos_tokens] = False
         allowed_V = allowed_V[: self._vocab_size]
         allowed_V[[end for end in self._end_ids if end < self._vocab_size]] = matcher.is_accepting()
-        return torch.from_numpy(allowed_V)
+        return np.packbits(allowed_V, bitorder="little")
+
+
+def _unpacked(bits: Bits, vocab_size: int) -> NDArray[np.bool_]:
+    return np.unpackbits(bits, count=vocab_size, bitorder="little").astype(bool)
+
+
+def _counted_bytes(grammar: Grammar) -> int:
+    return max(_LEAST_BYTES, len(grammar.text))
 
 
 def _with_an_end(backend: Any, end_ids: Set[int]) -> tuple[Any, list[int]]:

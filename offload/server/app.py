@@ -164,9 +164,9 @@ def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Ticket]
         raise Refusal(400, message, code=code, param=field) from None
     tickets = list[Ticket]()
     try:
-        for request, one in zip(requests, checked, strict=True):
+        for request in checked:
             for sample in samples_of(request, body.num_choices):
-                tickets.append(engine.submit(sample, one))
+                tickets.append(engine.submit(sample))
     except Exception:
         for ticket in tickets:
             ticket.cancel()

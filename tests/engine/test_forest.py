@@ -284,8 +284,8 @@ def test_what_fails_or_is_interrupted_takes_no_place_along(pair: Pair, monkeypat
 def test_chains_that_grow_leave_room_for_those_of_others(pair: Pair, tree: str) -> None:
     """Their lengths change as steps go by: what memory was planned for is shared out before."""
     with opened(pair, tree, parallel=3) as decoder:
-        *_, choice = decoder.check(Request(LENGTHY, GREEDY, 4, tree="chain:auto"))
-        chains = choice.chains
+        run = decoder.start(Request(LENGTHY, GREEDY, 4, tree="chain:auto"))
+        chains = run.tree_choice.chains
         assert chains is not None and 3 * (1 + chains.max_length) <= decoder.plan.num_nodes
 
 

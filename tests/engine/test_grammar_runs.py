@@ -18,10 +18,13 @@ import offload
 from offload.drafting.draft_model import Draft
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
+from offload.engine.job import Job
 from offload.engine.request import Request
+from offload.engine.scheduler import Scheduler
 from offload.errors import UserError
 from offload.options import CHAT_PAIR
-from offload.sampling.grammar import Grammar, find_grammar
+from offload.sampling.grammar import Grammar, _source, find_grammar
+from offload.sampling.grammar_mask import Grammars
 from offload.sampling_options import Sampling
 
 llguidance = pytest.importorskip("llguidance")
@@ -284,6 +287,24 @@ def test_a_draft_that_knows_no_allowed_token(tiny_decoder: Decoder, monkeypatch:
             assert {*result.text} <= {*"xyz"} and len(result.text) == 9
             if repeats or how.is_greedy:
                 assert result.token_ids == alone.token_ids
+
+
+def test_no_grammar_of_a_text_that_waits_is_compiled_twice(
+    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their callers' threads have compiled all of them; passes of others would wait for a second time."""
+    monkeypatch.setattr("offload.sampling.grammar_mask.tried_source", _source)
+    scheduler, compiled = Scheduler(tiny_decoder), list[str]()
+    usual = Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, one: compiled.append(one.text) or usual(self, one))
+    wanted = [f"{number:02}" for number in range(40)]
+    jobs = [Job(tiny_decoder.check(Request([5], max_new_tokens=4, grammar=Grammar("regex", one)))) for one in wanted]
+    for job in jobs:
+        scheduler.add(job)
+    while scheduler.has_work:
+        scheduler.admit()
+        scheduler.step()
+    assert compiled == [job.result and job.result.text for job in jobs] == wanted
 
 
 @pytest.mark.full

@@ -198,10 +198,17 @@ def test_the_grammars_asked_for_last_are_kept(tokenizer: Any, monkeypatch: pytes
     grammars, compiled = Grammars(tokenizer, VOCAB_SIZE, {END}), list[str]()
     usual = grammars._compile
     monkeypatch.setattr(grammars, "_compile", lambda one: compiled.append(one.text) or usual(one))
-    monkeypatch.setattr("offload.sampling.grammar_mask._MOST_KEPT", 2)
-    for text in ("a", "b", "a", "c", "a", "b"):
+    monkeypatch.setattr("offload.sampling.grammar_mask._MOST_KEPT_BYTES", 10_000)
+    huge = "a" * 20_000
+    for text in ("a", "b", "a", "c", "a", "b", huge, huge, "b"):
         grammars.mask(Grammar("regex", text))
-    assert compiled == ["a", "b", "c", "b"]
+    assert compiled == ["a", "b", "c", "b", huge, "b"]
+
+
+def test_masks_of_a_step_are_kept_as_bits(grammars: Grammars, ids: Any) -> None:
+    mask, paths = grammars.mask(Grammar("regex", "[ab]+")), [[*ids(text)] for text in ("", "a", "b", "ab")]
+    mask.adjust(torch.zeros(4, VOCAB_SIZE), paths)
+    assert [kept.nbytes for kept in mask._masks.values() if kept is not None] == [-(-VOCAB_SIZE // 8)] * 4
 
 
 def test_it_is_imported_when_it_is_asked_for() -> None:
