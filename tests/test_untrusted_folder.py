@@ -38,7 +38,7 @@ def note(event, args):
         print("network", event, args[1:], file=noted, flush=True)
     elif event in ("os.system", "os.exec", "os.spawn", "os.posix_spawn", "pty.spawn"):
         print("program", args, file=noted, flush=True)
-    elif event == "subprocess.Popen" and not str(args[1][-1]).endswith("template_worker.py"):
+    elif event == "subprocess.Popen" and not str(args[1][2]).endswith("guarded_worker.py"):
         print("program", args[1], file=noted, flush=True)
     elif event in ("pickle.find_class", "marshal.loads") and event.startswith("pickle"):
         print("pickle", args, file=noted, flush=True)

@@ -2,9 +2,10 @@
 between.
 """
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,14 +22,18 @@ from offload.checkpoint.small_files import (
     has_tokenizer,
     no_chat_template,
 )
-from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
 from offload.errors import UserError, ensure, refusing
+from offload.guarded_process import MOST_CHARS, GuardedProcess, ProgramExceeded, ProgramFailed
 from offload.memory.planner import ModelFiles
 
 # What an incomplete UTF-8 sequence decodes to.
 _REPLACEMENT = "\ufffd"
 # Tokens decoded before the new ones: some tokenizers glue, or drop a leading space.
 _CONTEXT_TOKENS = 8
+# Seconds of a processor for one rendering, which takes milliseconds, and of the clock.
+_CPU_S = 5
+_WAIT_S = 60.0
+_TIMES_TOLD = 8  # it may repeat what it was told, and write it as JSON, this many times as long
 _SPACE = "\u2581"  # SentencePiece writes a space so
 
 
@@ -200,7 +205,7 @@ def encode_messages(
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-    """Return a conversation in the model's chat template. Raises `TemplateFailed`.
+    """Return a conversation in the model's chat template. Raises `ProgramFailed`.
 
     `how` has arguments of `apply_chat_template`, such as `add_generation_prompt` and `tools`.
     """
@@ -208,12 +213,24 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **h
     if not isinstance(template, str):  # there are several, by name
         template = tokenizer.get_chat_template(tools=how.get("tools"))
     if not isinstance(template, str):
-        raise TemplateFailed(f"it must be text, got {template!r:.80}")
+        raise ProgramFailed(f"it must be text, got {template!r:.80}")
     said = [
         {name: value for name, value in message.items() if value is not None}
         for message in messages
     ]
-    return template_process().render(template, said, **{**tokenizer.special_tokens_map, **how})
+    variables = {**tokenizer.special_tokens_map, **how}
+    most_chars = MOST_CHARS + _TIMES_TOLD * len(json.dumps([said, variables], default=str))
+    told = {**variables, "chat_template": template, "conversations": [said]}
+    return _renderer_of(os.getpid()).ask(told, most_chars)
+
+
+@cache
+def _renderer_of(pid: int) -> GuardedProcess:
+    """Return the one process that all models share: an answer depends on nothing but the request.
+
+    Of this pid, since a fork that read the same pipe would take others' answers.
+    """
+    return GuardedProcess("render", cpu_s=_CPU_S, wait_s=_WAIT_S)
 
 
 def _in_template(
@@ -237,9 +254,9 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[s
     failure = None
     try:
         text = render_chat(tokenizer, messages, add_generation_prompt=True, **told)
-    except TemplateExceeded:
+    except ProgramExceeded:
         raise
-    except TemplateFailed as error:
+    except ProgramFailed as error:
         text = ""
         failure = error
     if failure is None and last in text:
@@ -250,7 +267,7 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[s
     ]
     try:
         in_parts = render_chat(tokenizer, parts, add_generation_prompt=True, **told)
-    except TemplateFailed:
+    except ProgramFailed:
         in_parts = ""
     if in_parts and last in in_parts:
         return in_parts

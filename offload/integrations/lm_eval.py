@@ -20,9 +20,9 @@ from offload.engine.generation import Generation
 from offload.engine.load import load
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
-from offload.engine.template_process import TemplateFailed
 from offload.engine.text import render_chat
 from offload.errors import RunError, UserError, require
+from offload.guarded_process import ProgramFailed
 from offload.sampling_options import Sampling
 
 try:
@@ -126,7 +126,7 @@ class OffloadLM(TemplateLM):
         how["continue_final_message"] = not add_generation_prompt
         try:
             return render_chat(self.tokenizer, chat_history, **how)
-        except TemplateFailed:
+        except ProgramFailed:
             others = [message for message in chat_history if message["role"] != "system"]
             return render_chat(self.tokenizer, others, **how)
 

@@ -9,17 +9,15 @@ not been compiled in another.
 
 import json
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import UserError, installing, reason, refusing, require
+from offload.guarded_process import GuardedProcess, NotStarted, ProgramExceeded, ProgramFailed
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -149,39 +147,28 @@ def _json_source(schema: str) -> str:
 
 def _try_out(source: str, grammar: Grammar) -> None:
     """Compile in a process of its own. Raises `UserError` for what fails, or takes too long."""
-    script = Path(__file__).with_name("grammar_trial.py")
     got = f"got {grammar.text!r:.80}"
+    process = GuardedProcess("compile", cpu_s=_CPU_S, wait_s=_WAIT_S)
     try:
-        told = subprocess.run(
-            [sys.executable, "-P", script, str(_CPU_S)],
-            input=source.encode(),
-            capture_output=True,
-            timeout=_WAIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(
-            f"{grammar} must be compiled within {_WAIT_S:g} s, {got}, by a process that was not given "
-            "enough time: try again where the machine is less busy"
-        ) from None
-    if sys.platform != "win32" and told.returncode == -signal.SIGXCPU:
-        raise UserError(
-            f"{grammar} must be compiled within {_CPU_S} s of a processor, {got}: {REMEDY}"
-        )
-    if told.returncode:
-        lines = told.stderr.decode(errors="replace").strip().splitlines() or [
-            f"status {told.returncode}"
-        ]
-        raise UserError(
-            f"{grammar} is more than its compiler can take, {got} ({lines[-1]:.80}): {REMEDY}"
-        )
-    answer = json.loads(told.stdout)
-    if isinstance(answer, dict):
+        error = process.ask({"source": source})
+    except NotStarted as failure:
         raise UserError(
             f"grammars are compiled with the package llguidance by {sys.executable}, which lacks it "
-            f"({answer['failure']:.80}): {installing('offload[grammar]')}"
-        )
-    require_sound(answer, grammar)
+            f"({str(failure).partition(': ')[2]:.80}): {installing('offload[grammar]')}"
+        ) from None
+    except ProgramExceeded as exceeded:
+        told = {
+            "processor": f"must be compiled within {_CPU_S} s of a processor, {got}: {REMEDY}",
+            "time": f"must be compiled within {_WAIT_S:g} s, {got}, by a process that was not given "
+            "enough time: try again where the machine is less busy",
+        }
+        usual = f"is more than its compiler can take, {got} ({exceeded!s:.80}): {REMEDY}"
+        raise UserError(f"{grammar} {told.get(exceeded.limit, usual)}") from None
+    except ProgramFailed as failure:
+        error = str(failure)
+    finally:
+        process.end()
+    require_sound(error, grammar)
 
 
 def require_sound(error: str | None, grammar: Grammar) -> None:

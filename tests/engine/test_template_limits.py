@@ -10,16 +10,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from matrix import matrix
 from tiny import save_tokenizer
 
-from offload.engine import template_process as rendering
-from offload.engine.template_process import TemplateExceeded, TemplateFailed, TemplateProcess
+from offload import guarded_process
+from offload.engine import text
 from offload.engine.text import encode_messages, encode_prompt, load_tokenizer, render_chat
 from offload.errors import UserError
+from offload.guarded_process import GuardedProcess, NotStarted, ProgramExceeded, ProgramFailed
 
 SAID = [{"role": "user", "content": "hi"}]
 SPINS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -52,69 +54,73 @@ REFUSED = {
 
 
 @pytest.fixture
-def renderer(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateProcess]:
+def renderer(monkeypatch: pytest.MonkeyPatch) -> Iterator[GuardedProcess]:
     """One of its own, that gives a template a second at most."""
-    monkeypatch.setattr(rendering, "_CPU_S", 0)
-    own = TemplateProcess()
-    monkeypatch.setattr(rendering, "_process_of", lambda pid: own)
+    own = GuardedProcess("render", cpu_s=0, wait_s=text._WAIT_S)
+    monkeypatch.setattr(text, "_renderer_of", lambda pid: own)
     yield own
     own.end()
 
 
+def render(template: str, messages: list[Any]) -> str:
+    """What a model with this template is told."""
+    return render_chat(SimpleNamespace(chat_template=template, special_tokens_map={}), messages)
+
+
 @matrix("case", COMPUTES, daily=2)
-def test_what_never_ends_is_ended(case: str, renderer: TemplateProcess) -> None:
+def test_what_never_ends_is_ended(case: str, renderer: GuardedProcess) -> None:
     began = time.monotonic()
-    with pytest.raises(TemplateExceeded, match=r"computes for more than|of memory"):
-        renderer.render(COMPUTES[case], SAID)
+    with pytest.raises(ProgramExceeded, match=r"computes for more than|of memory"):
+        render(COMPUTES[case], SAID)
     assert time.monotonic() - began < PLENTY_S
-    assert renderer._process is None and renderer.render("{{ messages[0].content }}", SAID) == "hi", "and goes on"
+    assert renderer._process is None and render("{{ messages[0].content }}", SAID) == "hi", "and goes on"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no other system limits addresses")
 @matrix("case", TAKES, daily=1)
-def test_what_takes_too_much_memory_is_refused(case: str, renderer: TemplateProcess) -> None:
-    with pytest.raises(TemplateExceeded, match=r"more than 512 MiB of memory|computes for more"):
-        renderer.render(TAKES[case], SAID)
+def test_what_takes_too_much_memory_is_refused(case: str, renderer: GuardedProcess) -> None:
+    with pytest.raises(ProgramExceeded, match=r"more than 512 MiB of memory|computes for more"):
+        render(TAKES[case], SAID)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no other system limits addresses")
-def test_memory_is_limited_where_a_processor_takes_no_time(renderer: TemplateProcess) -> None:
-    with pytest.raises(TemplateExceeded, match="more than 512 MiB of memory"):
-        renderer.render("{{ 'x' * (6 * 10 ** 8) }}", SAID)
+def test_memory_is_limited_where_a_processor_takes_no_time(renderer: GuardedProcess) -> None:
+    with pytest.raises(ProgramExceeded, match="more than 512 MiB of memory"):
+        render("{{ 'x' * (6 * 10 ** 8) }}", SAID)
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_sandbox_refuses(case: str, renderer: TemplateProcess) -> None:
+def test_what_the_sandbox_refuses(case: str, renderer: GuardedProcess) -> None:
     template, why = REFUSED[case]
-    with pytest.raises(TemplateFailed, match=why):
-        renderer.render(template, SAID)
-    assert renderer.render("{{ messages | length }}", SAID) == "1"
+    with pytest.raises(ProgramFailed, match=why):
+        render(template, SAID)
+    assert render("{{ messages | length }}", SAID) == "1"
 
 
-def test_output_is_limited_by_what_was_told(renderer: TemplateProcess) -> None:
+def test_output_is_limited_by_what_was_told(renderer: GuardedProcess) -> None:
     """Repeating what was said is what templates are for, however long it is."""
-    with pytest.raises(TemplateExceeded, match=r"writes 2000000 characters, at most 1048\d\d\d may be"):
-        renderer.render("{{ 'x' * (2 * 10 ** 6) }}", SAID)
+    with pytest.raises(ProgramExceeded, match=r"writes 2000000 characters, at most 1048\d\d\d may be"):
+        render("{{ 'x' * (2 * 10 ** 6) }}", SAID)
     long = "wörd " * 400_000
-    assert renderer.render("<{{ messages[0].content }}>", [{"role": "user", "content": long}]) == f"<{long}>"
+    assert render("<{{ messages[0].content }}>", [{"role": "user", "content": long}]) == f"<{long}>"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_what_does_not_answer_or_has_died_is_replaced(
-    number: int, renderer: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+    number: int, renderer: GuardedProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits where it computes nothing: stopped, or for a disk."""
-    renderer.render("", SAID)
+    render("", SAID)
     assert renderer._process is not None
     os.kill(renderer._process.pid, number)
     if number == signal.SIGKILL:
         renderer._process.wait()
     else:
-        with monkeypatch.context() as patch, pytest.raises(TemplateExceeded, match="does not answer"):
-            patch.setattr(rendering, "_WAIT_S", 0.2)
-            renderer.render("{{ messages[0].content }}", SAID)
-    assert renderer.render("{{ messages[0].content }}", SAID) == "hi"
+        with monkeypatch.context() as patch, pytest.raises(ProgramExceeded, match="does not answer"):
+            patch.setattr(renderer, "_wait_s", 0.2)
+            render("{{ messages[0].content }}", SAID)
+    assert render("{{ messages[0].content }}", SAID) == "hi"
 
 
 def test_why_it_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,59 +128,61 @@ def test_why_it_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    own = TemplateProcess()
+    own = GuardedProcess("render", cpu_s=0, wait_s=text._WAIT_S)
     for _ in range(2):
-        with pytest.raises(TemplateFailed, match=r"does not start: No module named 'transformers\.utils"):
-            own.render("{{ messages }}", [])
+        with pytest.raises(NotStarted, match=r"does not start: No module named 'transformers\.utils"):
+            own.ask({})
     assert own._process is None
 
 
 def test_an_interrupted_request_leaves_no_answer_behind(
-    renderer: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+    renderer: GuardedProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control-C between a request and its answer: the next one must not be given it."""
-    renderer.render("", SAID)
+    render("", SAID)
 
     def interrupted(*_: Any) -> bytes:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(rendering, "_line", interrupted)
-        renderer.render("another's", SAID)
-    assert renderer.render("{{ messages[0].content }}", SAID) == "hi"
+        patch.setattr(guarded_process, "_line", interrupted)
+        render("another's", SAID)
+    assert render("{{ messages[0].content }}", SAID) == "hi"
 
 
-def test_threads_are_given_their_own_answers(renderer: TemplateProcess) -> None:
+def test_threads_are_given_their_own_answers(renderer: GuardedProcess) -> None:
     with ThreadPoolExecutor(4) as pool:
-        told = pool.map(lambda n: renderer.render("{{ messages[0].content }}", [{"content": str(n)}]), range(50))
+        told = pool.map(lambda n: render("{{ messages[0].content }}", [{"content": str(n)}]), range(50))
         assert list(told) == [str(n) for n in range(50)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_who_forks_has_a_process_of_its_own() -> None:
-    ours = rendering.template_process()
-    assert ours is rendering.template_process() and rendering._process_of(os.getpid() + 1) is not ours
-    ours.render("", SAID)
+    ours = text._renderer_of(os.getpid())
+    assert ours is text._renderer_of(os.getpid()) and text._renderer_of(os.getpid() + 1) is not ours
+    render("", SAID)
     assert ours._process is not None
-    rendering._stop(os.getpid() + 1, ours._process)  # as a fork of this process would, as it ends
+    guarded_process._stop(os.getpid() + 1, ours._process)  # as a fork of this process would, as it ends
     assert ours._process.poll() is None, "whose process it is not"
     ours.end()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
-def test_nothing_is_left_behind_that_computes(renderer: TemplateProcess, tmp_path: Path) -> None:
+def test_nothing_is_left_behind_that_computes(renderer: GuardedProcess, tmp_path: Path) -> None:
     """Neither a thread nor a process, and where this process is killed the kernel ends what it has asked for."""
     num_threads = threading.active_count()
-    renderer.render("", SAID)
+    render("", SAID)
     assert renderer._process is not None
     pid = renderer._process.pid
-    with pytest.raises(TemplateExceeded):
-        renderer.render(SPINS, SAID)
+    with pytest.raises(ProgramExceeded):
+        render(SPINS, SAID)
     assert threading.active_count() == num_threads and not Path(f"/proc/{pid}").exists()
     code = (
-        "from offload.engine import template_process as rendering\n"
-        "rendering._CPU_S, own = 0, rendering.template_process()\n"
-        f"own.render('', [])\nprint(own._process.pid, flush=True)\nown.render({SPINS!r}, [])"
+        "from offload.guarded_process import GuardedProcess\n"
+        "own = GuardedProcess('render', cpu_s=0, wait_s=60)\n"
+        "said = {'conversations': [[]]}\n"
+        "own.ask({**said, 'chat_template': ''})\nprint(own._process.pid, flush=True)\n"
+        f"own.ask({{**said, 'chat_template': {SPINS!r}}})"
     )
     asking = os.pipe()
     to = [(os.POSIX_SPAWN_DUP2, asking[1], 1)]
@@ -216,7 +224,7 @@ def test_what_is_written_is_what_transformers_writes(name: str, tmp_path: Path) 
     "file",
     ["tokenizer_config.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"],
 )
-def test_limits_hold_whatever_way_a_template_comes(file: str, renderer: TemplateProcess, tmp_path: Path) -> None:
+def test_limits_hold_whatever_way_a_template_comes(file: str, renderer: GuardedProcess, tmp_path: Path) -> None:
     """An additional one lies beside a sound one, and is taken where tools are told of."""
     path, is_additional, template = tmp_path / file, "/" in file, "{{ 'x' * (2 * 10 ** 6) }}"
     save_tokenizer(tmp_path, chat_template="{{ messages[0].content }}" if is_additional else None)
@@ -231,7 +239,7 @@ def test_limits_hold_whatever_way_a_template_comes(file: str, renderer: Template
             encode_prompt(tokenizer, "hi")
 
 
-def test_what_is_no_template_is_refused(renderer: TemplateProcess, tmp_path: Path) -> None:
+def test_what_is_no_template_is_refused(renderer: GuardedProcess, tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path)
     for odd in (5, ["x"], {"other": "x"}, {"default": 5}):
         tokenizer.chat_template = odd

@@ -1,11 +1,12 @@
-"""Render chat templates that strangers have written: `python -P template_worker.py`, a request and
-an answer per line.
+"""Do a job with what strangers have written: `python -P guarded_worker.py JOB`, a request and an
+answer per line.
 
-A request is JSON: what transformers' `render_jinja_template` takes, with `most_s` of processor time
-and `most_chars`. An answer is JSON with `text`, or what has `failed`, or which limit was
-`exceeded`. Invariant: nothing of the package is imported, and of transformers its sandbox alone, so
-that it is there in 0.3 s and 40 MB; and the kernel ends this process once a request has computed
-for longer than it may, whatever waits for it.
+A request is JSON, what the job takes (`render`: what transformers' `render_jinja_template` does;
+`compile`: a grammar's `source`), with `most_s` of processor time and `most_chars`. An answer is JSON
+with `text` (of `compile` what is wrong with the grammar, if anything), or what has `failed`, or which
+limit was `exceeded`. Invariant: nothing of the package is imported, and of transformers its sandbox
+alone, so that it is there in 0.3 s and 40 MB; and the kernel ends this process once a request has
+computed for longer than it may, whatever waits for it.
 """
 
 import json
@@ -16,10 +17,11 @@ import time
 import types
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 # Memory beside what the process takes before its first request.
 _MEMORY_BYTES = 512 << 20
+# A compiler recurses along references without a bound of its own, and a thread has 8 MiB.
+_STACK_BYTES = 4 << 20
 _MOST_TOLD = 1000  # characters of an error
 _PAGES = "/proc/self/statm"
 
@@ -28,7 +30,7 @@ def main() -> None:
     """Serve standard input until it ends, which it does with the process that asks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it means the process that asks
     try:
-        render = _sandbox()
+        work = {"render": _renderer, "compile": _compiler}[sys.argv[1]]()
         num_bytes = _in_memory_bytes()
     except Exception as error:  # of an installation that is not whole
         print(_told(error), flush=True)
@@ -39,30 +41,43 @@ def main() -> None:
         _limit(limit, 0)
     print("ready", flush=True)
     for line in sys.stdin.buffer:
-        print(json.dumps(_answer(render, line)), flush=True)
+        print(json.dumps(_answer(work, line)), flush=True)
 
 
-def _answer(render: Callable[..., Any], line: bytes) -> dict[str, str]:
+def _answer(work: Callable[..., str], line: bytes) -> dict[str, str]:
     try:
         asked = json.loads(line)
         most_s = asked.pop("most_s")
         most_chars = asked.pop("most_chars")
         _limit("RLIMIT_CPU", int(time.process_time()) + 1 + most_s)
-        (text,), _ = render(**asked)
+        text = work(**asked)
     except MemoryError:
         return {"exceeded": f"it takes more than {_MEMORY_BYTES >> 20} MiB of memory"}
-    except Exception as error:  # of any kind: a template is a stranger's program
+    except BaseException as error:  # of any kind: a template is a program, and compilers panic
         return {"failed": _told(error)}
     if len(text) > most_chars:
         return {"exceeded": f"it writes {len(text)} characters, at most {most_chars} may be"}
     return {"text": text}
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return " ".join(f"{error}"[:_MOST_TOLD].split()) or type(error).__name__
 
 
-def _sandbox() -> Callable[..., Any]:
+def _compiler() -> Callable[..., str]:
+    """Return what compiles a grammar with llguidance, and says what is wrong with it."""
+    from llguidance import LLMatcher
+
+    _limit("RLIMIT_STACK", _STACK_BYTES)
+
+    def compiling(source: str) -> str:
+        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(source)
+        return messages[0] if is_wrong else ""
+
+    return compiling
+
+
+def _renderer() -> Callable[..., str]:
     """Return transformers' sandbox without torch, pictures and what it looks for on import."""
     sys.modules |= dict.fromkeys(("torch", "PIL"))  # type: ignore[arg-type]  # None marks what is not there
     found = find_spec("transformers")
@@ -81,8 +96,7 @@ def _sandbox() -> Callable[..., Any]:
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
             del sys.modules[name]
         from transformers.utils.chat_template_utils import render_jinja_template
-    own: Callable[..., Any] = render_jinja_template
-    return own
+    return lambda **asked: render_jinja_template(**asked)[0][0]
 
 
 def _in_memory_bytes() -> int | None:
