@@ -83,7 +83,9 @@ _FINGERPRINT = f"offload-{__version__}"
 
 
 class Answer:
-    """An answer to a request, a choice for each ticket; asking for an end raises what ended it."""
+    """An answer to a request, a choice for each of its tickets; asking for an end raises what ended
+    it.
+    """
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -93,7 +95,7 @@ class Answer:
         self, body: Body, tickets: Sequence[Ticket], names: TokenNames, model_id: str
     ) -> None:
         self._body = body
-        self._tickets = tickets
+        self.tickets = tickets
         self._names = names
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
@@ -127,7 +129,7 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """Return everything at once, when all texts have ended."""
-        choices = [self._choice(index, self._result(index)) for index in range(len(self._tickets))]
+        choices = [self._choice(index, self._result(index)) for index in range(len(self.tickets))]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -135,13 +137,13 @@ class Answer:
         return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
 
     def _result(self, index: int) -> Generation:
-        result = self._tickets[index].result()
+        result = self.tickets[index].result()
         if result.finish_reason == "interrupted":  # and not by the client, who is here
             raise refuse_closing()
         return result
 
     def _usage(self) -> dict[str, Any]:
-        results = [self._result(index) for index in range(len(self._tickets))]
+        results = [self._result(index) for index in range(len(self.tickets))]
         # of each prompt; its other choices have read the same
         firsts = results[:: self._body.num_choices]
         num_prompt = sum(one.stats.num_prompt_tokens for one in firsts)
@@ -182,7 +184,7 @@ class ChatAnswer(Answer):
     def opening(self) -> list[dict[str, Any]]:
         """Return who speaks, in every choice."""
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk([self._delta(index, delta)]) for index in range(len(self._tickets))]
+        return [self._chunk([self._delta(index, delta)]) for index in range(len(self.tickets))]
 
     def _delta(
         self,

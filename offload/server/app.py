@@ -132,7 +132,7 @@ async def _answer(
     headers = {"X-Ignored-Fields": ", ".join(ignored)} if ignored else {}
     if body.stream:
         keep_alive_s = state.settings.keep_alive_s
-        return EventStream(made, tickets, headers, keep_alive_s=keep_alive_s, on_error=_log)
+        return EventStream(made, headers, keep_alive_s=keep_alive_s, on_error=_log)
     async with aclosing(arrivals(tickets, request.receive)) as pieces:
         async for _ in pieces:
             pass

@@ -96,7 +96,6 @@ class EventStream(Response):
     def __init__(
         self,
         answer: Answer,
-        tickets: Sequence[Ticket],
         headers: Mapping[str, str],
         *,
         keep_alive_s: float,
@@ -105,7 +104,6 @@ class EventStream(Response):
         super().__init__(headers={**_HEADERS, **headers})
         del self.headers["content-length"]
         self._answer = answer
-        self._tickets = tickets
         self._keep_alive_s = keep_alive_s
         self._on_error = on_error
 
@@ -114,7 +112,7 @@ class EventStream(Response):
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
         try:
-            pieces = arrivals(self._tickets, receive, self._keep_alive_s)
+            pieces = arrivals(self._answer.tickets, receive, self._keep_alive_s)
             async with aclosing(pieces), aclosing(self._events(pieces)) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
