@@ -32,14 +32,14 @@ class Loading:
     def of(cls, models: ModelChoice, options: ModelOptions, **needs: bool) -> "Loading":
         """Return what flags name. Raises `UserError` for what cannot be, as far as headers tell.
 
-        `needs` are those of `check_run`.
+        `needs` are those of `check_setup`.
         """
-        from offload.engine.precheck import check_run
+        from offload.engine.precheck import check_setup
         from offload.planning.load_options import LoadOptions
 
         model, draft = models.names()
         checked = LoadOptions.of(options, model=model, draft=draft)
-        check_run(checked, **needs)
+        check_setup(checked, **needs)
         return cls(checked, isinstance(models, TalkingModels) and models.demo)
 
     @property

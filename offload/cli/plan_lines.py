@@ -14,10 +14,11 @@ from offload.cli.terminal import columns
 from offload.distributed.layout import RankPart
 from offload.memory.plan import MemoryPlan
 from offload.memory.tiers import LayerTier
+from offload.packing.forecast import PackingForecast
 from offload.planning.cost_model import Prediction, PromptPass
 from offload.planning.hardware import KNOWN
 from offload.reports.drafts import DraftCandidate
-from offload.reports.estimate import Estimate, Packing
+from offload.reports.estimate import Estimate
 from offload.reports.forecast import ClusterForecast, Forecast
 from offload.units import format_bytes, plural
 
@@ -205,12 +206,12 @@ def _prompt_words(prompt: PromptPass, *, is_least: bool) -> str:
     return f"{words}; with computing, as this processor did it just now" if is_least else words
 
 
-def _packing_words(packing: Packing, found: Estimate) -> str:
-    if packing.forecast.share is None:
+def _packing_words(packing: PackingForecast, found: Estimate) -> str:
+    if packing.share is None:
         return "unknown: float16 loses a quarter where it stems from bfloat16, which plan sees where its weights are"
-    basis = "by its weights" if packing.forecast.is_sampled else "as usual"
-    words = f"offload pack leaves {packing.forecast.share:.0%} of the model, without loss ({basis})"
-    if not packing.forecast.is_worth_it:
+    basis = "by its weights" if packing.is_sampled else "as usual"
+    words = f"offload pack leaves {packing.share:.0%} of the model, without loss ({basis})"
+    if not packing.is_worth_it:
         return f"{words}: run it as it is"
     if packing.streamed_bytes is None:
         return f"{words}, but needs more memory than this"

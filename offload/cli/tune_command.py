@@ -37,7 +37,7 @@ def tune(
     output: OutputOptions,
 ) -> None:
     """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
-    from offload.engine.precheck import check_run
+    from offload.engine.precheck import check_setup
     from offload.planning.load_options import LoadOptions
     from offload.planning.profile import read_text
 
@@ -48,7 +48,7 @@ def tune(
     named = {"model": model, "draft": draft, "tree": model_options.tree or "auto"}
     options = LoadOptions.of(model_options, **named)
     # a tune sets its own
-    check_run(options, needs_context=False)
+    check_setup(options, needs_context=False)
     with Console(output, model_options.ram) as console, libraries(console):
         from offload.planning.profile import format_json
         from offload.reports.tune import tune as measure

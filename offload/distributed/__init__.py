@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from offload.engine.ranks import LOADERS
+from offload.engine.team import LOADERS
 
 
 def _join_shards(*how: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from offload.declaration import as_in, called_with
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import NO_HOOKS, Hooks, Progress
-from offload.engine.opening import open_run
+from offload.engine.opening import open_setup
 from offload.engine.request import Request
 from offload.engine.resolve import resolve
 from offload.errors import require
@@ -126,4 +126,4 @@ def open_decoder(
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
     setup = resolve(options, device=device, open_source=open_source, hooks=hooks)
-    return open_run(setup, request, transport)
+    return open_setup(setup, request, transport)

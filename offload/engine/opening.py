@@ -25,16 +25,15 @@ from offload.engine.build import (
 )
 from offload.engine.decoder import Decoder
 from offload.engine.decoder_config import DecoderConfig
-from offload.engine.ranks import LOADERS
 from offload.engine.request import Request
 from offload.engine.setup import Setup
-from offload.engine.team import Team
+from offload.engine.team import LOADERS, Team
 from offload.planning.selector import RunSettings, TreeSelector
 from offload.streaming.experts import ExpertPool, open_pool
 from offload.streaming.layers import open_layers
 
 
-def open_run(setup: Setup, request: Request | None = None, transport: Any = None) -> Decoder:
+def open_setup(setup: Setup, request: Request | None = None, transport: Any = None) -> Decoder:
     """Build, read and calibrate what `resolve` has decided. Raises what `load` raises."""
     roles = setup.options.roles()
     with setup.computing(), ExitStack() as resources:
@@ -51,7 +50,8 @@ def _open(setup: Setup, request: Request, team: Team, resources: ExitStack) -> D
     """Open a decoder, which takes over `resources`."""
     settings = setup.settings(request.sampling)
     trees = setup.tree_selector(settings.sampling)
-    trees.exchange_s = team.exchange_s
+    if team.exchange_s is not None:
+        trees.exchange_s = team.exchange_s
     trees.check(*settings)
     setup.hooks.on_phase("building the models")
     # a sum of all weights is taken on the way where all of them are read

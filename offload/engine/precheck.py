@@ -23,7 +23,7 @@ from offload.streaming.device import is_host
 _SHORT = 64  # a short context: every run has more positions
 
 
-def check_run(
+def check_setup(
     options: LoadOptions,
     *,
     needs_text: bool = True,

@@ -1,30 +1,41 @@
-"""The processes that run one target together, as loading asks them; here: one process by itself."""
+"""The processes that run one target together, as loading asks them; here: one process by itself.
 
-from typing import Any
+How several load it, `offload.distributed`, which lies above, says in `LOADERS`. `import offload`
+reads this file, so it imports nothing that takes time.
+"""
 
-from offload.engine.setup import Setup
-from offload.memory.plan import MemoryPlan
-from offload.model.target import Target
-from offload.planning.cost_model import NOTHING, Curve
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from offload.engine.setup import Setup
+    from offload.memory.plan import MemoryPlan
+    from offload.model.target import Target
+    from offload.planning.cost_model import Curve
+
+# called with the setup, the resources to close in the end, the transport, and of stages the first request
+LOADERS: dict[Literal["shards", "stages"], Callable[..., Any]] = {}
 
 
 class Team:
     """A process that has all of the target."""
 
-    exchange_s: Curve = NOTHING  # what a pass takes beside computing, against its rows
+    exchange_s: "Curve | None" = None  # what a pass takes beside computing, against its rows
     notes: tuple[str, ...] = ()  # for the user
     is_alone = True
 
-    def own(self, setup: Setup) -> Setup:
+    def own(self, setup: "Setup") -> "Setup":
         """Return the setup with what this process reads of the checkpoints."""
         return setup
 
     def adapt(self, meta_model: Any) -> None:
         """Cut the model to what this process computes."""
 
-    def tell_plan(self, plan: MemoryPlan) -> None:
+    def tell_plan(self, plan: "MemoryPlan") -> None:
         """Let the others load what the plan leaves to them. Raises `UserError` if one cannot."""
 
-    def target(self, *args: Any, **more: Any) -> Target:
+    def target(self, *args: Any, **more: Any) -> "Target":
         """Return a `Target` of these arguments, which speaks for all."""
+        from offload.model.target import Target
+
         return Target(*args, **more)

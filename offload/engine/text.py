@@ -88,9 +88,11 @@ def check_vocabulary(
 def require_described_vocabulary(files: ModelFiles) -> None:
     """Do what `require_one_vocabulary` does, as far as files here tell without transformers."""
     both = [one for one in files if one is not None and not one.is_copy]
+    if len(both) < 2:
+        return
     ids = [_ids_in(one.tokenizer_path) for one in both]
     is_bare = any(is_here(one) and not has_tokenizer(one.tokenizer_path) for one in both)
-    if len(both) == 2 and (is_bare or None not in ids):
+    if is_bare or None not in ids:
         sizes = (model_shape(one).vocab_size for one in both)
         words = (Vocabulary(size, ids=own) for size, own in zip(sizes, ids, strict=True))
         require_one_vocabulary(files, *words)

@@ -64,6 +64,9 @@ class PackingForecast(NamedTuple):
     source_bytes: int
     packed_bytes: int | None  # None: float16, whose exponents are not known from headers
     is_sampled: bool  # from the weights; else from what is usual
+    # of a pass over the packed model; None where packing is not worth it, or needs more memory
+    streamed_bytes: int | None = None
+    sweep_s: float | None = None
 
     @property
     def share(self) -> float | None:
@@ -74,6 +77,17 @@ class PackingForecast(NamedTuple):
     def is_worth_it(self) -> bool:
         """Return whether packing saves enough."""
         return self.share is not None and self.share <= _WORTH_PACKING
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the figures by the names that `--json` uses."""
+        return {
+            "source_bytes": self.source_bytes,
+            "packed_bytes": self.packed_bytes,
+            "is_sampled": self.is_sampled,
+            "share": self.share,
+            "bytes_per_sweep": self.streamed_bytes,
+            "sweep_s": self.sweep_s,
+        }
 
 
 def is_packable(name: str, entry: TensorEntry) -> bool:

@@ -42,42 +42,6 @@ from offload.trees.topology import Shape, chain
 from offload.units import format_bytes
 
 
-class Packing(NamedTuple):
-    """What `offload pack` would make of the target, and of a weight pass with the same tree."""
-
-    forecast: PackingForecast
-    # bytes of one pass; None where packing is not worth it, or needs more memory than there is
-    streamed_bytes: int | None
-    sweep_s: float | None
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the figures by the names that `--json` uses."""
-        own = {"bytes_per_sweep": self.streamed_bytes, "sweep_s": self.sweep_s}
-        return {**self.forecast._asdict(), "share": self.forecast.share, **own}
-
-
-def _packing(setup: Setup, num_nodes: int, link_bytes_per_s: float | None) -> Packing | None:
-    """Return what packing the target would win, None where there is nothing to pack."""
-    found = forecast(setup.files.target)
-    if found is None:
-        return None
-    if not found.is_worth_it:
-        return Packing(found, None, None)
-    packed = as_packed(setup.files.target, found)
-    # stacks that `by_expert` does not take apart come whole
-    if setup.budget.experts == "demand" and model_shape(packed).experts is None:
-        return None
-    try:
-        plan = setup.budget.plan(setup.files._replace(target=packed), num_nodes)
-    # what weights are expanded into takes room as well
-    except UserError:
-        return Packing(found, None, None)
-    sweep_s = None
-    if link_bytes_per_s is not None:
-        sweep_s = Traffic.of(plan, setup.hardware).bytes_at(1) / link_bytes_per_s
-    return Packing(found, round(Traffic.of(plan).bytes_at(1)), sweep_s)
-
-
 class Estimate(NamedTuple):
     """What is known before anything is loaded."""
 
@@ -95,7 +59,7 @@ class Estimate(NamedTuple):
     basis: str  # what the tokens per pass rest on, in words
     notes: tuple[str, ...]
     is_measured: bool  # whether the link was measured here and now
-    packing: Packing | None  # None where there is nothing to pack
+    packing: PackingForecast | None  # None where there is nothing to pack
     traffic: Traffic  # bytes that the plan moves
     # the largest pass over a prompt; None where computing is not known, or nothing streams
     prompt: PromptPass | None
@@ -211,6 +175,28 @@ def estimate(
         traffic=traffic,
         prompt=_prompt(setup, costs, traffic, plan),
     )
+
+
+def _packing(
+    setup: Setup, num_nodes: int, link_bytes_per_s: float | None
+) -> PackingForecast | None:
+    """Return what packing the target would win, None where there is nothing to pack."""
+    found = forecast(setup.files.target)
+    if found is None or not found.is_worth_it:
+        return found
+    packed = as_packed(setup.files.target, found)
+    # stacks that `by_expert` does not take apart come whole
+    if setup.budget.experts == "demand" and model_shape(packed).experts is None:
+        return None
+    try:
+        plan = setup.budget.plan(setup.files._replace(target=packed), num_nodes)
+    # what weights are expanded into takes room as well
+    except UserError:
+        return found
+    sweep_s = None
+    if link_bytes_per_s is not None:
+        sweep_s = Traffic.of(plan, setup.hardware).bytes_at(1) / link_bytes_per_s
+    return found._replace(streamed_bytes=round(Traffic.of(plan).bytes_at(1)), sweep_s=sweep_s)
 
 
 def _products_s(setup: Setup) -> Curve:

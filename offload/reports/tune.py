@@ -12,7 +12,7 @@ from typing import NamedTuple
 from offload.checkpoint.sizes import longest_context
 from offload.checkpoint.small_files import has_encoder
 from offload.engine.hooks import NO_HOOKS, Hooks
-from offload.engine.opening import open_run
+from offload.engine.opening import open_setup
 from offload.engine.request import Request
 from offload.engine.resolve import resolve
 from offload.engine.setup import Setup
@@ -94,7 +94,7 @@ def tune(
     windows = encode_windows(target, read, num_tokens, is_teacher_forced=is_teacher_forced)
     assert own_draft is not None, "two models were fetched"
     identity = Identity.of(target, own_draft, sampling, options.rule, setup.machine)
-    with open_run(timed, Request(is_named=True)) as decoder:
+    with open_setup(timed, Request(is_named=True)) as decoder:
         question = TuneQuestion(
             identity=identity,
             sampling=sampling,

@@ -10,7 +10,7 @@ from shell import shell
 from tiny import FAMILIES, save_pair, streaming_ram
 
 import offload
-from offload.engine.precheck import check_run
+from offload.engine.precheck import check_setup
 from offload.engine.request import Request
 from offload.engine.resolve import resolve
 from offload.errors import UserError
@@ -107,7 +107,7 @@ def test_free_memory_is_asked_for_once(pair: tuple[str, str], monkeypatch: pytes
     monkeypatch.setattr("offload.planning.load_options.available_ram_bytes", lambda: next(free))
     options = LoadOptions(*pair, device="cpu", **HOW)
     for needs_context in (True, False):
-        check_run(options, needs_text=False, needs_context=needs_context)
+        check_setup(options, needs_text=False, needs_context=needs_context)
     assert resolve(options).budget.ram == 6 << 30
 
 

@@ -334,7 +334,7 @@ def test_a_tune_is_of_the_device_and_the_config_that_are_named(
         tune(LoadOptions(*pair, **options, **SETTINGS), [text], Sampling())
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
-        patch.setattr(tuning, "open_run", None)
+        patch.setattr(tuning, "open_setup", None)
         tuned_by(device="cpu", gpu_memory="4GiB")
     named = list[object]()
     monkeypatch.setattr("offload.engine.resolve.open_headers", lambda _, config: named.append(config) or 1 / 0)
