@@ -33,6 +33,9 @@ def is_from_hub(model: str | os.PathLike[str]) -> bool:
 def config_alone(model: str | os.PathLike[str]) -> Path | None:
     """Return a config.json that was named itself or lies in a folder without weights, else None."""
     path = Path(os.path.expanduser(model))
+    # an empty name is no name of the folder that a program happens to be in
+    if not os.fspath(model):
+        return None
     if os.path.isdir(path) and os.path.isfile(path / "config.json"):
         return None if has_weights(path) else path / "config.json"
     return path if os.path.isfile(path) and path.suffix == ".json" else None
@@ -47,7 +50,7 @@ def open_headers(
     tokenizer. Raises `UserError` for anything else.
     """
     rule = "a model must be a folder, a GGUF file or a hub id"
-    is_name = isinstance(model, str | os.PathLike)
+    is_name = isinstance(model, str | os.PathLike) and bool(os.fspath(model))
     require(is_name, rule, f"{model!r:.80}", "give its path or name")
     file = gguf_file(model)
     if file is not None:

@@ -122,19 +122,25 @@ class LoadOptions(ModelOptions, ModelChoice):
             rule = f"`{name}` must be one of {', '.join(known)}"
             given = getattr(self, name)
             require(given in known, rule, repr(given), f'try `{name}="auto"`')
-        context = 1 if self.context is None else whole_number(self.context, "`context`")
-        remedy = "prompt and new tokens have to fit"
-        require(context >= 1, "`context` must be 1 or more", context, remedy)
-        rule = f"`context` must be at most {MAX_CONTEXT}"
-        require(context <= MAX_CONTEXT, rule, context, "lower it")
         num_texts = whole_number(self.parallel, "`parallel`")
         rule = f"`parallel` must lie in 1 to {MAX_PARALLEL}"
         is_inside = 1 <= num_texts <= MAX_PARALLEL
         require(is_inside, rule, num_texts, "so many texts are written at a time")
-        count = 1 if self.threads is None else whole_number(self.threads, "`threads`")
-        remedy = "leave it out to have it measured"
-        require(count >= 1, "`threads` must be 1 or more", count, remedy)
-        require(count <= MAX_THREADS, f"`threads` must be at most {MAX_THREADS}", count, remedy)
+        object.__setattr__(self, "parallel", num_texts)
+        measured = "leave it out to have it measured"
+        for name, most, too_few, too_many in (
+            ("context", MAX_CONTEXT, "prompt and new tokens have to fit", "lower it"),
+            ("threads", MAX_THREADS, measured, measured),
+        ):
+            if (given := getattr(self, name)) is not None:
+                count = whole_number(given, f"`{name}`")
+                require(count >= 1, f"`{name}` must be 1 or more", count, too_few)
+                require(count <= most, f"`{name}` must be at most {most}", count, too_many)
+                object.__setattr__(self, name, count)
+        for name in ("lookup", "invariant"):
+            given = getattr(self, name)
+            is_known = given in (None, True, False)
+            require(is_known, f"`{name}` must be True or False", repr(given), "leave it out")
 
     def _check_guesses(self) -> None:
         for name in ("config", "profile", "ngram", "datastore"):
@@ -154,8 +160,6 @@ class LoadOptions(ModelOptions, ModelChoice):
             path = Path(self.ngram).expanduser()  # which is read seconds later
             with told_by_system(f"cannot read {path}", "check the path"):
                 open_regular(path).close()
-        is_known = self.lookup in (None, True, False)
-        require(is_known, "`lookup` must be True or False", repr(self.lookup), "leave it out")
         named = next(
             (name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None
         )

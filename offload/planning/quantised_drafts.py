@@ -35,7 +35,7 @@ def check_held(
     draft: str | os.PathLike[str] | None, draft_dtype: str | None, ranks: str | None
 ) -> None:
     """Raise `UserError` for options that no model could satisfy."""
-    is_known = draft_dtype is None or draft_dtype in BITS
+    is_known = draft_dtype is None or (isinstance(draft_dtype, str) and draft_dtype in BITS)
     rule = f"`draft_dtype` must be {' or '.join(BITS)}"
     require(is_known, rule, repr(draft_dtype), "leave it out to have the draft as stored")
     is_idle = draft_dtype is not None and draft is None

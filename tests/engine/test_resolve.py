@@ -131,7 +131,7 @@ def test_the_first_request_is_checked_by_load(request_: Request, words: str, sou
         offload.load(sound, sound, "1GiB", context=64, threads=1, request=request_)
 
 
-@pytest.mark.parametrize("models", [(None,), (5,), (["a"],), ("no/such", 5)])
+@pytest.mark.parametrize("models", [(None,), (5,), (["a"],), ("",), ("no/such", 5), ("no/such", "")])
 def test_a_model_that_is_no_name_is_refused(models: tuple[Any, ...], sound: Path) -> None:
     with pytest.raises(UserError, match="a model must be a folder, a GGUF file or a hub id"):
         offload.load(*(str(sound) if name == "no/such" else name for name in models), ram="1GiB")
