@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.imagined import imagined
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import Coded, TensorEntry
 from offload.encoding.floats import Mxfp4
 

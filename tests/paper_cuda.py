@@ -12,7 +12,7 @@ import pytest
 import torch
 from strict_place import StrictDevice, attend_on_card, place
 
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.build import resident_model
 from offload.model.tree_model import TreeModel
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from test_device_planner import SHAPES
 
-from offload.memory.planner import MemoryBudget, make_plan
+from offload.memory.plan import MemoryBudget
+from offload.memory.planner import make_plan
 from offload.planning.cost_model import Traffic, costs_on, step_time
 from offload.planning.hardware import KNOWN
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain

@@ -3,18 +3,17 @@
 from collections.abc import Iterable
 from typing import Any
 
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.sizes import ModelShape
 from offload.memory import planner
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.memory.plan import MemoryBudget, MemoryPlan
 from offload.units import ByteSize
 
 
 def plan_memory(files: Iterable[Checkpoint | None], *, num_nodes: int, **budget: Any) -> MemoryPlan:
     """Plan for files; sizes may be written out, such as `1GiB`."""
     sizes = {name: ByteSize.parse(budget[name], f"`{name}`") for name in ("ram", "gpu") if budget.get(name)}
-    return MemoryBudget(**{**budget, **sizes}).plan(ModelFiles(*files), num_nodes)
+    return planner.plan_memory(ModelFiles(*files), MemoryBudget(**{**budget, **sizes}), num_nodes)
 
 
 def make_plan(

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import safetensors
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import SlabLayout
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
 _SHAPES = [(), (0,), (1,), (7,), (33, 5), (64, 32), (0, 8), (129, 65), (3, 4, 5), (2048,)]

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM, MT5Config, PreTrainedModel, T5Config
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 
 VOCAB_SIZE, START = 199, 0

@@ -15,8 +15,8 @@ from tiny import VOCAB_SIZE, save, save_tokenizer
 from torch import Tensor
 
 import offload
-from offload.checkpoint.hub import open_headers
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.open import open_headers
 from offload.engine.build import resident_model
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError

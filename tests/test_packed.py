@@ -11,7 +11,7 @@ from test_tiny import prompts
 from tiny import FAMILIES, build, save, save_pair, streaming_ram
 
 import offload
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError

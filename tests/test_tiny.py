@@ -36,7 +36,7 @@ def test_greedy_ids_equal_transformers(family: str, tmp_path: Path) -> None:
     target, draft = save_pair(FAMILIES[family](), tmp_path, noise=0.003)
     ram = streaming_ram(target, draft, num_nodes=64)
     with offload.load(target, draft, ram=ram, context=256, tree="64x16", threads=1, experts="layers") as decoder:
-        assert decoder.plan.num_slots == 3 and decoder.plan.num_resident == 0
+        assert decoder.plan.num_layer_slots == 3 and decoder.plan.num_resident == 0
         yields = []
         all_trees = TREES if family in ALL_TREES else LARGEST
         for prompt, num_new, trees in zip(prompts(), (NUM_BEHIND_ONE, NUM_NEW), (BEHIND_ONE, all_trees), strict=True):

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 
 VOCAB_SIZE = 199
 LINE_BYTES = 64  # of a processor's cache

@@ -18,12 +18,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from offload.bench.harness.promises import WrongTokenError, row
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import least_ram
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import load
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
+from offload.memory.plan import MemoryBudget, MemoryPlan
+from offload.memory.planner import least_budget, plan_memory
 from offload.streaming.device import Device
 from offload.trees.spec import parse_tree
 
@@ -94,7 +95,7 @@ def _how(model: Path, about: str) -> dict[str, Any]:
     num_nodes = parse_tree(_LARGEST).num_nodes
 
     def plan(gpu: int, ram: int = 1 << 40) -> MemoryPlan:
-        return MemoryBudget(ram=ram, gpu=gpu, **how).plan(files, num_nodes)
+        return plan_memory(files, MemoryBudget(ram=ram, gpu=gpu, **how), num_nodes)
 
     gpu_bytes = least_budget(plan)
     ram_bytes = least_ram(files, num_nodes, gpu=gpu_bytes, **how)

@@ -189,7 +189,7 @@ def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
     plan = decoder.plan
     budget = parse_size(job.setting.gpu_memory or 0, "--gpu-mem")
     carrier = decoder.target.stream.carrier
-    held = plan.bytes_in(LayerTier.HOST)
+    held = plan.bytes_in(LayerTier.PINNED)
     assert isinstance(carrier, DeviceCarrier), "layers are streamed to a device"
     pinned = carrier.pinned.pinned_bytes
     # by torch at most, in tensors, and what CUDA keeps beside it now

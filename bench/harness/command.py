@@ -8,6 +8,7 @@ figure is printed before every token was proved; with `--rows` a row is on disk 
 
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from offload.bench.harness.gate import Written
 from offload.bench.harness.models import find_setting, place_of, resident_pair, synthetic_setting
 from offload.bench.harness.picture import require_pictures
 from offload.bench.harness.prompts import Prompt, prompts
-from offload.bench.harness.rates import PLAIN_READER
+from offload.bench.harness.rates import PLAIN_READER, plain_read_s
 from offload.bench.harness.record import (
     STDOUT,
     Guard,
@@ -39,6 +40,7 @@ from offload.bench.harness.record import (
 from offload.bench.harness.setting import Need, Setting
 from offload.bench.harness.steps import Timeline
 from offload.bench.harness.tables import Column, Screen, say_checks, say_table
+from offload.calibration.link import device_link_bytes_per_s
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.rank_roles import find_place
@@ -109,6 +111,8 @@ MODELS = "model draft size layers"
 PLACE = "device gpu_mem ram"
 _ENDS = "rows_file json_file"
 _USUAL = Need()
+# bytes of one reading of the link
+CEILING_BYTES = 400_000_000
 
 
 @dataclass(kw_only=True)
@@ -238,7 +242,7 @@ class Bench:
     def say_link(self, setting: Setting, plan: MemoryPlan | None = None) -> None:
         """Print what nothing can be faster than: a plain reader, or a plan's copies to a device."""
         label = f"layers to {setting.device}" if setting.opened.has_own_memory else PLAIN_READER
-        rate = setting.ceiling(plan)
+        rate = link_ceiling(setting, plan)
         told = "nothing is streamed" if rate is None else f"{rate / 1e9:.3f} GB/s"
         print(f"ceiling: {label}, {told}", flush=True)
         self.ceiling = {"bytes_per_s": rate}
@@ -360,3 +364,22 @@ def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:
     if unknown := [name for name in names if name not in known]:
         rule = f"{flag} must be one of {', '.join(known)}, got {unknown[0]!r}"
         raise UserError(f"{rule}: leave it out for all")
+
+
+def link_ceiling(setting: Setting, plan: MemoryPlan | None) -> float | None:
+    """Return bytes per second of a plain reader, or of a plan's copies to a device.
+
+    It is None where the plan streams nothing: then no link is a ceiling.
+    """
+    if plan is not None and not plan.is_streamed:
+        return None
+    if not setting.opened.has_own_memory:
+        return plain_rate(setting)
+    assert plan is not None, "what is sent to a device depends on its plan"
+    is_read = plan.disk_streamed_bytes and not setting.is_synthetic
+    disk = plain_rate(setting) if is_read else math.inf
+    return device_link_bytes_per_s(setting.opened, plan, setting.shards, disk_bytes_per_s=disk)
+
+
+def plain_rate(setting: Setting) -> float:
+    return CEILING_BYTES / plain_read_s(setting.shards, CEILING_BYTES)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from offload.bench.harness.promises import WrongTokenError
-from offload.checkpoint.hub import open_headers
+from offload.checkpoint.open import open_headers
 from offload.engine.build import resident_model
 from offload.engine.generation import Generation
 from offload.engine.load import load

@@ -78,7 +78,7 @@ class _Meter:
 def _follow(order: Order) -> dict[str, Any]:
     import transformers
 
-    from offload.checkpoint.hub import open_headers
+    from offload.checkpoint.open import open_headers
     from offload.checkpoint.packaged import PROMPT
     from offload.engine.hooks import Hooks
     from offload.engine.load import open_decoder
@@ -106,7 +106,10 @@ def _follow(order: Order) -> dict[str, Any]:
             firsts = [(text + n) * _STEP % max(1, len(ids) // 2) for n in range(plan.parallel)]
             decoder.generate([ids[first:] for first in firsts], seed=text, **how)
         meter.next_phase("end")
-    slots = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
+    slots = (
+        plan.num_layer_slots * plan.layer_slot_bytes
+        + plan.num_expert_slots * plan.expert_slot_bytes
+    )
     posts = {name: slots if name == "slots_bytes" else getattr(plan, name) for name in POSTS}
     return {
         "imported_bytes": meter.imported_bytes,

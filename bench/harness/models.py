@@ -14,11 +14,13 @@ from typing import Any
 from offload.bench.harness import synthetic
 from offload.bench.harness.setting import Need, Setting
 from offload.bench.harness.tables import Screen
-from offload.checkpoint.hub import fetch, open_headers
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.open import fetch, open_headers
 from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
-from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.memory.plan import MemoryBudget
+from offload.memory.planner import plan_memory
 from offload.streaming.cuda import open_device
 from offload.streaming.device import Device
 from offload.units import parse_size
@@ -52,7 +54,7 @@ def find_setting(
         headers = list(map(open_headers, names))
         if ram is not None:  # from headers alone: too small for the least of runs
             budget = MemoryBudget(ram=parse_size(ram, "`ram`"), context=1)
-            budget.plan(ModelFiles(headers[0], headers[1] if draft else None), 1)
+            plan_memory(ModelFiles(headers[0], headers[1] if draft else None), budget, 1)
         target, *small = fetch(names, headers, screen.wait)
         files = ModelFiles(target, *small)
         own = target.directory

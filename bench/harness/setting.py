@@ -1,28 +1,24 @@
 """Models, budget and device of one bench, opened by every command in the same way."""
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.bench.harness import rates
 from offload.bench.harness.gate import Proof, Written, prove, reference
 from offload.bench.harness.synthetic import open_source
-from offload.calibration.link import device_link_bytes_per_s
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.generation_config import start_ids_of
-from offload.checkpoint.hub import open_headers
+from offload.checkpoint.open import open_headers
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.engine.request import with_start
 from offload.errors import UserError
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
+from offload.memory.plan import MemoryBudget, MemoryPlan
+from offload.memory.planner import least_budget, plan_memory
 from offload.streaming.device import HOST, Device
 from offload.trees.spec import parse_tree
 
 PROMPT_TOKENS = 128
-# bytes of one reading of the link
-CEILING_BYTES = 400_000_000
 _ROOMY_BYTES = 1 << 50
 
 
@@ -74,29 +70,14 @@ class Setting(NamedTuple):
         if self.opened.has_own_memory:
 
             def plan(gpu: int) -> MemoryPlan:
-                return MemoryBudget(ram=self.ram_bytes, gpu=gpu, **how).plan(self.files, num_nodes)
+                return plan_memory(
+                    self.files, MemoryBudget(ram=self.ram_bytes, gpu=gpu, **how), num_nodes
+                )
 
             place = self._replace(gpu_memory=least_budget(plan))
         else:
             place = self._replace(ram_bytes=least_ram(self.files, num_nodes, **how))
         return place.open(tree, **options)
-
-    def ceiling(self, plan: MemoryPlan | None) -> float | None:
-        """Return bytes per second of a plain reader, or of a plan's copies to a device.
-
-        It is None where the plan streams nothing: then no link is a ceiling.
-        """
-        if plan is not None and not plan.is_streamed:
-            return None
-        if not self.opened.has_own_memory:
-            return self.plain_rate()
-        assert plan is not None, "what is sent to a device depends on its plan"
-        is_read = plan.disk_streamed_bytes and not self.is_synthetic
-        disk = self.plain_rate() if is_read else math.inf
-        return device_link_bytes_per_s(self.opened, plan, self.shards, disk_bytes_per_s=disk)
-
-    def plain_rate(self) -> float:
-        return CEILING_BYTES / rates.plain_read_s(self.shards, CEILING_BYTES)
 
     def prove(self, written: Sequence[Written]) -> Proof:
         """Prove all runs, after all measuring, with decoders closed. Raises `UserError`."""
@@ -130,7 +111,7 @@ def least_ram(
     """Return the least RAM for which a plan is made that `holds`; `budget` has further fields."""
 
     def plan(ram: int) -> MemoryPlan:
-        found = MemoryBudget(ram=ram, **budget).plan(files, num_nodes)
+        found = plan_memory(files, MemoryBudget(ram=ram, **budget), num_nodes)
         if not holds(found):
             raise UserError("it is too little")
         return found
@@ -152,7 +133,7 @@ class Need(NamedTuple):
         how: Any = {"context": self.context, "rule": self.rule, "parallel": self.parallel}
         quarter_bytes = files.target.num_bytes // 4
         try:
-            MemoryBudget(ram=_ROOMY_BYTES, **how).plan(files, num_nodes)
+            plan_memory(files, MemoryBudget(ram=_ROOMY_BYTES, **how), num_nodes)
         except UserError:  # what no memory holds is refused when it is opened
             return quarter_bytes
         return max(quarter_bytes, least_ram(files, num_nodes, **how))

@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from offload.checkpoint.imagined import layer_shapes
 from offload.checkpoint.layout import SlabLayout
-from offload.checkpoint.safetensors import header_bytes, open_checkpoint
+from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.safetensors import header_bytes
 from offload.checkpoint.tensors import TensorEntry
 from offload.streaming.disk import DiskReader
 

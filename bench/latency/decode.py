@@ -19,7 +19,16 @@ from statistics import mean, median
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
-from offload.bench.harness.command import MODELS, PLACE, Bench, Findings, command, flag, one_of
+from offload.bench.harness.command import (
+    MODELS,
+    PLACE,
+    Bench,
+    Findings,
+    command,
+    flag,
+    link_ceiling,
+    one_of,
+)
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, acceptance_by_depth, followed, latencies
 from offload.bench.harness.picture import draw_decoding
@@ -175,7 +184,7 @@ def measure(
     ceilings = measured.ceilings
 
     def look_at_link() -> None:
-        rate = setting.ceiling(decoder.plan)
+        rate = link_ceiling(setting, decoder.plan)
         ceilings.extend([] if rate is None else [rate])
 
     look_at_link()

@@ -22,7 +22,7 @@ from offload.bench.harness.tables import Column, check
 from offload.bench.pairs.moe_pair import moe_setting
 from offload.bench.peers.child import Order, rate
 from offload.bench.peers.peers import run_child
-from offload.checkpoint.hub import open_headers
+from offload.checkpoint.open import open_headers
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.trees.spec import parse_tree
@@ -62,7 +62,7 @@ def room_bytes(setting: Setting, percent: int) -> int:
 
     def holds(plan: MemoryPlan) -> bool:
         least = math.ceil(plan.num_experts * percent / 100)
-        return not plan.num_slots and plan.num_expert_slots >= least
+        return not plan.num_layer_slots and plan.num_expert_slots >= least
 
     num_nodes = parse_tree(LARGEST).num_nodes
     return least_ram(setting.files, num_nodes, holds, context=CONTEXT, experts="demand")

@@ -17,9 +17,9 @@ from offload.bench.harness.setting import least_ram
 from offload.bench.harness.tables import Column, say_table
 from offload.bench.latency.quantised import PACKED, PLAIN, quantised
 from offload.bench.pairs.moe_pair import untrained_mixture
-from offload.checkpoint.hub import open_headers
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.open import open_headers
 from offload.checkpoint.packaged import PAIR, inflated_target
-from offload.memory.planner import ModelFiles
 from offload.trees.spec import parse_tree
 from offload.units import parse_size
 

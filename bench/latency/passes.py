@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from offload.bench.harness.command import MODELS, PLACE, Bench, Findings, command
+from offload.bench.harness.command import MODELS, PLACE, Bench, Findings, command, link_ceiling
 from offload.bench.harness.gate import Written
 from offload.bench.harness.models import PRETEND
 from offload.bench.harness.prompts import Prompt, encoded
@@ -20,7 +20,7 @@ from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.steps import Pass, PassRunner, draft_passes
 from offload.bench.harness.tables import Column
-from offload.checkpoint.hub import open_headers
+from offload.checkpoint.open import open_headers
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
 
@@ -82,7 +82,7 @@ def measure(
         num_bytes = decoder.plan.streamed_bytes
         if num_bytes and not setting.opened.has_own_memory:
             found.read_s.append(plain_read_s(setting.shards, num_bytes))
-        elif num_bytes and (rate := setting.ceiling(decoder.plan)):
+        elif num_bytes and (rate := link_ceiling(setting, decoder.plan)):
             found.read_s.append(num_bytes / rate)
 
     read_once()

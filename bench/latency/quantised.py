@@ -23,7 +23,7 @@ from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, medians
 from offload.checkpoint.files import becoming
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.session import write_tensors
 from offload.errors import UserError, require
 from offload.packing.pack import pack

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import replacing
 from offload.checkpoint.gguf_names import ARCHITECTURES, Architecture
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.errors import UserError
 
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

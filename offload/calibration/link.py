@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offload.checkpoint.hub import is_here
+from offload.checkpoint.checkpoint import ModelFiles, compute_dtype_name
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
-from offload.checkpoint.safetensors import compute_dtype_name
 from offload.errors import ReadError, UserError
 from offload.machine import num_cores
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles
-from offload.memory.prompt_rows import Rates, gains_by_rows
+from offload.memory.plan import MemoryBudget, MemoryPlan, Rates
+from offload.memory.planner import plan_memory
+from offload.memory.prompt_rows import gains_by_rows
 from offload.memory.sizes import INNER_ROWS
 from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader, allocate, finish
@@ -62,7 +61,7 @@ def link_bytes_per_s(
     slabs = [allocate(chunk_bytes) for _ in range(_NUM_IN_FLIGHT)]
     for slab in slabs:
         slab.fill(0)  # pages are given on first touch, which is no matter of the link
-    store = DiskReader([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
+    source = DiskReader([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
     in_flight: deque[list[Future[None]]] = deque()
     started = time.perf_counter()
     index = 0
@@ -77,13 +76,13 @@ def link_bytes_per_s(
             )
             piece = SlabRead(0, lo, min(lo + chunk_bytes, size_bytes), 0)
             layout = SlabLayout((piece,), {}, chunk_bytes, is_direct=True)
-            in_flight.append(store.read(layout, slabs[index % len(slabs)]))
+            in_flight.append(source.read(layout, slabs[index % len(slabs)]))
             index += 1
         while in_flight:
             finish(in_flight.popleft())
-        return store.bytes_read / (time.perf_counter() - started)
+        return source.bytes_read / (time.perf_counter() - started)
     finally:
-        store.close()
+        source.close()
 
 
 def copy_bytes_per_s(device: Device, array: np.ndarray) -> float:
@@ -159,11 +158,11 @@ def with_rates(
     if (
         budget.gpu is not None
         or budget.rates is not None
-        or not (disk_bytes_per_s or is_here(files.target))
+        or not (disk_bytes_per_s or files.target.is_here)
     ):
         return budget
     try:
-        plan = budget.plan(files, num_nodes)
+        plan = plan_memory(files, budget, num_nodes)
     except UserError:
         return budget
     if not gains_by_rows(plan):

@@ -18,6 +18,7 @@ from torch.nn.functional import linear, silu
 from offload import machine
 from offload.drafting.base import DraftText
 from offload.drafting.model_drafter import ModelDrafter
+from offload.memory.sizes import num_logits_rows
 from offload.model.kv_cache import KVCache
 from offload.model.parts import causal
 from offload.model.tree_model import TreeModel
@@ -37,7 +38,6 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 SWEEP_SIZES = (1, 16, 64, 256)
 DRAFT_WIDTHS = (1, 4, 16, 64)
-_MOST_LOGITS = 128  # rows that a device scores at once, see `sampling.logits`
 _DRAFT_STEPS = 4  # of which the first runs committed tokens
 _TOKENS_PER_STEP = 4  # that a draft has to catch up with, as in decoding
 _LEAST_S = 1e-7
@@ -206,6 +206,6 @@ def _forward_s(model: TreeModel, num_rows: int, layers: slice) -> float:
         cache = model.new_cache(num_rows)
         # A number on the host is the sign that a device is done as well.
         # Rows differ, as those of a text do: a router would send the same ones to the same experts.
-        num_logits = num_rows if model.place.type == "cpu" else min(num_rows, _MOST_LOGITS)
+        num_logits = num_logits_rows(num_rows, is_gpu=model.place.type != "cpu")
         what = row_T % model.vocab_size, row_T, sees_TT, cache
         return timed(lambda: float(model.forward(*what, num_logits=num_logits)[-1, 0]))

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name, remembered
 from offload.checkpoint.layout import group_by_layer
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, remembered
 from offload.checkpoint.sizes import config_sizes, table_and_head, text_config
 from offload.checkpoint.tensors import TensorEntry
 

@@ -1,4 +1,6 @@
-"""What is fetched from the hub: small files by their names, then the shards that a loader reads.
+"""The folder of a model, here or in the hub's cache, and what is fetched into that one.
+
+Small files are fetched by their names, then the shards that a loader reads.
 
 Repositories also hold the same weights in other formats, and code. Invariant: no pickle and no
 program is ever asked for, nothing in folders but chat templates, and all files of a model come from
@@ -7,15 +9,18 @@ one commit.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.files import hub_id_of
-from offload.errors import UserError, reason
+from offload.checkpoint.files import hub_id_of, read_json
+from offload.checkpoint.safetensors import damaged
+from offload.errors import UserError, did_you_mean, reason
 
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.txt", "*.model")
 SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_MOST_NAMES = 1000  # of a folder, among which one may be meant
 _PROGRAMS = ("*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 _IN_FOLDERS = ("*/*.json", "*/tokenizer*", "*/*.txt", "*/*.model", "*/*.safetensors")
 _NEVER = (*_IN_FOLDERS, "consolidated*", *_PROGRAMS)
@@ -102,3 +107,58 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
         return UserError(f"{what}: check the name")
     what = f"{repo} is no directory here, and the hub is out of reach ({why})"
     return UserError(f"{what}: check the network, or give a folder")
+
+
+def tokenizer_folder(model: str | os.PathLike[str]) -> Path:
+    """Return where a tokenizer lies; the hub's is fetched without weights. Raises `UserError`."""
+    return folder_of(model, with_weights=False)
+
+
+def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
+    """Return the folder of a model, fetched where it is on the hub. Raises `UserError`."""
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
+        return path
+    if os.path.exists(path):
+        rule = "model must be a directory or a hub id"
+        raise UserError(f"{rule}, {path} is a file: give the folder it lies in")
+    if not is_hub_id(str(model)):
+        raise _not_there(path)
+    small = download_small(str(model))
+    if not os.path.isfile(small / INDEX):
+        return download_unindexed(str(model), small) if with_weights else small
+    shards = shard_names(small, read_json(small / INDEX).get("weight_map"))
+    return download_shards(str(model), small, shards) if with_weights else small
+
+
+def _not_there(path: Path) -> UserError:
+    """Return the error of a name that is neither here nor a hub id, with what may be meant."""
+    what = "file" if path.suffix.lower() == ".gguf" else "model directory"
+    beside = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+    if meant := did_you_mean(path.name, beside[:_MOST_NAMES]):
+        return UserError(f"no {what} at {path}{meant}")
+    return UserError(f"no {what} at {path}: check the path, or give a hub id such as org/name")
+
+
+def shard_names(directory: Path, weight_map: Any) -> list[str]:
+    """Return the weight files that an index names. Raises `UserError` for what is no index."""
+    is_usable = isinstance(weight_map, dict) and bool(weight_map)
+    if not is_usable or not all(isinstance(file, str) for file in weight_map.values()):
+        raise damaged(f"{directory}: {INDEX} has no usable weight_map", directory)
+    names = sorted(set(weight_map.values()))
+    check_shard_names(directory, names)
+    return names
+
+
+def is_shard_name(name: object) -> bool:
+    """Return whether a name that a file tells is of safetensors in the same folder."""
+    is_name = isinstance(name, str) and Path(name).name == name and "\0" not in name
+    return is_name and str(name).endswith(".safetensors")
+
+
+def check_shard_names(directory: Path, names: Iterable[str]) -> None:
+    """Raise `UserError` for names in an index that leave its folder or are not safetensors."""
+    for name in names:
+        if not is_shard_name(name):
+            what = f"the index names {name!r}, which is not a file beside it"
+            raise damaged(f"{directory}: {what}", directory)

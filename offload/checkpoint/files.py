@@ -27,6 +27,10 @@ from offload.interrupts import held_back
 from offload.machine import num_cores
 
 PART_BYTES = 8 << 20
+# what this program leaves in folders of models
+INFLATED = "inflation.json"  # in folders of `inflate`
+SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
+MANIFEST = "offload_pack.json"  # in folders of `offload pack`
 _MAX_BYTES = 64 << 20  # the indexes of the largest models take some 10 MiB
 _MAX_THREADS = 8
 _CACHED = "models--"  # begins the names of folders in the hub's cache

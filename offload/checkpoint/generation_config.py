@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.download import download
 from offload.checkpoint.files import read_json
-from offload.checkpoint.hub import is_from_hub
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.open import is_from_hub
 from offload.checkpoint.small_files import has_encoder, of_text
 from offload.declaration import options_at
 from offload.errors import UserError

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.download import tokenizer_folder
 from offload.checkpoint.files import files_of, open_regular, read_part, readable, stamp_of
 from offload.checkpoint.gguf_config import (
     GIVE_CONFIG,
@@ -24,7 +26,7 @@ from offload.checkpoint.gguf_config import (
 )
 from offload.checkpoint.gguf_header import Metadata, read_gguf_header
 from offload.checkpoint.gguf_names import ARCHITECTURES, FACTORS, tensors_of
-from offload.checkpoint.safetensors import Checkpoint, FileHeader, damaged, tokenizer_folder
+from offload.checkpoint.safetensors import FileHeader, damaged
 from offload.checkpoint.small_files import has_tokenizer, of_text, read_config
 from offload.checkpoint.tensors import Entries, TensorEntry
 from offload.encoding.base import Settings

@@ -18,16 +18,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.files import (
-    Stamp,
-    cache_folder,
-    open_regular,
-    read_json,
-    write_whole,
-)
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.files import Stamp, cache_folder, open_regular, read_json, write_whole
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.gguf_header import read_gguf_header
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.small_files import TEMPLATE, TOKENIZER_CONFIG, is_template, text_files
 from offload.checkpoint.whole import default_manifest, hub_sum, is_sha256, read_manifest
 from offload.errors import ReadError, UserError

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.families import with_shared_layers
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.small_files import stored_dtype
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF

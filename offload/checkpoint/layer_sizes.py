@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.families import ON_DEMAND
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound, slice_of
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.small_files import first_size
 from offload.checkpoint.tensors import MIXTURE, MOST_EXPERTS, Entries, TensorEntry, in_layers
 from offload.encoding.base import ENCODINGS, Encoding, Settings

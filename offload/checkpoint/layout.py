@@ -22,7 +22,7 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import STORED
 

@@ -28,7 +28,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from offload.checkpoint.download import INDEX
 from offload.checkpoint.files import (
+    INFLATED,
     BusyError,
     becoming,
     cache_folder,
@@ -38,7 +40,8 @@ from offload.checkpoint.files import (
 )
 from offload.checkpoint.imagined import layer_shapes
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.safetensors import INDEX, INFLATED, header_bytes, shard_name
+from offload.checkpoint.open import shard_name
+from offload.checkpoint.safetensors import header_bytes
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF
 from offload.errors import UserError, told_by_system

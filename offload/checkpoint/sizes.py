@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name, remembered, unsupported
 from offload.checkpoint.families import REFUSED
 from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
 from offload.checkpoint.layer_sizes import (
@@ -30,12 +31,6 @@ from offload.checkpoint.layer_sizes import (
     routed_share,
 )
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
-from offload.checkpoint.safetensors import (
-    Checkpoint,
-    compute_dtype_name,
-    remembered,
-    unsupported,
-)
 from offload.checkpoint.small_files import decoder_config, first_size, has_encoder
 from offload.checkpoint.tensors import MIXTURE, TensorEntry
 from offload.encoding.base import PLAIN_OF, Encoding

@@ -38,7 +38,9 @@ from msgspec import Meta, ValidationError, convert
 
 from offload.checkpoint.download import in_cache
 from offload.checkpoint.files import (
+    MANIFEST,
     PART_BYTES,
+    SUMS,
     Stamp,
     cache_folder,
     files_of,
@@ -51,16 +53,9 @@ from offload.checkpoint.files import (
     write_whole,
 )
 from offload.checkpoint.gguf_header import read_gguf_header
-from offload.checkpoint.hub import is_from_hub, open_headers
 from offload.checkpoint.numbers import Form, form_of, is_matrix
-from offload.checkpoint.safetensors import (
-    MANIFEST,
-    SUMS,
-    FileHeader,
-    find_shards,
-    in_file_order,
-    read_header,
-)
+from offload.checkpoint.open import find_shards, is_from_hub, open_headers
+from offload.checkpoint.safetensors import FileHeader, in_file_order, read_header
 from offload.errors import UnreadError, UserError, ensure, reason
 
 SUFFIX = ".sums.json"  # follows the name of a GGUF file; in a folder the manifest is `SUMS`

@@ -34,7 +34,7 @@ def list_models(output: OutputOptions) -> None:
 def _told(name: str) -> dict[str, Any]:
     """Return what is known of a model, as `--json` has it, or why its headers cannot be read."""
     from offload.checkpoint.download import in_cache
-    from offload.checkpoint.hub import open_headers
+    from offload.checkpoint.open import open_headers
     from offload.checkpoint.sizes import ModelFacts
 
     told: dict[str, Any] = {"name": name, "num_bytes": None, "num_parameters": None}

@@ -65,11 +65,11 @@ class Loading:
 
     def identities(self) -> "Identities | None":
         """Return what models are known by, before they are loaded; None where files must be fetched."""
-        from offload.checkpoint.hub import is_here, open_headers
+        from offload.checkpoint.open import open_headers
         from offload.engine.identities import Identities
 
         files = self.options.files_of(self.options.headers(open_headers))
-        if not all(map(is_here, filter(None, files))):
+        if not all(one.is_here for one in files if one):
             return None
         return Identities(files, limit_bytes_per_s=self.options.limit_bytes_per_s)
 

@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.imagined import checkpoint_of_config
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import PAIR, inflated_config, inflated_target
-from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Progress
 from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError, require
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles, least_budget
+from offload.memory.plan import MemoryBudget
+from offload.memory.planner import least_budget, plan_memory
 from offload.options import CHAT_PAIR
 from offload.planning.load_options import LoadOptions
 from offload.trees.spec import parse_tree
@@ -55,7 +56,7 @@ def packaged_chat(options: LoadOptions, progress: Progress) -> LoadOptions:
 
 def _streamed(
     pair: Path, size_bytes: int, options: LoadOptions
-) -> tuple[LoadOptions, Callable[[int], MemoryPlan]]:
+) -> tuple[LoadOptions, Callable[[int], object]]:
     """Return how a pair streams whose target is made so large, and what plans memory by a budget.
 
     On the CPU, since any GPU would hold all of the target, and from a quarter of its size if that
@@ -68,8 +69,8 @@ def _streamed(
     num_nodes = 1 if spec.is_chosen else spec.num_nodes * options.parallel
     how = {"context": options.context, "rule": options.rule, "parallel": options.parallel}
 
-    def plan(ram: int) -> MemoryPlan:
-        return MemoryBudget(ram=ram, **how).plan(files, num_nodes)  # type: ignore[arg-type]
+    def plan(ram: int) -> object:
+        return plan_memory(files, MemoryBudget(ram=ram, **how), num_nodes)  # type: ignore[arg-type]
 
     ram = options.ram
     if ram is None:

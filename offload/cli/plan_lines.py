@@ -152,7 +152,7 @@ def _layers_words(plan: MemoryPlan) -> str:
         words = f"all {len(plan.tier_L)} stay {_where(plan)}"
         return words + (", but for routed experts" if plan.has_experts and plan.is_streamed else "")
     come = list[str]()
-    for tier, place in ((LayerTier.HOST, "memory"), (LayerTier.DISK, "the disk")):
+    for tier, place in ((LayerTier.PINNED, "memory"), (LayerTier.DISK, "the disk")):
         if count := plan.num_layers_in(tier):
             come.append(f"{count} come from {place}")
     stay = f"{plan.num_resident} of {len(plan.tier_L)} stay {_where(plan)}"
@@ -260,10 +260,10 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
     positions = f"{plan.context} positions"
     if plan.parallel > 1:
         positions = f"{plan.parallel} x {positions}"
-    slots_bytes = plan.num_slots * plan.slot_bytes
+    slots_bytes = plan.num_layer_slots * plan.layer_slot_bytes
     computing = [
         (f"{plan.num_resident} resident layers", plan.resident_bytes),
-        (f"{plan.num_slots} slots for {num_streamed} streamed layers", slots_bytes),
+        (f"{plan.num_layer_slots} slots for {num_streamed} streamed layers", slots_bytes),
         (f"{num_experts:,} slots for experts", num_experts * plan.expert_slot_bytes),
         ("encoder", plan.encoder_bytes),
         ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
@@ -277,10 +277,10 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
     computing.append(("driver and its libraries", plan.gpu_runtime_bytes))
     num_disk = plan.num_layers_in(LayerTier.DISK)
     num_experts = plan.num_host_expert_slots
-    slots_bytes = plan.num_host_slots * plan.slot_bytes
+    slots_bytes = plan.num_host_layer_slots * plan.layer_slot_bytes
     feeding = [
-        (f"{plan.num_layers_in(LayerTier.HOST)} layers in pinned memory", plan.host_bytes),
-        (f"{plan.num_host_slots} slots for {num_disk} layers from disk", slots_bytes),
+        (f"{plan.num_layers_in(LayerTier.PINNED)} layers in pinned memory", plan.host_bytes),
+        (f"{plan.num_host_layer_slots} slots for {num_disk} layers from disk", slots_bytes),
         (f"{num_experts:,} slots for experts", num_experts * plan.expert_slot_bytes),
         ("embeddings", plan.table_bytes),
         ("loading", plan.staging_bytes),

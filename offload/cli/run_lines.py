@@ -50,17 +50,17 @@ def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> st
     num_layers = len(plan.layer_bytes)
     moved = format_bytes(plan.streamed_bytes, is_decimal=is_decimal)
     if plan.gpu_bytes is not None:
-        num_host = plan.num_layers_in(LayerTier.HOST)
+        num_host = plan.num_layers_in(LayerTier.PINNED)
         num_disk = plan.num_layers_in(LayerTier.DISK)
         where = f"{plan.num_resident} of {num_layers} layers on the GPU, {num_host} in RAM, {num_disk} on disk"
-        return f"{name}: {where}" + (f"; {moved} a pass" if plan.num_slots else "")
+        return f"{name}: {where}" + (f"; {moved} a pass" if plan.num_layer_slots else "")
     budget = format_bytes(plan.ram_bytes, is_decimal=is_decimal)
     layers = f"{plan.num_resident} of {num_layers} layers"
     where = f"{layers} in RAM ({budget} allowed), {moved} a pass from disk"
     if plan.has_experts:
         experts = f"{plan.num_kept_experts:,} of {plan.num_experts:,} experts and {layers}"
         where = f"{experts} around them in RAM ({budget} allowed), others come as they are needed"
-    elif not plan.num_slots:
+    elif not plan.num_layer_slots:
         where = f"all {num_layers} layers fit into RAM ({budget} allowed), nothing is streamed"
     return f"{name}: {where}"
 
@@ -86,7 +86,11 @@ def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
     threads = plural(modes.sweep.num_threads, "compute thread")
     if modes.draft.num_threads != modes.sweep.num_threads:
         threads += f", {modes.draft.num_threads} for drafting"
-    slots = f"streamed layers pass through {plan.num_slots} slots; " if plan.num_slots else ""
+    slots = (
+        f"streamed layers pass through {plan.num_layer_slots} slots; "
+        if plan.num_layer_slots
+        else ""
+    )
     lines = [f"{slots}{threads}"]
     if decoder.comparisons:
         lines.append(kernel_line(decoder.comparisons))

@@ -9,6 +9,7 @@ Invariant: a layout fits every rank, and a refusal names the rank.
 
 from typing import Any, NamedTuple
 
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of
 from offload.checkpoint.sizes import ModelShape, config_sizes, head_dim, model_shape
 from offload.checkpoint.small_files import has_encoder
@@ -20,8 +21,8 @@ from offload.distributed.sharding import (
     share_layers,
 )
 from offload.errors import UserError
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.memory.plan import MemoryBudget, MemoryPlan
+from offload.memory.planner import plan_memory
 from offload.planning.cluster import Cluster, Gathers, Hops
 from offload.planning.cost_model import FILLED_SHARE, NOTHING, Curve, Traffic, costs_on
 from offload.planning.hardware import Hardware
@@ -182,7 +183,7 @@ def _plan(
     own: dict[str, Any] = {"ram": machine.ram_bytes, "gpu": machine.gpu_bytes, "experts": "layers"}
     room = MemoryBudget(**own, dtype=request.dtype, context=request.context, rule=request.rule)
     try:
-        return (room.unlimited() if is_unlimited else room).plan(files, num_nodes)
+        return plan_memory(files, room.unlimited() if is_unlimited else room, num_nodes)
     except UserError as error:
         words = str(error).replace("`gpu_memory`", "gpu").replace("`ram`", "ram")
         raise UserError(words if is_unlimited else f"rank {machine.name} {words}") from None

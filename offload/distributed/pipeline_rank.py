@@ -3,8 +3,10 @@
 Invariant: every rank plans and refuses by itself; what one of them refuses ends all, with its line.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.cuts import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.small_files import has_encoder
@@ -14,9 +16,8 @@ from offload.distributed.transport import Transport
 from offload.engine.setup import Setup
 from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary
 from offload.errors import UserError
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import RUNTIME_BYTES, MemoryBudget, ModelFiles
-from offload.memory.sizes import PATH_SCRATCH_BYTES, draft_bytes, noise_bytes
+from offload.memory.plan import MemoryBudget, MemoryPlan
+from offload.memory.sizes import PATH_SCRATCH_BYTES, RUNTIME_BYTES, draft_bytes, noise_bytes
 from offload.planning.shares import Load, RankCapacity, stage_layers
 from offload.rank_roles import MOST_ROWS, TIMED_ROWS, PipelineOptions, Roles
 
@@ -66,9 +67,8 @@ class PipelineRank(NamedTuple):
         """Plan what this rank takes as that stage, with the draft if it has it. Raises `UserError`."""
         files = self.setup.files
         own = checkpoint_of(files.target, self.section(index, layers))
-        return room.plan(
-            ModelFiles(own, files.draft if self.drafts else None), self.num_uncommitted
-        )
+        own_files = ModelFiles(own, files.draft if self.drafts else None)
+        return replace(self.setup, files=own_files, budget=room).plan_for(self.num_uncommitted)
 
     def share_layers(self, tokenizer: Tokenizer | None) -> tuple[range, ...]:
         """Measure, and return the layers of each stage: the slowest is as quick as can be.
@@ -87,7 +87,10 @@ class PipelineRank(NamedTuple):
             mine = capacity_of(self.setup, held, shares_kv=True)
         told = gather_values(self.transport, mine, RankCapacity | None)
         capacities = [one for rank in self.roles.stages if (one := told[rank]) is not None]
-        load = Load(shape.layer_bytes, room.plan(files, self.num_uncommitted).kv_bytes)
+        load = Load(
+            shape.layer_bytes,
+            replace(self.setup, budget=room).plan_for(self.num_uncommitted).kv_bytes,
+        )
         layers = stage_layers(capacities, load)
         bounds = [(one.start, one.stop) for one in layers]
         # numbers of the head's processor

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from offload.calibration.expansions import choose_expansion
 from offload.calibration.link import link_bytes_per_s, product_timer
 from offload.calibration.threads import thread_policy
+from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name
 from offload.checkpoint.cuts import Section
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.engine.build import send_beside_layers
 from offload.engine.setup import Setup
@@ -150,20 +150,20 @@ def load_section(
     resources.callback(model.close)
     scan = WeightScan(checkpoint, setup.hooks.on_note)
     scan.expect(model.layer_layouts, plan.tier_L)
-    store = setup.open_source(
+    source = setup.open_source(
         checkpoint.shards,
         stamps=checkpoint.stamps,
         rate_limit_bytes_per_s=setup.options.limit_bytes_per_s,
         watcher=scan.look,
     )
-    resources.callback(store.close)
+    resources.callback(source.close)
     if plan.is_streamed:
         for note in send_beside_layers(device, resources, model):
             setup.hooks.on_note(note)
-    model.read_rest(store.fetch)
-    model.expand_with(choose_expansion(model, store.fetch, device).kernels)
+    model.read_rest(source.fetch)
+    model.expand_with(choose_expansion(model, source.fetch, device).kernels)
     threads = thread_policy(model, None, AUTO_NODES, setup.options.threads, device)
     torch.set_num_threads(threads.start.sweep.num_threads)
-    stream = open_layers(store, model.layer_layouts, plan, device, resources)
+    stream = open_layers(source, model.layer_layouts, plan, device, resources)
     stream.load_resident()
     return model, stream

@@ -12,14 +12,9 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.safetensors import compute_dtype_name
+from offload.checkpoint.checkpoint import compute_dtype_name
 from offload.checkpoint.sizes import model_shape
-from offload.distributed.agreement import (
-    agree_on,
-    broadcast_from_head,
-    gather_values,
-    try_together,
-)
+from offload.distributed.agreement import agree_on, broadcast_from_head, gather_values, try_together
 from offload.distributed.exchange import Exchange, cut_model
 from offload.distributed.join import meet_ranks
 from offload.distributed.section import capacity_of, load_section
@@ -109,13 +104,12 @@ def _share(
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
     # links are measured at one time: they may be the same
     has_gpu = any(gather_values(transport, setup.device.has_own_memory, bool))
-    held = setup.budget.unlimited().plan(shard_files(files, even, transport.rank), AUTO_NODES)
-    mine = capacity_of(setup, held, shares_kv=even.has_own_heads)
+    roomy = replace(setup, budget=setup.budget.unlimited())
+    own = replace(roomy, files=shard_files(files, even, transport.rank))
+    mine = capacity_of(setup, own.plan_for(AUTO_NODES), shares_kv=even.has_own_heads)
     capacities = gather_values(transport, mine, RankCapacity)
     shape = model_shape(files.target, dtype)
-    kv_bytes = (
-        setup.budget.unlimited().plan(files, AUTO_NODES).kv_bytes if even.has_own_heads else 0
-    )
+    kv_bytes = roomy.plan_for(AUTO_NODES).kv_bytes if even.has_own_heads else 0
     load = Load(shape.layer_bytes, kv_bytes)
     # numbers of the head's processor
     fractions = broadcast_from_head(transport, shard_fractions(capacities, load), tuple[float, ...])
@@ -135,8 +129,8 @@ def _follow(shards: Shards, setup: Setup, resources: ExitStack) -> None:
     transport = shards.exchange.transport
     num_nodes, context = broadcast_from_head(transport, (0, 0), _Planned)
     files = shard_files(setup.files, shards.sharding, transport.rank)
-    budget = replace(setup.budget, context=context)
-    plan = try_together(transport, lambda: budget.plan(files, num_nodes))
+    planned = replace(setup, files=files, budget=replace(setup.budget, context=context))
+    plan = try_together(transport, lambda: planned.plan_for(num_nodes))
     own = shards.own(setup).files.target
     model, stream = load_section(setup, own, layers_alone(own), plan, resources, adapt=shards.adapt)
     agree_on(transport)

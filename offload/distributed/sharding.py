@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles, compute_dtype_name
 from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of, cut_rows, layer_tensors
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, head_dim, text_config
 from offload.checkpoint.small_files import has_encoder
 from offload.encoding.base import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles
 from offload.planning.cluster import Gathers
 
 # rows that a share of a matrix is a multiple of, where a rank has so many times that many

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from offload.calibration.expansions import KernelChoice, choose_expansion
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.generation_config import end_ids_of
-from offload.checkpoint.safetensors import Checkpoint
 from offload.engine.hooks import Progress
 from offload.engine.identities import Identities
 from offload.engine.request import Request
@@ -40,7 +40,7 @@ class ModelPair:
     setup: Setup
     target: TreeModel
     draft: TreeModel | None
-    store: ByteSource
+    source: ByteSource
     tokenizer: Tokenizer | None
     end_ids: frozenset[int]
     notes: list[str]
@@ -100,14 +100,14 @@ def open_pair(
     )
     damage = list[str]()
     scans = tuple(WeightScan(one, damage.append) for one in files if one is not None)
-    store = _open_files(setup, files.target, limit, identities.watching("target", scans[0].look))
-    resources.callback(store.close)
+    source = _open_files(setup, files.target, limit, identities.watching("target", scans[0].look))
+    resources.callback(source.close)
     end_ids = end_ids_of(files.target)
     pair = ModelPair(
         setup=setup,
         target=target,
         draft=draft,
-        store=store,
+        source=source,
         tokenizer=tokenizer,
         end_ids=end_ids,
         notes=[],
@@ -158,9 +158,9 @@ def read_pair(pair: ModelPair) -> list[KernelChoice]:
     if draft is not None:
         total_bytes += draft.rest_bytes + draft.layers_bytes
     count = counter(total_bytes, pair.setup.hooks.on_bytes)
-    count(target.read_rest(pair.store.fetch))
-    target.bring_samples(pair.store.fetch)
-    choices = [_pick_expansion(pair, target, pair.store)]
+    count(target.read_rest(pair.source.fetch))
+    target.bring_samples(pair.source.fetch)
+    choices = [_pick_expansion(pair, target, pair.source)]
     if draft is not None:
         watcher = pair.identities.watching("draft", pair.scans[1].look)
         source = _open_files(pair.setup, draft.checkpoint, None, watcher)
@@ -205,9 +205,9 @@ def telling(pair: ModelPair) -> Callable[[int], None]:
     return on_layer
 
 
-def _pick_expansion(pair: ModelPair, model: TreeModel, store: ByteSource) -> KernelChoice:
+def _pick_expansion(pair: ModelPair, model: TreeModel, source: ByteSource) -> KernelChoice:
     """Choose how a model's coded weights are expanded, and let them be so."""
-    choice = choose_expansion(model, store.fetch, pair.setup.device)
+    choice = choose_expansion(model, source.fetch, pair.setup.device)
     model.expand_with(choice.kernels)
     pair.notes.extend(note for note in choice.notes if note not in pair.notes)
     return choice
@@ -235,9 +235,11 @@ def resident_model(
     """Return a small model in memory; `found` hears of damage, see `WeightScan`."""
     model = open_model(checkpoint, dtype, place)
     watcher = None if found is None else WeightScan(checkpoint, found).look
-    with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, watcher=watcher)) as store:
-        model.read_rest(store.fetch)
+    with closing(
+        DiskReader(checkpoint.shards, stamps=checkpoint.stamps, watcher=watcher)
+    ) as source:
+        model.read_rest(source.fetch)
         if place == HOST.place:
-            model.expand_with(choose_expansion(model, store.fetch, HOST).kernels)
-        model.hold_layers(store.fetch)
+            model.expand_with(choose_expansion(model, source.fetch, HOST).kernels)
+        model.hold_layers(source.fetch)
     return model

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles, compute_dtype_name
 from offload.checkpoint.identity import ModelIdentity, identity_of, same_model
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.errors import ReadError
-from offload.memory.planner import ModelFiles
 from offload.streaming.disk import DiskReader, OpenSource, Watcher
 from offload.streaming.summing import BlockSum, with_sum
 

@@ -67,7 +67,7 @@ def _open(setup: Setup, request: Request, team: Team, resources: ExitStack) -> D
     pair.target.drop_experts()
     pair.scans[0].expect(pair.target.layer_layouts, plan.tier_L)
     layouts = [*pair.target.layer_layouts, *pair.target.encoder_layouts]
-    layers = open_layers(pair.store, layouts, plan, setup.device, resources)
+    layers = open_layers(pair.source, layouts, plan, setup.device, resources)
     staying_bytes = sum(layouts[layer].slab_bytes for layer in layers.carrier.loaded)
     layers.load_resident(counter(staying_bytes, setup.hooks.on_bytes))
     target = team.target(
@@ -115,7 +115,7 @@ def _measure(
     pair.notes.extend(choice.notes)
     threads = thread_policy(target, draft, setup.tree.num_nodes, options.threads, setup.device)
 
-    same_bits = partial(settle_invariance, target, pair.store.fetch, options, threads)
+    same_bits = partial(settle_invariance, target, pair.source.fetch, options, threads)
     invariance = same_bits(least, hooks.on_phase, device=setup.device, is_alone=team.is_alone)
     is_chosen = trees.spec.is_chosen
     measuring = "measuring how fast layers come, choosing a tree"
@@ -125,7 +125,7 @@ def _measure(
             trees,
             target,
             draft,
-            pair.store.fetch,
+            pair.source.fetch,
             settings,
             threads=threads,
             choice=choice,
@@ -166,7 +166,7 @@ def _open_experts(
     profile, _ = trees.find(*settings)
     uses = None if profile is None else profile.expert_uses
     pool = open_pool(
-        pair.store,
+        pair.source,
         records,
         config.plan.num_expert_slots,
         pair.setup.device,

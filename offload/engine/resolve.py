@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from offload.calibration import link
-from offload.checkpoint.hub import ReadHeaders, fetch, is_here, open_headers
-from offload.checkpoint.safetensors import settled_dtype
+from offload.checkpoint.checkpoint import ModelFiles, settled_dtype
+from offload.checkpoint.open import ReadHeaders, fetch, open_headers
 from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.engine.setup import Setup
 from offload.engine.text import require_described_vocabulary
-from offload.memory.planner import ModelFiles
 from offload.model.headers import describe
 from offload.planning.budget import budget_of, ram_warning, with_experts
 from offload.planning.hardware import Assumptions
@@ -86,7 +85,7 @@ def resolve_files(
     budget = budget_of(options, str(device.place) if device.has_own_memory else None, hardware)
     dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
     is_described = assumed is not None and (hardware is not None or assumed.disk_bytes_per_s)
-    if not is_described and (assumed is None or is_here(files.target)):
+    if not is_described and (assumed is None or files.target.is_here):
         notes += filter(None, [ram_warning(budget.ram)])
     return Setup(
         files=files,

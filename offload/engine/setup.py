@@ -12,10 +12,10 @@ from functools import cache, partial
 from pathlib import Path
 
 from offload.calibration import link
-from offload.checkpoint.hub import is_here
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.engine.hooks import NO_HOOKS, Hooks
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.memory.plan import MemoryBudget, MemoryPlan
+from offload.memory.planner import plan_memory
 from offload.planning.acceptance import prior_for
 from offload.planning.budget import machine_costs, traffic_in
 from offload.planning.hardware import Assumptions, Hardware
@@ -74,7 +74,7 @@ class Setup:
 
     def plan_for(self, num_nodes: int) -> MemoryPlan:
         """Plan memory for trees of so many nodes together. Raises `UserError` for too little."""
-        return self.budget.plan(self.files, num_nodes)
+        return plan_memory(self.files, self.budget, num_nodes)
 
     @property
     def traffic_of(self) -> TrafficOf:
@@ -122,7 +122,7 @@ class Setup:
             self._named_profile,
             None if self.hardware else self.machine,
             self.budget.experts_of(self.files),
-            are_files_here=all(map(is_here, filter(None, self.files))),
+            are_files_here=all(one.is_here for one in self.files if one),
             is_elsewhere=self.is_elsewhere,
         )
 
@@ -152,7 +152,7 @@ class Setup:
     @property
     def knows_link(self) -> bool:
         """Return whether the rate at which layers arrive is said, or can be measured here."""
-        is_here_or_given = bool(self.disk_bytes_per_s) or is_here(self.files.target)
+        is_here_or_given = bool(self.disk_bytes_per_s) or self.files.target.is_here
         return self.hardware is not None or (not self.is_elsewhere and is_here_or_given)
 
     def measure_link(self, most_nodes: int) -> float:

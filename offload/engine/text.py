@@ -10,9 +10,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.files import read_json
 from offload.checkpoint.gguf import require_reader
-from offload.checkpoint.hub import is_here
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.small_files import (
     PROCESSOR_TEMPLATE,
@@ -24,7 +24,6 @@ from offload.checkpoint.small_files import (
 )
 from offload.errors import UserError, ensure, refusing
 from offload.guarded_process import MOST_CHARS, GuardedProcess, ProgramExceeded, ProgramFailed
-from offload.memory.planner import ModelFiles
 
 # What an incomplete UTF-8 sequence decodes to.
 _REPLACEMENT = "\ufffd"
@@ -91,7 +90,7 @@ def require_described_vocabulary(files: ModelFiles) -> None:
     if len(both) < 2:
         return
     ids = [_ids_in(one.tokenizer_path) for one in both]
-    is_bare = any(is_here(one) and not has_tokenizer(one.tokenizer_path) for one in both)
+    is_bare = any(one.is_here and not has_tokenizer(one.tokenizer_path) for one in both)
     if is_bare or None not in ids:
         sizes = (model_shape(one).vocab_size for one in both)
         words = (Vocabulary(size, ids=own) for size, own in zip(sizes, ids, strict=True))

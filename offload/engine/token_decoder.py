@@ -89,7 +89,7 @@ class TokenDecoder:
             target, drafter, self.threads, compute_in, prompt_rows, self._trees.took
         )
         found = [
-            self.plan.num_slots and target.stream.carrier.note,
+            self.plan.num_layer_slots and target.stream.carrier.note,
             target.experts and target.experts.carrier.note,
         ]
         # the first sweep may add to them

@@ -1,4 +1,4 @@
-"""The memory plan as a value: what lies where, and its sums.
+"""The memory budget of a run and the plan that is made for it, as values: what lies where, its sums.
 
 With a GPU, what is computed with counts against `gpu_bytes` and only what feeds the GPU against
 `ram_bytes`. `planner` makes plans, by what things take (`sizes`) and how tiers are filled
@@ -6,12 +6,70 @@ With a GPU, what is computed with counts against `gpu_bytes` and only what feeds
 `gpu_total_bytes`.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from offload.memory.sizes import num_slots
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.layer_sizes import ExpertShape
+from offload.checkpoint.sizes import model_shape
+from offload.memory.sizes import cache_slots
 from offload.memory.tiers import ExpertPoolSize, LayerTier
 from offload.trees.topology import most_rows
-from offload.units import format_bytes
+from offload.units import format_bytes, is_decimal
+
+_ROOMY_BYTES = 1 << 59
+
+
+class Rates(NamedTuple):
+    """The rates of a machine."""
+
+    link_bytes_per_s: float  # to where layers are computed
+    flops_per_s: float  # in passes of some hundred rows
+    disk_bytes_per_s: float = math.inf  # to host memory, where the link begins there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryBudget:
+    """The budgets of a run in bytes, and the sizes that its texts ask for."""
+
+    ram: int  # of the host; a `ByteSize` where the user gave it
+    gpu: int | None = None  # of the device that computes; None on a CPU
+    dtype: str = "auto"
+    context: int | None = None  # of a text; None takes the model's limit, up to `DEFAULT_CONTEXT`
+    rule: str = "match"
+    # Routed experts come one by one with demand, within their layers with layers; auto is demand
+    # where that is possible and not everything stays.
+    experts: str = "auto"
+    parallel: int = 1  # texts that are written at a time, each with keys and values of its own
+    rates: Rates | None = None  # if they are known, they decide the rows of a prompt's pass
+
+    @property
+    def positions(self) -> int:
+        """Return the context, which is settled where a plan is made."""
+        assert self.context is not None, "a model's limit is known by now"
+        return self.context
+
+    def experts_of(self, files: ModelFiles) -> ExpertShape | None:
+        """Return the target's routed experts if they are read on demand."""
+        return model_shape(files.target, self.dtype).experts if self.experts == "demand" else None
+
+    def unlimited(self) -> "MemoryBudget":
+        """Return a budget without limits, to see what everything but layers takes."""
+        return replace(self, ram=_ROOMY_BYTES, gpu=self.gpu and _ROOMY_BYTES)
+
+    def size(self, num_bytes: float) -> str:
+        """Return a size in words, in the units in which the budgets were given."""
+        return format_bytes(num_bytes, is_decimal=self._is_decimal)
+
+    def enough(self, num_bytes: float) -> str:
+        """Return a size as a flag takes it, rounded up."""
+        unit_bytes, unit = (10**6, "MB") if self._is_decimal else (2**20, "MiB")
+        return f"{math.ceil(num_bytes / unit_bytes)}{unit}"
+
+    @property
+    def _is_decimal(self) -> bool:
+        return is_decimal(self.ram) or is_decimal(self.gpu)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -28,8 +86,8 @@ class MemoryPlan:
     distribution_bytes: int
     kv_bytes: int
     activation_bytes: int
-    slot_bytes: int  # of the largest layer, on the device as on the host
-    num_slots: int  # where layers are computed
+    layer_slot_bytes: int  # of the largest layer, on the device as on the host
+    num_layer_slots: int  # where layers are computed
     layer_bytes: tuple[int, ...]
     tier_L: tuple[LayerTier, ...]
     num_logits_rows: int  # rows that are scored at once
@@ -42,7 +100,9 @@ class MemoryPlan:
     table_bytes: int = 0
     # that loading needs on the host beyond what the pinned allocator has room for
     staging_bytes: int = 0
-    num_host_slots: int = 0  # pinned read-ahead slots for layers that go from the disk to the GPU
+    num_host_layer_slots: int = (
+        0  # pinned read-ahead slots for layers that go from the disk to the GPU
+    )
     max_context: int | None = None  # that the model was made for; None where it does not say
     source_tokens: int = 0  # of a prompt that an encoder may read; 0 without one
     # of its layers where they stay; else they pass through the slots, once per prompt
@@ -113,7 +173,7 @@ class MemoryPlan:
     @property
     def host_bytes(self) -> int:
         """Return the bytes of pinned memory: slabs of layers that every sweep sends to the GPU."""
-        return self.bytes_in(LayerTier.HOST)
+        return self.bytes_in(LayerTier.PINNED)
 
     @property
     def disk_streamed_bytes(self) -> int:
@@ -142,7 +202,7 @@ class MemoryPlan:
         if self.gpu_bytes is None:
             return self._computing_bytes
         slots_bytes = (
-            self.num_host_slots * self.slot_bytes
+            self.num_host_layer_slots * self.layer_slot_bytes
             + self.num_host_expert_slots * self.expert_slot_bytes
         )
         return (
@@ -170,17 +230,18 @@ class MemoryPlan:
     @property
     def cache_slots(self) -> int:
         """Return S: a text's committed positions and all rows of the largest sweep."""
-        return num_slots(self.context, self.num_nodes, self.parallel)
+        return cache_slots(self.context, self.num_nodes, self.parallel)
 
     @property
     def draft_slots(self) -> int:
         """Return the draft's S, which includes rows that it runs and no tree takes."""
-        return num_slots(self.context, most_rows(self.num_nodes), self.parallel)
+        return cache_slots(self.context, most_rows(self.num_nodes), self.parallel)
 
     @property
     def _computing_bytes(self) -> int:
         slots_bytes = (
-            self.num_slots * self.slot_bytes + self.num_expert_slots * self.expert_slot_bytes
+            self.num_layer_slots * self.layer_slot_bytes
+            + self.num_expert_slots * self.expert_slot_bytes
         )
         return self.fixed_bytes + self.resident_bytes + slots_bytes
 
@@ -203,7 +264,6 @@ class MemoryPlan:
         budgets = {"ram_bytes": self.ram_bytes, "planned_bytes": self.total_bytes}
         if self.gpu_bytes is not None:
             budgets |= {"gpu_bytes": self.gpu_bytes, "gpu_planned_bytes": self.gpu_total_bytes}
-        slots = ("num_slots", "num_host_slots", "slot_bytes")
         sizes = (
             "runtime_bytes",
             "gpu_runtime_bytes",
@@ -222,7 +282,11 @@ class MemoryPlan:
                 str(tier): {"num_layers": len(layers[tier]), "num_bytes": self.bytes_in(tier)}
                 for tier in LayerTier
             },
-            "slots": {name: getattr(self, name) for name in slots},
+            "slots": {
+                "num_slots": self.num_layer_slots,
+                "num_host_slots": self.num_host_layer_slots,
+                "slot_bytes": self.layer_slot_bytes,
+            },
             "budgets": budgets,
             **{
                 name: getattr(self, name)

@@ -9,44 +9,35 @@ passes through before memory is pinned. Invariant: the items of a plan add up to
 budgets; a budget that cannot hold two slots is refused, with the least one that would do.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles, remembered
 from offload.checkpoint.layer_sizes import ExpertShape
-from offload.checkpoint.safetensors import Checkpoint, remembered
 from offload.checkpoint.sizes import ModelShape, longest_context, model_shape, turning_point
 from offload.checkpoint.small_files import TRAINED_CONTEXT, has_encoder
 from offload.errors import UserError, require
-from offload.memory.plan import MemoryPlan
-from offload.memory.prompt_rows import Rates, with_prompt_rows
+from offload.memory.plan import MemoryBudget, MemoryPlan
+from offload.memory.prompt_rows import with_prompt_rows
 from offload.memory.sizes import (
     PATH_SCRATCH_BYTES,
+    RUNTIME_BYTES,
     activation_bytes,
+    cache_slots,
     distribution_bytes,
     draft_bytes,
     noise_bytes,
-    num_slots,
+    num_logits_rows,
     states_bytes,
 )
-from offload.memory.tiers import (
-    MIN_SLOTS,
-    ExpertPoolSize,
-    Filling,
-    LayerTier,
-    MemoryTier,
-    fill_all,
-)
+from offload.memory.tiers import MIN_SLOTS, ExpertPoolSize, Filling, LayerTier, MemoryTier, fill_all
 from offload.rules import drafting_of
-from offload.units import format_bytes, is_decimal
 
-# code that runs for the first time, tokenizer, scratch of the matrix library: measured
-RUNTIME_BYTES = 112 << 20
 # Importing numba and its first compilations: 115 to 137 MiB of RSS with an empty cache by one to
 # three kinds of words (float8, integers, Q8_0; Q4_K to Q8_0), 100 to 104 MiB with a warm one, in
 # bare processes with torch and transformers.
@@ -58,79 +49,25 @@ _HAS_COMPILER = find_spec("numba") is not None
 GPU_RUNTIME_BYTES = 1 << 30
 # what the driver and its libraries keep on the host beside the program's own
 HOST_RUNTIME_BYTES = 1 << 30
-# The head is read once per chunk. From about this many rows on multiplying takes longer than
-# reading it (110 TFLOP/s over 0.86 TB/s on an L40), so smaller chunks would pay for reading and
-# larger ones only take memory.
-MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
 # A context below this is not offered as a remedy.
 _LEAST_CONTEXT = 64
-_ROOMY_BYTES = 1 << 59
 
 
-class ModelFiles(NamedTuple):
-    """The checkpoints of target and draft."""
+def plan_memory(files: ModelFiles, budget: MemoryBudget, num_nodes: int) -> MemoryPlan:
+    """Return the plan that loading follows, from headers alone.
 
-    target: Checkpoint
-    draft: Checkpoint | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryBudget:
-    """What all memory plans of a run have in common: its budgets, and what its texts ask for."""
-
-    ram: int  # of the host; a `ByteSize` where the user gave it
-    gpu: int | None = None  # of the device that computes; None on a CPU
-    dtype: str = "auto"
-    context: int | None = None  # of a text; None takes the model's limit, up to `DEFAULT_CONTEXT`
-    rule: str = "match"
-    # Routed experts come one by one with demand, within their layers with layers; auto is demand
-    # where that is possible and not everything stays.
-    experts: str = "auto"
-    parallel: int = 1  # texts that are written at a time, each with keys and values of its own
-    rates: Rates | None = None  # if they are known, they decide the rows of a prompt's pass
-
-    def plan(self, files: ModelFiles, num_nodes: int) -> MemoryPlan:
-        """Return the plan that loading follows, from headers alone.
-
-        `num_nodes` is N of the largest tree, or of the trees of all texts together. Raises
-        `UserError` for models that cannot be planned, and for too little memory.
-        """
-        return plan_memory(files.target, files.draft, self, num_nodes)
-
-    @property
-    def positions(self) -> int:
-        """Return the context, which is settled where a plan is made."""
-        assert self.context is not None, "a model's limit is known by now"
-        return self.context
-
-    def experts_of(self, files: ModelFiles) -> ExpertShape | None:
-        """Return the target's routed experts if they are read on demand."""
-        return model_shape(files.target, self.dtype).experts if self.experts == "demand" else None
-
-    def unlimited(self) -> "MemoryBudget":
-        """Return a budget without limits, to see what everything but layers takes."""
-        return replace(self, ram=_ROOMY_BYTES, gpu=self.gpu and _ROOMY_BYTES)
-
-    def size(self, num_bytes: float) -> str:
-        """Return a size in words, in the units in which the budgets were given."""
-        return format_bytes(num_bytes, is_decimal=self._is_decimal)
-
-    def enough(self, num_bytes: float) -> str:
-        """Return a size as a flag takes it, rounded up."""
-        unit_bytes, unit = (10**6, "MB") if self._is_decimal else (2**20, "MiB")
-        return f"{math.ceil(num_bytes / unit_bytes)}{unit}"
-
-    @property
-    def _is_decimal(self) -> bool:
-        return is_decimal(self.ram) or is_decimal(self.gpu)
+    `num_nodes` is N of the largest tree, or of the trees of all texts together. Raises `UserError`
+    for models that cannot be planned, and for too little memory.
+    """
+    return _plan_once(files.target, files.draft, budget, num_nodes)
 
 
 @remembered
-def plan_memory(
+def _plan_once(
     target: Checkpoint, draft: Checkpoint | None, budget: MemoryBudget, num_nodes: int
 ) -> MemoryPlan:
-    """Do what `MemoryBudget.plan` does, once for all that ask: compared drafts, trees, reports."""
+    """Plan once for all that ask: compared drafts, trees, reports."""
     _check_encoders(target, draft, budget)
     target_shape = model_shape(target, budget.dtype)
     draft_shape = model_shape(draft, budget.dtype) if draft else None
@@ -184,12 +121,12 @@ def _smaller_runs(plan: Callable[[MemoryBudget], MemoryPlan], budget: MemoryBudg
     return f" or lower {' or '.join(remedies)}" if remedies else ""
 
 
-def _most(plan: Callable[[int], MemoryPlan], refused: int) -> int:
+def _most(plan: Callable[[int], object], refused: int) -> int:
     """Return the largest number below `refused` that `plan` does not refuse; 0 for none."""
     return bisect_left(range(1, refused), True, key=partial(_is_refused, plan))
 
 
-def _is_refused(plan: Callable[[int], MemoryPlan], number: int) -> bool:
+def _is_refused(plan: Callable[[int], object], number: int) -> bool:
     try:
         plan(number)
     except UserError:
@@ -228,7 +165,7 @@ def _plan_experts(
     if budget.experts == "auto":
         with suppress(UserError):
             plan = plan_of(whole)
-            if not plan.num_slots:
+            if not plan.num_layer_slots:
                 return plan
     return plan_of(on_demand(target))
 
@@ -266,9 +203,9 @@ class _Contents(NamedTuple):
             for tier, filling in zip(LayerTier, fillings, strict=False)
             for layer in filling.layers
         }
-        slot_bytes = max(all_bytes) if here.num_slots else 0
+        slot_bytes = max(all_bytes) if here.num_layer_slots else 0
         hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers)
-        hosted_bytes += host.num_slots * slot_bytes + host.num_expert_slots * pool.slot_bytes
+        hosted_bytes += host.num_layer_slots * slot_bytes + host.num_expert_slots * pool.slot_bytes
         budget = self.budget
         return MemoryPlan(
             device="cuda" if self.is_gpu else "cpu",
@@ -283,13 +220,13 @@ class _Contents(NamedTuple):
             gpu_runtime_bytes=GPU_RUNTIME_BYTES if self.is_gpu else 0,
             table_bytes=target.table_bytes if self.is_gpu else 0,
             staging_bytes=max(0, tiers[-1].passing_bytes - hosted_bytes) if self.is_gpu else 0,
-            num_slots=here.num_slots,
-            num_host_slots=host.num_slots,
-            slot_bytes=slot_bytes,
+            num_layer_slots=here.num_layer_slots,
+            num_host_layer_slots=host.num_layer_slots,
+            layer_slot_bytes=slot_bytes,
             layer_bytes=target.layer_bytes,
             tier_L=tuple(tier_of.get(layer, LayerTier.DISK) for layer in range(num_layers)),
             source_tokens=self.source_tokens,
-            encoder_bytes=0 if here.num_slots else sum(target.encoder_bytes),
+            encoder_bytes=0 if here.num_layer_slots else sum(target.encoder_bytes),
             num_expert_slots=here.num_expert_slots,
             num_host_expert_slots=host.num_expert_slots,
             **items,
@@ -304,7 +241,7 @@ class _Contents(NamedTuple):
     @property
     def num_logits(self) -> int:
         """Return how many rows of a tree are scored at once."""
-        return min(self.num_nodes, MAX_LOGITS_ROWS) if self.is_gpu else self.num_nodes
+        return num_logits_rows(self.num_nodes, is_gpu=self.is_gpu)
 
     @property
     def source_tokens(self) -> int:
@@ -326,7 +263,7 @@ class _Contents(NamedTuple):
         parallel = budget.parallel
         is_gpu = self.is_gpu
         rest_bytes = target.head_bytes if is_gpu else target.rest_bytes
-        kv_slots = self.source_tokens + num_slots(context, num_nodes, parallel)
+        kv_slots = self.source_tokens + cache_slots(context, num_nodes, parallel)
         kv_bytes = parallel * target.kv_bytes_per_token * kv_slots
         num_rows = prompt_rows + num_nodes
         pass_bytes = activation_bytes(target, num_rows, self.num_logits, context, is_gpu=is_gpu)
@@ -415,8 +352,8 @@ def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
     }
 
 
-def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
-    """Return the least bytes that `plan` accepts. Raises `UserError` where none would do."""
+def least_budget(plan: Callable[[int], object]) -> int:
+    """Return the least bytes that `plan` does not refuse. Raises `UserError` where none would do."""
     budgets = range(1, 1 << 50)
     plan(budgets[-1])
     return budgets[bisect_left(budgets, True, key=lambda one: not _is_refused(plan, one))]

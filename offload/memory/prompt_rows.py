@@ -8,11 +8,10 @@ budgets, and a pass of it moves hardly more.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from offload.checkpoint.sizes import ModelShape
 from offload.errors import UserError
-from offload.memory.plan import MemoryPlan
+from offload.memory.plan import MemoryPlan, Rates
 from offload.memory.sizes import PROMPT_ROWS
 
 # Rows of a prompt's pass where memory has no room for the usual ones.
@@ -25,14 +24,6 @@ _MOST_MORE = 1.05
 # Times the rows that balance: a prompt that is a little longer than one pass would take another
 # whole one, and rates are wrong by tens of percent, by attention and by the noise of a measurement.
 _LONGER = 1.5
-
-
-class Rates(NamedTuple):
-    """The rates of a machine."""
-
-    link_bytes_per_s: float  # to where layers are computed
-    flops_per_s: float  # in passes of some hundred rows
-    disk_bytes_per_s: float = math.inf  # to host memory, where the link begins there
 
 
 # A GPU that was not measured: 16 lanes of PCIe 4 and an L40, at the shares that `planning.hardware`

@@ -8,10 +8,16 @@ from offload.checkpoint.sizes import ModelShape
 from offload.sampling_options import NOISE_POSITIONS
 from offload.trees.topology import PACES, most_rows
 
+# code that runs for the first time, tokenizer, scratch of the matrix library: measured
+RUNTIME_BYTES = 112 << 20
 # committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`
 PROMPT_ROWS = 512
 # Rows that a feed-forward on a CPU takes at a time, and the most of one product.
 INNER_ROWS = 256
+# The head is read once per chunk. From about this many rows on multiplying takes longer than
+# reading it (110 TFLOP/s over 0.86 TB/s on an L40), so smaller chunks would pay for reading and
+# larger ones only take memory.
+MAX_LOGITS_ROWS = 128
 # scores, keys and values in float32 while rows attend in the order of their paths
 PATH_SCRATCH_BYTES = 16 << 20
 # Copies of a pass's scores while a tree grows: perturbed, joined, weighted, as chances.
@@ -26,13 +32,18 @@ _STATE_COPIES = 6
 DRAW_BYTES = 16 << 20
 
 
-def num_slots(context: int, num_nodes: int, parallel: int) -> int:
+def cache_slots(context: int, num_nodes: int, parallel: int) -> int:
     """Return the positions and rows of one text's cache.
 
     Prompts lie within its context. With one text at a time there is also room for branches that are
     scored.
     """
     return context + num_nodes + (min(PROMPT_ROWS, context) if parallel == 1 else 0)
+
+
+def num_logits_rows(num_rows: int, *, is_gpu: bool) -> int:
+    """Return how many rows of a pass are scored at once."""
+    return min(num_rows, MAX_LOGITS_ROWS) if is_gpu else num_rows
 
 
 def states_bytes(shape: ModelShape, num_rows: int, parallel: int) -> int:
@@ -54,7 +65,7 @@ def draft_bytes(
 ) -> int:
     """Return the bytes of a draft that stays whole; CUDA graphs keep activations of their own."""
     source_tokens = context if draft.encoder_bytes else 0
-    slots = source_tokens + num_slots(context, most_rows(num_nodes), parallel)
+    slots = source_tokens + cache_slots(context, most_rows(num_nodes), parallel)
     kv_bytes = parallel * draft.kv_bytes_per_token * slots + states_bytes(
         draft, most_rows(num_nodes), parallel
     )

@@ -29,7 +29,7 @@ class LayerTier(StrEnum):
     """
 
     RESIDENT = "resident"  # where it is computed
-    HOST = "host"  # pinned memory of the host, one link away from the GPU
+    PINNED = "host"  # pinned memory of the host, one link away from the GPU
     DISK = "disk"
 
 
@@ -73,7 +73,7 @@ class Filling(NamedTuple):
     """What one tier gets."""
 
     layers: frozenset[int]  # layers that stay
-    num_slots: int  # for layers that pass through
+    num_layer_slots: int  # for layers that pass through
     num_expert_slots: int = 0
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name
 from offload.checkpoint.cuts import Section
 from offload.checkpoint.layout import SlabLayout, Stack, TensorPart, is_coded, slab_layout
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.tensors import MIXTURE
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
@@ -299,7 +299,7 @@ class BoundModel:
     def bind_layer(self, layer: int, slab: Slab) -> None:
         """Let a layer's parameters be views of `slab`, or copies where the types differ.
 
-        An array is as a store fills it, and is sent where the model computes; a tensor holds what
+        An array is as a source fills it, and is sent where the model computes; a tensor holds what
         is `sent` of one. Views of a tensor are kept: slots are few.
         """
         if isinstance(slab, np.ndarray):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.generation_config import start_ids_of
-from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import UserError, require
 from offload.kernels.path_attention import Window
 from offload.model.attention import tree_mask

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.hub import config_alone, open_headers
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.imagined import LLAMA_LIKE, checkpoint_of_config, imagined
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.open import config_alone, open_headers
 from offload.checkpoint.sizes import config_sizes
 from offload.checkpoint.small_files import read_config, stored_dtype
 from offload.errors import UserError, require

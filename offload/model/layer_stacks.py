@@ -15,8 +15,8 @@ from weakref import WeakMethod
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.cuts import Section
-from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import UserError
 from offload.kernels.path_attention import AttentionChunk, Window
 from offload.memory.sizes import INNER_ROWS

@@ -28,8 +28,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import SlabLayout, TensorPart, slice_of
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.small_files import is_wrapper
 from offload.checkpoint.tensors import ROWS, TensorEntry
 from offload.encoding.base import ENCODINGS, STORED

@@ -33,8 +33,8 @@ from transformers import (
 )
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
+from offload.checkpoint.checkpoint import Checkpoint, unsupported
 from offload.checkpoint.families import SHARED_LAYERS
-from offload.checkpoint.safetensors import Checkpoint, unsupported
 from offload.checkpoint.small_files import ENCODER_DECODERS, check_counts
 from offload.errors import UserError, reason
 from offload.model import attention

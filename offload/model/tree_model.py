@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import UserError
 from offload.kernels.path_attention import PathRows, Window, first_seen
 from offload.model import attention

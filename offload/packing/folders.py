@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.download import is_shard_name
 from offload.checkpoint.files import (
+    MANIFEST,
     gguf_file,
     is_free,
     is_scratch,
@@ -22,7 +25,7 @@ from offload.checkpoint.files import (
     write_json,
 )
 from offload.checkpoint.gguf_header import read_gguf_header
-from offload.checkpoint.safetensors import MANIFEST, Checkpoint, is_shard_name, open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.encoding.exponents import MANTISSAS, Exponents
 from offload.errors import UserError, told_by_system
 from offload.packing.forecast import forecast

@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import opened, read_part
-from offload.checkpoint.hub import is_here
 from offload.checkpoint.layout import slice_of
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import MOST_EXPERTS, ROWS, Coded, TensorEntry
 from offload.encoding.base import STORED
 from offload.encoding.exponents import MANTISSAS, Exponents, ExponentWindow, best_window, histogram
@@ -124,11 +123,11 @@ def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
 
     def at(share: float) -> PackingForecast:
         packed_bytes = source_bytes - now_bytes + math.ceil(share * now_bytes)
-        return PackingForecast(source_bytes, packed_bytes, is_here(checkpoint))
+        return PackingForecast(source_bytes, packed_bytes, checkpoint.is_here)
 
     if not at(_USUAL_SHARE).is_worth_it:
         return None
-    if is_here(checkpoint):
+    if checkpoint.is_here:
         step = -(-len(packable) // _NUM_SAMPLED_TENSORS)
         return at(_sampled_share(checkpoint, packable[::step]))
     if any(entry.dtype == "F16" for entry in packable):

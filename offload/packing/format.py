@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload.checkpoint.download import is_shard_name
 from offload.checkpoint.files import (
     PART_BYTES,
     in_order,
@@ -32,13 +33,7 @@ from offload.checkpoint.files import (
     write_part,
 )
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.safetensors import (
-    header_bytes,
-    in_file_order,
-    is_shard_name,
-    parse_header,
-    read_header,
-)
+from offload.checkpoint.safetensors import header_bytes, in_file_order, parse_header, read_header
 from offload.checkpoint.tensors import Coded, TensorEntry, with_codings
 from offload.encoding.base import STORED
 from offload.encoding.exponents import (

@@ -13,19 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.files import Stamp, opened, stamp_of, write_json
-from offload.checkpoint.safetensors import (
-    INDEX,
-    MANIFEST,
-    SUMS,
-    Checkpoint,
-    find_shards,
-    in_file_order,
-    parse_header,
-    read_header,
-    read_raw_header,
-    shard_name,
-)
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.download import INDEX
+from offload.checkpoint.files import MANIFEST, SUMS, Stamp, opened, stamp_of, write_json
+from offload.checkpoint.open import find_shards, shard_name
+from offload.checkpoint.safetensors import in_file_order, parse_header, read_header, read_raw_header
 from offload.checkpoint.small_files import MORE_TEMPLATES
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.exponents import ExponentWindow

@@ -31,7 +31,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from msgspec import Meta
 
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.trees.spec import MAX_TREE_NODES
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Floats, Topology
 

@@ -13,10 +13,12 @@ while trees are compared; free memory of the host by `LoadOptions.ram_bytes`.
 from dataclasses import replace
 from functools import partial
 
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError, require
 from offload.machine import available_gpu_bytes, available_ram_bytes
-from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.memory.plan import MemoryBudget
+from offload.memory.planner import plan_memory
 from offload.memory.prompt_rows import USUAL_GPU, row_s
 from offload.planning.acceptance import prior_for
 from offload.planning.cost_model import (
@@ -92,7 +94,7 @@ def traffic_in(
 ) -> Traffic | None:
     """Return what a sweep moves with trees of this size; None where memory is too small."""
     try:
-        return Traffic.of(budget.plan(files, num_nodes), hardware)
+        return Traffic.of(plan_memory(files, budget, num_nodes), hardware)
     except UserError:
         return None
 
@@ -104,7 +106,7 @@ def machine_costs(
     if hardware is None or not hardware.flops_per_s:
         return None
     target, draft = files
-    positions = int(FILLED_SHARE * budget.plan(ModelFiles(target), 1).context)
+    positions = int(FILLED_SHARE * plan_memory(ModelFiles(target), budget, 1).context)
     draft_shape = None if draft is None else model_shape(draft, budget.dtype)
     return costs_on(hardware, model_shape(target, budget.dtype), draft_shape, positions)
 

@@ -24,6 +24,7 @@ from msgspec import Meta
 from offload.checkpoint.sizes import ModelShape
 from offload.errors import ensure
 from offload.memory.plan import MemoryPlan
+from offload.memory.sizes import MAX_LOGITS_ROWS
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
 from offload.trees.topology import PACES, DynamicShape, Shape
@@ -52,8 +53,8 @@ KERNELS_PER_LAYER = 40
 LAUNCH_S = 8e-6
 KERNEL_S = 2e-6
 _REPLAYED_ROWS = 128  # of the widest pass that is recorded, see `model.cuda_graphs`
-_CHUNK_ROWS = 128  # rows of logits that are scored at a time
-_CHUNK_S = 0.3e-3  # launches, draws and the wait for each chunk; estimated
+# launches, draws and the wait for each chunk of rows of logits; estimated
+_CHUNK_S = 0.3e-3
 _NUM_ENDS = 2  # the first layer of a sweep, and its last
 _EXPANDED_BYTES = 2  # of one number that is computed with
 _FAR_ROWS = 1 << 16  # the last point of a curve, beyond any tree
@@ -135,7 +136,7 @@ class Traffic(NamedTuple):
         Where the machine's disk is slower than its link, the bytes are those that the link could
         carry meanwhile.
         """
-        slots_bytes = plan.num_slots * plan.slot_bytes
+        slots_bytes = plan.num_layer_slots * plan.layer_slot_bytes
         link_bytes = int(plan.disk_streamed_bytes * hardware.link_over_disk) if hardware else 0
         experts = ExpertTraffic.of(plan, hardware)
         is_disk_slower = link_bytes > plan.streamed_bytes or (
@@ -390,9 +391,9 @@ def _host_curve(hardware: Hardware, target: ModelShape) -> Curve:
     )
 
     def host_s(rows: int) -> float:
-        return tables_s.at(rows) + (math.ceil(rows / _CHUNK_ROWS) - 1) * chunk_s
+        return tables_s.at(rows) + (math.ceil(rows / MAX_LOGITS_ROWS) - 1) * chunk_s
 
-    sizes = tuple(sorted({*tables_s.sizes, _CHUNK_ROWS}))
+    sizes = tuple(sorted({*tables_s.sizes, MAX_LOGITS_ROWS}))
     return Curve(sizes, tuple(host_s(rows) for rows in sizes))
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint.files import read_object
 from offload.errors import UserError, require, told_by_system
-from offload.memory.prompt_rows import Rates
+from offload.memory.plan import Rates
 from offload.units import parse_rate, parse_size
 
 _GIB = 1 << 30

@@ -13,13 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.files import open_regular
-from offload.checkpoint.safetensors import Checkpoint
 from offload.datastore.store import read_store
 from offload.declaration import options_of, whole_number
 from offload.errors import UserError, require, told_by_system
 from offload.machine import available_ram_bytes
-from offload.memory.planner import ModelFiles
 from offload.options import DTYPES, EXPERTS, ModelChoice, ModelOptions, PathLike
 from offload.planning.profile import parse_profile
 from offload.planning.quantised_drafts import check_held, copy_bits, files_of

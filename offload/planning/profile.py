@@ -19,14 +19,13 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta, MsgspecError, convert
 
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles, compute_dtype_name
 from offload.checkpoint.files import cache_folder, read_given, read_object, write_whole
 from offload.checkpoint.identity import identity_of, proved
 from offload.checkpoint.layer_sizes import ExpertShape
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.tensors import MOST_EXPERTS
 from offload.errors import UserError, ensure, reason, require, told_by_system
 from offload.machine import cpu_name
-from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.planning.cost_model import Costs, Positive
 from offload.sampling_options import Sampling

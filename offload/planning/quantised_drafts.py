@@ -8,12 +8,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.held import Held
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.small_files import has_encoder
 from offload.errors import UserError, require
-from offload.memory.planner import ModelFiles
 
 BITS = {"int8": 8, "int4": 4}
 _OWN = "self"

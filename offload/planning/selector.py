@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import SMALL, AcceptancePrior, prior_for
 from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
 from offload.planning.cost_model import (
@@ -46,14 +46,7 @@ from offload.trees.spec import (
     TreeSpec,
     parse_tree,
 )
-from offload.trees.topology import (
-    SIZES,
-    DynamicShape,
-    Floats,
-    Shape,
-    chain,
-    isotonic,
-)
+from offload.trees.topology import SIZES, DynamicShape, Floats, Shape, chain, isotonic
 
 LOOKUP_NODES = 64  # of trees of retrieved guesses alone, as in REST (2311.08252, section 4)
 LOOKUP_DEPTH = 32  # of such trees; copied passages may be long

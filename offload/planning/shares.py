@@ -15,10 +15,10 @@ from itertools import accumulate
 from operator import add, itemgetter
 from typing import Any, NamedTuple
 
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import ModelFiles
 from offload.memory.tiers import MIN_SLOTS, WANTED_SLOTS
 from offload.units import format_bytes
 

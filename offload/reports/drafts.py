@@ -6,7 +6,7 @@ Only machines whose rates of computing are known tell drafts apart.
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from offload.checkpoint.hub import ReadHeaders
+from offload.checkpoint.open import ReadHeaders
 from offload.checkpoint.sizes import name_of
 from offload.errors import UserError
 from offload.planning.cost_model import Prediction

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from offload.checkpoint.hub import ReadHeaders
+from offload.checkpoint.open import ReadHeaders
 from offload.checkpoint.sizes import ModelFacts, model_shape
 from offload.engine.resolve import resolve
 from offload.engine.setup import Setup
@@ -189,7 +189,7 @@ def _packing(
     if setup.budget.experts == "demand" and model_shape(packed).experts is None:
         return None
     try:
-        plan = setup.budget.plan(setup.files._replace(target=packed), num_nodes)
+        plan = replace(setup, files=setup.files._replace(target=packed)).plan_for(num_nodes)
     # what weights are expanded into takes room as well
     except UserError:
         return found
@@ -226,7 +226,7 @@ def _predictions(
     tokens_per_sweep: float | None,
 ) -> tuple[tuple[Prediction, ...], str]:
     """Return the predictions without a tree and with the wanted one, and what tokens rest on."""
-    alone = setup.budget.plan(setup.files._replace(draft=None), 1)
+    alone = replace(setup, files=setup.files._replace(draft=None)).plan_for(1)
     plain = _predict(setup, trees, costs, alone, chain(0), (1.0, 1.0))
     basis = _basis(setup, trees, settings)
     if setup.files.draft is None or setup.tree.kind == "none":

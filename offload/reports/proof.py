@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.checkpoint.hub import open_headers
+from offload.checkpoint.open import open_headers
 from offload.engine.build import resident_model
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler

@@ -18,8 +18,8 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, MsgspecError, convert
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import read_object
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Counted

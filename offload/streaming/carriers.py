@@ -162,7 +162,7 @@ class DeviceCarrier(FeedingCarrier):
     ) -> None:
         super().__init__(source, layouts, _layers_in(tiers, LayerTier.RESIDENT), device, pinned)
         self.host_buffers = dict[int, HostBuffer]()
-        self._host_layers = _layers_in(tiers, LayerTier.HOST)
+        self._host_layers = _layers_in(tiers, LayerTier.PINNED)
         self._disk_layers = _layers_in(tiers, LayerTier.DISK)
         disk_bytes = max((layouts[n].slab_bytes for n in self._disk_layers), default=0)
         num_buffers = num_host_slots if self._disk_layers else 0

@@ -146,8 +146,8 @@ def open_layers(
             plan.tier_L,
             device=device,
             pinned=pinned,
-            num_host_slots=plan.num_host_slots,
+            num_host_slots=plan.num_host_layer_slots,
         )
-    layers = LayerStream(carrier, plan.num_slots)
+    layers = LayerStream(carrier, plan.num_layer_slots)
     resources.callback(layers.close)
     return layers

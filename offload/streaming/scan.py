@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.files import INFLATED
 from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.numbers import (
     NOT_FINITE,
@@ -29,7 +31,6 @@ from offload.checkpoint.numbers import (
     remarks,
     top_bits,
 )
-from offload.checkpoint.safetensors import INFLATED, Checkpoint
 from offload.memory.tiers import LayerTier
 
 # Sweeps until all of what passes has been looked at.

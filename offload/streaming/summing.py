@@ -17,9 +17,9 @@ from threading import Lock
 
 import numpy as np
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.identity import ModelIdentity, keep_sum
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
-from offload.checkpoint.safetensors import Checkpoint
 from offload.streaming.disk import ByteSource, DiskReader, OpenSource, allocate, finish
 
 _WORDS = BLOCK_BYTES // 8

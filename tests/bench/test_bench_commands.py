@@ -11,7 +11,7 @@ import pytest
 from shell import Outcome, process, shell
 
 from offload.bench import suite
-from offload.bench.harness import record, setting, steps
+from offload.bench.harness import record, steps
 from offload.bench.harness.record import read
 from offload.bench.latency import beside, decode, expansion, many, passes, quantised
 from offload.errors import UserError
@@ -37,7 +37,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One small target for all, and little effort."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(setting, "CEILING_BYTES", 20_000_000)
+        patch.setattr("offload.bench.harness.command.CEILING_BYTES", 20_000_000)
         patch.setattr(passes, "QUICK", passes.Effort((1, 8), 2, 1, 0.2))
         yield
 
@@ -81,7 +81,7 @@ def test_decode_tells_what_every_case_took(decoded: Path) -> None:
 @pytest.mark.full
 def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host stands in for the device, and the layers are made in memory."""
-    monkeypatch.setattr(setting.Setting, "plain_rate", None)
+    monkeypatch.setattr("offload.bench.harness.command.plain_rate", None)
     command = ["bench", "decode", "--quick", "--layers", "8", "--device", "pretend", *FEW, "--temp", "0"]
     outcome = shell(*command)
     result = result_of(outcome, "decode")
@@ -95,7 +95,7 @@ def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypa
 @pytest.mark.full
 def test_no_share_of_a_ceiling_is_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where the plain reader was slow in every moment at which it looked."""
-    monkeypatch.setattr(setting.Setting, "plain_rate", lambda _: 1e3)
+    monkeypatch.setattr("offload.bench.harness.command.plain_rate", lambda _: 1e3)
     monkeypatch.setattr(passes, "plain_read_s", lambda *_: 1e3)
     result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, "--temp", "0"), "decode")
     result_of(shell("bench", "passes", "--quick", *SIZE, *RAM), "passes")

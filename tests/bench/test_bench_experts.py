@@ -9,7 +9,7 @@ import pytest
 from shell import Outcome, shell
 from small_moe import save_small_moe
 
-from offload.bench.harness import setting
+from offload.bench.harness import command
 from offload.bench.harness.models import find_setting
 from offload.bench.harness.tables import Screen
 from offload.bench.latency import experts
@@ -31,7 +31,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, spoilt: str = "
             figures["runs"] = [one._replace(bursts=[(at, [7] * len(ids)) for at, ids in one.bursts]) for one in runs]
         return peers.with_runs(figures)
 
-    monkeypatch.setattr(setting, "CEILING_BYTES", 1_000_000)
+    monkeypatch.setattr(command, "CEILING_BYTES", 1_000_000)
     monkeypatch.setattr(experts, "run_child", here)
     monkeypatch.setattr(experts, "QUICK", experts.Effort(1, 6, 60.0, 1))
     monkeypatch.setattr(experts, "TREES", {"demand": ("none", "4x2"), "layers": ("none",), AUTO: ()})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from shell import Outcome, shell
 
-from offload.bench.harness import setting
+from offload.bench.harness import command
 from offload.bench.harness.prompts import COPY, held_out_files, prompts
 from offload.bench.latency import lookup
 
@@ -22,7 +22,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         few = store_files()[:6]
         patch.setattr(lookup, "store_files", lambda: few)
-        patch.setattr(setting, "CEILING_BYTES", 20_000_000)
+        patch.setattr(command, "CEILING_BYTES", 20_000_000)
         patch.setattr(lookup, "QUICK", replace(lookup.QUICK, num_tokens=8, num_plain=2))
         yield
 

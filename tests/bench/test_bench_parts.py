@@ -24,22 +24,15 @@ from offload.bench.harness.gate import (
 )
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.rates import BLOCK_BYTES, plain_read_s
-from offload.bench.harness.record import (
-    Guard,
-    Result,
-    change,
-    changes,
-    read,
-    store,
-)
+from offload.bench.harness.record import Guard, Result, change, changes, read, store
 from offload.bench.harness.steps import Event, Timeline
 from offload.bench.harness.tables import check, medians
 from offload.bench.latency.decode import FULL, QUICK, Effort
 from offload.bench.latency.quantised import FORMATS, quantised
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.imagined import checkpoint_of_config
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import PAIR, inflated_config
-from offload.checkpoint.safetensors import open_checkpoint
-from offload.memory.planner import ModelFiles
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
 
@@ -67,7 +60,7 @@ def test_a_budget_that_is_not_given_has_room_for_what_is_opened(effort: Effort, 
     budget_bytes = need.budget_bytes(files)
     num_nodes = parse_tree(need.tree).num_nodes
     how: dict[str, Any] = {"dtype": "auto", "context": need.context, "num_nodes": num_nodes, "rule": need.rule}
-    assert plan_memory(files, ram=budget_bytes, **how).num_slots
+    assert plan_memory(files, ram=budget_bytes, **how).num_layer_slots
     assert (budget_bytes > files.target.num_bytes // 4) == (size_bytes < 10**9)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from shell import shell
 
-from offload.bench.harness import setting
+from offload.bench.harness import command
 from offload.bench.harness.cluster import Answer, Order
 from offload.bench.harness.metrics import Burst
 from offload.bench.latency import ranks, stages
@@ -83,7 +83,7 @@ def test_ways_of_a_pipeline_are_compared_text_by_text() -> None:
 @pytest.mark.full
 def test_two_ranks_write_and_move_what_they_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(setting, "CEILING_BYTES", 20_000_000)
+    monkeypatch.setattr(command, "CEILING_BYTES", 20_000_000)
     monkeypatch.setattr(ranks, "QUICK", ranks.Effort(1, 6, 3, 6, "dynamic:8x4", sizes=(2,)))
     monkeypatch.setattr(ranks, "_DISK_MARGIN", 0.1)
     outcome = shell("bench", "ranks", "--quick", "--size", "60MB", "--link-limit", "400MB", "--json", tmp_path / "r")

@@ -74,7 +74,7 @@ def test_the_whole_model_is_admitted(plans: list[MemoryPlan], monkeypatch: pytes
     """Where a machine has memory for it."""
     monkeypatch.setattr(runner, "available_ram_bytes", lambda: 124 << 30)
     is_admitted("large", 45 << 30, plans, tmp_path)
-    assert len(plans[0].layer_bytes) == 80 and plans[0].bytes_in(LayerTier.HOST) < 110 << 30
+    assert len(plans[0].layer_bytes) == 80 and plans[0].bytes_in(LayerTier.PINNED) < 110 << 30
 
 
 def is_admitted(name: str, gpu_bytes: int, plans: list[MemoryPlan], tmp_path: Path) -> None:

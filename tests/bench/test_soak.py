@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from shell import shell
 
-from offload.bench.harness import setting
+from offload.bench.harness import command
 from offload.bench.harness.promises import WrongTokenError
 from offload.bench.soak import soak
 from offload.bench.soak.clients import Answer
@@ -53,7 +53,7 @@ def test_a_short_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("uvicorn")
     monkeypatch.setattr(soak, "_LEAST_PERIOD_S", 2.0)
     monkeypatch.setattr(soak, "_LEAST_LOOKS", 3)
-    monkeypatch.setattr(setting, "CEILING_BYTES", 20_000_000)
+    monkeypatch.setattr(command, "CEILING_BYTES", 20_000_000)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     outcome = shell("bench", "soak", "--hours", "0.001", "--size", "100MB", "--rows", tmp_path / "rows")
     assert outcome.code == 0, outcome.err

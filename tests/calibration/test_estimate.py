@@ -17,11 +17,11 @@ from tiny import FAMILIES, Pair, build, save, save_tokenizer
 
 import offload
 from offload.calibration import link as device_link
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.request import Request
 from offload.engine.setup import Setup
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles
 from offload.planning.acceptance import DynamicYield
 from offload.planning.budget import budget_of
 from offload.planning.cost_model import Costs, Curve
@@ -173,7 +173,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
 def test_a_plan_is_of_the_card_that_a_run_would_take(pair: Pair, card: list[tuple[str, object]]) -> None:
     roomy = ask(pair, ram="2GiB", context=128, tree="8x3")
     assert card == [("auto", None)] and roomy.plan.device == "cuda"
-    assert 2.9 * 2**30 < roomy.plan.gpu_bytes < 3 * 2**30 and roomy.plan.num_slots == 0
+    assert 2.9 * 2**30 < roomy.plan.gpu_bytes < 3 * 2**30 and roomy.plan.num_layer_slots == 0
     assert roomy.notes == ("cuda:1 is a Paper 9000, 2.94 GiB of it to use; `device` cpu does without",)
     tight = roomy.plan.gpu_total_bytes - 1
     found = ask(pair, ram="2GiB", context=128, tree="8x3", gpu_memory=tight, device="cuda:1")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload.calibration import expansions as expansion_choice
 from offload.calibration.expansions import WITHOUT_NUMBA, KernelChoice, choose_expansion
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import open_model, resident_model
 from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE
 from offload.model.tree_model import TreeModel

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import offload
 from offload.calibration.invariance import Invariance, make_invariant
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.model.invariant import InvariantRows
 from offload.model.row_sizes import find_sizes
 from offload.model.tree_model import TreeModel

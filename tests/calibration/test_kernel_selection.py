@@ -22,7 +22,7 @@ from offload.calibration import link as device_link
 from offload.calibration import startup
 from offload.calibration.kernels import Heads, KernelChoice, Norm, Shapes, choose_kernels, shapes_of
 from offload.calibration.trial import ComparisonOutcome, KernelComparison, compare, rows_of, used
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.cli.run_lines import kernel_line
 from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.build import resident_model

@@ -20,7 +20,7 @@ from refusals import BOTH, Break, assert_refused, case, config, damaged, drop, g
 from shell import shell
 from tiny import FAMILIES, VOCAB_SIZE, build, save, save_reciter, save_tokenizer
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.small_files import check_counts, check_method, check_types
 from offload.errors import UserError
 from offload.model.meta import build_meta_model

@@ -15,7 +15,8 @@ import pytest
 from refusals import Break, assert_refused, case, cut_file, damaged, header, join, refuse_folder, split
 from shell import process
 
-from offload.checkpoint.safetensors import check_extents, open_checkpoint
+from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.safetensors import check_extents
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError

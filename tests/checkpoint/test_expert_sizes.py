@@ -8,8 +8,9 @@ import pytest
 from mixture_headers import CONFIG, coded_stacks, mixture
 from tiny import FAMILIES, build, save
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import BLOCK_BYTES, TensorPart, split_experts
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.tensors import Coded, TensorEntry
 from offload.encoding.floats import Mxfp4

@@ -19,7 +19,7 @@ from tiny import build
 from offload.checkpoint.gguf import open_gguf
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.gguf_names import _OUTER, ARCHITECTURES
-from offload.checkpoint.hub import open_headers
+from offload.checkpoint.open import open_headers
 from offload.errors import ReadError, UserError
 from offload.model.meta import build_meta_model
 

@@ -18,9 +18,10 @@ from tiny import Pair
 
 import offload
 from offload.bench.harness.models import find_setting
-from offload.checkpoint import hub as headers
+from offload.checkpoint import open as headers
+from offload.checkpoint.download import tokenizer_folder
 from offload.checkpoint.generation_config import suggested_sampling
-from offload.checkpoint.safetensors import open_checkpoint, tokenizer_folder
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
 from offload.engine.text import are_same
@@ -77,7 +78,7 @@ def test_a_hub_id_costs_headers_and_no_weights(hub: Hub, monkeypatch: pytest.Mon
     assert got.link_bytes_per_s is None and got.predictions == ()
     hub.asked.clear()
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, local_files_only: str(hub.folder))
-    assert headers.is_here(headers.open_headers("org/model")) and hub.asked == [], "a snapshot in the cache is used"
+    assert headers.open_headers("org/model").is_here and hub.asked == [], "a snapshot in the cache is used"
 
 
 def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +127,7 @@ def test_what_was_downloaded_is_found_without_a_network(
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_forbidden)
     found = headers.open_headers("org/model")
-    assert found.directory == cached and headers.is_here(found)
+    assert found.directory == cached and found.is_here
     (loaded,) = headers.fetch(["org/model"], [found], lambda phase: None)
     assert loaded.directory == cached
     assert found.name == "org/model", "and no hash of a commit"
@@ -257,8 +258,8 @@ from offload import errors
 from offload.cli import main as cli
 started = time.perf_counter()
 try:
-    from offload.checkpoint.safetensors import open_checkpoint
-    from offload.checkpoint.hub import open_headers
+    from offload.checkpoint.open import open_checkpoint
+    from offload.checkpoint.open import open_headers
     {"generate": open_checkpoint, "plan": open_headers}[sys.argv[1]]("org/model")
 except errors.UserError as error:
     print(f"{time.perf_counter() - started:.2f}", error)

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from tiny import Pair
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved, same_model
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.identities import Identities
 from offload.errors import ReadError
-from offload.memory.planner import ModelFiles
 from offload.streaming import summing
 from offload.streaming.summing import BlockSum, with_sum
 

@@ -23,9 +23,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from offload.checkpoint import packaged as module
+from offload.checkpoint.files import INFLATED
 from offload.checkpoint.layout import BLOCK_BYTES
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import plan_inflation
-from offload.checkpoint.safetensors import INFLATED, open_checkpoint, read_header
+from offload.checkpoint.safetensors import read_header
 from offload.errors import UserError
 
 MIXTURE_BYTES = 8_000_000

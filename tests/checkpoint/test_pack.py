@@ -23,7 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, build, save
 
-from offload.checkpoint.safetensors import MANIFEST, open_checkpoint, read_header
+from offload.checkpoint.files import MANIFEST
+from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.safetensors import read_header
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.exponents import Exponents, ExponentWindow
 from offload.errors import ReadError, UserError

@@ -45,10 +45,10 @@ SHAPES = {"dynamic:64x8": DynamicShape(64, 8), "64x8": best_first((0.7, 0.2, 0.1
 def planned(num_streamed: int = 3, **others: Any) -> MemoryPlan:
     """A plan of four layers."""
     names = ["runtime", "rest", "draft", "distribution", "kv", "activation"]
-    sizes = {f"{name}_bytes": 0 for name in names} | {"layer_bytes": (10**9,) * 4, "slot_bytes": 10**9}
+    sizes = {f"{name}_bytes": 0 for name in names} | {"layer_bytes": (10**9,) * 4, "layer_slot_bytes": 10**9}
     counts = {"context": 64, "num_nodes": 8, "max_prompt_rows": 512, "num_logits_rows": 8}
     tier_L = (LayerTier.RESIDENT,) * (4 - num_streamed) + (LayerTier.DISK,) * num_streamed
-    slots = {"num_slots": 2 if num_streamed else 0, "tier_L": tier_L, "ram_bytes": 2 * 10**9}
+    slots = {"num_layer_slots": 2 if num_streamed else 0, "tier_L": tier_L, "ram_bytes": 2 * 10**9}
     return MemoryPlan(**{**sizes, **counts, **slots, **others})  # type: ignore[arg-type]
 
 
@@ -113,7 +113,7 @@ def test_what_runs_is_told_in_two_lines() -> None:
 def test_places_are_those_of_the_plan() -> None:
     whole = planned(0)
     assert place_line("m", whole) == "m: all 4 layers fit into RAM (1.86 GiB allowed), nothing is streamed"
-    tier_L = (LayerTier.RESIDENT, LayerTier.HOST, LayerTier.HOST, LayerTier.DISK)
+    tier_L = (LayerTier.RESIDENT, LayerTier.PINNED, LayerTier.PINNED, LayerTier.DISK)
     card = planned(gpu_bytes=10**9, tier_L=tier_L)
     assert place_line("m", card, is_decimal=True) == "m: 1 of 4 layers on the GPU, 2 in RAM, 1 on disk; 3 GB a pass"
 

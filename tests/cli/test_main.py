@@ -26,7 +26,7 @@ from tiny import FAMILIES, save_pair
 
 import offload
 from offload.bench.suite import COMMANDS, MEASURES, STUDIES
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.commands import every_command
 from offload.declaration import GROUPS, options_of
 from offload.machine import has_cuda_driver

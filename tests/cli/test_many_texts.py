@@ -18,7 +18,7 @@ from shell import Outcome, shell
 
 from offload.checkpoint import identity
 from offload.checkpoint.identity import PARTS, ModelIdentity
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.cli.batch_file import ResultsFile, open_results, read_tasks
 from offload.cli.progress import BatchProgress
 from offload.engine.decoder import Decoder

@@ -14,7 +14,7 @@ from refusals import assert_refused
 from shell import shell
 from tiny import FAMILIES, build, save, save_tokenizer
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.cli.verify_command import verify
 from offload.errors import UserError
 from offload.options import CHAT_PAIR, OutputOptions, VerifyOptions

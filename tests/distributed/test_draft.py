@@ -14,7 +14,7 @@ from in_memory import InMemory, in_memory
 from tiny import FAMILIES, VOCAB_SIZE, build, save
 from torch import Tensor
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.distributed.draft import DraftTree, serve_draft
 from offload.distributed.orders import Accept, Commit, DraftNodeUpdate, Grow, Guessed, Least, Reset, Stop
 from offload.distributed.transport import Channel

@@ -10,10 +10,10 @@ from shell import process, shell
 from test_device_planner import CONFIGS
 from tiny import FAMILIES, save_pair
 
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.imagined import checkpoint_of_config
 from offload.distributed.layout import ClusterLayout, ClusterRequest, lay_out_shards, lay_out_stages
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles
 from offload.planning.cluster import Cluster, Network
 from offload.planning.hardware import Hardware
 from offload.rank_roles import PipelineOptions

@@ -14,15 +14,15 @@ from processes import Ranks
 from tiny import FAMILIES, Pair, build, save
 
 from offload.checkpoint import identity
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.identity import PARTS, ModelIdentity
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.cli.launch import free_port
 from offload.distributed import join as meeting
 from offload.distributed.join import Joined, RankHandshake, compare, joined, leave_reason, meet, require_same_weights
 from offload.engine.hooks import Hooks
 from offload.engine.setup import Setup
 from offload.errors import TOLD, RankError, UserError
-from offload.memory.planner import ModelFiles
 from offload.planning import load_options as options
 from offload.planning.budget import budget_of
 from offload.planning.load_options import LoadOptions

@@ -11,8 +11,9 @@ from matrix import matrix
 from tiny import FAMILIES, build, save
 from torch import nn
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.cuts import MatrixRows
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.tensors import Coded
 from offload.distributed.exchange import cut_model
 from offload.distributed.sharding import Sharding, ShardRole, share_layers, split_rows

@@ -13,7 +13,8 @@ from test_section import opened, plan_of, sections
 from tiny import FAMILIES, VOCAB_SIZE, build, save
 from waiting import until
 
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.distributed import service
 from offload.distributed.head import Head
 from offload.distributed.orders import Cancel, Commit, Drawn, Guessed, Reset, RunOrder, Stop, packed

@@ -14,8 +14,8 @@ from tiny import VOCAB_SIZE, Pair
 from torch import Tensor
 
 import offload
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import PAIR
-from offload.checkpoint.safetensors import open_checkpoint
 from offload.drafting import dynamic
 from offload.drafting.base import DraftText
 from offload.drafting.draft_model import Draft

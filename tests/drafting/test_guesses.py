@@ -9,7 +9,7 @@ import pytest
 from test_dynamic import path_of
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.datastore.index import SuffixIndex, heaviest
 from offload.drafting.base import MOST_KINDS, ByKind, DraftText
 from offload.drafting.hybrid import drafter_of

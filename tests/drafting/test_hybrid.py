@@ -9,7 +9,7 @@ from tables import SHAPES, TableSampler, count_pairs, distributions, grow, p_val
 from test_dynamic import draft_of, grow_best, path_of
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.datastore.index import heaviest
 from offload.drafting.base import DraftText
 from offload.drafting.hybrid import HybridDrafter, _without_least, graft

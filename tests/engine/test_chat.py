@@ -19,7 +19,7 @@ from shell import Outcome, shell
 from tiny import FAMILIES, save_pair, save_reciter, save_tokenizer
 
 import offload
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.engine.sharing import num_shared

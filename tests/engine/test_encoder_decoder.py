@@ -50,7 +50,7 @@ def streamed(target: Path, draft: Path, **more: Any) -> Decoder:
 def test_greedy_ids_equal_transformers(layout: str, tmp_path: Path) -> None:
     target, draft = save_pair(layout, tmp_path)
     with streamed(target, draft) as decoder:
-        assert (decoder.plan.num_slots, decoder.plan.num_resident, decoder.plan.encoder_bytes) == (3, 0, 0)
+        assert (decoder.plan.num_layer_slots, decoder.plan.num_resident, decoder.plan.encoder_bytes) == (3, 0, 0)
         yields, seen = [], set[int]()
         every = TREES[::2] if layout == "v1.1" else TREES[:3:2]
         for prompt, trees, num_new in zip(prompts(), (TREES[2:3], every, TREES[1:2]), (12, 24, 12), strict=True):

@@ -13,7 +13,8 @@ from plans import plan_memory
 from tiny import Pair, advance, streaming_ram
 
 import offload
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.open import open_checkpoint
 from offload.drafting import draft_model, dynamic
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
@@ -24,7 +25,7 @@ from offload.engine.sequence import Sequence as Text
 from offload.engine.step import share_out
 from offload.engine.text import TextStream
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles, least_budget
+from offload.memory.planner import least_budget
 from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import Traffic
 from offload.planning.selector import TreeSelector

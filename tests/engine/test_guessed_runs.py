@@ -12,14 +12,15 @@ from plans import plan_memory
 from tiny import finished
 
 import offload
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import PAIR
-from offload.checkpoint.safetensors import open_checkpoint
 from offload.datastore.build import Coder, build
 from offload.drafting.lookup import LookupDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles, least_budget
+from offload.memory.planner import least_budget
 from offload.rules import RULES
 from offload.sampling_options import Sampling
 

@@ -10,10 +10,10 @@ from small_moe import save_small_moe
 from test_profile import profile
 
 import offload
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.open import open_checkpoint
 from offload.engine import opening as loading
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import ExpertUses, Identity, Machine, save_profile
 from offload.reports.estimate import estimate

@@ -16,7 +16,7 @@ from tiny import FAMILIES, Pair, build, save, save_pair
 
 import offload
 from offload.checkpoint.held import Held
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.packing.pack import pack

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 import offload
 from offload.calibration import link as rates
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.memory import prompt_rows

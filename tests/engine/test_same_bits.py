@@ -102,7 +102,7 @@ def test_without_invariance_logits_differ() -> None:
 def test_budgets_and_threads() -> None:
     with open_pair("bfloat16") as decoder:
         wanted = write(decoder, PROMPT, Sampling(), "none")
-        least = decoder.plan.fixed_bytes + 2 * decoder.plan.slot_bytes + (2 << 20)
+        least = decoder.plan.fixed_bytes + 2 * decoder.plan.layer_slot_bytes + (2 << 20)
     for more in ({"ram": least, "invariant": None}, {"threads": 2}):
         with open_pair("bfloat16", **more) as decoder:
             assert not decoder.plan.num_resident or "ram" not in more, "a layer stays"

@@ -207,7 +207,7 @@ def in_python(asked: str) -> dict[str, Any]:
 def in_load(options: dict[str, Any]) -> None:
     """Before the model is looked for: one of the hub would be downloaded, hundreds of gigabytes perhaps."""
     looked_for = AssertionError("a model is looked for although nothing could be done with it")
-    with patch("offload.checkpoint.hub.open_headers", side_effect=looked_for):
+    with patch("offload.checkpoint.open.open_headers", side_effect=looked_for):
         offload.load("some/model", "some/draft", **options)
 
 

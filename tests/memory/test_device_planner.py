@@ -16,8 +16,8 @@ from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.cli.run_lines import place_line
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, least_budget
-from offload.memory.sizes import DRAW_BYTES
+from offload.memory.planner import GPU_RUNTIME_BYTES, least_budget
+from offload.memory.sizes import DRAW_BYTES, MAX_LOGITS_ROWS
 from offload.memory.tiers import LayerTier
 from offload.planning.budget import budget_of
 from offload.planning.load_options import LoadOptions
@@ -53,12 +53,22 @@ def plan_of(pair: tuple[str, str | None], gpu_bytes: int, ram_bytes: int, **size
 
 def on_card(plan: MemoryPlan) -> int:
     items = (plan.gpu_runtime_bytes, plan.rest_bytes, plan.draft_bytes, plan.distribution_bytes, plan.kv_bytes)
-    return sum(items) + plan.activation_bytes + plan.num_slots * plan.slot_bytes + layers_in(plan, LayerTier.RESIDENT)
+    return (
+        sum(items)
+        + plan.activation_bytes
+        + plan.num_layer_slots * plan.layer_slot_bytes
+        + layers_in(plan, LayerTier.RESIDENT)
+    )
 
 
 def on_host(plan: MemoryPlan) -> int:
-    items = (plan.runtime_bytes, plan.table_bytes, plan.staging_bytes, plan.num_host_slots * plan.slot_bytes)
-    return sum(items) + layers_in(plan, LayerTier.HOST)
+    items = (
+        plan.runtime_bytes,
+        plan.table_bytes,
+        plan.staging_bytes,
+        plan.num_host_layer_slots * plan.layer_slot_bytes,
+    )
+    return sum(items) + layers_in(plan, LayerTier.PINNED)
 
 
 def layers_in(plan: MemoryPlan, tier: LayerTier) -> int:
@@ -71,20 +81,22 @@ def check(plan: MemoryPlan, target: ModelShape) -> None:
     assert on_card(plan) == plan.gpu_total_bytes <= plan.gpu_bytes, "the card overflows"
     assert on_host(plan) == plan.total_bytes <= plan.ram_bytes, "the host overflows"
     assert plan.layer_bytes == target.layer_bytes and len(plan.tier_L) == len(target.layer_bytes), "a layer is lost"
-    assert plan.host_bytes == layers_in(plan, LayerTier.HOST)
+    assert plan.host_bytes == layers_in(plan, LayerTier.PINNED)
     assert plan.resident_bytes + plan.host_bytes + plan.disk_streamed_bytes == sum(target.layer_bytes)
     assert plan.streamed_bytes == plan.host_bytes + plan.disk_streamed_bytes
     if plan.streamed_bytes:
-        assert plan.num_slots in (2, 3) and plan.slot_bytes == max(target.layer_bytes), "layers have no way in"
+        assert plan.num_layer_slots in (2, 3) and plan.layer_slot_bytes == max(target.layer_bytes), (
+            "layers have no way in"
+        )
         assert on_card(plan) + max(target.layer_bytes) > plan.gpu_bytes, "the card has room for one more layer"
-        assert plan.num_slots == 3 or plan.num_resident == 0, "a third slot comes before resident layers"
+        assert plan.num_layer_slots == 3 or plan.num_resident == 0, "a third slot comes before resident layers"
     if plan.disk_streamed_bytes:
-        assert plan.num_host_slots in (2, 3), "layers from disk have no way through the host"
+        assert plan.num_host_layer_slots in (2, 3), "layers from disk have no way through the host"
         assert on_host(plan) + max(target.layer_bytes) > plan.ram_bytes, "the host has room for one more layer"
     else:
-        assert plan.num_host_slots == 0, "slots for nothing"
+        assert plan.num_host_layer_slots == 0, "slots for nothing"
     passing_bytes = max(*target.layer_bytes, target.head_bytes)
-    arena_bytes = plan.host_bytes + plan.num_host_slots * plan.slot_bytes
+    arena_bytes = plan.host_bytes + plan.num_host_layer_slots * plan.layer_slot_bytes
     assert plan.staging_bytes + arena_bytes >= passing_bytes, "loading needs more than the host was planned for"
 
 
@@ -104,7 +116,7 @@ def test_both_budgets_add_up_and_tiers_are_what_a_pocket_calculator_says(
     left_gb = (80 - plan.num_resident) * layer_gb
     host_gb = ram_gb - 1.1 - target.table_bytes / GB
     by_hand = 80 - plan.num_resident if host_gb >= left_gb else int(host_gb / layer_gb) - 3
-    assert abs(plan.num_layers_in(LayerTier.HOST) - by_hand) <= 1
+    assert abs(plan.num_layers_in(LayerTier.PINNED) - by_hand) <= 1
     assert (plan.num_layers_in(LayerTier.DISK) > 0) == (left_gb > host_gb)
     assert ram_gb != 64 or plan.num_layers_in(LayerTier.DISK) > 0, "64 GB cannot hold what is left of 138 GB"
     assert ram_gb != 256 or plan.num_layers_in(LayerTier.DISK) == 0
@@ -118,15 +130,15 @@ def moved(plan: MemoryPlan, source: LayerTier, target: LayerTier, count: int = 1
 
 
 MISTAKES: dict[str, tuple[Callable[[MemoryPlan], MemoryPlan], str]] = {
-    "one resident layer too many": (lambda plan: moved(plan, LayerTier.HOST, LayerTier.RESIDENT), "card overflows"),
+    "one resident layer too many": (lambda plan: moved(plan, LayerTier.PINNED, LayerTier.RESIDENT), "card overflows"),
     "one resident layer too few": (lambda plan: moved(plan, LayerTier.RESIDENT, LayerTier.DISK), "room for one more"),
-    "one pinned layer too many": (lambda plan: moved(plan, LayerTier.DISK, LayerTier.HOST), "host overflows"),
-    "one pinned layer too few": (lambda plan: moved(plan, LayerTier.HOST, LayerTier.DISK), "host has room"),
+    "one pinned layer too many": (lambda plan: moved(plan, LayerTier.DISK, LayerTier.PINNED), "host overflows"),
+    "one pinned layer too few": (lambda plan: moved(plan, LayerTier.PINNED, LayerTier.DISK), "host has room"),
     "a draft that was not counted": (lambda plan: replace(plan, draft_bytes=0), "room for one more"),
     "a card without a driver": (lambda plan: replace(plan, gpu_runtime_bytes=plan.gpu_runtime_bytes + GB), "overflows"),
     "embeddings forgotten on the host": (lambda plan: replace(plan, table_bytes=3 * GB), "host overflows"),
-    "one slot": (lambda plan: replace(plan, num_slots=1), "no way in"),
-    "no way from the disk": (lambda plan: replace(plan, num_host_slots=0), "no way through"),
+    "one slot": (lambda plan: replace(plan, num_layer_slots=1), "no way in"),
+    "no way from the disk": (lambda plan: replace(plan, num_host_layer_slots=0), "no way through"),
     "a layer lost": (lambda plan: replace(plan, layer_bytes=plan.layer_bytes[1:], tier_L=plan.tier_L[1:]), "lost"),
 }
 
@@ -141,19 +153,19 @@ def test_planted_mistakes_are_found(mistake: str) -> None:
 
 def test_a_card_of_24_gb_holds_the_draft_and_slots_and_a_large_one_everything() -> None:
     plan = plan_of(PAIRS[0], 24 * GIB, 256 * GB)
-    assert 13.4 * GB < plan.draft_bytes < 15 * GB and 1.7 * GB < plan.slot_bytes < 1.72 * GB
-    assert plan.num_slots == 3 and plan.num_resident <= 2
+    assert 13.4 * GB < plan.draft_bytes < 15 * GB and 1.7 * GB < plan.layer_slot_bytes < 1.72 * GB
+    assert plan.num_layer_slots == 3 and plan.num_resident <= 2
     # A model that fits the card needs the host for loading only.
     plan = plan_of(PAIRS[1], 200 * GB, 64 * GB)
     check(plan, SHAPES["Llama-3-70B"])
-    assert (plan.num_resident, plan.num_slots, plan.host_bytes, plan.streamed_bytes) == (80, 0, 0, 0)
+    assert (plan.num_resident, plan.num_layer_slots, plan.host_bytes, plan.streamed_bytes) == (80, 0, 0, 0)
     assert plan.staging_bytes == max(SHAPES["Llama-3-70B"].head_bytes, SHAPES["Llama-3-8B"].rest_bytes)
 
 
 def test_layers_from_disk_are_spread_evenly_among_those_that_move() -> None:
     plan = plan_of(PAIRS[0], 48 * GB, 96 * GB)
     moving = [tier for tier in plan.tier_L if tier is not LayerTier.RESIDENT]
-    _, *gaps, _ = [len(list(run)) for tier, run in groupby(moving) if tier is LayerTier.HOST]
+    _, *gaps, _ = [len(list(run)) for tier, run in groupby(moving) if tier is LayerTier.PINNED]
     assert len(gaps) > 3 and max(gaps) - min(gaps) <= 1
     first, *stays, last = [len(list(run)) for stays, run in groupby(plan.is_resident) if not stays]
     assert len(stays) > 3 and max(stays) - min(stays) <= 1
@@ -180,7 +192,9 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(
     assert (named_mib - 1) * MIB < least_bytes <= named_mib * MIB
     for one in (least, planned(least_bytes)):
         slots = (
-            (one.num_slots, one.num_resident) if is_card else (one.num_host_slots, one.num_layers_in(LayerTier.HOST))
+            (one.num_layer_slots, one.num_resident)
+            if is_card
+            else (one.num_host_layer_slots, one.num_layers_in(LayerTier.PINNED))
         )
         assert slots == (2, 0) and (is_card or one.num_layers_in(LayerTier.DISK) > 60)
     with pytest.raises(UserError, match=f"raise `{budget}` to {named_mib}MiB"):
@@ -213,7 +227,7 @@ def test_a_head_larger_than_the_arena_still_has_room_to_pass() -> None:
     assert least.total_bytes <= least_bytes
     longer = replace(shape, layer_bytes=(10 * MIB,) * 80, head_bytes=503 * MIB, table_bytes=0)
     tight = make_plan(longer, None, least.runtime_bytes + 505 * MIB, card + 3 * MIB, **sizes)
-    assert (tight.num_layers_in(LayerTier.HOST), tight.num_host_slots, tight.staging_bytes) == (47, 3, 3 * MIB)
+    assert (tight.num_layers_in(LayerTier.PINNED), tight.num_host_layer_slots, tight.staging_bytes) == (47, 3, 3 * MIB)
     with_draft = make_plan(shape, replace(shape, layer_bytes=(MIB,)), least_bytes * 2, 4 * GIB, **sizes)
     assert with_draft.staging_bytes + with_draft.host_bytes >= 1000 * MIB, "a draft's embeddings and head come as one"
 
@@ -253,9 +267,9 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
     assert asked == ["cuda:1"] and 46 * GB < found.gpu < 48 * GB
     host = plan_memory(files, **settings)
     assert (host.device, host.gpu_bytes, host.gpu_total_bytes) == ("cpu", None, 0)
-    assert (host.host_bytes, host.num_host_slots) == (0, 0)
+    assert (host.host_bytes, host.num_host_layer_slots) == (0, 0)
     assert set(host.tier_L) == {LayerTier.RESIDENT, LayerTier.DISK}
-    assert host.total_bytes == host.fixed_bytes + host.resident_bytes + host.num_slots * host.slot_bytes
+    assert host.total_bytes == host.fixed_bytes + host.resident_bytes + host.num_layer_slots * host.layer_slot_bytes
 
 
 def test_the_printed_plan_names_both_budgets() -> None:

@@ -12,14 +12,16 @@ from shell import run_python
 from small_t5 import build, save, streaming_ram
 from stored import quantised
 
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.held import Held
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory import planner
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import COMPILER_BYTES, RUNTIME_BYTES, ModelFiles
+from offload.memory.planner import COMPILER_BYTES
+from offload.memory.sizes import RUNTIME_BYTES
 from offload.model.headers import describe
 
 
@@ -48,9 +50,9 @@ def test_layers_that_every_sweep_needs_stay_before_the_encoder(checkpoint: Check
     whole_bytes = sum(shape.layer_bytes) + sum(shape.encoder_bytes)
     slots_bytes = 3 * max(*shape.layer_bytes, *shape.encoder_bytes)
     two = plan(checkpoint, least + 2 * shape.layer_bytes[0])
-    assert (two.num_resident, two.encoder_bytes, two.num_slots) == (2, 0, 3)
+    assert (two.num_resident, two.encoder_bytes, two.num_layer_slots) == (2, 0, 3)
     everything = plan(checkpoint, least - slots_bytes + whole_bytes)
-    assert (everything.num_resident, everything.num_slots) == (4, 0)
+    assert (everything.num_resident, everything.num_layer_slots) == (4, 0)
     assert everything.encoder_bytes == sum(shape.encoder_bytes)
     for one in (two, everything):
         assert one.total_bytes <= one.ram_bytes

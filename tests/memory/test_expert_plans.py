@@ -29,14 +29,14 @@ FIXED = plan_of(1 << 40, experts="demand").fixed_bytes
 
 
 def check(plan: MemoryPlan) -> None:
-    host_bytes = plan.num_host_slots * plan.slot_bytes + plan.num_host_expert_slots * plan.expert_slot_bytes
-    here_bytes = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
+    host_bytes = plan.num_host_layer_slots * plan.layer_slot_bytes + plan.num_host_expert_slots * plan.expert_slot_bytes
+    here_bytes = plan.num_layer_slots * plan.layer_slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
     here_bytes += plan.fixed_bytes + plan.bytes_in(LayerTier.RESIDENT)
     if plan.gpu_bytes is None:
         assert here_bytes == plan.total_bytes <= plan.ram_bytes, "memory overflows"
-        assert (plan.num_host_expert_slots, plan.num_host_slots) == (0, 0)
+        assert (plan.num_host_expert_slots, plan.num_host_layer_slots) == (0, 0)
     else:
-        own_bytes = plan.runtime_bytes + plan.table_bytes + plan.staging_bytes + plan.bytes_in(LayerTier.HOST)
+        own_bytes = plan.runtime_bytes + plan.table_bytes + plan.staging_bytes + plan.bytes_in(LayerTier.PINNED)
         assert here_bytes == plan.gpu_total_bytes <= plan.gpu_bytes, "the card overflows"
         assert own_bytes + host_bytes == plan.total_bytes <= plan.ram_bytes, "the host overflows"
     assert plan.layer_bytes == DENSE and plan.num_experts == NUM
@@ -49,10 +49,10 @@ def test_layers_come_first_and_experts_have_the_rest(room_mib: int) -> None:
     got = plan_of(FIXED + room_bytes)
     check(got)
     if room_bytes >= sum(DENSE) + MIN_EXPERTS * EXPERT:
-        assert got.num_resident == 6 and got.num_slots == 0
+        assert got.num_resident == 6 and got.num_layer_slots == 0
         assert got.num_expert_slots == (room_bytes - sum(DENSE)) // EXPERT
     else:
-        assert got.num_slots in (2, 3) and got.slot_bytes == max(DENSE)
+        assert got.num_layer_slots in (2, 3) and got.layer_slot_bytes == max(DENSE)
         assert got.num_expert_slots >= MIN_EXPERTS
         assert got.streamed_bytes == (6 - got.num_resident) * max(DENSE)
     left_bytes = got.ram_bytes - got.total_bytes
@@ -64,7 +64,7 @@ def test_what_stays_stays_with_its_layers_unless_it_is_named() -> None:
     whole_bytes = sum(SHAPE.layer_bytes)
     fixed = plan_of(1 << 40, experts="layers").fixed_bytes
     roomy, tight = (plan_of(fixed + whole_bytes - one) for one in (0, 1))
-    assert not roomy.has_experts and roomy.num_slots == 0 and roomy.layer_bytes == SHAPE.layer_bytes
+    assert not roomy.has_experts and roomy.num_layer_slots == 0 and roomy.layer_bytes == SHAPE.layer_bytes
     assert not roomy.is_streamed and roomy == plan_of(fixed + whole_bytes, experts="layers")
     assert tight.has_experts and tight.is_streamed
     named, layers = (plan_of(1 << 40, experts=how) for how in ("demand", "layers"))
@@ -83,7 +83,7 @@ def test_the_least_budget_is_named_and_it_works() -> None:
     assert named is not None
     least = plan_of(int(named[1]) * MIB)
     check(least)
-    assert (least.num_slots, least.num_expert_slots, least.num_resident) == (2, MIN_EXPERTS, 0)
+    assert (least.num_layer_slots, least.num_expert_slots, least.num_resident) == (2, MIN_EXPERTS, 0)
     exact_bytes = least_budget(plan_of)
     assert exact_bytes == least.fixed_bytes + 2 * max(DENSE) + MIN_EXPERTS * EXPERT <= int(named[1]) * MIB
     assert least.fixed_bytes < FIXED and least.max_prompt_rows < plan_of(FIXED + 2 * GIB).max_prompt_rows

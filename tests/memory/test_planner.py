@@ -17,15 +17,15 @@ from test_device_planner import CONFIGS as LARGE
 
 from offload import machine
 from offload.checkpoint import sizes as checkpoint_sizes
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.imagined import checkpoint_of_config
-from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError
 from offload.memory import planner as plan
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import DEFAULT_CONTEXT, MemoryBudget, least_budget
-from offload.memory.prompt_rows import Rates, row_s, wanted_rows
+from offload.memory.plan import MemoryBudget, MemoryPlan, Rates
+from offload.memory.planner import DEFAULT_CONTEXT, least_budget
+from offload.memory.prompt_rows import row_s, wanted_rows
 from offload.memory.sizes import PROMPT_ROWS
 from offload.planning.budget import budget_of
 from offload.planning.load_options import LoadOptions
@@ -58,15 +58,17 @@ def test_the_items_of_a_plan_stay_within_its_budget(name: str, ram_gb: int) -> N
     names = ("runtime_bytes", "rest_bytes", "draft_bytes", "distribution_bytes", "kv_bytes", "activation_bytes")
     items = [getattr(got, name) for name in names]
     assert all(item >= 0 for item in items) and got.fixed_bytes == sum(items)
-    assert got.total_bytes == sum(items) + got.resident_bytes + got.num_slots * got.slot_bytes <= ram_gb * GB
+    assert (
+        got.total_bytes == sum(items) + got.resident_bytes + got.num_layer_slots * got.layer_slot_bytes <= ram_gb * GB
+    )
     assert got.resident_bytes + got.streamed_bytes == sum(got.layer_bytes)
     assert (got.num_resident == 80) == (ram_gb == 256)
     if got.num_resident < 80:
-        assert got.slot_bytes == max(got.layer_bytes) and got.num_slots in (2, 3)
+        assert got.layer_slot_bytes == max(got.layer_bytes) and got.num_layer_slots in (2, 3)
         assert got.total_bytes + max(got.layer_bytes) > ram_gb * GB, "there was room for one more layer"
-        assert got.num_slots == 3 or got.num_resident == 0, "a third slot comes before resident layers"
+        assert got.num_layer_slots == 3 or got.num_resident == 0, "a third slot comes before resident layers"
     else:
-        assert (got.num_slots, got.slot_bytes, got.streamed_bytes) == (0, 0, 0), "nothing is read twice"
+        assert (got.num_layer_slots, got.layer_slot_bytes, got.streamed_bytes) == (0, 0, 0), "nothing is read twice"
     printed: dict[str, Any] = got.as_dict()
     assert printed["tiers"]["resident"] == {"num_layers": got.num_resident, "num_bytes": got.resident_bytes}
     assert printed["tiers"]["disk"] == {"num_layers": 80 - got.num_resident, "num_bytes": got.streamed_bytes}
@@ -117,14 +119,14 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(name: str
         make_plan(target, helper, GB, **sizes)
     named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1])
     least = make_plan(target, helper, named_mib * MIB, **sizes)
-    assert (least.num_slots, least.num_resident) == (2, 0)
-    assert make_plan(target, helper, least.total_bytes, **sizes).num_slots == 2
+    assert (least.num_layer_slots, least.num_resident) == (2, 0)
+    assert make_plan(target, helper, least.total_bytes, **sizes).num_layer_slots == 2
     with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB or lower `context` from 4096 to") as refused:
         make_plan(target, helper, least.total_bytes - 1, **sizes)
     assert (named_mib - 1) * MIB < least.total_bytes <= named_mib * MIB
     shorter = int(str(refused.value).rpartition(" to ")[2])
     short = {**sizes, "context": shorter}
-    assert make_plan(target, helper, least.total_bytes - 1, **short).num_slots, "what is named works"
+    assert make_plan(target, helper, least.total_bytes - 1, **short).num_layer_slots, "what is named works"
     with pytest.raises(UserError, match="raise `ram` to"):
         make_plan(target, helper, least.total_bytes - 1, **{**sizes, "context": shorter + 16})
 
@@ -133,7 +135,7 @@ def test_a_model_of_one_layer_needs_room_for_no_two() -> None:
     """The mistake that was: two slots were named as the least that would do."""
     shape, sizes = model_shape(checkpoint_of({**SMALL, "num_hidden_layers": 1})), {"context": 64, "num_nodes": 1}
     least = least_budget(lambda size: make_plan(shape, None, size, **sizes))
-    assert make_plan(shape, None, least, **sizes).num_slots == 0
+    assert make_plan(shape, None, least, **sizes).num_layer_slots == 0
     with pytest.raises(UserError, match="of RAM for its layers and") as refused:
         make_plan(shape, None, least - 1, **sizes)
     named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refused.value))[1])
@@ -172,7 +174,7 @@ def test_any_budget_is_kept_or_refused_with_what_works(seed: int) -> None:
             plan_so(replace(budget, **{name: int(most)}), num_nodes)
     else:
         assert found.total_bytes <= ram and found.gpu_total_bytes <= (found.gpu_bytes or 0)
-        assert found.num_slots >= 2 or found.streamed_bytes == 0
+        assert found.num_layer_slots >= 2 or found.streamed_bytes == 0
 
 
 def test_texts_at_a_time_are_named_where_fewer_would_do() -> None:
@@ -195,14 +197,14 @@ def test_layers_stay_by_the_byte_and_slots_are_of_the_largest() -> None:
         enough_bytes = fixed_bytes + (3 + num_resident) * 300 * MIB
         assert make_plan(shape, None, enough_bytes, **sizes).num_resident == num_resident
         assert make_plan(shape, None, enough_bytes - 1, **sizes).num_resident == num_resident - 1
-    assert make_plan(shape, None, fixed_bytes + 9 * 300 * MIB, **sizes).num_slots == 0
-    assert make_plan(shape, None, fixed_bytes + 9 * 300 * MIB - 1, **sizes).num_slots == 3
+    assert make_plan(shape, None, fixed_bytes + 9 * 300 * MIB, **sizes).num_layer_slots == 0
+    assert make_plan(shape, None, fixed_bytes + 9 * 300 * MIB - 1, **sizes).num_layer_slots == 3
     # Layers of different size share slots of the largest.
     sizes = tuple((1 + index % 3) * 100 * MIB for index in range(9))
     shape = ModelShape(layer_bytes=sizes, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0, logits_row_bytes=0)
     for ram_mib in range(850, 2000, 130):
         got = make_plan(shape, None, ram_mib * MIB, context=8, num_nodes=1)
-        assert got.total_bytes <= ram_mib * MIB and (got.slot_bytes == 300 * MIB or got.num_resident == 9)
+        assert got.total_bytes <= ram_mib * MIB and (got.layer_slot_bytes == 300 * MIB or got.num_resident == 9)
     # The refusal says what is needed.
     shape = ModelShape(layer_bytes=(300 * MIB,) * 4, rest_bytes=100 * MIB, kv_bytes_per_token=0, row_bytes=0,
                        logits_row_bytes=0)  # fmt: skip

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 import offload
 from offload.checkpoint import layout
-from offload.checkpoint.hub import open_headers
+from offload.checkpoint.open import open_headers
 from offload.memory.planner import least_budget
 
 __all__ = ["device"]  # a fixture
@@ -103,7 +103,7 @@ def test_experts_in_host_memory(format: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", EXPERTS)
 def test_experts_on_a_device(format: str, device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place_experts(monkeypatch, 9, 5, "HOST", "DISK", "RESIDENT")
+    place_experts(monkeypatch, 9, 5, "PINNED", "DISK", "RESIDENT")
     assert {*addresses(of_format(EXPERTS, format, tmp_path), experts="demand", **BUDGETS)} == {0}
 
 

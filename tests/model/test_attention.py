@@ -14,7 +14,7 @@ from test_logits import Peak
 from tiny import FAMILIES, save
 from torch import Tensor, nn
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError

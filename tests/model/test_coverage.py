@@ -27,7 +27,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.small_files import read_config
 from offload.errors import UserError

@@ -16,7 +16,8 @@ from strict_place import OnCard, place
 from test_families import CHANGING, tiny_model
 from tiny import FAMILIES, VOCAB_SIZE, build, save
 
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.model import cuda_graphs
 from offload.model import cuda_graphs as graphed

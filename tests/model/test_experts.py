@@ -22,7 +22,7 @@ from transformers.models.aria import modeling_aria as aria
 
 from offload.checkpoint.families import ON_DEMAND
 from offload.checkpoint.layout import SlabLayout
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.errors import ReadError, UserError
 from offload.model.experts import bring_to
 from offload.model.tree_model import TreeModel

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 import offload
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.families import REFUSED as REFUSED_BY_NAME
-from offload.checkpoint.safetensors import Checkpoint
 from offload.model.layer_stacks import attention_windows
 from offload.model.meta import build_meta_model
 from offload.sampling_options import Sampling
@@ -190,10 +190,10 @@ def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
         kv_bytes = sum(one.nbytes for layer in range(cache.num_layers) for one in cache.held(layer).values())
     with choices_beyond_doubt() if theirs.config.model_type in INDEXED else nullcontext():
         assert got.token_ids == greedy_choices(theirs.eval(), got.token_ids, PROMPT)
-    slots_bytes = got.plan.num_slots * got.plan.slot_bytes
+    slots_bytes = got.plan.num_layer_slots * got.plan.layer_slot_bytes
     if max(got.plan.layer_bytes) < 2 * min(got.plan.layer_bytes):
-        assert got.plan.num_slots == 3 and got.plan.num_resident == 0
-    assert got.plan.resident_bytes + slots_bytes < 3 * got.plan.slot_bytes + 200 and got.plan.is_streamed
+        assert got.plan.num_layer_slots == 3 and got.plan.num_resident == 0
+    assert got.plan.resident_bytes + slots_bytes < 3 * got.plan.layer_slot_bytes + 200 and got.plan.is_streamed
     assert kv_bytes <= got.plan.kv_bytes, "the cache takes more than was planned"
     assert got.stats.tokens_per_sweep > 2, "a draft that is the model itself must be believed"
     assert len(set(got.token_ids)) >= 4, "a text of one token puts nothing to the test"

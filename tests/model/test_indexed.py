@@ -33,11 +33,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import offload
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import PathRows, ScoreTerms
-from offload.memory.planner import ModelFiles
 from offload.model import indexed, meta
 from offload.model.indexed import Choice, Pool, choose, index_scores
 from offload.model.kv_cache import KVCache

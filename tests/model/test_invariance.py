@@ -21,7 +21,7 @@ from tiny import FAMILIES, VOCAB_SIZE
 from torch import Tensor
 from torch.nn import functional
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import ScoreTerms
 from offload.memory.sizes import PATH_SCRATCH_BYTES

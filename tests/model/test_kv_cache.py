@@ -12,7 +12,7 @@ from test_recurrent import PARENTS, assert_follows_trees
 from tiny import FAMILIES, build, save
 from torch import Tensor
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
 from offload.model.kv_cache import KEYS, VALUES, KVCache

@@ -17,7 +17,7 @@ from test_path_rows import checkpoint_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.model import invariant as invariance

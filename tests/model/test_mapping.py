@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.planner import model_shape

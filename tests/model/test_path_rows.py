@@ -17,7 +17,7 @@ from tiny import FAMILIES, save
 from torch import Tensor
 
 import offload
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import PathRows, ScoreTerms, Window
 from offload.model.invariant import InvariantRows

@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import offload
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
-from offload.memory.planner import ModelFiles
 from offload.model import recurrences, recurrent
 from offload.model.meta import build_meta_model
 from offload.model.recurrent import _by_device

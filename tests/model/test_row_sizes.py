@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, MixtralConfig, Phi3Config
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.memory.sizes import INNER_ROWS
 from offload.model.invariant import InvariantRows

@@ -17,8 +17,9 @@ from test_families import config_of, tiny_model
 from tiny import FAMILIES, VOCAB_SIZE, build, displaced, save
 from torch import Tensor
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.cuts import Section, checkpoint_of
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.distributed.section import SectionModel
 from offload.engine.build import resident_model
 from offload.errors import UserError

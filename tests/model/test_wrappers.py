@@ -21,10 +21,12 @@ from transformers import PreTrainedModel
 from wrappers import wrapper_config, wrapper_model
 
 import offload
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.families import text_part
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.layout import SlabLayout, SlabRead
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
+from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.safetensors import read_header
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import AttentionChunk
@@ -122,7 +124,7 @@ def test_the_text_of_a_tree_is_that_of_the_whole_model(kind: str, tmp_path: Path
     wanted = written_by_transformers(saved(kind, tmp_path))
     got, pieces = streamed(tmp_path)
     assert got.token_ids == wanted and len(set(wanted)) >= 4
-    assert got.plan.num_slots == 3 and got.plan.num_resident == 0
+    assert got.plan.num_layer_slots == 3 and got.plan.num_resident == 0
     assert got.stats.tokens_per_sweep > 2, "a draft that is the model itself must be believed"
     assert_towers_are_untouched(open_checkpoint(tmp_path), pieces)
 

@@ -12,7 +12,7 @@ from plans import make_plan
 from test_device_planner import SHAPES
 from tiny import FAMILIES, build, save
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.memory.plan import MemoryPlan
 from offload.planning.cost_model import (
@@ -96,7 +96,7 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
     costs = costs_on(TOY, target, draft, 256)
     traffic, shape = Traffic.of(memory, TOY), best_first([0.7, 0.2, 0.05], 64, 8)
     got = Prediction("64x8", shape, step_time(costs, traffic, shape), (2.0, 8.0))
-    slots_s = 3 * memory.slot_bytes / 20e9
+    slots_s = 3 * memory.layer_slot_bytes / 20e9
     hidden_s, ends_s = min(slots_s, got.step.draft_s + got.step.host_s + VERIFY_S), 2 / 80 * costs.compute_s.at(64)
     assert got.step.draft_s == pytest.approx(8 * costs.draft_step_s.at(1), rel=0.01)
     assert got.step.link_s == pytest.approx(memory.streamed_bytes / 20e9 - hidden_s)
@@ -169,7 +169,7 @@ def played_s(plan: MemoryPlan, costs: Costs, step: StepTime, num_steps: int = 4)
 
     num_layers, ends = len(plan.layer_bytes), list[float]()
     streamed = [layer for layer in range(num_layers) if not plan.is_resident[layer]]
-    stage = SlotCycle(carry, streamed, [torch.empty(0)] * plan.num_slots)
+    stage = SlotCycle(carry, streamed, [torch.empty(0)] * plan.num_layer_slots)
     stage.start()
     for _ in range(num_steps):
         now += step.draft_s + step.host_s + step.verify_s
@@ -208,7 +208,7 @@ def test_every_term_is_in_the_bill_and_more_slots_gain_nothing() -> None:
     resident = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
     tier_L = list(plan.tier_L)
     tier_L[resident[len(resident) // 2]] = next(tier for tier in tier_L if tier != plan.tier_L[resident[0]])
-    other = replace(plan, tier_L=tuple(tier_L), num_slots=plan.num_slots + 1)  # beyond what drafting takes
+    other = replace(plan, tier_L=tuple(tier_L), num_layer_slots=plan.num_layer_slots + 1)  # beyond what drafting takes
     assert other.num_resident == plan.num_resident - 1
     assert played_s(other, costs, step) == pytest.approx(played_s(plan, costs, step), rel=1e-3)
 

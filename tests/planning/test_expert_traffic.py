@@ -15,8 +15,10 @@ from expected import rank_trees
 from mixture_headers import mixture
 from plans import make_plan
 
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.sizes import model_shape
-from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.memory.plan import MemoryBudget
+from offload.memory.planner import plan_memory
 from offload.planning.budget import traffic_in, with_experts
 from offload.planning.chains import ChainPolicy
 from offload.planning.cost_model import DEMAND_RATE, NEVER, Costs, Curve, Traffic, link_alone, overlapped_s, step_of
@@ -182,7 +184,7 @@ def test_demand_or_layers_is_settled_once_and_by_headers() -> None:
     for share in (0.1, 0.3, 0.6):
         budget = room(int(share * whole_bytes) + 600_000_000)
         settled = with_experts(budget, fine)
-        assert settled == replace(budget, experts="demand") and settled.plan(fine, 1).has_experts
+        assert settled == replace(budget, experts="demand") and plan_memory(fine, settled, 1).has_experts
         assert with_experts(replace(budget, experts="layers"), fine).experts == "layers"
     assert with_experts(room(64 * GB), fine).experts == "layers", "where all of it stays there is nothing to choose"
     assert with_experts(room(2 * GB), dense).experts == "layers"

@@ -12,7 +12,7 @@ import pytest
 from tiny import FAMILIES, save_pair
 
 from offload.checkpoint.layer_sizes import ExpertShape
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.errors import UserError
 from offload.planning.acceptance import DynamicYield
 from offload.planning.cost_model import Costs, Curve

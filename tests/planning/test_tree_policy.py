@@ -11,12 +11,13 @@ from expected import expected_tokens
 from test_device_planner import CONFIGS, GIB
 
 import offload
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.resolve import resolve
 from offload.engine.setup import Setup
 from offload.errors import UserError
-from offload.memory.planner import ModelFiles
+from offload.memory.planner import plan_memory
 from offload.model.headers import describe
 from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, measured_acceptance, tokens_per_sweep
 from offload.planning.budget import budget_of
@@ -240,7 +241,7 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
     described, place = ModelFiles(*map(describe, headers)), "cuda" if machine.gpu_bytes else None
     options = LoadOptions(context=LONG, ram=machine.ram_bytes, gpu_memory=machine.gpu_bytes)
     room = budget_of(options, place)
-    context = room.plan(ModelFiles(described.target), 1).context
+    context = plan_memory(ModelFiles(described.target), room, 1).context
     costs = costs_on(machine, *(model_shape(one) for one in described if one is not None), context // 2)
     profile = usual_profile(costs)
     path, said = folder / "profile.json", folder / "machine.json"

@@ -21,15 +21,16 @@ from tiny import VOCAB_SIZE, Pair, random_ids, streaming_ram
 
 import offload
 from offload.bench.harness.gate import Written, draws_hold, prove
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import PAIR, PROMPT
-from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.engine.request import Request
 from offload.engine.setup import Setup
 from offload.errors import UserError
 from offload.memory import prompt_rows
-from offload.memory.planner import MemoryBudget, ModelFiles
+from offload.memory.plan import MemoryBudget
 from offload.memory.sizes import PROMPT_ROWS
 from offload.planning.acceptance import bounds_to_count, bursts
 from offload.planning.cost_model import Costs

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 import offload
 from offload.calibration.kernels import KernelChoice
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine import opening as loading
 from offload.engine.build import resident_model
@@ -26,7 +26,7 @@ from offload.kernels.match_rows import match_rows_reference
 from offload.kernels.registry import REFERENCES
 from offload.memory import planner
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import MAX_LOGITS_ROWS
+from offload.memory.sizes import MAX_LOGITS_ROWS
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.tree_model import TreeModel
@@ -124,13 +124,13 @@ def test_chunks_hold_what_one_pass_computes(family: str, tmp_path: Path) -> None
 
 
 def rows_at_a_time(monkeypatch: pytest.MonkeyPatch, num_rows: int | None) -> None:
-    plan_memory = planner.plan_memory
+    plan_once = planner._plan_once
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:
-        plan = plan_memory(*args, **settings)
+        plan = plan_once(*args, **settings)
         return plan if num_rows is None else replace(plan, num_logits_rows=num_rows)
 
-    monkeypatch.setattr(planner, "plan_memory", planned)
+    monkeypatch.setattr(planner, "_plan_once", planned)
 
 
 SAMPLINGS = ({}, {"temperature": 0.7, "top_p": 0.9, "seed": 5}, {"temperature": 1.2, "seed": 6})

@@ -65,7 +65,7 @@ def test_greedy_ids_equal_transformers(
             assert got.stats.bytes_streamed == 0
 
 
-@pytest.mark.parametrize("tiers", [("DISK",), ("HOST",), ("HOST", "DISK", "RESIDENT", "DISK")])
+@pytest.mark.parametrize("tiers", [("DISK",), ("PINNED",), ("PINNED", "DISK", "RESIDENT", "DISK")])
 def test_dense_parts_stream_beside_experts(
     tiers: tuple[str, ...], device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +100,7 @@ def test_the_plan_decides_how_many_stay(device: FakeDevice, base: Path) -> None:
         assert plan.total_bytes <= plan.ram_bytes and plan.gpu_total_bytes <= plan.gpu_bytes
         assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
     with offload.load(target, tree="none", **{**LOAD, "experts": "auto"}) as decoder:
-        assert decoder.target.experts is None and decoder.plan.num_slots == 0
+        assert decoder.target.experts is None and decoder.plan.num_layer_slots == 0
     # A small card leaves experts to the host.
     target, _, wanted = pair_of("qwen3-moe", base)
     roomy = offload.load(target, tree="none", **LOAD)

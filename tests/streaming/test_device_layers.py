@@ -35,7 +35,7 @@ def layouts(count: int) -> list[SlabLayout]:
 
 
 LAYOUTS = layouts(NUM_LAYERS)
-R, H, D = LayerTier.RESIDENT, LayerTier.HOST, LayerTier.DISK
+R, H, D = LayerTier.RESIDENT, LayerTier.PINNED, LayerTier.DISK
 TIERS = {
     "host": [H] * 7,
     "disk": [D] * 7,

@@ -23,7 +23,7 @@ from tiny import FAMILIES, build, displaced, save, save_pair
 
 import offload
 from offload.calibration import link as card_link
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.distributed.service import serving
 from offload.drafting.model_drafter import ModelDrafter
 from offload.engine import sharing as turn
@@ -78,22 +78,24 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str, **experts: int) -> None:
     """Plans put layers where these tiers say, in turn; the sizes stay the plan's, but for slots of experts."""
-    plan_memory = planner.plan_memory
+    plan_once = planner._plan_once
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:
-        plan = plan_memory(*args, **settings)
+        plan = plan_once(*args, **settings)
         if experts and not plan.has_experts:
             return plan
         placed = tuple(LayerTier[tiers[layer % len(tiers)]] for layer in range(len(plan.tier_L)))
         streams = any(tier is not LayerTier.RESIDENT for tier in placed)
-        sizes = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2 if streams else 0}
-        return replace(plan, tier_L=placed, num_host_slots=2 if LayerTier.DISK in placed else 0, **sizes, **experts)
+        sizes = {"layer_slot_bytes": max(plan.layer_bytes), "num_layer_slots": 2 if streams else 0}
+        return replace(
+            plan, tier_L=placed, num_host_layer_slots=2 if LayerTier.DISK in placed else 0, **sizes, **experts
+        )
 
-    monkeypatch.setattr(planner, "plan_memory", planned)
+    monkeypatch.setattr(planner, "_plan_once", planned)
 
 
-TIERS = {name.lower(): (name,) * 4 for name in ("HOST", "DISK", "RESIDENT")}
-TIERS["all three"] = ("HOST", "DISK", "RESIDENT", "DISK")
+TIERS = {name.lower(): (name,) * 4 for name in ("PINNED", "DISK", "RESIDENT")}
+TIERS["all three"] = ("PINNED", "DISK", "RESIDENT", "DISK")
 
 
 @matrix("tiers", TIERS, always=["all three"], daily=1)
@@ -124,11 +126,11 @@ def test_the_plan_decides_where_layers_lie(device: FakeDevice, base: Path, monke
     """Without a word from the test: a GPU with room for everything, and the plan's own sums."""
     target, draft, wanted = pair_of("llama", base)
     with offload.load(target, draft, context=128, tree="8x3", threads=1, gpu_memory="2GiB", ram="2GiB") as decoder:
-        assert decoder.plan.num_slots == 0 and decoder.plan.device == "cuda"
+        assert decoder.plan.num_layer_slots == 0 and decoder.plan.device == "cuda"
         assert decoder.generate(prompts()[1], max_new_tokens=20).token_ids == wanted[:20]
 
 
-@pytest.mark.parametrize("tiers", ["host", "all three"])
+@pytest.mark.parametrize("tiers", ["pinned", "all three"])
 def test_an_automatic_tree_goes_by_the_link_to_the_card(
     tiers: str, device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +355,7 @@ def test_services_of_stages_are_computed_there() -> None:
 
 def test_a_closed_decoder_keeps_nothing_by_its_turn(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a turn enters is the device's, not the target's: its weights would stay."""
-    place_layers(monkeypatch, *TIERS["host"])
+    place_layers(monkeypatch, *TIERS["pinned"])
     target, _, __ = pair_of("llama", base)
     decoder = offload.load(target, device=FakeDevice(), tree="none", context=64, threads=1, **BUDGETS)
     held = decoder.turn._computing

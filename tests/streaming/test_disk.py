@@ -15,8 +15,8 @@ import pytest
 from matrix import matrix
 from random_files import assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, TensorPart, slab_layout
-from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import ReadError
 from offload.streaming import disk as host_store
 from offload.streaming.disk import DiskReader, allocate

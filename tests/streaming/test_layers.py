@@ -19,7 +19,8 @@ from tiny import FAMILIES, build, save
 
 import offload
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout, TensorPart, slab_layout
-from offload.checkpoint.safetensors import open_checkpoint, read_header
+from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.safetensors import read_header
 from offload.errors import ReadError
 from offload.memory.planner import model_shape
 from offload.model.tree_model import TreeModel
@@ -277,7 +278,7 @@ def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
     target, ram = tiny_target(tmp_path)
     with offload.load(target, ram=ram, context=128, threads=1, tree="none") as decoder:
         plan, stream = decoder.plan, decoder.target.stream
-        assert plan.num_slots == 3 and plan.num_resident == 0
+        assert plan.num_layer_slots == 3 and plan.num_resident == 0
         num_runs = sum(len(layout.pieces) for layout in stream.carrier.layouts)
         moved, counted = [], []
         for _ in range(2):

@@ -22,8 +22,8 @@ from offload.bench.harness.models import place_of, resident_pair
 from offload.bench.harness.steps import record_steps
 from offload.bench.harness.synthetic import TINY, TINY_DRAFT
 from offload.bench.latency.exact import gates
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import PAIR, PROMPT
-from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import build
 from offload.kernels.registry import KERNELS
 from offload.memory.planner import GPU_RUNTIME_BYTES
@@ -142,7 +142,7 @@ def test_the_cards_clock_tells_what_happened(
     pair: tuple[Path, Path, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft, wanted = pair
-    place_layers(monkeypatch, *TIERS["host"])
+    place_layers(monkeypatch, *TIERS["pinned"])
     with offload.load(target, draft, tree="8x3", **HOW) as decoder:
         timeline, new_ids = record_steps(decoder, prompts()[1], "8x3", 3)
     assert new_ids == wanted[: len(new_ids)]

@@ -30,7 +30,8 @@ from torch import Tensor
 from vector_clocks import ClockDevice, Clocks, follow_threads
 
 import offload
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.model import cuda_graphs
 from offload.model.cuda_graphs import use_graphs
 from offload.model.kv_cache import KVCache
@@ -290,13 +291,13 @@ def test_decoding_races_with_nothing(sizes: str | None, base: Path, monkeypatch:
         place_layers(monkeypatch, *PLACED["all three"])
         assert not written("llama", base, monkeypatch).clocks.races
     else:
-        place_experts(monkeypatch, *POOLS[sizes], "DISK", "HOST")
+        place_experts(monkeypatch, *POOLS[sizes], "DISK", "PINNED")
         assert not written("qwen3-moe", base, monkeypatch, experts="demand", invariant=False).clocks.races
 
 
 def test_a_decoder_that_waits_for_nothing_shows(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the model's own operations read from slots is seen."""
-    place_experts(monkeypatch, *POOLS["some"], "HOST")
+    place_experts(monkeypatch, *POOLS["some"], "PINNED")
     monkeypatch.setattr(ClockDevice, "wait", lambda *_: None)
     races = written("qwen3-moe", base, monkeypatch, experts="demand", invariant=False).clocks.races
     assert {before for before, _ in races} >= {"a copy writes"} and any("aten::" in behind for _, behind in races)

@@ -20,7 +20,7 @@ from transformers import GPTNeoXConfig
 
 import offload
 from offload.checkpoint.layout import SlabLayout, SlabRead
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.whole import open_whole
 from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder

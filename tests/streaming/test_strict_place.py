@@ -30,7 +30,7 @@ from torch import Tensor
 
 import offload
 from offload.calibration import startup
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.request import Request
@@ -58,7 +58,7 @@ def card(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> StrictDevice:
 
 def test_a_session_goes_there_and_back(card: StrictDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save(build(FAMILIES["llama"]()), tmp_path / "model")
-    place_layers(monkeypatch, *TIERS["host"])
+    place_layers(monkeypatch, *TIERS["pinned"])
     with card, offload.load(model, model, tree="8x3", **LOAD) as decoder:
         whole = decoder.generate(prompts()[1], max_new_tokens=12).token_ids
         first = decoder.generate(prompts()[1], max_new_tokens=5).token_ids
@@ -78,7 +78,7 @@ def test_every_rule_draws_on_the_card(
     """Shared noise is the same anywhere; draws from distributions come from another generator on a GPU."""
     target, draft, _ = pair_of("llama", base)
     how: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 4, "max_new_tokens": 8}
-    place_layers(monkeypatch, *TIERS["host"])
+    place_layers(monkeypatch, *TIERS["pinned"])
     with card, offload.load(target, draft, tree="8x3", rule=rule, **LOAD) as decoder:
         ours = decoder.generate(prompts()[1], **how).token_ids
     assert len(ours) == 8
@@ -94,7 +94,7 @@ def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
 ) -> None:
     """Once a level for a static tree, twice a pass for a dynamic one; behind the sweep once a token, and to learn."""
     target, draft, _ = pair_of("llama", base)
-    place_layers(monkeypatch, *TIERS["host"])
+    place_layers(monkeypatch, *TIERS["pinned"])
     with card, offload.load(target, draft, tree=tree, **LOAD) as decoder:
         shape = decoder._trees.for_run(Sampling(), "match").shape
         text, passes = decoder.begin(prompts()[1], Sampling(), shape=shape), 0
@@ -194,7 +194,7 @@ def test_what_is_left_on_the_wrong_side_is_refused(
     mistake: str, card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft, _ = pair_of("llama", base)
-    place_layers(monkeypatch, *TIERS["host"])
+    place_layers(monkeypatch, *TIERS["pinned"])
     if mistake == "noise":
         noise = lambda seed, position, vocab_size, device: torch.zeros(vocab_size)  # noqa: E731
         monkeypatch.setattr(sampling, "REFERENCES", sampling.REFERENCES._replace(keyed_gumbel=noise))
@@ -375,9 +375,9 @@ def write(step: Step, counted: Counted, base: Path, patch: pytest.MonkeyPatch) -
     """Some steps behind the prompt; returns how many tensors went by `send`, and leaves the others in `astray`."""
     target, draft, wanted = pair_of(step.family, base)
     if step.options.get("experts"):
-        place_experts(patch, 9, 5, "DISK", "HOST")
+        place_experts(patch, 9, 5, "DISK", "PINNED")
     else:
-        place_layers(patch, *TIERS["host"])
+        place_layers(patch, *TIERS["pinned"])
     how = {"context": 128, "threads": 1, "profile": "none", "parallel": step.num_texts, **BUDGETS, **step.options}
     prompt = prompts()[1]
     if step.options.get("lookup"):

@@ -11,7 +11,7 @@ from damage import BYTES, JSON, flip, only, other, special, text
 from model_files import ENOUGH, as_wanted, keep_wanted, save_files
 from shell import Outcome, shell
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.open import open_checkpoint
 from offload.cli.serve_command import read_keys
 from offload.planning.acceptance import DynamicYield
 from offload.planning.cost_model import Costs, Curve

@@ -1,0 +1,153 @@
+"""A model whose headers were read: `Checkpoint`, and the type that it is computed in.
+
+`settled_dtype` chooses the type that quantised weights are expanded into, where the user names
+none. They are stored for GPUs, mostly with scales in float16. CPUs multiply float16 2 to 8 times
+slower than bfloat16, even those with instructions for both; in memory both take the same. Packed
+weights keep the type of the original model.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+from offload.checkpoint.files import Stamp, name_of_folder
+from offload.checkpoint.held import Held
+from offload.checkpoint.small_files import has_encoder, stored_dtype
+from offload.checkpoint.tensors import TensorEntry
+from offload.encoding.base import ENCODINGS, Coding
+from offload.encoding.exponents import Exponents
+from offload.errors import UserError
+
+_Others = ParamSpec("_Others")
+_Found = TypeVar("_Found")
+_LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
+
+
+def remembered(
+    function: Callable[Concatenate["Checkpoint", _Others], _Found],
+) -> Callable[Concatenate["Checkpoint", _Others], _Found]:
+    """Return the function with its results kept by checkpoint and arguments, but for errors.
+
+    A result must not be changed, nor refer to the checkpoint, with which it is freed.
+    """
+    known: WeakKeyDictionary[Checkpoint, dict[Any, _Found]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def ask(checkpoint: "Checkpoint", *others: _Others.args, **named: _Others.kwargs) -> _Found:
+        own = known.setdefault(checkpoint, {})
+        key = (others, tuple(sorted(named.items())))
+        if key not in own:
+            own[key] = function(checkpoint, *others, **named)
+        return own[key]
+
+    return ask
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A model whose headers have been read and found sound."""
+
+    directory: Path
+    config: dict[str, Any]
+    shards: tuple[Path, ...]
+    tensors: dict[str, TensorEntry]
+    # of the shards as their headers were read; none where only headers are known
+    stamps: tuple[Stamp, ...] = ()
+    # folder of small files such as generation_config.json, where it is not `directory`
+    beside: Path | None = None
+    tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
+    held: Held | None = None  # of a draft, that lies in memory in fewer bits
+    # bytes of tensors that no text needs, by what they are of
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    config_stamp: Stamp | None = None  # of config.json as it was read
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether the weight files exist on this machine."""
+        return all(os.path.isfile(shard) for shard in self.shards)
+
+    @property
+    def is_copy(self) -> bool:
+        """Return whether it is a self draft: the target, quantised."""
+        return self.held is not None and self.held.is_copy
+
+    @property
+    def has_encoder(self) -> bool:
+        """Return whether an encoder reads the prompt."""
+        return has_encoder(self.config)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for _, entry in self.stored_entries)
+
+    @property
+    def stored_entries(self) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield name and entry of all tensors that a text needs, companions included."""
+        for name, entry in self.tensors.items():
+            yield name, entry
+            yield from ((f"{name} {suffix}", one) for suffix, one in entry.companions)
+
+    @property
+    def codings(self) -> list[Coding]:
+        """Return the codings of all coded weights."""
+        return [entry.coded.coding for entry in self.tensors.values() if entry.coded]
+
+    @property
+    def name(self) -> str:
+        """Return the name in lines for users."""
+        return name_of_folder(self.directory)
+
+    @property
+    def small_files(self) -> Path:
+        return self.beside or self.directory
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Return the folder, or GGUF file, for `load_tokenizer`; it need not have a tokenizer."""
+        return self.tokenizer or self.directory
+
+
+def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
+    """Return the type to compute in: `wish`, or for `auto` the config's or the most common one."""
+    return _usual_dtype_name(checkpoint) if wish == "auto" else wish
+
+
+@remembered
+def _usual_dtype_name(checkpoint: Checkpoint) -> str:
+    stored = Counter[str]()
+    for entry in checkpoint.tensors.values():
+        decoded = ENCODINGS.get(entry.dtype) if entry.coded is None else entry.coded.coding
+        stored[decoded.dtype if decoded else entry.dtype] += math.prod(entry.shape)
+    usual = stored.most_common(1)[0][0] if stored else "float32"
+    remedy = "give `dtype` bfloat16, float16 or float32"
+    return stored_dtype(checkpoint.config, checkpoint.name, usual, remedy)
+
+
+def settled_dtype(target: Checkpoint, wish: str, *, is_on_cpu: bool) -> tuple[str, list[str]]:
+    """Return `wish`, or bfloat16 in place of float16 on a CPU, and what to tell the user."""
+    is_rounded = not all(isinstance(one, Exponents) for one in target.codings)
+    is_open = wish == "auto" and is_on_cpu and is_rounded
+    if not is_open or compute_dtype_name(target, wish) != "float16":
+        return wish, []
+    note = "computing in bfloat16: CPUs are slow with float16 (`dtype` float16 to have it)"
+    return "bfloat16", [note]
+
+
+def unsupported(checkpoint: Checkpoint, what: str) -> UserError:
+    """Return the error for a model whose architecture is not supported."""
+    kind = f"model type {checkpoint.config.get('model_type', 'unknown')}"
+    where = checkpoint.name
+    return UserError(f"{where}: {kind} is not supported ({what}): {_LOOK}")
+
+
+class ModelFiles(NamedTuple):
+    """The checkpoints of target and draft."""
+
+    target: Checkpoint
+    draft: Checkpoint | None = None

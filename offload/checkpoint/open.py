@@ -1,0 +1,230 @@
+"""A model's headers, wherever it is: in a folder, in a GGUF file or on the hub.
+
+No weights are read, and the shards of the resulting `Checkpoint` need not exist: code that reads
+them asks `Checkpoint.is_here` first. An index may be hostile: names in it are of files beside it, or it is
+refused.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.download import (
+    INDEX,
+    SINGLE,
+    check_shard_names,
+    folder_of,
+    in_cache,
+    is_hub_id,
+    not_on_the_hub,
+    shard_names,
+)
+from offload.checkpoint.families import TextPart, text_part, with_shared_layers, with_turned_stacks
+from offload.checkpoint.files import Stamp, gguf_file, name_of_folder, read_json, stamp_of
+from offload.checkpoint.gguf import open_gguf
+from offload.checkpoint.safetensors import checked_entry, damaged, read_header, require_few
+from offload.checkpoint.small_files import check_method, read_config
+from offload.checkpoint.tensors import TensorEntry, with_codings
+from offload.encoding.base import AGAIN
+from offload.errors import UserError, require
+
+# takes a model and what its GGUF file was made from
+ReadHeaders = Callable[..., Checkpoint]
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def is_from_hub(model: str | os.PathLike[str]) -> bool:
+    """Return whether this could name a model on the hub, and names nothing here."""
+    return not os.path.exists(os.path.expanduser(model)) and is_hub_id(str(model))
+
+
+def config_alone(model: str | os.PathLike[str]) -> Path | None:
+    """Return a config.json that was named itself or lies in a folder without weights, else None."""
+    # an empty name is no name of the folder that a program happens to be in
+    if not os.fspath(model):
+        return None
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path) and os.path.isfile(path / "config.json"):
+        return None if has_weights(path) else path / "config.json"
+    return path if os.path.isfile(path) and path.suffix == ".json" else None
+
+
+def open_headers(
+    model: str | os.PathLike[str], config: str | os.PathLike[str] | None = None
+) -> Checkpoint:
+    """Read the headers of a folder, a GGUF file or a hub id, without downloading weights.
+
+    `config` is the folder or hub id of the model that a GGUF file was made from, for its config and
+    tokenizer. Raises `UserError` for anything else.
+    """
+    rule = "a model must be a folder, a GGUF file or a hub id"
+    is_name = isinstance(model, str | os.PathLike) and bool(os.fspath(model))
+    require(is_name, rule, f"{model!r:.80}", "give its path or name")
+    file = gguf_file(model)
+    if file is not None:
+        return open_gguf(file, config)
+    require(config is None, "`config` goes with a model in a GGUF file", f"{model}", "leave it out")
+    return _on_the_hub(str(model)) if is_from_hub(model) else open_checkpoint(model)
+
+
+def headers_here(
+    model: str | os.PathLike[str], config: str | os.PathLike[str] | None = None
+) -> Checkpoint | None:
+    """Read headers; None for a hub id that is not in the cache. Raises `UserError`."""
+    if not is_from_hub(model):
+        return open_headers(model, config)
+    return _in_cache(str(model)) if config is None else None
+
+
+def fetch(
+    models: Sequence[str | os.PathLike[str]],
+    headers: Sequence[Checkpoint],
+    on_phase: Callable[[str], None],
+) -> list[Checkpoint]:
+    """Return checkpoints to read weights from; what is not here of `headers` is downloaded."""
+    found = []
+    for model, known in zip(models, headers, strict=True):
+        if not known.is_here:
+            on_phase(f"downloading {model}")
+        found.append(known if os.path.exists(os.path.expanduser(model)) else open_checkpoint(model))
+    return found
+
+
+def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
+    """Read config and headers of a Hugging Face folder or hub id. Raises `UserError`."""
+    directory = folder_of(model)
+    where = name_of_folder(directory)
+    if not os.path.isfile(directory / "config.json"):
+        _refuse_other_formats(directory)
+    config_stamp = stamp_of(directory / "config.json")
+    config = read_config(directory / "config.json")
+    shards, weight_map = find_shards(directory)
+    for path in shards:
+        if not os.path.isfile(path):
+            raise damaged(f"{directory}: the index names {path.name}, which is missing", directory)
+    tensors = dict[str, TensorEntry]()
+    stamps = list[Stamp]()
+    for index, shard in enumerate(shards):
+        header = read_header(shard, index)
+        stamps.append(header.stamp)
+        require_few(where, len(tensors) + len(header.tensors))
+        for name, entry in header.tensors.items():
+            if weight_map is None or weight_map.get(name) == shard.name:
+                tensors[name] = entry
+    for name, file in (weight_map or {}).items():
+        if name not in tensors:
+            what = f"the index places {name} in {file}, which lacks it"
+            raise damaged(f"{where}: {what}", directory)
+    weights, left_out = weights_of(where, config, tensors)
+    return Checkpoint(
+        directory,
+        config,
+        shards,
+        weights,
+        tuple(stamps),
+        left_out=left_out,
+        config_stamp=config_stamp,
+    )
+
+
+def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> TextPart:
+    """Return a language model's tensors by its own names. Raises `UserError` for contradictions."""
+    check_method(where, config)
+    found = text_part(where, config, tensors)
+    weights = with_codings(where, config, found.tensors)
+    if config.get("quantization_config") and not any(entry.coded for entry in weights.values()):
+        what = f"{where}: config.json says that weights are quantised, no tensor shows how"
+        raise UserError(f"{what}: {AGAIN}")
+    turned = with_turned_stacks(config, weights)
+    return found._replace(tensors=with_shared_layers(config, turned))
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether a folder holds weights in any format, readable or not."""
+    return any(
+        True for pattern in ("*.safetensors*", *_PICKLES, "*.gguf") for _ in directory.glob(pattern)
+    )
+
+
+def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
+    """Return the weight files, there or not, and the index's map of tensors to them, if any.
+
+    Raises `UserError` where there are no files, or the index makes no sense.
+    """
+    if os.path.isfile(directory / INDEX):
+        weight_map = read_json(directory / INDEX).get("weight_map")
+        names = shard_names(directory, weight_map)
+        return tuple(directory / name for name in names), weight_map
+    shards = sorted(directory.glob("*.safetensors"))
+    if os.path.isfile(directory / SINGLE):
+        shards = [directory / SINGLE]
+    if len(shards) == 1:
+        return tuple(shards), None
+    if shards:
+        what = f"{directory} has {len(shards)} safetensors files but no {INDEX}"
+        raise damaged(what, directory)
+    pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
+    if pickles:
+        what = f"{directory} has only pickled weights ({pickles[0]}), which can run code"
+        raise UserError(f"{what}: convert to safetensors")
+    _refuse_other_formats(directory)
+    has_config = os.path.isfile(directory / "config.json")
+    remedy = AGAIN if has_config else "give the folder of a Hugging Face model"
+    raise UserError(f"no safetensors files in {directory}: {remedy}")
+
+
+def _refuse_other_formats(directory: Path) -> None:
+    """Raise `UserError` for a folder that holds an adapter without its model."""
+    if os.path.isfile(directory / "adapter_config.json"):
+        what = f"{directory} holds an adapter, such as LoRA, without its model"
+        raise UserError(f"{what}: merge it into the model, give the result")
+
+
+def shard_name(index: int, count: int) -> str:
+    """Return the name of one of `count` weight files."""
+    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _on_the_hub(repo: str) -> Checkpoint:
+    """Return the hub's copy in the cache, else config and headers alone: kilobytes."""
+    from huggingface_hub import errors as hub
+    from huggingface_hub import get_safetensors_metadata, snapshot_download
+
+    # the HTTP library beneath changes from release to release
+    network_error: type[Exception] = hub.HfHubHTTPError.__bases__[0]
+    unusable = (hub.HFValidationError, hub.NotASafetensorsRepoError, hub.SafetensorsParsingError)
+    cached = _in_cache(repo)
+    if cached is not None:
+        return cached
+    try:
+        # Not hf_hub_download, which tries six times, for 23 s, where there is no network at all.
+        config = Path(snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
+        found = get_safetensors_metadata(repo)
+    except (OSError, network_error, *unusable) as error:
+        raise not_on_the_hub(repo, error) from None
+    files = sorted(found.files_metadata)
+    tensors = {}
+    check_shard_names(Path(repo), files)
+    for index, file in enumerate(files):
+        for name, tensor in found.files_metadata[file].tensors.items():
+            place = {"shape": list(tensor.shape), "data_offsets": tensor.data_offsets}
+            meta = {"dtype": tensor.dtype, **place}
+            if found.weight_map.get(name) == file:
+                tensors[name] = checked_entry(Path(file), name, meta, index, 0)
+    settings = read_config(config)
+    shards = tuple(Path(f"{repo}/{file}") for file in files)
+    weights, left_out = weights_of(repo, settings, tensors)
+    return Checkpoint(Path(repo), settings, shards, weights, left_out=left_out)
+
+
+def _in_cache(repo: str) -> Checkpoint | None:
+    """Return the hub's copy in the cache; None where it is not there, or only in part."""
+    from huggingface_hub import errors as hub
+
+    try:
+        return open_checkpoint(in_cache(repo))
+    except (OSError, hub.HFValidationError, UserError):
+        return None
