@@ -18,7 +18,7 @@ import offload
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.open import open_headers
 from offload.engine.build import resident_model
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
 
 TOKEN_T = torch.tensor(prompts()[1])

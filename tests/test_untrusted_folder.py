@@ -19,7 +19,7 @@ from shell import ROOT
 from tiny import FAMILIES, save_pair, save_reciter, save_tokenizer
 
 from offload.checkpoint.open import open_checkpoint
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
 from offload.model.meta import build_meta_model
 

@@ -25,7 +25,6 @@ from offload.engine.generation import Generation
 from offload.engine.load import load
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
-from offload.model.target import BatchEntry
 from offload.reports.proof import chain_logits, gaps_of, rounding
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -146,8 +145,8 @@ def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterat
                     end = min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)
                     path_N = torch.tensor(ids[lo - 1 : end])
                     tree = TokenTree(chain(len(path_N) - 1), path_N)
-                    entry = BatchEntry.whole(ids[:lo], cache, tree)
-                    rows.append(decoder.target.score([entry])[0].whole())
+                    part = decoder.target.part_of(ids[:lo], cache, tree)
+                    rows.append(decoder.target.score([part])[0].whole())
                     decoder.target.commit(range(len(path_N)), lo, cache)
                 return torch.cat(rows)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.engine.decoder import Decoder
-from offload.engine.text import encode_prompt, load_tokenizer
+from offload.engine.tokenizer import encode_prompt, load_tokenizer
 from offload.errors import UserError
 
 CODE = "code"

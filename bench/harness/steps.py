@@ -21,7 +21,6 @@ from offload.calibration.trial import rows_of
 from offload.drafting.base import DraftText
 from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.decoder import Decoder
-from offload.model.target import BatchEntry
 from offload.planning.cost_model import Curve
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
@@ -58,11 +57,11 @@ class PassRunner:
         cache = self._text.caches.target
         shape = best_first(DEFAULT_ACCEPTANCE, num_rows, _DEPTH) if num_rows > 1 else chain(0)
         node_N = torch.cat([torch.tensor(tokens[-1:]), torch.arange(num_rows - 1) % 1000 + 3])
-        entry = BatchEntry.whole(tokens, cache, TokenTree(shape, node_N))
         stalled_s = stream.stall_s
         moved_bytes = stream.bytes_read
         started = time.perf_counter()
-        (scores,) = target.score([entry])
+        part = target.part_of(tokens, cache, TokenTree(shape, node_N))
+        (scores,) = target.score([part])
         host_s = time.perf_counter() - started
         target.wait()
         seconds = time.perf_counter() - started
@@ -173,7 +172,7 @@ def repeated_scores(
 
     def scored() -> torch.Tensor:
         cache.clear()
-        return target.score([BatchEntry.whole(tokens, cache, tree)])[0].whole()
+        return target.score([target.part_of(tokens, cache, tree)])[0].whole()
 
     target.stream.poison_released = True
     try:

@@ -22,7 +22,7 @@ from offload.bench.harness.process import ROOT, run
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.tables import Column, ratios
-from offload.engine.text import encode_prompt, load_tokenizer
+from offload.engine.tokenizer import encode_prompt, load_tokenizer
 from offload.errors import UserError, require
 from offload.sampling_options import Sampling
 

@@ -21,7 +21,7 @@ from offload.checkpoint.files import cache_folder
 from offload.checkpoint.packaged import PAIR
 from offload.datastore.build import Coder, build
 from offload.engine.decoder import Decoder
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 
 SOURCES = (
     *("lookup", "store", "lookup+store", "ngram"),

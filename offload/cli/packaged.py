@@ -16,7 +16,7 @@ from offload.checkpoint.packaged import PAIR, inflated_config, inflated_target
 from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Progress
 from offload.engine.request import Request
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError, require
 from offload.memory.plan import MemoryBudget
 from offload.memory.planner import least_budget, plan_memory

@@ -33,8 +33,8 @@ from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, ranked_children
 from offload.drafting.static import point_mass_scores
 from offload.engine.build import resident_model
+from offload.engine.cache_pool import num_shared
 from offload.engine.setup import Setup
-from offload.engine.sharing import num_shared
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.trees.topology import GrownNode, grow_best_first
@@ -129,13 +129,13 @@ class DraftTree:
         least_log_f = self.root.log_f + (math.log(least_f) if least_f > 0 else -math.inf)
 
         def child(node: GrownNode[DraftNode], rank: int) -> tuple[float, DraftNode] | None:
-            children = node.place.children or ()
+            children = node.item.children or ()
             found = children[rank] if rank < len(children) else None
             if found is None or found.p < least_p or found.log_f < least_log_f:
                 return None
             return found.log_f, found
 
-        return (node.place for node in grow_best_first(self.root, child, self.root.log_f))
+        return (node.item for node in grow_best_first(self.root, child, self.root.log_f))
 
     def run(self, nodes: Sequence[DraftNode]) -> None:
         """Score nodes whose parents were run, in one pass; the root comes alone."""

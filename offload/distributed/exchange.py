@@ -22,7 +22,7 @@ from offload.errors import UserError
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.model.layer_stacks import layer_stacks
-from offload.model.mapping import is_plain_product
+from offload.model.parameters import is_plain_product
 from offload.planning.cluster import Gathers
 from offload.planning.cost_model import Curve
 from offload.stats import RankFigures

@@ -41,7 +41,7 @@ from offload.distributed.orders import (
 )
 from offload.distributed.runs import RunNode, RunStep, RunTable
 from offload.distributed.transport import Channel, Transport
-from offload.engine.sharing import num_shared
+from offload.engine.cache_pool import num_shared
 from offload.errors import RankError, require
 from offload.interrupts import held_back
 from offload.memory.sizes import PROMPT_ROWS

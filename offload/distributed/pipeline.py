@@ -21,7 +21,7 @@ from offload.distributed.transport import Channel, Transport
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.request import Request
 from offload.engine.setup import Setup
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 from offload.memory.plan import MemoryPlan
 
 

@@ -5,7 +5,7 @@ it comes.
 """
 
 import time
-from collections import abc
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.hooks import Hooks
 from offload.engine.request import Request
-from offload.engine.sequence import Sequence
+from offload.engine.sequence import TokenSequence
 from offload.errors import UserError
 from offload.stats import RankFigures, Transfers
 
@@ -100,10 +100,10 @@ class PipelineDecoder(Decoder):
         self._head = head
         self._vocab_size = vocab_size
         self._on_layer = hooks.on_layer
-        self._last = list[Sequence]()
+        self._last = list[TokenSequence]()
         self._is_under_way = False
 
-    def _pass(self, sequences: abc.Sequence[Sequence]) -> list[list[int]]:
+    def _pass(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
         (sequence,) = sequences
         kept = sequence.caches.target.length
         started = time.perf_counter()

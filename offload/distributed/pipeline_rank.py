@@ -14,7 +14,7 @@ from offload.distributed.agreement import broadcast_from_head, gather_values, tr
 from offload.distributed.section import capacity_of
 from offload.distributed.transport import Transport
 from offload.engine.setup import Setup
-from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary
+from offload.engine.tokenizer import Tokenizer, Vocabulary, check_vocabulary
 from offload.errors import UserError
 from offload.memory.plan import MemoryBudget, MemoryPlan
 from offload.memory.sizes import PATH_SCRATCH_BYTES, RUNTIME_BYTES, draft_bytes, noise_bytes

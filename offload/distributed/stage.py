@@ -14,8 +14,7 @@ drawn and nothing else.
 
 import threading
 import time
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +101,7 @@ class PipelineStage:
         self._is_whole_U = self._is_whole_U[:0]
         self.sampler = Sampler(sampling, self.model.vocab_size, send=self.model.send)
 
-    def commit(self, path: abc.Sequence[int], kept: abc.Sequence[int]) -> None:
+    def commit(self, path: Sequence[int], kept: Sequence[int]) -> None:
         """Commit rows, see `KVCache.commit`.
 
         Rows of a cancelled run may be kept: the cancellation may have come before this commit's
@@ -130,7 +129,7 @@ class PipelineStage:
         self._is_cancelled = is_cancelled
         out = None
         if run.is_dead or is_cancelled():
-            self._cache.place(lo, len(token_W))
+            self._cache.reserve(lo, len(token_W))
         else:
             out = self._pass(rows_W, sees_WU, run.num_drawn)
         self._is_whole_U = torch.nn.functional.pad(

@@ -12,7 +12,7 @@ draft is followed deep. Of the N best, the target's pass gets those that are wor
 Trees of several texts are grown together: all candidates compete for the N nodes, and each pass
 runs the best of all texts. A node counts by its f over what its text is expected to gain at all, so
 that the sum of log tokens is largest. Plain f would give a sure text all it can use and let an
-unsure one wait; but every text has to get through its hard places too, and over all, fewer tokens
+unsure one wait; but every text has to get through its hard cursors too, and over all, fewer tokens
 came from the same passes.
 
 Invariant: f never rises along a path and ties keep the order of finding, so the N best contain
@@ -216,7 +216,7 @@ def grow_forest(
                 break
             picked = best.pick(rows.num_run)
             if picked.size:
-                rows.run(picked, rows.places_of(picked))
+                rows.run(picked, rows.cursors_of(picked))
     best.cut(policy.num_rows(best.chances, rows.widths, len(trees)))
     found = [best.candidates[best.candidates["text"] == text] for text in range(len(trees))]
     return [_as_tree(one, text, trees[text].tokens[-1], rows) for text, one in enumerate(found)]
@@ -321,7 +321,7 @@ class _Rows:
     def __init__(self, trees: Sequence[GrowingTree]) -> None:
         self._trees = trees
         self.scores = list[Tensor]()
-        self.places = list[TrieCursor]()
+        self.cursors = list[TrieCursor]()
         # the text of every row, and which of that text's rows it is
         self._text_of = list[int]()
         self.local = list[int]()
@@ -341,21 +341,21 @@ class _Rows:
         self.local = [0] * roots.size
         return roots
 
-    def places_of(self, picked: Candidates) -> list[TrieCursor]:
+    def cursors_of(self, picked: Candidates) -> list[TrieCursor]:
         """Return where guesses stand for what follows each candidate."""
         if not any(tree.guesses for tree in self._trees):
             return [NO_GUESSES.root] * picked.size
         below = picked[["parent", "token"]].tolist()
         guesses = [self._trees[self._text_of[parent]].guesses for parent, _ in below]
         return [
-            own.follow(self.places[parent], token)
+            own.follow(self.cursors[parent], token)
             for own, (parent, token) in zip(guesses, below, strict=True)
         ]
 
-    def keep(self, picked: Candidates, logits_WV: Tensor, places: Sequence[TrieCursor]) -> None:
+    def keep(self, picked: Candidates, logits_WV: Tensor, cursors: Sequence[TrieCursor]) -> None:
         """Note the scores that rank these rows' children, and where guesses stand."""
         self.widths.append(picked.size)
-        self.places += places
+        self.cursors += cursors
         lo = self.num_run
         for text, own in _by_text(picked):
             logits = logits_WV[: own.size]
@@ -370,7 +370,7 @@ class _Rows:
             self.scores += point_mass_scores(logits, sampler, positions).float().unbind()
             lo += own.size
 
-    def run(self, picked: Candidates, places: Sequence[TrieCursor]) -> None:
+    def run(self, picked: Candidates, cursors: Sequence[TrieCursor]) -> None:
         """Score candidates as the next rows, parents before their children."""
         added = []
         for text, own in _by_text(picked):
@@ -380,20 +380,20 @@ class _Rows:
             self.local += range(first, first + own.size)
             rows = tree.add(own, [self.local[row] for row in own["parent"].tolist()])
             added.append((tree.draft, rows))
-        self.keep(picked, run_together(added), places)
+        self.keep(picked, run_together(added), cursors)
 
     def run_ahead(self, bounds: DynamicShape) -> None:
         """Score the likeliest guesses of all texts in one pass."""
         most = bounds.num_nodes // _AHEAD // len(self._trees)
         first = self.num_run
         found = list[tuple[int, int, int, int]]()
-        places = list[TrieCursor]()
+        cursors = list[TrieCursor]()
         for text, tree in enumerate(self._trees):
             own = tree.guesses.best(most, tree.depth - 1, least=1 / bounds.num_nodes)[1:]
             # the root, then they themselves
             rows = [text, *range(first + len(found), first + len(found) + len(own))]
-            found += [(one.place[1], one.depth, rows[one.parent], text) for one in own]
-            places += [tree.guesses.follow(*one.place) for one in own]
+            found += [(one.item[1], one.depth, rows[one.parent], text) for one in own]
+            cursors += [tree.guesses.follow(*one.item) for one in own]
         if not found:
             return
         picked = np.zeros(len(found), dtype=_CANDIDATE)
@@ -401,7 +401,7 @@ class _Rows:
             ("token", "depth", "parent", "text"), zip(*found, strict=True), strict=True
         ):
             picked[name] = column
-        self.run(picked, places)
+        self.run(picked, cursors)
         self.ahead = {
             (parent, token): row for row, (token, _, parent, _) in enumerate(found, first)
         }
@@ -441,7 +441,7 @@ def _mixed(
     best_W = np.exp(children_WK["log_f"].max(1, initial=-np.inf)).tolist()
     parents = children_WK["parent"][:, 0].tolist()
     told = [
-        guesses.children(rows.places[row], sureness(best))
+        guesses.children(rows.cursors[row], sureness(best))
         for row, best in zip(parents, best_W, strict=True)
     ]
     pairs = [

@@ -127,7 +127,7 @@ def graft(tree: TokenTree, found: Sequence[Guess], num_nodes: int) -> TokenTree:
         if len(parents) >= num_nodes:
             break
         above = nodes[guess.parent]
-        _, token = guess.place
+        _, token = guess.item
         child = tree.child(above, token) if above < tree.num_nodes else None
         if child is None:
             child = len(parents)

@@ -4,7 +4,7 @@ A source says for a context what followed on it elsewhere: in the text itself, i
 n-gram counts. Each such opinion (an `Opinion`) knows how many tokens of context it rests on. The
 one that rests on most is asked first; what it does not claim is left to the next, for other tokens.
 That is prediction by partial matching with exclusion (Cleary and Witten, 1984), with learned
-weights (`SourceWeights`) in place of its escapes.
+weights (`SourceWeights`) in the stead of its escapes.
 
 A guess costs nothing beside a weight pass, but each of its rows is computed. So the tree of a step
 ends where one more node would cost more than it is expected to bring: at the n that maximises (1 +
@@ -118,17 +118,17 @@ class Opinion(Protocol):
         """Return how many tokens it rests on at the end of a path of this depth."""
 
     def start(self) -> Any:
-        """Return the place where paths begin."""
+        """Return the state in which paths begin."""
 
-    def shares(self, place: Any) -> Mapping[int, float]:
+    def shares(self, state: Any) -> Mapping[int, float]:
         """Return how often each token followed there, as a share of all."""
 
-    def follow(self, place: Any, token: int) -> Any:
-        """Return the place behind that token, None where nothing is known of it."""
+    def follow(self, state: Any, token: int) -> Any:
+        """Return the state behind that token, None where nothing is known of it."""
 
 
 class TrieGuesses:
-    """Continuations that were seen, in a trie; a place is one of its nodes."""
+    """Continuations that were seen, in a trie; a state is one of its nodes."""
 
     def __init__(self, source: str, length: int, trie: Trie) -> None:
         self.source = source
@@ -150,25 +150,25 @@ class TrieGuesses:
         """Return the node above all continuations."""
         return 0
 
-    def shares(self, place: int) -> Mapping[int, float]:
+    def shares(self, state: int) -> Mapping[int, float]:
         """Return the shares of a node's children."""
-        return self._shares[place]
+        return self._shares[state]
 
-    def follow(self, place: int, token: int) -> int | None:
+    def follow(self, state: int, token: int) -> int | None:
         """Return the child with this token."""
-        return self._child[place].get(token)
+        return self._child[state].get(token)
 
 
 class TrieCursor(NamedTuple):
     """Where a path stands in every opinion."""
 
     depth: int
-    at: tuple[Any, ...]  # the place in every opinion, None where the path has left it
+    at: tuple[Any, ...]  # the state in every opinion, None where the path has left it
 
 
 # where the parent of a guess stands, and its own token
-GuessPlace: TypeAlias = tuple[TrieCursor, int]
-Guess: TypeAlias = GrownNode[GuessPlace]  # a node of which the score is the chance of its path
+GuessStep: TypeAlias = tuple[TrieCursor, int]
+Guess: TypeAlias = GrownNode[GuessStep]  # a node of which the score is the chance of its path
 _NO_TOKEN = -1  # stands for the root's, which is known
 _SCORE = itemgetter(0)
 
@@ -195,25 +195,25 @@ class Guesses:
         return bool(self._opinions)
 
     def children(
-        self, place: TrieCursor, sureness: int = NO_DRAFT
+        self, cursor: TrieCursor, sureness: int = NO_DRAFT
     ) -> tuple[dict[int, float], float]:
         """Return the chance of every token guessed there, and what is left for others."""
         chances: dict[int, float] = {}
         rest = 1.0
-        for opinion, shares in self._claims(place):
+        for opinion, shares in self._claims(cursor):
             weight = rest * self._weights.of(
-                opinion.source, opinion.length_at(place.depth), sureness
+                opinion.source, opinion.length_at(cursor.depth), sureness
             )
             for token, share in shares.items():
                 chances[token] = chances.get(token, 0.0) + weight * share
             rest -= weight
         return chances, rest
 
-    def follow(self, place: TrieCursor, token: int) -> TrieCursor:
-        """Return the place behind a token."""
-        pairs = zip(self._opinions, place.at, strict=True)
+    def follow(self, cursor: TrieCursor, token: int) -> TrieCursor:
+        """Return where a token leads to."""
+        pairs = zip(self._opinions, cursor.at, strict=True)
         return TrieCursor(
-            place.depth + 1,
+            cursor.depth + 1,
             tuple(None if at is None else opinion.follow(at, token) for opinion, at in pairs),
         )
 
@@ -236,12 +236,12 @@ class Guesses:
     def _grown(self, most: Callable[[Guess], int], least: float = 0.0) -> Iterator[Guess]:
         """Yield the root, then the likeliest node above `least`; `most` bounds a node's children."""
         # of every node by its number, the likeliest first
-        children = list[list[tuple[float, GuessPlace]]]()
+        children = list[list[tuple[float, GuessStep]]]()
 
-        def child(node: Guess, rank: int) -> tuple[float, GuessPlace] | None:
+        def child(node: Guess, rank: int) -> tuple[float, GuessStep] | None:
             if rank == 0:
                 num_children = most(node)
-                cursor = self.follow(*node.place) if node.number else self.root
+                cursor = self.follow(*node.item) if node.number else self.root
                 chances = self.children(cursor)[0] if num_children else {}
                 found = [(node.score * one, (cursor, token)) for token, one in chances.items()]
                 children.append(sorted(found, key=_SCORE, reverse=True)[:num_children])
@@ -252,15 +252,15 @@ class Guesses:
 
     def learn(self, tokens: Sequence[int], drafted: Sequence[Judged | None]) -> None:
         """Learn from tokens emitted in turn; `drafted` is what a draft said of each, or None."""
-        place = self.root
+        cursor = self.root
         for token, judged in zip(tokens, drafted, strict=True):
-            claims = list(self._claims(place))
+            claims = list(self._claims(cursor))
             if not claims:
                 return
-            self._learn_one(claims, place.depth, token, _UNJUDGED)
+            self._learn_one(claims, cursor.depth, token, _UNJUDGED)
             if judged is not None:
-                self._learn_one(claims, place.depth, token, judged)
-            place = self.follow(place, token)
+                self._learn_one(claims, cursor.depth, token, judged)
+            cursor = self.follow(cursor, token)
 
     def _learn_one(
         self,
@@ -277,10 +277,10 @@ class Guesses:
             weight = self._weights.of(opinion.source, length, sureness)
             rest = weight * share + (1 - weight) * rest
 
-    def _claims(self, place: TrieCursor) -> Iterable[tuple[Opinion, Mapping[int, float]]]:
+    def _claims(self, cursor: TrieCursor) -> Iterable[tuple[Opinion, Mapping[int, float]]]:
         """Yield what each opinion claims beyond those before it: mere agreement adds nothing."""
         claimed: set[int] = set()
-        for opinion, at in zip(self._opinions, place.at, strict=True):
+        for opinion, at in zip(self._opinions, cursor.at, strict=True):
             shares = _NOTHING if at is None else opinion.shares(at)
             if claimed and not claimed.isdisjoint(shares):
                 shares = {token: share for token, share in shares.items() if token not in claimed}
@@ -394,7 +394,7 @@ class LookupDrafter:
             found = found[: 1 + int(np.argmax(rates))]
         else:
             found = guesses.within(text.shape)
-        _, *tokens = (guess.place[1] for guess in found)
+        _, *tokens = (guess.item[1] for guess in found)
         return TokenTree.listed([guess.parent for guess in found], [text.tokens[-1], *tokens])
 
     def commit(

@@ -64,7 +64,7 @@ SharesAfter = Callable[[tuple[int, ...]], Mapping[int, float]]
 
 
 class NgramGuesses:
-    """Counts of what follows on the last token (length 1), or on none; a place is that token."""
+    """Counts of what follows on the last token (length 1), or on none; a state is that token."""
 
     source = "ngram"
 
@@ -81,11 +81,11 @@ class NgramGuesses:
         """Return the last token of the text."""
         return self._token
 
-    def shares(self, place: int) -> Mapping[int, float]:
+    def shares(self, state: int) -> Mapping[int, float]:
         """Return how often each token came next, as shares."""
-        return self._shares_after((place,) if self.length else ())
+        return self._shares_after((state,) if self.length else ())
 
-    def follow(self, place: int, token: int) -> int:
+    def follow(self, state: int, token: int) -> int:
         """Return the token itself: only the last one counts."""
         return token
 

@@ -21,7 +21,7 @@ from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.session import check_session, require_sessions
 from offload.engine.setup import Setup
-from offload.engine.text import Tokenizer, Vocabulary, check_vocabulary, load_tokenizer
+from offload.engine.tokenizer import Tokenizer, Vocabulary, check_vocabulary, load_tokenizer
 from offload.model.encoder_decoder import EncoderDecoderModel
 from offload.model.tree_model import TreeModel
 from offload.sampling.grammar_mask import Grammars

@@ -4,8 +4,8 @@ How the tokens of a text are written is `token_decoder`'s.
 """
 
 import os
-from collections import abc, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
@@ -17,8 +17,8 @@ from offload.engine.scheduler import in_order
 from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
 from offload.engine.sequence import Limits
 from offload.engine.session import Session, load_session, require_sessions, save_session
-from offload.engine.text import TextStream
 from offload.engine.text_arguments import TextArguments
+from offload.engine.text_stream import TextStream
 from offload.engine.token_decoder import TokenDecoder
 from offload.errors import UserError, require
 from offload.planning.selector import TreeChoice
@@ -60,7 +60,7 @@ class Decoder(TokenDecoder):
     @overload
     def generate(
         self,
-        prompt: Prompt | abc.Sequence[Prompt],
+        prompt: Prompt | Sequence[Prompt],
         *,
         num_samples: int = 1,
         tree: str | None = None,
@@ -70,7 +70,7 @@ class Decoder(TokenDecoder):
 
     def generate(
         self,
-        prompt: Prompt | abc.Sequence[Prompt],
+        prompt: Prompt | Sequence[Prompt],
         *,
         num_samples: int = 1,
         tree: str | None = None,
@@ -97,17 +97,17 @@ class Decoder(TokenDecoder):
         """
         several = several_of(prompt)
         if several is None and whole_number(num_samples, "`num_samples`") == 1:
-            with self.turn.held():
+            with self.turn.taken():
                 run = self.start(request_of(prompt, how, tree, rule))  # type: ignore[arg-type]
                 try:
                     deque(run, maxlen=0)
                 finally:
                     self._pool.release(run.sequence)
                 return run.result()
-        prompts: abc.Sequence[Prompt] = [prompt] if several is None else several  # type: ignore[list-item]
+        prompts: Sequence[Prompt] = [prompt] if several is None else several  # type: ignore[list-item]
         asked = [request_of(own, how, tree, rule) for own in prompts]
         requests = [one for own in asked for one in samples_of(own, num_samples)]
-        with self.turn.held():
+        with self.turn.taken():
             return in_order(self, requests)
 
     def stream(
@@ -195,7 +195,7 @@ class Decoder(TokenDecoder):
         self._trees.for_run(request.sampling, acceptance.name, request.tree)
         return replace(request, prompt=prompt_ids, is_checked=True)
 
-    def step_all(self, runs: abc.Sequence[Run]) -> None:
+    def step_all(self, runs: Sequence[Run]) -> None:
         """Run one pass over the weights for all of these; what each gains is there to `take`.
 
         Raises `UserError` where one was overtaken, the decoder closed, or another thread is using
@@ -207,10 +207,10 @@ class Decoder(TokenDecoder):
 
     def release(self, run: Run) -> None:
         """Let others have its keys and values; it writes nothing more. Again it does nothing."""
-        with self.turn.held():
+        with self.turn.taken():
             self._pool.release(run.sequence)
 
-    def score_texts(self, texts: abc.Sequence[tuple[abc.Sequence[int], int]]) -> list[TextScore]:
+    def score_texts(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[TextScore]:
         """Return how likely the ends of texts are.
 
         Each is given as token ids, and from which of them on they count. Texts share passes,
@@ -258,7 +258,7 @@ class Decoder(TokenDecoder):
         `messages` and `num_turns` are a conversation's. Raises `UserError`.
         """
         require_sessions(self._start_ids, self.num_parallel)
-        with self.turn.held():
+        with self.turn.taken():
             told = (messages, num_turns)
             save_session(Path(path), self.identities, self._pool, self.arithmetic, *told)
 
@@ -268,7 +268,7 @@ class Decoder(TokenDecoder):
         Raises `UserError` for files of other weights or types, longer than the context, or broken.
         """
         require_sessions(self._start_ids, self.num_parallel)
-        with self.turn.held():
+        with self.turn.taken():
             return load_session(Path(path), self.identities, self.plan, self._pool, self.arithmetic)
 
     @property
@@ -276,9 +276,7 @@ class Decoder(TokenDecoder):
         """Return what the bits of keys and values depend on here, see `Invariance.arithmetic`."""
         return self.invariance.arithmetic(self.plan.device)
 
-    def encode(
-        self, prompt: Prompt, *, raw: bool = False, tools: abc.Sequence[Tool] = ()
-    ) -> list[int]:
+    def encode(self, prompt: Prompt, *, raw: bool = False, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of a prompt as `generate` takes it; any thread may ask.
 
         `tools` are functions that the chat template tells the model of, as OpenAI's protocol

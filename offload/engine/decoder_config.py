@@ -11,7 +11,7 @@ from offload.checkpoint.sizes import config_sizes
 from offload.drafting.lookup import NO_SOURCES, GuessSources
 from offload.engine.identities import Identities
 from offload.engine.setup import Setup
-from offload.engine.text import Tokenizer
+from offload.engine.tokenizer import Tokenizer
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.planning.selector import TreeSelector

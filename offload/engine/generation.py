@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from offload.calibration.trial import ComparisonOutcome, rows_of
-from offload.engine.sequence import Sequence, TokenLogprob
-from offload.engine.text import TextStream
+from offload.engine.sequence import TokenLogprob, TokenSequence
+from offload.engine.text_stream import TextStream
 from offload.engine.token_decoder import TokenDecoder
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
@@ -101,7 +101,7 @@ class Run:
     """
 
     _decoder: TokenDecoder
-    sequence: Sequence
+    sequence: TokenSequence
     _text: TextStream
     tree_choice: TreeChoice
     # None until it is finished, also where it was left or cut off
@@ -117,7 +117,7 @@ class Run:
         started = time.perf_counter() - self._elapsed_s
         while not self.is_finished:
             # a step and its text: several threads may iterate over one run
-            with self._decoder.turn.held():
+            with self._decoder.turn.taken():
                 self._started = started
                 if self.is_writing:
                     self._decoder.step(self.sequence)

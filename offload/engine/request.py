@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.declaration import options_at, options_of, whole_number
-from offload.engine.text import Tokenizer, encode_messages, encode_prompt
+from offload.engine.tokenizer import Tokenizer, encode_messages, encode_prompt
 from offload.errors import UserError, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, Grammar, find_grammar

@@ -12,7 +12,7 @@ from offload.checkpoint.checkpoint import ModelFiles, settled_dtype
 from offload.checkpoint.open import ReadHeaders, fetch, open_headers
 from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.engine.setup import Setup
-from offload.engine.text import require_described_vocabulary
+from offload.engine.tokenizer import require_described_vocabulary
 from offload.model.headers import describe
 from offload.planning.budget import budget_of, ram_warning, with_experts
 from offload.planning.hardware import Assumptions

@@ -16,10 +16,10 @@ from contextlib import closing, suppress
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from offload.engine.cache_pool import LEAST_COPIED
 from offload.engine.generation import Generation, Run
 from offload.engine.job import Cancelled, Job, TextPiece
 from offload.engine.request import Request
-from offload.engine.sharing import LEAST_COPIED
 from offload.errors import RunError, UserError
 from offload.model.target import Target
 from offload.stats import Transfers

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.declaration import whole_number
-from offload.engine.sharing import num_shared
+from offload.engine.cache_pool import num_shared
 from offload.errors import UserError, require
 from offload.model.kv_cache import KVCache
 from offload.model.target import Target

@@ -1,7 +1,7 @@
 """One text being written: its tokens, how it goes on, and the caches that it needs.
 
-Models hold weights alone, so all that is known of a text is in its `Sequence`. Its caches are lent
-to it by a `CachePool` (`sharing.py`).
+Models hold weights alone, so all that is known of a text is in its `TokenSequence`. Its caches are lent
+to it by a `CachePool`.
 
 Invariants: the caches of a sequence hold keys and values of its tokens, from the first on (a step
 that was cut short may leave more in them, which the next one clears away); log-probabilities are
@@ -9,8 +9,7 @@ the target's own, before anything was done to its logits, and asking for them ch
 """
 
 import sys
-from collections import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ class TokenLogprob(NamedTuple):
 
 
 def path_logprobs(
-    rows: Rows, nodes: abc.Sequence[int], tokens: abc.Sequence[int], num_top: int
+    rows: Rows, nodes: Sequence[int], tokens: Sequence[int], num_top: int
 ) -> list[TokenLogprob]:
     """Return log-probabilities, by the target's own logits, of tokens emitted after nodes."""
     found = []
@@ -88,7 +87,7 @@ class Limits(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Sequence:
+class TokenSequence:
     """One text, with the caches that were lent to it."""
 
     tokens: list[int]  # of the prompt, then all that were accepted; the last is the next root
@@ -167,6 +166,11 @@ class Sequence:
     @property
     def new_ids(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_pending(self) -> int:
+        """Return how many tokens the target's cache lacks, the root left out."""
+        return len(self.tokens) - 1 - self.caches.target.length
 
     @property
     def is_at_end_token(self) -> bool:

@@ -29,8 +29,8 @@ from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_c
 from offload.checkpoint.tensors import TensorEntry
 from offload.drafting.hybrid import HybridState
 from offload.encoding.base import PLAIN_OF, STORED
+from offload.engine.cache_pool import CachePool
 from offload.engine.identities import Identities
-from offload.engine.sharing import CachePool
 from offload.errors import ReadError, UserError, ensure, reason, require
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache

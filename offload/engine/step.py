@@ -8,13 +8,12 @@ one pass.
 """
 
 import time
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offload.drafting.base import Drafter, DraftText
-from offload.engine.sequence import PassFigures, Sequence, path_logprobs
-from offload.model.target import BatchEntry, Target
+from offload.engine.sequence import PassFigures, TokenSequence, path_logprobs
+from offload.model.target import Target
 from offload.planning.seen import ObservedPass
 from offload.sampling.logits import Rows
 from offload.threads import Mode, ThreadPolicy
@@ -23,19 +22,17 @@ from offload.trees.topology import Shape
 from offload.trees.verification import Acceptance
 
 
-def share_out(texts: abc.Sequence[Sequence], num_rows: int) -> list[tuple[Sequence, BatchEntry]]:
-    """Share out a pass that takes in at most `num_rows` tokens of prompts; trees are not grown yet.
+def share_out(texts: Sequence[TokenSequence], num_rows: int) -> list[tuple[TokenSequence, int]]:
+    """Share out a pass that takes in at most `num_rows` tokens of prompts.
 
-    Return its texts, each with what it has in the pass; those that get no row wait for the next.
+    Return its texts, each with how many that are; those that get no row wait for the next.
     """
     batch = []
     for text in texts:
-        cache = text.caches.target
-        missing = len(text.tokens) - 1 - cache.length
-        taken = min(missing, num_rows)
+        taken = min(text.num_pending, num_rows)
         num_rows -= taken
-        if taken or not missing:
-            batch.append((text, BatchEntry(text.tokens, cache, taken)))
+        if taken or not text.num_pending:
+            batch.append((text, taken))
     return batch
 
 
@@ -52,13 +49,13 @@ class SpeculationStep:
     # hears of every pass in which all texts had trees, and none a prompt
     _learn: Callable[[ObservedPass], None]
 
-    def step(self, texts: abc.Sequence[Sequence]) -> list[list[int]]:
+    def step(self, texts: Sequence[TokenSequence]) -> list[list[int]]:
         """Run one round of speculation; return each text's new tokens, none during its prompt."""
         for text in texts:
             text.recover()
         batch = share_out(texts, self._max_prompt_rows)
-        num_pending = sum(entry.num_pending for _, entry in batch)
-        growing = [text for text, entry in batch if entry.is_whole]
+        num_pending = sum(num for _, num in batch)
+        growing = [text for text, num in batch if num == text.num_pending]
         shapes = [text.next_shape(len(growing)) for text in growing]
         moved = self._target.moved
 
@@ -76,36 +73,37 @@ class SpeculationStep:
         num_rows = num_pending + sum(tree.num_nodes for tree in trees)
         modes = modes._replace(sweep=self._threads.modes(_rows_alike(num_rows)).sweep)
         self._compute_in(modes.sweep)
-        left = iter(trees)
-        entries = [
-            entry._replace(tree=next(left) if entry.is_whole else None) for _, entry in batch
+        tree_of = dict(zip(growing, trees, strict=True))
+        parts = [
+            self._target.part_of(text.tokens, text.caches.target, tree_of.get(text), num)
+            for text, num in batch
         ]
-        scored = self._target.score(entries)
+        scored = self._target.score(parts)
         self._target.wait()
 
         ended_s = time.perf_counter()
         moved = self._target.moved.since(moved)
         figures = PassFigures([], [], [], len(batch), grown_s - began_s, ended_s - grown_s, moved)
-        gained = dict[int, list[int]]()
+        gained = dict[TokenSequence, list[int]]()
         num_accepted = list[int]()
-        for (text, _), entry, rows in zip(batch, entries, scored, strict=True):
+        for (text, _), part, rows in zip(batch, parts, scored, strict=True):
             text.stats.threads = modes
             text.stats.peak_device_bytes = self._target.peak_device_bytes
-            if (tree := entry.tree) is None:
-                entry.cache.commit(range(entry.num_pending))
+            if (tree := tree_of.get(text)) is None:
+                part.cache.commit(range(part.num_pending))
                 continue
             verify_began_s = time.perf_counter()
             adjusted = text.sampler.adjusted_rows(tree.path, rows)
             accepted = text.rule.verify(tree, adjusted, text.sampler, len(text.tokens) - 1)
-            gained[id(text)] = self._commit(text, tree, accepted, rows)
+            gained[text] = self._commit(text, tree, accepted, rows)
             num_accepted.append(len(accepted.tokens))
             _note(text, tree, accepted, figures, time.perf_counter() - verify_began_s)
         if not num_pending:
             self._learn_from(shapes, trees, num_accepted, figures)
-        return [gained.get(id(text), []) for text in texts]
+        return [gained.get(text, []) for text in texts]
 
     def _commit(
-        self, text: Sequence, tree: TokenTree, accepted: Acceptance, rows: Rows
+        self, text: TokenSequence, tree: TokenTree, accepted: Acceptance, rows: Rows
     ) -> list[int]:
         """Keep the accepted path as far as the text goes on; return the tokens that it has gained."""
         caches = text.caches
@@ -123,9 +121,9 @@ class SpeculationStep:
 
     def _learn_from(
         self,
-        shapes: abc.Sequence[Shape],
-        trees: abc.Sequence[TokenTree],
-        num_accepted: abc.Sequence[int],
+        shapes: Sequence[Shape],
+        trees: Sequence[TokenTree],
+        num_accepted: Sequence[int],
         figures: PassFigures,
     ) -> None:
         """Learn from a pass of trees alone; what is accepted beyond a text's end counts as well."""
@@ -139,7 +137,11 @@ class SpeculationStep:
 
 
 def _note(
-    text: Sequence, tree: TokenTree, accepted: Acceptance, figures: PassFigures, verify_s: float
+    text: TokenSequence,
+    tree: TokenTree,
+    accepted: Acceptance,
+    figures: PassFigures,
+    verify_s: float,
 ) -> None:
     """Count the step in the text's figures, and let its next chain follow from them."""
     text.stats.add_step(

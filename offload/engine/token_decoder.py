@@ -8,16 +8,16 @@ alone. Tree, drafter, memory and threads change only how long it takes; with the
 import sys
 import threading
 import weakref
-from collections import abc
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
 from offload.drafting.base import Drafter
-from offload.drafting.lookup import NO_SOURCES
+from offload.engine.cache_pool import CachePool
 from offload.engine.decoder_config import DecoderConfig
+from offload.engine.decoder_lock import DecoderLock
 from offload.engine.request import whole_numbers, with_start
-from offload.engine.sequence import Caches, Limits, Sequence
-from offload.engine.sharing import CachePool, DecoderLock
+from offload.engine.sequence import Caches, Limits, TokenSequence
 from offload.engine.step import SpeculationStep
 from offload.machine import giving_back_memory
 from offload.model.target import Target
@@ -35,7 +35,7 @@ _UNLIMITED = Limits()
 class TokenDecoder:
     """Both models of a decoder, and the sequences that they write.
 
-    It writes as many at a time as it was loaded for, each in a place of its own; where that is one,
+    It writes as many at a time as it was loaded for, each in a cache set of its own; where that is one,
     a sequence that is begun overtakes the one before. Any thread may use it, one at a time: others
     get a `UserError` meanwhile, but for `close`, which ends a step. One that is dropped closes
     itself.
@@ -104,7 +104,7 @@ class TokenDecoder:
 
     def begin(
         self,
-        tokens: abc.Sequence[int],
+        tokens: Sequence[int],
         sampling: Sampling,
         *,
         rule: Rule | None = None,
@@ -112,7 +112,7 @@ class TokenDecoder:
         limits: Limits = _UNLIMITED,
         keeps: bool = False,
         grammar: Grammar | None = None,
-    ) -> Sequence:
+    ) -> TokenSequence:
         """Begin a sequence with the prompt's tokens and the start that some models want.
 
         Args:
@@ -121,7 +121,7 @@ class TokenDecoder:
                 before.
             grammar: that the new text must keep.
         """
-        with self.turn.held():
+        with self.turn.taken():
             rule = rule or self.rule
             masks = [] if grammar is None else [self._grammars.mask(grammar)]
             how = (rule.drafting, self._kernels, self.target.send)
@@ -130,11 +130,11 @@ class TokenDecoder:
             has_draft = self._trees.has_draft
             # what an encoder reads is no text
             sampler.begin(begun[begun.index(self._start_ids[0]) :] if self._start_ids else begun)
-            sequence = Sequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
+            sequence = TokenSequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
             self._pool.lend(sequence, keeps=keeps)
             return sequence
 
-    def step(self, sequence: Sequence) -> list[int]:
+    def step(self, sequence: TokenSequence) -> list[int]:
         """Run one round of speculation: the target's weights cross the link once, for a prompt as
         often as it has parts.
 
@@ -144,11 +144,11 @@ class TokenDecoder:
         with self.turn.stepping():
             counted = self._pass([sequence])[0]
             # a long prompt beside others comes in parts
-            while not counted and sequence.caches.target.length < len(sequence.tokens) - 1:
+            while not counted and sequence.num_pending:
                 counted = self._pass([sequence])[0]
             return counted
 
-    def _pass(self, sequences: abc.Sequence[Sequence]) -> list[list[int]]:
+    def _pass(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
         """Run one step of all of them, see `SpeculationStep`."""
         return self._speculation.step(sequences)
 
@@ -167,8 +167,7 @@ class TokenDecoder:
             if self._is_open:
                 self._is_open = False
                 self._pool.take_back()
-                del self.target, self.drafter, self._pool, self._speculation
-                self.sources = NO_SOURCES
+                del self.target, self.drafter, self._pool, self._speculation, self.sources
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ from offload.engine.generation import Generation
 from offload.engine.load import load
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
-from offload.engine.text import render_chat
+from offload.engine.tokenizer import render_chat
 from offload.errors import RunError, UserError, require
 from offload.guarded_process import ProgramFailed
 from offload.sampling_options import Sampling

@@ -34,15 +34,9 @@ from offload.model.experts import (
     sample_of,
 )
 from offload.model.layer_stacks import keep_section, layer_stacks, take_rows_in_parts
-from offload.model.mapping import (
-    below,
-    parameter_places,
-    share,
-    sources_of_parameters,
-    tables_around,
-    view_of,
-)
+from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, too_old
+from offload.model.parameters import below, parameter_places, share, tables_around, view_of
 from offload.model.quantised_draft import HeldWeights
 from offload.streaming.layers import LayerStream
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows
 from offload.model.kv_cache import KVCache
-from offload.model.parts import BatchPart, PartRows, PassCache, causal
+from offload.model.parts import BatchPart, PassCache, causal
 from offload.model.path_attention import path_rows
 from offload.model.tree_model import TreeModel
 
@@ -65,7 +65,8 @@ class Graphs:
 
     def __call__(self, part: BatchPart, num_logits: int) -> Tensor | None:
         """See `TreeModel.forward`; declines texts that take turns, and wide or deep passes."""
-        token_T, position_U, ancestor_TU, cache = part
+        ancestor_TU = part.ancestor_TU
+        cache = part.cache
         if not self._turn_to(cache):
             return None
         num_rows = len(ancestor_TU)
@@ -75,11 +76,13 @@ class Graphs:
         rows = path_rows(cache.length, ancestor_TU, self._attend)
         if rows.walk_TL.shape[1] > HEADER + _MOST_COLUMNS:
             return None
-        lo = cache.place(ancestor_TU.shape[1] - num_rows, num_rows)
+        lo = cache.reserve(ancestor_TU.shape[1] - num_rows, num_rows)
         input_WI = torch.zeros(width, _INPUTS + HEADER + _MOST_COLUMNS, dtype=torch.int32)
         # padding goes to the slot behind all others, and sees what the last row sees
         input_WI[:, 2] = cache.num_slots
-        own_T3 = torch.stack([token_T, position_U[-num_rows:], torch.arange(lo, lo + num_rows)], 1)
+        own_T3 = torch.stack(
+            [part.token_T, part.position_U[-num_rows:], torch.arange(lo, lo + num_rows)], 1
+        )
         input_WI[:num_rows, :_INPUTS] = own_T3
         walk_WL = rows.walk_TL[torch.arange(width).clamp(max=num_rows - 1)]
         input_WI[:, _INPUTS : _INPUTS + walk_WL.shape[1]] = walk_WL
@@ -115,7 +118,9 @@ class Graphs:
             token_W, position_W, slot_W = held_WI[:, :_INPUTS].T.contiguous().long()
             rows = PathRows(held_WI[:, _INPUTS:], None, self._attend)
             masks = {window: replace(rows, window=window) for window in self._model.windows}
-            own = PassCache([PartRows(cache, 0, width, cache.length)], slot_W)
+            own = PassCache(
+                [BatchPart(token_W, position_W, causal(width), cache, first=cache.length)], slot_W
+            )
             logits_WV = self._model.run(token_W, position_W, masks, own)
             if self._logits_WV is None:  # in the first run, before anything is recorded
                 self._logits_WV = logits_WV.new_empty(WIDTHS[-1], logits_WV.shape[1])

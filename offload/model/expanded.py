@@ -23,7 +23,7 @@ from offload.checkpoint.tensors import Coded
 from offload.encoding.base import Coding
 from offload.errors import UserError
 from offload.kernels.expansion import REFERENCE, Expansion
-from offload.model.mapping import ParameterSlot, view_of
+from offload.model.parameters import ParameterSlot, view_of
 
 _ALIGN_BYTES = 256
 # Rows that are expanded at once before they are laid between others.

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from offload.checkpoint.layout import SlabLayout, Stack, split_experts
 from offload.errors import UserError
-from offload.model.mapping import below
+from offload.model.parameters import below
 from offload.sampling.sampler import NOT_NUMBERS
 
 # one expert's weights, by the names that their stacks have

@@ -90,9 +90,8 @@ def choose(
     if isinstance(seen, BatchMask):
         masks = []
         for part, mask in zip(seen.parts, seen.masks, strict=True):
-            rows = slice(part.lo, part.hi)
-            own = None if weight_TH is None else weight_TH[rows]
-            masks.append(choose(choice, mask, query_THK[rows], own, state_SW[part.columns]))
+            own = None if weight_TH is None else weight_TH[part.rows]
+            masks.append(choose(choice, mask, query_THK[part.rows], own, state_SW[part.columns]))
         return replace(seen, masks=masks)
     seen_TS = seen.once("seen", lambda: _seen(seen, len(state_SW)))
     size = choice.pool.size if choice.pool else 1
@@ -462,6 +461,8 @@ def _forward_by(
         else:
             raise AssertionError("an indexer scores its keys")
         choice = make.choice(self, given, num_rows)
+        if choice.num_keys < 1:
+            raise ValueError("an index that chooses nothing")
         chosen = choose(choice, mask.seen, query_THK, weight_TH, cache.states_1SW[0])
         return ChoosingMask(mask.seen, chosen)
 

@@ -28,7 +28,7 @@ KEYS = "keys"
 VALUES = "values"
 INDEX = "index"
 # what one layer holds of some positions, (1, G, P, K) each, by these names
-Held = Mapping[str, Tensor]
+LayerStates = Mapping[str, Tensor]
 Send = Callable[[Tensor], Tensor]
 Gather = Callable[..., None]
 
@@ -53,12 +53,12 @@ class _Buffers:
 
     def make(self, layer: int, name: str, states: Tensor) -> Tensor:
         """Return the buffer of a layer with such states, as it is from then on."""
-        held = self.of_layer[layer]
-        if name not in held:
+        buffers = self.of_layer[layer]
+        if name not in buffers:
             new = torch.zeros if self.is_fixed else torch.empty
             shape = (*states.shape[:2], self.num_texts * self.stride, states.shape[3])
-            held[name] = new(shape, dtype=states.dtype, device=states.device)
-        return held[name]
+            buffers[name] = new(shape, dtype=states.dtype, device=states.device)
+        return buffers[name]
 
 
 def _stay(tensor: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class KVCache:
         self._buffers = buffers
         self._text = text
         # views of the buffers, (1, G, S, K) each
-        self._held = [dict[str, Tensor]() for _ in range(self.num_layers)]
+        self._views = [dict[str, Tensor]() for _ in range(self.num_layers)]
 
     @classmethod
     def side_by_side(cls, caches: "Sequence[KVCache]") -> None:
@@ -109,11 +109,11 @@ class KVCache:
             assert is_new, "new ones, all alike"
             cache._lie_in(buffers, text)
 
-    def held(self, layer: int) -> Held:
+    def layer_states(self, layer: int) -> LayerStates:
         """Return what a layer holds of this text, (1, G, S, K) each."""
-        return self._held[layer]
+        return self._views[layer]
 
-    def buffers_of(self, layer: int) -> Held:
+    def buffers_of(self, layer: int) -> LayerStates:
         """Return what a layer holds, (1, G, B * S, K) each, of this and all texts beside it."""
         return self._buffers.of_layer[layer]
 
@@ -131,10 +131,10 @@ class KVCache:
         """Return the column of its first position among those of all texts."""
         return self._text * self._buffers.stride - self.num_elsewhere
 
-    def place(self, num_before: int, num_rows: int) -> int:
+    def reserve(self, num_before: int, num_rows: int) -> int:
         """Let so many rows stand behind `num_before` uncommitted ones; return the first's position.
 
-        A pass that was placed and does not run leaves rows of whatever was there before; see `fix`.
+        A pass whose rows were reserved and does not run leaves rows of whatever was there before; see `fix`.
         """
         position = self.length + num_before
         last = position - self.num_elsewhere + num_rows
@@ -142,24 +142,24 @@ class KVCache:
         self.num_uncommitted = num_before + num_rows
         return position
 
-    def write(self, layer: int, position: int, states: Held) -> None:
+    def write(self, layer: int, position: int, states: LayerStates) -> None:
         """Put what a layer makes of some rows at positions from there on."""
         lo = position - self.num_elsewhere
         for name, rows in states.items():
             self._view(layer, name, rows)[:, :, lo : lo + rows.shape[2]] = rows
 
-    def write_slots(self, layer: int, slot_T: Tensor, states: Held) -> None:
+    def write_slots(self, layer: int, slot_T: Tensor, states: LayerStates) -> None:
         """Put what a layer makes of some rows into these slots, which lie on its device."""
         for name, rows in states.items():
             self._view(layer, name, rows).index_copy_(2, slot_T, rows)
 
     def _view(self, layer: int, name: str, states: Tensor) -> Tensor:
-        held = self._held[layer]
-        if name not in held:
+        views = self._views[layer]
+        if name not in views:
             stride = self._buffers.stride
             first = self._text * stride
-            held[name] = self._buffers.make(layer, name, states)[:, :, first : first + stride]
-        return held[name]
+            views[name] = self._buffers.make(layer, name, states)[:, :, first : first + stride]
+        return views[name]
 
     def promise(self, num_rows: int, *, keeps_others: bool = True) -> None:
         """Note that the first rows behind the committed ones are a chain that will be committed.
@@ -169,7 +169,7 @@ class KVCache:
         """
 
     def take_rows(self, sees_TU: Tensor, mode: AbstractContextManager[Any] | None) -> Any:
-        """Note what a pass that was placed will run: (T, U), which uncommitted rows its rows see.
+        """Note what a pass whose rows are reserved will run: (T, U), which uncommitted rows its rows see.
 
         `mode` is what passes are computed in where their bits are the same for any tree. Returns
         what recurrent layers have to know of it.
@@ -199,27 +199,27 @@ class KVCache:
         rows = [*path, *kept]
         # In some families the last layers share the keys and values of earlier ones and have none
         # of their own.
-        buffers = [buffer for held in self._held for buffer in held.values()]
+        buffers = [buffer for views in self._views for buffer in views.values()]
         if buffers and rows != list(range(len(rows))):
             row_A = self.send(torch.tensor(rows)).to(buffers[0].device)
             self._gather(buffers, self.length - self.num_elsewhere, row_A)
         self._end_at(self.length + len(path), len(kept))
 
-    def states(self, most: int) -> dict[int, Held]:
+    def states(self, most: int) -> dict[int, LayerStates]:
         """Return views of what each layer holds of at most so many positions, (1, G, P, K)."""
         num_kept = min(most, self.length)
         return {
-            layer: {name: states[:, :, :num_kept] for name, states in held.items()}
-            for layer, held in enumerate(self._held)
-            if num_kept and held
+            layer: {name: states[:, :, :num_kept] for name, states in views.items()}
+            for layer, views in enumerate(self._views)
+            if num_kept and views
         }
 
     @torch.inference_mode()
-    def refill(self, states: Iterable[tuple[int, Held]], length: int) -> None:
+    def refill(self, states: Iterable[tuple[int, LayerStates]], length: int) -> None:
         """Take in what `states` gave; where that fails half-way, the cache is empty."""
         self.clear()
-        for layer, held in states:
-            for name, rows in held.items():
+        for layer, own in states:
+            for name, rows in own.items():
                 self._view(layer, name, self.send(rows[:, :, :1]))[:, :, :length] = rows
         self._end_at(length)
 

@@ -1,19 +1,15 @@
-"""Parameters of a meta model: where they hang, and which tensors of a checkpoint make them up.
+"""Which tensors of a checkpoint make up a parameter.
 
 Mostly they are one and the same. Where transformers fuses what the file keeps apart (experts), its
 own conversion table says how; stacking and row-wise joining can be streamed, anything that would
-have to compute is refused. Parameters become views of a slab. Invariant: a view is as wide as its
-parameter and lies inside of the slab, for any part of it that was sent.
+have to compute is refused.
 """
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeGuard, TypeVar
+from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -29,10 +25,10 @@ from transformers.core_model_loading import (
 )
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.layout import SlabLayout, TensorPart, slice_of
+from offload.checkpoint.layout import TensorPart, slice_of
 from offload.checkpoint.small_files import is_wrapper
 from offload.checkpoint.tensors import ROWS, TensorEntry
-from offload.encoding.base import ENCODINGS, STORED
+from offload.encoding.base import ENCODINGS
 from offload.errors import UserError
 
 _COMPUTED = "in a form that must be computed, which cannot be streamed"
@@ -43,7 +39,6 @@ _RESAVE = "save the model once with save_pretrained"
 Shape = tuple[int, ...]
 # (pattern of the converter, name in the file, place in the file)
 _Found = list[tuple[str | None, str, TensorEntry]]
-Value = TypeVar("Value")
 
 
 def sources_of_parameters(
@@ -239,80 +234,3 @@ def _natural_order(found: _Found, pattern: str) -> Sequence[TensorEntry]:
         if own == pattern
     ]
     return [entry for _, entry in sorted(rows)]
-
-
-class ParameterSlot(NamedTuple):
-    """Where one parameter (or saved buffer) hangs, and what is there while nothing is streamed."""
-
-    table: dict[str, Tensor | None]
-    key: str
-    empty: Tensor
-    # the module that it belongs to
-    module: nn.Module
-
-
-def parameter_places(meta_model: nn.Module) -> dict[str, ParameterSlot]:
-    """Return the slot of every parameter and saved buffer, by its name."""
-    places = {}
-    for prefix, module in meta_model.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                is_saved = key not in module._non_persistent_buffers_set
-                if tensor is not None and is_saved:
-                    places[f"{dot}{key}"] = ParameterSlot(table, key, tensor, module)
-    return places
-
-
-def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Embedding]:
-    """Return the embeddings around the layers: some families have a second one that is larger."""
-    inside = {module for layer in layers for module in layer.modules()}
-    return [
-        module
-        for module in meta_model.modules()
-        if isinstance(module, nn.Embedding) and module not in inside
-    ]
-
-
-def is_plain_product(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module does what `nn.Linear` does and nothing else.
-
-    Then another way to multiply may stand in its place. Routers and grouped projections of some
-    families are derived from it, and return something else.
-    """
-    return (
-        isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and "forward" not in vars(module)
-    )
-
-
-def share(
-    theirs: Iterable[tuple[str, ParameterSlot]],
-    own: Iterable[tuple[str, ParameterSlot]],
-    where: torch.device,
-) -> None:
-    """Let slots, by sources, have another model's tensors, copied to `where` once if need be."""
-    tensors: dict[str, Tensor] = {}
-    for source, place in theirs:
-        tensor = place.table[place.key]
-        assert tensor is not None, "theirs are bound"
-        if source not in tensors or tensor.device == where:
-            tensors[source] = tensor
-    tensors = {source: tensor.to(where) for source, tensor in tensors.items()}
-    for source, place in own:
-        place.table[place.key] = tensors[source]
-
-
-def below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
-    """Return the entries whose names have this prefix, by their names without it."""
-    own = {name: value for name, value in mapping.items() if name.startswith(prefix)}
-    return {name.removeprefix(prefix): value for name, value in own.items()}
-
-
-def view_of(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
-    """Return a parameter's numbers in what was sent of a slab."""
-    dtype, shape, slab_lo = layout.parameters[name]
-    lo = slab_lo - layout.lead_bytes
-    flat = sent[lo : lo + layout.parameters[name].num_bytes]
-    return STORED[dtype].decode(flat, shape)

@@ -14,40 +14,44 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from offload.model.kv_cache import INDEX, KEYS, VALUES, Held, KVCache
+from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache, LayerStates
 
 
 class BatchPart(NamedTuple):
-    """The next rows of one text, which may have two parts: its prompt, and a tree behind it."""
+    """The next rows of one text in a pass: tokens that its cache lacks, behind them a tree.
+
+    What stands behind `num_nodes` is told by `lay`.
+    """
 
     token_T: Tensor
     position_U: Tensor
     ancestor_TU: Tensor
     cache: KVCache
-
-
-class PartRows(NamedTuple):
-    """Where the rows of one part lie."""
-
-    cache: KVCache
-    # rows [lo, hi) of the pass
-    lo: int
-    hi: int
-    # where the first of them goes in the cache
-    position: int
+    num_nodes: int = 0  # of the tree, whose rows are the last
+    lo: int = 0  # its first row in the pass
+    first: int = 0  # where that goes in the cache
     # what recurrent layers have to know, see `KVCache.take_rows`
-    run: Any = None
+    states: Any = None
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.token_T) - self.num_nodes
+
+    @property
+    def rows(self) -> slice:
+        """Return which of the pass's rows are its own."""
+        return slice(self.lo, self.lo + len(self.token_T))
 
     @property
     def end(self) -> int:
         """Return the positions up to the last row."""
-        return self.position + self.hi - self.lo
+        return self.first + len(self.token_T)
 
     @property
     def columns(self) -> slice:
         """Return where these positions are in the buffers of all texts."""
-        first = self.cache.first_slot
-        return slice(first, first + self.end)
+        slot = self.cache.first_slot
+        return slice(slot, slot + self.end)
 
 
 def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None) -> "PassCache":
@@ -56,15 +60,15 @@ def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None) ->
     Every part is given its rows of the pass, and its own cache their places. `mode` is for
     `KVCache.take_rows`.
     """
-    rows = list[PartRows]()
+    laid = list[BatchPart]()
     lo = 0
-    for _, __, ancestor_TU, cache in parts:
-        num_rows, num_uncommitted = ancestor_TU.shape
-        position = cache.place(num_uncommitted - num_rows, num_rows)
-        run = cache.take_rows(ancestor_TU, mode)
-        rows.append(PartRows(cache, lo, lo + num_rows, position, run))
+    for part in parts:
+        num_rows, num_uncommitted = part.ancestor_TU.shape
+        first = part.cache.reserve(num_uncommitted - num_rows, num_rows)
+        states = part.cache.take_rows(part.ancestor_TU, mode)
+        laid.append(part._replace(lo=lo, first=first, states=states))
         lo += num_rows
-    return PassCache(rows)
+    return PassCache(laid)
 
 
 class PassCache(Cache):
@@ -78,7 +82,7 @@ class PassCache(Cache):
             slots, whatever was placed.
     """
 
-    def __init__(self, parts: Sequence[PartRows], slot_T: Tensor | None = None) -> None:
+    def __init__(self, parts: Sequence[BatchPart], slot_T: Tensor | None = None) -> None:
         first = parts[0].cache
         assert all(part.cache.is_beside(first) for part in parts), "caches that lie side by side"
         super().__init__(
@@ -88,7 +92,7 @@ class PassCache(Cache):
 
 
 class _PassLayer(DynamicLayer):
-    def __init__(self, layer: int, parts: Sequence[PartRows], slot_T: Tensor | None) -> None:
+    def __init__(self, layer: int, parts: Sequence[BatchPart], slot_T: Tensor | None) -> None:
         super().__init__()
         self._layer = layer
         self._parts = parts
@@ -106,22 +110,22 @@ class _PassLayer(DynamicLayer):
         (index,) = self._written({INDEX: indexer_key_states[:, None]})
         return index[:, 0]
 
-    def _written(self, states: Held) -> list[Tensor]:
+    def _written(self, states: LayerStates) -> list[Tensor]:
         """Write the rows (1, G, T, K), and return what there is of these names."""
         first = self._parts[0]
         if self._slot_T is not None:
             first.cache.write_slots(self._layer, self._slot_T, states)
-            return [first.cache.held(self._layer)[name] for name in states]
-        for cache, lo, hi, position, _ in self._parts:
-            own = {name: rows[:, :, lo:hi] for name, rows in states.items()}
-            cache.write(self._layer, position, own)
+            return [first.cache.layer_states(self._layer)[name] for name in states]
+        for part in self._parts:
+            own = {name: rows[:, :, part.rows] for name, rows in states.items()}
+            part.cache.write(self._layer, part.first, own)
         if len(self._parts) > 1:
             return [first.cache.buffers_of(self._layer)[name] for name in states]
         end = first.end - first.cache.num_elsewhere
-        return [first.cache.held(self._layer)[name][:, :, :end] for name in states]
+        return [first.cache.layer_states(self._layer)[name][:, :, :end] for name in states]
 
     def get_seq_length(self) -> int:
-        return self._parts[0].position if len(self._parts) == 1 else 0
+        return self._parts[0].first if len(self._parts) == 1 else 0
 
     @property
     def indexer_position_ids(self) -> Tensor:
@@ -144,18 +148,19 @@ class BatchMask:
     `masks` has one for each part, as attention takes it for one text.
     """
 
-    parts: Sequence[PartRows]
+    parts: Sequence[BatchPart]
     masks: Sequence[Any]
 
     def attend(
         self, attend: Callable[..., tuple[Tensor, None]], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """Return (1, T, H, K); families may run the last T rows of the pass alone."""
-        first_row = self.parts[-1].hi - query.shape[2]
+        first_row = self.parts[-1].rows.stop - query.shape[2]
         found = list[Tensor]()
         for part, mask in zip(self.parts, self.masks, strict=True):
-            if part.hi > first_row:
-                some_rows = query[:, :, max(0, part.lo - first_row) : part.hi - first_row]
+            rows = part.rows
+            if rows.stop > first_row:
+                some_rows = query[:, :, max(0, rows.start - first_row) : rows.stop - first_row]
                 own = (states[:, :, part.columns] for states in (key, value))
                 found.append(attend(some_rows, *own, mask)[0])
         return torch.cat(found, 1)

@@ -24,7 +24,7 @@ from offload.kernels.int4_blocks import (
     least_step,
 )
 from offload.model.expanded import ExpandedWeights
-from offload.model.mapping import ParameterSlot, is_plain_product
+from offload.model.parameters import ParameterSlot, is_plain_product
 from offload.timer import timed
 
 _MOST_8_BITS = 127

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from offload.model.kv_cache import KVCache
-from offload.model.parts import PartRows, PassCache
+from offload.model.parts import BatchPart, PassCache
 from offload.model.recurrences import CONVOLUTION, KINDS, Gated, Lightning, Recurrence
 from offload.model.recurrent_cache import RecurrentCache
 
@@ -32,7 +32,7 @@ class _Running(NamedTuple):
     """The layer that runs in this thread."""
 
     layer: int
-    parts: Sequence[PartRows]
+    parts: Sequence[BatchPart]
     recurrence: Recurrence | None
 
 
@@ -157,7 +157,7 @@ def _forward_by(clone: Callable[..., Any], recurrence: Recurrence | None) -> Cal
         # this family does not know `past_key_values`
         if not isinstance(cache, PassCache):
             raise ValueError("it makes a cache of its own for its layers")
-        assert cache.parts[-1].hi == hidden_states.shape[1], "all rows of the pass"
+        assert cache.parts[-1].rows.stop == hidden_states.shape[1], "all rows of the pass"
         token = _RUNNING.set(_Running(self.layer_idx, cache.parts, recurrence))
         try:
             return clone(self, hidden_states, **kwargs)
@@ -180,8 +180,8 @@ def _convolve(
     outs = list[Tensor]()
     for part in running.parts:
         assert isinstance(part.cache, RecurrentCache), "layers with states have no other"
-        own_TC = rows_TC[part.lo : part.hi]
-        outs.append(part.cache.convolve(running.layer, part.run, own_TC, weight, bias))
+        own_TC = rows_TC[part.rows]
+        outs.append(part.cache.convolve(running.layer, part.states, own_TC, weight, bias))
     out_TC = outs[0] if len(outs) == 1 else torch.cat(outs)
     out_TC = out_TC if activation is None else ACT2FN[activation](out_TC)
     return out_TC.to(hidden_states.dtype).T[None]
@@ -195,6 +195,6 @@ def _scan(*args: Any, **kwargs: Any) -> Any:
     outs = list[Tensor]()
     for part in running.parts:
         assert isinstance(part.cache, RecurrentCache), "layers with states have no other"
-        own = inputs.part(slice(part.lo, part.hi))
-        outs.append(part.cache.scan(running.layer, part.run, running.recurrence, own))
+        own = inputs.part(part.rows)
+        outs.append(part.cache.scan(running.layer, part.states, running.recurrence, own))
     return running.recurrence.give(outs[0] if len(outs) == 1 else torch.cat(outs))

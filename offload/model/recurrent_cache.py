@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offload.model.kv_cache import Held, KVCache
+from offload.model.kv_cache import KVCache, LayerStates
 from offload.model.recurrences import STAND_IN, Inputs, Recurrence, RowInputs
 from offload.model.recurrent_rows import RowTree, TreeRows, scan_tree
 
@@ -219,7 +219,7 @@ class RecurrentCache(KVCache):
         assert length in known, "states are there"
         return known[length]
 
-    def states(self, most: int) -> dict[int, Held]:
+    def states(self, most: int) -> dict[int, LayerStates]:
         """See `KVCache`; of as many positions as there are states for, see `point_at`."""
         return super().states(self.keepable(most))
 

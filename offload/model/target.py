@@ -3,9 +3,9 @@
 It holds weights and no text: the cache of the text's keys and values is lent to it for every call.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,29 +21,6 @@ from offload.streaming.device import HOST, Device
 from offload.streaming.experts import ExpertPool
 from offload.streaming.layers import LayerStream
 from offload.trees.token_tree import TokenTree, ancestors
-
-
-class BatchEntry(NamedTuple):
-    """What one text has in a sweep."""
-
-    tokens: Sequence[int]  # committed ones
-    cache: KVCache  # one of those that were made together
-    num_pending: int  # of the tokens that the cache lacks, the root left out: so many are taken in
-    tree: TokenTree | None = None  # below the last of the tokens, where nothing else is pending
-
-    @classmethod
-    def whole(cls, tokens: Sequence[int], cache: KVCache, tree: TokenTree) -> "BatchEntry":
-        """Return the entry of a text whose pending tokens are all taken in."""
-        return cls(tokens, cache, len(tokens) - 1 - cache.length, tree)
-
-    @property
-    def num_nodes(self) -> int:
-        return self.tree.num_nodes if self.tree else 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether all that the cache lacks is taken in: else there is no root for a tree."""
-        return self.num_pending == len(self.tokens) - 1 - self.cache.length
 
 
 class Target:
@@ -120,40 +97,41 @@ class Target:
         self._model.share_passes()
         KVCache.side_by_side(caches)
 
-    def score(self, batch: Sequence[BatchEntry]) -> list[Logits]:
-        """Return for each text the logits after every node of its tree, from one sweep.
+    def part_of(
+        self,
+        tokens: Sequence[int],
+        cache: KVCache,
+        tree: TokenTree | None = None,
+        most_pending: int = sys.maxsize,
+    ) -> BatchPart:
+        """Return what a text has in the next sweep: tokens that its cache lacks, at most so many,
+        and where all are taken in, the tree below the last one, which is the root.
 
-        They are valid until the next sweep; a text without a tree has none. What is said to be
-        pending is taken in as well, and first, in sweeps of its own, what one sweep cannot take.
+        What an encoder makes of a prompt, and what is too much for one sweep, is taken in at once.
         """
-        batch = [self._taken_in(one) for one in batch]
-        for one in batch:
-            one.cache.promise(one.num_pending)
-        parts = [self._part(one) for one in batch]
-        if len(batch) > 1:
-            parts = _prompts_then_trees(parts, [one.num_pending for one in batch])
-        # some rows have to be scored
-        num_logits = max(1, sum(one.num_nodes for one in batch))
-        logits = self._sweep(parts, num_logits)
-        ends = accumulate(one.num_nodes for one in batch)
-        nodes = zip(ends, batch, strict=True)
-        return [logits.part(end - one.num_nodes, end) for end, one in nodes]
-
-    def _taken_in(self, one: BatchEntry) -> BatchEntry:
-        """Take in what an encoder makes of a prompt, and what is too much for one sweep.
-
-        Returns the entry with what is still pending.
-        """
-        tokens = one.tokens
-        cache = one.cache
         self._model.take_in(tokens, cache, self.stream.begin_prompt)
-        num_pending = min(one.num_pending, len(tokens) - 1 - cache.length)
+        num_pending = min(most_pending, len(tokens) - 1 - cache.length)
         while num_pending > self._max_rows:
             num_pending -= self._max_rows
             cache.promise(self._max_rows)
-            self._sweep([self._part(BatchEntry(tokens, cache, self._max_rows))], 1)
+            self._sweep([self._part(tokens, cache, self._max_rows)], 1)
             cache.commit(range(self._max_rows))
-        return one._replace(num_pending=num_pending)
+        return self._part(tokens, cache, num_pending, tree)
+
+    def score(self, parts: Sequence[BatchPart]) -> list[Logits]:
+        """Return for each text the logits after every node of its tree, from one sweep.
+
+        They are valid until the next sweep; a text without a tree has none.
+        """
+        for part in parts:
+            part.cache.promise(part.num_pending)
+        ends = accumulate(part.num_nodes for part in parts)
+        own = [slice(end - part.num_nodes, end) for end, part in zip(ends, parts, strict=True)]
+        # some rows have to be scored
+        num_logits = max(1, own[-1].stop)
+        laid = [*_prompts(parts), *_trees(parts)] if len(parts) > 1 else parts
+        logits = self._sweep(laid, num_logits)
+        return [logits.part(one.start, one.stop) for one in own]
 
     def score_rows(
         self, tokens: Sequence[int], offsets: Sequence[int], sees_TT: Tensor, cache: KVCache
@@ -166,18 +144,20 @@ class Target:
         rows = BatchPart(torch.tensor(tokens), position_T, sees_TT, cache)
         return self._sweep([rows], len(tokens))
 
-    def _part(self, one: BatchEntry) -> BatchPart:
+    def _part(
+        self, tokens: Sequence[int], cache: KVCache, num_pending: int, tree: TokenTree | None = None
+    ) -> BatchPart:
         """Return a chain of the pending tokens, and the nodes of the tree, which see all of it."""
-        tokens, cache, num_pending, tree = one
         token_T = torch.tensor(tokens[cache.length : cache.length + num_pending], dtype=torch.long)
         offset_T = torch.arange(num_pending)
-        sees_TT = causal(num_pending + one.num_nodes)
+        num_nodes = tree.num_nodes if tree else 0
+        sees_TT = causal(num_pending + num_nodes)
         if tree is not None:
             depth_N = torch.from_numpy(tree.topology.depth_N.copy())
             token_T = torch.cat([token_T, tree.token_N])
             offset_T = torch.cat([offset_T, depth_N + num_pending])
             sees_TT[num_pending:, num_pending:] = ancestors(tree.topology)
-        return BatchPart(token_T, self._positions(offset_T, cache), sees_TT, cache)
+        return BatchPart(token_T, self._positions(offset_T, cache), sees_TT, cache, num_nodes)
 
     def figures(self) -> list[RankFigures]:
         """Return each rank's figures; none of a process by itself. Raises `RankError`."""
@@ -207,16 +187,20 @@ class Target:
         return (offset_T + cache.length).clamp(max=self._last_position)
 
 
-def _prompts_then_trees(parts: Sequence[BatchPart], nums_pending: Sequence[int]) -> list[BatchPart]:
-    """Return all pending tokens as parts of their own, and behind them the trees.
+# Of several texts all pending tokens come first, as parts of their own: the last rows are those that
+# are scored. A text alone is one part, as every family takes it.
 
-    The last rows are those that are scored; a text alone is one part, as every family takes it.
-    """
-    prompts = list[BatchPart]()
-    trees = list[BatchPart]()
-    for (token_T, position_T, sees_TT, cache), num in zip(parts, nums_pending, strict=True):
-        if num:
-            prompts.append(BatchPart(token_T[:num], position_T[:num], sees_TT[:num, :num], cache))
-        if num < len(token_T):
-            trees.append(BatchPart(token_T[num:], position_T, sees_TT[num:], cache))
-    return [*prompts, *trees]
+
+def _prompts(parts: Sequence[BatchPart]) -> Iterator[BatchPart]:
+    for part in parts:
+        if num := part.num_pending:
+            rows = (part.token_T[:num], part.position_U[:num], part.ancestor_TU[:num, :num])
+            yield BatchPart(*rows, part.cache)
+
+
+def _trees(parts: Sequence[BatchPart]) -> Iterator[BatchPart]:
+    for part in parts:
+        if part.num_nodes:
+            num = part.num_pending
+            rows = (part.token_T[num:], part.position_U, part.ancestor_TU[num:])
+            yield BatchPart(*rows, part.cache, part.num_nodes)

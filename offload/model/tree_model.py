@@ -126,7 +126,7 @@ class TreeModel(BoundModel):
         token_T = torch.cat([part.token_T for part in parts])
         position_T = torch.cat([part.position_U[-len(part.token_T) :] for part in parts])
         cache = lay(parts, self._invariant)
-        masks, *others = [self._masks_of(*part[1:]) for part in parts]
+        masks, *others = [self._masks_of(*part[1:4]) for part in parts]
         if others:
             masks = {
                 window: BatchMask(cache.parts, [mask, *(own[window] for own in others)])

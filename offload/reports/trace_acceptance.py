@@ -10,8 +10,7 @@ Invariant: with a rule that repeats the target's draws, a trace of written text 
 what decoding does.
 """
 
-from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -21,8 +20,7 @@ from offload.drafting.base import DraftText
 from offload.drafting.model_drafter import ModelDrafter
 from offload.drafting.static import draw_children
 from offload.engine.decoder import Decoder
-from offload.engine.sequence import Sequence
-from offload.model.target import BatchEntry
+from offload.engine.sequence import TokenSequence
 from offload.planning.acceptance import NUM_RANKS
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -37,7 +35,7 @@ DrawStar = Callable[[], TokenTree]
 
 
 def write(
-    decoder: Decoder, prompt: abc.Sequence[int], sampling: Sampling, num_new: int, tree: str
+    decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str
 ) -> list[int]:
     """Return `num_new` tokens that the target writes behind a prompt, fewer where the text ends."""
     run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree)
@@ -47,7 +45,7 @@ def write(
 
 
 def ranks_of(
-    decoder: Decoder, prompt: abc.Sequence[int], written: abc.Sequence[int], sampling: Sampling
+    decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling
 ) -> list[int]:
     """Return the ranks of what the target has written, -1 where a token is not a child's."""
     sequence = decoder.begin([*prompt, *written], sampling)
@@ -61,8 +59,8 @@ def ranks_of(
 
 def dynamic_again(
     decoder: Decoder,
-    prompt: abc.Sequence[int],
-    written: abc.Sequence[int],
+    prompt: Sequence[int],
+    written: Sequence[int],
     sampling: Sampling,
     bounds: DynamicShape,
 ) -> list[int]:
@@ -91,7 +89,7 @@ def dynamic_again(
 
 
 def given_trace(
-    decoder: Decoder, tokens: abc.Sequence[int], start: int, sampling: Sampling
+    decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling
 ) -> list[int]:
     """Return the ranks of what the target would emit from `start` on in a text not its own."""
     sequence = decoder.begin(tokens, sampling)
@@ -124,7 +122,7 @@ def _accepted_rank(
     return outcome.nodes[1] - 1 if len(outcome.nodes) > 1 else -1
 
 
-def _stars(decoder: Decoder, text: Sequence, start: int) -> Iterator[DrawStar]:
+def _stars(decoder: Decoder, text: TokenSequence, start: int) -> Iterator[DrawStar]:
     """Yield for every position from `start` on a way to draw the children of the token before."""
     assert isinstance(decoder.drafter, ModelDrafter), "only a model ranks candidates"
     rows = decoder.drafter.score(text.tokens, start, text.caches.draft)
@@ -143,7 +141,7 @@ def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: i
     return TokenTree(topology, torch.cat([token_1K.new_zeros(1), token_1K[0]]), proposals)
 
 
-def _target_logits(decoder: Decoder, text: Sequence, start: int) -> Iterator[Tensor]:
+def _target_logits(decoder: Decoder, text: TokenSequence, start: int) -> Iterator[Tensor]:
     """Yield the target's logits (V) for every token from `start` on, scored as one path."""
     tokens = text.tokens
     cache = text.caches.target
@@ -151,5 +149,6 @@ def _target_logits(decoder: Decoder, text: Sequence, start: int) -> Iterator[Ten
     for lo in range(start, len(tokens), num_rows):
         token_N = torch.tensor(tokens[lo - 1 : lo - 1 + min(num_rows, len(tokens) - lo)])
         path = TokenTree(chain(len(token_N) - 1), token_N)
-        yield from decoder.target.score([BatchEntry.whole(tokens[:lo], cache, path)])[0]
+        part = decoder.target.part_of(tokens[:lo], cache, path)
+        yield from decoder.target.score([part])[0]
         decoder.target.commit(range(path.num_nodes), lo, cache)

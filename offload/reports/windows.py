@@ -24,7 +24,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Counted
 from offload.engine.request import encode
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
 from offload.planning.acceptance import NUM_RANKS, bounds_to_count, measured_acceptance, yields_of
 from offload.planning.cost_model import Costs

@@ -16,7 +16,8 @@ from offload import __version__
 from offload.engine.generation import Generation
 from offload.engine.job import TextPiece, Ticket
 from offload.engine.sequence import PassFigures, TokenLogprob
-from offload.engine.text import Tokenizer, TokenPieces
+from offload.engine.text_stream import TokenPieces
+from offload.engine.tokenizer import Tokenizer
 from offload.server.bodies import Body, ChatBody
 from offload.server.refusals import refuse_closing
 from offload.server.tool_calls import ToolCalls

@@ -34,7 +34,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 AcceptanceVector = Sequence[float] | Floats
 Follow = Callable[[int | None, int], tuple[float, int | None] | None]
-P = TypeVar("P")
+Item = TypeVar("Item")
 
 # The one grid of tree sizes: all code that chooses or compares trees looks at these. A larger tree
 # costs rows of a pass, memory for them and draft passes, and yields ever less: costs decide which
@@ -217,7 +217,7 @@ def path_chances(topology: Topology, p_K: Floats) -> Floats:
     return score_N
 
 
-class GrownNode(NamedTuple, Generic[P]):
+class GrownNode(NamedTuple, Generic[Item]):
     """A node of an order with parents and elder siblings first: any first n nodes are a tree."""
 
     number: int  # index in the order
@@ -225,12 +225,14 @@ class GrownNode(NamedTuple, Generic[P]):
     rank: int
     depth: int
     score: float  # the chance that its path is accepted, or what else never rises along a path
-    place: P  # what the order was grown from knows of it
+    item: Item  # what the order was grown from knows of it
 
 
 def grow_best_first(
-    root: P, child: Callable[[GrownNode[P], int], tuple[float, P] | None], score: float = 1.0
-) -> Iterator[GrownNode[P]]:
+    root: Item,
+    child: Callable[[GrownNode[Item], int], tuple[float, Item] | None],
+    score: float = 1.0,
+) -> Iterator[GrownNode[Item]]:
     """Yield the root, then always the best child of those that were yielded, until none is left.
 
     `child` gives the child of a rank below a node, with the score of its whole path, which is not
@@ -238,14 +240,14 @@ def grow_best_first(
     is asked for rank 0 once for every node, in their order. Ties go to the shallower node, then to
     the elder parent's.
     """
-    # -score, depth, parent's number, rank, place, parent; no two agree in number and rank
-    heap: list[tuple[float, int, int, int, P, GrownNode[P] | None]]
+    # -score, depth, parent's number, rank, item, parent; no two agree in number and rank
+    heap: list[tuple[float, int, int, int, Item, GrownNode[Item] | None]]
     heap = [(-score, 0, -1, 0, root, None)]
     for number in count():
         if not heap:
             return
-        negative, depth, parent, rank, place, above = heap[0]
-        node = GrownNode(number, parent, rank, depth, -negative, place)
+        negative, depth, parent, rank, item, above = heap[0]
+        node = GrownNode(number, parent, rank, depth, -negative, item)
         yield node
         sibling = None if above is None else child(above, rank + 1)
         if sibling is None:
@@ -267,7 +269,7 @@ def grow_order(
     """
 
     def child(node: OrderedNode, rank: int) -> tuple[float, int | None] | None:
-        found = follow(node.place, rank) if node.depth < max_depth else None
+        found = follow(node.item, rank) if node.depth < max_depth else None
         return found and (node.score * found[0], found[1])
 
     return list(islice(grow_best_first(root, child), num_nodes))
@@ -303,8 +305,8 @@ def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
 def in_level_order(parents: Sequence[int]) -> Topology:
     """Return the tree of nodes listed with parents before children and siblings by rank."""
     order = level_order(parents)
-    place = dict(zip(order, range(len(order)), strict=True))
-    return Topology.from_parents([-1, *(place[parents[node]] for node in order[1:])])
+    node_of = dict(zip(order, range(len(order)), strict=True))
+    return Topology.from_parents([-1, *(node_of[parents[node]] for node in order[1:])])
 
 
 def level_order(parents: Sequence[int]) -> list[int]:

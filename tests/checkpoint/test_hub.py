@@ -24,7 +24,7 @@ from offload.checkpoint.generation_config import suggested_sampling
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
-from offload.engine.text import are_same
+from offload.engine.tokenizer import are_same
 from offload.errors import UserError
 from offload.options import OutputOptions
 from offload.planning.load_options import LoadOptions

@@ -15,7 +15,7 @@ from tiny import save_tokenizer
 from offload.checkpoint import files as small_files
 from offload.checkpoint.files import locked, locked_anew, read_given, read_small, replacing
 from offload.checkpoint.small_files import check_tokenizer_files
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
 from offload.planning.hardware import read_hardware
 from offload.planning.profile import parse_profile, read_text

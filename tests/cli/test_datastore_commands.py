@@ -14,7 +14,7 @@ from test_main import LISTS_IMPORTS
 from tiny import save_tokenizer
 
 from offload.datastore.store import open_datastore
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 
 
 @pytest.fixture

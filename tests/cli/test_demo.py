@@ -21,7 +21,7 @@ from offload.cli.loading import making_target
 from offload.cli.main import main
 from offload.cli.packaged import demo_options
 from offload.engine.load import open_decoder
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
 from offload.options import CHAT_PAIR, OutputOptions
 from offload.planning.load_options import LoadOptions

@@ -227,7 +227,7 @@ def test_where_it_was_is_told_to_who_asks(looper: Path, monkeypatch: pytest.Monk
         outcome = generate(looper, "--json", tree="chain:1")
     assert outcome.code == 1 and "in refuse" in outcome.err and "Traceback" in outcome.err
     assert outcome.err.splitlines()[-1].startswith("offload: the system refused (/some/file)")
-    monkeypatch.setattr("offload.engine.text._check_names", lambda *_: failing(KeyError("a fault of ours"))())
+    monkeypatch.setattr("offload.engine.tokenizer._check_names", lambda *_: failing(KeyError("a fault of ours"))())
     outcome = generate(looper)
     assert outcome.code == 2 and "KeyError: 'a fault of ours'" in outcome.err, "what stands behind a refusal"
     assert outcome.err.splitlines()[-1].startswith("offload: cannot read the tokenizer in")

@@ -48,28 +48,28 @@ def opinions() -> Guesses:
 
 
 def chance_of(guesses: Guesses, path: tuple[int, ...]) -> float:
-    place, chance = guesses.root, 1.0
+    cursor, chance = guesses.root, 1.0
     for token in path:
-        chance *= guesses.children(place)[0].get(token, 0.0)
-        place = guesses.follow(place, token)
+        chance *= guesses.children(cursor)[0].get(token, 0.0)
+        cursor = guesses.follow(cursor, token)
     return chance
 
 
 def paths_of(found: list[Guess]) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = [()]
     for guess in found[1:]:
-        paths.append((*paths[guess.parent], guess.place[1]))
+        paths.append((*paths[guess.parent], guess.item[1]))
     return paths[1:]
 
 
 def test_chances_and_what_is_left_sum_to_one() -> None:
     guesses = opinions()
     for path in product(range(NUM_LETTERS), repeat=DEPTH - 1):
-        place = guesses.root
+        cursor = guesses.root
         for token in path:
-            chances, rest = guesses.children(place)
+            chances, rest = guesses.children(cursor)
             assert sum(chances.values()) + rest == pytest.approx(1) and rest > 0
-            place = guesses.follow(place, token)
+            cursor = guesses.follow(cursor, token)
     # Bounds are kept.
     found = opinions().best(1000, 2, least=0.02)
     assert found and max(guess.depth for guess in found) == 2 and min(guess.score for guess in found) > 0.02
@@ -165,11 +165,11 @@ def test_matches_by_hand() -> None:
     for little in ([7], [1, 2, 3, 4], [1, 1]):
         assert said(little, USUAL) == {} and bool(said(little)) == (little == [1, 1])
     tier = next(iter(Copying(USUAL).opinions(np.array([5, 1, 2, 3, 1, 2, 3, 1, 2]), 64, 9)))
-    place, path = tier.start(), []
-    while tier.shares(place):
-        (token,) = tier.shares(place)
+    cursor, path = tier.start(), []
+    while tier.shares(cursor):
+        (token,) = tier.shares(cursor)
         path.append(token)
-        place = tier.follow(place, token)
+        cursor = tier.follow(cursor, token)
     assert path == [3, 1, 2] * 3, "a loop goes on"
     state = GuessState()
     assert said([1, 2, 3, 1, 2], USUAL, state)[2] == {(3, 1.0)}
@@ -196,8 +196,8 @@ def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
     (short,) = retrieved([3, 4], MatchLength(2, 2))
     assert short.length == 2 and short.shares(0) == {8: 0.5, 5: 0.25, 10: 0.25}
     found = Guesses([*tiers, short], SourceWeights()).best(16, 3)
-    assert {guess.place[1] for guess in found if guess.depth == 1} == {5, 8, 10}
-    assert found[1].place[1] == 5
+    assert {guess.item[1] for guess in found if guess.depth == 1} == {5, 8, 10}
+    assert found[1].item[1] == 5
     assert all(retrieved(context) == [] for context in ([20, 21], [7], [4, 10], [])), (
         "nothing follows what is not there"
     )

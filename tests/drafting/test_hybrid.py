@@ -96,15 +96,15 @@ def test_a_dynamic_tree_is_the_best_of_the_mixture(model: TreeModel) -> None:
     tree = grow_best(draft_of(model), shape, PROMPT, sampler, 1.3, guesses)
     every: dict[tuple[int, ...], float] = {(): 1.0}
     open_paths: list[tuple[tuple[int, ...], TrieCursor]] = [((), guesses.root)]
-    for path, place in open_paths:
+    for path, cursor in open_paths:
         pi_V = (1.3 * draft_of(model).catch_up([*PROMPT, *path])[0].float()).softmax(0)
-        chances, rest = guesses.children(place, sureness(float(pi_V.max())))
+        chances, rest = guesses.children(cursor, sureness(float(pi_V.max())))
         mixed = {token: chances.get(token, 0) + rest * float(pi_V[token]) for token in range(VOCAB_SIZE)}
         for token in sorted(mixed, key=lambda one: -mixed[one])[:32]:
             child = (*path, token)
             every[child] = every[path] * mixed[token]
             if len(child) < shape.depth and every[child] > 0.003:
-                open_paths.append((child, guesses.follow(place, token)))
+                open_paths.append((child, guesses.follow(cursor, token)))
     wanted = sorted(every, key=lambda path: -every[path])[: shape.num_nodes]
     assert sum(every[path] for path in paths(tree)) == pytest.approx(sum(every[path] for path in wanted), rel=1e-3)
 
@@ -123,10 +123,10 @@ def test_a_commit_keeps_the_accepted_path(model: TreeModel) -> None:
 
 
 def test_likely_guesses_take_the_place_of_the_least_likely_nodes() -> None:
-    shape, place = best_first([0.6, 0.3], 32, 6), TrieCursor(0, ())
+    shape, cursor = best_first([0.6, 0.3], 32, 6), TrieCursor(0, ())
 
     def kept(*chances: float) -> int:
-        guesses = [Guess(index + 1, index, 0, index + 1, chance, (place, 1)) for index, chance in enumerate(chances)]
+        guesses = [Guess(index + 1, index, 0, index + 1, chance, (cursor, 1)) for index, chance in enumerate(chances)]
         return _without_least(shape, guesses).num_nodes
 
     assert kept() == kept(1e-9) == kept(*[0.9] * 3) == 32
@@ -170,8 +170,8 @@ def as_drawn(_: TokenTree, tree: TokenTree) -> TokenTree:
 
 def dropped(drawn: TokenTree, tree: TokenTree) -> TokenTree:
     """A draw that gives way where it differs from the guess: growth that looks at the value."""
-    is_same = drawn.tokens[1] == FOUND[0].place[1]
-    return drawn if is_same else TokenTree(chain(1), torch.tensor([drawn.tokens[0], FOUND[0].place[1]]))
+    is_same = drawn.tokens[1] == FOUND[0].item[1]
+    return drawn if is_same else TokenTree(chain(1), torch.tensor([drawn.tokens[0], FOUND[0].item[1]]))
 
 
 @pytest.mark.parametrize(("rule", "draft", "mistake"), [("specinfer", "good", as_drawn), ("sequoia", "bad", dropped)])

@@ -20,10 +20,10 @@ from tiny import FAMILIES, save_pair, save_reciter, save_tokenizer
 
 import offload
 from offload.checkpoint.open import open_checkpoint
+from offload.engine.cache_pool import num_shared
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
-from offload.engine.sharing import num_shared
-from offload.engine.text import TextStream
+from offload.engine.text_stream import TextStream
 from offload.errors import UserError
 from offload.model.target import Target
 from offload.sampling_options import Sampling

@@ -20,10 +20,9 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
-from offload.engine.sequence import Caches
-from offload.engine.sequence import Sequence as Text
+from offload.engine.sequence import Caches, TokenSequence
 from offload.engine.step import share_out
-from offload.engine.text import TextStream
+from offload.engine.text_stream import TextStream
 from offload.errors import UserError
 from offload.memory.planner import least_budget
 from offload.model.tree_model import TreeModel
@@ -170,9 +169,8 @@ def test_candidates_of_all_texts_compete(pair: Pair, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_prompts_share_out_the_rows(missing: list[int], num_rows: int, wanted: list[tuple[int, bool]]) -> None:
-    caches = SimpleNamespace(target=SimpleNamespace(length=0))
-    texts: Any = [SimpleNamespace(tokens=list(range(num + 1)), caches=caches) for num in missing]
-    assert [(entry.num_pending, entry.is_whole) for _, entry in share_out(texts, num_rows)] == wanted
+    texts: Any = [SimpleNamespace(num_pending=num) for num in missing]
+    assert [(num, num == text.num_pending) for text, num in share_out(texts, num_rows)] == wanted
 
 
 LONG, SHORT = list(range(20, 60)), [7, 3, 90]
@@ -205,16 +203,16 @@ def test_samples_of_ids_that_come_in_any_form(pair: Pair) -> None:
 @pytest.mark.parametrize("parallel", [1, 3])
 def test_one_that_fails_under_way_fails_alone(pair: Pair, parallel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a grammar may that comes to where no token of the model is left."""
-    requests, right = of_seeds(LONG, 4), Text.extend
+    requests, right = of_seeds(LONG, 4), TokenSequence.extend
     with opened(pair, tree="none", parallel=parallel) as decoder:
         wanted = [decoder.generate(LONG, temperature=0.8, seed=seed, max_new_tokens=NUM_DRAWN) for seed in range(4)]
 
-        def extend(text: Text, *arguments: Any) -> list[int]:
+        def extend(text: TokenSequence, *arguments: Any) -> list[int]:
             if text.sampler.sampling.seed == 1 and len(text.new_ids) == 2:
                 raise UserError("nothing may follow")
             return right(text, *arguments)
 
-        monkeypatch.setattr(Text, "extend", extend)
+        monkeypatch.setattr(TokenSequence, "extend", extend)
         outcomes = {one.number: one.outcome for one in write_all(decoder, requests)}
     assert sorted(outcomes) == [0, 1, 2, 3] and isinstance(outcomes[1], UserError)
     for number in (0, 2, 3):

@@ -18,7 +18,7 @@ from offload.checkpoint.packaged import PAIR
 from offload.datastore.build import Coder, build
 from offload.drafting.lookup import LookupDrafter
 from offload.engine.decoder import Decoder
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
 from offload.memory.planner import least_budget
 from offload.rules import RULES

@@ -12,10 +12,10 @@ from tiny import FAMILIES, save_pair
 import offload
 from offload.drafting.draft_model import Draft
 from offload.drafting.model_drafter import ModelDrafter
+from offload.engine.cache_pool import CachePool
 from offload.engine.decoder import Decoder
-from offload.engine.sequence import Caches, Limits, Sequence
-from offload.engine.sharing import CachePool
-from offload.engine.text import TextStream
+from offload.engine.sequence import Caches, Limits, TokenSequence
+from offload.engine.text_stream import TextStream
 from offload.model.target import Target
 from offload.sampling.adjustments import Penalties
 from offload.sampling.sampler import Sampler
@@ -37,15 +37,15 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
         yield decoder
 
 
-def written(decoder: Decoder, prompt: list[int], sampling: Sampling, shape: Shape) -> Sequence:
+def written(decoder: Decoder, prompt: list[int], sampling: Sampling, shape: Shape) -> TokenSequence:
     sequence = decoder.begin(prompt, sampling, shape=shape)
     for _ in range(NUM_STEPS):
         decoder.step(sequence)
     return sequence
 
 
-def text_of(tokens: list[int], limits: Limits | None = None) -> Sequence:
-    return Sequence(tokens, Sampler(Sampling(), 10), find_rule("match"), chain(0), limits or Limits())
+def text_of(tokens: list[int], limits: Limits | None = None) -> TokenSequence:
+    return TokenSequence(tokens, Sampler(Sampling(), 10), find_rule("match"), chain(0), limits or Limits())
 
 
 def test_two_sequences_in_turn_know_nothing_of_each_other(decoder: Decoder) -> None:
@@ -113,7 +113,7 @@ def resumed(
 
 
 MOMENTS = [
-    (Target, "commit", 2), (ModelDrafter, "commit", 1), (ModelDrafter, "commit", 3), (Sequence, "extend", 2),
+    (Target, "commit", 2), (ModelDrafter, "commit", 1), (ModelDrafter, "commit", 3), (TokenSequence, "extend", 2),
     (Draft, "run", 4), (Target, "score", 4), (LayerStream, "release", 4),
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.job import MOST_PIECES, Cancelled, Job, Ticket
 from offload.engine.request import Request
 from offload.engine.service import Closing, Engine, QueueFull
-from offload.engine.text import TextStream
+from offload.engine.text_stream import TextStream
 from offload.errors import ReadError, UserError
 from offload.sampling_options import Sampling
 

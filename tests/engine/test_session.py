@@ -25,7 +25,7 @@ from offload.engine.request import Request
 from offload.engine.session import _caches, can_use, check_session
 from offload.errors import UserError
 from offload.model.kv_cache import VALUES
-from offload.model.target import BatchEntry
+from offload.model.parts import BatchPart
 from offload.planning.load_options import LoadOptions
 from offload.sampling_options import Sampling
 
@@ -37,9 +37,9 @@ def counted(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows of the text, the root not counted, each sweep of the target has taken in from now on."""
     taken, score = list[int](), decoder.target.score
 
-    def counting(batch: Sequence[BatchEntry]) -> Any:
-        taken.append(sum(one.num_pending for one in batch))
-        return score(batch)
+    def counting(parts: Sequence[BatchPart]) -> Any:
+        taken.append(sum(one.num_pending for one in parts))
+        return score(parts)
 
     monkeypatch.setattr(decoder.target, "score", counting)
     return taken
@@ -88,7 +88,7 @@ def test_without_its_keys_and_values_the_prompt_would_be_read(tmp_path: Path, mo
         assert whole[NUM_FIRST:] == rest and taken[0] == len(tokens) - 1
         decoder.load_session(tmp_path / "text.session")
         with torch.inference_mode():
-            decoder._pool.caches.target.held(0)[VALUES].zero_()
+            decoder._pool.caches.target.layer_states(0)[VALUES].zero_()
         assert gone_on(decoder, tokens).token_ids != rest
 
 

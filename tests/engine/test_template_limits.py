@@ -18,8 +18,8 @@ from matrix import matrix
 from tiny import save_tokenizer
 
 from offload import guarded_process
-from offload.engine import text
-from offload.engine.text import encode_messages, encode_prompt, load_tokenizer, render_chat
+from offload.engine import tokenizer as text
+from offload.engine.tokenizer import encode_messages, encode_prompt, load_tokenizer, render_chat
 from offload.errors import UserError
 from offload.guarded_process import GuardedProcess, NotStarted, ProgramExceeded, ProgramFailed
 

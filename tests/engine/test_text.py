@@ -22,7 +22,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from offload.declaration import whole_number
 from offload.engine.request import Request, samples_of
-from offload.engine.text import TextStream, encode_messages, encode_prompt, load_tokenizer
+from offload.engine.text_stream import TextStream
+from offload.engine.tokenizer import encode_messages, encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import MOST_SAMPLES, Sampling
@@ -233,7 +234,7 @@ def test_templates_of_models_that_also_see(template: str, told: str, tmp_path: P
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN])
 def test_what_the_machine_lacks_is_no_fault_of_a_template(number: int, tmp_path: Path) -> None:
     tokenizer, lacking = save_tokenizer(tmp_path, chat_template=TEMPLATE), OSError(number, os.strerror(number))
-    with patch("offload.engine.text.render_chat", side_effect=lacking), pytest.raises(OSError) as told:
+    with patch("offload.engine.tokenizer.render_chat", side_effect=lacking), pytest.raises(OSError) as told:
         encode_prompt(tokenizer, "hi")
     assert told.value.errno == number and not isinstance(told.value, UserError)
 

@@ -11,7 +11,7 @@ from shell import Outcome, shell
 from tiny import VOCAB_SIZE, build, save, save_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from offload.engine.text import load_tokenizer
+from offload.engine.tokenizer import load_tokenizer
 
 torch.set_num_threads(1)
 ENOUGH = ("--ram", "512MiB", "--context", "64", "--threads", "1", "--tree", "none", "--profile", "none", "--quiet")

@@ -42,7 +42,7 @@ from offload.model import indexed, meta
 from offload.model.indexed import Choice, Pool, choose, index_scores
 from offload.model.kv_cache import KVCache
 from offload.model.meta import build_meta_model
-from offload.model.parts import BatchMask, PartRows
+from offload.model.parts import BatchMask, BatchPart
 from offload.model.path_attention import path_attention, path_rows
 from offload.planning.shares import require_no_states
 
@@ -162,7 +162,7 @@ def test_texts_share_passes_and_a_prompt(folder: Path) -> None:
 def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     shape, cache = model_shape(checkpoint, "float32"), filled_cache(resident_model(checkpoint, "float32"))
-    held = [(name, one.nbytes) for layer in range(cache.num_layers) for name, one in cache.held(layer).items()]
+    held = [(name, one.nbytes) for layer in range(cache.num_layers) for name, one in cache.layer_states(layer).items()]
     index_bytes = sum(size for name, size in held if name == "index")
     assert index_bytes == 80 * shape.index_bytes_per_token > 0
     assert sum(size for _, size in held) <= 80 * shape.kv_bytes_per_token
@@ -211,6 +211,7 @@ def test_ranks_are_refused(glm: Path) -> None:
 
 WRONG = {
     "no index to share": ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full", "full"]}, "share an index"),
+    "an index that chooses no token": ("deepseek_v32", {"index_topk": 0}, "an index that chooses nothing"),
     "tables of n-grams": ("qwen4_exp_text", {"ple_layer_ids": [1], "eos_token_id": 2}, "tables of n-grams"),
 }
 
@@ -334,7 +335,8 @@ def test_texts_that_share_a_pass_choose_among_their_own() -> None:
     caches = [KVCache(1, num_first + 7) for _ in range(2)]
     KVCache.side_by_side(caches)
     num_other = len(state_SW) - num_first - 7
-    parts = (PartRows(caches[0], 0, 9, num_first - 9), PartRows(caches[1], 9, 21, num_other - 12))
+    sizes = zip(caches, (0, 9), (9, 12), (num_first, num_other), strict=True)
+    parts = [BatchPart(*[torch.empty(num)] * 3, cache, 0, lo, end - num) for cache, lo, num, end in sizes]
     seen = BatchMask(parts, (one[0], other[0]))
     for choice in CHOICES.values():
         got = choose(choice, seen, query_THK, weight_TH, state_SW)

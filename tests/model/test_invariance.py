@@ -132,7 +132,7 @@ def test_values_that_no_row_sees_do_no_harm(base: Path) -> None:
     score(model, cache, TEXT[:50], chain(49))
     with torch.inference_mode():
         for layer in range(cache.num_layers):
-            for states in cache.held(layer).values():
+            for states in cache.layer_states(layer).values():
                 states[:, :, 20:] = torch.nan
     cache.commit(range(20))
     assert_same_bits(score(model, cache, TEXT[20:40], chain(19)), taken_in(model, (20, 20))[20:], Promise.INVARIANT)

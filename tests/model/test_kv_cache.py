@@ -16,7 +16,7 @@ from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
 from offload.model.kv_cache import KEYS, VALUES, KVCache
-from offload.model.parts import PartRows, PassCache
+from offload.model.parts import BatchPart, PassCache, causal
 
 NUM_LAYERS, NUM_SLOTS, NUM_HEADS, WIDTH = 2, 40, 3, 4
 Gather = Callable[..., None]
@@ -30,7 +30,8 @@ def rows_of(numbers: Sequence[int], layer: int) -> Tensor:
 
 
 def placed(cache: KVCache, num_rows: int, num_uncommitted: int = 0) -> PassCache:
-    return PassCache([PartRows(cache, 0, num_rows, cache.place(num_uncommitted, num_rows))])
+    row_T, first = torch.arange(num_rows), cache.reserve(num_uncommitted, num_rows)
+    return PassCache([BatchPart(row_T, row_T, causal(num_rows), cache, first=first)])
 
 
 def write(cache: KVCache, numbers: Sequence[int], num_uncommitted: int = 0) -> None:
@@ -43,11 +44,11 @@ def write(cache: KVCache, numbers: Sequence[int], num_uncommitted: int = 0) -> N
 
 def committed(cache: KVCache) -> list[int]:
     """The row numbers that the cache keeps; all layers, heads, keys and values must agree."""
-    row_P = cache.held(0)[KEYS][0, 0, : cache.length, 0]
+    row_P = cache.layer_states(0)[KEYS][0, 0, : cache.length, 0]
     for layer in range(NUM_LAYERS):
         wanted = rows_of(row_P.int().tolist(), layer)
-        assert torch.equal(cache.held(layer)[KEYS][:, :, : cache.length], wanted)
-        assert torch.equal(cache.held(layer)[VALUES][:, :, : cache.length], -wanted)
+        assert torch.equal(cache.layer_states(layer)[KEYS][:, :, : cache.length], wanted)
+        assert torch.equal(cache.layer_states(layer)[VALUES][:, :, : cache.length], -wanted)
     return [int(row) for row in row_P]
 
 
@@ -66,7 +67,7 @@ def test_commit_keeps_the_chosen_rows_in_their_order(seed: int) -> None:
 
 
 def rows_behind(cache: KVCache, num_rows: int) -> list[int]:
-    return (-cache.held(1)[VALUES][0, 0, cache.length :, 0] - 1000).int().tolist()[:num_rows]
+    return (-cache.layer_states(1)[VALUES][0, 0, cache.length :, 0] - 1000).int().tolist()[:num_rows]
 
 
 @matrix("seed", range(20), always=[0, 1], daily=3)
@@ -136,13 +137,13 @@ def test_a_row_that_never_ran_is_counted_and_holds_numbers() -> None:
     """A run that is cancelled: those behind it stand where they would, and no weight times NaN is NaN."""
     cache = KVCache(NUM_LAYERS, NUM_SLOTS)
     cache.fix()
-    cache.place(0, 3)
+    cache.reserve(0, 3)
     cache.commit([], [2, 0, 1])
     assert cache.num_uncommitted == 3, "although no layer has run yet"
     write(cache, [7], num_uncommitted=3)
-    cache.place(4, 2)
+    cache.reserve(4, 2)
     write(cache, [8], num_uncommitted=6)
-    assert torch.isfinite(cache.held(0)[KEYS]).all()
+    assert torch.isfinite(cache.layer_states(0)[KEYS]).all()
     cache.commit([3, 6])
     assert committed(cache) == [7, 8]
 
@@ -170,21 +171,21 @@ def test_passes_over_one_tree_stand_behind_each_other_and_an_abandoned_one_leave
 def test_buffers_are_allocated_once_and_more_rows_than_slots_are_our_own_bug() -> None:
     cache = KVCache(NUM_LAYERS, NUM_SLOTS)
     write(cache, [1])
-    addresses = [cache.held(layer)[KEYS].data_ptr() for layer in range(NUM_LAYERS)]
+    addresses = [cache.layer_states(layer)[KEYS].data_ptr() for layer in range(NUM_LAYERS)]
     for _ in range(3):
         cache.commit([0])
         write(cache, [2])
-    assert [cache.held(layer)[KEYS].data_ptr() for layer in range(NUM_LAYERS)] == addresses
-    assert all(cache.held(layer)[KEYS].shape == (1, NUM_HEADS, NUM_SLOTS, WIDTH) for layer in range(NUM_LAYERS))
+    assert [cache.layer_states(layer)[KEYS].data_ptr() for layer in range(NUM_LAYERS)] == addresses
+    assert all(cache.layer_states(layer)[KEYS].shape == (1, NUM_HEADS, NUM_SLOTS, WIDTH) for layer in range(NUM_LAYERS))
     # More rows than slots are our own bug.
     cache = KVCache(NUM_LAYERS, NUM_SLOTS)
     write(cache, list(range(30)))
     cache.commit(range(30))
     write(cache, list(range(NUM_SLOTS - 30)))
     with pytest.raises(AssertionError, match="11 rows do not fit behind 30"):
-        cache.place(0, NUM_SLOTS - 30 + 1)
+        cache.reserve(0, NUM_SLOTS - 30 + 1)
     with pytest.raises(AssertionError, match="10 rows do not fit behind 31"):
-        cache.place(1, NUM_SLOTS - 30)
+        cache.reserve(1, NUM_SLOTS - 30)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "mistral-sliding", "gemma2"])

@@ -111,15 +111,15 @@ def tree_of(text: list[int], num_pending: int, cache: KVCache) -> BatchPart:
 def alone(model: TreeModel, text: list[int]) -> Tensor:
     """Logits after every node of a tree behind a text, which comes in a pass of its own."""
     own = model.new_cache(100)
-    model.forward(*prompt_of(text, own))
+    model.forward_parts([prompt_of(text, own)])
     own.commit(range(len(text)))
-    return model.forward(*tree_of(text, 0, own))
+    return model.forward_parts([tree_of(text, 0, own)])
 
 
 def together(model: TreeModel, lent: list[KVCache]) -> list[Tensor]:
     """Compute all texts in one pass; the first and the last bring their prompts along."""
     KVCache.side_by_side(lent)
-    model.forward(*prompt_of(TEXTS[1], lent[1]))
+    model.forward_parts([prompt_of(TEXTS[1], lent[1])])
     lent[1].commit(range(len(TEXTS[1])))
     prompts = [prompt_of(TEXTS[index], lent[index]) for index in (0, 2)]
     trees = [tree_of(text, 0 if index == 1 else len(text), lent[index]) for index, text in enumerate(TEXTS)]
@@ -156,8 +156,8 @@ def test_a_text_is_copied_to_another_place(base: Path) -> None:
     model, lent = model_of("llama", base), []
     lent.extend(model.new_cache(100) for _ in range(3))
     KVCache.side_by_side(lent)
-    model.forward(*prompt_of(TEXTS[0], lent[2]))
+    model.forward_parts([prompt_of(TEXTS[0], lent[2])])
     lent[2].commit(range(41))
     lent[0].copy_from(lent[2], 41)
-    got = [model.forward(*tree_of(TEXTS[0], 0, one)) for one in (lent[0], lent[2])]
+    got = [model.forward_parts([tree_of(TEXTS[0], 0, one)]) for one in (lent[0], lent[2])]
     assert torch.equal(*got) and lent[0].length == 41

@@ -131,7 +131,11 @@ def run_parts(parts: Sequence[tuple[SectionModel, LayerStream]]) -> list[Tensor]
 
     given = play(run, caches)
     for (model, _), cache in zip(parts, caches, strict=True):
-        assert cache.num_layers == model.num_layers == sum(bool(cache.held(layer)) for layer in range(cache.num_layers))
+        assert (
+            cache.num_layers
+            == model.num_layers
+            == sum(bool(cache.layer_states(layer)) for layer in range(cache.num_layers))
+        )
     return given
 
 

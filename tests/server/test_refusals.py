@@ -16,7 +16,7 @@ from reciting import before_steps, failing_reads
 from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving  # noqa: F401
 from waiting import until
 
-from offload.engine.text import TextStream
+from offload.engine.text_stream import TextStream
 from offload.server.app import create_app
 from offload.server.http_server import HttpServer
 from offload.server.listening import bind

@@ -26,7 +26,7 @@ from offload.calibration import link as card_link
 from offload.checkpoint.open import open_checkpoint
 from offload.distributed.service import serving
 from offload.drafting.model_drafter import ModelDrafter
-from offload.engine import sharing as turn
+from offload.engine import decoder_lock as turn
 from offload.engine.build import resident_model
 from offload.engine.request import Request
 from offload.engine.service import Engine
@@ -340,7 +340,7 @@ def test_a_turn_that_stands_anywhere_is_found(watch: Watch, base: Path, monkeypa
         with self._lock:
             yield
 
-    monkeypatch.setattr(turn.DecoderLock, "held", elsewhere)
+    monkeypatch.setattr(turn.DecoderLock, "taken", elsewhere)
     use(watch, base)
     assert {"offload-engine", "MainThread"} <= {thread for _, thread in watch.astray()}
 

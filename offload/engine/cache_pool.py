@@ -1,0 +1,160 @@
+"""Sets of caches, lent to the texts that are being written.
+
+Memory is planned for so many texts at a time, each with a set of caches of its own.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+from offload.engine.sequence import Caches, TokenSequence
+from offload.errors import UserError
+
+LEAST_COPIED = 16  # copying fewer tokens from another text takes as long as computing them
+
+
+class _CacheSet:
+    """One set of caches, and whose text is in it."""
+
+    def __init__(self, caches: Caches) -> None:
+        self.caches = caches
+        self._returned = list[int]()
+        self._holder: weakref.ref[TokenSequence] | None = None
+
+    @property
+    def holder(self) -> TokenSequence | None:
+        """Return the sequence that has them; one that was dropped has them no more."""
+        return None if self._holder is None else self._holder()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the tokens of the text in the caches: their content begins with these."""
+        return self._returned if self.holder is None else self.holder.tokens
+
+    def give(self, sequence: TokenSequence, num_kept: int) -> None:
+        """Give them to a sequence, with what they hold of its first tokens."""
+        self.take_back()
+        self.caches.clear(num_kept)
+        sequence.hold(self.caches)
+        sequence.stats.num_kept_tokens = self.caches.target.length
+        self._holder = weakref.ref(sequence, self._forget)
+        self._last_tokens = sequence.tokens
+
+    def take_back(self) -> None:
+        """Take them from the sequence that has them; the text in them stays."""
+        self._returned = self.tokens
+        holder = self.holder
+        self._holder = None
+        if holder is not None:
+            holder.hold(None)
+
+    def fill(self, tokens: list[int]) -> None:
+        """Note that they were filled with what belongs to these tokens."""
+        assert self.holder is None, "a sequence has the caches"
+        self._returned = tokens
+
+    def _forget(self, _: object) -> None:
+        self._returned = self._last_tokens
+
+
+class CachePool:
+    """Lends sets of caches to sequences; `start_ids` are what texts have behind what an encoder reads.
+
+    Caches are never replaced: captured graphs lie on their buffers, and a text may go on from what
+    another one left there. With one set a text that is begun overtakes the one before; with several
+    each text keeps its own until it is released.
+    """
+
+    def __init__(self, sets: Sequence[Caches], start_ids: tuple[int, ...] = ()) -> None:
+        # the one used last comes last
+        self._sets = [_CacheSet(caches) for caches in sets]
+        self._start_ids = start_ids
+
+    @property
+    def caches(self) -> Caches:
+        return self._sets[-1].caches
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the tokens of the text in them: their content begins with these."""
+        return self._sets[-1].tokens
+
+    def lend(self, sequence: TokenSequence, *, keeps: bool) -> None:
+        """Lend a free set, or the only one. Raises `UserError` where all are taken.
+
+        `keeps` what was computed for the tokens that both texts begin with.
+        """
+        free = self._free()
+        num_kept = 0
+        own = free[0]
+        if keeps:
+            alike = [self._num_to_keep(one, sequence.tokens) for one in free]
+            num_kept = max(alike)
+            own = free[alike.index(num_kept)]
+            num_kept = self._copied(own, sequence.tokens, num_kept)
+        own.give(sequence, num_kept)
+        self._sets.remove(own)
+        self._sets.append(own)
+
+    def borrow(self) -> Caches:
+        """Return a free set, or the only one, emptied for what is no text; a text may take it.
+
+        Raises `UserError` where all are taken.
+        """
+        own = self._free()[0]
+        own.take_back()
+        own.fill([])
+        own.caches.clear()
+        return own.caches
+
+    def _free(self) -> list[_CacheSet]:
+        free = [own for own in self._sets if own.holder is None] or self._sets[
+            : len(self._sets) == 1
+        ]
+        if not free:
+            raise UserError(
+                f"{len(self._sets)} texts are being written, as many as there is memory for: "
+                "release one, or load with a larger `parallel`"
+            )
+        return free
+
+    def _copied(self, own: _CacheSet, tokens: list[int], num_kept: int) -> int:
+        """Copy what another set holds more of these tokens; return how many there are then."""
+        others = [(self._num_to_keep(one, tokens), one) for one in self._sets]
+        most_shared, other = max(others, key=lambda pair: pair[0])
+        if other is own or most_shared < num_kept + LEAST_COPIED:
+            return num_kept
+        own.take_back()
+        own.fill([])  # of a copy that is cut short nothing is kept
+        own.caches.copy_from(other.caches, most_shared)
+        own.fill(tokens[:most_shared])
+        return most_shared
+
+    def _num_to_keep(self, own: _CacheSet, tokens: list[int]) -> int:
+        """Return how many tokens but the last a set has; none of another encoder's prompt."""
+        num = num_shared(own.tokens, tokens)
+        is_other = any(one not in tokens[:num] for one in self._start_ids)
+        return 0 if is_other else own.caches.target.keepable(min(num, len(tokens) - 1))
+
+    def release(self, sequence: TokenSequence) -> None:
+        """Let others have its caches; what they hold stays until then."""
+        for own in self._sets:
+            if own.holder is sequence:
+                own.take_back()
+
+    def take_back(self) -> list[int]:
+        """Take the caches from all sequences; return the tokens of the last that had any."""
+        for own in self._sets:
+            own.take_back()
+        return self.tokens
+
+    def filled_for(self, tokens: list[int]) -> None:
+        """Note that the caches used last, which are free, were filled for these tokens."""
+        self._sets[-1].fill(tokens)
+
+
+def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many tokens at the beginning two texts have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next(
+        (index for index, (one, other) in pairs if one != other), min(len(first), len(second))
+    )

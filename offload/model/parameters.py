@@ -1,0 +1,93 @@
+"""Where the parameters of a meta model hang, and what a slab has of one.
+
+Invariant: a view is as wide as its parameter and lies inside of the slab, for any part of it that
+was sent.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from offload.checkpoint.layout import SlabLayout
+from offload.encoding.base import STORED
+
+Value = TypeVar("Value")
+
+
+class ParameterSlot(NamedTuple):
+    """Where one parameter (or saved buffer) hangs, and what is there while nothing is streamed."""
+
+    table: dict[str, Tensor | None]
+    key: str
+    empty: Tensor
+    # the module that it belongs to
+    module: nn.Module
+
+
+def parameter_places(meta_model: nn.Module) -> dict[str, ParameterSlot]:
+    """Return the slot of every parameter and saved buffer, by its name."""
+    places = {}
+    for prefix, module in meta_model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                is_saved = key not in module._non_persistent_buffers_set
+                if tensor is not None and is_saved:
+                    places[f"{dot}{key}"] = ParameterSlot(table, key, tensor, module)
+    return places
+
+
+def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Embedding]:
+    """Return the embeddings around the layers: some families have a second one that is larger."""
+    inside = {module for layer in layers for module in layer.modules()}
+    return [
+        module
+        for module in meta_model.modules()
+        if isinstance(module, nn.Embedding) and module not in inside
+    ]
+
+
+def is_plain_product(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module does what `nn.Linear` does and nothing else.
+
+    Then another way to multiply may stand in its place. Routers and grouped projections of some
+    families are derived from it, and return something else.
+    """
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+    )
+
+
+def share(
+    theirs: Iterable[tuple[str, ParameterSlot]],
+    own: Iterable[tuple[str, ParameterSlot]],
+    where: torch.device,
+) -> None:
+    """Let slots, by sources, have another model's tensors, copied to `where` once if need be."""
+    tensors: dict[str, Tensor] = {}
+    for source, place in theirs:
+        tensor = place.table[place.key]
+        assert tensor is not None, "theirs are bound"
+        if source not in tensors or tensor.device == where:
+            tensors[source] = tensor
+    tensors = {source: tensor.to(where) for source, tensor in tensors.items()}
+    for source, place in own:
+        place.table[place.key] = tensors[source]
+
+
+def below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    """Return the entries whose names have this prefix, by their names without it."""
+    own = {name: value for name, value in mapping.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in own.items()}
+
+
+def view_of(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
+    """Return a parameter's numbers in what was sent of a slab."""
+    dtype, shape, slab_lo = layout.parameters[name]
+    lo = slab_lo - layout.lead_bytes
+    flat = sent[lo : lo + layout.parameters[name].num_bytes]
+    return STORED[dtype].decode(flat, shape)
