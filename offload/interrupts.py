@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 
 _LOSS_S = 2.0
@@ -44,7 +44,9 @@ def send_later(number: int) -> None:
     """Send this process a signal once more, when what cannot raise for it now is over."""
     again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
     again.daemon = True
-    again.start()
+    # an interpreter that ends makes no thread, and needs no signal to end
+    with suppress(RuntimeError):
+        again.start()
 
 
 @contextmanager

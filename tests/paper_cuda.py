@@ -14,6 +14,7 @@ from strict_place import StrictDevice, attend_on_card, place
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.build import resident_model
+from offload.model.cuda_graphs import side_stream
 from offload.model.tree_model import TreeModel
 
 Pool = tuple[int, int]
@@ -92,6 +93,7 @@ class Paper:
             "empty_cache": self.empty_cache,
         }.items():
             patch.setattr(torch.cuda, name, what)
+        side_stream.cache_clear()  # it is another paper's
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         return self
 

@@ -65,9 +65,9 @@ ENDS = {  # what a step does after its first row, its budget, and what is then s
     "is refused": ("sys.exit(2)", 20.0, "failed with 2"),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 20.0, "failed with -9"),
     "is killed within a line": ("open('{rows}', 'ab', 0).write(b'{\"row\": \"ha'); os._exit(9)", 20.0, "failed with 9"),
-    "hangs": (HANG, 1.0, "over its budget"),
-    "hangs and is deaf": (DEAF + HANG, 1.0, "over its budget"),
-    "says more when it is interrupted": (SAYS_MORE, 1.0, "over its budget"),
+    "hangs": (HANG, 3.0, "over its budget"),
+    "hangs and is deaf": (DEAF + HANG, 3.0, "over its budget"),
+    "says more when it is interrupted": (SAYS_MORE, 3.0, "over its budget"),
 }  # fmt: skip
 
 

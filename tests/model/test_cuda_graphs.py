@@ -19,9 +19,8 @@ from tiny import FAMILIES, VOCAB_SIZE, build, save
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
-from offload.model import cuda_graphs
 from offload.model import cuda_graphs as graphed
-from offload.model.cuda_graphs import CudaRecorder, Graphs, Work, use_graphs
+from offload.model.cuda_graphs import CudaRecorder, Graphs, Work, side_stream, use_graphs
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.path_attention import path_attention
@@ -203,7 +202,6 @@ TORCHES = {"torch 2.11": False, "torch 2.13": True}
 
 @pytest.fixture(params=TORCHES)
 def paper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Paper:
-    cuda_graphs.side_stream.cache_clear()
     return Paper(closes_first=TORCHES[request.param]).install(monkeypatch)
 
 
@@ -261,7 +259,7 @@ def test_a_draft_that_can_be_is_recorded(paper: Paper, tmp_path: Path) -> None:
 
 def test_all_models_of_a_device_are_recorded_on_one_stream(paper: Paper) -> None:
     """The matrix library keeps memory for each stream that it has ever seen."""
-    assert cuda_graphs.side_stream(place()) is cuda_graphs.side_stream(place())
+    assert side_stream(place()) is side_stream(place())
 
 
 def test_recordings_go_on_behind_one_that_failed_and_one_that_cannot_begin_is_closed(paper: Paper) -> None:
