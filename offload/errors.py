@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -129,6 +130,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     named = {one.lstrip("-"): one for one in known}
     alike = get_close_matches(word.lstrip("-"), named, n=1, cutoff=_ALIKE)
     return f". Did you mean {named[alike[0]]}?" if alike else ""
+
+
+def plain_rule(told: str) -> str:
+    """Return what a value must be, as a reader of bodies and flags says; nothing of other words."""
+    rule, is_one = re.subn(r"^\w+ should ", "must ", told.partition(", unable to ")[0])
+    rule = rule.replace("greater than or equal to", "at least")
+    return rule.replace("less than or equal to", "at most") if is_one else ""
 
 
 def one_line(message: str) -> str:

@@ -175,12 +175,14 @@ def _local(model: str) -> Path:
     if not is_from_hub(model):
         remedy = "give a folder, a GGUF file, or a hub id that was downloaded"
         raise UserError(f"no model at {path}: {remedy}")
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return in_cache(model)
     except (OSError, HFValidationError) as error:
-        what = f"{model} is neither a folder nor in the hub's cache ({reason(error)})"
+        # the library's own words for what is not there tell of its settings
+        why = "" if isinstance(error, LocalEntryNotFoundError) else f" ({reason(error)})"
+        what = f"{model} is neither a folder nor in the hub's cache{why}"
         raise UserError(f"{what}: download it first") from None
 
 

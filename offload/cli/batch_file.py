@@ -110,8 +110,12 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
         got = f"{key!r:.80}{did_you_mean(key, _FIELDS).rstrip('?')}"
         rule = f"a field must be one of {', '.join(_FIELDS)}"
         require(key in _FIELDS, rule, got, "mend or take it out")
+        # a whole number, to Python
+        is_truth = isinstance(told[key], bool) and key != "json_schema"
+        rule = f"{key} must not be true or false"
+        require(not is_truth, rule, json.dumps(told[key]), "mend or take it out")
     name = told.get("id")
-    is_name = name is None or (isinstance(name, str | int) and not isinstance(name, bool))
+    is_name = isinstance(name, str | int | None)
     require(is_name, "id must be text or a whole number", f"{name!r:.80}", "mend it")
     stop = told.get("stop", common.stop)
     is_text = stop is None or isinstance(stop, str | list | tuple)

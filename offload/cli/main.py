@@ -15,10 +15,9 @@ from offload.cli.app import app, every_command
 from offload.cli.failures import is_stuck, leave, machine_failure
 from offload.cli.flags import error_line
 from offload.cli.terminal import print_error
-from offload.errors import RankError, RunError, UserError, did_you_mean
+from offload.errors import RankError, RunError, UserError, did_you_mean, plain_rule
 from offload.rank_roles import RankInfo
 
-_RULE = "Input should "  # how the option parser begins what a value must be
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -100,13 +99,11 @@ def _said_of(error: Any, given: list[str]) -> str:
     missing = None if error.message else getattr(error, "param", None)
     if missing is not None and "--model" in missing.opts:
         return "--model says what is to run, got none: give a folder, a GGUF file or a hub id"
-    rule = str(error.message).partition(", unable to ")[0].removeprefix(_RULE)
-    if rule == error.message or not getattr(error, "param", None):
+    rule = plain_rule(str(error.message))
+    if not rule or not getattr(error, "param", None):
         return str(error.format_message())
     names = error.param.opts
-    rule = rule.replace("greater than or equal to", "at least")
-    rule = rule.replace("less than or equal to", "at most")
-    told = f"{'/'.join(names)} must {rule}"
+    told = f"{'/'.join(names)} {rule}"
     # of a flag that is given twice the last one counts
     for word, behind in reversed([*zip(given, [*given[1:], ""], strict=True)]):
         name, _, value = word.partition("=")

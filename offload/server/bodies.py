@@ -24,7 +24,7 @@ from pydantic import (
 
 from offload.declaration import options_at
 from offload.engine.request import Request
-from offload.errors import did_you_mean
+from offload.errors import did_you_mean, plain_rule
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.sampling_options import Sampling
 from offload.server.refusals import Refusal
@@ -339,7 +339,7 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
+        found = error.errors(include_url=False, include_context=False)
         first = min(found, key=lambda one: one["type"] != "extra_forbidden")
         raise _refusal(first, kind.model_fields) from None
 
@@ -365,7 +365,10 @@ def _refusal(error: Mapping[str, Any], known: Iterable[str]) -> Refusal:
         case "missing":
             message = f"Missing required parameter: '{param}'"
             return Refusal(400, message, param=param, code="missing_required_parameter")
-    message = f"Invalid value for {(param and repr(param)) or 'the body'}: {what}"
+    what = f"it {plain_rule(what)}" if plain_rule(what) else what
+    value = error["input"]
+    got = "" if isinstance(value, list | dict) else f", got {json.dumps(value):.80}"
+    message = f"Invalid value for {(param and repr(param)) or 'the body'}: {what}{got}"
     return Refusal(400, message, param=param, code="invalid_value")
 
 
