@@ -24,6 +24,8 @@ _QUOTES = '"""'
 _TAKE_BLOCKS = ("", "/system")
 _PASTE_PAUSE_S = 0.05  # between two lines of a paste; too fast for typing
 _NUM_REMEMBERED = 1000
+# a window may be closed at any time, and what is to be kept must not be lost by it
+_while_there = suppress(termios.error)
 
 
 class SilentTerminal:
@@ -44,7 +46,8 @@ class SilentTerminal:
     def end(self) -> None:
         """Show again what is typed."""
         if self._before is not None:
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
+            with _while_there:
+                termios.tcsetattr(sys.stdin, termios.TCSANOW, self._before)
             self._before = None
 
 
@@ -85,7 +88,8 @@ class ChatInput:
         with held_back():
             if self._is_typed:
                 if kind is not None:  # what was typed ahead was not meant for the shell
-                    termios.tcflush(sys.stdin, termios.TCIFLUSH)
+                    with _while_there:
+                        termios.tcflush(sys.stdin, termios.TCIFLUSH)
                 _set_flag(termios.NOFLSH, is_on=not self._is_flushed)
             if self._readline is not None:
                 self._readline.set_history_length(_NUM_REMEMBERED)
@@ -155,9 +159,10 @@ class ChatInput:
 
 
 def _set_flag(flag: int, *, is_on: bool) -> None:
-    mode = termios.tcgetattr(sys.stdin)
-    mode[3] = mode[3] | flag if is_on else mode[3] & ~flag
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
+    with _while_there:
+        mode = termios.tcgetattr(sys.stdin)
+        mode[3] = mode[3] | flag if is_on else mode[3] & ~flag
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
 
 
 def _history() -> Path:

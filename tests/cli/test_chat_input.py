@@ -189,6 +189,16 @@ def test_lines_of_an_earlier_day_come_back_of_every_conversation(tmp_path: Path)
     assert found.read_text().split()[-2:] == ["second", "third"], "both at a time keep theirs"
 
 
+def test_a_window_that_is_closed_loses_no_line(tmp_path: Path) -> None:
+    """The terminal cannot be set back any more."""
+    typist = typist_at("xterm", tmp_path)
+    typist.sees("> ")
+    typist.types("first\n", "GOT '' 'first'")
+    os.close(typist._ours)
+    typist.running.wait(timeout=60)
+    assert next(tmp_path.rglob("chat-history")).read_text().split()[-1:] == ["first"]
+
+
 def test_a_terminal_is_silent_until_it_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before there is a prompt: what is typed while a model loads would stand in the live line."""
     _, slave = pty.openpty()
