@@ -52,7 +52,7 @@ class Shards(Team):
         self.notes = (f"rows of every layer by rank: {sharding.percentages}", *notes)
 
     def own(self, setup: Setup) -> Setup:
-        """Return the run of this rank's rows, with all that is around the layers."""
+        """Return the setup with this rank's rows, with all that is around the layers."""
         own = self.sharding.checkpoint_of(self.exchange.transport.rank, setup.files.target)
         # profiles are those of one process
         options = replace(setup.options, profile="none")

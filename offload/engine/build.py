@@ -62,7 +62,7 @@ def open_pair(
     setup: Setup,
     request: Request,
     resources: ExitStack,
-    adapt: Callable[[nn.Module], None],
+    adapt: Callable[[nn.Module], None] | None,
     *,
     is_summed: bool,
 ) -> ModelPair:

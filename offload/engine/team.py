@@ -22,14 +22,13 @@ class Team:
 
     exchange_s: "Curve | None" = None  # what a pass takes beside computing, against its rows
     notes: tuple[str, ...] = ()  # for the user
+    # cuts a model without weights to what this process computes
+    adapt: Callable[[Any], None] | None = None
     is_alone = True
 
     def own(self, setup: "Setup") -> "Setup":
         """Return the setup with what this process reads of the checkpoints."""
         return setup
-
-    def adapt(self, meta_model: Any) -> None:
-        """Cut the model to what this process computes."""
 
     def tell_plan(self, plan: "MemoryPlan") -> None:
         """Let the others load what the plan leaves to them. Raises `UserError` if one cannot."""

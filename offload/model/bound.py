@@ -76,7 +76,7 @@ class BoundModel:
         *,
         has_host_table: bool = False,
         section: Section | None = None,
-        adapt: Callable[[nn.Module], None] = lambda meta_model: None,
+        adapt: Callable[[nn.Module], None] | None = None,
         on_demand: bool = False,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
@@ -84,7 +84,8 @@ class BoundModel:
         self.place = place
         self._table_place = _HOST if has_host_table else place
         self.meta_model = build_meta_model(checkpoint, self.dtype)
-        adapt(self.meta_model)
+        if adapt is not None:
+            adapt(self.meta_model)
         let_experts_choose_rows(self.meta_model)
 
         # what each parameter is called in the model, and which tensors of the files it comes from

@@ -2,7 +2,7 @@
 
 A guess x, drawn from the draft's q, is accepted with chance alpha = E[sum of min(p, q)] (Corollary
 3.6). If all guesses were alike and independent, gamma of them would yield a capped geometric number
-of tokens, and everything below follows. The paper's step costs gamma c + 1 runs of the target.
+of tokens, and everything below follows. The paper's step costs gamma c + 1 passes of the target.
 Where weights are streamed, a draft step may hide behind the link and a longer chain may compute
 longer, so a `ChainPolicy` uses the seconds that `step_time` predicts for every length; the paper's
 c is the special case in which these rise in a straight line.
@@ -24,8 +24,8 @@ ASSUMED_COST = 0.05
 _PRIOR_GUESSES = 16  # observed guesses that count as much as the prior alpha
 
 
-def tokens_per_run(alpha: float, gamma: int) -> float:
-    """Return the tokens of a run of the target after `gamma` guesses, its own included (Eq. 1)."""
+def tokens_per_pass(alpha: float, gamma: int) -> float:
+    """Return the tokens of a pass of the target after `gamma` guesses, its own included (Eq. 1)."""
     assert 0 <= alpha <= 1 and gamma >= 0, (
         f"alpha {alpha} is a chance and gamma {gamma} a number of guesses"
     )
@@ -39,7 +39,8 @@ def best_length(alpha: float, max_length: int, relative_time: Callable[[int], fl
     `relative_time` is in any unit; `gamma * c + 1` is the paper's.
     """
     return max(
-        range(max_length + 1), key=lambda gamma: tokens_per_run(alpha, gamma) / relative_time(gamma)
+        range(max_length + 1),
+        key=lambda gamma: tokens_per_pass(alpha, gamma) / relative_time(gamma),
     )
 
 
@@ -59,7 +60,7 @@ class ChainPolicy:
 
     @classmethod
     def assumed(cls, alpha: float, max_length: int) -> "ChainPolicy":
-        """Return the policy with the paper's costs, in units of a run of the target."""
+        """Return the policy with the paper's costs, in units of a pass of the target."""
         steps = (StepTime(gamma * ASSUMED_COST, 1.0, 0.0, 0.0) for gamma in range(max_length + 1))
         return cls(alpha, tuple(steps))
 
@@ -82,7 +83,7 @@ class ChainPolicy:
 
     def predicted(self, gamma: int) -> Prediction:
         """Return what decoding with chains of this length is expected to cost at first."""
-        tokens = tokens_per_run(self.alpha, gamma)
+        tokens = tokens_per_pass(self.alpha, gamma)
         return Prediction(f"chain:{gamma}", chain(gamma), self.steps[gamma], (tokens, tokens))
 
     def as_dict(self) -> dict[str, object]:

@@ -20,7 +20,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.acceptance import SMALL, AcceptancePrior, prior_for
-from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
+from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_pass
 from offload.planning.cost_model import (
     NEVER,
     NOTHING,
@@ -278,7 +278,7 @@ class _Selection:
         ranked.sort(key=lambda one: one.s_per_token)
         gamma = policy.length()
         candidates = () if self.costs is None or traffic is None else tuple(ranked[:NUM_SHOWN])
-        return TreeChoice(chain(gamma), why, tokens_per_run(alpha, gamma), candidates, policy)
+        return TreeChoice(chain(gamma), why, tokens_per_pass(alpha, gamma), candidates, policy)
 
     def _traffic(self, num_nodes: int) -> Traffic | None:
         traffic = self.known.traffic_at(num_nodes)

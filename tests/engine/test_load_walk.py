@@ -29,7 +29,6 @@ CALLED_FROM_BELOW = {
     "drafting.lookup",  # names the next child of a node of a tree that grows
     "engine.build",  # bytes and layers that have landed
     "engine.load",  # its signature is made of a record
-    "engine.team",  # cuts a model, where several processes share it
     "memory.planner",  # its plans are remembered
     "model.tree_model",  # sends noise to a device
     "planning.acceptance",  # ranks a tree's nodes

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from offload.planning.chains import ChainPolicy, best_length, tokens_per_run
+from offload.planning.chains import ChainPolicy, best_length, tokens_per_pass
 from offload.planning.cost_model import Costs, Curve, Traffic
 from offload.stats import RunningMean
 from offload.trees.verification import acceptance_rate
@@ -25,7 +25,7 @@ def wall_clock_gain(alpha: float, gamma: int, cost: float) -> float:
 
     `cost` is c: a draft step over a run of the target.
     """
-    return tokens_per_run(alpha, gamma) / (gamma * cost + 1)
+    return tokens_per_pass(alpha, gamma) / (gamma * cost + 1)
 
 
 def paper(cost: float) -> Callable[[int], float]:
@@ -68,7 +68,7 @@ def test_tokens_of_a_run_are_those_of_a_capped_geometric_variable(alpha: float) 
     for gamma in (0, 1, 7):
         chances = [alpha**n * (1 - alpha) for n in range(gamma)] + [alpha**gamma]
         wanted = sum((n + 1) * chance for n, chance in enumerate(chances))
-        assert tokens_per_run(alpha, gamma) == pytest.approx(wanted)
+        assert tokens_per_pass(alpha, gamma) == pytest.approx(wanted)
 
 
 def test_alpha_is_the_overlap_and_a_chance_whatever_rounding_does() -> None:
