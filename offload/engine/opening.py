@@ -36,7 +36,7 @@ from offload.streaming.layers import open_layers
 def open_setup(setup: Setup, request: Request | None = None, transport: Any = None) -> Decoder:
     """Build, read and calibrate what `resolve` has decided. Raises what `load` raises."""
     roles = setup.options.roles()
-    with setup.computing(), ExitStack() as resources:
+    with setup.device.computing(), ExitStack() as resources:
         if roles is None:
             return _open(setup, request or Request(), Team(), resources)
         if roles.is_sharded:

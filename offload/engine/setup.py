@@ -6,7 +6,6 @@ of a pair of models holds for the others. No torch, but to time a product.
 Invariant: everything is decided from headers and rates; no weights are read but to measure a link.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -67,10 +66,6 @@ class Setup:
         """Return whether no link of this machine and no profile made on it says anything."""
         is_gpu_elsewhere = self.budget.gpu is not None and not self.device.has_own_memory
         return self.hardware is not None or is_gpu_elsewhere
-
-    def computing(self) -> AbstractContextManager[None]:
-        """Let this thread compute on its device meanwhile."""
-        return self.device.computing()
 
     def plan_for(self, num_nodes: int) -> MemoryPlan:
         """Plan memory for trees of so many nodes together. Raises `UserError` for too little."""
@@ -168,7 +163,8 @@ class Setup:
         limit = self.options.limit_bytes_per_s
         if self.device.has_own_memory:
             usual_nodes = self.options.parallel * self.tree.num_nodes
-            streaming = filter(self._streams, (usual_nodes, most_nodes))
+            moved = {num: self.traffic_of(num) for num in (usual_nodes, most_nodes)}
+            streaming = (num for num, one in moved.items() if one and one.is_streamed)
             plan = self.plan_for(next(streaming, 1))
             return link.device_link_bytes_per_s(
                 self.device, plan, target.shards, limit_bytes_per_s=limit, disk_bytes_per_s=given
@@ -177,8 +173,3 @@ class Setup:
         if self.budget.rates is not None:
             return self.budget.rates.link_bytes_per_s
         return given or link.link_bytes_per_s(target.shards, limit_bytes_per_s=limit)
-
-    def _streams(self, num_nodes: int) -> bool:
-        """Return whether a plan for so many nodes streams; False where they do not fit."""
-        traffic = self.traffic_of(num_nodes)
-        return traffic is not None and traffic.is_streamed

@@ -59,7 +59,9 @@ def budget_of(
         require(is_there, f"{hardware.name} has no GPU", gpu, "leave it out")
         ram = ByteSize.parse(options.ram or hardware.ram_bytes, "`ram`")
         gpu = gpu or hardware.gpu_bytes
-    own_bytes = _default_gpu_bytes(place) if gpu is None and place is not None else None
+    own_bytes = None
+    if gpu is None and place is not None:
+        own_bytes = int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(place))
     has_gpu = gpu is not None or own_bytes is not None
     rates = rates_of(hardware) if hardware else USUAL_GPU if has_gpu else None
     return MemoryBudget(
@@ -72,11 +74,6 @@ def budget_of(
         parallel=options.parallel,
         rates=rates if options.ranks is None else None,
     )
-
-
-def _default_gpu_bytes(device: str) -> int:
-    """Return the free memory of a GPU less a reserve."""
-    return int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(device))
 
 
 def ram_warning(ram: str | int) -> str | None:

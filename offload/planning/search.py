@@ -6,21 +6,19 @@ traces, the tree consists of the paths that were taken most, shrunk towards the 
 little was seen, and its G is counted on traces that it was not made from.
 
 Nodes are ordered by their chances: the first n that are no deeper than a bound are the tree of that
-size. So one order has the trees of every size and depth, and hundreds of them are compared without
-any being built.
+size. So one order has the trees of every size and depth, and none is built to be compared.
 
 Where a pair was not measured, `range_for` gives a range of yields from pairs that papers measured.
 How well a draft knows its target stands in no header; its share of the target's weights is the best
-sign that does. So large drafts get the range of large ones and small drafts that of small ones:
-each published figure over what the default acceptance expects of its tree, both less the one token
-that every sweep yields. Assumed: a draft of the same family.
+sign that does: each published figure over what the default acceptance expects of its tree, both
+less the one token that every sweep yields. Assumed: a draft of the same family.
 
 No torch, no clock. O nodes of the order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -250,37 +248,6 @@ class _Candidate(NamedTuple):
     tokens: float  # per sweep, of all texts together
 
 
-def _ranked(
-    trees: TreeSearch,
-    costs: Costs,
-    traffic_of: Callable[[int], Traffic | None],
-    max_depth: int,
-    *,
-    is_dynamic: bool,
-    num_texts: int,
-) -> list[_Candidate]:
-    """Return all trees that memory can hold, the one with the most tokens per second first.
-
-    With several texts in a pass each has such a tree, and a candidate is for all of them together.
-    """
-    candidates = []
-    for size in (size for size in SIZES if size <= trees.max_nodes):
-        traffic = traffic_of(num_texts * size)
-        if traffic is None:
-            continue
-        for depth, shape in trees.shapes(size, max_depth, is_dynamic=is_dynamic):
-            is_grown = isinstance(shape, DynamicShape)
-            expected = trees.expected_dynamic if is_grown else trees.expected
-            tokens = expected(size, depth)
-            if isinstance(shape, DynamicShape):
-                shape = paced(replace(shape, num_tokens=tokens), costs)
-            widths = [num_texts * width for width in shape.draft_widths]
-            step = step_of(costs, traffic, num_texts * size, widths, is_grown=is_grown)
-            of_all = num_texts * tokens
-            candidates.append(_Candidate(step.total_s / of_all, shape, step, of_all))
-    return sorted(candidates, key=lambda candidate: candidate.s_per_token)
-
-
 def search(
     trees_of: Callable[[int], TreeSearch],
     max_nodes: int,
@@ -301,25 +268,32 @@ def search(
         trees_of: returns the trees of at most so many nodes; large ones take long to order.
         most: how many of the best static trees are built and returned; None for all of them.
     """
-    rank = partial(
-        _ranked,
-        costs=costs,
-        traffic_of=traffic_of,
-        max_depth=max_depth,
-        is_dynamic=is_dynamic,
-        num_texts=num_texts,
-    )
+
+    def ranked(trees: TreeSearch) -> list[_Candidate]:
+        candidates = []
+        for size in (size for size in SIZES if size <= trees.max_nodes):
+            traffic = traffic_of(num_texts * size)
+            if traffic is None:
+                continue
+            for depth, shape in trees.shapes(size, max_depth, is_dynamic=is_dynamic):
+                is_grown = isinstance(shape, DynamicShape)
+                tokens = (trees.expected_dynamic if is_grown else trees.expected)(size, depth)
+                if isinstance(shape, DynamicShape):
+                    shape = paced(replace(shape, num_tokens=tokens), costs)
+                widths = [num_texts * width for width in shape.draft_widths]
+                step = step_of(costs, traffic, num_texts * size, widths, is_grown=is_grown)
+                of_all = num_texts * tokens
+                candidates.append(_Candidate(step.total_s / of_all, shape, step, of_all))
+        return sorted(candidates, key=lambda candidate: candidate.s_per_token)
+
     trees = trees_of(min(_FIRST_NODES, max_nodes))
-    ranked = rank(trees)
-    if (
-        max_nodes > _FIRST_NODES
-        and ranked
-        and _may_pay(trees, max_nodes, costs, ranked[0], num_texts)
-    ):
+    best = ranked(trees)
+    is_small = max_nodes > _FIRST_NODES and bool(best)
+    if is_small and _may_pay(trees, max_nodes, costs, best[0], num_texts):
         trees = trees_of(max_nodes)
-        ranked = rank(trees)
+        best = ranked(trees)
     found = []
-    for _, shape, step, tokens in ranked if is_dynamic else ranked[:most]:
+    for _, shape, step, tokens in best if is_dynamic else best[:most]:
         tree = trees.built(shape)
         found.append(Prediction(label_of(tree), tree, step, (tokens, tokens)))
     return trees, found
@@ -395,18 +369,10 @@ class YieldRange(NamedTuple):
 
 def range_for(share: float) -> YieldRange:
     """Return the range for a draft with this share of the target's weights."""
-    return _range(is_large=share >= _LARGE_SHARE)
-
-
-@cache
-def _range(*, is_large: bool) -> YieldRange:
+    is_large = share >= _LARGE_SHARE
     rows = [one for one in MEASURED if (one.share >= _LARGE_SHARE) == is_large]
-    usual = TreeSearch(
-        check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=max(one.num_nodes for one in rows)
-    )
-    expected = [usual.expected(one.num_nodes, one.depth) for one in rows]
+    usual = known_trees(DEFAULT_ACCEPTANCE, max_nodes=max(one.num_nodes for one in rows))
     ratios = [
-        (one.tokens_per_sweep - 1) / (tokens - 1)
-        for one, tokens in zip(rows, expected, strict=True)
+        (one.tokens_per_sweep - 1) / (usual.expected(one.num_nodes, one.depth) - 1) for one in rows
     ]
     return YieldRange(min(ratios), max(ratios), tuple(dict.fromkeys(one.pair for one in rows)))
