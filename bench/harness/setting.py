@@ -4,11 +4,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from offload.bench.harness.gate import Proof, Written, prove, reference
 from offload.bench.harness.synthetic import open_source
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.generation_config import start_ids_of
 from offload.checkpoint.open import open_headers
+from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.engine.request import with_start
@@ -82,8 +85,15 @@ class Setting(NamedTuple):
     def prove(self, written: Sequence[Written]) -> Proof:
         """Prove all runs, after all measuring, with decoders closed. Raises `UserError`."""
         draft = None if self.is_synthetic else self.draft
-        with reference(self.origin, draft, self.ram_bytes) as score:
-            return prove(self.begun(written), score)
+        how = (self.origin, draft, self.ram_bytes)
+        is_mixture = model_shape(open_headers(self.origin)).routed_weights > 0
+
+        def score_as_computed(*ids: Sequence[int]) -> Tensor:
+            with reference(*how, "auto") as score:
+                return score(*ids)
+
+        with reference(*how) as score:
+            return prove(self.begun(written), score, score_as_computed if is_mixture else None)
 
     def begun(self, written: Sequence[Written]) -> list[Written]:
         """Return the runs as the model saw them, each behind the tokens that start a text."""

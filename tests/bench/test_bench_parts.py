@@ -83,6 +83,23 @@ def test_gate_lets_ties_within_rounding_pass_and_counts_them() -> None:
     assert prove([Written([1], chosen, Sampling(), "match")], score) == Proof(399, 1, 0, 0.0)
 
 
+def test_gate_lets_a_mixture_part_from_float32_where_it_does_in_its_own_type() -> None:
+    """A token that the original writes in neither type stays wrong, and so does one of another model."""
+    logits_TV, score = fixed_scores(4)
+    typed_TV = logits_TV.clone()
+    best, second = logits_TV.topk(2, 1).indices.T
+    typed_TV[7, second[7]] = typed_TV[7].max() + 1
+    chosen = best.tolist()
+    chosen[7] = int(second[7])
+    logits_TV[7, second[7]] = logits_TV[7, best[7]] - 0.5
+    run = Written([1], chosen, Sampling(), "match")
+    found = prove([run], score, lambda prompt_ids, new_ids: typed_TV)
+    assert found == Proof(399, 1, 0, 0.0, num_routed=1) and "1 of these by what routers choose" in found.line
+    for spoilt in (logits_TV, typed_TV.roll(1, 0)):
+        with pytest.raises(UserError, match=r"new token 7 is wrong, it misses the draw by 0\.500"):
+            prove([run], score, lambda prompt_ids, new_ids, own_TV=spoilt: own_TV)
+
+
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])
 def test_gate_of_rules_that_draw_afresh_is_the_distribution(rule: str) -> None:
     logits_TV, score = fixed_scores(2)
