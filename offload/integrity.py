@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offload.checkpoint.files import PART_BYTES, in_order, stamp_of
+from offload.checkpoint.files import PART_BYTES, Progress, counter, in_order, stamp_of
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.numbers import NOT_FINITE, TensorMaximum, is_finite, remarks, top_bits
 from offload.checkpoint.whole import (
@@ -53,7 +53,6 @@ _NUM_AHEAD = 4  # batches that are read while all cores compute
 _CACHED_BYTES = 512 << 10  # a block that fits a processor's cache
 _BUFFER_BYTES = PART_BYTES + 2 * BLOCK_BYTES
 _OTHER_SUM = "its bytes are not those of the hub (sha256)"
-Progress = Callable[[int, int], None]
 
 
 class FileReading:
@@ -285,7 +284,7 @@ def verify(
     fresh = {own.file.path for own in seen if own.known is None} if whole.is_packed else set[Path]()
     if fresh:
         # imports torch, which nothing else here needs
-        from offload.packing.damage import undecoded
+        from offload.packing.format import undecoded
 
         found_odd = (one for path in sorted(fresh) for one in undecoded(path))
         damage += [one for one in found_odd if (one.file, one.tensor) not in named]
@@ -320,17 +319,9 @@ def _read_all(
         wanted = hub_sum(file.path)
         known_sums = known.get(file.path.name)
         seen.append(FileReading(file, known_sums, wanted if is_sha256(wanted) else None))
-    done_bytes = 0
-    total_bytes = whole.num_bytes
-
-    def on_bytes(num_bytes: int) -> None:
-        nonlocal done_bytes
-        done_bytes += num_bytes
-        progress(done_bytes, total_bytes)
-
     try:
         if seen:
-            measure(seen, on_bytes)
+            measure(seen, counter(whole.num_bytes, progress))
     except ReadError as error:
         raise UserError(f"{error}") from None
     for file in whole.files:

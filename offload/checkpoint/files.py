@@ -25,8 +25,10 @@ from offload.encoding.base import AGAIN
 from offload.errors import ReadError, UserError, reason, told_by_system
 from offload.interrupts import held_back
 from offload.machine import num_cores
+from offload.units import format_bytes
 
 PART_BYTES = 8 << 20
+_MARGIN_BYTES = 64 << 20  # headers, small files, the file system's own blocks
 # what this program leaves in folders of models
 INFLATED = "inflation.json"  # in folders of `inflate`
 SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
@@ -38,6 +40,7 @@ _CACHED = "models--"  # begins the names of folders in the hub's cache
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _SCRATCH_NAME = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 _Result = TypeVar("_Result")
+Progress = Callable[[int, int], object]  # takes the bytes done, and all of them
 
 
 class Stamp(NamedTuple):
@@ -327,6 +330,27 @@ def write_part(fd: int, data: Any, lo: int) -> None:
         done += os.pwrite(fd, view[done:], lo + done)
     # starts the writing of pages that are still dirty
     os.posix_fadvise(fd, lo, len(view), os.POSIX_FADV_DONTNEED)
+
+
+def counter(total_bytes: int, progress: Progress) -> Callable[[int], None]:
+    """Return what to call with the bytes of every piece that is done."""
+    done_bytes = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += num_bytes
+        progress(done_bytes, total_bytes)
+
+    return count
+
+
+def require_disk(folder: Path, needed_bytes: int, what: str, remedy: str) -> None:
+    """Raise `UserError` where a folder's disk lacks room for `needed_bytes` and what lies around."""
+    needed_bytes += _MARGIN_BYTES
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        has = f"{folder.parent} has {format_bytes(free_bytes)}"
+        raise UserError(f"{what} {format_bytes(needed_bytes)} more of disk, {has}: {remedy}")
 
 
 def parts(lo: int, hi: int) -> Iterator[tuple[int, int]]:

@@ -36,6 +36,7 @@ from offload.checkpoint.files import (
     cache_folder,
     is_free,
     read_json,
+    require_disk,
     write_json,
 )
 from offload.checkpoint.imagined import layer_shapes
@@ -46,7 +47,6 @@ from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF
 from offload.errors import UserError, told_by_system
 from offload.options import DEMO_PAIR
-from offload.units import format_bytes
 
 _FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
 _WIDTH_FACTOR = 4
@@ -76,7 +76,6 @@ _COPIED = (
 )
 _WRITE_BYTES = 4 << 20  # large for the disk, small beside a layer
 _POOL_SLACK = 65_537  # how far the view on the random pool may be shifted from block to block
-_DISK_MARGIN_BYTES = 64 << 20  # headers, tokenizer, the file system's own blocks
 # The sizes of each stored dimension; a dimension of all query heads is split into
 # (kv group, row within the group).
 Axes = tuple[tuple[int, ...], ...]
@@ -163,12 +162,8 @@ def inflate(
     big = inflated_config(source, target_bytes)
     scratch = destination.with_name(f".{destination.name}.inflating")
     with becoming(destination, scratch) as folder:
-        needed_bytes = plan.total_bytes + _DISK_MARGIN_BYTES
-        free_bytes = shutil.disk_usage(folder).free
-        if needed_bytes > free_bytes:
-            needs = f"the inflated model needs {format_bytes(needed_bytes)} of disk"
-            has = f"{folder.parent} has {format_bytes(free_bytes)}"
-            raise UserError(f"{needs}, {has}: free some or ask for less")
+        remedy = "free some or ask for less"
+        require_disk(folder, plan.total_bytes, "the inflated model needs", remedy)
         shards = _shards(_Corners(source, small), big, plan)
         for done_bytes in accumulate(_write_shards(folder, shards, small["dtype"])):
             progress(done_bytes, plan.total_bytes)

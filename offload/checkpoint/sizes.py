@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name, remembered, unsupported
 from offload.checkpoint.families import REFUSED
@@ -31,9 +31,9 @@ from offload.checkpoint.layer_sizes import (
     routed_share,
 )
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
-from offload.checkpoint.small_files import decoder_config, first_size, has_encoder
+from offload.checkpoint.small_files import decoder_config, first_size, has_encoder, of_text
 from offload.checkpoint.tensors import MIXTURE, TensorEntry
-from offload.encoding.base import PLAIN_OF, Encoding
+from offload.encoding.base import PLAIN_OF, Encoding, Settings
 from offload.errors import UserError
 
 _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
@@ -219,10 +219,9 @@ def _num_weights(entries: Iterable[TensorEntry]) -> int:
     return sum(math.prod(entry.shape) for entry in entries)
 
 
-def text_config(checkpoint: Checkpoint) -> dict[str, Any]:
+def text_config(checkpoint: Checkpoint) -> Settings:
     """Return the part of the config that describes the decoder of text."""
-    part = checkpoint.config.get("text_config")
-    return part if isinstance(part, dict) else decoder_config(checkpoint.config)
+    return decoder_config(of_text(checkpoint.config))
 
 
 def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
@@ -318,7 +317,7 @@ def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> i
     return slab_bytes_bound(beside)
 
 
-def _row_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
+def _row_bytes(config: Settings, sizes: dict[str, int], item_bytes: int) -> int:
     """Return what one row holds inside a layer: residual streams, norms, heads and feed-forward."""
     num_streams = first_size(config, "hc_mult", "hc_count", most=_MAX_STREAMS) or 1
     width = sizes["hidden_size"] * num_streams
@@ -336,7 +335,7 @@ def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: 
     return item_bytes * _INNER_COPIES * sizes.get("intermediate_size", 0) if is_all else 0
 
 
-def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
+def _pair_bytes(config: Settings, sizes: dict[str, int], item_bytes: int) -> int:
     """Return the bytes of a row and a position that it may see.
 
     Masks for each kind of layer and the bits of the last one; where scores are capped, those of all

@@ -154,13 +154,13 @@ def is_wrapper(config: Settings) -> bool:
     return isinstance(config.get("text_config"), dict) or config.get("model_type") in _SIZES_OUTSIDE
 
 
-def has_encoder(config: dict[str, Any]) -> bool:
+def has_encoder(config: Settings) -> bool:
     """Return whether a config is that of a T5 whose encoder reads the prompt."""
     is_one = config.get("model_type") in ENCODER_DECODERS
     return is_one and config.get("is_encoder_decoder") is not False
 
 
-def decoder_config(config: dict[str, Any]) -> dict[str, Any]:
+def decoder_config(config: Settings) -> Settings:
     """Return the config with the decoder's sizes under their usual names."""
     if not has_encoder(config):
         return config

@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta, convert
 from numpy.typing import NDArray
 
-from offload.checkpoint.files import open_regular, read_object
+from offload.checkpoint.files import Progress, counter, open_regular, read_object
 from offload.datastore.index import CorpusChunk, SuffixIndex, TokenWidth
 from offload.errors import UserError, ensure, require, told_by_system
 
@@ -214,21 +214,20 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
 
 
-def verify(store: Store, on_bytes: Callable[[int, int], object]) -> None:
+def verify(store: Store, on_bytes: Progress) -> None:
     """Check all chunks; raise `UserError` for the first thing that is wrong.
 
     `on_bytes` hears of the bytes done and of all. Takes some eight bytes of memory for every token
     of the largest chunk.
     """
-    done_bytes = 0
+    count = counter(store.num_bytes, on_bytes)
     for index, entry in enumerate(store.chunks):
         files = chunk_files(store.path, index)
         chunk = map_chunk(store, index)
         parts = ((entry.tokens, chunk.tokens_B), (entry.positions, chunk.position_M))
         for path, (wanted, part) in zip(files, parts, strict=True):
             for num_bytes in _check_sum(path, wanted, part.view(np.uint8)):
-                done_bytes += num_bytes
-                on_bytes(done_bytes, store.num_bytes)
+                count(num_bytes)
         _check_tokens(files[0], chunk, store.vocab_size, entry.num_documents)
         _check_order(files[1], chunk, TokenWidth.of(store.vocab_size).separator)
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from offload.calibration.expansions import KernelChoice, choose_expansion
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.files import counter
 from offload.checkpoint.generation_config import end_ids_of
-from offload.engine.hooks import Progress
 from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.session import check_session, require_sessions
@@ -211,18 +211,6 @@ def _pick_expansion(pair: ModelPair, model: TreeModel, source: ByteSource) -> Ke
     model.expand_with(choice.kernels)
     pair.notes.extend(note for note in choice.notes if note not in pair.notes)
     return choice
-
-
-def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
-    """Return what to call with the bytes of every slab that has landed."""
-    landed = 0
-
-    def count(num_bytes: int) -> None:
-        nonlocal landed
-        landed += num_bytes
-        on_bytes(landed, total_bytes)
-
-    return count
 
 
 def resident_model(

@@ -13,11 +13,11 @@ import numpy as np
 from offload.calibration.invariance import prepare_invariance, settle_invariance
 from offload.calibration.startup import calibrate, pick_kernels
 from offload.calibration.threads import thread_policy
+from offload.checkpoint.files import counter
 from offload.drafting.hybrid import drafter_of
 from offload.drafting.retrieval import open_sources
 from offload.engine.build import (
     ModelPair,
-    counter,
     open_pair,
     read_pair,
     send_beside_layers,

@@ -6,7 +6,6 @@ manifest says what it is made from. Invariant: what holds something else is neve
 """
 
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from offload.checkpoint.files import (
     is_scratch,
     locked_anew,
     read_json,
+    require_disk,
     write_json,
 )
 from offload.checkpoint.gguf_header import read_gguf_header
@@ -29,11 +29,9 @@ from offload.checkpoint.open import open_checkpoint
 from offload.encoding.exponents import MANTISSAS, Exponents
 from offload.errors import UserError, told_by_system
 from offload.packing.forecast import forecast
-from offload.units import format_bytes
 
 FORMAT = "offload.packed"
 VERSION = "1"
-_MARGIN_BYTES = 64 << 20  # headers, the file system's own blocks
 _RULE = "packing is for bfloat16, and for float16 that stems from it"
 _NO_GAIN = f"{{}} is stored as {{}}, and {_RULE}: nothing to gain, run it as it is"
 
@@ -134,11 +132,8 @@ def unfinished(destination: Path, made_from: Mapping[str, Any]) -> Iterator[Path
 
 def check_disk(folder: Path, needed_bytes: int) -> None:
     """Raise `UserError` where the disk has less than `needed_bytes` free."""
-    needed_bytes = needed_bytes + _MARGIN_BYTES
-    free_bytes = shutil.disk_usage(folder).free
-    if needed_bytes > free_bytes:
-        sizes = f"needs {format_bytes(needed_bytes)} more of disk, {folder.parent} has {format_bytes(free_bytes)}"
-        raise UserError(f"{folder.name} {sizes}: free some, the same command goes on from here")
+    remedy = "free some, the same command goes on from here"
+    require_disk(folder, needed_bytes, f"{folder.name} needs", remedy)
 
 
 def require_gain(checkpoint: Checkpoint) -> None:

@@ -9,13 +9,22 @@ for byte.
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.download import INDEX
-from offload.checkpoint.files import MANIFEST, SUMS, Stamp, opened, stamp_of, write_json
+from offload.checkpoint.files import (
+    MANIFEST,
+    SUMS,
+    Progress,
+    Stamp,
+    counter,
+    opened,
+    stamp_of,
+    write_json,
+)
 from offload.checkpoint.open import find_shards, shard_name
 from offload.checkpoint.safetensors import in_file_order, parse_header, read_header, read_raw_header
 from offload.checkpoint.small_files import MORE_TEMPLATES
@@ -60,7 +69,6 @@ _LARGEST_COPY_BYTES = 256 << 20  # of tokenizers, configs, licences
 _SOURCE_INDEX = "source.safetensors.index.json"
 _PORTION_BYTES = 1 << 30
 _LAYER = re.compile(r"\b(?:layers|block|h)\.(\d+)\.")
-Progress = Callable[[int, int], None]
 
 
 def _stamps_beside(directory: Path) -> dict[Path, Stamp | None]:
@@ -143,7 +151,7 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
             name: sum(entry.num_bytes for entry in portion.tensors.values())
             for name, portion in portions.items()
         }
-        count = _Counter(2 * sum(source_bytes.values()), progress)
+        count = counter(2 * sum(source_bytes.values()), progress)
         for name, portion in portions.items():
             if name in kept:
                 count(2 * source_bytes[name])
@@ -181,7 +189,7 @@ def _write_originals(
     needed_bytes = sum(own[0].origin.num_bytes for own in found.values())
     there_bytes = sum(path.stat().st_size for path in scratch.glob("*.safetensors"))
     check_disk(scratch, needed_bytes - there_bytes)
-    count = _Counter(needed_bytes, progress)
+    count = counter(needed_bytes, progress)
     beside = _stamps_beside(folder)
     for name, own in found.items():
         if (scratch / name).is_file():  # whole, since it has its name
@@ -202,7 +210,7 @@ def verify(model: Path, *, progress: Progress) -> PackResult:
     """Decode every weight of a packed folder. Raises `UserError` where a checksum differs."""
     folder = model.expanduser().resolve()
     found = by_source(folder)
-    count = _Counter(sum(own[0].origin.num_bytes for own in found.values()), progress)
+    count = counter(sum(own[0].origin.num_bytes for own in found.values()), progress)
     for own in found.values():
         for packed in own:
             for _, _, raw in original_parts(packed):
@@ -311,16 +319,3 @@ def _copy_unchanged(path: Path, stamp: Stamp | None, copy: Path) -> None:
     if stamp_of(path) != stamp:
         what = f"{path.name} changed while it was to be copied"
         raise ReadError(f"{what}: start again when no program writes to it")
-
-
-class _Counter:
-    """Adds up bytes and reports them to a progress bar."""
-
-    def __init__(self, total_bytes: int, progress: Progress) -> None:
-        self._done_bytes = 0
-        self._total_bytes = total_bytes
-        self._progress = progress
-
-    def __call__(self, num_bytes: int) -> None:
-        self._done_bytes += num_bytes
-        self._progress(self._done_bytes, self._total_bytes)

@@ -330,7 +330,7 @@ def test_a_living_run_is_left_alone(small: Callable[..., Path], tmp_path: Path) 
 
 def test_too_small_a_disk(small: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**29))
-    with pytest.raises(UserError, match=r"needs 1\.\d+ TiB of disk, .* has 512 MiB: free some"):
+    with pytest.raises(UserError, match=r"needs 1\.\d+ TiB more of disk, .* has 512 MiB: free some"):
         inflate(small(), tmp_path / "big", 2**40 * 5 // 4)
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
 

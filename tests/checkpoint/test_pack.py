@@ -377,7 +377,7 @@ def test_an_unpacking_that_fails_in_its_last_steps_goes_on(
 
 def test_a_disk_that_is_too_small_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")(1 << 40, 1 << 40, 1 << 20)
-    monkeypatch.setattr("offload.packing.folders.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("offload.checkpoint.files.shutil.disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"more of disk, .* has 1 MiB: free some, the same command goes on"):
         pack(model, tmp_path / "packed")
 
