@@ -41,7 +41,8 @@ _OTHERS = [
     (field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT
 ]
 _SYNONYMS = synonyms_at("batch", TextOptions, Sampling)
-_KEYS = {one.name: key for key, one in {**_TEXT, **_DRAWING}.items()}
+# what a file calls an option
+KEYS = {one.name: key for key, one in {**_TEXT, **_DRAWING}.items()}
 _DIGEST_CHARS = 16
 _MAX_BYTES = 1 << 30  # millions of prompts
 _BEGINNING = b'{"index": '
@@ -87,7 +88,7 @@ def read_tasks(
                 tasks.append(BatchTask(index, sample, name, one, _digest(one, written_by)))
         except UserError as error:
             # it names arguments, and here they are keys
-            raise UserError(f"{file}, line {number}: {renamed(str(error), _KEYS)}") from None
+            raise UserError(f"{file}, line {number}: {renamed(str(error), KEYS)}") from None
         index += 1
     remedy = 'give lines such as {"prompt": "Hello"}'
     require(bool(tasks), f"{file} must hold prompts", "none", remedy)

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from offload.cli.batch_file import BatchTask, ResultsFile
+from offload.cli.batch_file import KEYS, BatchTask, ResultsFile
 from offload.cli.console import Console
 from offload.cli.flags import as_flags
 from offload.cli.loading import Loading
@@ -24,6 +24,7 @@ from offload.cli.run_lines import (
     cut_line,
     fills_context,
 )
+from offload.declaration import renamed
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Prompt, Request
@@ -173,7 +174,7 @@ def _finished(
                 written = None if isinstance(one.outcome, UserError) else one.outcome
                 if written is not None and written.finish_reason == "length":
                     is_full = fills_context(written.stats, written.plan)
-                    num_cut["where the context ends" if is_full else "by -n"] += 1
+                    num_cut["where the context ends" if is_full else "by -n or max_tokens"] += 1
                 progress.finish(0 if written is None else len(written.token_ids))
                 yield one
     finally:
@@ -187,7 +188,7 @@ def _finished(
 
 def _result(outcome: Generation | UserError) -> dict[str, object]:
     if isinstance(outcome, UserError):
-        return {"error": as_flags(str(outcome))}
+        return {"error": as_flags(renamed(str(outcome), KEYS))}
     sampling = asdict(outcome.sampling)
     return {
         "text": outcome.text,

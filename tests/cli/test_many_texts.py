@@ -110,6 +110,7 @@ def test_a_prompt_that_is_too_long_fails_alone(ender: Path, prompts: Write, tmp_
     long, short = objects(out.read_text())
     assert outcome.code == 1 and "1 of 2 texts could not be written" in outcome.err.splitlines()[-1]
     assert "exceed the context" in long["error"] and long["id"] == "long" and "text" not in long
+    assert "raise --context" in long["error"] and "lower max_tokens" in long["error"], "flags, and keys of a line"
     assert short["text"] == SAID
     again = generate(ender, "-f", file, "--out", out)
     assert again.code == 1 and again.err.splitlines()[-1] == outcome.err.splitlines()[-1], "the file still lacks it"
