@@ -105,7 +105,7 @@ class GuardedProcess:
         raise ProgramExceeded(why, "time" if has_struck.is_set() else "")
 
     def _started(self) -> "subprocess.Popen[bytes]":
-        """Return the process, once it is ready. Raises `NotStarted`."""
+        """Return the process, once it is ready. Raises `NotStarted`, `ProgramExceeded`."""
         if self._process is None:
             worker = Path(__file__).with_name("guarded_worker.py")
             self._process = subprocess.Popen(
@@ -115,8 +115,11 @@ class GuardedProcess:
                 stderr=subprocess.DEVNULL,
             )
             self._stop = weakref.finalize(self, _stop, os.getpid(), self._process)
-            with self._timed(self._process):
+            with self._timed(self._process) as has_struck:
                 found = _line(self._process, _ESCAPED * _MOST_TOLD)
+            if has_struck.is_set():
+                late = f"the process that it is to run in does not start within {self._wait_s:g} s"
+                raise ProgramExceeded(late, "time")
             if found != _READY:
                 why = " ".join(found.decode("utf-8", "replace").split()) or "without a word"
                 raise NotStarted(f"the process that it is to run in does not start: {why}")

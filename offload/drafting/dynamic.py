@@ -12,7 +12,7 @@ draft is followed deep. Of the N best, the target's pass gets those that are wor
 Trees of several texts are grown together: all candidates compete for the N nodes, and each pass
 runs the best of all texts. A node counts by its f over what its text is expected to gain at all, so
 that the sum of log tokens is largest. Plain f would give a sure text all it can use and let an
-unsure one wait; but every text has to get through its hard cursors too, and over all, fewer tokens
+unsure one wait; but every text has to get through its hard places too, and over all, fewer tokens
 came from the same passes.
 
 Invariant: f never rises along a path and ties keep the order of finding, so the N best contain

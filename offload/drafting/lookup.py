@@ -4,7 +4,7 @@ A source says for a context what followed on it elsewhere: in the text itself, i
 n-gram counts. Each such opinion (an `Opinion`) knows how many tokens of context it rests on. The
 one that rests on most is asked first; what it does not claim is left to the next, for other tokens.
 That is prediction by partial matching with exclusion (Cleary and Witten, 1984), with learned
-weights (`SourceWeights`) in the stead of its escapes.
+weights (`SourceWeights`) in place of its escapes.
 
 A guess costs nothing beside a weight pass, but each of its rows is computed. So the tree of a step
 ends where one more node would cost more than it is expected to bring: at the n that maximises (1 +

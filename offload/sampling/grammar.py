@@ -17,7 +17,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import UserError, installing, reason, refusing, require
-from offload.guarded_process import GuardedProcess, NotStarted, ProgramExceeded, ProgramFailed
+from offload.guarded_process import (
+    MOST_CHARS,
+    GuardedProcess,
+    NotStarted,
+    ProgramExceeded,
+    ProgramFailed,
+)
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -32,6 +38,7 @@ REMEDY = "mend it, or ask for less"
 # a good grammar where the machine is busy.
 _CPU_S = 10
 _WAIT_S = 120.0  # wall time: the process may be stopped from outside
+_TIMES_QUOTED = 8  # what is wrong is told with all of the source, more than once
 # Between two parts of JSON: one space at most. A model that has little to say would else write blanks
 # until its last token, and every one of them costs its share of a pass.
 _BLANKS = "[ ]"
@@ -150,7 +157,7 @@ def _try_out(source: str, grammar: Grammar) -> None:
     got = f"got {grammar.text!r:.80}"
     process = GuardedProcess("compile", cpu_s=_CPU_S, wait_s=_WAIT_S)
     try:
-        error = process.ask({"source": source})
+        error = process.ask({"source": source}, MOST_CHARS + _TIMES_QUOTED * len(source))
     except NotStarted as failure:
         raise UserError(
             f"grammars are compiled with the package llguidance by {sys.executable}, which lacks it "

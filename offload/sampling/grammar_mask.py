@@ -237,7 +237,7 @@ def _unpacked(bits: Bits, vocab_size: int) -> NDArray[np.bool_]:
 
 
 def _counted_bytes(grammar: Grammar) -> int:
-    return max(_LEAST_BYTES, len(grammar.text))
+    return max(_LEAST_BYTES, len(grammar.text.encode()))
 
 
 def _with_an_end(backend: Any, end_ids: Set[int]) -> tuple[Any, list[int]]:

@@ -133,6 +133,10 @@ def test_why_it_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(NotStarted, match=r"does not start: No module named 'transformers\.utils"):
             own.ask({})
     assert own._process is None
+    slow = GuardedProcess("render", cpu_s=0, wait_s=0.001)
+    with pytest.raises(ProgramExceeded, match=r"does not start within 0\.001 s"):
+        slow.ask({})
+    assert slow._process is None
 
 
 def test_an_interrupted_request_leaves_no_answer_behind(

@@ -74,6 +74,7 @@ def chained_schema(num: int) -> str:
 
 BAD = {
     "unclosed": ("regex", "(", "unclosed group"),
+    "unclosed at length": ("regex", "(" + "a" * 1_000_000, "unclosed group"),
     "look-ahead": ("regex", "(?=a)b", "look-around"),
     "nested": ("regex", "(" * 20_000 + "a" + ")" * 20_000, "cannot be compiled"),
     "matches nothing": ("regex", r"[^\s\S]", "must allow something"),
@@ -162,6 +163,9 @@ def test_a_busy_machine_refuses_no_grammar(
     monkeypatch.setattr(module, "_WAIT_S", 0.3)
     with pytest.raises(UserError, match="not given enough time: try again where the machine is less busy"):
         grammars.mask(Grammar("regex", "stopped"))
+    monkeypatch.setattr(module, "_WAIT_S", 0.001)
+    with pytest.raises(UserError, match=r"within 0\.001 s, got 'not begun', by a process that was not given"):
+        grammars.mask(Grammar("regex", "not begun"))
 
 
 def test_a_compiler_that_panics_is_told_of(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +204,9 @@ def test_the_grammars_asked_for_last_are_kept(tokenizer: Any, monkeypatch: pytes
     monkeypatch.setattr(grammars, "_compile", lambda one: compiled.append(one.text) or usual(one))
     monkeypatch.setattr("offload.sampling.grammar_mask._MOST_KEPT_BYTES", 10_000)
     huge = "a" * 20_000
-    for text in ("a", "b", "a", "c", "a", "b", huge, huge, "b"):
+    for text in ("a", "b", "a", "c", "a", "b", huge, huge, "b", wide := "\U0001f600" * 1_600, "b"):
         grammars.mask(Grammar("regex", text))
-    assert compiled == ["a", "b", "c", "b", huge, "b"]
+    assert compiled == ["a", "b", "c", "b", huge, "b", wide, "b"], "they count by bytes"
 
 
 def test_masks_of_a_step_are_kept_as_bits(grammars: Grammars, ids: Any) -> None:
