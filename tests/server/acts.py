@@ -10,7 +10,7 @@ def opened(chromium: Any, address: str, heard: list[str] | None = None) -> Itera
     """The page of a server in a profile of its own; errors of its script fail the test."""
     heard = [] if heard is None else heard
     context = chromium.new_context(viewport={"width": 1300, "height": 800})
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(60_000)
     page = context.new_page()
     page.on("pageerror", lambda error: heard.append(str(error)))
     page.on("console", lambda message: heard.append(message.text) if "Content Security" in message.text else None)

@@ -319,11 +319,13 @@ def test_neither_markdown_nor_colours_take_a_square_of_a_texts_length(page: Any)
     timed = "args => {{ const begun = performance.now(); {}; return performance.now() - begun; }}"
     for text in texts:
         draw = timed.format("blocksOf(args).map(blockNode)")
-        assert page.evaluate(draw, text) < 1500, text[:8]  # a square would take ten times that
+        # a square would take ten times that; another program may take the processor once
+        assert any(page.evaluate(draw, text) < 1500 for _ in range(3)), text[:8]
     for unit in ("'", '"', '"""', "/*", "`", "a", "a ", "1.", "\\", "'\\", "#", "--", "a(", "/", " "):
         for language in ("python", "js", "rust", "sh", "sql", "json"):
             code = [unit * (39_999 // len(unit)), language]
-            assert page.evaluate(timed.format("colouredOf(...args)"), code) < 500, (unit, language)
+            colour = timed.format("colouredOf(...args)")
+            assert any(page.evaluate(colour, code) < 500 for _ in range(3)), (unit, language)
 
 
 def test_events_are_the_same_however_they_are_cut(page: Any) -> None:
