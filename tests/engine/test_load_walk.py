@@ -21,7 +21,7 @@ from offload.engine.request import several_of
 from offload.timer import timed
 
 ROOT = Path(__file__).resolve().parents[2]
-# 103 to 105: by the tree that is chosen and by what the text repeats
+# with one tree: which is chosen goes by the machine
 MOST_FILES = 105
 # what is listed here is called by files below
 CALLED_FROM_BELOW = {
@@ -91,9 +91,9 @@ def test_a_climb_is_seen() -> None:
 def test_loading_and_writing_go_down(tmp_path: Path) -> None:
     target = save(build(FAMILIES["llama"](), 0), tmp_path / "target")
     draft = save(build(FAMILIES["llama"](), 1), tmp_path / "draft")
-    offload.load(target, draft).close()  # what is imported, or remembered, at first
+    offload.load(target, draft, tree="dynamic:16x4").close()  # what is imported, or remembered, at first
     calls = set[tuple[str, str]]()
-    with walked(calls), offload.load(target, draft) as decoder:
+    with walked(calls), offload.load(target, draft, tree="dynamic:16x4") as decoder:
         decoder.generate([1, 2, 3], max_new_tokens=8)
     assert climbs(calls) <= CALLED_FROM_BELOW
     assert len({called for _, called in calls}) <= MOST_FILES
