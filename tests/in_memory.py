@@ -36,6 +36,7 @@ class InMemory:
         self._hub, self.rank, self.num_ranks, self._limit_s = hub, rank, hub.num_ranks, limit_s
         self.sent: list[tuple[int, Channel, Order]] = []
         self.bytes_sent, self.exchange_s = Counter[str](), 0.0
+        self.noted = list[bool]()  # of work: whether it is under way
 
     def send(self, to: int, channel: Channel, order: Order) -> None:
         """Over the wire, also to oneself."""
@@ -78,6 +79,9 @@ class InMemory:
         parts = self._exchange(part_TR)
         assert [part.shape[-1] for part in parts] == list(widths), "widths are not those of the parts"
         return torch.cat(parts, -1)
+
+    def note_work(self, *, is_under_way: bool) -> None:
+        self.noted.append(is_under_way)
 
     def fail(self, reason: str) -> None:
         self._lose([self.rank], f"rank {self.rank}: {reason}")

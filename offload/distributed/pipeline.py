@@ -26,10 +26,7 @@ from offload.memory.plan import MemoryPlan
 
 
 def open_pipeline(
-    setup: Setup,
-    resources: ExitStack,
-    transport: Transport | None = None,
-    request: Request | None = None,
+    setup: Setup, request: Request, resources: ExitStack, transport: Transport | None
 ) -> PipelineDecoder:
     """Return the head's decoder; on any other rank serve to the end, then raise `SystemExit`.
 
@@ -37,8 +34,7 @@ def open_pipeline(
     """
     roles, pipeline = setup.options.pipeline_roles()
     refuse_encoders(setup.files)
-    if request is not None:
-        check_stages(request)
+    check_stages(request)
     transport, met_notes = meet_ranks(setup, resources, transport)
     setup.hooks.on_phase("measuring links, sharing layers")
     rank = PipelineRank(setup, transport, roles, pipeline)
@@ -48,7 +44,7 @@ def open_pipeline(
         tokenizer = load_tokenizer(setup.files.target.tokenizer_path)
     layers = rank.share_layers(tokenizer)
     plan = try_together(transport, lambda: _own_plan(rank, layers))
-    if is_head and plan is not None and request is not None and request.prompt is not None:
+    if is_head and plan is not None and request.prompt is not None:
         request.ids(tokenizer, rank.vocab_size, plan.context, plan.has_longest_context)
     setup.hooks.on_phase("reading layers")
     services, price = _load(rank, layers, plan, resources)

@@ -75,7 +75,7 @@ class Shards(Team):
         return target
 
 
-def join_shards(setup: Setup, resources: ExitStack, transport: Transport | None = None) -> Shards:
+def join_shards(setup: Setup, resources: ExitStack, transport: Transport | None) -> Shards:
     """Return the head's view, once all ranks have agreed.
 
     On any other rank: follow the head to its end, then raise `SystemExit`. Raises `UserError` where

@@ -52,7 +52,7 @@ from offload.timer import timed
 
 _NUM_TIMES = 2
 _LONG_S = 1.0  # a pass that takes longer is timed for one row alone
-# tells whether the run is no longer needed
+# tells whether the run is no longer needed; asked before it and behind every layer
 Cancelled = Callable[[], bool]
 
 
@@ -191,7 +191,7 @@ class PipelineStage:
     def _go_on(self, layer: int) -> None:
         if self._slow_layer_s:
             time.sleep(self._slow_layer_s)
-        if self._may_stop(layer) and self._is_cancelled():
+        if self._is_cancelled() and self._may_stop(layer):
             raise _CancelledError
 
     def _may_stop(self, layer: int) -> bool:
@@ -247,13 +247,19 @@ class _StageService:
     def run(self, order: RunOrder) -> None:
         number = order.number
         self._cancellations.forget_before(number)
-        out = self._stage.run(order, lambda: number in self._cancellations)
+        out = self._stage.run(order, partial(self._is_cancelled, number))
+        self._transport.note_work(is_under_way=False)
         if self._after is None:
             tokens = [] if out is None else out.tolist()
             self._transport.send(HEAD, Channel.RESULT, Drawn(number, out is None, tokens))
             return
         hidden = None if out is None else as_bytes(out).numpy().data
         self.pass_on(msgspec.structs.replace(order, is_dead=out is None, hidden=hidden))
+
+    def _is_cancelled(self, number: int) -> bool:
+        # one that goes on is not taken for one that hangs; the head's own is the user's to end
+        self._transport.note_work(is_under_way=self._transport.rank != HEAD)
+        return number in self._cancellations
 
     def pass_on(self, order: Order) -> None:
         if self._after is not None:

@@ -159,6 +159,13 @@ class Transport:
         """Return what `receive` would raise now, if another rank is known to be lost."""
         return None if self._watch.loss is None else self._watch.loss.error()
 
+    def note_work(self, *, is_under_way: bool) -> None:
+        """Note that work of this rank begins or goes on, or that it waits for others.
+
+        Where it stands still for as long as a rank may be silent, the others hear of its end.
+        """
+        self._watch.note_work(is_under_way=is_under_way)
+
     def fail(self, reason: str) -> None:
         """End all that waits on this rank, now or later: a service of it has failed."""
         self._watch.lose(Loss(self.rank, f"rank {self.rank}: {reason}", is_told=False))

@@ -2,8 +2,9 @@
 
 Two threads per peer, on a process group of their own: one sends a pulse every few seconds, one
 listens. A connection that closes is a death, no pulse for too long is silence, and a rank that ends
-by itself says why first. Silence is counted here and not by a limit of gloo's, which would close
-the connections to all others: they would take that for a death.
+by itself says why first; so does one whose work stands still for as long, since its threads here go
+on. Silence is counted here and not by a limit of gloo's, which would close the connections to all
+others: they would take that for a death.
 
 Invariant: the first loss is the one that counts: what fails afterwards fails because of it.
 """
@@ -67,6 +68,9 @@ class Watch:
         self._loss = list[Loss]()
         # ticks since each peer's last word; this rank's clock stands still while it is stopped
         self._ticks = dict.fromkeys(self._peers(), 0)
+        self._is_at_work = False
+        # since work under way has last gone on
+        self._idle_ticks = 0
         threading.Thread(target=self._count, daemon=True).start()
         self.threads = [
             threading.Thread(target=work, args=(peer,), daemon=True)
@@ -100,6 +104,11 @@ class Watch:
         if is_first and not self._is_closed.is_set():
             self._on_loss()
 
+    def note_work(self, *, is_under_way: bool) -> None:
+        """Note that work of this rank begins or goes on, or that it waits for others."""
+        self._idle_ticks = 0
+        self._is_at_work = is_under_way
+
     def end(self, reason: str, *, is_refusal: bool) -> None:
         """Say a last word to all others, a good one without a reason; wait until it is sent."""
         if self._is_closed.is_set():
@@ -126,8 +135,13 @@ class Watch:
             self._say(peer, _PULSE, "")
 
     def _count(self) -> None:
-        """Count ticks, and report silence."""
+        """Count ticks, and report silence, or that this rank stands still."""
         while not self._is_closed.wait(self._silence_s / _TICKS_PER_LIMIT):
+            self._idle_ticks += self._is_at_work
+            if self._idle_ticks == _TICKS_PER_LIMIT:
+                why = f"nothing was computed for {self._silence_s:g} s: look at its disk and device"
+                self.lose(Loss(self._rank, f"rank {self._rank}: {why}", is_told=False))
+                self.end(why, is_refusal=False)
             for peer in set(self._ticks) - set(self._ended):
                 self._ticks[peer] += 1
                 if self._ticks[peer] == _TICKS_PER_LIMIT:

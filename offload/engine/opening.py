@@ -38,16 +38,14 @@ def open_setup(setup: Setup, request: Request | None = None, transport: Any = No
     roles = setup.options.roles()
     with setup.device.computing(), ExitStack() as resources:
         if roles is None:
-            return _open(setup, request or Request(), Team(), resources)
-        if roles.is_sharded:
-            team = LOADERS["shards"](setup, resources, transport)
-            return _open(team.own(setup), request or Request(), team, resources)
-        pipeline: Decoder = LOADERS["stages"](setup, resources, transport, request)
-        return pipeline
+            return open_with(Team(), setup, request or Request(), resources)
+        load = LOADERS["shards" if roles.is_sharded else "stages"]
+        return load(setup, request or Request(), resources, transport)
 
 
-def _open(setup: Setup, request: Request, team: Team, resources: ExitStack) -> Decoder:
-    """Open a decoder, which takes over `resources`."""
+def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) -> Decoder:
+    """Open a decoder of what this process of a team has; it takes over `resources`."""
+    setup = team.own(setup)
     settings = setup.settings(request.sampling)
     trees = setup.tree_selector(settings.sampling)
     if team.exchange_s is not None:

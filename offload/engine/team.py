@@ -5,16 +5,21 @@ reads this file, so it imports nothing that takes time.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from offload.engine.decoder import Decoder
+    from offload.engine.request import Request
     from offload.engine.setup import Setup
     from offload.memory.plan import MemoryPlan
     from offload.model.target import Target
     from offload.planning.cost_model import Curve
 
-# called with the setup, the resources to close in the end, the transport, and of stages the first request
-LOADERS: dict[Literal["shards", "stages"], Callable[..., Any]] = {}
+# given the setup, the first request, what a decoder takes over to close in the end, the transport;
+# on a rank that is not the head they raise `SystemExit` when it has served
+Loader = Callable[["Setup", "Request", ExitStack, Any], "Decoder"]
+LOADERS: dict[Literal["shards", "stages"], Loader] = {}
 
 
 class Team:

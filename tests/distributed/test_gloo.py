@@ -167,6 +167,30 @@ def _wait_for_a_sleeper(place, report):
                 report((str(error), time.monotonic() - began_s))
 
 
+def test_a_rank_whose_work_stands_still_ends_all_with_a_line():
+    reports = Ranks(2, _stand_still).reports()
+    line = "nothing was computed for 3 s: look at its disk and device"
+    (told, waited_s), (own, _) = reports[0][0], reports[1][0]
+    assert (told, own) == (f"rank 1 ended: {line}", f"rank 1: {line}") and 4.5 < waited_s < 25
+
+
+def _stand_still(place, report):
+    """Rank 1 goes on for two seconds, and then hangs; its threads send pulses all the time."""
+    with joined(place, SAME, "same", [], limit_s=30, exchange_limit_s=3) as ranks:
+        ranks.transport.broadcast(torch.zeros(1))
+        began_s = time.monotonic()
+        try:
+            if place.rank == 1:
+                for _ in range(20):
+                    ranks.transport.note_work(is_under_way=True)
+                    time.sleep(0.1)
+                time.sleep(6)
+                ranks.transport.send(0, Channel.DATA, Stop())
+            ranks.transport.receive(1, Channel.DATA)
+        except RankError as error:
+            report((str(error), time.monotonic() - began_s))
+
+
 def test_ctrl_c_waits_until_an_exchange_is_over():
     assert Ranks(2, _interrupted).reports() == {0: ["whole, then interrupted"], 1: ["whole"]}
 

@@ -301,6 +301,14 @@ def test_scores_that_are_no_numbers_are_told_and_hurt_nobody(checkpoint: Checkpo
         assert tokens == [*wanted[:3], NO_TOKEN, wanted[3]]
 
 
+def test_a_stage_notes_its_work_before_it_and_behind_every_layer(checkpoint: Checkpoint) -> None:
+    with serving(checkpoint, (0, 1, 4), lambda *_: 0.0) as (transports, _):
+        transports[0].send(0, Channel.DATA, RunOrder(0, [9], [0], b"\x80", 1))
+        assert isinstance(transports[0].receive(1, Channel.RESULT), Drawn)
+    assert transports[1].noted == [True, *[True] * 3, False]
+    assert transports[0].noted == [False] * 3, "of the head's own only the user knows how long it may take"
+
+
 def test_rows_that_were_never_computed_are_not_committed(checkpoint: Checkpoint) -> None:
     with serving(checkpoint, (0, 4), lambda *_: 0.0) as (_, stages):
         for number, is_dead in enumerate((False, True)):
