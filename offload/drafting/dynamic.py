@@ -229,7 +229,11 @@ def _by_text(candidates: Candidates) -> Iterator[tuple[int, Candidates]]:
 
 
 class _Best:
-    """The N - R best candidates so far; the R roots are not among them."""
+    """The N - R best candidates so far; the R roots are not among them.
+
+    No `grow_best_first`: children come a pass at a time, for hundreds of rows, which arrays sort in
+    the time in which a heap takes a few.
+    """
 
     def __init__(self, bounds: DynamicShape, depths: Sequence[int]) -> None:
         self._bounds = bounds
