@@ -152,6 +152,13 @@ def test_what_computes_too_long_is_refused(grammars: Grammars, compiler_that: Ca
         grammars.mask(Grammar("regex", "slow"))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no other system limits addresses")
+def test_what_takes_too_much_memory_is_refused(grammars: Grammars, compiler_that: Callable[[str], None]) -> None:
+    compiler_that("bytearray(600 << 20)")
+    with pytest.raises(UserError, match=r"can take, got 'large' \(it takes more than 512 MiB of memory\): mend"):
+        grammars.mask(Grammar("regex", "large"))
+
+
 def test_a_busy_machine_refuses_no_grammar(
     grammars: Grammars, compiler_that: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
