@@ -175,7 +175,7 @@ def _sweep_words(found: Estimate) -> str:
     words = f"one pass over the weights moves {_gb(found.sweep_bytes)}"
     if plan.has_experts:
         words = f"a pass for one token moves about {_gb(found.sweep_bytes)}"
-    if plan.host_bytes and plan.disk_streamed_bytes:
+    if plan.pinned_bytes and plan.disk_streamed_bytes:
         words += f", {_gb(plan.disk_streamed_bytes)} of it from the disk"
     if found.sweep_s is None:
         return words
@@ -279,7 +279,7 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
     num_experts = plan.num_host_expert_slots
     slots_bytes = plan.num_host_layer_slots * plan.layer_slot_bytes
     feeding = [
-        (f"{plan.num_layers_in(LayerTier.PINNED)} layers in pinned memory", plan.host_bytes),
+        (f"{plan.num_layers_in(LayerTier.PINNED)} layers in pinned memory", plan.pinned_bytes),
         (f"{plan.num_host_layer_slots} slots for {num_disk} layers from disk", slots_bytes),
         (f"{num_experts:,} slots for experts", num_experts * plan.expert_slot_bytes),
         ("embeddings", plan.table_bytes),

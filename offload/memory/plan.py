@@ -171,7 +171,7 @@ class MemoryPlan:
         return self.bytes_in(LayerTier.RESIDENT)
 
     @property
-    def host_bytes(self) -> int:
+    def pinned_bytes(self) -> int:
         """Return the bytes of pinned memory: slabs of layers that every sweep sends to the GPU."""
         return self.bytes_in(LayerTier.PINNED)
 
@@ -182,7 +182,7 @@ class MemoryPlan:
     @property
     def streamed_bytes(self) -> int:
         """Return what every sweep moves to where layers are computed, without experts on demand."""
-        return self.host_bytes + self.disk_streamed_bytes
+        return self.pinned_bytes + self.disk_streamed_bytes
 
     @property
     def pass_bytes(self) -> int:
@@ -209,7 +209,7 @@ class MemoryPlan:
             self.runtime_bytes
             + self.table_bytes
             + self.staging_bytes
-            + self.host_bytes
+            + self.pinned_bytes
             + slots_bytes
         )
 

@@ -1,6 +1,7 @@
 """What the bench rests on: the gate refuses what is wrong, prompts repeat, regressions are told from noise."""
 
 import json
+import math
 import os
 import random
 from collections.abc import Sequence
@@ -83,21 +84,30 @@ def test_gate_lets_ties_within_rounding_pass_and_counts_them() -> None:
     assert prove([Written([1], chosen, Sampling(), "match")], score) == Proof(399, 1, 0, 0.0)
 
 
-def test_gate_lets_a_mixture_part_from_float32_where_it_does_in_its_own_type() -> None:
-    """A token that the original writes in neither type stays wrong, and so does one of another model."""
+def test_gate_lets_a_mixture_part_from_float32_by_as_much_as_its_own_scores_do() -> None:
+    """What is refused is a token further off, or one of a model that 16 bits do not move so far."""
     logits_TV, score = fixed_scores(4)
-    typed_TV = logits_TV.clone()
     best, second = logits_TV.topk(2, 1).indices.T
-    typed_TV[7, second[7]] = typed_TV[7].max() + 1
     chosen = best.tolist()
     chosen[7] = int(second[7])
     logits_TV[7, second[7]] = logits_TV[7, best[7]] - 0.5
     run = Written([1], chosen, Sampling(), "match")
+    typed_TV = logits_TV.clone()
+    typed_TV[90, 3] += 0.75  # another row, where a router has chosen otherwise
     found = prove([run], score, lambda prompt_ids, new_ids: typed_TV)
-    assert found == Proof(399, 1, 0, 0.0, num_routed=1) and "1 of these by what routers choose" in found.line
-    for spoilt in (logits_TV, typed_TV.roll(1, 0)):
+    assert found == Proof(399, 1, 0, 0.0, 1, pytest.approx(0.75))
+    assert (
+        "1 of these by what routers choose in 16 bits, which moves the original's own scores by up to 0.75"
+        in found.line
+    )
+    for spoilt_TV in (logits_TV, typed_TV.where(typed_TV < 1e9, 0.0) * math.nan):
         with pytest.raises(UserError, match=r"new token 7 is wrong, it misses the draw by 0\.500"):
-            prove([run], score, lambda prompt_ids, new_ids, own_TV=spoilt: own_TV)
+            prove([run], score, lambda prompt_ids, new_ids, own_TV=spoilt_TV: own_TV)
+    typed_TV[90, 3] -= 0.4
+    with pytest.raises(UserError, match="new token 7 is wrong"):
+        prove([run], score, lambda prompt_ids, new_ids: typed_TV)
+    with pytest.raises(UserError, match="new token 7 is wrong"):
+        prove([run], score)
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])

@@ -81,9 +81,9 @@ def check(plan: MemoryPlan, target: ModelShape) -> None:
     assert on_card(plan) == plan.gpu_total_bytes <= plan.gpu_bytes, "the card overflows"
     assert on_host(plan) == plan.total_bytes <= plan.ram_bytes, "the host overflows"
     assert plan.layer_bytes == target.layer_bytes and len(plan.tier_L) == len(target.layer_bytes), "a layer is lost"
-    assert plan.host_bytes == layers_in(plan, LayerTier.PINNED)
-    assert plan.resident_bytes + plan.host_bytes + plan.disk_streamed_bytes == sum(target.layer_bytes)
-    assert plan.streamed_bytes == plan.host_bytes + plan.disk_streamed_bytes
+    assert plan.pinned_bytes == layers_in(plan, LayerTier.PINNED)
+    assert plan.resident_bytes + plan.pinned_bytes + plan.disk_streamed_bytes == sum(target.layer_bytes)
+    assert plan.streamed_bytes == plan.pinned_bytes + plan.disk_streamed_bytes
     if plan.streamed_bytes:
         assert plan.num_layer_slots in (2, 3) and plan.layer_slot_bytes == max(target.layer_bytes), (
             "layers have no way in"
@@ -96,7 +96,7 @@ def check(plan: MemoryPlan, target: ModelShape) -> None:
     else:
         assert plan.num_host_layer_slots == 0, "slots for nothing"
     passing_bytes = max(*target.layer_bytes, target.head_bytes)
-    arena_bytes = plan.host_bytes + plan.num_host_layer_slots * plan.layer_slot_bytes
+    arena_bytes = plan.pinned_bytes + plan.num_host_layer_slots * plan.layer_slot_bytes
     assert plan.staging_bytes + arena_bytes >= passing_bytes, "loading needs more than the host was planned for"
 
 
@@ -158,7 +158,7 @@ def test_a_card_of_24_gb_holds_the_draft_and_slots_and_a_large_one_everything() 
     # A model that fits the card needs the host for loading only.
     plan = plan_of(PAIRS[1], 200 * GB, 64 * GB)
     check(plan, SHAPES["Llama-3-70B"])
-    assert (plan.num_resident, plan.num_layer_slots, plan.host_bytes, plan.streamed_bytes) == (80, 0, 0, 0)
+    assert (plan.num_resident, plan.num_layer_slots, plan.pinned_bytes, plan.streamed_bytes) == (80, 0, 0, 0)
     assert plan.staging_bytes == max(SHAPES["Llama-3-70B"].head_bytes, SHAPES["Llama-3-8B"].rest_bytes)
 
 
@@ -223,13 +223,13 @@ def test_a_head_larger_than_the_arena_still_has_room_to_pass() -> None:
     least_bytes = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1]) * MIB
     assert least_bytes == make_plan(shape, None, GIB * 4, card, **sizes).runtime_bytes + 1000 * MIB
     least = make_plan(shape, None, least_bytes, card, **sizes)
-    assert least.num_layers_in(LayerTier.DISK) == 0 and least.staging_bytes == 500 * MIB - least.host_bytes > 0
+    assert least.num_layers_in(LayerTier.DISK) == 0 and least.staging_bytes == 500 * MIB - least.pinned_bytes > 0
     assert least.total_bytes <= least_bytes
     longer = replace(shape, layer_bytes=(10 * MIB,) * 80, head_bytes=503 * MIB, table_bytes=0)
     tight = make_plan(longer, None, least.runtime_bytes + 505 * MIB, card + 3 * MIB, **sizes)
     assert (tight.num_layers_in(LayerTier.PINNED), tight.num_host_layer_slots, tight.staging_bytes) == (47, 3, 3 * MIB)
     with_draft = make_plan(shape, replace(shape, layer_bytes=(MIB,)), least_bytes * 2, 4 * GIB, **sizes)
-    assert with_draft.staging_bytes + with_draft.host_bytes >= 1000 * MIB, "a draft's embeddings and head come as one"
+    assert with_draft.staging_bytes + with_draft.pinned_bytes >= 1000 * MIB, "a draft's embeddings and head come as one"
 
 
 def test_logits_come_in_chunks_and_distributions_lie_on_the_card() -> None:
@@ -267,7 +267,7 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
     assert asked == ["cuda:1"] and 46 * GB < found.gpu < 48 * GB
     host = plan_memory(files, **settings)
     assert (host.device, host.gpu_bytes, host.gpu_total_bytes) == ("cpu", None, 0)
-    assert (host.host_bytes, host.num_host_layer_slots) == (0, 0)
+    assert (host.pinned_bytes, host.num_host_layer_slots) == (0, 0)
     assert set(host.tier_L) == {LayerTier.RESIDENT, LayerTier.DISK}
     assert host.total_bytes == host.fixed_bytes + host.resident_bytes + host.num_layer_slots * host.layer_slot_bytes
 
@@ -280,7 +280,7 @@ def test_the_printed_plan_names_both_budgets() -> None:
     assert printed["budgets"] == {"ram_bytes": 64 * GB, "planned_bytes": on_host(plan), "gpu_bytes": 48 * GB,
                                   "gpu_planned_bytes": on_card(plan)}  # fmt: skip
     assert sum(tier["num_layers"] for tier in printed["tiers"].values()) == 80
-    assert printed["tiers"]["host"]["num_bytes"] == plan.host_bytes > 0
+    assert printed["tiers"]["host"]["num_bytes"] == plan.pinned_bytes > 0
     assert printed["gpu_runtime_bytes"] == GPU_RUNTIME_BYTES
 
 
