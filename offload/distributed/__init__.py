@@ -1,20 +1,11 @@
 """Many processes that run one target; importing this tells the engine how they load it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offload.engine.team import LOADERS
 
-if TYPE_CHECKING:
-    from contextlib import ExitStack
 
-    from offload.engine.decoder import Decoder
-    from offload.engine.request import Request
-    from offload.engine.setup import Setup
-
-
-def _open_shards(
-    setup: "Setup", request: "Request", resources: "ExitStack", transport: Any
-) -> "Decoder":
+def _open_shards(setup: Any, request: Any, resources: Any, transport: Any) -> Any:
     # not at the top: what torch.distributed brings takes time
     from offload.distributed.shard_team import join_shards
     from offload.engine.opening import open_with
@@ -22,7 +13,7 @@ def _open_shards(
     return open_with(join_shards(setup, resources, transport), setup, request, resources)
 
 
-def _open_pipeline(*how: Any) -> "Decoder":
+def _open_pipeline(*how: Any) -> Any:
     from offload.distributed.pipeline import open_pipeline
 
     return open_pipeline(*how)

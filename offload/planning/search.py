@@ -91,7 +91,7 @@ class TreeOrder:
         """
         place_O = self._place(depth)
         kept = np.flatnonzero(place_O < num_nodes)
-        return in_level_order([-1, *place_O[self._parent_O[kept[1:]]].tolist()])
+        return in_level_order([-1, *place_O[self._parent_O[kept[1:]]].tolist()])[0]
 
     def num_nodes(self, depth: int) -> int:
         """Return how many nodes are no deeper than `depth`."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.sampling.sampler import require_number
-from offload.trees.topology import Ints, Topology, level_order
+from offload.trees.topology import Ints, Topology, in_level_order
 
 Floats = NDArray[np.float64]
 
@@ -146,10 +146,10 @@ class TokenTree:
 
         What is said of nodes by their places in the list moves with them into level order.
         """
-        order = level_order(parents)
+        topology, order = in_level_order(parents)
         node_of = dict(zip(order, range(len(order)), strict=True))
         return cls(
-            Topology.from_parents([-1, *(node_of[parents[one]] for one in order[1:])]),
+            topology,
             torch.tensor([tokens[one] for one in order]),
             proposals and proposals.reordered(order),
             {node_of[one]: row for one, row in row_of.items()},

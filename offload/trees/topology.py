@@ -277,7 +277,7 @@ def grow_order(
 
 def tree_of(order: Sequence[OrderedNode]) -> Topology:
     """Return the tree of all nodes of an order."""
-    return in_level_order([node.parent for node in order])
+    return in_level_order([node.parent for node in order])[0]
 
 
 def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
@@ -302,15 +302,10 @@ def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
     )
 
 
-def in_level_order(parents: Sequence[int]) -> Topology:
-    """Return the tree of nodes listed with parents before children and siblings by rank."""
-    order = level_order(parents)
-    node_of = dict(zip(order, range(len(order)), strict=True))
-    return Topology.from_parents([-1, *(node_of[parents[node]] for node in order[1:])])
-
-
-def level_order(parents: Sequence[int]) -> list[int]:
-    """Return the nodes in the order in which `in_level_order` places them."""
+def in_level_order(parents: Sequence[int]) -> tuple[Topology, list[int]]:
+    """Return the tree of nodes listed with parents before children and siblings by rank, and the
+    order in which they stand there.
+    """
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], start=1):
         children[parent].append(node)
@@ -318,7 +313,8 @@ def level_order(parents: Sequence[int]) -> list[int]:
     # the list grows while it is read
     for node in order:
         order.extend(children[node])
-    return order
+    node_of = dict(zip(order, range(len(order)), strict=True))
+    return Topology.from_parents([-1, *(node_of[parents[node]] for node in order[1:])]), order
 
 
 def chain(length: int) -> Topology:
