@@ -2,9 +2,9 @@
 
 Two threads per peer, on a process group of their own: one sends a pulse every few seconds, one
 listens. A connection that closes is a death, no pulse for too long is silence, and a rank that ends
-by itself says why first; so does one whose work stands still for as long, since its threads here go
-on. Silence is counted here and not by a limit of gloo's, which would close the connections to all
-others: they would take that for a death.
+by itself says why first; so does one whose work stands still for ten times as long, since its
+threads here go on. Silence is counted here and not by a limit of gloo's, which would close the
+connections to all others: they would take that for a death.
 
 Invariant: the first loss is the one that counts: what fails afterwards fails because of it.
 """
@@ -24,6 +24,9 @@ _WORD_BYTES = 1024  # kind, two bytes of length, a reason in UTF-8
 _PULSE, _ENDED, _FAILED, _REFUSED = range(4)
 _PULSES_PER_LIMIT = 12
 _TICKS_PER_LIMIT = 120
+# Limits for which a rank may be at work on one layer: a slow disk takes a minute to bring it, and a
+# slow processor to compute a long prompt with it.
+_LIMITS_IDLE = 10
 _NEVER = timedelta(days=30)
 _LAST_WORD_S = 2.0  # time for a last word to be heard, or for its absence to be noticed
 
@@ -138,8 +141,9 @@ class Watch:
         """Count ticks, and report silence, or that this rank stands still."""
         while not self._is_closed.wait(self._silence_s / _TICKS_PER_LIMIT):
             self._idle_ticks += self._is_at_work
-            if self._idle_ticks == _TICKS_PER_LIMIT:
-                why = f"nothing was computed for {self._silence_s:g} s: look at its disk and device"
+            if self._idle_ticks == _LIMITS_IDLE * _TICKS_PER_LIMIT:
+                idle_s = _LIMITS_IDLE * self._silence_s
+                why = f"nothing was computed for {idle_s:g} s: look at its disk and device"
                 self.lose(Loss(self._rank, f"rank {self._rank}: {why}", is_told=False))
                 self.end(why, is_refusal=False)
             for peer in set(self._ticks) - set(self._ended):

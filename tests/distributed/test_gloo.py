@@ -12,6 +12,7 @@ from msgspec import msgpack, structs
 from processes import Ranks
 
 from offload.checkpoint.identity import PARTS, ModelIdentity
+from offload.distributed import watch
 from offload.distributed.join import joined
 from offload.distributed.orders import Cancel, RunOrder, Stop, as_bytes, encode
 from offload.distributed.transport import MAX_BYTES, Channel, _size
@@ -176,6 +177,7 @@ def test_a_rank_whose_work_stands_still_ends_all_with_a_line():
 
 def _stand_still(place, report):
     """Rank 1 goes on for two seconds, and then hangs; its threads send pulses all the time."""
+    watch._LIMITS_IDLE = 1
     with joined(place, SAME, "same", [], limit_s=30, exchange_limit_s=3) as ranks:
         ranks.transport.broadcast(torch.zeros(1))
         began_s = time.monotonic()
