@@ -28,10 +28,11 @@ from offload.errors import UserError, refusing, require
 from offload.sampling.adjustments import Send, stay
 from offload.sampling.grammar import REMEDY, Grammar, require_compiler, require_sound, tried_source
 
-# Bytes of text whose compiled grammars are kept, which take some 200 times as much; and what the
-# shortest count. So all that wait for a place stay compiled, unless they are huge.
+# Bytes of text whose compiled grammars are kept, which usually take some 200 times as much; and what
+# the shortest count, of which some take a megabyte. So up to 64 that wait for a place stay
+# compiled, unless they are huge.
 _MOST_KEPT_BYTES = 2 << 20
-_LEAST_BYTES = 4 << 10
+_LEAST_BYTES = 32 << 10
 _END_NAME = "<|the end of the text, for grammars|>"  # the end token of a vocabulary that has none
 TokenPath = tuple[int, ...]
 Bits = NDArray[np.uint8]  # one for each token, the first in the lowest

@@ -210,6 +210,7 @@ def test_the_grammars_asked_for_last_are_kept(tokenizer: Any, monkeypatch: pytes
     usual = grammars._compile
     monkeypatch.setattr(grammars, "_compile", lambda one: compiled.append(one.text) or usual(one))
     monkeypatch.setattr("offload.sampling.grammar_mask._MOST_KEPT_BYTES", 10_000)
+    monkeypatch.setattr("offload.sampling.grammar_mask._LEAST_BYTES", 4_000)
     huge = "a" * 20_000
     for text in ("a", "b", "a", "c", "a", "b", huge, huge, "b", wide := "\U0001f600" * 1_600, "b"):
         grammars.mask(Grammar("regex", text))
