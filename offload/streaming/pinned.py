@@ -5,9 +5,9 @@ driver. There are three ways, of which the first that works is taken: pages of o
 threads and registered with the driver; cupy's `PinnedMemory`, whose pages the driver makes one
 after the other (measured: 2 GB/s beside 16, and copies at the same rate); plain pages, which reach
 the device through a small locked bounce buffer. A way that has refused a size is asked again only
-for much smaller ones. Memory is touched by processors that lie next to the device, so that it lies there
-too: with several sockets, copies from the far one run at half the speed or less. Where nothing is
-known of the sockets nothing is done.
+for much smaller ones. Memory is touched by processors that lie next to the device, so that it lies
+there too: with several sockets, copies from the far one run at half the speed or less. Where
+nothing is known of the sockets nothing is done.
 
 Invariant: a buffer says whether it is locked.
 """
