@@ -182,7 +182,7 @@ def test_a_run_reports_its_kernels_and_writes_the_same_tokens(
 ) -> None:  # fmt: skip
     """The kernels themselves decode, in the interpreter; the text does not tell."""
     target, draft, wanted = pair_of("llama", base)
-    place_layers(monkeypatch, *TIERS["host"])
+    place_layers(monkeypatch, *TIERS["pinned"])
     monkeypatch.setattr(startup, "is_for_kernels", lambda place: True)
     with offload.load(target, draft, context=128, tree="6x2", threads=1, **BUDGETS) as decoder:
         result = decoder.generate(prompts()[1], max_new_tokens=6)
@@ -203,7 +203,7 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
 ) -> None:  # fmt: skip
     """They are chosen before anything is timed."""
     target, draft, wanted = pair_of("llama", base)
-    place_layers(monkeypatch, *TIERS["host"])
+    place_layers(monkeypatch, *TIERS["pinned"])
     chosen = REFERENCES._replace(path_attention=partial(path_attention), kv_commit=partial(kv_commit_reference))
     order: list[str] = []
 
