@@ -162,7 +162,8 @@ class Transport:
     def note_work(self, *, is_under_way: bool) -> None:
         """Note that work of this rank begins or goes on, or that it waits for others.
 
-        Where it stands still for as long as a rank may be silent, the others hear of its end.
+        Where it stands still for ten times as long as a rank may be silent, the others hear of its
+        end.
         """
         self._watch.note_work(is_under_way=is_under_way)
 

@@ -20,7 +20,7 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.model import cuda_graphs as graphed
-from offload.model.cuda_graphs import CudaRecorder, Graphs, Work, side_stream, use_graphs
+from offload.model.cuda_graphs import CudaRecorder, Graphs, Work, use_graphs
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.path_attention import path_attention
@@ -257,9 +257,17 @@ def test_a_draft_that_can_be_is_recorded(paper: Paper, tmp_path: Path) -> None:
     assert paper.num_replays == 2, "one to see whether it goes, and the pass"
 
 
-def test_all_models_of_a_device_are_recorded_on_one_stream(paper: Paper) -> None:
+def test_all_models_of_a_device_are_recorded_on_one_stream(
+    paper: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The matrix library keeps memory for each stream that it has ever seen."""
-    assert side_stream(place()) is side_stream(place())
+    made, usual = list[Any](), torch.cuda.Stream
+    monkeypatch.setattr(torch.cuda, "Stream", lambda place: made.append(usual(place)) or made[-1])
+    checkpoint = checkpoint_of("llama", tmp_path)
+    with Capturing(paper):
+        for _ in range(2):
+            assert use_graphs(draft_on_card(checkpoint)) is None
+    assert len(made) == 1 and paper.num_replays == 2
 
 
 def test_recordings_go_on_behind_one_that_failed_and_one_that_cannot_begin_is_closed(paper: Paper) -> None:
