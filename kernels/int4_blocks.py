@@ -49,9 +49,9 @@ class WordLayout(NamedTuple):
 _OURS = WordLayout(BLOCK_ROWS, has_product=False)
 
 
-def layout_for(place: torch.device) -> WordLayout:
+def layout_for(device: torch.device) -> WordLayout:
     """Return the layout of torch's product on this processor, or our own where there is none."""
-    return _of_this_processor() if place.type == "cpu" else _OURS
+    return _of_this_processor() if device.type == "cpu" else _OURS
 
 
 def pack_int4(code_NK: Tensor, layout: WordLayout) -> Tensor:

@@ -43,7 +43,7 @@ class FakeStream(deque):
 class FakeDevice:
     """One second of virtual time per copy, none for anything else."""
 
-    name, place, has_own_memory = "fake", torch.device("cpu"), True
+    name, torch_device, has_own_memory = "fake", torch.device("cpu"), True
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class FakeDevice:
 
     def allocate(self, num_bytes: int) -> Tensor:
         """It begins with a page, as that of a GPU begins at a multiple of 256 bytes."""
-        return torch.from_numpy(allocate(num_bytes)).fill_(0xFF).to(self.place)
+        return torch.from_numpy(allocate(num_bytes)).fill_(0xFF).to(self.torch_device)
 
     def open_allocator(self) -> PinnedAllocator:
         """As much as there is; a test that wants less replaces it."""
@@ -109,7 +109,7 @@ class FakeDevice:
         """Nothing of it is a copy."""
 
     def upload(self, source: Tensor) -> Tensor:
-        return source.to(self.place)
+        return source.to(self.torch_device)
 
     def bytes_beside_torch(self) -> int:
         return 0

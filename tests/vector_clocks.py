@@ -156,17 +156,17 @@ class ClockDevice:
 
     def __init__(
         self, clocks: Clocks, *, forgets: str | None = None, limit_bytes: float = float("inf"),
-        place: torch.device = _HOST,
+        torch_device: torch.device = _HOST,
     ) -> None:  # fmt: skip
         self.clocks, self._forgets, self._limit_bytes, self.sites = clocks, forgets, limit_bytes, set[str]()
-        self._memory, self._own, self.place = list[Tensor](), threading.local(), place
+        self._memory, self._own, self.torch_device = list[Tensor](), threading.local(), torch_device
 
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def allocate(self, num_bytes: int) -> Tensor:
         """As torch's allocator does it: what has computed with this memory before may still be at it."""
-        memory = torch.from_numpy(allocate(num_bytes)).to(self.place)
+        memory = torch.from_numpy(allocate(num_bytes)).to(self.torch_device)
         self.clocks.know(memory)
         self._memory.append(memory)
         self.clocks.use(self.compute, memory, "another program before", writes=True)
@@ -208,7 +208,7 @@ class ClockDevice:
         """Nothing of it is a copy."""
 
     def upload(self, source: Tensor) -> Tensor:
-        return source.to(self.place)
+        return source.to(self.torch_device)
 
     def bytes_beside_torch(self) -> int:
         return 0

@@ -51,7 +51,7 @@ TINY = Size(64, 8, 2, 6)
 
 def measure(device: Device) -> Iterator[Row]:
     """Yield all rows. Raises `WrongTokenError` where a token is not the reference's."""
-    size = TINY if device.place.type == "cpu" else LARGE
+    size = TINY if device.torch_device.type == "cpu" else LARGE
     with tempfile.TemporaryDirectory(prefix="offload-experts-") as name:
         wanted = _make(Path(name), size)
         for about in _SHARES:

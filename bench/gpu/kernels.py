@@ -89,9 +89,9 @@ def expand_all(
     `bytes_per_s` is what the kernel writes, 0 where it is wrong; `of_copy` is how long a copy of as
     much takes, in units of the kernel's time.
     """
-    source, out = (torch.zeros(size, dtype=dtype, device=device.place) for _ in range(2))
+    source, out = (torch.zeros(size, dtype=dtype, device=device.torch_device) for _ in range(2))
     copy_s = timer(partial(out.copy_, source))
-    for sample in samples(*size, device.place):
+    for sample in samples(*size, device.torch_device):
         got, wanted = (one.view(sample.out_shape) for one in (out, source))
         comparison = KernelComparison(
             f"expand {sample.kind}",
@@ -135,7 +135,9 @@ def main(bench: Bench) -> None:
         raise UserError("bench kernels needs Triton, which is not installed: pip install triton")
     device = CudaDevice(torch.cuda.current_device())
     timer = device_timer(device)
-    rows = [time_kernel(one, timer, device) for one in comparisons(Shapes(), str(device.place))]
+    rows = [
+        time_kernel(one, timer, device) for one in comparisons(Shapes(), str(device.torch_device))
+    ]
     say_table(COLUMNS, rows)
     expanded = list(expand_all(device, timer))
     say_table(EXPANDED_COLUMNS, expanded)

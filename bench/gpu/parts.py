@@ -175,8 +175,8 @@ def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
 def soak(job: Job, decoder: Decoder) -> Iterator[Row]:
     """Run pass after pass with NaN in every free slot: the same scores, and no more memory."""
     num_sweeps = job.amounts.num_soak
-    place = job.device.place
-    held = partial(torch.cuda.memory_allocated, place) if place.type == "cuda" else lambda: 0
+    where = job.device.torch_device
+    held = partial(torch.cuda.memory_allocated, where) if where.type == "cuda" else lambda: 0
     num_same, lost_bytes = repeated_scores(decoder, job.amounts.sizes[1], num_sweeps, held)
     name = "soak: sweeps with poisoned slots that repeat their scores"
     yield row(name, num_same, "sweeps", num_sweeps, 1.0, promise="soak")
@@ -194,9 +194,9 @@ def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
     pinned = carrier.pinned.pinned_bytes
     # by torch at most, in tensors, and what CUDA keeps beside it now
     reserved = allocated = 0
-    if job.device.place.type == "cuda":
-        reserved = torch.cuda.max_memory_reserved(job.device.place)
-        allocated = torch.cuda.max_memory_allocated(job.device.place)
+    if job.device.torch_device.type == "cuda":
+        reserved = torch.cuda.max_memory_reserved(job.device.torch_device)
+        allocated = torch.cuda.max_memory_allocated(job.device.torch_device)
     beside = job.device.bytes_beside_torch()
     counted = plan.gpu_total_bytes - plan.gpu_runtime_bytes
     for name, num_bytes, most, limit in (

@@ -59,7 +59,7 @@ _ON_PLAIN = ("enqueue", "sweeps")
 
 def accelerate(job: Job) -> Iterator[Row]:
     ways = {"as it comes": False}
-    if job.device.place.type == "cuda":
+    if job.device.torch_device.type == "cuda":
         ways["weights page-locked for it"] = True
     for how, is_pinned in ways.items():
         peer_s = accelerate_s(job.setting.target, job.device, job.num_resident, is_pinned=is_pinned)

@@ -77,7 +77,7 @@ def resident_pair(ram: str = "2GiB") -> Setting:
 @contextmanager
 def synthetic_setting(num_layers: int, ram: str | None, device: Device) -> Iterator[Setting]:
     """Return the pair in the shape of Llama-2 70B and 7B; on the pretend device some megabytes."""
-    is_tiny = device.place.type == "cpu"
+    is_tiny = device.torch_device.type == "cpu"
     large, small = synthetic.LLAMA_2_70B, synthetic.LLAMA_2_7B
     if is_tiny:
         large, small = synthetic.TINY, synthetic.TINY_DRAFT
@@ -100,4 +100,4 @@ def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
     if device == PRETEND:
         return {"device": PRETEND, "gpu_memory": gpu_memory or "1152MiB", "opened": PretendedGpu()}
     opened = open_device(device, gpu_memory)
-    return {"device": str(opened.place), "gpu_memory": gpu_memory, "opened": opened}
+    return {"device": str(opened.torch_device), "gpu_memory": gpu_memory, "opened": opened}

@@ -81,9 +81,9 @@ def copy_rates(device: Device, num_bytes: int) -> tuple[str, list[float]]:
     finally:
         del array
         pinned.close()
-        if device.place.type == "cuda":
+        if device.torch_device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device.place)
+            torch.cuda.reset_peak_memory_stats(device.torch_device)
 
 
 def lock_rates(device: Device, num_bytes: int) -> Iterator[tuple[str, float]]:
@@ -99,10 +99,10 @@ def lock_rates(device: Device, num_bytes: int) -> Iterator[tuple[str, float]]:
 
 
 def flops_per_s(device: Device, num_out: int, num_in: int) -> float:
-    place = device.place
-    num_rows = 2048 if place.type == "cuda" else 64
-    weight = torch.randn(num_out, num_in, device=place, dtype=torch.bfloat16)
-    rows = torch.randn(num_rows, num_in, device=place, dtype=torch.bfloat16)
+    torch_device = device.torch_device
+    num_rows = 2048 if torch_device.type == "cuda" else 64
+    weight = torch.randn(num_out, num_in, device=torch_device, dtype=torch.bfloat16)
+    rows = torch.randn(num_rows, num_in, device=torch_device, dtype=torch.bfloat16)
     seconds = _seconds(device, lambda: torch.nn.functional.linear(rows, weight))
     return 2 * num_rows * weight.numel() / seconds
 
@@ -112,10 +112,10 @@ def memory_bytes_per_s(device: Device, most_bytes: int) -> float:
 
     At most `most_bytes` are copied, since models fill the memory meanwhile.
     """
-    place = device.place
-    is_cuda = place.type == "cuda"
+    torch_device = device.torch_device
+    is_cuda = torch_device.type == "cuda"
     size = min(most_bytes, (1 << 28) if is_cuda else (64 << 20))
-    one, two = (torch.ones(size, dtype=torch.uint8, device=place) for _ in range(2))
+    one, two = (torch.ones(size, dtype=torch.uint8, device=torch_device) for _ in range(2))
     # device memory is written as fast
     return (2 if is_cuda else 1) * size / _seconds(device, lambda: two.copy_(one))
 

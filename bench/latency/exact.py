@@ -34,35 +34,35 @@ def gates(
 
     Raises `WrongTokenError` where an id is wrong in float32, or a run in bf16 ends too early.
     """
-    place = setting.opened.place
-    prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.float32, num_new)
+    device = setting.opened.torch_device
+    prompt_ids, wanted = reference_ids(setting.target, prompt, device, torch.float32, num_new)
     for tree, ours in streamed_ids(setting, prompt_ids, num_new, "float32", TREES, invariant):
         if ours != wanted:
             told = f"{tree}: not the ids of transformers in float32"
             raise WrongTokenError(f"{told}, so nothing is timed")
     name = "gate: float32 greedy ids equal transformers"
     yield row(name, len(wanted), "tokens", len(wanted), 1.0, promise="exact")
-    yield from in_bf16(setting, prompt, place, num_new, invariant)
+    yield from in_bf16(setting, prompt, device, num_new, invariant)
     for dtype in ("bfloat16", "float16") if invariant is not False else ():
         yield from same_for_all_trees(setting, prompt_ids, dtype, num_new)
 
 
 def reference_ids(
-    model: Path, prompt: str, place: torch.device, dtype: torch.dtype, num_new: int
+    model: Path, prompt: str, device: torch.device, dtype: torch.dtype, num_new: int
 ) -> tuple[list[int], list[int]]:
     """Return the prompt's ids, and what transformers writes behind them."""
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(place)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": num_new, "do_sample": False}
-    theirs = _reference(model, dtype, place).generate(ids, **how)
+    theirs = _reference(model, dtype, device).generate(ids, **how)
     return ids[0].tolist(), theirs[0, ids.shape[1] :].tolist()
 
 
-def _reference(model: Path, dtype: torch.dtype, place: torch.device) -> PreTrainedModel:
+def _reference(model: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     made = AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, trust_remote_code=False, use_safetensors=True
     )
-    return made.eval().to(place)
+    return made.eval().to(device)
 
 
 def streamed_ids(
@@ -98,10 +98,10 @@ def same_for_all_trees(
 
 
 def in_bf16(
-    setting: Setting, prompt: str, place: torch.device, num_new: int, invariant: bool | None
+    setting: Setting, prompt: str, device: torch.device, num_new: int, invariant: bool | None
 ) -> Iterator[Row]:
     """Yield by how much the reference prefers its token where ids part; 0 where they do not."""
-    prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.bfloat16, num_new)
+    prompt_ids, wanted = reference_ids(setting.target, prompt, device, torch.bfloat16, num_new)
     trees = ("none", "64x16")
     for tree, ours in streamed_ids(setting, prompt_ids, num_new, "bfloat16", trees, invariant):
         pairs = enumerate(zip(ours, wanted, strict=False))
@@ -111,9 +111,9 @@ def in_bf16(
             raise WrongTokenError(f"{told}, so nothing is timed")
         gap = 0.0
         if at is not None:
-            ids = torch.tensor([[*prompt_ids, *wanted[:at]]], device=place)
+            ids = torch.tensor([[*prompt_ids, *wanted[:at]]], device=device)
             with torch.inference_mode():
-                logits_V = _reference(setting.target, torch.bfloat16, place)(ids).logits[0, -1]
+                logits_V = _reference(setting.target, torch.bfloat16, device)(ids).logits[0, -1]
             gap = float(logits_V.float().max() - logits_V[ours[at]].float())
         name = f"gate: bf16, {tree}: gap of the reference where ids part"
         yield {**row(name, gap, "logits", BF16_NOISE, 1.0, promise="exact"), "parts_at": at}

@@ -34,19 +34,19 @@ def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: b
         theirs.get_output_embeddings(),
         theirs.get_decoder().norm,
     ):
-        _give(part, _weights(part, device.place))
-    theirs.get_decoder().rotary_emb.to(device.place)
+        _give(part, _weights(part, device.torch_device))
+    theirs.get_decoder().rotary_emb.to(device.torch_device)
     if num_resident:
-        stays = _weights(layers[0], device.place)
+        stays = _weights(layers[0], device.torch_device)
         for layer in layers[:num_resident]:
             _give(layer, stays)
     sources = [_weights(layers[-1], torch.device("cpu"), is_pinned) for _ in range(_NUM_SHARED)]
     for index, layer in enumerate(layers[num_resident:]):
         _give(layer, sources[index % _NUM_SHARED])
-        cpu_offload(layer, execution_device=device.place)
+        cpu_offload(layer, execution_device=device.torch_device)
     cache = None
     seconds = []
-    token = torch.tensor([[5]], device=device.place)
+    token = torch.tensor([[5]], device=device.torch_device)
     for _ in range(_NUM_TOKENS + 1):
         started = time.perf_counter()
         with torch.inference_mode():
@@ -57,12 +57,12 @@ def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: b
 
 
 def _weights(
-    module: nn.Module, place: torch.device, is_pinned: bool = False
+    module: nn.Module, device: torch.device, is_pinned: bool = False
 ) -> dict[str, nn.Parameter]:
     made = {}
     for name, like in module.named_parameters():
         weight = torch.empty(
-            like.shape, dtype=torch.bfloat16, device=place, pin_memory=is_pinned
+            like.shape, dtype=torch.bfloat16, device=device, pin_memory=is_pinned
         ).fill_(0.01)
         made[name] = nn.Parameter(weight, requires_grad=False)
     return made

@@ -48,9 +48,9 @@ def choose_expansion(
         device: where the model computes; a CPU does with as many threads as torch has now.
     """
     codings = _layer_of_codings(model)
-    faster = _faster_expansion(model.place)
+    faster = _faster_expansion(model.torch_device)
     if not codings or faster is None:
-        missed = bool(codings) and model.place.type == "cpu"
+        missed = bool(codings) and model.torch_device.type == "cpu"
         return KernelChoice(REFERENCE, notes=(WITHOUT_NUMBA,) if missed else ())
     outcomes = list[ComparisonOutcome]()
     for words in _examples(model, fetch, codings):
@@ -58,11 +58,11 @@ def choose_expansion(
     return choose(REFERENCE, faster, outcomes, *_notes(outcomes))
 
 
-def _faster_expansion(place: torch.device) -> Expansion | None:
+def _faster_expansion(torch_device: torch.device) -> Expansion | None:
     """Return the faster functions that may replace the reference there, None if there are none."""
-    if place.type == "cpu":
+    if torch_device.type == "cpu":
         return COMPILED if HAS_NUMBA else None
-    return EXPANSION_KERNELS if is_for_kernels(place) else None
+    return EXPANSION_KERNELS if is_for_kernels(torch_device) else None
 
 
 def _layer_of_codings(model: TreeModel) -> dict[Coding, int]:

@@ -132,7 +132,7 @@ def settle_invariance(
     """
     if reason := _why_not(model, options, plan, device=device, is_alone=is_alone):
         return Invariance(reason=reason)
-    if model.place.type != "cpu" and model.attend is None:
+    if model.torch_device.type != "cpu" and model.attend is None:
         return Invariance(reason="the kernel of its attention does not run here")
     on_phase("checking that all trees give the same bits")
     counts = [torch.get_num_threads()]

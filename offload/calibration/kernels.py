@@ -136,7 +136,7 @@ NO_KERNELS = KernelChoice(REFERENCES)
 
 def choose_kernels(shapes: Shapes, device: Device) -> KernelChoice[KernelSet]:
     """Compare each kernel at each shape; return those that agree in place of their references."""
-    outcomes = [compare(one, device) for one in comparisons(shapes, str(device.place))]
+    outcomes = [compare(one, device) for one in comparisons(shapes, str(device.torch_device))]
     return choose(REFERENCES, KERNELS, outcomes)
 
 

@@ -192,7 +192,7 @@ def product_flops_per_s(dtype: str, num_threads: int) -> float:
 
 
 def product_timer(
-    dtype: str, num_rows: int, width: int, place: "torch.device | str" = "cpu"
+    dtype: str, num_rows: int, width: int, torch_device: "torch.device | str" = "cpu"
 ) -> Callable[[], float]:
     """Return what times a product of `num_rows` rows and a (width, width) matrix."""
     import torch
@@ -200,7 +200,7 @@ def product_timer(
 
     from offload.model.wide_products import product_for
 
-    how = {"dtype": getattr(torch, dtype), "device": place}
+    how = {"dtype": getattr(torch, dtype), "device": torch_device}
     weight = torch.ones(width, width, **how)
     rows = torch.ones(num_rows, width, **how)
     multiply = product_for(linear, rows)

@@ -63,7 +63,7 @@ def calibrate(
     trees.link_bytes_per_s = link(most_nodes) if is_streamed else math.inf
     if profile is None or profile.num_threads != threads.most:
         torch.set_num_threads(threads.start.sweep.num_threads)
-        wanted = SWEEP_SIZES if target.place.type == "cpu" else DEVICE_SIZES
+        wanted = SWEEP_SIZES if target.torch_device.type == "cpu" else DEVICE_SIZES
         sizes = [
             size for size in wanted if size <= MAX_TIMED_NODES or trees.traffic_of(size) is not None
         ]
@@ -96,13 +96,13 @@ def pick_kernels(
     settings: RunSettings,
 ) -> KernelChoice:
     """Let a GPU use the kernels that agree, with which the draft's small passes are recorded."""
-    if not is_for_kernels(device.place):
+    if not is_for_kernels(device.torch_device):
         return NO_KERNELS
     choice = choose_kernels(shapes_of(target, plan, settings.sampling, draft), device)
     for model in filter(None, (target, draft)):
         model.attend_with(choice.kernels.path_attention)
         normalize_with(model.meta_model, choice.kernels.rms_norm)
-    if draft is None or draft.place.type != "cuda":
+    if draft is None or draft.torch_device.type != "cuda":
         return choice
     note = use_graphs(draft)
     return choice._replace(notes=(note,) if note else ())

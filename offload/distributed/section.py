@@ -59,13 +59,13 @@ class SectionModel(TreeModel):
         checkpoint: Checkpoint,
         section: Section,
         dtype: str = "auto",
-        place: torch.device = _HOST,
+        torch_device: torch.device = _HOST,
         *,
         has_host_table: bool = False,
         **bound: Any,
     ) -> None:
         bound |= {"has_host_table": has_host_table and section.has_table, "section": section}
-        super().__init__(checkpoint, dtype, place, **bound)
+        super().__init__(checkpoint, dtype, torch_device, **bound)
         self.section = section
         self._received_1TD: Tensor | None = None
         if not section.has_table:
@@ -127,7 +127,7 @@ def _compute_s(setup: Setup) -> float:
     dtype = setup.dtype
     width = min(config_sizes(target)["hidden_size"], _MOST_WIDTH)
     measure = product_timer(
-        compute_dtype_name(target, dtype), AUTO_NODES, width, setup.device.place
+        compute_dtype_name(target, dtype), AUTO_NODES, width, setup.device.torch_device
     )
     once_s = median(measure() for _ in range(_NUM_TIMES))
     return once_s * model_shape(target, dtype).num_weights / width**2
@@ -146,7 +146,7 @@ def load_section(
     `more` goes to the model. What both hold is open as long as `resources`.
     """
     device = setup.device
-    model = SectionModel(checkpoint, section, setup.dtype, device.place, **more)
+    model = SectionModel(checkpoint, section, setup.dtype, device.torch_device, **more)
     resources.callback(model.close)
     scan = WeightScan(checkpoint, setup.hooks.on_note)
     scan.expect(model.layer_layouts, plan.tier_L)

@@ -51,11 +51,14 @@ class ModelPair:
 
 
 def open_model(
-    checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = HOST.place, **more: Any
+    checkpoint: Checkpoint,
+    dtype: str = "auto",
+    torch_device: torch.device = HOST.torch_device,
+    **more: Any,
 ) -> TreeModel:
     """Return the model without its layers' weights. Raises `UserError` for what cannot run."""
     kind = EncoderDecoderModel if checkpoint.has_encoder else TreeModel
-    return kind(checkpoint, dtype, place, **more)
+    return kind(checkpoint, dtype, torch_device, **more)
 
 
 def open_pair(
@@ -76,12 +79,12 @@ def open_pair(
     """
     files = setup.files
     dtype = setup.dtype
-    place = setup.device.place
+    torch_device = setup.device.torch_device
     plan = setup.plan_for(1)
     target = open_model(
         files.target,
         dtype,
-        place,
+        torch_device,
         has_host_table=setup.device.has_own_memory,
         adapt=adapt,
         on_demand=plan.has_experts,
@@ -90,7 +93,7 @@ def open_pair(
     tokenizer = load_tokenizer(files.target.tokenizer_path)
     draft = None
     if files.draft is not None:
-        draft = open_model(files.draft, dtype, place)
+        draft = open_model(files.draft, dtype, torch_device)
         resources.callback(draft.close)
         words = (Vocabulary(one.vocab_size, one.start_ids) for one in (target, draft))
         check_vocabulary(tokenizer, files, *words)
@@ -216,18 +219,18 @@ def _pick_expansion(pair: ModelPair, model: TreeModel, source: ByteSource) -> Ke
 def resident_model(
     checkpoint: Checkpoint,
     dtype: str,
-    place: torch.device = HOST.place,
+    torch_device: torch.device = HOST.torch_device,
     *,
     found: Callable[[str], None] | None = None,
 ) -> TreeModel:
     """Return a small model in memory; `found` hears of damage, see `WeightScan`."""
-    model = open_model(checkpoint, dtype, place)
+    model = open_model(checkpoint, dtype, torch_device)
     watcher = None if found is None else WeightScan(checkpoint, found).look
     with closing(
         DiskReader(checkpoint.shards, stamps=checkpoint.stamps, watcher=watcher)
     ) as source:
         model.read_rest(source.fetch)
-        if place == HOST.place:
+        if torch_device == HOST.torch_device:
             model.expand_with(choose_expansion(model, source.fetch, HOST).kernels)
         model.hold_layers(source.fetch)
     return model

@@ -91,7 +91,7 @@ def load(given: LoadArguments) -> Decoder:
         UserError: whatever the user can mend, in one line.
     """
     device = given.device
-    is_device = isinstance(device, str) or hasattr(device, "place")
+    is_device = isinstance(device, str) or hasattr(device, "torch_device")
     rule = "`device` must be auto, cpu, cuda, cuda:N or an open one"
     require(is_device, rule, repr(device), 'try `device="auto"`')
     opened = None if isinstance(device, str) else device

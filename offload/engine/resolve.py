@@ -82,7 +82,9 @@ def resolve_files(
 ) -> Setup:
     """Return what headers alone decide. Raises `UserError` for misfit options."""
     hardware = assumed and assumed.hardware
-    budget = budget_of(options, str(device.place) if device.has_own_memory else None, hardware)
+    budget = budget_of(
+        options, str(device.torch_device) if device.has_own_memory else None, hardware
+    )
     dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
     is_described = assumed is not None and (hardware is not None or assumed.disk_bytes_per_s)
     if not is_described and (assumed is None or files.target.is_here):

@@ -63,7 +63,7 @@ class BoundModel:
         experts: of each layer that has any, where they come on demand.
         encoder_layouts: one slab per layer that runs once per prompt, numbered behind the decoder.
         dtype: the type in which it computes.
-        place: the device on which it computes.
+        torch_device: on which it computes.
         vocab_size: V, width of the logits.
         held: matrices of a draft in fewer bits than they are stored in; None where none are.
     """
@@ -72,7 +72,7 @@ class BoundModel:
         self,
         checkpoint: Checkpoint,
         dtype: str,
-        place: torch.device,
+        torch_device: torch.device,
         *,
         has_host_table: bool = False,
         section: Section | None = None,
@@ -81,8 +81,8 @@ class BoundModel:
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
         self.checkpoint = checkpoint
-        self.place = place
-        self._table_place = _HOST if has_host_table else place
+        self.torch_device = torch_device
+        self._table_device = _HOST if has_host_table else torch_device
         self.meta_model = build_meta_model(checkpoint, self.dtype)
         if adapt is not None:
             adapt(self.meta_model)
@@ -126,13 +126,13 @@ class BoundModel:
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         # others would expand their weights for each part
         is_plain = self.held is None and not any(one.coded for one in self._layouts)
-        if place.type == "cpu" and is_plain:
+        if torch_device.type == "cpu" and is_plain:
             take_rows_in_parts(self._layers)
 
     def _send_buffers(self) -> None:
         """Let what a family computes at construction (rotary frequencies) lie where it is used."""
         for module in self.meta_model.modules():
-            where = _HOST if module in self._tables else self.place
+            where = _HOST if module in self._tables else self.torch_device
             for key, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[key] = buffer.to(where)
@@ -149,7 +149,7 @@ class BoundModel:
         }
         self._beside = CompanionScratch(self.checkpoint.name, coded, layouts | records)
         self._expanded = ExpandedWeights(
-            self._layouts, self._layer_places, self.place, self.dtype, [*records.values()]
+            self._layouts, self._layer_places, self.torch_device, self.dtype, [*records.values()]
         )
         self._expanded_rest: dict[str, Tensor] = {}
         self._hooks: list[Any] = self._expanded.hooks
@@ -201,7 +201,7 @@ class BoundModel:
         # the rest is read into memory that these would take beside it
         del slab, companions_of
         if target is not None and self.checkpoint.is_copy:
-            share(target._rest_places, self._rest_places, self.place)
+            share(target._rest_places, self._rest_places, self.torch_device)
             self._expanded_rest = {}
         else:
             self.bind_rest(fetch(self.rest_layout))
@@ -216,7 +216,7 @@ class BoundModel:
     def bring_samples(self, fetch: Fetch) -> None:
         """Let a few experts stand for all that come on demand, to try and to time by."""
         if self.experts:
-            self.bring_experts(sample_of(self.experts[0].records, fetch, self.place))
+            self.bring_experts(sample_of(self.experts[0].records, fetch, self.torch_device))
 
     def bring_experts(self, bring: Bring) -> None:
         """Let routed experts come by `bring`; it calls layers by their places in `experts`."""
@@ -288,7 +288,7 @@ class BoundModel:
                 weight = weights[source]
                 is_view = source in self.rest_layout.parameters
                 kept = weight.clone() if is_table and is_view else weight
-                sent[source, is_table] = kept if is_table else weight.to(self.place)
+                sent[source, is_table] = kept if is_table else weight.to(self.torch_device)
             place.table[place.key] = nn.Parameter(sent[source, is_table], requires_grad=False)
 
     def bind_layer(self, layer: int, slab: Slab) -> None:
@@ -298,7 +298,7 @@ class BoundModel:
         is `sent` of one. Views of a tensor are kept: slots are few.
         """
         if isinstance(slab, np.ndarray):
-            sent = torch.from_numpy(slab[self._layouts[layer].sent]).to(self.place)
+            sent = torch.from_numpy(slab[self._layouts[layer].sent]).to(self.torch_device)
             views = self._views_of(layer, sent)
         else:
             sent = slab

@@ -176,13 +176,13 @@ class CudaRecorder:
 
 
 @cache
-def side_stream(place: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which all models of a device are recorded.
 
     The matrix library keeps up to 32 MiB for each stream that it has ever seen: with one for each
     model that is loaded, memory would be lost with each.
     """
-    return torch.cuda.Stream(place)
+    return torch.cuda.Stream(device)
 
 
 def use_graphs(model: TreeModel) -> str | None:
@@ -193,7 +193,7 @@ def use_graphs(model: TreeModel) -> str | None:
         return f"{_WITHOUT} (its layers choose by an index)"
     if model.attend is None:
         return f"{_WITHOUT} (its attention takes masks)"
-    open_recorder = partial(CudaRecorder, side_stream(model.place))
+    open_recorder = partial(CudaRecorder, side_stream(model.torch_device))
     graphs = Graphs(model, open_recorder)
     one = torch.zeros(1, dtype=torch.long)
     cache = KVCache(model.num_layers, 1)

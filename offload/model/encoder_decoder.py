@@ -41,11 +41,11 @@ class SourceCache(KVCache):
         cross: keys and values of cross-attention, of the layers that have met them.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype, place: torch.device, *sizes: Any) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, *sizes: Any) -> None:
         super().__init__(*sizes)
         self.source = list[int]()
         self._is_under_way = False
-        self._nothing_11D = torch.zeros(1, 1, width, dtype=dtype, device=place)
+        self._nothing_11D = torch.zeros(1, 1, width, dtype=dtype, device=device)
         self.read([], self._nothing_11D)
 
     def read(self, source: list[int], hidden_1SD: Tensor) -> None:
@@ -82,9 +82,13 @@ class EncoderDecoderModel(TreeModel):
     """A `TreeModel` whose `take_in` runs the encoder; all passes are those of the decoder."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any
+        self,
+        checkpoint: Checkpoint,
+        dtype: str = "auto",
+        torch_device: torch.device = _HOST,
+        **more: Any,
     ) -> None:
-        super().__init__(checkpoint, dtype, place, **more)
+        super().__init__(checkpoint, dtype, torch_device, **more)
         self.start_ids = start_ids_of(checkpoint)
         rule = f"decoder_start_token_id must be less than {self.vocab_size}"
         rule = f"{checkpoint.name}: {rule}"
@@ -106,7 +110,7 @@ class EncoderDecoderModel(TreeModel):
 
     def new_cache(self, num_slots: int, gather: Callable[..., None] | None = None) -> SourceCache:
         """Return an empty cache for one text; its slots are of the decoder's positions."""
-        own = (self.meta_model.config.d_model, self.dtype, self.place)
+        own = (self.meta_model.config.d_model, self.dtype, self.torch_device)
         return SourceCache(*own, self.num_layers, num_slots, gather, self.send)
 
     @torch.inference_mode()

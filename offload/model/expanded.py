@@ -68,7 +68,7 @@ class ExpandedWeights:
     Args:
         layouts: of the slabs of all layers, by number.
         places: of their parameters, by name within the layer.
-        where: the device on which the model computes.
+        device: on which the model computes.
         dtype: the type in which it computes.
         records: slabs of what comes by itself, and is expanded by `numbers`.
 
@@ -80,11 +80,11 @@ class ExpandedWeights:
         self,
         layouts: Sequence[SlabLayout],
         places: Sequence[Mapping[str, ParameterSlot]],
-        where: torch.device,
+        device: torch.device,
         dtype: torch.dtype,
         records: Sequence[SlabLayout] = (),
     ) -> None:
-        self._where = where
+        self._device = device
         self._scratch_B = torch.zeros(0, dtype=torch.uint8)
         self._dtype = dtype
         self._sent: dict[int, Tensor] = {}
@@ -111,10 +111,10 @@ class ExpandedWeights:
     def keep(self, companions_of: Mapping[TensorPart, Companions]) -> None:
         """Keep prepared companions where the model computes, and allocate the scratch."""
         self._companions = {
-            part: {name: tensor.to(self._where) for name, tensor in companions_of[part].items()}
+            part: {name: tensor.to(self._device) for name, tensor in companions_of[part].items()}
             for part in self._parts
         }
-        self._scratch_B = torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=self._where)
+        self._scratch_B = torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=self._device)
 
     def bind(self, layer: int, sent: Tensor) -> None:
         """Let modules of `layer` expand from this slab until it is unbound."""
@@ -126,7 +126,7 @@ class ExpandedWeights:
 
     def words(self, layout: SlabLayout, slab: np.ndarray) -> list[CodedWeight]:
         """Return all that is expanded of a slab, to try functions on; nothing is bound."""
-        sent = torch.from_numpy(slab[layout.sent]).to(self._where)
+        sent = torch.from_numpy(slab[layout.sent]).to(self._device)
         return [
             CodedWeight(
                 _coded(part).coding,

@@ -109,11 +109,11 @@ def find_experts(
     return None, set()
 
 
-def sample_of(records: Sequence[SlabLayout], fetch: Fetch, place: torch.device) -> Bring:
+def sample_of(records: Sequence[SlabLayout], fetch: Fetch, device: torch.device) -> Bring:
     """Let a few of these stand for all experts, to try and to time before all have room."""
     num_slabs = min(len(records), max(2, _SAMPLE_BYTES // records[0].slab_bytes))
     slabs = [
-        (record, torch.from_numpy(fetch(record)[record.sent]).to(place))
+        (record, torch.from_numpy(fetch(record)[record.sent]).to(device))
         for record in records[:num_slabs]
     ]
 

@@ -65,16 +65,16 @@ def is_plain_product(module: nn.Module) -> TypeGuard[nn.Linear]:
 def share(
     theirs: Iterable[tuple[str, ParameterSlot]],
     own: Iterable[tuple[str, ParameterSlot]],
-    where: torch.device,
+    device: torch.device,
 ) -> None:
-    """Let slots, by sources, have another model's tensors, copied to `where` once if need be."""
+    """Let slots, by sources, have another model's tensors, copied there once if need be."""
     tensors: dict[str, Tensor] = {}
     for source, place in theirs:
         tensor = place.table[place.key]
         assert tensor is not None, "theirs are bound"
-        if source not in tensors or tensor.device == where:
+        if source not in tensors or tensor.device == device:
             tensors[source] = tensor
-    tensors = {source: tensor.to(where) for source, tensor in tensors.items()}
+    tensors = {source: tensor.to(device) for source, tensor in tensors.items()}
     for source, place in own:
         place.table[place.key] = tensors[source]
 

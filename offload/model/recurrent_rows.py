@@ -156,20 +156,20 @@ class TreeRows:
     def __len__(self) -> int:
         return self.end - self.first
 
-    def places(self, num_taps: int, where: torch.device) -> Tensor:
+    def places(self, num_taps: int, device: torch.device) -> Tensor:
         """See `previous_inputs`."""
-        if (num_taps, where) not in self._places:
+        if (num_taps, device) not in self._places:
             places = previous_inputs(self.tree.parents, num_taps)[self.first : self.end]
-            self._places[num_taps, where] = torch.from_numpy(places).to(where)
-        return self._places[num_taps, where]
+            self._places[num_taps, device] = torch.from_numpy(places).to(device)
+        return self._places[num_taps, device]
 
-    def steps(self, where: torch.device, *, is_wide: bool) -> Steps:
+    def steps(self, device: torch.device, *, is_wide: bool) -> Steps:
         """Return rows in the order in which they run, those of earlier passes where needed."""
-        if (is_wide, where) not in self._steps:
+        if (is_wide, device) not in self._steps:
             needed = self.tree.with_ancestors(range(self.first, self.end))
             found = self.tree.steps(needed, is_wide=is_wide)
-            self._steps[is_wide, where] = [(rows, torch.tensor(rows).to(where)) for rows in found]
-        return self._steps[is_wide, where]
+            self._steps[is_wide, device] = [(rows, torch.tensor(rows).to(device)) for rows in found]
+        return self._steps[is_wide, device]
 
     @cached_property
     def walk(self) -> Tensor:

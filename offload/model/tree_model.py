@@ -51,10 +51,14 @@ class TreeModel(BoundModel):
     start_ids: tuple[int, ...] = ()
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **bound: Any
+        self,
+        checkpoint: Checkpoint,
+        dtype: str = "auto",
+        torch_device: torch.device = _HOST,
+        **bound: Any,
     ) -> None:
-        super().__init__(checkpoint, dtype, place, **bound)
-        self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
+        super().__init__(checkpoint, dtype, torch_device, **bound)
+        self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(torch_device)
         self._windows = attention_windows(self.meta_model.config, len(self._layers))
         self._masks: Masks = {}
         self._replay: Replay | None = None
@@ -64,7 +68,7 @@ class TreeModel(BoundModel):
         # layers that choose do so among the positions of paths
         self._is_by_path = self.has_index
         self._is_cut = False
-        self._is_narrow = place.type == "cpu" and lacks_products(self.dtype)
+        self._is_narrow = torch_device.type == "cpu" and lacks_products(self.dtype)
         self._products = WideProducts() if self._is_narrow else nullcontext()
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
@@ -164,7 +168,7 @@ class TreeModel(BoundModel):
         out.last_hidden_state = hidden_1ND[:, lo:hi]
         decoder.forward = lambda *_, **__: out
         try:
-            nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_place)
+            nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_device)
             with self._rules(hi - lo):
                 return self._call(nothing, logits_to_keep=hi - lo).logits[0]
         finally:
@@ -187,7 +191,7 @@ class TreeModel(BoundModel):
         first = masks[self._windows[0]]
         with self._rules(len(token_T)):
             out = self._call(
-                (token_T.to(_HOST) if self._table_place == _HOST else self.send(token_T))[None],
+                (token_T.to(_HOST) if self._table_device == _HOST else self.send(token_T))[None],
                 # layers get their own from `_give_mask`
                 attention_mask=first if isinstance(first, Tensor) else None,
                 position_ids=position_T[None],

@@ -275,7 +275,7 @@ def _notes(setup: Setup, link: float | None, plan: MemoryPlan) -> list[str]:
     """Return which GPU this is about, and what the figures leave out."""
     notes = []
     if setup.device.has_own_memory and plan.gpu_bytes is not None:
-        gpu = f"{setup.device.place} is a {setup.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
+        gpu = f"{setup.device.torch_device} is a {setup.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
         notes.append(f"{gpu}; `device` cpu does without")
     if setup.files.draft is None and plan.is_streamed:
         notes.append(_NO_DRAFT)

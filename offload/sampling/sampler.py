@@ -160,11 +160,11 @@ class Sampler:
         if self.is_greedy:
             return logits_TV
         scores_TV = self._warped(logits_TV)
-        place = logits_TV.device
+        device = logits_TV.device
         if isinstance(position, int):
-            noise = self._noise_at(position, place)
+            noise = self._noise_at(position, device)
         else:
-            noise = torch.stack([self._noise_at(one, place) for one in position])
+            noise = torch.stack([self._noise_at(one, device) for one in position])
         # a sum of mixed types takes longer
         return scores_TV.double().add_(noise[..., : scores_TV.shape[1]])
 

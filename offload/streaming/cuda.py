@@ -97,18 +97,18 @@ class CudaDevice(Device):
     has_own_memory = True
 
     def __init__(self, index: int, limit_bytes: int | None = None) -> None:
-        self.place = torch.device("cuda", index)
-        self.name = str(torch.cuda.get_device_name(self.place))
+        self.torch_device = torch.device("cuda", index)
+        self.name = str(torch.cuda.get_device_name(self.torch_device))
         # graphs are recorded on the current device
-        torch.cuda.set_device(self.place)
-        self.compute = torch.cuda.current_stream(self.place)
+        torch.cuda.set_device(self.torch_device)
+        self.compute = torch.cuda.current_stream(self.torch_device)
         # kernels between copies must not wait long
-        self.copies = torch.cuda.Stream(self.place, priority=-1)
+        self.copies = torch.cuda.Stream(self.torch_device, priority=-1)
         self._ring: StagingRing | None = None
         # cuDNN plans for every length anew, tens of milliseconds each
         torch.backends.cuda.enable_cudnn_sdp(False)
         multiply_by_ieee()
-        torch.cuda.reset_peak_memory_stats(self.place)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._context_bytes = self._own_context_bytes()
         # torch keeps to a limit, so that a large GPU can stand in for a small one; an earlier limit
         # no longer holds.
@@ -116,8 +116,8 @@ class CudaDevice(Device):
         share = 1.0
         # with less no plan works, and the planner's error says so better
         if limit_bytes is not None and limit_bytes > beside_bytes:
-            share = (limit_bytes - beside_bytes) / torch.cuda.mem_get_info(self.place)[1]
-        torch.cuda.set_per_process_memory_fraction(share, self.place)
+            share = (limit_bytes - beside_bytes) / torch.cuda.mem_get_info(self.torch_device)[1]
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -125,16 +125,16 @@ class CudaDevice(Device):
 
         Without this another thread would compute, and Triton launch, on the first GPU.
         """
-        with torch.cuda.device(self.place), torch.cuda.stream(self.compute):
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self.compute):
             yield
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return memory of the device as flat uint8."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def open_allocator(self) -> PinnedAllocator:
         """Open an allocator of page-locked memory, as far as this machine has it."""
-        return open_pinned_allocator(self.place)
+        return open_pinned_allocator(self.torch_device)
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy, for which the host waits where memory is not page-locked."""
@@ -152,7 +152,7 @@ class CudaDevice(Device):
                 why = "kernels of this GPU cannot read it where the host does"
             what = "what a step sends waits behind layers, it needs memory locked by cupy"
             return f"{what} ({why}): install cupy"
-        seen = torch.as_tensor(_SeenByKernels(buffer.array), device=self.place)
+        seen = torch.as_tensor(_SeenByKernels(buffer.array), device=self.torch_device)
         record = partial(self.record, self.compute)
         self._ring = StagingRing(buffer.array, seen, record, self.synchronize)
         resources.callback(self._unstage)
@@ -166,7 +166,7 @@ class CudaDevice(Device):
     def upload(self, source: Tensor) -> Tensor:
         """Return a host tensor on the device, for what computes there."""
         if self._ring is None or source.device.type != "cpu" or not self._ring.has_room_for(source):
-            return source.to(self.place)
+            return source.to(self.torch_device)
         with torch.cuda.stream(self.compute):
             return self._ring.send(source)
 
@@ -198,7 +198,7 @@ class CudaDevice(Device):
     def peak_bytes(self) -> int:
         """Return torch's own high-water mark, plus what CUDA keeps beside it."""
         self._context_bytes = max(self._context_bytes, self._own_context_bytes())
-        return int(torch.cuda.max_memory_reserved(self.place)) + self._context_bytes
+        return int(torch.cuda.max_memory_reserved(self.torch_device)) + self._context_bytes
 
     def bytes_beside_torch(self) -> int:
         """Return the bytes of the context and of all that other programs hold.
@@ -206,8 +206,8 @@ class CudaDevice(Device):
         The context includes kernels loaded and graphs recorded so far.
         """
         # this makes the context first
-        free_bytes, all_bytes = torch.cuda.mem_get_info(self.place)
-        return max(0, all_bytes - free_bytes - int(torch.cuda.memory_reserved(self.place)))
+        free_bytes, all_bytes = torch.cuda.mem_get_info(self.torch_device)
+        return max(0, all_bytes - free_bytes - int(torch.cuda.memory_reserved(self.torch_device)))
 
     def _own_context_bytes(self) -> int:
         return min(_MAX_CONTEXT_BYTES, self.bytes_beside_torch())

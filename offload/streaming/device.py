@@ -4,7 +4,7 @@
 stream, because "the current one" is another inside a `with` block and in another thread. `HOST`
 does everything at once, with times for events, so that models on the CPU stream as those on a GPU
 do (`cuda.CudaDevice`). Two facts tell devices apart: whether one has memory of its own
-(`has_own_memory`), to which layers are sent, and where its tensors lie (`place`); a host in the
+(`has_own_memory`), to which layers are sent, and where its tensors lie (`torch_device`); a host in the
 role of a GPU has the first, and tensors of the CPU. `Spans` and `Stall` tell what the streams did
 and where they waited.
 
@@ -55,7 +55,7 @@ class Device:
     compute: Stream = None
 
     @cached_property
-    def place(self) -> "torch.device":
+    def torch_device(self) -> "torch.device":
         """Return where its tensors lie."""
         import torch
 

@@ -135,7 +135,7 @@ def open_layers(
         stays += encoder if plan.encoder_bytes else []
         carrier = HostCarrier(source, layouts, stays, device, encoder)
     else:
-        if device.place.type == "cuda":
+        if device.torch_device.type == "cuda":
             # slots will not fit into what measuring has left behind
             torch.cuda.empty_cache()
         pinned = device.open_allocator()

@@ -254,9 +254,9 @@ class PinnedAllocator:
             way.free(array)
 
 
-def open_pinned_allocator(place: torch.device) -> PinnedAllocator:
+def open_pinned_allocator(torch_device: torch.device) -> PinnedAllocator:
     """Open the pinned allocator of a CUDA device."""
-    cpus = cpus_near(_pci_address(place))
+    cpus = cpus_near(_pci_address(torch_device))
     refusals = []
     ways = []
     for build in (
@@ -264,9 +264,9 @@ def open_pinned_allocator(place: torch.device) -> PinnedAllocator:
             torch.cuda.cudart(),
             forget_cuda_error,
             partial(touch_pages, cpus=cpus),
-            is_seen=sees_registered(place.index or 0),
+            is_seen=sees_registered(torch_device.index or 0),
         ),
-        partial(CupyPinning, place.index or 0, _import_cupy, torch.version.cuda, cpus),
+        partial(CupyPinning, torch_device.index or 0, _import_cupy, torch.version.cuda, cpus),
     ):
         try:
             ways.append(build())
@@ -315,7 +315,7 @@ def _import_cupy() -> Any:
     return cupy
 
 
-def _pci_address(place: torch.device) -> str:
-    found = torch.cuda.get_device_properties(place)
+def _pci_address(torch_device: torch.device) -> str:
+    found = torch.cuda.get_device_properties(torch_device)
     numbers = [getattr(found, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
     return "{:04x}:{:02x}:{:02x}.0".format(*numbers)

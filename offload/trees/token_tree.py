@@ -59,12 +59,12 @@ class Proposals:
 
     @classmethod
     def blank(
-        cls, topology: Topology, vocab_size: int, draw: Draw, place: torch.device | str = "cpu"
+        cls, topology: Topology, vocab_size: int, draw: Draw, device: torch.device | str = "cpu"
     ) -> "Proposals":
-        """Return distributions to be written, on device `place`, for children all drawn alike."""
+        """Return distributions to be written, on `device`, for children all drawn alike."""
         has_children_N = topology.num_children_N > 0
         row_N = np.where(has_children_N, np.cumsum(has_children_N) - 1, -1)
-        probs_EV = torch.zeros(int(has_children_N.sum()), vocab_size, device=place)
+        probs_EV = torch.zeros(int(has_children_N.sum()), vocab_size, device=device)
         return cls(np.full(topology.num_nodes, int(draw)), row_N, probs_EV)
 
     def reordered(self, order: Sequence[int]) -> "Proposals":

@@ -32,7 +32,8 @@ class _AdmittedError(Exception):
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
     """Return the plan of every decoder that was admitted; none is built."""
-    card = SimpleNamespace(computing=nullcontext, name="a device", place=torch.device("cuda", 0), has_own_memory=True)
+    own = {"name": "a device", "torch_device": torch.device("cuda", 0), "has_own_memory": True}
+    card = SimpleNamespace(computing=nullcontext, **own)
     found = list[MemoryPlan]()
 
     def open_pair(setup: Setup, *_: Any, **__: Any) -> NoReturn:

@@ -152,7 +152,7 @@ def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Pa
 
 
 class PaperCard(FakeDevice):
-    name, place = "Paper 9000", torch.device("cuda", 1)
+    name, torch_device = "Paper 9000", torch.device("cuda", 1)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

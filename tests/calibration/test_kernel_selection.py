@@ -100,7 +100,7 @@ def test_a_kernel_that_breaks_the_device_is_named() -> None:
 @needs_triton
 def test_kernels_that_agree_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, in Triton's interpreter where there is no GPU."""
-    monkeypatch.setattr(FakeDevice, "place", torch.device(DEVICE))
+    monkeypatch.setattr(FakeDevice, "torch_device", torch.device(DEVICE))
     chosen = choose_kernels(SMALL, FakeDevice())
     outcomes = chosen.comparisons
     assert chosen.kernels == KERNELS and not any(outcome.reason for outcome in outcomes), outcomes
@@ -116,7 +116,7 @@ def test_kernels_that_agree_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_triton
 @pytest.mark.parametrize("name", KERNELS._fields)
 def test_a_kernel_that_computes_something_else_is_not_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeDevice, "place", torch.device(DEVICE))
+    monkeypatch.setattr(FakeDevice, "torch_device", torch.device(DEVICE))
 
     def wrong(*args: Any, **options: Any) -> Any:
         if name == "kv_commit":
@@ -133,7 +133,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(name: str, monkeypatc
 @needs_triton
 def test_attention_whose_bits_depend_on_other_rows_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within rounding is not enough of it: a row's bits are its own."""
-    monkeypatch.setattr(FakeDevice, "place", torch.device(DEVICE))
+    monkeypatch.setattr(FakeDevice, "torch_device", torch.device(DEVICE))
 
     def by_number_of_rows(query_HTK: torch.Tensor, *what: Any) -> torch.Tensor:
         assert KERNELS.path_attention is not None

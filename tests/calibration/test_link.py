@@ -89,7 +89,7 @@ def test_the_link_is_measured_where_only_larger_trees_than_usual_stream(
 ) -> None:
     """The mistake that was: what streams with larger trees was taken to come in no time, and they were chosen."""
     monkeypatch.setattr(startup, "sweep_curve", lambda *_: Curve((1,), (1.0,)))
-    target: Any = SimpleNamespace(place=torch.device("cpu"), layer_layouts=[None], typical_layer=0)
+    target: Any = SimpleNamespace(torch_device=torch.device("cpu"), layer_layouts=[None], typical_layer=0)
     trees = TreeSelector(
         parse_tree("auto"), lambda *_: (None, ""), lambda num: Traffic(100 if num >= streams_from else 0, 0)
     )

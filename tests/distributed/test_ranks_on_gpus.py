@@ -26,7 +26,7 @@ PROMPT, NUM_NEW = list(range(5, 25)), 10
 class Card(FakeDevice):
     """A device of which there may be some beside the host."""
 
-    place = property(lambda self: place())  # type: ignore[assignment]
+    torch_device = property(lambda self: place())  # type: ignore[assignment]
 
 
 def on_cards(patch: pytest.MonkeyPatch, ranks: set[int]) -> None:

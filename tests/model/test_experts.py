@@ -54,7 +54,7 @@ def opened(
 ) -> Iterator[tuple[TreeModel, ExpertPool]]:
     """The model with its layers bound, on a device if there is one, and its pool of experts."""
     with ExitStack() as resources:
-        model = TreeModel(open_checkpoint(folder), "float32", device.place, on_demand=True)
+        model = TreeModel(open_checkpoint(folder), "float32", device.torch_device, on_demand=True)
         resources.callback(model.close)
         store = DiskReader(model.checkpoint.shards)
         resources.callback(store.close)

@@ -169,7 +169,7 @@ def test_auto_takes_a_card_where_there_is_one_and_ranks_of_a_host_one_each(monke
         cuda.share = None
         opened = open_device(name, **how)
         assert cuda.share == 1, "an earlier run's budget no longer holds"
-        assert opened.has_own_memory and opened.place == torch.device("cuda", index)
+        assert opened.has_own_memory and opened.torch_device == torch.device("cuda", index)
 
 
 def test_a_budget_binds_torch_and_the_peak_counts_what_was_loaded_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_what_fits_is_staged_for_as_long_as_its_memory_is_locked(monkeypatch: py
         return source
 
     monkeypatch.setattr(StagingRing, "send", send)
-    card.place = torch.device("cpu")
+    card.torch_device = torch.device("cpu")
     with ExitStack() as resources:
         assert card.open_uploads(resources) is None
         for size in (3, 1 << 20):
@@ -310,7 +310,7 @@ def test_memory_that_kernels_cannot_read_is_not_staged_through(
 ) -> None:
     """A kernel that reads an address of the host's alone ends its context."""
     _, card = staging_card(monkeypatch, staging)
-    card.place = torch.device("cpu")
+    card.torch_device = torch.device("cpu")
     with ExitStack() as resources:
         refusal = card.open_uploads(resources)
         assert refusal is not None and words in refusal and refusal.endswith("install cupy") and card._ring is None
@@ -330,7 +330,7 @@ def test_every_thread_computes_where_the_device_does(monkeypatch: pytest.MonkeyP
 
     for run in (compute, lambda: _in_thread(compute), lambda: _inside(cuda, card.copies, compute)):
         run()
-    assert seen == [(card.place, card.compute)] * 3
+    assert seen == [(card.torch_device, card.compute)] * 3
     with HOST.computing():
         pass
 

@@ -117,7 +117,7 @@ def test_the_plan_decides_how_many_stay(device: FakeDevice, base: Path) -> None:
 def on_card(folder: Path, num_slots: int, num_host_slots: int, **more: int) -> Any:
     """On the strict place, its layers bound; to be used where that is entered."""
     device = FakeDevice(5)
-    device.place, device.open_allocator = place(), fake_arena
+    device.torch_device, device.open_allocator = place(), fake_arena
     return opened(folder, num_slots, device=device, num_host_slots=num_host_slots, **more)
 
 

@@ -60,7 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     fake = FakeDevice(seed=3)
     monkeypatch.setattr("offload.streaming.cuda.open_device", lambda *_, **__: fake)
     poison(monkeypatch)
-    monkeypatch.setattr(FakeDevice, "place", torch.device("cpu"))
+    monkeypatch.setattr(FakeDevice, "torch_device", torch.device("cpu"))
     yield fake
     assert not fake.copies, "nothing may be on its way when memory goes"
 
@@ -172,7 +172,7 @@ def test_the_embedding_table_stays_and_the_head_goes(tmp_path: Path) -> None:
     for family in ("llama", "llama-tied", "gemma3"):
         target, _ = save_pair(FAMILIES[family](), tmp_path / family)
         checkpoint = open_checkpoint(target)
-        model = TreeModel(checkpoint, place=torch.device("meta"), has_host_table=True)
+        model = TreeModel(checkpoint, torch_device=torch.device("meta"), has_host_table=True)
         store = DiskReader(checkpoint.shards)
         try:
             model.bind_rest(store.fetch(model.rest_layout))

@@ -206,7 +206,7 @@ class Place(NamedTuple):
 @pytest.fixture
 def place() -> Iterator[Place]:
     card = CudaDevice(0)
-    arena = open_pinned_allocator(card.place)
+    arena = open_pinned_allocator(card.torch_device)
     yield Place(card, arena)
     torch.cuda.synchronize()
     arena.close()
@@ -241,8 +241,8 @@ def test_layers_are_what_was_sent(place: Place) -> None:
 
 def test_a_recording_does_not_wait_for_layers(place: Place) -> None:
     card, layer = place.card, torch.from_numpy(place.arena.allocate(1 << 30).array)
-    slot, number = card.allocate(len(layer)), torch.zeros(8, device=card.place)
-    record = CudaRecorder(torch.cuda.Stream(card.place))
+    slot, number = card.allocate(len(layer)), torch.zeros(8, device=card.torch_device)
+    record = CudaRecorder(torch.cuda.Stream(card.torch_device))
     first = record(lambda: number.add_(1))  # allocates, and holds the memory of all
     card.synchronize(card.record(card.compute))
     for _ in range(4):

@@ -271,7 +271,7 @@ def upload_by(device: ClockDevice) -> Callable[[Tensor], Tensor]:
 
 def written(family: str, base: Path, patch: pytest.MonkeyPatch, **options: Any) -> ClockDevice:
     """The whole of a decoder: every operation on the card is looked at, in the step that does it."""
-    device = ClockDevice(Clocks(), place=place())
+    device = ClockDevice(Clocks(), torch_device=place())
     target, draft, wanted = pair_of(family, base)
     follow_threads(patch, device)
     how = {"context": 128, "threads": 1, "profile": "none", **BUDGETS, **options}

@@ -52,7 +52,7 @@ PER_LAYER = ("gemma3n_text", "gemma4_text")  # have a table of inputs to every l
 @pytest.fixture
 def card(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> StrictDevice:
     """To be entered once everything else is ready."""
-    monkeypatch.setattr(FakeDevice, "place", place())
+    monkeypatch.setattr(FakeDevice, "torch_device", place())
     return StrictDevice()
 
 
@@ -366,7 +366,7 @@ class Counted:
 @pytest.fixture
 def counted(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     """To be entered once everything else is ready."""
-    monkeypatch.setattr(FakeDevice, "place", place())
+    monkeypatch.setattr(FakeDevice, "torch_device", place())
     monkeypatch.setattr(FakeDevice, "of_test", device, raising=False)
     return Counted(StrictDevice(), monkeypatch)
 
