@@ -31,9 +31,9 @@ def is_hub_id(model: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not model.startswith(".")
 
 
-def download_small(repo: str) -> Path:
+def download_small(repo: str, revision: str | None = None) -> Path:
     """Fetch all but the weights into the hub's cache; return the folder. Raises `UserError`."""
-    return download(repo, _SMALL, ignore_patterns=list(_NEVER))
+    return download(repo, _SMALL, revision=revision, ignore_patterns=list(_NEVER))
 
 
 def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:

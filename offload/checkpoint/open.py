@@ -15,6 +15,7 @@ from offload.checkpoint.download import (
     INDEX,
     SINGLE,
     check_shard_names,
+    download_small,
     folder_of,
     in_cache,
     is_hub_id,
@@ -84,12 +85,18 @@ def fetch(
     headers: Sequence[Checkpoint],
     on_phase: Callable[[str], None],
 ) -> list[Checkpoint]:
-    """Return checkpoints to read weights from; what is not here of `headers` is downloaded."""
+    """Return checkpoints to read weights from; what is not here of `headers` is downloaded.
+
+    What is here stays the commit that it is.
+    """
     found = []
     for model, known in zip(models, headers, strict=True):
         if not known.is_here:
             on_phase(f"downloading {model}")
-        found.append(known if os.path.exists(os.path.expanduser(model)) else open_checkpoint(model))
+            known = open_checkpoint(model)
+        elif is_from_hub(model):
+            download_small(str(model), revision=known.directory.name)
+        found.append(known)
     return found
 
 

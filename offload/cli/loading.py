@@ -14,6 +14,7 @@ from offload.options import ModelChoice, ModelOptions, TalkingModels
 from offload.units import format_bytes
 
 if TYPE_CHECKING:
+    from offload.checkpoint.open import ReadHeaders
     from offload.engine.decoder import Decoder
     from offload.engine.identities import Identities
     from offload.engine.request import Request
@@ -26,6 +27,7 @@ class Loading:
 
     options: "LoadOptions"
     is_packaged: bool = False  # the target is a small one, of which a large one is to be made
+    read: "ReadHeaders | None" = None  # of `check_setup`
     note: str = ""  # for the user, about the sampling
 
     @classmethod
@@ -39,8 +41,8 @@ class Loading:
 
         model, draft = models.names()
         checked = LoadOptions.of(options, model=model, draft=draft)
-        check_setup(checked, **needs)
-        return cls(checked, isinstance(models, TalkingModels) and models.demo)
+        read = check_setup(checked, **needs)
+        return cls(checked, isinstance(models, TalkingModels) and models.demo, read)
 
     @property
     def model_name(self) -> str:
@@ -68,7 +70,7 @@ class Loading:
         from offload.checkpoint.open import open_headers
         from offload.engine.identities import Identities
 
-        files = self.options.files_of(self.options.headers(open_headers))
+        files = self.options.files_of(self.options.headers(self.read or open_headers))
         if not all(one.is_here for one in files if one):
             return None
         return Identities(files, limit_bytes_per_s=self.options.limit_bytes_per_s)
@@ -96,7 +98,7 @@ class Loading:
             check()
 
         hooks = console.hooks._replace(on_layer=on_layer)
-        with open_decoder(self.options, request, hooks=hooks) as decoder:
+        with open_decoder(self.options, request, read=self.read, hooks=hooks) as decoder:
             console.clear()
             choice = decoder.tree_choice(request.sampling) if tells_tree else None
             named = self.options.draft

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from offload.checkpoint.open import ReadHeaders
 from offload.declaration import as_in, called_with
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import NO_HOOKS, Hooks, Progress
@@ -115,15 +116,17 @@ def open_decoder(
     request: Request | None = None,
     *,
     device: Device | None = None,
+    read: ReadHeaders | None = None,
     open_source: OpenSource = DiskReader,
     hooks: Hooks = NO_HOOKS,
     transport: Any = None,
 ) -> Decoder:
     """Do what `load` does, with its options in one piece; warnings are left to the caller.
 
-    `device` is open, `transport` leads to the other ranks. Raises what `load` raises.
+    `device` is open, `read` is `resolve`'s, `transport` leads to the other ranks. Raises what `load`
+    raises.
     """
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
-    setup = resolve(options, device=device, open_source=open_source, hooks=hooks)
+    setup = resolve(options, device=device, read=read, open_source=open_source, hooks=hooks)
     return open_setup(setup, request, transport)

@@ -38,7 +38,8 @@ def resolve(
     Args:
         device: one that is open; None opens the one of `options`.
         assumed: stands in for this machine; then nothing is fetched.
-        read: returns headers by name and config; a plan reads a config without weights as well.
+        read: returns headers by name and config, as `check_setup` does without reading any twice; a
+            plan reads a config without weights as well.
         admit: raises for models that there is no room for, before their weights are fetched.
 
     Raises `UserError` for models or memory that cannot serve.
@@ -49,13 +50,16 @@ def resolve(
     hooks.on_phase("reading headers")
     headers = options.headers(read or (open_headers if assumed is None else describe))
     setup = resolve_files(options.files_of(headers), options, device, assumed)
-    setup = replace(setup, open_source=open_source, hooks=hooks)
     admit(setup)
     if assumed is None:
-        headers = fetch(options.models_to_read, headers, hooks.on_phase)
-        setup = replace(setup, files=options.files_of(headers))
+        fetched = fetch(options.models_to_read, headers, hooks.on_phase)
+        # the hub may have another commit by now
+        if fetched != headers:
+            setup = resolve_files(options.files_of(fetched), options, device)
+            admit(setup)
     else:
         require_described_vocabulary(setup.files)
+    setup = replace(setup, open_source=open_source, hooks=hooks)
     if setup.ranks is not None:
         # how these come, and from what link, is settled when all have met
         require_no_states(setup.files, setup.dtype)

@@ -204,8 +204,8 @@ class LoadOptions(ModelOptions, ModelChoice):
     def headers(self, read: Callable[[PathLike, PathLike | None], Found]) -> list[Found]:
         """Return what `read` finds of each of these by its name, and by the config of a GGUF file.
 
-        No header is read by name but here: by `check_setup` before torch is imported, as far as it
-        lies here; by `resolve`, which asks the hub; and before many texts, to name their results.
+        So `check_setup` reads them before torch is imported, as far as they lie here; `resolve`,
+        which asks the hub for others; and what names the results of many texts.
         """
         configs = (self.config, None)
         return [

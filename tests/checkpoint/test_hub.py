@@ -135,6 +135,23 @@ def test_what_was_downloaded_is_found_without_a_network(
     assert whole.path == cached and len(whole.files) == len(found.shards) and not whole.damage
 
 
+def test_a_commit_that_is_here_stays_though_the_hub_has_a_newer_one(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was planned and compared is what is loaded; its small files come from its own commit."""
+    found = headers.open_headers("org/model")
+    newer = shutil.copytree(cached, cached.with_name("f" * 40))
+    asked = list[str | None]()
+
+    def snapshot(repo: str, revision: str | None = None, **_: Any) -> str:
+        asked.append(revision)
+        return str(cached if revision == COMMIT else newer)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    (loaded,) = headers.fetch(["org/model"], [found], lambda phase: None)
+    assert loaded is found and asked == [COMMIT]
+
+
 def test_what_is_in_the_cache_in_part_is_asked_of_the_hub(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
     open_checkpoint(cached).shards[0].unlink()
@@ -147,7 +164,7 @@ def test_what_is_in_the_cache_in_part_is_asked_of_the_hub(cached: Path, monkeypa
 def test_a_tokenizer_is_fetched_without_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def serve(repo: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def serve(repo: str, allow_patterns: list[str], ignore_patterns: list[str], revision: None) -> str:
         asked.append(allow_patterns)
         return str(hub.folder)
 

@@ -10,6 +10,7 @@ from shell import shell
 from tiny import FAMILIES, save_pair, streaming_ram
 
 import offload
+from offload.checkpoint.open import open_checkpoint
 from offload.engine.precheck import check_setup
 from offload.engine.request import Request
 from offload.engine.resolve import resolve
@@ -109,6 +110,24 @@ def test_free_memory_is_asked_for_once(pair: tuple[str, str], monkeypatch: pytes
     for needs_context in (True, False):
         check_setup(options, needs_text=False, needs_context=needs_context)
     assert resolve(options).budget.ram == 6 << 30
+
+
+def test_headers_are_read_once_from_the_first_check_on(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the largest mixtures take a quarter of a minute."""
+    opened = list[str]()
+
+    def counted(model: str) -> Any:
+        opened.append(model)
+        return open_checkpoint(model)
+
+    monkeypatch.setattr("offload.checkpoint.open.open_checkpoint", counted)
+    options = LoadOptions(*pair, device="cpu", **HOW)
+    read = check_setup(options, needs_text=False)
+    setup = resolve(options, read=read)
+    assert opened == list(pair)
+    assert setup.files.target is read(pair[0], None)
+    read(pair[1] + "/.", None)
+    assert opened == [*pair, pair[1] + "/."], "of another name"
 
 
 @pytest.mark.usefixtures("_no_weights")
