@@ -110,6 +110,22 @@ def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int 
     return raw
 
 
+def read_text(path: Path, what: str, most_bytes: int | None = None) -> str:
+    """Return the text in a file or pipe, which is `what` to the user. Raises `UserError`."""
+    with told_by_system(f"cannot read {what} from {path}", "check the path"):
+        raw = read_given(path, most_bytes)
+    return text_of(raw, what, path)
+
+
+def text_of(raw: bytes, what: str, source: object) -> str:
+    """Return text from bytes that `source` gave. Raises `UserError` for what is no UTF-8."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        rule = f"{what} must be UTF-8, {source} is not at byte {error.start}"
+        raise UserError(f"{rule}: convert it first") from None
+
+
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raises `OSError`, and `UserError` for other content."""
     try:

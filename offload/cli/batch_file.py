@@ -17,15 +17,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from offload.checkpoint.files import read_given
+from msgspec import MsgspecError, Struct, convert
+
+from offload.checkpoint.files import read_text
 from offload.checkpoint.identity import ModelIdentity
-from offload.cli.prompt_input import decode, with_system
+from offload.cli.prompt_input import with_system
 from offload.declaration import listed, options_at, renamed, synonyms_at
 from offload.engine.request import Prompt, Request, samples_of
-from offload.errors import RunError, UserError, did_you_mean, ensure, require
+from offload.errors import RunError, UserError, did_you_mean, require, told_by_system
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, find_grammar
-from offload.sampling_options import MOST_SAMPLES, NARROWING, Sampling
+from offload.sampling_options import NARROWING, Sampling
 from offload.units import plural
 
 _DRAWING = options_at("batch", Sampling)
@@ -72,11 +74,7 @@ def read_tasks(
         written_by: type and rule, on which texts depend as well; the model is told of beside.
         system: what the model is told before a prompt; messages say that for themselves.
     """
-    try:
-        text = decode(read_given(file, _MAX_BYTES), str(file)).removeprefix("\ufeff")
-    except OSError as error:
-        what = f"cannot read prompts from {file} ({error.strerror})"
-        raise UserError(f"{what}: check the path") from None
+    text = read_text(file, "prompts", _MAX_BYTES).removeprefix("\ufeff")
     tasks = list[BatchTask]()
     index = 0
     for number, line in enumerate(text.split("\n"), start=1):
@@ -100,8 +98,6 @@ def varied(request: Request, num_samples: int) -> Iterator[Request]:
     is_varied = num_samples == 1 or not request.sampling.is_greedy
     rule = "`samples` of greedy text are all the same: there must be one"
     require(is_varied, rule, num_samples, "give a `temperature`, or leave `samples` out")
-    rule = f"`samples` must be at most {MOST_SAMPLES}"
-    require(num_samples <= MOST_SAMPLES, rule, num_samples, "ask for fewer")
     return samples_of(request, num_samples)
 
 
@@ -187,6 +183,16 @@ def _digest(request: Request, written_by: str) -> str:
     return hashlib.sha256(whole.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
+class _KeptLine(Struct):
+    """What a later run must know of a line that is there."""
+
+    index: int
+    sample: int
+    request: str  # the task's digest
+    model: Any = None
+    error: str | None = None
+
+
 class ResultsFile:
     """Where results go.
 
@@ -218,28 +224,28 @@ class ResultsFile:
         digests = {(task.index, task.sample): task.digest for task in tasks}
         seen = set[str]()
         for number, line in enumerate(lines, start=1):
-            key, digest, model, has_failed = self._told(line, number)
-            if (name := json.dumps(model, sort_keys=True)) not in seen:
+            told = self._told(line, number)
+            if (name := json.dumps(told.model, sort_keys=True)) not in seen:
                 seen.add(name)
-                if (found := ModelIdentity.parse(model)) is None:
+                if (found := ModelIdentity.parse(told.model)) is None:
                     what = "does not tell of which model it is, an earlier version wrote it"
                     raise UserError(f"{self.name}, line {number} {what}: name another file")
                 self.models[number] = found
-            index, sample = key
+            key = (told.index, told.sample)
             what = ""
             if key in self.done:
-                what = f"tells of index {index} once more"
+                what = f"tells of index {told.index} once more"
             elif key not in digests:
                 have = f"{plural(len({one for one, _ in digests}), 'prompt')}"
                 num_samples = max(one for _, one in digests) + 1
                 have += f" with {num_samples} samples each" if num_samples > 1 else ""
-                what = f"has the result of index {index}, sample {sample}; there are {have}, counted from 0"
-            elif digests[key] != digest:
-                what = f"is of another prompt or settings than index {index} has now"
+                what = f"has the result of index {told.index}, sample {told.sample}; there are {have}, counted from 0"
+            elif digests[key] != told.request:
+                what = f"is of another prompt or settings than index {told.index} has now"
             if what:
                 raise UserError(f"{self.name}, line {number} {what}: {_OTHER}")
             self.done.add(key)
-            self.num_failed += has_failed
+            self.num_failed += told.error is not None
 
     def require(self, difference: Callable[[ModelIdentity], str]) -> None:
         """Raise `UserError` where a line is of another model; `difference` says in what."""
@@ -248,18 +254,12 @@ class ResultsFile:
                 which = f"{self.name}, line {number} is not of this model ({what})"
                 raise UserError(f"{which}: {_OTHER}")
 
-    def _told(self, line: bytes, number: int) -> tuple[tuple[int, int], str, Any, bool]:
+    def _told(self, line: bytes, number: int) -> _KeptLine:
         try:
-            told = json.loads(line)
-            ensure(isinstance(told, dict), "an object is wanted")
-            key = (told.get("index"), told.get("sample"))
-            digest = told.get("request")
-            is_whole = all(isinstance(one, int) for one in key) and isinstance(digest, str)
-            ensure(is_whole, "fields are missing")
-        except (ValueError, RecursionError):
+            return convert(json.loads(line), _KeptLine)
+        except (ValueError, RecursionError, MsgspecError):
             what = f"{self.name}, line {number} is no result of offload"
             raise UserError(f"{what}: name another file") from None
-        return key, digest, told.get("model"), "error" in told
 
 
 @contextmanager
@@ -288,11 +288,8 @@ def open_results(
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file to read and append, by one process at a time. Raises `UserError`."""
-    try:
+    with told_by_system(f"cannot write results to {path}", "name another file"):
         opened = path.open("a+b", buffering=0)
-    except OSError as error:
-        what = f"cannot write results to {path} ({error.strerror})"
-        raise UserError(f"{what}: name another file") from None
     with opened as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             rule = f"results must be kept in a file, {path} is none"

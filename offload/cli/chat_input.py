@@ -15,8 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.files import cache_folder
-from offload.cli.prompt_input import decode
+from offload.checkpoint.files import cache_folder, text_of
 from offload.errors import UserError
 from offload.interrupts import held_back
 
@@ -26,6 +25,8 @@ _PASTE_PAUSE_S = 0.05  # between two lines of a paste; too fast for typing
 _NUM_REMEMBERED = 1000
 # a window may be closed at any time, and what is to be kept must not be lost by it
 _while_there = suppress(termios.error)
+# nor does a user without a home, or with one that cannot be written to, go without a conversation
+_where_there = suppress(OSError, UserError)
 
 
 class SilentTerminal:
@@ -79,7 +80,7 @@ class ChatInput:
             is_gnu = "libedit" not in (self._readline.__doc__ or "")
             if is_gnu and os.environ.get("TERM", "dumb") != "dumb":
                 self._readline.parse_and_bind("set enable-bracketed-paste on")
-            with suppress(OSError):  # none yet
+            with _where_there:
                 self._readline.read_history_file(_history())
             self._num_known = self._readline.get_current_history_length()
         return self
@@ -93,7 +94,7 @@ class ChatInput:
                 _set_flag(termios.NOFLSH, is_on=not self._is_flushed)
             if self._readline is not None:
                 self._readline.set_history_length(_NUM_REMEMBERED)
-                with suppress(OSError):  # a folder that cannot be written to ends no conversation
+                with _where_there:
                     _history().parent.mkdir(parents=True, exist_ok=True)
                     self._keep_history()
 
@@ -133,7 +134,7 @@ class ChatInput:
     def _line(self, prompt: str) -> str | None:
         if not self._is_typed:
             raw = sys.stdin.buffer.readline()
-            return decode(raw, "standard input").rstrip("\r\n") if raw else None
+            return text_of(raw, "the prompt", "standard input").rstrip("\r\n") if raw else None
         lines: list[str] = []
         is_ahead = self._waits(0)
         try:
@@ -153,7 +154,9 @@ class ChatInput:
         if self._has_ended:
             raise EOFError
         try:
-            return decode(os.fsencode(input(prompt if self._asks else "")), "the line")
+            return text_of(
+                os.fsencode(input(prompt if self._asks else "")), "the prompt", "the line"
+            )
         except UnicodeDecodeError:
             raise UserError("a line must be UTF-8: set the terminal to it") from None
 

@@ -42,8 +42,12 @@ _OTHER_HELP = "folder or hub id of the tokenizer; default: where it lay"
 _FILES_HELP = "UTF-8 text, folders of it, or .jsonl of samples"
 _RAM_HELP = "memory to build with; default: 2GiB, or 3/4 of what is free if that is less"
 _SKIP_HELP = "pass over bad files and lines, and name them"
-Files = Annotated[list[Path], typer.Argument(metavar="FILES|DIR|JSONL...", help=_FILES_HELP)]
-Folder = Annotated[Path, typer.Argument(metavar="STORE", help="folder of a datastore")]
+Files = Annotated[
+    list[Path], typer.Argument(metavar="FILES|DIR|JSONL...", parser=flags.path, help=_FILES_HELP)
+]
+Folder = Annotated[
+    Path, typer.Argument(metavar="STORE", parser=flags.path, help="folder of a datastore")
+]
 Ram = Annotated[str | None, typer.Option(metavar="SIZE", help=_RAM_HELP)]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help=_SKIP_HELP)]
 
@@ -66,7 +70,7 @@ def _group(context: typer.Context) -> None:
 def build(
     files: Files,
     tokenizer: Annotated[str, typer.Option(metavar="MODEL", help=_MODEL_HELP)],
-    out: Annotated[Path, typer.Option(metavar="STORE", help="folder to make")],
+    out: Annotated[Path, typer.Option(metavar="STORE", parser=flags.path, help="folder to make")],
     output: OutputOptions,
     ram: Ram = None,
     skip_bad: SkipBad = False,

@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -74,13 +75,14 @@ def command(
 
 
 def _parameter(one: Option) -> inspect.Parameter:
-    """Return a flag as typer takes it."""
     kind = list[one.kind] if one.is_several else one.kind  # type: ignore[name-defined]
     more: dict[str, Any] = {"min": one.least, "max": one.most} if one.kind in (int, float) else {}
     if one.is_per_rank and one.kind is int:
         more = {"parser": str, "callback": _own_number}
     elif one.is_per_rank:
         more = {"callback": _of_this_rank}
+    elif one.kind is Path:
+        more = {"parser": path}
     told = typer.Option(
         *one.flags,
         metavar=one.metavar,
@@ -95,6 +97,13 @@ def _parameter(one: Option) -> inspect.Parameter:
     taken = Annotated[kind | None if default is None else kind, told]  # type: ignore[valid-type]
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(one.name, keyword, default=default, annotation=taken)
+
+
+def path(given: Any) -> Path:
+    """Return a path as it is given; an empty one would mean the folder that one is in."""
+    if not isinstance(given, str | Path) or not str(given).strip():
+        raise typer.BadParameter("Input should be a path, not empty")
+    return Path(given)
 
 
 def as_flags(message: str) -> str:

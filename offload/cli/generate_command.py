@@ -52,7 +52,9 @@ def generate(
     grammar = found_grammar(text_options)
     prompt = None
     if prompts is None and not is_elsewhere:
-        text = read_prompt(text_options.prompt, text_options.file, is_needed=session is None)
+        # as most programs have it
+        file = None if str(text_options.file) == "-" else text_options.file
+        text = read_prompt(text_options.prompt, file, is_needed=session is None)
         prompt = with_system(text, text_options.system, raw=text_options.raw)
     needs_template = text_options.system is not None
     needs = {"needs_text": session is None, "needs_template": needs_template}
@@ -61,7 +63,7 @@ def generate(
         from offload.sampling.grammar import tried_source
 
         tried_source(grammar)
-    with Console(output, model_options.ram, is_silent=is_elsewhere) as console:
+    with Console(output, *model_options.budgets, is_silent=is_elsewhere) as console:
         chosen, note = given.settled(loading.config_place, console.wait)
         loading = replace(loading, note=note)
         request = Request(

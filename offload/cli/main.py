@@ -6,6 +6,7 @@ Text goes to stdout as it is accepted, all else to stderr. Only commands that co
 import errno
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import typer
@@ -75,7 +76,8 @@ def main() -> None:
         # of the command whose options were not understood
         misread = getattr(error, "ctx", None)
         command_path = misread.command_path if misread else _named_command(command, given)
-        said = f"{_said_of(error, given)} (see {command_path} --help)"
+        said = _said_of(error, given, own.by_command.get(given[0], {})).rstrip(".")
+        said = f"{said} (see {command_path} --help)"
         _fail(own.blame(said, given), EXIT_USER_ERROR, place, error)
 
 
@@ -92,8 +94,11 @@ def _named_command(command: Any, given: list[str]) -> str:
     return " ".join(words)
 
 
-def _said_of(error: Any, given: list[str]) -> str:
-    """Return the option parser's line, with a question where the words were nearly right."""
+def _said_of(error: Any, given: list[str], own: Mapping[str, Any]) -> str:
+    """Return the option parser's line, with a question where the words were nearly right.
+
+    `own` is what is set elsewhere, by parameter.
+    """
     if known := getattr(error, "possibilities", None):
         return f"{error.message}{did_you_mean(error.option_name, known)}"
     missing = None if error.message else getattr(error, "param", None)
@@ -103,13 +108,16 @@ def _said_of(error: Any, given: list[str]) -> str:
     if not rule or not getattr(error, "param", None):
         return str(error.format_message())
     names = error.param.opts
+    if error.param.param_type_name == "argument":
+        names = [error.param.metavar]
     told = f"{'/'.join(names)} {rule}"
     # of a flag that is given twice the last one counts
     for word, behind in reversed([*zip(given, [*given[1:], ""], strict=True)]):
-        name, _, value = word.partition("=")
+        name, equals, value = word.partition("=")
         if name in names:
-            return f"{told}, got {(value or behind)!r:.80}"
-    return told
+            return f"{told}, got {(value if equals else behind)!r:.80}"
+    is_set = error.param.name in own
+    return f"{told}, got {own[error.param.name]!r:.80}" if is_set else told
 
 
 def _fail(

@@ -33,7 +33,9 @@ _SLOWLY = "without numba packing is slow: pip install 'offload[fast]'"
     offload pack -m Llama-3.1-70B-packed --verify""",
 )
 def pack(
-    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)],
+    model: Annotated[
+        Path, typer.Option("--model", "-m", metavar="MODEL", parser=flags.path, help=_MODEL)
+    ],
     done: PackOptions,
     output: OutputOptions,
 ) -> None:
@@ -44,7 +46,6 @@ def pack(
 
     The same command goes on where it was interrupted.
     """
-    _require_named(model)
     out = done.out
     given = "neither" if out is None else "both"
     rule = "one of `out` and `verify` must be given"
@@ -52,7 +53,7 @@ def pack(
     from offload.packing.folders import check_pack, read_manifest
 
     if out is None:
-        read_manifest(Path(model).expanduser())
+        read_manifest(model.expanduser())
     else:
         check_pack(model, out)
     with Console(output) as console, libraries(console):
@@ -63,7 +64,7 @@ def pack(
         started_s = time.monotonic()
         if out is None:
             show = partial(console.bytes_landed, label="verifying")
-            found = packing.verify(Path(model), progress=show)
+            found = packing.verify(model, progress=show)
         else:
             show = partial(console.bytes_landed, label="packing")
             found = packing.pack(model, out, progress=show)
@@ -82,23 +83,24 @@ def pack(
     offload unpack -m Llama-3.1-70B-packed --out Llama-3.1-70B""",
 )
 def unpack(
-    model: Annotated[str, typer.Option("--model", "-m", metavar="DIR", help=_PACKED)],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="folder to make")],
+    model: Annotated[
+        Path, typer.Option("--model", "-m", metavar="DIR", parser=flags.path, help=_PACKED)
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", parser=flags.path, help="folder to make")],
     output: OutputOptions,
 ) -> None:
     """Write the files that a model was packed from, byte for byte. The same command goes on where it
     was interrupted.
     """
-    _require_named(model)
     from offload.packing.folders import check_unpack
 
-    check_unpack(Path(model), out)
+    check_unpack(model, out)
     with Console(output) as console, libraries(console):
         from offload.packing.pack import unpack as restore
 
         started_s = time.monotonic()
         show = partial(console.bytes_landed, label="unpacking")
-        folder = restore(Path(model), out, progress=show)
+        folder = restore(model, out, progress=show)
         elapsed_s = time.monotonic() - started_s
         console.clear()
         console.say(f"{folder}: the files that {model} was packed from, byte for byte")
@@ -118,7 +120,3 @@ def _outcome_line(found: "PackResult", *, is_decimal: bool, is_verified: bool) -
         return f"{what}; was there already: --verify reads it"
     kept = f", {found.num_kept} of them finished before" if found.num_kept else ""
     return f"{what}{kept}; {'the others ' if kept else ''}read back and decoded, the same bits"
-
-
-def _require_named(model: str) -> None:
-    require(bool(model.strip()), "-m must name a model", repr(model), "give its folder")

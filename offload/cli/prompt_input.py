@@ -5,14 +5,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload.checkpoint.files import read_all_of, read_given
-from offload.errors import UserError, require
+from offload.checkpoint.files import read_all_of, read_text, text_of
+from offload.errors import UserError, require, told_by_system
 from offload.options import TextOptions
 
 if TYPE_CHECKING:
     from offload.engine.request import Prompt
 
 _MANY = ".jsonl"
+_WHAT = "the prompt"
 
 
 def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
@@ -37,21 +38,20 @@ def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True
     """Return what `-p`, `-f` or standard input give: one prompt. Raises `UserError`."""
     if prompt not in (None, "-"):
         name = "-p"
-        raw = os.fsencode(str(prompt))
-    elif file is None and sys.stdin.isatty():
-        if not is_needed:
-            return ""
+        text = text_of(os.fsencode(str(prompt)), _WHAT, name)
+    elif file is not None:
+        name = str(file)
+        text = read_text(file, _WHAT)
+    elif not sys.stdin.isatty():
+        name = "standard input"
+        with told_by_system(f"cannot read {_WHAT} from {name}", "check the path"):
+            piped = read_all_of(sys.stdin.buffer)
+        # What ends the line of `echo` is not meant; what a file holds is.
+        text = text_of(piped.removesuffix(b"\n").removesuffix(b"\r"), _WHAT, name)
+    elif is_needed:
         raise UserError("no prompt: give -p TEXT, -f FILE or pipe text into standard input")
     else:
-        name = str(file) if file else "standard input"
-        try:
-            # What ends the line of `echo` is not meant; what a file holds is.
-            piped = b"" if file else read_all_of(sys.stdin.buffer)
-            raw = read_given(file) if file else piped.removesuffix(b"\n").removesuffix(b"\r")
-        except OSError as error:
-            what = f"cannot read the prompt from {name} ({error.strerror})"
-            raise UserError(f"{what}: check the path") from None
-    text = decode(raw, name)
+        return ""
     if not text and is_needed:
         raise UserError(f"the prompt is empty, {name} holds nothing: give some text")
     return text
@@ -68,15 +68,6 @@ def with_system(text: str, system: str | None, *, raw: bool) -> "Prompt | None":
         rule = "`system` is told before a prompt, and there is none"
         raise UserError(f"{rule}: give -p, or leave it out")
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
-
-
-def decode(raw: bytes, name: str) -> str:
-    """Return text from bytes that `name` gave. Raises `UserError` for what is no UTF-8."""
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        rule = f"the prompt must be UTF-8, {name} is not at byte {error.start}"
-        raise UserError(f"{rule}: convert it first") from None
 
 
 def found_session(path: Path | None, ranks: str | None) -> Path | None:

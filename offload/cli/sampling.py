@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.files import read_given
+from offload.checkpoint.files import read_text
 from offload.declaration import listed, options_of
 from offload.errors import UserError
 from offload.options import SamplingOptions, TextOptions
@@ -21,6 +21,7 @@ class GivenSampling(NamedTuple):
 
     sampling: Sampling | None  # None leaves it to the model
     laid_over: Mapping[str, Any]  # that holds for greedy text as well, over what the model suggests
+    note: str = ""  # for the user
 
     @classmethod
     def of(cls, options: SamplingOptions) -> "GivenSampling":
@@ -34,7 +35,9 @@ class GivenSampling(NamedTuple):
         own = Sampling(**given)
         laid_over = {name: value for name, value in given.items() if name not in (*DRAWING, "seed")}
         if options.greedy:
-            return cls(Sampling(**laid_over, seed=own.seed), {})
+            idle = [f"`{name}` {given[name]:g}" for name in DRAWING if given.get(name)]
+            note = f"--greedy wins over {listed(idle)}" if idle else ""
+            return cls(Sampling(**laid_over, seed=own.seed), {}, note)
         is_drawn = any(name in given for name in DRAWING)
         if is_drawn and "temperature" not in given:
             rule = (
@@ -46,7 +49,7 @@ class GivenSampling(NamedTuple):
     def settled(self, model: str, on_phase: Callable[[str], None]) -> tuple[Sampling, str]:
         """Return the user's own sampling, or the model's with a note. Raises `UserError`."""
         if self.sampling is not None:
-            return self.sampling, ""
+            return self.sampling, self.note
         from offload.checkpoint.generation_config import suggested_sampling
 
         if not os.path.isdir(os.path.expanduser(model)):
@@ -84,14 +87,6 @@ def found_grammar(text: TextOptions) -> Grammar | None:
     """Return what a text must keep, read from files, or None. Raises `UserError`."""
     given = {name: getattr(text, name) for name in GRAMMARS}
     for name, file in given.items():
-        if not isinstance(file, Path):
-            continue
-        try:
-            given[name] = read_given(file).decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = (
-                error.strerror if isinstance(error, OSError) else f"no UTF-8 at byte {error.start}"
-            )
-            rule = f"`{name}` must be a file that can be read"
-            raise UserError(f"{rule}, got {file} ({why}): check the path") from None
+        if isinstance(file, Path):
+            given[name] = read_text(file, f"`{name}`")
     return find_grammar(**given)

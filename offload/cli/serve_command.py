@@ -4,14 +4,14 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from offload.checkpoint.files import read_small
+from offload.checkpoint.files import read_text
 from offload.checkpoint.generation_config import served_sampling
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.loading import Loading
-from offload.errors import UserError, installing, reason, require
+from offload.errors import UserError, installing, require
 from offload.options import ModelOptions, OutputOptions, ServerOptions, TalkingModels
 from offload.server.listening import EarlyAnswers, bind, is_loopback
 from offload.server.settings import ServerSettings
@@ -46,7 +46,7 @@ def serve(
         rule = "`cors` must be an origin, with no path and no capitals"
         require(is_origin, rule, f"{origin!r:.80}", "try --cors http://localhost:3000")
     early_answers = EarlyAnswers(bind(server.host, server.port))
-    with Console(output, model_options.ram) as console, early_answers as early:
+    with Console(output, *model_options.budgets) as console, early_answers as early:
         console.say(f"{early.address} answers 503 until the model is loaded")
         with libraries(console):
             from offload.cli.serving import serve_model
@@ -78,11 +78,7 @@ def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
             rule = f"`host` {host} can be reached by others"
             raise UserError(f"{rule}: give --api-key-file, or leave --host out")
         return ()
-    try:
-        lines = read_small(file).split("\n")
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else reason(error)
-        raise UserError(f"cannot read the keys in {file} ({why}): check the path") from None
+    lines = read_text(file, "the keys").split("\n")
     keys = tuple(line.strip() for line in lines if line.strip())
     # a comment, or a line of another file, would let in everyone who knows it
     if not keys or not all(re.fullmatch(r"[!-\"$-~][!-~]*", key) for key in keys):

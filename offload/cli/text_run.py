@@ -109,12 +109,10 @@ def write_batch(
 ) -> None:
     """Write what is not done yet, a line for each text. Raises `RunError` if some have failed."""
     follows_draft = loading.options.lenience < 1
-    identities = None
     if results.models:
         console.wait("comparing models")
-        identities = loading.identities()
-    if identities is not None:
-        results.require(partial(identities.difference, follows_draft=follows_draft))
+        if (identities := loading.identities()) is not None:
+            results.require(partial(identities.difference, follows_draft=follows_draft))
     todo = [task for task in tasks if (task.index, task.sample) not in results.done]
     if results.done:
         console.say(
@@ -123,8 +121,8 @@ def write_batch(
     if todo:
         first = Request(sampling=todo[0].request.sampling, is_named=bool(results.name))
         with loading.open(console, first, tells_tree=False) as decoder:
-            if identities is None:  # files had to be fetched first
-                results.require(partial(decoder.identities.difference, follows_draft=follows_draft))
+            # other files may have been fetched meanwhile
+            results.require(partial(decoder.identities.difference, follows_draft=follows_draft))
             # while files are those that were opened
             decoder.identities.identity(follows_draft=follows_draft)
             for index, outcome in _finished(decoder, [task.request for task in todo], console):
@@ -183,7 +181,7 @@ def _finished(
         texts += "".join(f", {num:,} of them cut off {how}" for how, num in num_cut.items())
         took = f"{plural(progress.num_tokens, 'token')} in {duration(progress.elapsed_s)}"
         speed = f"{progress.tokens_per_s:.2f} tokens/s over all"
-        console.say(f"{texts}, {took}: {speed}, {progress.tokens_per_pass:.2f} tokens/pass")
+        console.say(f"{texts}, {took}: {speed}, {progress.tokens_per_pass:.2f} tokens a pass")
 
 
 def _result(outcome: Generation | UserError) -> dict[str, object]:

@@ -39,17 +39,17 @@ def tune(
     """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
     from offload.engine.precheck import check_setup
     from offload.planning.load_options import LoadOptions
-    from offload.planning.profile import read_text
+    from offload.planning.profile import tuning_text
 
     for path in trace.text:
-        read_text(path)
+        tuning_text(path)
     model, draft = models.names()
     assert draft is not None, "its flag is required here"
     named = {"model": model, "draft": draft, "tree": model_options.tree or "auto"}
     options = LoadOptions.of(model_options, **named)
     # a tune sets its own
     check_setup(options, needs_context=False)
-    with Console(output, model_options.ram) as console, libraries(console):
+    with Console(output, *model_options.budgets) as console, libraries(console):
         from offload.planning.profile import format_json
         from offload.reports.tune import tune as measure
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,7 +38,7 @@ _MODEL = "folder, GGUF file, or hub id that was downloaded"
     offload verify copy/Llama-3.1-70B --manifest Llama-3.1-70B/offload_sums.json""",
 )
 def verify(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", parser=flags.path, help=_MODEL)],
     compared: VerifyOptions,
     output: OutputOptions,
 ) -> None:
@@ -54,7 +55,7 @@ def verify(
         show = partial(console.bytes_landed, label="verifying")
         with _not_as_damage():
             place = compared.manifest and compared.manifest.expanduser()
-            report = check(open_whole(model), place, may_write=compared.write, progress=show)
+            report = check(open_whole(str(model)), place, may_write=compared.write, progress=show)
     print_result("\n".join(_lines(report)), report.as_dict(), as_json=output.as_json)
     if report.damage:
         raise typer.Exit(_DAMAGED)

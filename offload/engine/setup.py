@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from offload.calibration import link
-from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.checkpoint import ModelFiles, compute_dtype_name
 from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.memory.plan import MemoryBudget, MemoryPlan
 from offload.memory.planner import plan_memory
@@ -93,7 +93,7 @@ class Setup:
     @property
     def machine(self) -> Machine:
         """Return the machine that a profile of this one would be for."""
-        return Machine.with_model(self.files.target, self.dtype, self.device.name)
+        return Machine.here(compute_dtype_name(self.files.target, self.dtype), self.device.name)
 
     def settings(self, sampling: Sampling | None = None) -> RunSettings:
         """Return what a tree is chosen for; without sampling as the named profile has it, or greedy."""

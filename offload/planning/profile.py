@@ -19,17 +19,16 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta, MsgspecError, convert
 
-from offload.checkpoint.checkpoint import Checkpoint, ModelFiles, compute_dtype_name
-from offload.checkpoint.files import cache_folder, read_given, read_object, write_whole
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
+from offload.checkpoint.files import cache_folder, read_object, read_text, write_whole
 from offload.checkpoint.identity import identity_of, proved
 from offload.checkpoint.layer_sizes import ExpertShape
 from offload.checkpoint.tensors import MOST_EXPERTS
 from offload.errors import UserError, ensure, reason, require, told_by_system
-from offload.machine import cpu_name
+from offload.machine import MAX_THREADS, cpu_name
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.planning.cost_model import Costs, Positive
 from offload.sampling_options import Sampling
-from offload.threads import MAX_THREADS
 from offload.trees.topology import check_acceptance
 
 SCHEMA = 3  # raise it when a field changes its meaning
@@ -73,11 +72,6 @@ class Machine:
         return cls(
             cpu=cpu_name(), num_cores=cores, torch=version("torch"), dtype=dtype, device=device
         )
-
-    @classmethod
-    def with_model(cls, target: Checkpoint, dtype: str, device: str) -> "Machine":
-        """Return this machine as it computes with a target; `dtype` is wished for."""
-        return cls.here(compute_dtype_name(target, dtype), device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +220,9 @@ def find_profile(identity: Identity) -> tuple[Profile | None, str]:
         folder = profiles_folder()
         own = folder / identity.file_name
         if os.path.isfile(own):
-            return read_profile(own, identity), str(own)
+            profile = parse_profile(own)
+            require_same_run(profile, identity, own)
+            return profile, str(own)
     except UserError as error:
         return None, str(error)
     pair, _ = identity.file_name.split("-", 1)
@@ -278,13 +274,6 @@ def profile_finder(
         return profile.of_experts(experts, is_named=True), str(named)
 
     return lambda sampling, rule: find(sampling.kind, rule)
-
-
-def read_profile(path: Path, identity: Identity) -> Profile:
-    """Read a profile and check that it holds for `identity`. Raises `UserError` otherwise."""
-    profile = parse_profile(path)
-    require_same_run(profile, identity, path)
-    return profile
 
 
 def require_same_run(profile: Profile, identity: Identity, path: Path) -> None:
@@ -397,16 +386,11 @@ def _brief(value: object) -> str:
     return value[:12] if isinstance(value, str) and len(value) == 32 else str(value)
 
 
-def read_text(path: Path) -> str:
+def tuning_text(path: Path) -> str:
     """Return the text to tune with. Raises `UserError` where it is missing, empty or not UTF-8."""
-    with told_by_system(f"cannot read the text {path}", "check the path"):
-        raw = read_given(path, _MOST_TEXT_BYTES)
-    try:
-        text = raw.decode("utf-8").replace("\r\n", "\n")  # models write \n alone
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"the text must be UTF-8, {path} is not at byte {error.start}: convert it first"
-        ) from None
+    text = read_text(path, "the text", _MOST_TEXT_BYTES).replace(
+        "\r\n", "\n"
+    )  # models write \n alone
     if not text.strip():
         raise UserError(f"the text {path} is empty: give text of the kind that will be decoded")
     return text

@@ -22,9 +22,9 @@ from offload.planning.profile import (
     Identity,
     Profile,
     profiles_folder,
-    read_text,
     require_writable,
     save_profile,
+    tuning_text,
 )
 from offload.planning.selector import TreeChoice
 from offload.reports.step_costs import measure_costs
@@ -81,7 +81,7 @@ def tune(
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load`
             refuses.
     """
-    read = [read_text(path) for path in texts]
+    read = [tuning_text(path) for path in texts]
     _require_profiled(options, sampling)
     spec = options.tree_spec()
     require_writable(profiles_folder())

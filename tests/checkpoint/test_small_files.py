@@ -18,7 +18,7 @@ from offload.checkpoint.small_files import check_tokenizer_files
 from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
 from offload.planning.hardware import read_hardware
-from offload.planning.profile import parse_profile, read_text
+from offload.planning.profile import parse_profile, tuning_text
 
 pytestmark = pytest.mark.usefixtures("_no_weights")
 
@@ -130,7 +130,7 @@ def test_prompts_and_texts_to_tune_with_that_never_end_are_refused(sound_file: P
     outcome = generate(sound_file, "-f", tmp_path / "some.jsonl")
     assert_refused(outcome, "cannot read prompts", "neither a file nor a pipe")
     with pytest.raises(UserError, match="neither a file nor a pipe"):
-        read_text(tmp_path / "some.jsonl")
+        tuning_text(tmp_path / "some.jsonl")
 
 
 @pytest.mark.parametrize("place", ["/dev/null", "/dev/zero", "out.jsonl"])

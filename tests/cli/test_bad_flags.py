@@ -84,7 +84,8 @@ def test_prompts_are_refused(sound: Path, tmp_path: Path) -> None:
     assert_refused(generate(sound, "-f", latin), "must be UTF-8", "latin.txt", "byte 3", "convert it")
     assert_refused(generate(sound, "-f", empty), "the prompt is empty", "empty.txt", "give some text")
     assert_refused(generate(sound), "the prompt is empty", "standard input", "give some text")
-    assert_refused(generate(sound, "-p", "-", stdin=b"\xff"), "must be UTF-8", "standard input", "byte 0")
+    for flag in ("-p", "-f"):
+        assert_refused(generate(sound, flag, "-", stdin=b"\xff"), "must be UTF-8", "standard input", "byte 0")
     assert_refused(generate(sound, "-p", "caf\udce9"), "must be UTF-8", "-p", "byte 3")
 
 
@@ -149,7 +150,7 @@ CASES: dict[str, tuple[str, ...]] = {  # command line: words of its refusal
     "chat -m sound --ram 1MB": ("budget is 1 MB: raise --ram to",),
     "serve -m sound --ram 1MB": ("budget is 1 MB: raise --ram to",),
     "tune -m sound -d sound --text prompts.jsonl --ram 1MB": ("budget is 1 MB: raise --ram to",),
-    "tune -m sound -d sound --text nosuch.txt": ("cannot read the text nosuch.txt",),
+    "tune -m sound -d sound --text nosuch.txt": ("cannot read the text from nosuch.txt",),
     "generate -m sound -p x --device gpu": ("--device must be auto, cpu, cuda or cuda:N, got 'gpu'",),
     "generate -m gpt2 -p x": ("gpt2: model type gpt2 is not supported",),
     "plan -m bloom": ("bloom: model type bloom is not supported",),

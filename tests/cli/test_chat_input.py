@@ -94,6 +94,17 @@ def test_blocks_and_commands(text: str, wanted: str) -> None:
     assert piped(text) == "\n".join(filter(None, ["READY", wanted, "END"])) + "\n"
 
 
+def test_a_user_without_a_home_converses_all_the_same(tmp_path: Path) -> None:
+    homeless = (
+        "import os, pwd\npwd.getpwuid = {}.__getitem__\nos.environ.pop('HOME', os.environ.pop('XDG_CACHE_HOME'))\n"
+    )
+    typist = typist_at("xterm", tmp_path, homeless)
+    typist.sees("READY")
+    typist.types("Why?\n", "GOT '' 'Why?'", "> ")
+    typist.types("\x04", "END")
+    typist.leaves()
+
+
 def test_a_block_is_typed_line_by_line_and_an_interrupt_ends_it(typist: Typist) -> None:
     typist.types('"""\n', "... ")
     typist.types("one\n", "... ")

@@ -20,10 +20,12 @@ from offload.checkpoint import identity
 from offload.checkpoint.identity import PARTS, ModelIdentity
 from offload.checkpoint.open import open_checkpoint
 from offload.cli.batch_file import ResultsFile, open_results, read_tasks
+from offload.cli.loading import Loading
 from offload.cli.progress import BatchProgress
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError
+from offload.planning.load_options import LoadOptions
 from offload.sampling.grammar import Grammar
 from offload.sampling_options import Sampling
 
@@ -100,7 +102,7 @@ def test_texts_side_by_side_are_those_of_one_after_the_other(ender: Path, prompt
     alone, together = (generate(ender, "-f", file, "--parallel", parallel, "--ram", "1GiB") for parallel in (1, 3))
     in_order = [sorted(objects(outcome.out), key=lambda line: line["index"]) for outcome in (alone, together)]
     assert in_order[0] == in_order[1] and len({line["text"] for line in in_order[0]}) > 3
-    rates = [float(outcome.err.split(" tokens/pass")[0].split()[-1]) for outcome in (alone, together)]
+    rates = [float(outcome.err.split(" tokens a pass")[0].split()[-1]) for outcome in (alone, together)]
     assert rates[1] > 1.5 * rates[0], "tokens of several texts come by one pass"
 
 
@@ -212,6 +214,22 @@ def test_results_of_another_model_of_that_name_are_refused(
     assert outcome.code == 2 and f"{out}, line 1 is not of this model ({words}): name another file" in outcome.err
     assert out.read_text() == before
     assert generate(first, "-f", prompts(line, {**line, "max_tokens": 2}), "--out", out).code == 0
+
+
+def test_what_is_loaded_is_compared_though_another_was_looked_at(
+    looper: Path, prompts: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the hub has a later commit than the cache."""
+    first, second = (Path(shutil.copytree(looper, tmp_path / name / "final")) for name in ("a", "b"))
+    out, line = tmp_path / "out", {"prompt": PROMPT, "max_tokens": 1}
+    assert generate(first, "-f", prompts(line), "--out", out).code == 0
+    with (second / "tokenizer.json").open("a") as edited:
+        edited.write(" ")
+    looked_at = Loading.identities
+    of_first = Loading(LoadOptions(first))
+    monkeypatch.setattr(Loading, "identities", lambda _: looked_at(of_first))
+    outcome = generate(second, "-f", prompts(line, {**line, "max_tokens": 2}), "--out", out)
+    assert outcome.code == 2 and "line 1 is not of this model (tokenizer differs)" in outcome.err
 
 
 def test_one_process_writes_to_a_file(ender: Path, prompts: Write, tmp_path: Path, _no_weights: None) -> None:

@@ -12,11 +12,12 @@ from shell import shell
 from offload.bench.harness.models import resident_pair
 from offload.checkpoint.packaged import PAIR
 from offload.cli.demo_run import compare
-from offload.cli.sampling import sampling_words
+from offload.cli.sampling import GivenSampling, sampling_words
 from offload.distributed.pipeline_decoder import check_stages
 from offload.engine import load
 from offload.engine.request import Request
 from offload.errors import UserError
+from offload.options import SamplingOptions
 from offload.planning.load_options import LoadOptions
 from offload.reports.tune import tune
 from offload.sampling_options import Sampling
@@ -80,6 +81,15 @@ def test_a_chat_is_penalised_too(talker: Path) -> None:
 )  # fmt: skip
 def test_what_is_off_is_not_told(how: Sampling, words: str) -> None:
     assert sampling_words(how) == words
+
+
+def test_greedy_wins_and_says_so() -> None:
+    for given, note in (
+        ({}, ""), ({"temperature": 0.0, "min_p": 0.0}, ""),
+        ({"temperature": 1.0, "top_p": 0.9}, "--greedy wins over `temperature` 1 and `top_p` 0.9"),
+    ):  # fmt: skip
+        settled = GivenSampling.of(SamplingOptions({**given, "seed": 7}, greedy=True)).settled("", print)
+        assert settled == (Sampling(seed=7), note)
 
 
 @pytest.mark.parametrize("wrong", [{"sampling": Sampling(logit_bias={5: 1})}, {"num_logprobs": 0}], ids=str)

@@ -24,8 +24,9 @@ from offload.planning.profile import (
     Profile,
     find_profile,
     format_json,
+    parse_profile,
     profiles_folder,
-    read_profile,
+    require_same_run,
     save_profile,
     write_atomically,
 )
@@ -57,19 +58,19 @@ def test_what_is_saved_is_found_again(cache: Path) -> None:
     path = save_profile(profile())
     assert path.parent == profiles_folder() == cache / "offload" / "profiles"
     assert find_profile(IDENTITY) == (profile(), str(path))
-    assert read_profile(path, IDENTITY) == profile()
+    assert parse_profile(path) == profile()
     assert [p.name for p in path.parent.iterdir()] == [path.name], "a scratch file was left behind"
 
 
 def test_uses_of_experts_are_kept_where_there_are_any() -> None:
     uses = ExpertUses(((5, 0, 10), (2, 8, 5)), 10)
     path = save_profile(profile(expert_uses=uses))
-    assert read_profile(path, IDENTITY).expert_uses == uses
+    assert parse_profile(path).expert_uses == uses
     assert uses.uses_B == [0.5, 0, 1, 0.2, 0.8, 0.5]
     assert "  [5, 0, 10]," in path.read_text().splitlines(), "a line for each layer"
     path = save_profile(profile())
     assert "expert_uses" not in path.read_text(), "the file of a dense target is the one it was"
-    assert read_profile(path, IDENTITY).expert_uses is None
+    assert parse_profile(path).expert_uses is None
 
 
 def test_uses_of_other_experts_are_refused_where_they_were_named_and_else_passed_over() -> None:
@@ -116,7 +117,7 @@ def test_the_file_is_for_people_and_its_keys_stay() -> None:
 def test_profile_of_another_run_is_refused(change: dict[str, Any], reason: str) -> None:
     path, other = save_profile(profile()), replace(IDENTITY, **change)
     with pytest.raises(UserError, match=f"measured for another run .*{reason}.*run offload tune again"):
-        read_profile(path, other)
+        require_same_run(parse_profile(path), other, path)
     found, note = find_profile(other)
     assert found is None and "offload tune" in note
     assert other.file_name != IDENTITY.file_name, "the key must tell them apart"
@@ -191,7 +192,7 @@ def test_malformed_profiles_are_refused(change: dict[str, Any], reason: str) -> 
     changed = {name: values[name] | one if name == "identity" and one else one for name, one in change.items()}
     path.write_text(json.dumps(values | changed))
     with pytest.raises(UserError, match=reason):
-        read_profile(path, IDENTITY)
+        parse_profile(path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", '{"schema": 1}', "null", "[" * 100_000, None])
@@ -200,7 +201,7 @@ def test_files_that_are_no_profile_are_refused(text: str | None, tmp_path: Path)
     if text is not None:
         path.write_text(text)
     with pytest.raises(UserError, match="some.json" if text is not None else "cannot read the profile .*some.json"):
-        read_profile(path, IDENTITY)
+        parse_profile(path)
 
 
 def test_a_user_without_a_home_or_a_folder_to_write_in_has_no_profiles(

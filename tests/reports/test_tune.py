@@ -35,7 +35,7 @@ from offload.memory.sizes import PROMPT_ROWS
 from offload.planning.acceptance import bounds_to_count, bursts
 from offload.planning.cost_model import Costs
 from offload.planning.load_options import LoadOptions
-from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder, read_text
+from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder, tuning_text
 from offload.planning.selector import TreeSelector
 from offload.reports import step_costs, windows
 from offload.reports import trace_acceptance as tracer
@@ -325,7 +325,7 @@ def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: Pair, t
 
 def test_line_ends_of_texts_are_those_that_models_write(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"one\r\ntwo\n")
-    assert read_text(tmp_path / "text") == "one\ntwo\n"
+    assert tuning_text(tmp_path / "text") == "one\ntwo\n"
 
 
 def test_a_tune_is_of_the_device_and_the_config_that_are_named(
