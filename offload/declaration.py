@@ -37,8 +37,13 @@ class Option:
     kind: Any = str  # that the command line makes of its text
     metavar: str | None = None
     commands: tuple[str, ...] = ()  # that take it
-    differs: Mapping[str, Mapping[str, Any]] | None = None  # {command: what is another there}
-    within: str = ""  # such as `[0, 1)`, `-1 to 1`, `0 or more`: checked by the record
+    # {command, or door: what is another there}
+    differs: Mapping[str, Mapping[str, Any]] | None = None
+    # what the record itself checks, see `check_values`
+    within: str = ""  # such as `[0, 1)`, `-1 to 1`, `0 or more`
+    choices: tuple[str, ...] = ()
+    # makes the value of what is given, whose name it is told
+    reads: Callable[[Any, str], Any] | None = None
     remedy: str = ""
     least: float | None = None  # refused by the command line itself
     most: float | None = None
@@ -48,7 +53,7 @@ class Option:
     is_setting: bool = True  # may be set by the environment and by config.toml
     is_shared: bool = True  # may be set there for all commands, not just in the table of its own
     is_per_rank: bool = False  # may have one value for each rank
-    keeps_default: bool = False  # also in a record that leaves others open, see `unset`
+    keeps_default: bool = False  # also in a record that leaves others open, see `given_of`
     is_eager: bool = False  # read before the others
     counts: str = ""  # what a number may not exceed, by name: `cores`
     # chooses among tokens that are drawn, and means nothing to greedy text
@@ -81,11 +86,21 @@ class Option:
         return self.kind in (int, float) and not self.is_several
 
     def checked(self, value: Any) -> Any:
-        """Return the value as a number of Python, within its bounds. Raises `UserError`."""
-        own = (whole_number if self.kind is int else number)(value, f"`{self.name}`")
-        rule, holds = interval(self.within)
-        require(holds(own), f"`{self.name}` must {rule}", own, self.remedy)
-        return own
+        """Return the value as it is used, a number as Python's. Raises `UserError`."""
+        what = f"`{self.name}`"
+        if self.reads is not None:
+            return self.reads(value, what)
+        if self.choices:
+            rule = f"{what} must be one of {', '.join(self.choices)}"
+            require(value in self.choices, rule, repr(value), f'try `{self.name}="{self.default}"`')
+        elif self.kind is bool:
+            is_either = value in (True, False)
+            require(is_either, f"{what} must be True or False", repr(value), "leave it out")
+        elif self.within:
+            value = (whole_number if self.kind is int else number)(value, what)
+            rule, holds = interval(self.within)
+            require(holds(value), f"{what} must {rule}", value, self.remedy)
+        return value
 
 
 def option(*flags: str, help: str, default: Any = None, **more: Any) -> Any:
@@ -94,7 +109,7 @@ def option(*flags: str, help: str, default: Any = None, **more: Any) -> Any:
     return field(default=default, metadata={_KEY: declared})
 
 
-def unset(record: type) -> Any:
+def given_of(record: type) -> Any:
     """Declare a field that holds what was given of another record's options: `{name: value}`."""
     return field(default_factory=dict, metadata={"of": record})
 
@@ -155,11 +170,12 @@ def build(record: type[Record], given: Mapping[str, Any]) -> Record:
     return record(**values)
 
 
-def check_numbers(record: Any) -> None:
-    """Prove every number of a frozen record, and keep it as a number of Python. Raises `UserError`."""
+def check_values(record: Any) -> None:
+    """Check the values of a frozen record, and keep them as they are used. Raises `UserError`."""
     for name, one in options_of(record.__class__).items():
-        if one.within:
-            object.__setattr__(record, name, one.checked(getattr(record, name)))
+        value = getattr(record, name)
+        if not (value is None and one.default is None):
+            object.__setattr__(record, name, one.checked(value))
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:
@@ -193,7 +209,13 @@ def called_with(
 
         returns = signature(function).return_annotation
         call.__signature__ = shown.replace(return_annotation=returns)  # type: ignore[attr-defined]
-        told = [f"        {name}: {one.help}" for name, one in options_of(arguments).items()]
+        options = options_of(arguments)
+        names = {one.flag: f"`{name}`" for name, one in options.items()}
+        told = [
+            # help speaks of flags
+            f"        {name}: {re.sub(r'--[a-z-]+', lambda flag: names.get(flag[0], flag[0]), one.help)}"
+            for name, one in options.items()
+        ]
         call.__doc__ = (function.__doc__ or "").replace("        {arguments}", "\n".join(told))
         return call
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+MAX_THREADS = 4096  # of any machine
+
 
 class GroupFiles(NamedTuple):
     """The file names of a memory group in one version of cgroups."""

@@ -11,10 +11,12 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from offload.declaration import option, unset
+from offload.declaration import given_of, option
 from offload.errors import require
+from offload.machine import MAX_THREADS
 from offload.rules import RULES
-from offload.sampling_options import Sampling
+from offload.sampling_options import MOST_SAMPLES, Sampling
+from offload.units import ByteSize, Rate
 
 # A table: what an option is, who takes it, what is said of it.
 # fmt: off
@@ -86,7 +88,7 @@ class ModelOptions:
 
     GROUP: ClassVar[str] = "Memory"
     ram: str | int | None = option(
-        "--ram", metavar="SIZE", is_per_rank=True, commands=(*_LOAD, "demo"), is_main=True,
+        "--ram", metavar="SIZE", reads=ByteSize.parse, is_per_rank=True, commands=(*_LOAD, "demo"), is_main=True,
         help="memory budget, such as 8GiB; default: 3/4 of what is free",
         differs={"demo": {
             "help": "memory budget; default: a quarter of the size, if that works",
@@ -94,7 +96,7 @@ class ModelOptions:
         }},
         doc="budget for resident layers, slots, embeddings, head, keys and values, activations "
         "and the draft; the Python process with its imported libraries (about 0.35 GiB) "
-        "comes on top; default: three quarters of what is free, and a GiB less at least",
+        "comes on top; default: what is free less a quarter of it, or less 1 GiB where that is more",
     )
     tree: str = option(
         "--tree", default="auto", metavar="TREE", commands=(*_LOAD, "demo"), group="Guessing",
@@ -131,18 +133,19 @@ class ModelOptions:
         doc="`auto` takes a CUDA device where there is one; `cpu`, `cuda`, `cuda:N`",
     )
     gpu_memory: str | int | None = option(
-        "--gpu-mem", metavar="SIZE", commands=_LOAD, differs={"plan": {"is_main": True}},
+        "--gpu-mem", metavar="SIZE", reads=ByteSize.parse, commands=_LOAD, differs={"plan": {"is_main": True}},
         help="memory budget on the GPU, such as 24GiB",
     )
     context: int | None = option(
-        "--context", metavar="N", commands=(*_RUN, "plan"), is_main=True,
+        "--context", metavar="N", within="1 to 2^30", remedy="prompt and new tokens have to fit, 4096 is usual",
+        commands=(*_RUN, "plan"), is_main=True,
         help="make room for N tokens, prompt and new ones; default: the model's limit, at most 4096",
         differs={one: {"is_main": False} for one in ("chat", "serve")},  # eight matter first
         doc="positions to make room for, prompt and new tokens; a smaller one leaves more memory"
         " to layers",
     )
     dtype: str = option(
-        "--dtype", default="auto", metavar="TYPE", commands=_LOAD, group="Model",
+        "--dtype", default="auto", metavar="TYPE", choices=DTYPES, commands=_LOAD, group="Model",
         help=f"type to compute in: {', '.join(DTYPES[:-1])} or {DTYPES[-1]}",
         doc="to compute in; `auto` is the checkpoint's own",
     )
@@ -153,7 +156,7 @@ class ModelOptions:
         "memory for layers, same text",
     )
     experts: str = option(
-        "--experts", default=EXPERTS[0], metavar="HOW", commands=_LOAD,
+        "--experts", default=EXPERTS[0], metavar="HOW", choices=EXPERTS, commands=_LOAD,
         help="how the experts of a mixture are read: demand (those that a pass needs), layers (all of "
         "them), auto",
         doc="of a mixture of experts [how they come](experts.md): `demand`: those that a pass "
@@ -187,8 +190,8 @@ class ModelOptions:
         "build`](datastore.md)",
     )
     threads: int | None = option(
-        "--threads", metavar="N", is_per_rank=True, counts="cores", commands=(*_RUN, "tune"),
-        group="Expert",
+        "--threads", metavar="N", within=f"1 to {MAX_THREADS}", remedy="leave it out to have it measured",
+        is_per_rank=True, counts="cores", commands=(*_RUN, "tune"), group="Expert",
         help="number of compute threads; default: the fastest, as measured",
     )
     profile: PathLike | None = option(
@@ -205,7 +208,7 @@ class ModelOptions:
         "time; a promise of one process, refused with `--ranks`",
     )
     link_limit: str | int | None = option(
-        "--link-limit", metavar="SIZE", is_per_rank=True, is_hidden=True, group="Expert",
+        "--link-limit", metavar="SIZE", reads=Rate.parse, is_per_rank=True, is_hidden=True, group="Expert",
         commands=("generate", "serve", "tune", "demo"),
         help="slow the stream down to this per second",
     )
@@ -230,7 +233,8 @@ class ModelOptions:
         help="every layer takes longer",
     )
     parallel: int = option(
-        "--parallel", default=1, metavar="B", least=1, commands=("generate", "serve", "plan"),
+        "--parallel", default=1, metavar="B", least=1, within="1 to 256", remedy="1 writes one text at a time",
+        commands=("generate", "serve", "plan"),
         help="write B texts at a time, which share every pass over the weights",
         differs={"serve": {
             "default": 4, "is_main": True, "help": "write B texts at a time; memory is planned for so many",
@@ -238,6 +242,12 @@ class ModelOptions:
         doc="[texts that are written at a time](many.md), for one pass over the weights; `plan` "
         "counts their memory",
     )
+
+
+    @property
+    def budgets(self) -> tuple[str | int | None, str | int | None]:
+        """The sizes that the user has given, if any."""
+        return self.ram, self.gpu_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +264,7 @@ class TextOptions:
     file: Path | None = option(
         "--file", "-f", metavar="FILE", is_setting=False, commands=("generate",), is_main=True,
         help="read the prompt from a UTF-8 file, or many prompts from a .jsonl file",
-        doc="read the prompt from a UTF-8 file; [many of them](many.md) from a .jsonl",
+        doc="read the prompt from a UTF-8 file, `-` is standard input; [many of them](many.md) from a .jsonl",
     )
     system: str | None = option(
         "--system", metavar="TEXT", commands=_WRITE, differs={"chat": {"is_main": True}},
@@ -315,7 +325,7 @@ class TextOptions:
         "penalties, biases and sampling",
     )
     samples: int = option(
-        "--samples", default=1, metavar="K", least=1, commands=("generate",), group="Sampling",
+        "--samples", default=1, metavar="K", least=1, most=MOST_SAMPLES, commands=("generate",), group="Sampling",
         help="write K texts of a prompt, with --seed and the seeds behind it",
     )
     out: Path | None = option(
@@ -335,7 +345,7 @@ class SamplingOptions:
     """How the tokens of a text are drawn, as far as it is said."""
 
     GROUP: ClassVar[str] = "Sampling"
-    given: Mapping[str, Any] = unset(Sampling)  # an option that is not given is left to the model
+    given: Mapping[str, Any] = given_of(Sampling)  # an option that is not given is left to the model
     greedy: bool = option(
         "--greedy", default=False, commands=_WRITE,
         help="always take the likeliest token, whatever other flags say",

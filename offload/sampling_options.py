@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from offload.declaration import check_numbers, number, option, options_of, whole_number
+from offload.declaration import check_values, number, option, options_of, whole_number
 from offload.errors import UserError, require
 
 NOISE_POSITIONS = 32  # whose noise a sampler keeps: a step needs one for every level of its tree
@@ -95,7 +95,7 @@ class Sampling:
     # fmt: on
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_values(self)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         is_safe = self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE
         rule = f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}"

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-MAX_THREADS = 4096  # of any machine
 _NUM_RECENT = 7  # steps whose median stands for the mode in use
 _NUM_TRIED = 3  # steps in a row by whose median another mode is judged
 _HOPELESS = 1.1  # times as slow as usual: such a trial is given up at its first step

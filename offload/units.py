@@ -32,6 +32,7 @@ class ByteSize(int):
     """
 
     is_decimal = False
+    _KIND = ("a size", "such as 8GiB, 1.2GB or 512MiB")
 
     @classmethod
     def parse(cls, given: str | int, flag: str) -> Self:
@@ -40,8 +41,8 @@ class ByteSize(int):
             return given
         match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(given).lower())
         if match is None:
-            rule = f"{flag} must be a size such as 8GiB, 1.2GB or 512MiB"
-            raise UserError(f"{rule}, got {str(given)!r}")
+            what, such = cls._KIND
+            raise UserError(f"{flag} must be {what}, got {str(given)!r:.80}: {such}")
         size = cls(float(match[1]) * _UNITS[match[2]])
         require(size > 0, f"{flag} must be more than zero", given, "try 4GiB")
         size.is_decimal = len(match[2]) == 1
@@ -56,6 +57,8 @@ class ByteSize(int):
 
 class Rate(ByteSize):
     """Bytes per second."""
+
+    _KIND = ("bytes per second", "such as 3GB or 400MB/s")
 
     @classmethod
     def parse(cls, given: str | int, flag: str) -> Self:
@@ -76,11 +79,14 @@ def parse_rate(given: str | int | None, flag: str) -> int | None:
     return None if given is None else int(Rate.parse(given, flag))
 
 
-def is_decimal(size: str | int | None) -> bool:
-    """Return whether a size is written in powers of ten: `8GB` or `8G`, not `8GiB`."""
-    if isinstance(size, ByteSize):
-        return size.is_decimal
-    return re.search(r"[kmgt]b?\s*$", str(size).lower()) is not None
+def is_decimal(*sizes: str | int | None) -> bool:
+    """Return whether any of these sizes is written in powers of ten: `8GB` or `8G`, not `8GiB`."""
+    return any(
+        one.is_decimal
+        if isinstance(one, ByteSize)
+        else re.search(r"[kmgt]b?\s*$", str(one).lower())
+        for one in sizes
+    )
 
 
 def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:

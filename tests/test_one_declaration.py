@@ -19,7 +19,7 @@ import pytest
 from forked import popen
 
 import offload
-from offload.declaration import build, called_with, check_numbers, interval, option, options_of, unset
+from offload.declaration import build, called_with, check_values, given_of, interval, option, options_of
 from offload.errors import UserError
 from offload.planning.load_options import LoadOptions
 from offload.sampling_options import Sampling
@@ -158,7 +158,7 @@ class Inner:
     count: int = option("--count", "-c", default=3, help="how many", keeps_default=True)
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_values(self)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Outer:
     """A name, and what was given of the numbers."""
 
     name: str = option("--name", is_required=True, default="", help="what it is called")
-    given: Mapping[str, Any] = unset(Inner)
+    given: Mapping[str, Any] = given_of(Inner)
     _: KW_ONLY
     loud: bool = option("--loud/--quiet", default=False, help="whether it is heard")
 

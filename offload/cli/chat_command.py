@@ -46,7 +46,7 @@ def chat(
     loading = Loading.of(models, model_options, needs_template=True)
     from offload.cli.chat_input import SilentTerminal
 
-    shown = Console(output, model_options.ram, is_silent=is_worker(model_options.ranks))
+    shown = Console(output, *model_options.budgets, is_silent=is_worker(model_options.ranks))
     with shown as console, SilentTerminal() as terminal:
         chosen, note = given.settled(loading.config_place, console.wait)
         with libraries(console, before_leaving=terminal.end):

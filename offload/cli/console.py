@@ -45,7 +45,7 @@ class Console:
     """Shows the lines of one run, and the live one below them; nothing where JSON or quiet is wanted.
 
     Args:
-        sizes_like: a size as the user has written it, for the unit of those that are shown.
+        sizes_like: sizes as the user has written them, for the unit of those that are shown.
         is_silent: show nothing, whatever is wanted.
 
     Attributes:
@@ -56,13 +56,12 @@ class Console:
     def __init__(
         self,
         output: OutputOptions,
-        sizes_like: str | int | None = None,
-        *,
+        *sizes_like: str | int | None,
         is_silent: bool = False,
     ) -> None:
         self._is_quiet = output.quiet or output.as_json or is_silent
         self._is_verbose = output.verbose
-        self.is_decimal = is_decimal(sizes_like)
+        self.is_decimal = is_decimal(*sizes_like)
         self.progress: Progress | None = None
         self.num_written = 0
         self._stream = sys.stderr
@@ -148,13 +147,9 @@ class Console:
                 )
                 self._thread.start()
 
-    def wait(self, label: str) -> None:
+    def wait(self, label: str, *, is_at_once: bool = False) -> None:
         """Show that something is under way of which it is not known how much is left."""
-        self.show(Phase(label))
-
-    def announce(self, label: str) -> None:
-        """Show what is under way as `wait` does, and at once in a log, which has no live line."""
-        self.show(Phase(label), is_at_once=True)
+        self.show(Phase(label), is_at_once=is_at_once)
 
     def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "") -> None:
         """Show the progress in bytes of something; without a label, of what is under way."""

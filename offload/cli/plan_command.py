@@ -36,7 +36,7 @@ def plan(
     model, draft = models.names()
     options = LoadOptions.of(model_options, model=model, draft=draft)
     tokens_per_sweep = machine.tokens_per_sweep
-    with Console(output, model_options.ram) as console, ExitStack() as resources:
+    with Console(output, *model_options.budgets) as console, ExitStack() as resources:
         if any(map(is_built, options.models_to_read)):
             resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked

@@ -69,7 +69,7 @@ class MemoryBudget:
 
     @property
     def _is_decimal(self) -> bool:
-        return is_decimal(self.ram) or is_decimal(self.gpu)
+        return is_decimal(self.ram, self.gpu)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.files import open_regular
 from offload.datastore.store import read_store
-from offload.declaration import options_of, whole_number
+from offload.declaration import check_values, options_of
 from offload.errors import UserError, require, told_by_system
 from offload.machine import available_ram_bytes
-from offload.options import DTYPES, EXPERTS, ModelChoice, ModelOptions, PathLike
+from offload.options import ModelChoice, ModelOptions, PathLike
 from offload.planning.profile import parse_profile
 from offload.planning.quantised_drafts import check_held, copy_bits, files_of
 from offload.rank_roles import (
@@ -31,16 +31,13 @@ from offload.rank_roles import (
     require_place,
 )
 from offload.rules import check_lenience, drafting_of
-from offload.threads import MAX_THREADS
 from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
-from offload.units import ByteSize, Rate, parse_rate
+from offload.units import ByteSize, parse_rate
 
 Found = TypeVar("Found")
-MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
 # Free memory that is left to other work on the machine: a quarter, 1 GiB at least.
 _RESERVE_SHARE = 0.25
 _RESERVE_BYTES = 1 << 30
-MAX_CONTEXT = 1 << 30  # positions, far beyond what any model was made for
 
 
 def check_device_name(name: object) -> None:
@@ -56,7 +53,7 @@ class LoadOptions(ModelOptions, ModelChoice):
 
     @classmethod
     def of(cls, options: ModelOptions, **more: Any) -> "LoadOptions":
-        """Return these options, with the models in `more` where they have none. Raises `UserError`."""
+        """Return these options, with `more` in place of theirs. Raises `UserError`."""
         own = {
             one.name: getattr(options, one.name)
             for one in fields(cls)
@@ -72,7 +69,8 @@ class LoadOptions(ModelOptions, ModelChoice):
         parse_tree(self.tree)
         check_lenience(self.lenience, self.rule)
         self._check_ranks(roles)
-        self._check_sizes()
+        check_device_name(self.device)
+        check_values(self)
         self._check_guesses()
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
@@ -96,7 +94,8 @@ class LoadOptions(ModelOptions, ModelChoice):
                 require(holds, rule, f"`ranks` {self.ranks}", remedy)
             self._check_pipeline(roles)
         is_idle = roles is None and self.pipeline is not None
-        require(not is_idle, "`pipeline` goes with `ranks`", "none", "such as stages:0-1")
+        remedy = "give `ranks`, such as stages:0-1"
+        require(not is_idle, "`pipeline` goes with `ranks`", "none", remedy)
         is_slow = self.slow_layer_s == 0 or (roles is not None and not roles.is_sharded)
         given = f"`ranks` {self.ranks or 'none'}"
         require(is_slow, "`slow_layer_s` goes with stages", given, "leave it out")
@@ -112,39 +111,10 @@ class LoadOptions(ModelOptions, ModelChoice):
             require(not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
             parse_pipeline(self.pipeline)
 
-    def _check_sizes(self) -> None:
-        check_device_name(self.device)
-        for name, kind in (("ram", ByteSize), ("gpu_memory", ByteSize), ("link_limit", Rate)):
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, kind.parse(given, f"`{name}`"))
-        for name, known in (("dtype", DTYPES), ("experts", EXPERTS)):
-            rule = f"`{name}` must be one of {', '.join(known)}"
-            given = getattr(self, name)
-            require(given in known, rule, repr(given), f'try `{name}="auto"`')
-        num_texts = whole_number(self.parallel, "`parallel`")
-        rule = f"`parallel` must lie in 1 to {MAX_PARALLEL}"
-        is_inside = 1 <= num_texts <= MAX_PARALLEL
-        require(is_inside, rule, num_texts, "so many texts are written at a time")
-        object.__setattr__(self, "parallel", num_texts)
-        measured = "leave it out to have it measured"
-        for name, most, too_few, too_many in (
-            ("context", MAX_CONTEXT, "prompt and new tokens have to fit", "lower it"),
-            ("threads", MAX_THREADS, measured, measured),
-        ):
-            if (given := getattr(self, name)) is not None:
-                count = whole_number(given, f"`{name}`")
-                require(count >= 1, f"`{name}` must be 1 or more", count, too_few)
-                require(count <= most, f"`{name}` must be at most {most}", count, too_many)
-                object.__setattr__(self, name, count)
-        for name in ("lookup", "invariant"):
-            given = getattr(self, name)
-            is_known = given in (None, True, False)
-            require(is_known, f"`{name}` must be True or False", repr(given), "leave it out")
-
     def _check_guesses(self) -> None:
         for name in ("config", "profile", "ngram", "datastore"):
             path = getattr(self, name)
-            is_path = path is None or isinstance(path, str | os.PathLike)
+            is_path = path is None or (isinstance(path, str | os.PathLike) and path != "")
             require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
         parse_match_length(self.lookup_length)
         has_length = self.lookup_length != options_of(ModelOptions)["lookup_length"].default
@@ -267,11 +237,11 @@ class LoadOptions(ModelOptions, ModelChoice):
             require(is_left_out, rule, repr(self.tree), "give `draft`, or leave `tree` out")
             tree = TreeSpec("none")
         if tokens_per_sweep is not None:
-            rule = "`tokens_per_sweep` must be 1 or more"
-            remedy = "a pass yields one token at least"
-            require(tokens_per_sweep >= 1, rule, tokens_per_sweep, remedy)
             if tree.is_chosen or tree.kind == "none":
                 raise UserError(
                     f"`tokens_per_sweep` {tokens_per_sweep:g} belongs to one tree: name it, such as `tree` 128x20"
                 )
+            rule = f"`tokens_per_sweep` must lie in 1 to {tree.depth + 1}"
+            remedy = "a pass yields one token, and one more for each level at most"
+            require(1 <= tokens_per_sweep <= tree.depth + 1, rule, tokens_per_sweep, remedy)
         return tree

@@ -111,7 +111,7 @@ def test_a_smaller_host_sends_layers_to_its_disk_and_a_card_of_any_size_is_plann
     ("wish", "words"),
     [
         ({"tokens_per_sweep": 4.0, "hardware": "l40"}, "belongs to one tree"),
-        ({"tokens_per_sweep": 0.5, "hardware": "l40", "tree": "64x8"}, "must be 1 or more, got 0.5"),
+        ({"tokens_per_sweep": 0.5, "hardware": "l40", "tree": "64x8"}, "must lie in 1 to 9, got 0.5"),
         ({"tokens_per_sweep": 4.0, "tree": "64x8"}, "goes with `hardware`"),
         ({"hardware": "rtx4090", "gpu_memory": "12GiB"}, "take a draft of at most"),
     ],
@@ -300,7 +300,7 @@ def test_a_disk_speed_stands_for_that_of_any_machine(configs: list[str], pair: P
     save_profile(profile_of(pair))
     here = ask(pair, ram="1GiB", disk_speed="3GB", tree="chain:4")
     assert here.link_bytes_per_s == 3e9 and here.basis.startswith("profile ") and here.predictions[0].s_per_token == 0.5
-    with pytest.raises(UserError, match="`disk_speed` must be a size such as"):
+    with pytest.raises(UserError, match="`disk_speed` must be bytes per second, got"):
         ask(pair, disk_speed="fast")
 
 

@@ -162,7 +162,7 @@ def test_a_text_that_was_cut_off_says_so() -> None:
      *dict.fromkeys(("8GiB", "512mi", "4096", 4096, None), False).items()],
 )  # fmt: skip
 def test_sizes_are_told_in_powers_of_ten_where_they_are_given_so(size: str | int | None, is_ten: bool) -> None:
-    assert is_decimal(size) == is_ten
+    assert is_decimal(size) == is_decimal(None, size) == is_ten
     assert format_bytes(4 * 10**9, is_decimal=True) == "4 GB" and format_bytes(4 << 30) == "4 GiB"
 
 

@@ -82,7 +82,7 @@ def test_an_error_names_where_the_flag_was_set(sound: Path, config: Path, monkey
     config.write_text("[chat]\nmax-tokens = -5\n")
     monkeypatch.setenv("OFFLOAD_TEMP", "0.5")
     monkeypatch.setenv("OFFLOAD_RAM", "lots")
-    assert_refused(shell(*command), "got 'lots' (--ram is set by OFFLOAD_RAM)")
+    assert_refused(shell(*command), "got 'lots'", "(--ram is set by OFFLOAD_RAM)")
     for given in (("--ram", "few"), ("-n", -5), ("-n-5",), ("--temperature", -1)):
         refused = shell(*command, "--threads", 1, *(() if given[0] == "--ram" else ("--ram", "1GiB")), *given)
         assert_refused(refused, "got 'few'" if given[0] == "--ram" else "")
