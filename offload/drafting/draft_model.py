@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.memory.sizes import PROMPT_ROWS
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart, causal
 from offload.model.tree_model import TreeModel
 
-_CHUNK = 512  # rows of one pass when a long prompt is taken in
-_SCORED_CHUNK = 64  # ... when every row is scored
+_SCORED_CHUNK = 64  # rows of a pass of which each is scored
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Draft:
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
         """Run the committed tokens that the cache lacks; return the last one's scores (1, V)."""
-        for chunk in self._missing(tokens).split(_CHUNK):
+        for chunk in self._missing(tokens).split(PROMPT_ROWS):
             logits = self._run_committed(chunk, num_logits=1)
         return self._as_wide_as_target(logits)
 
@@ -95,9 +95,9 @@ def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
     # rows beside the roots
     before = list[BatchPart]()
     roots = list[BatchPart]()
-    room = _CHUNK - len(drafts)
+    room = PROMPT_ROWS - len(drafts)
     for draft, tokens in zip(drafts, texts, strict=True):
-        *long, last = draft._missing(tokens).split(_CHUNK)
+        *long, last = draft._missing(tokens).split(PROMPT_ROWS)
         if len(last) - 1 > room:
             long = [*long, last[:-1]]
             last = last[-1:]

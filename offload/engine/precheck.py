@@ -19,7 +19,7 @@ from offload.checkpoint.small_files import has_chat_template, has_tokenizer, no_
 from offload.engine.resolve import resolve_files
 from offload.errors import UserError
 from offload.planning.load_options import LoadOptions
-from offload.streaming.device import is_host
+from offload.streaming.device import host_for, is_host
 
 _SHORT = 64  # a short context: every run has more positions
 
@@ -48,7 +48,7 @@ def check_setup(
     if len(here) == len(headers) and options.ranks is None:
         files = options.files_of(here)
         if is_host(options.device):
-            setup = resolve_files(files, options)
+            setup = resolve_files(files, options, host_for(options.gpu_memory))
             if not needs_context:
                 context = min(_SHORT, longest_context(files.target) or _SHORT)
                 setup = replace(setup, budget=replace(setup.budget, context=context))

@@ -35,7 +35,15 @@ from offload.memory.sizes import (
     num_logits_rows,
     states_bytes,
 )
-from offload.memory.tiers import MIN_SLOTS, ExpertPoolSize, Filling, LayerTier, MemoryTier, fill_all
+from offload.memory.tiers import (
+    MIN_SLOTS,
+    NUM_LOADERS,
+    ExpertPoolSize,
+    Filling,
+    LayerTier,
+    MemoryTier,
+    fill_all,
+)
 from offload.rules import drafting_of
 
 # Importing numba and its first compilations: 115 to 137 MiB of RSS with an empty cache by one to
@@ -185,68 +193,36 @@ class _Contents(NamedTuple):
     def plan(self) -> MemoryPlan:
         """Return the plan. Raises `TooLittleMemoryError`."""
         target = self.target
-        items = self._beside_layers()
-        tiers = [self._computing_tier(items)]
+        bare = self._without_layers()
+        tiers = [self._computing_tier(bare)]
         if self.is_gpu:
-            tiers.append(self._feeding_tier())
-        experts = target.experts
-        pool = ExpertPoolSize()
-        if experts is not None:
-            pool = ExpertPoolSize(experts.num_records, experts.slot_bytes)
+            tiers.append(self._feeding_tier(bare))
+        pool = ExpertPoolSize(bare.num_experts, max(1, bare.expert_slot_bytes))
         all_bytes = (*target.layer_bytes, *target.encoder_bytes)
         num_layers = len(target.layer_bytes)
         fillings = fill_all(tiers, all_bytes, num_layers, pool)
         here = fillings[0]
         host = fillings[1] if self.is_gpu else Filling(frozenset(), 0)
-        tier_of = {
-            layer: tier
-            for tier, filling in zip(LayerTier, fillings, strict=False)
-            for layer in filling.layers
-        }
-        slot_bytes = max(all_bytes) if here.num_layer_slots else 0
-        hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers)
-        hosted_bytes += host.num_layer_slots * slot_bytes + host.num_expert_slots * pool.slot_bytes
-        budget = self.budget
-        return MemoryPlan(
-            device="cuda" if self.is_gpu else "cpu",
-            ram_bytes=int(budget.ram),
-            gpu_bytes=None if budget.gpu is None else int(budget.gpu),
-            context=budget.positions,
-            num_nodes=self.num_nodes,
-            parallel=budget.parallel,
-            max_prompt_rows=self.prompt_rows,
-            num_logits_rows=self.num_logits,
-            runtime_bytes=self.runtime_bytes,
-            gpu_runtime_bytes=GPU_RUNTIME_BYTES if self.is_gpu else 0,
-            table_bytes=target.table_bytes if self.is_gpu else 0,
-            staging_bytes=max(0, tiers[-1].passing_bytes - hosted_bytes) if self.is_gpu else 0,
+        tier_of = dict.fromkeys(here.layers, LayerTier.RESIDENT)
+        tier_of |= dict.fromkeys(host.layers, LayerTier.PINNED)
+        plan = replace(
+            bare,
+            tier_L=tuple(tier_of.get(layer, LayerTier.DISK) for layer in range(num_layers)),
+            layer_slot_bytes=max(all_bytes) if here.num_layer_slots else 0,
             num_layer_slots=here.num_layer_slots,
             num_host_layer_slots=host.num_layer_slots,
-            layer_slot_bytes=slot_bytes,
-            layer_bytes=target.layer_bytes,
-            tier_L=tuple(tier_of.get(layer, LayerTier.DISK) for layer in range(num_layers)),
-            source_tokens=self.source_tokens,
             encoder_bytes=0 if here.num_layer_slots else sum(target.encoder_bytes),
             num_expert_slots=here.num_expert_slots,
             num_host_expert_slots=host.num_expert_slots,
-            **items,
-            **_expert_counts(experts),
         )
+        if not self.is_gpu:
+            return plan
+        hosted_bytes = plan.total_bytes - bare.total_bytes
+        return replace(plan, staging_bytes=max(0, tiers[-1].passing_bytes - hosted_bytes))
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether a GPU computes."""
         return self.budget.gpu is not None
-
-    @property
-    def num_logits(self) -> int:
-        """Return how many rows of a tree are scored at once."""
-        return num_logits_rows(self.num_nodes, is_gpu=self.is_gpu)
-
-    @property
-    def source_tokens(self) -> int:
-        """Return the positions of a prompt that an encoder may read; 0 without an encoder."""
-        return self.budget.positions if self.target.encoder_bytes else 0
 
     @property
     def runtime_bytes(self) -> int:
@@ -256,51 +232,68 @@ class _Contents(NamedTuple):
         is_compiled = any(one.is_compiled for one in (self.target, self.draft) if one)
         return RUNTIME_BYTES + (COMPILER_BYTES if _HAS_COMPILER and is_compiled else 0)
 
-    def _beside_layers(self) -> dict[str, int]:
-        """Return what stands beside layers where they are computed, under names of the plan."""
+    def _without_layers(self) -> MemoryPlan:
+        """Return the plan of all that stands beside layers, which are all on the disk."""
         target, draft, budget, num_nodes, prompt_rows = self
         context = budget.positions
         parallel = budget.parallel
         is_gpu = self.is_gpu
+        source_tokens = context if target.encoder_bytes else 0
+        num_logits = num_logits_rows(num_nodes, is_gpu=is_gpu)
         rest_bytes = target.head_bytes if is_gpu else target.rest_bytes
-        kv_slots = self.source_tokens + cache_slots(context, num_nodes, parallel)
+        kv_slots = source_tokens + cache_slots(context, num_nodes, parallel)
         kv_bytes = parallel * target.kv_bytes_per_token * kv_slots
         num_rows = prompt_rows + num_nodes
-        pass_bytes = activation_bytes(target, num_rows, self.num_logits, context, is_gpu=is_gpu)
+        pass_bytes = activation_bytes(target, num_rows, num_logits, context, is_gpu=is_gpu)
         pass_bytes += 0 if is_gpu else PATH_SCRATCH_BYTES
         pass_bytes += target.cast_bytes + target.scratch_bytes
-        items = {
-            "rest_bytes": rest_bytes + target.companion_bytes,
-            "draft_bytes": 0,
-            "distribution_bytes": 0,
-            "kv_bytes": kv_bytes + states_bytes(target, num_nodes, parallel),
-            "activation_bytes": pass_bytes + parallel * noise_bytes(target.vocab_size),
-        }
-        keeps_distributions = drafting_of(budget.rule).keeps_distributions
+        drafting_bytes = 0
+        distributions_bytes = 0
         if draft is not None:
-            items["draft_bytes"] = draft_bytes(
+            drafting_bytes = draft_bytes(
                 draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel
             )
-        if draft is not None and keeps_distributions:
-            items["distribution_bytes"] = distribution_bytes(target.vocab_size, num_nodes)
-        return items
+            if drafting_of(budget.rule).keeps_distributions:
+                distributions_bytes = distribution_bytes(target.vocab_size, num_nodes)
+        return MemoryPlan(
+            device="cuda" if is_gpu else "cpu",
+            ram_bytes=int(budget.ram),
+            gpu_bytes=None if budget.gpu is None else int(budget.gpu),
+            context=context,
+            num_nodes=num_nodes,
+            parallel=parallel,
+            max_prompt_rows=prompt_rows,
+            num_logits_rows=num_logits,
+            runtime_bytes=self.runtime_bytes,
+            gpu_runtime_bytes=GPU_RUNTIME_BYTES if is_gpu else 0,
+            table_bytes=target.table_bytes if is_gpu else 0,
+            rest_bytes=rest_bytes + target.companion_bytes,
+            draft_bytes=drafting_bytes,
+            distribution_bytes=distributions_bytes,
+            kv_bytes=kv_bytes + states_bytes(target, num_nodes, parallel),
+            activation_bytes=pass_bytes + parallel * noise_bytes(target.vocab_size),
+            source_tokens=source_tokens,
+            layer_bytes=target.layer_bytes,
+            tier_L=(LayerTier.DISK,) * len(target.layer_bytes),
+            layer_slot_bytes=0,
+            num_layer_slots=0,
+            **_expert_counts(target.experts),
+        )
 
-    def _computing_tier(self, items: dict[str, int]) -> MemoryTier:
+    def _computing_tier(self, bare: MemoryPlan) -> MemoryTier:
         """Return the tier where layers are computed: a GPU's memory, or the host's."""
         target, draft, budget, *_ = self
         where = "RAM"
         argument = "ram"
         budget_bytes = budget.ram
-        runtime_bytes = self.runtime_bytes
         passing_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
         if budget.gpu is not None:
             where = "device memory"
             argument = "gpu_memory"
             budget_bytes = budget.gpu
-            runtime_bytes = GPU_RUNTIME_BYTES
             passing_bytes = 0
-        fixed_bytes = runtime_bytes + sum(items.values())
-        drafting_bytes = items["draft_bytes"]
+        fixed_bytes = bare.fixed_bytes
+        drafting_bytes = bare.draft_bytes
 
         def refusal(slots_bytes: int) -> UserError:
             layers = (*target.layer_bytes, *target.encoder_bytes)
@@ -321,12 +314,12 @@ class _Contents(NamedTuple):
 
         return MemoryTier(budget_bytes, fixed_bytes, passing_bytes, refusal)
 
-    def _feeding_tier(self) -> MemoryTier:
+    def _feeding_tier(self, bare: MemoryPlan) -> MemoryTier:
         """Return the pinned memory that feeds a GPU; loading passes where layers will lie."""
         target, draft, budget, *_ = self
-        fixed_bytes = self.runtime_bytes + target.table_bytes
+        fixed_bytes = bare.total_bytes
         # a head is expanded from what lies beside
-        passing = [*target.layer_bytes, target.head_bytes + target.beside_bytes]
+        passing = [NUM_LOADERS * max(target.layer_bytes), target.head_bytes + target.beside_bytes]
         if draft is not None:
             passing += [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes]
 
@@ -360,7 +353,6 @@ def least_budget(plan: Callable[[int], object]) -> int:
 
 
 def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
-    """Raise `UserError` where experts cannot be read as requested."""
     kind = str(target.config.get("model_type"))
     rule = "`experts` demand needs a mixture whose experts can be read one by one"
     is_possible = shape.experts is not None or experts != "demand"

@@ -16,6 +16,8 @@ from offload.errors import UserError
 # One layer computes while the next is read; a third slot evens out what takes longer.
 MIN_SLOTS = 2
 WANTED_SLOTS = 3
+# Locked buffers through which layers come in that stay on a GPU.
+NUM_LOADERS = 2
 # Expert slots with which any pass gets through: one computes while another is read.
 MIN_EXPERTS = 2
 # Experts that are read ahead: a disk is busy with less, and goes on while they compute.

@@ -22,7 +22,8 @@ def describe(model: PathLike, source: PathLike | None = None) -> Checkpoint:
     `source` is what a GGUF file was made from, see `open_headers`. Raises `UserError`.
     """
     path = config_alone(model)
-    if path is None:
+    # which refuses a source of anything but a GGUF file
+    if path is None or source is not None:
         return open_headers(model, source)
     config = read_config(path)
     if config.get("quantization_config"):

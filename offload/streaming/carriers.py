@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
-from offload.memory.tiers import LayerTier
+from offload.memory.tiers import NUM_LOADERS, LayerTier
 from offload.streaming.device import Device, Event, Spans
 from offload.streaming.disk import ByteSource, read_all, when_all_done
 from offload.streaming.pinned import HostBuffer, PinnedAllocator
@@ -137,10 +137,6 @@ class FeedingCarrier(HostCarrier):
         return slab
 
 
-# buffers through which resident layers come in
-_NUM_LOADERS = 2
-
-
 class DeviceCarrier(FeedingCarrier):
     """Brings layers to the memory of a device.
 
@@ -246,9 +242,9 @@ class DeviceCarrier(FeedingCarrier):
         # the memory may still be in use by what was enqueued before
         device.wait(device.copies, device.record(device.compute))
         size = max(slab.nbytes for slab in self.resident.values())
-        hosts = [self._host(n).tensor for n in self._host_layers[:_NUM_LOADERS]]
+        hosts = [self._host(n).tensor for n in self._host_layers[:NUM_LOADERS]]
         fitting = [buffer for buffer in (*self.ahead.slots, *hosts) if len(buffer) >= size]
-        own = [] if fitting else [self.pinned.allocate(size) for _ in range(_NUM_LOADERS)]
+        own = [] if fitting else [self.pinned.allocate(size) for _ in range(NUM_LOADERS)]
         buffers = fitting or [buffer.tensor for buffer in own]
         loading = SlotCycle(self.read, list(self.resident), buffers, is_cycle=False)
         loading.start()

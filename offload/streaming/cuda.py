@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.errors import UserError, reason
 from offload.planning.load_options import check_device_name
-from offload.streaming.device import HOST, Device, Event, Stream
+from offload.streaming.device import Device, Event, Stream, host_for
 from offload.streaming.pinned import PinnedAllocator, open_pinned_allocator
 from offload.units import format_bytes, parse_size
 
@@ -242,11 +242,7 @@ def open_device(name: str, gpu_memory: str | int | None = None, *, rank_on_host:
     """
     check_device_name(name)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        if gpu_memory is not None:
-            parse_size(gpu_memory, "`gpu_memory`")
-            what = "`gpu_memory` limits a CUDA device, and this run uses the CPU"
-            raise UserError(f"{what}: leave it out and use `ram`")
-        return HOST
+        return host_for(gpu_memory)
     if not torch.cuda.is_available():
         what = " and driver, this machine shows none"
         if torch.version.cuda is None:

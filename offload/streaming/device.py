@@ -131,6 +131,14 @@ def is_host(name: str) -> bool:
     return name == "cpu" or (name == "auto" and not has_cuda_driver())
 
 
+def host_for(gpu_memory: str | int | None) -> Device:
+    """Return the host, which has no memory of a GPU to limit. Raises `UserError` for a limit."""
+    if gpu_memory is not None:
+        what = "`gpu_memory` limits a CUDA device, and this run uses the CPU"
+        raise UserError(f"{what}: leave it out and use `ram`")
+    return HOST
+
+
 def device_of(options: "LoadOptions", assumed: "Assumptions | None" = None) -> Device:
     """Open what `options` compute on. Raises `UserError`.
 
