@@ -63,10 +63,10 @@ class RankPart(NamedTuple):
         return Traffic.of(self.plan, self.machine).streamed_bytes / self.machine.feed_bytes_per_s
 
     @property
-    def compute_s(self) -> Curve | None:
-        """Seconds of its processor against rows; None where its rates are not known."""
+    def compute_s(self) -> Curve:
+        """Seconds of its processor against rows; nothing where its rates are not known."""
         if self.machine.flops_per_s is None:
-            return None
+            return NOTHING
         positions = int(FILLED_SHARE * self.plan.context)
         return costs_on(self.machine, self.shape, None, positions).compute_s
 
@@ -88,15 +88,18 @@ class RankPart(NamedTuple):
 class ClusterLayout(NamedTuple):
     """All parts of one model, and what their ranks send each other."""
 
+    request: ClusterRequest
     parts: tuple[RankPart, ...]
     exchange: Gathers | Hops
 
-    def draft_step_s(self, request: ClusterRequest) -> Curve:
-        """Return seconds of a draft step against its rows, on the head; nothing if not known."""
-        if request.files.draft is None or not request.knows_compute:
+    @property
+    def draft_step_s(self) -> Curve:
+        """Seconds of a draft step against its rows, on the head; nothing if not known."""
+        files, _, dtype, *_ = self.request
+        if files.draft is None or not self.request.knows_compute:
             return NOTHING
         head = self.parts[0]
-        draft = model_shape(request.files.draft, request.dtype)
+        draft = model_shape(files.draft, dtype)
         return costs_on(
             head.machine, draft, draft, int(FILLED_SHARE * head.plan.context)
         ).draft_step_s
@@ -127,7 +130,7 @@ def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
         if sharding.has_own_heads:
             num_heads = rows[_KEYS].num // head_dim(config_sizes(files.target))
         parts.append(part._replace(rows=rows, num_heads=num_heads))
-    return ClusterLayout(tuple(parts), gathers_of(target, sharding, request.dtype))
+    return ClusterLayout(request, tuple(parts), gathers_of(target, sharding, request.dtype))
 
 
 def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
@@ -155,7 +158,7 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
         _part(request, num_nodes, ranks[rank], files_of(rank, layers.start, layers.stop), layers)
         for rank, layers in enumerate(stage_layers(capacities, load))
     )
-    return ClusterLayout(parts, Hops(len(ranks), *row_sizes(target, request.dtype)))
+    return ClusterLayout(request, parts, Hops(len(ranks), *row_sizes(target, request.dtype)))
 
 
 def _part(

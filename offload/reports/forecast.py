@@ -162,7 +162,9 @@ class ClusterForecast(NamedTuple):
     def busy(self, part: RankPart) -> RankTime:
         """Return what a rank does in a pass; of stages the network exchanges meanwhile."""
         is_disk = not part.machine.gpu_bytes or Traffic.of(part.plan, part.machine).is_disk_slower
-        compute_s = part.compute_s.at(self.num_rows) if part.compute_s else 0.0
+        assert self.layout is not None, "it has parts"
+        is_counted = self.layout.request.knows_compute
+        compute_s = part.compute_s.at(self.num_rows) if is_counted else 0.0
         exchange_s = self.usual.exchange_s if self.kind == "shards" else 0.0
         if part.link_s and part.link_s >= compute_s + exchange_s:
             return RankTime(part.link_s, "disk" if is_disk else "link")
@@ -218,7 +220,7 @@ def forecast(options: LoadOptions, ranks: Path, tokens_per_sweep: float | None =
     stages = one_way("stages")
     if shards.layout is None and stages.layout is None:
         raise UserError(f"{ranks.name}: as shards, {shards.refusal}; as stages, {stages.refusal}")
-    better, why = _better(request, shards, stages)
+    better, why = _better(shards, stages)
     ways = (shards, stages)
     return Forecast(cluster, facts_of(setup), ways, better, why, not request.knows_compute)
 
@@ -238,25 +240,25 @@ def _one_way(
         if kind == "stages":
             num_ranks = len(request.cluster.ranks)
             require_exact_rule(Roles(num_ranks, tuple(range(num_ranks))), request.rule, 1.0)
-            tree = _batches(request, plain, tree)
+            tree = _batches(plain, tree)
             tokens = None
         if request.files.draft is not None and tree.kind != "none":
             shape, drawn, basis = _choice(request, tree, profile, lay_out)
             drawn = (tokens, tokens) if tokens else drawn
             basis = "tokens per pass as given" if tokens else basis
             chosen = lay_out(shape.num_nodes)
-            rates.append(_rate(request, chosen, shape, drawn, basis))
+            rates.append(_rate(chosen, shape, drawn, basis))
     except UserError as refusal:
         return ClusterForecast(kind, None, str(refusal))
-    rates.insert(0, _rate(request, plain, chain(0), (1.0, 1.0), "no tree"))
+    rates.insert(0, _rate(plain, chain(0), (1.0, 1.0), "no tree"))
     rows = sorted({*SHOWN_ROWS, rates[-1].shape.num_nodes})
-    passes = tuple(_pass(request, chosen, count) for count in rows)
+    passes = tuple(_pass(chosen, count) for count in rows)
     return ClusterForecast(kind, chosen, "", passes, tuple(rates))
 
 
-def _batches(request: ClusterRequest, layout: ClusterLayout, tree: TreeSpec) -> TreeSpec:
+def _batches(layout: ClusterLayout, tree: TreeSpec) -> TreeSpec:
     """Return the tree of a run of stages: the guesses that the slowest computes almost free."""
-    seconds = [max(map(max, *_stage_times(request, layout, rows))) for rows in TIMED_ROWS]
+    seconds = [max(map(max, *_stage_times(layout, rows))) for rows in TIMED_ROWS]
     pipeline = PipelineOptions(mode="plain" if tree.kind == "none" else "async")
     num_rows = pipeline.num_rows(free_rows(seconds)) if seconds[0] else pipeline.num_rows()
     depth = min(num_rows - 1, AUTO_DEPTH, layout.parts[0].plan.context - 1)
@@ -281,10 +283,10 @@ def _choice(
     layout = lay_out(num_nodes)
     costs = None
     if request.knows_compute:
-        seconds = tuple(_pass(request, layout, rows).seconds for rows in _CURVE_ROWS)
+        seconds = tuple(_pass(layout, rows).seconds for rows in _CURVE_ROWS)
         costs = Costs(
             compute_s=Curve(_CURVE_ROWS, seconds),
-            draft_step_s=layout.draft_step_s(request),
+            draft_step_s=layout.draft_step_s,
             verify_s=VERIFY_S,
             # the curve holds the whole pass, link included
             link_bytes_per_s=1.0,
@@ -307,26 +309,21 @@ def _choice(
 
 
 def _rate(
-    request: ClusterRequest,
-    layout: ClusterLayout,
-    shape: Shape,
-    tokens: tuple[float, float],
-    basis: str,
+    layout: ClusterLayout, shape: Shape, tokens: tuple[float, float], basis: str
 ) -> ForecastRate:
     """Return the rate of one run at a time, or of as many as stages take, where that is quicker."""
     num_rows = shape.num_nodes
     label = label_of(shape)
-    one = _pass(request, layout, num_rows)
-    curve = layout.draft_step_s(request)
-    draft_s = curve.total(shape.draft_widths) if num_rows > 1 else 0.0
-    seconds = draft_s + one.seconds + (VERIFY_S if request.knows_compute else 0.0)
+    draft_s = layout.draft_step_s.total(shape.draft_widths) if num_rows > 1 else 0.0
+    verify_s = VERIFY_S if layout.request.knows_compute else 0.0
+    seconds = draft_s + _pass(layout, num_rows).seconds + verify_s
     num_in_flight = 1
     num_stages = len(layout.parts)
     if num_rows > 1 and not isinstance(layout.exchange, Gathers):
         label = f"runs of {num_rows} rows"
         # One begins and one ends in every cycle; the draft computes where the first stage does,
         # beside its link.
-        cycle_s = _pass(request, layout, num_rows, draft_s).cycle_s
+        cycle_s = _pass(layout, num_rows, draft_s).cycle_s
         flying_s = cycle_s * num_stages / in_flight_gain(num_stages, num_rows)
         # those beyond one a stage wait, and keep none of them idle
         if num_stages > 1 and flying_s < seconds:
@@ -338,45 +335,39 @@ def _rate(
     )
 
 
-def _pass(
-    request: ClusterRequest, layout: ClusterLayout, num_rows: int, draft_s: float = 0.0
-) -> ForecastPass:
+def _pass(layout: ClusterLayout, num_rows: int, draft_s: float = 0.0) -> ForecastPass:
     """Return one pass; `draft_s` is what the first stage computes between two of them."""
-    exchange_s = layout.exchange.seconds(num_rows, request.cluster.network)
-    link_s, compute_s = _stage_times(request, layout, num_rows)
+    network = layout.request.cluster.network
+    exchange_s = layout.exchange.seconds(num_rows, network)
+    link_s, compute_s = _stage_times(layout, num_rows)
     sent_bytes = layout.exchange.sent_bytes(num_rows)
     if isinstance(layout.exchange, Gathers):
         seconds = max(*link_s, max(compute_s) + exchange_s)
         return ForecastPass(num_rows, seconds, exchange_s, seconds, sent_bytes)
     stage_s = [max(one) for one in zip(link_s, compute_s, strict=True)]
-    hop_s = layout.exchange.hop_s(num_rows, request.cluster.network) if len(stage_s) > 1 else 0.0
+    hop_s = layout.exchange.hop_s(num_rows, network) if len(stage_s) > 1 else 0.0
     cycle_s = max(*stage_s, compute_s[0] + draft_s, hop_s)
     return ForecastPass(num_rows, sum(stage_s) + exchange_s, exchange_s, cycle_s, sent_bytes)
 
 
-def _stage_times(
-    request: ClusterRequest, layout: ClusterLayout, num_rows: int
-) -> tuple[list[float], list[float]]:
+def _stage_times(layout: ClusterLayout, num_rows: int) -> tuple[list[float], list[float]]:
     """Return (seconds of links, seconds of processors) by rank."""
-    compute_s = [
-        part.compute_s.at(num_rows) if part.compute_s and request.knows_compute else 0.0
-        for part in layout.parts
-    ]
+    compute_s = [0.0] * len(layout.parts)
+    if layout.request.knows_compute:
+        compute_s = [part.compute_s.at(num_rows) for part in layout.parts]
     return [part.link_s for part in layout.parts], compute_s
 
 
-def _better(
-    request: ClusterRequest, shards: ClusterForecast, stages: ClusterForecast
-) -> tuple[Kind, str]:
+def _better(shards: ClusterForecast, stages: ClusterForecast) -> tuple[Kind, str]:
     for way, other in ((shards, stages), (stages, shards)):
         if other.layout is None:
             return way.kind, f"{other.kind} do not work here: {other.refusal}"
-    if len(request.cluster.ranks) == 1:
-        return "shards", "one rank has all of it either way"
     assert shards.layout is not None and stages.layout is not None
+    if len(shards.layout.parts) == 1:
+        return "shards", "one rank has all of it either way"
     one = shards.usual
     link_s = max(part.link_s for part in shards.layout.parts)
-    if not (link_s or request.knows_compute):
+    if not (link_s or shards.layout.request.knows_compute):
         return "shards", "all of it stays in memory: computing decides, and nothing is known of it"
     exchanges = f"exchanges for {one.num_rows} row{'s' if one.num_rows > 1 else ''} take {one.exchange_s:.2g} s"
     if shards.s_per_token <= stages.s_per_token:

@@ -145,6 +145,12 @@ def test_a_slow_network_is_for_stages_that_fit(cluster: Any) -> None:
     assert figures(*cluster(rank, rank, draft=False, network={"gbit_per_s": 10}))["better"] == "shards"
 
 
+def test_what_one_rank_alone_is_known_to_compute_counts_for_none(cluster: Any) -> None:
+    rank = {"ram": "96GB", "disk": "3GB/s"}
+    found = figures(*cluster({**rank, "flops": 2e12, "memory": "80GB/s"}, rank, draft=False))
+    assert found["is_link_alone"] and [one["busy_s"] for one in found["stages"]["ranks"]] == [0, 0]
+
+
 def test_runs_in_flight_are_counted_where_they_are_quicker(cluster: Any) -> None:
     """A tree that is named is the shards' alone: stages run batches of rows that cost nothing beside their links."""
     found = figures(*cluster(LAPTOP, LAPTOP), "--tree", "64x16", "--tokens-per-sweep", "5")
