@@ -24,6 +24,7 @@ from offload.model.norms import normalize_with
 from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import NOTHING, Costs
 from offload.planning.selector import RunSettings, TreeSelector
+from offload.rules import drafting_of
 from offload.sampling.sampler import Sampler
 from offload.streaming.device import Device
 from offload.threads import ThreadPolicy
@@ -72,7 +73,7 @@ def calibrate(
         compute_s = sweep_curve(target, slab, sizes)
         if draft is not None:
             drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, choice.kernels)
-            how = (settings.drafting, choice.kernels)
+            how = (drafting_of(settings.rule), choice.kernels)
             sampler = Sampler(settings.sampling, target.vocab_size, *how)
             torch.set_num_threads(threads.start.draft.num_threads)
             # a start would end it

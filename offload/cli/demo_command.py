@@ -10,6 +10,7 @@ from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.loading import Loading, making_target
 from offload.cli.prompt_input import read_prompt
+from offload.errors import require
 from offload.options import DEMO_PAIR, DemoOptions, ModelOptions, OutputOptions, TextOptions
 from offload.sampling_options import Sampling
 from offload.units import parse_size, plural
@@ -17,6 +18,8 @@ from offload.units import parse_size, plural
 _NEXT = """next: offload chat --demo, which answers questions about Python; or a model of your own:
       offload plan -m MODEL tells whether it fits, and how fast it will be
       this pair, for any command: -m {target} -d {draft}"""
+
+_MOST_BYTES = 200 * 10**9  # more would need more layers than any model has
 
 
 @flags.command(
@@ -41,14 +44,17 @@ def demo(
     draft = str(DEMO_PAIR / "draft")
     named = LoadOptions.of(model_options, model=DEMO_PAIR / "target", draft=draft)
     size_bytes = parse_size(demo_options.size, "`size`")
+    require(size_bytes <= _MOST_BYTES, "`size` must be at most 200GB", size_bytes, "try 2GB")
     max_tokens = text_options.max_new_tokens or 0
+    require(max_tokens > 1, "two speeds need -n of 2 or more", max_tokens, "try -n 96")
+    given = None if text_options.prompt is None else read_prompt(text_options.prompt, None)
     with Console(output, model_options.ram or demo_options.size) as console, libraries(console):
         from offload.checkpoint.packaged import PROMPT, inflated_target
         from offload.cli import demo_run as run
         from offload.cli import packaged
         from offload.engine.request import Request
 
-        prompt = PROMPT if text_options.prompt is None else read_prompt(text_options.prompt, None)
+        prompt = given or PROMPT
         request = Request(prompt, sampling, max_tokens, raw=True)
         options = packaged.demo_options(named, size_bytes)
         packaged.check(request)

@@ -56,7 +56,7 @@ def libraries(
         if "torch" in sys.modules:
             console.wait(_PHASE)
         else:
-            console.announce(_PHASE)
+            console.wait(_PHASE, is_at_once=True)
             _import(before_leaving)
             # its own settings decide how much it logs
             handler = logging.Handler()

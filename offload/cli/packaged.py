@@ -17,7 +17,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.engine.hooks import Progress
 from offload.engine.request import Request
 from offload.engine.tokenizer import load_tokenizer
-from offload.errors import UserError, require
+from offload.errors import UserError
 from offload.memory.plan import MemoryBudget
 from offload.memory.planner import least_budget, plan_memory
 from offload.options import CHAT_PAIR
@@ -26,15 +26,12 @@ from offload.trees.spec import parse_tree
 from offload.units import ByteSize
 
 _CONTEXT = 512
-_MOST_BYTES = 200 * 10**9  # more would need more layers than any model has
 _CHAT_BYTES = 10**9
 _CHAT_CONTEXT = 1024
 
 
 def demo_options(options: LoadOptions, size_bytes: int) -> LoadOptions:
     """Return how the demo loads, with a target of that size. Raises `UserError` for too little memory."""
-    rule = "`size` must be at most 200GB"
-    require(size_bytes <= _MOST_BYTES, rule, size_bytes, "try 2GB")
     looks_up = True if parse_tree(options.tree).kind in ("best", "dynamic") else None
     wanted = replace(options, context=_CONTEXT, lookup=looks_up)
     streamed, plan = _streamed(PAIR, size_bytes, wanted)
@@ -81,8 +78,6 @@ def _streamed(
 
 def check(request: Request) -> None:
     """Refuse what cannot run before a target is made for it. Raises `UserError`."""
-    num_new = request.max_new_tokens
-    require(num_new > 1, "two speeds need -n of 2 or more", num_new, "try -n 96")
     vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
     with _without_context():
         request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)

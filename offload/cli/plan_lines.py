@@ -6,7 +6,7 @@ With `--ranks`: which way of sharing a model is better on a cluster, and what ev
 import math
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from offload.checkpoint.sizes import ModelFacts
@@ -19,12 +19,13 @@ from offload.planning.cost_model import Prediction, PromptPass
 from offload.planning.hardware import KNOWN
 from offload.reports.drafts import DraftCandidate
 from offload.reports.estimate import Estimate
-from offload.reports.forecast import ClusterForecast, Forecast
+from offload.reports.forecast import ClusterForecast, Forecast, ForecastRate
 from offload.units import format_bytes, plural
 
 _gb = partial(format_bytes, is_decimal=True)
-_BAR_WIDTH = 32
 _LINE_WIDTH = 79
+_BAR_WIDTH = 32
+_BAR_COLUMN = 48
 _LABEL_WIDTH = 10
 _ALIKE = 1.02  # of the seconds of two ranks that are done at once
 _WAYS = {"shards": "a part of every layer on each rank", "stages": "layers of its own on each rank"}
@@ -89,20 +90,22 @@ def _headline(found: Estimate) -> str:
     other = ""
     if wanted is not plain and best is plain:
         alone = " without a draft"
-        other = f" ({_range_words(wanted)} with it)"
+        other = f" ({_seconds_span(wanted)} with it)"
     elif wanted is not plain:
-        other = f" ({_range_words(plain)} without a draft)"
+        other = f" ({_seconds_span(plain)} without a draft)"
     least = "at least " if found.is_lower_bound else ""
     texts = f" over {found.plan.parallel} texts" if found.plan.parallel > 1 else ""
-    return f"It runs: {least}{_range_words(best)} seconds per token{texts}{alone}{other}."
+    return f"It runs: {least}{_seconds_span(best)} seconds per token{texts}{alone}{other}."
 
 
-def _range_words(one: Prediction) -> str:
-    return _between(*map(seconds_words, one.s_per_token_range))
-
-
-def _between(low: str, high: str) -> str:
+def _span(ends: tuple[float, float], say: Callable[[float], str] = "{:.1f}".format) -> str:
+    """Return least and most in words, once where they read the same; by default of tokens."""
+    low, high = map(say, ends)
     return low if low == high else f"{low} to {high}"
+
+
+def _seconds_span(one: Prediction | ForecastRate) -> str:
+    return _span(one.s_per_token_range, seconds_words)
 
 
 def _where(plan: MemoryPlan) -> str:
@@ -223,19 +226,21 @@ def _packing_words(packing: PackingForecast, found: Estimate) -> str:
 
 def _tokens_words(found: Estimate, *, is_verbose: bool) -> str:
     best = found.predictions[-1]
-    low, high = (f"{tokens:.1f}" for tokens in best.tokens_range)
-    if best.shape.num_nodes == 1:
-        return f"{low} a pass with the tree {best.label}"
+    words = f"{_span(best.tokens_range)} a pass with the tree {best.label}"
     basis = found.basis if is_verbose else found.basis.partition(";")[0]
-    return f"{_between(low, high)} a pass with the tree {best.label}: {basis}"
+    return words if best.shape.num_nodes == 1 else f"{words}: {basis}"
+
+
+def _screen_width() -> int:
+    """Return the width of the terminal, or of a usual one where there is none."""
+    return columns(sys.stdout) if sys.stdout.isatty() else _LINE_WIDTH + 1
 
 
 def wrapped(label: str, words: str) -> str:
-    """Return a label and what it says, in lines of a narrow screen, or of one that is narrower."""
-    width = columns(sys.stdout) if sys.stdout.isatty() else _LINE_WIDTH
+    """Return a label and what it says, in lines that a screen has room for."""
     return textwrap.fill(
         words,
-        min(width, _LINE_WIDTH),
+        min(_screen_width(), _LINE_WIDTH),
         initial_indent=f"  {label:<{_LABEL_WIDTH}}",
         subsequent_indent=" " * (_LABEL_WIDTH + 2),
         break_long_words=False,
@@ -292,12 +297,13 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
 
 def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int, is_decimal: bool) -> str:
     lines = list[str]()
+    most = max(1, min(_BAR_WIDTH, _screen_width() - _BAR_COLUMN))
     free_bytes = max(0, budget_bytes - sum(size for _, size in rows))
     for label, size_bytes in (*rows, ("free", free_bytes)):
         if size_bytes:
-            cells = max(1, round(_BAR_WIDTH * size_bytes / budget_bytes))
+            cells = max(1, round(most * size_bytes / budget_bytes))
             size = format_bytes(size_bytes, is_decimal=is_decimal)
-            lines.append(f"  {label:<34} {size:>9}  {'█' * min(cells, _BAR_WIDTH)}")
+            lines.append(f"  {label:<34} {size:>9}  {'█' * min(cells, most)}")
     return "\n".join(lines)
 
 
@@ -318,9 +324,9 @@ def cluster_lines(found: Forecast, *, is_verbose: bool = False) -> str:
     rows.append(("why", found.why))
     if len(found.best.rates) > 1:
         rate = found.best.rates[-1]
-        low, high = (f"{tokens:.1f}" for tokens in rate.tokens_range)
-        words = f"{_between(low, high)} a pass with {rate.label}: {rate.basis}"
-        rows.append(("tokens", words))
+        rows.append(
+            ("tokens", f"{_span(rate.tokens_range)} a pass with {rate.label}: {rate.basis}")
+        )
     if found.is_link_alone:
         words = "computing is not counted: give each rank its flops and memory, or its hardware"
         rows.append(("note", words))
@@ -343,10 +349,9 @@ def _cluster_headline(found: Forecast) -> str:
     other = next(way for way in found.ways if way is not found.best)
     if found.is_link_alone and best.layout and not any(part.link_s for part in best.layout.parts):
         return f"As {best.kind} all of it stays in memory: computing alone decides how fast."
-    low, high = map(seconds_words, best.rates[-1].s_per_token_range)
     least = "at least " if found.is_link_alone else ""
     against = f" ({seconds_words(other.s_per_token)} as {other.kind})" if other.layout else ""
-    return f"As {best.kind}: {least}{_between(low, high)} seconds per token{against}."
+    return f"As {best.kind}: {least}{_seconds_span(best.rates[-1])} seconds per token{against}."
 
 
 def _way_lines(
@@ -360,9 +365,8 @@ def _way_lines(
     for rate in way.rates:
         speed = "as fast as it computes, which is not known,"
         if rate.tokens_per_s_range is not None:
-            low, high = map(seconds_words, rate.tokens_per_s_range)
             most = "at most " if is_link_alone else ""
-            speed = f"{most}{_between(low, high)} tokens per second"
+            speed = f"{most}{_span(rate.tokens_per_s_range, seconds_words)} tokens per second"
         tree = f"with {rate.label}" if rate.shape.num_nodes > 1 else "without a tree"
         at_once = f", {rate.num_in_flight} runs in flight" if rate.num_in_flight > 1 else ""
         yield wrapped("decoding", f"{speed} {tree}{at_once}")

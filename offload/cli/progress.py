@@ -16,8 +16,24 @@ _QUIET_S = 1.0  # what is over sooner needs no clock
 _TELLING_SHARE = 0.02  # of the work, from which on the rest can be foretold
 
 
+@dataclass(kw_only=True)
+class Progress:
+    """What the live line tells of."""
+
+    num_layers: int = 0  # that have run since it began
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    def parts(self) -> list[str]:
+        """Return the parts of the line."""
+        raise NotImplementedError
+
+
 @dataclass
-class Phase:
+class Phase(Progress):
     """Something under way, of which a share may be known to be done."""
 
     label: str
@@ -25,19 +41,17 @@ class Phase:
     total: float = 0  # 0 where it is not known how much there is
     is_in_bytes: bool = False
     is_decimal: bool = False
-    num_layers: int = 0  # that have run meanwhile
-    started_s: float = field(default_factory=time.monotonic)
     reached_s: float = 0.0  # when so much was done, counted from the start
 
     def reach(self, done: float, total: float) -> None:
         """Note that so much is done by now."""
         self.done = done
         self.total = total
-        self.reached_s = time.monotonic() - self.started_s
+        self.reached_s = self.elapsed_s
 
     def parts(self) -> list[str]:
         """Return such as `reading layers: 1.2 of 4.0 GiB`, `12 s left`, `1.5 GiB/s`."""
-        elapsed_s = time.monotonic() - self.started_s
+        elapsed_s = self.elapsed_s
         layers = [f"{plural(self.num_layers, 'layer')} run"] if self.num_layers else []
         clock = [duration(elapsed_s)] if elapsed_s >= _QUIET_S else []
         if not self.total:
@@ -57,19 +71,17 @@ class Phase:
 
 
 @dataclass
-class TextProgress:
+class TextProgress(Progress):
     """A text that is being written, sweep by sweep."""
 
     stats: "Stats"  # of the run, which goes on changing
     layers_per_sweep: int
     num_prompt_sweeps: int
     max_new_tokens: int | None  # None where no limit was set
-    num_layers: int = 0  # that have run since it began
-    started_s: float = field(default_factory=time.monotonic)
 
     def parts(self) -> list[str]:
         """Return such as `31 of 128 tokens`, `layer 12 of 80`, `1.31 tokens/s`, `1:14 left`."""
-        elapsed_s = time.monotonic() - self.started_s
+        elapsed_s = self.elapsed_s
         stats = self.stats
         if not stats.num_first_tokens:
             total = self.layers_per_sweep * self.num_prompt_sweeps
@@ -102,15 +114,13 @@ class TextProgress:
 
 
 @dataclass
-class BatchProgress:
+class BatchProgress(Progress):
     """Many texts, of which some are written at a time."""
 
     num_texts: int
     layers_per_pass: int
     num_done: int = 0
     num_passes: int = 0
-    num_layers: int = 0  # that have run since it began
-    started_s: float = field(default_factory=time.monotonic)
     _num_finished_tokens: int = 0
     _under_way: Sequence["Run"] = ()
 
@@ -124,10 +134,6 @@ class BatchProgress:
         self.num_done += 1
         self._num_finished_tokens += num_tokens
         self._under_way = [run for run in self._under_way if not run.is_finished]
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started_s
 
     @property
     def num_tokens(self) -> int:
@@ -153,7 +159,4 @@ class BatchProgress:
         if self.num_done and self.num_done < self.num_texts:
             left_s = elapsed_s * (self.num_texts - self.num_done) / self.num_done
             speed.append(f"{duration(left_s)} left")
-        return [texts, under_way, *speed, f"{self.tokens_per_pass:.1f} tokens/pass", layer]
-
-
-Progress = Phase | TextProgress | BatchProgress
+        return [texts, under_way, *speed, f"{self.tokens_per_pass:.1f} tokens a pass", layer]

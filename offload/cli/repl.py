@@ -14,7 +14,7 @@ from offload.cli.chat_input import ChatInput, SilentTerminal
 from offload.cli.console import Console
 from offload.cli.loading import Loading
 from offload.cli.run_lines import turn_line
-from offload.cli.slash_commands import LEAVE, SlashCommands
+from offload.cli.slash_commands import LEAVE, SlashCommands, go_on
 from offload.cli.terminal import print_error
 from offload.engine.chat import Chat
 from offload.engine.request import Request
@@ -22,7 +22,6 @@ from offload.errors import UserError
 from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.options import TextOptions
-from offload.units import plural
 
 HINT = "Ctrl-C stops an answer, /help lists commands, /bye or Ctrl-D leaves"
 
@@ -97,24 +96,14 @@ def converse(
             stop=text.stop,
         )
         if first.session is not None:
-            _go_on(chat, text, console)
+            line = go_on(chat, first.session, console)
+            # one that was given anew holds
+            chat.system = text.system or chat.system
+            console.say(line)
         console.say(HINT)
         terminal.end()
         commands = SlashCommands(chat, console, own_bytes, text.session)
         answer_questions(chat, commands, decoder.plan, console, brake)
-
-
-def _go_on(chat: Chat, text: TextOptions, console: Console) -> None:
-    """Go on with what is in the session's file; a system prompt that was given anew holds."""
-    assert text.session is not None, "there is a file"
-    console.wait("reading the session")
-    chat.load(text.session)
-    console.clear()
-    if text.system:
-        chat.system = text.system
-    asked = [message["content"] for message in chat.messages if message["role"] == "user"]
-    last = f", the last one asked was {asked[-1]!r:.60}" if asked else ""
-    console.say(f"going on with {text.session}: {plural(len(asked), 'question')}{last}")
 
 
 def answer_questions(

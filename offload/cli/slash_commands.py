@@ -14,7 +14,7 @@ from offload.cli.terminal import fitted
 from offload.declaration import listed, options_at, renamed, synonyms_at
 from offload.engine.chat import Chat
 from offload.errors import UserError, did_you_mean
-from offload.options import TextOptions
+from offload.options import PathLike, TextOptions
 from offload.sampling_options import Sampling
 from offload.units import plural
 
@@ -106,18 +106,14 @@ class SlashCommands:
         # Not while another conversation takes the place of this one: what ends the program now
         # would write it over the first file.
         self.session = None
-        self._console.wait("reading the session")
         try:
-            self._chat.load(path)
+            line = go_on(self._chat, path, self._console)
         except UserError:
             self.session = before
             raise
-        finally:
-            self._console.clear()
         if self._named is not None and path.resolve() == self._named.resolve():
             self.session = self._named
-        num_asked = sum(message["role"] == "user" for message in self._chat.messages)
-        self._say(f"going on with {path}: {plural(num_asked, 'question')}")
+        self._say(line)
         if before is not None and self.session is None:
             self._say(
                 f"{before} stays as it is, and answers are kept no more: /save FILE keeps them"
@@ -189,6 +185,18 @@ class SlashCommands:
         is_decimal = self._console.is_decimal
         memory = memory_line(stats, result.plan, self._own_bytes, is_decimal=is_decimal)
         self._say(f"{turn_line(stats, result.finish_reason)}\n{used}; {memory}")
+
+
+def go_on(chat: Chat, path: PathLike, console: Console) -> str:
+    """Go on with the conversation in a file; return a line that tells of it. Raises `UserError`."""
+    console.wait("reading the session")
+    try:
+        chat.load(path)
+    finally:
+        console.clear()
+    asked = [message["content"] for message in chat.messages if message["role"] == "user"]
+    last = f", the last one asked was {asked[-1]!r:.60}" if asked else ""
+    return f"going on with {path}: {plural(len(asked), 'question')}{last}"
 
 
 def _number(name: str, kind: type, value: str, *, least: float = float("-inf")) -> Any:

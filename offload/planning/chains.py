@@ -66,7 +66,6 @@ class ChainPolicy:
 
     @property
     def max_length(self) -> int:
-        """Return the longest chain that there is a time for."""
         return len(self.steps) - 1
 
     def length(self, seen: RunningMean | None = None) -> int:

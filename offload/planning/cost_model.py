@@ -334,7 +334,6 @@ class Prediction(NamedTuple):
 
     @property
     def s_per_token_range(self) -> tuple[float, float]:
-        """Return the least and the most seconds per token."""
         low, high = self.tokens_range
         return self.step.total_s / high, self.step.total_s / low
 

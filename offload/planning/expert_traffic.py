@@ -64,7 +64,6 @@ class ExpertRouting:
 
     @property
     def num_experts(self) -> int:
-        """Return the number of experts of all layers."""
         return self.q_LE.size
 
     def distinct(self, num_rows: float) -> float:
@@ -164,7 +163,6 @@ class ExpertTraffic(NamedTuple):
 
     @property
     def is_disk_slower(self) -> bool:
-        """Return whether the disk takes longer than the link."""
         return (
             self.link_over_disk * (self.routing.num_experts - self.num_in_memory)
             > self.routing.num_experts - self.num_kept

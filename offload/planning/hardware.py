@@ -124,7 +124,7 @@ class Assumptions(NamedTuple):
     def of(cls, hardware: str | None, disk_speed: str | int | None) -> "Assumptions":
         """Return another machine and a rate, as a user names them. Raises `UserError`."""
         disk_bytes_per_s = parse_rate(disk_speed, "`disk_speed`")
-        machine = find_hardware(hardware) if hardware else None
+        machine = None if hardware is None else find_hardware(hardware)
         if machine is not None and disk_bytes_per_s is not None:
             machine = replace(machine, disk_bytes_per_s=disk_bytes_per_s)
         return cls(machine, disk_bytes_per_s)

@@ -43,7 +43,6 @@ class ObservedPass(NamedTuple):
 
     @property
     def most_rows(self) -> int:
-        """Return the most rows that the trees may have."""
         return sum(shape.num_nodes for shape in self.shapes)
 
     @property
@@ -60,7 +59,6 @@ class ObservedPass(NamedTuple):
 
     @property
     def has_waited(self) -> bool:
-        """Return whether the link limited the pass."""
         return self.stall_s > _WAITED * self.sweep_s
 
 
@@ -79,7 +77,6 @@ class ObservedPasses:
 
     @property
     def has_passes(self) -> bool:
-        """Return whether any pass was observed."""
         return bool(self._passes)
 
     def among(self, num_texts: int) -> Sequence[ObservedPass]:
@@ -125,7 +122,10 @@ class ObservedPasses:
         if num_texts > 1:
             return self._pick(ranked, num_texts)
         best = ranked[0]
-        own = next((one for one in ranked if current and _is_alike(one.shape, current)), best)
+        bounds = current and (current.num_nodes, current.depth)
+        own = next(
+            (one for one in ranked if (one.shape.num_nodes, one.shape.depth) == bounds), best
+        )
         return own if own.s_per_token < _WORTH_CHANGING * best.s_per_token else best
 
     def _pick(self, ranked: Sequence[Prediction], num_texts: int) -> Prediction:
@@ -189,10 +189,6 @@ class ObservedPasses:
         return with_misses(
             p_K, misses[min(near, key=lambda index: abs(math.log(told(index) / wanted)))]
         )
-
-
-def _is_alike(one: Shape, other: Shape) -> bool:
-    return (one.num_nodes, one.depth) == (other.num_nodes, other.depth)
 
 
 def with_misses(p_K: Floats, times: float) -> Floats:

@@ -36,7 +36,7 @@ from offload.planning.expert_traffic import ExpertRouting
 from offload.planning.profile import FindProfile, Profile
 from offload.planning.search import DEPTHS, SOURCE, TreeSearch, known_trees, range_for, search
 from offload.planning.seen import ObservedPass, ObservedPasses
-from offload.rules import ChildSampling, drafting_of
+from offload.rules import drafting_of
 from offload.sampling_options import Sampling
 from offload.trees.spec import (
     AUTO_DEPTH,
@@ -68,11 +68,6 @@ class RunSettings(NamedTuple):
 
     sampling: Sampling
     rule: str
-
-    @property
-    def drafting(self) -> ChildSampling:
-        """Return how a drafter chooses children under the rule."""
-        return drafting_of(self.rule)
 
 
 # takes nodes of the largest tree; returns None where they do not fit
@@ -145,7 +140,6 @@ class _Selection:
 
     @cached_property
     def costs(self) -> Costs | None:
-        """Return the costs of a step, where they are known."""
         return self.known.costs_of(self.profile)
 
     @property

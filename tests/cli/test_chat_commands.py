@@ -167,7 +167,8 @@ def test_commands_tell_what_they_did(letters: Path, tmp_path: Path) -> None:
     told = chat(letters, f"Say\n/save {copy}\n/clear\n/load {copy}\n/retry")
     assert told.out == 2 * "Ok.\n"
     assert told.err.splitlines() == [
-        f"kept in {copy}", "the conversation is forgotten", f"going on with {copy}: 1 question",
+        f"kept in {copy}", "the conversation is forgotten",
+        f"going on with {copy}: 1 question, the last one asked was 'Say'",
         "greedy, so the answer will be the same: /set temperature 0.7 draws another",
     ]  # fmt: skip
     chat(letters, f"Say\n/save {copy}\nSay it\n/load {copy}\n/load {path}\nAgain", "--session", path)

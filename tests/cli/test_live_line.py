@@ -132,7 +132,7 @@ def test_a_log_is_told_at_once_what_takes_long_and_now_and_then_the_rest(monkeyp
     monkeypatch.setattr(sys, "stderr", err)
     for is_quiet in (False, True):
         with Console(OutputOptions(quiet=is_quiet)) as console:
-            console.announce("importing")
+            console.wait("importing", is_at_once=True)
             console.wait("reading headers")
         assert err.getvalue() == "importing\n"
     monkeypatch.setattr("offload.cli.console._FILE_S", 0.05)
