@@ -16,8 +16,7 @@ import torch
 import typer
 
 from offload.bench.harness.command import Bench, command
-from offload.bench.harness.record import Row
-from offload.bench.harness.tables import Column, say_table
+from offload.bench.harness.tables import Column, Row, say_table
 from offload.bench.latency.expansion import samples
 from offload.calibration.kernels import Shapes, comparisons
 from offload.calibration.trial import KernelComparison, compare

@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from offload.bench.harness.promises import attempt, row
-from offload.bench.harness.record import Row, add_row
+from offload.bench.harness.record import add_row
+from offload.bench.harness.tables import Row
 from offload.machine import available_ram_bytes, cpu_name
 
 _PACKAGES = (

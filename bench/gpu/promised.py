@@ -17,7 +17,7 @@ import typer
 
 from offload.bench.gpu import experts, parts
 from offload.bench.gpu.parts import TINY, Amounts, Job
-from offload.bench.harness.command import PLACE, Bench, command, flag, one_of
+from offload.bench.harness.command import Bench, command, flag, one_of
 from offload.bench.harness.models import PRETEND, place_of, resident_pair, synthetic_setting
 from offload.bench.harness.promises import (
     attempt,
@@ -27,9 +27,9 @@ from offload.bench.harness.promises import (
     verdict_lines,
     verdicts,
 )
-from offload.bench.harness.record import Row
 from offload.bench.harness.steps import kernel_rows
 from offload.bench.harness.synthetic import LLAMA_2_70B
+from offload.bench.harness.tables import Row
 from offload.bench.latency.exact import gates
 from offload.bench.peers.accelerate_offload import accelerate_s
 from offload.checkpoint.packaged import PROMPT
@@ -130,7 +130,7 @@ def on_decoder(job: Job, wanted: Sequence[str], invariant: bool | None = None) -
 
 
 @command(
-    *("device", PLACE, "max_tokens trace quick"),
+    *("device", "place max_tokens trace quick"),
     examples=["offload bench device --quick", "offload bench device --device pretend"],
 )
 def main(
@@ -144,7 +144,7 @@ def main(
 ) -> None:
     """What a device gives, each promise beside its ceiling; exits with 1 where one is missed."""
     one_of(part or (), tuple(PROMISED), "--part")
-    asked = bench.given("device")
+    asked = bench.given.device
     if asked != PRETEND and not torch.cuda.is_available():
         raise UserError(
             "bench device needs a CUDA device, this machine shows none: run it where there is one, or "
@@ -180,10 +180,10 @@ def main(
 
 
 def _open_job(bench: Bench, resources: ExitStack, layers: int | None, wanted: Sequence[str]) -> Job:
-    asked = bench.given("device")
-    ram = bench.given("ram")
+    asked = bench.given.device
+    ram = bench.given.ram
     amounts = TINY
-    gpu_memory = bench.given("gpu_mem")
+    gpu_memory = bench.given.gpu_mem
     num_layers = 8
     if asked != PRETEND:
         amounts = Amounts()
@@ -191,8 +191,8 @@ def _open_job(bench: Bench, resources: ExitStack, layers: int | None, wanted: Se
         ram_bytes = parse_size(ram, "--ram") if ram else available_ram_bytes()
         fitting = int(_HOST_SHARE * ram_bytes / LLAMA_2_70B.layer_bytes)
         num_layers = min(bench.effort(LLAMA_2_70B.num_layers, QUICK_LAYERS), fitting)
-    amounts = amounts._replace(num_new=bench.given("max_tokens") or amounts.num_new)
+    amounts = amounts._replace(num_new=bench.given.max_tokens or amounts.num_new)
     place = place_of(asked, gpu_memory)
     made = synthetic_setting(layers or num_layers, ram, place["opened"])
     setting = resources.enter_context(made)._replace(**place)
-    return Job(setting, amounts, wanted, bench.given("trace"))
+    return Job(setting, amounts, wanted, bench.given.trace)

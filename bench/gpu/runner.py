@@ -21,7 +21,8 @@ from typing import BinaryIO, NamedTuple
 
 from offload.bench.harness.process import die_with_parent
 from offload.bench.harness.promises import verdict_lines, verdicts
-from offload.bench.harness.record import Row, add_row, read_rows
+from offload.bench.harness.record import add_row, read_rows
+from offload.bench.harness.tables import Row
 from offload.checkpoint.files import replacing
 from offload.machine import available_ram_bytes
 

@@ -9,9 +9,9 @@ Invariant: when a cluster is closed, or this process dies, none of its processes
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, followed
@@ -27,7 +27,6 @@ from offload.sampling_options import Sampling
 from offload.stats import RankFigures
 
 _SPARE_SHARE = 1.05  # shares follow from links that are measured, so they are not quite even
-Name = TypeVar("Name")
 
 
 class Order(NamedTuple):
@@ -55,6 +54,19 @@ class Answer(NamedTuple):
         """The run to be proved; in float32 texts must be the same on any cluster."""
         order = self.order
         return Written(order.prompt_ids, self.new_ids, order.sampling, is_invariant=True)
+
+    @property
+    def pass_s(self) -> list[float]:
+        """Seconds from burst to burst, drafting included; without the prompt's own pass."""
+        return [after.time_s - before.time_s for before, after in pairwise(self.bursts)]
+
+    def moved(self, read: Callable[[RankFigures], float]) -> list[float]:
+        """Return what each rank moved in one pass behind the prompt's."""
+        _, first, last = self.figures
+        return [
+            (read(end) - read(begun)) / max(1, end.num_passes - begun.num_passes)
+            for begun, end in zip(first, last, strict=True)
+        ]
 
 
 class Cluster:
@@ -100,18 +112,6 @@ class Cluster:
         for rank in self._ranks:
             rank.close()
         self._log.close()
-
-
-def open_clusters(
-    wanted: Mapping[Name, tuple[Setting, Sequence[dict[str, Any]]]], resources: ExitStack
-) -> dict[Name, Cluster]:
-    found = dict[Name, Cluster]()
-    for name, (setting, options) in wanted.items():
-        found[name] = Cluster(setting, options)
-        resources.callback(found[name].close)
-    for cluster in found.values():
-        cluster.wait()
-    return found
 
 
 def shard_budgets(setting: Setting, num_ranks: int, num_nodes: int, **how: Any) -> list[int]:

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -20,16 +20,20 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from offload.bench.harness.gate import Written
-from offload.bench.harness.models import find_setting, place_of, resident_pair, synthetic_setting
+from offload.bench.harness.models import (
+    PRETEND,
+    find_setting,
+    place_of,
+    resident_pair,
+    synthetic_setting,
+)
 from offload.bench.harness.picture import require_pictures
 from offload.bench.harness.prompts import Prompt, prompts
 from offload.bench.harness.rates import PLAIN_READER, plain_read_s
 from offload.bench.harness.record import (
     STDOUT,
-    Guard,
     ProcessorClock,
     Result,
-    Row,
     add_row,
     is_worse,
     read,
@@ -39,7 +43,7 @@ from offload.bench.harness.record import (
 )
 from offload.bench.harness.setting import Need, Setting
 from offload.bench.harness.steps import Timeline
-from offload.bench.harness.tables import Column, Screen, say_checks, say_table
+from offload.bench.harness.tables import Column, Guard, Row, Screen, say_checks, say_table
 from offload.calibration.link import device_link_bytes_per_s
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
@@ -52,64 +56,51 @@ def flag(metavar: str | None, told: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=told, **more)
 
 
-def _flag(kind: Any, told: str, *names: str, default: Any = None, **more: Any) -> tuple[Any, Any]:
-    return Annotated[kind, typer.Option(*names, help=told, **more)], default
+def shared(metavar: str | None, told: str, *names: str, default: Any = None, **more: Any) -> Any:
+    return field(default=default, metadata={"option": flag(metavar, told, *names, **more)})
 
 
-_TO_WRITE: dict[str, Any] = {"metavar": "FILE", "callback": writable}
-_NAMED: dict[str, Any] = {"metavar": "MODEL"}
-_SIZE: dict[str, Any] = {"metavar": "SIZE"}
-_COUNT: dict[str, Any] = {"metavar": "N"}
-_DEVICE = "auto, cpu, cuda, cuda:N, or pretend, to rehearse"
-_ROLES: dict[str, Any] = {"metavar": "ROLES", "envvar": "OFFLOAD_RANKS"}
+def _json_file(path: Path | None) -> Path | None:
+    return path if path == STDOUT else writable(path)
+
+
 _SOURCES = "code, copy, or a text or .jsonl file; several"
+_DEVICES = f"auto, cpu, cuda, cuda:N, or {PRETEND}, to rehearse"
+_LAYERS = "instead: so many layers of a synthetic Llama-2-70B, made in memory"
+_ROWS = "append each row when it is known, one JSON object a line"
 _JSON = "store the result; '-': print it, as is done where no terminal is"
 _COMPARE = "flag what is slower than there beyond noise; exits with 1"
-_QUICK = "some minutes on two cores, larger errors"
-_LAYERS = "instead: so many layers of a synthetic Llama-2-70B, made in memory"
-# the flags that several benches have; name: how it is given, and its default
-FLAGS: dict[str, tuple[Any, Any]] = {
-    "model": _flag(
-        str | None, "target; default: the packaged one, inflated", "--model", "-m", **_NAMED
-    ),
-    "draft": _flag(str | None, "small model with the same vocabulary", "--draft", "-d", **_NAMED),
-    "size": _flag(str, "how large to make the packaged target", default="2GB", **_SIZE),
-    "layers": _flag(int | None, _LAYERS, **_COUNT),
-    "device": _flag(str, _DEVICE, default="auto", metavar="DEVICE"),
-    "gpu_mem": _flag(str | None, "memory budget on the GPU, such as 24GiB", **_SIZE),
-    "ram": _flag(str | None, "memory budget; default: a quarter of the target", **_SIZE),
-    "ranks": _flag(str | None, "of offload launch: shards", **_ROLES),
-    "source": _flag(list[str] | None, _SOURCES, "--prompts", metavar="SET"),
-    "num_prompts": _flag(int | None, "of every set", min=1, **_COUNT),
-    "max_tokens": _flag(int | None, "new ones per prompt", "-n", "--max-tokens", min=2, **_COUNT),
-    "picture": _flag(Path | None, "draw what was measured", **_TO_WRITE),
-    "trace": _flag(Path | None, "steps for ui.perfetto.dev", **_TO_WRITE),
-    "quick": _flag(bool, _QUICK, "--quick", default=False),
-    "rows_file": _flag(
-        Path | None,
-        "append each row when it is known, one JSON object a line",
-        "--rows",
-        **_TO_WRITE,
-    ),
-    "json_file": _flag(
-        Path | None,
-        _JSON,
-        "--json",
-        metavar="FILE",
-        callback=lambda path: path if path == STDOUT else writable(path),
-    ),
-    "compare": _flag(Path | None, _COMPARE, metavar="OLD.json"),
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The flags that several benches have; where a bench lacks one, it has the default."""
+
+    model: str | None = shared(
+        "MODEL", "target; default: the packaged one, inflated", "--model", "-m"
+    )
+    draft: str | None = shared("MODEL", "small model with the same vocabulary", "--draft", "-d")
+    size: str = shared("SIZE", "how large to make the packaged target", default="2GB")
+    layers: int | None = shared("N", _LAYERS)
+    device: str = shared("DEVICE", _DEVICES, default="auto")
+    gpu_mem: str | None = shared("SIZE", "memory budget on the GPU, such as 24GiB")
+    ram: str | None = shared("SIZE", "memory budget; default: a quarter of the target")
+    ranks: str | None = shared("ROLES", "of offload launch: shards", envvar="OFFLOAD_RANKS")
+    source: list[str] | None = shared("SET", _SOURCES, "--prompts")
+    num_prompts: int | None = shared("N", "of every set", min=1)
+    max_tokens: int | None = shared("N", "new ones per prompt", "-n", "--max-tokens", min=2)
+    picture: Path | None = shared("FILE", "draw what was measured", callback=writable)
+    trace: Path | None = shared("FILE", "steps for ui.perfetto.dev", callback=writable)
+    quick: bool = shared(None, "some minutes on two cores, larger errors", "--quick", default=False)
+    rows_file: Path | None = shared("FILE", _ROWS, "--rows", callback=writable)
+    json_file: Path | None = shared("FILE", _JSON, "--json", callback=_json_file)
+    compare: Path | None = shared("OLD.json", _COMPARE)
+
+
 # in the order of writing
-_WRITTEN = {
-    "rows_file": "--rows",
-    "trace": "--trace",
-    "picture": "--picture",
-    "json_file": "--json",
-}
-MODELS = "model draft size layers"
-PLACE = "device gpu_mem ram"
-_ENDS = "rows_file json_file"
+_WRITTEN = {"rows_file": "rows", "trace": "trace", "picture": "picture", "json_file": "json"}
+# names of several of these flags
+_GROUPS = {"models": "model draft size layers", "place": "device gpu_mem ram"}
 _USUAL = Need()
 # bytes of one reading of the link
 CEILING_BYTES = 400_000_000
@@ -141,47 +132,42 @@ class Findings:
 
 
 class Bench:
-    def __init__(self, name: str, given: Mapping[str, Any], resources: ExitStack) -> None:
+    def __init__(self, name: str, given: Given, resources: ExitStack) -> None:
         self.name = name
-        self._given = given
+        self.given = given
+        self.quick = given.quick
         self._resources = resources
         self._clock = ProcessorClock()
         self._noted = list[Row]()
         self._setting: Setting | None = None
         self._settings: Row = {}
         self.ceiling: Row = {}
-        self.quick: bool = given.get("quick", False)
-        self.json_file: Path | None = given.get("json_file")
         self._check_files()
-        place = None if given.get("ranks") is None else find_place()
+        place = None if given.ranks is None else find_place()
         self.screen = Screen(is_quiet=place is not None and place.rank > 0)
-        self._old = None if given.get("compare") is None else read(given["compare"])
+        self._old = None if given.compare is None else read(given.compare)
         if self._old is not None:
             require_same(self._old, name, {})
-        if given.get("picture") is not None:
+        if given.picture is not None:
             require_pictures()
 
     def _check_files(self) -> None:
         """Raise `UserError` where one file would be written over by another."""
         known = dict[Path, str]()
         for name, word in _WRITTEN.items():
-            path = self._given.get(name)
+            path: Path | None = getattr(self.given, name)
             if path is None or path == STDOUT:
                 continue
             other = known.setdefault(path.absolute(), word)
             if other != word:
-                rule = f"{other} {path} would be written over by {word} {path}"
+                rule = f"--{other} {path} would be written over by --{word} {path}"
                 raise UserError(f"{rule}: name another file")
-
-    def given(self, name: str) -> Any:
-        return self._given[name]
 
     def effort(self, full: Thing, quick: Thing) -> Thing:
         """Return one of both, with as many prompts as are asked for where a flag says so."""
         found = quick if self.quick else full
-        num_prompts = self._given.get("num_prompts")
-        if num_prompts is not None:
-            found = replace(found, num_prompts=num_prompts)  # type: ignore[type-var]
+        if self.given.num_prompts is not None:
+            found = replace(found, num_prompts=self.given.num_prompts)  # type: ignore[type-var]
         return found
 
     def setting(
@@ -200,29 +186,28 @@ class Bench:
         """
         if is_resident:
             return resident_pair()
-        ask = self._given.get
-        size = size or ask("size") or "2GB"
-        ram = ram or ask("ram")
-        place = place_of(ask("device", "cpu"), ask("gpu_mem"))
-        layers: int | None = ask("layers")
-        if layers is not None and (ask("model") or ask("draft")):
+        given = self.given
+        ram = ram or given.ram
+        place = place_of(given.device, given.gpu_mem)
+        if given.layers is not None and (given.model or given.draft):
             rule = "--layers makes the models"
             raise UserError(f"{rule}: leave out --model and --draft, or leave it out")
-        with self.screen:
-            if layers is not None:
-                synthetic = synthetic_setting(layers, ram, place["opened"])
+        with self.screen as screen:
+            if given.layers is not None:
+                synthetic = synthetic_setting(given.layers, ram, place["opened"])
                 setting = self._resources.enter_context(synthetic)
             else:
-                setting = find_setting(ask("model"), ask("draft"), size, ram, self.screen, need)
+                size = size or given.size
+                setting = find_setting(given.model, given.draft, size, ram, screen, need)
         if needs_draft and setting.draft is None:
             raise UserError(f"bench {self.name} compares trees, which a draft fills: give --draft")
-        return setting._replace(ranks=ask("ranks"), **place)
+        return setting._replace(ranks=given.ranks, **place)
 
     def prompts(
         self, num_each: int, part: slice = slice(None), sources: Sequence[str] = ("code",)
     ) -> list[Prompt]:
         """Return the prompts that the flags name, or those of `sources`; the result tells them."""
-        found = prompts(self._given.get("source") or sources, num_each, part)
+        found = prompts(self.given.source or sources, num_each, part)
         self._settings["prompts"] = [prompt.name for prompt in found]
         return found
 
@@ -262,8 +247,8 @@ class Bench:
         if any(row is one for one in self._noted):
             return row
         self._noted.append(row)
-        if self._given.get("rows_file") is not None:
-            add_row(self._given["rows_file"], {"bench": self.name, **row})
+        if self.given.rows_file is not None:
+            add_row(self.given.rows_file, {"bench": self.name, **row})
         return row
 
     def finish(self, found: Findings) -> None:
@@ -281,11 +266,12 @@ class Bench:
         print(*found.notes, sep="\n", end="\n" if found.notes else "")
         guards = {**found.guards, **say_checks(found.checks)}
         for timeline in found.traces:
-            timeline.write(self.given("trace"))
+            assert self.given.trace is not None, "it was asked for"
+            timeline.write(self.given.trace)
         models = {} if self._setting is None else self._setting.as_dict()
         settings = {**models, **self._settings, **found.settings, "quick": self.quick}
-        if found.draw is not None and self.given("picture") is not None:
-            found.draw(settings, self.given("picture"))
+        if found.draw is not None and self.given.picture is not None:
+            found.draw(settings, self.given.picture)
         if proof is not None:
             print(proof.line)
             settings["proof"] = proof._asdict()
@@ -318,20 +304,22 @@ class Bench:
         self._print(found)
 
     def _store(self, found: Row) -> None:
-        if self.json_file is not None and self.json_file != STDOUT:
-            store(found, self.json_file)
+        if self.given.json_file not in (None, STDOUT):
+            store(found, self.given.json_file)
 
     def _print(self, found: Row) -> None:
         """Print kilobytes of JSON, unless a person looks on who has not asked for them."""
-        if self.json_file == STDOUT or not sys.stdout.isatty():
+        if self.given.json_file == STDOUT or not sys.stdout.isatty():
             print(json.dumps(found), flush=True)
 
 
 def command(
     name: str, *shared: str, examples: Sequence[str] = ()
 ) -> Callable[[Callable[..., Findings | None]], Callable[..., None]]:
-    """Make `main(bench, own flags)` the command `offload bench NAME`, with these `FLAGS`."""
-    names = [*" ".join((*shared, _ENDS)).split()]
+    """Make `main(bench, own flags)` the command `offload bench NAME`, with these flags of `Given`."""
+    words = " ".join((*shared, "rows_file json_file")).split()
+    names = " ".join(_GROUPS.get(word, word) for word in words).split()
+    given_flags = {one.name: one for one in fields(Given)}
 
     def wrap(main: Callable[..., Findings | None]) -> Callable[..., None]:
         own = list(inspect.signature(main, eval_str=True).parameters.values())[1:]
@@ -340,7 +328,8 @@ def command(
         def run(**given: Any) -> None:
             mine = {one.name: given.pop(one.name) for one in own}
             with ExitStack() as resources:
-                bench = Bench(name, given, resources)
+                # what has no flag for it computes on the host
+                bench = Bench(name, Given(**{"device": "cpu", **given}), resources)
                 found = main(bench, **mine)
                 if found is not None:
                     bench.finish(found)
@@ -348,8 +337,9 @@ def command(
         kind = inspect.Parameter.KEYWORD_ONLY
         both = [one.replace(kind=kind) for one in own]
         for each in names:
-            annotation, default = FLAGS[each]
-            both.append(inspect.Parameter(each, kind, default=default, annotation=annotation))
+            one = given_flags[each]
+            told = Annotated[one.type, one.metadata["option"]]  # type: ignore[name-defined]
+            both.append(inspect.Parameter(each, kind, default=one.default, annotation=told))
         run.__signature__ = inspect.Signature(both)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in both}
         run.epilog = "\n\n".join(["Examples:", *examples]) if examples else None  # type: ignore[attr-defined]

@@ -11,7 +11,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload.bench.harness.record import Row, this_machine
+from offload.bench.harness.record import this_machine
+from offload.bench.harness.tables import Row
 from offload.errors import UserError
 from offload.trees.spec import parse_tree
 

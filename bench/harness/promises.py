@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 
-from offload.bench.harness.record import Row
+from offload.bench.harness.tables import Row
 from offload.errors import UserError, reason
 
 PROMISES = {

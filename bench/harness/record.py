@@ -25,18 +25,18 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
 
+from offload.bench.harness.tables import Guard, Row
 from offload.checkpoint.files import replacing
 from offload.errors import UserError, reason
 from offload.machine import available_ram_bytes, cpu_name
 
 SCHEMA = 1
 STDOUT = Path("-")
-Row = dict[str, Any]
 
 FLOOR = 0.03
 DECISIVE = (
@@ -47,14 +47,6 @@ _MACHINE = ("cpu", "num_cores", "memory_bytes", "system", "python", "torch", "tr
 # Student's t, exceeded once in a hundred times, by the least degrees of freedom for it
 _T_99 = {1: 63.7, 2: 9.92, 3: 5.84, 4: 4.60, 5: 4.03, 6: 3.71, 7: 3.50, 8: 3.36, 9: 3.25, 10: 3.17}
 _T_99 |= {15: 2.95, 30: 2.75}
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    samples: list[float]
-    better: Literal["higher", "lower"]
-    # of samples that another run repeats, such as its prompts
-    labels: list[str] = field(default_factory=list)
 
 
 def this_machine() -> Row:

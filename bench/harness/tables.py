@@ -6,14 +6,22 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from offload.bench.harness.record import Guard, Row
-
 _LEAST_S = 0.1  # between two states of the line
 
+Row = dict[str, Any]
 Better = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    samples: list[float]
+    better: Better
+    # of samples that another run repeats, such as its prompts
+    labels: list[str] = field(default_factory=list)
 
 
 class Screen:

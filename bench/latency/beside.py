@@ -19,9 +19,8 @@ from typing import Annotated, Any, NamedTuple
 from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.process import ROOT, run
-from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
-from offload.bench.harness.tables import Column, ratios
+from offload.bench.harness.tables import Column, Guard, Row, ratios
 from offload.engine.tokenizer import encode_prompt, load_tokenizer
 from offload.errors import UserError, require
 from offload.sampling_options import Sampling
@@ -116,7 +115,7 @@ def main(
     if len(sides) == 1:
         raise UserError("bench beside compares: give --checkout DIR, or --with FLAGS")
     effort = bench.effort(FULL, QUICK)
-    num_new = bench.given("max_tokens") or effort.num_tokens
+    num_new = bench.given.max_tokens or effort.num_tokens
     found = bench.prompts(effort.num_prompts)
     setting = bench.setting(need=Need("auto"))
     tokenizer = load_tokenizer(setting.target)

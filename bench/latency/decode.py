@@ -20,8 +20,6 @@ from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from offload.bench.harness.command import (
-    MODELS,
-    PLACE,
     Bench,
     Findings,
     command,
@@ -33,10 +31,9 @@ from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, acceptance_by_depth, followed, latencies
 from offload.bench.harness.picture import draw_decoding
 from offload.bench.harness.prompts import Prompt, encoded
-from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.steps import Timeline, kernel_rows, record_steps
-from offload.bench.harness.tables import Column
+from offload.bench.harness.tables import Column, Guard, Row
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.errors import UserError
@@ -306,7 +303,7 @@ COLUMNS = (
 
 
 @command(
-    *("decode", MODELS, PLACE, "ranks source num_prompts max_tokens trace picture quick compare"),
+    *("decode", "models place ranks source num_prompts max_tokens trace picture quick compare"),
     examples=[
         "offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl"
     ],
@@ -325,7 +322,7 @@ def main(
     """How many tokens per second, how smoothly, and what of the link is used?"""
     one_of([preset] if preset else [], PRESETS, "--preset")
     effort = bench.effort(PRESETS[preset] if preset else FULL, QUICK)
-    max_tokens = bench.given("max_tokens")
+    max_tokens = bench.given.max_tokens
     effort = replace(
         effort,
         num_tokens=max_tokens or effort.num_tokens,
@@ -342,7 +339,7 @@ def main(
         is_resident=preset in RESIDENT,
     )
     bench.begin(setting, num_new_tokens=effort.num_tokens)
-    trace = bench.given("trace")
+    trace = bench.given.trace
     with bench.screen, effort.open(setting) as decoder:
         if setting.opened.has_own_memory:
             bench.say_link(setting, decoder.plan)

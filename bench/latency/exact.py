@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from offload.bench.harness.command import PLACE, Bench, Findings, command
+from offload.bench.harness.command import Bench, Findings, command
 from offload.bench.harness.models import place_of, resident_pair
 from offload.bench.harness.promises import WrongTokenError, row, row_line
-from offload.bench.harness.record import Row
 from offload.bench.harness.setting import Setting
+from offload.bench.harness.tables import Row
 from offload.checkpoint.packaged import PROMPT
 from offload.reports.proof import BF16_NOISE
 
@@ -119,17 +119,17 @@ def in_bf16(
         yield {**row(name, gap, "logits", BF16_NOISE, 1.0, promise="exact"), "parts_at": at}
 
 
-@command("gate", PLACE, "max_tokens")
+@command("gate", "place max_tokens")
 def main(bench: Bench) -> Findings:
     """Does every tree write what transformers writes here, every layer streamed?
 
     Exits with 2 where one does not.
     """
     logging.disable_progress_bar()  # of weights that take a blink to load
-    place = place_of(bench.given("device"), bench.given("gpu_mem"))
-    setting = resident_pair(bench.given("ram") or "4GiB")._replace(**place)
+    place = place_of(bench.given.device, bench.given.gpu_mem)
+    setting = resident_pair(bench.given.ram or "4GiB")._replace(**place)
     rows = []
-    for one in gates(setting, PROMPT, bench.given("max_tokens") or _NUM_NEW):
+    for one in gates(setting, PROMPT, bench.given.max_tokens or _NUM_NEW):
         rows.append(one)
         print(row_line(one), flush=True)
     missed = [one["row"] for one in rows if one["is_met"] is False]

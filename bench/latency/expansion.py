@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.bench.harness.command import Bench, Findings, command
-from offload.bench.harness.record import Row
-from offload.bench.harness.tables import Column
+from offload.bench.harness.tables import Column, Row
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.encode_exponents import encode_exponents_reference

@@ -16,9 +16,8 @@ from typing import Annotated, NamedTuple
 from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import raw_ids
-from offload.bench.harness.record import Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting, least_ram
-from offload.bench.harness.tables import Column, check
+from offload.bench.harness.tables import Column, Row, check
 from offload.bench.pairs.moe_pair import moe_setting
 from offload.bench.peers.child import Order, rate
 from offload.bench.peers.peers import run_child
@@ -167,7 +166,7 @@ def main(
     rooms = room or ROOMS
     effort = bench.effort(FULL, QUICK)
     texts = bench.prompts(effort.num_prompts)
-    is_named = bench.given("model") is not None
+    is_named = bench.given.model is not None
     setting = bench.setting(ram=_ENOUGH) if is_named else moe_setting(size, _ENOUGH, bench.screen)
     setting = setting._replace(ram_bytes=room_bytes(setting, max(rooms)))
     if setting.draft is None:

@@ -14,8 +14,7 @@ from typing import Annotated
 
 from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.prompts import CODE, COPY, held_out_files, library_files, read_source
-from offload.bench.harness.record import Guard, Row
-from offload.bench.harness.tables import Column, Screen, check, ratios
+from offload.bench.harness.tables import Column, Guard, Row, Screen, check, ratios
 from offload.bench.latency import decode
 from offload.checkpoint.files import cache_folder
 from offload.checkpoint.packaged import PAIR

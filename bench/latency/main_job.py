@@ -15,9 +15,8 @@ from typing import Annotated
 from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.memory_child import Order
 from offload.bench.harness.prompts import prompts
-from offload.bench.harness.record import Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.bench.harness.tables import ratios
+from offload.bench.harness.tables import Row, ratios
 from offload.bench.latency import decode, passes
 from offload.checkpoint.packaged import PAIR
 from offload.errors import UserError

@@ -13,9 +13,8 @@ from typing import Annotated, NamedTuple
 from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
-from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
-from offload.bench.harness.tables import Column, medians, ratios
+from offload.bench.harness.tables import Column, Guard, Row, medians, ratios
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all

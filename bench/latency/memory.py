@@ -12,9 +12,8 @@ from typing import Annotated, Any, NamedTuple
 
 from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.memory_child import POSTS, Order
-from offload.bench.harness.record import Row
 from offload.bench.harness.setting import least_ram
-from offload.bench.harness.tables import Column, say_table
+from offload.bench.harness.tables import Column, Row, say_table
 from offload.bench.latency.quantised import PACKED, PLAIN, quantised
 from offload.bench.pairs.moe_pair import untrained_mixture
 from offload.checkpoint.checkpoint import ModelFiles

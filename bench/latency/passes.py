@@ -11,15 +11,14 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from offload.bench.harness.command import MODELS, PLACE, Bench, Findings, command, link_ceiling
+from offload.bench.harness.command import Bench, Findings, command, link_ceiling
 from offload.bench.harness.gate import Written
 from offload.bench.harness.models import PRETEND
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.rates import flops_per_s, memory_bytes_per_s, plain_read_s
-from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.steps import Pass, PassRunner, draft_passes
-from offload.bench.harness.tables import Column
+from offload.bench.harness.tables import Column, Guard, Row
 from offload.checkpoint.open import open_headers
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
@@ -167,7 +166,7 @@ COLUMNS = (
 
 
 @command(
-    *("passes", MODELS, PLACE, "source quick compare"),
+    *("passes", "models place source quick compare"),
     examples=["offload bench passes --quick --json passes.json"],
 )
 def main(bench: Bench) -> Findings:

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.prompts import Prompt, encoded
-from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.bench.harness.tables import Column, medians
+from offload.bench.harness.tables import Column, Guard, Row, medians
 from offload.checkpoint.files import becoming
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.session import write_tensors

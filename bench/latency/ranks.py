@@ -1,44 +1,40 @@
-"""Many ranks on this machine, each with a link of the same speed, beside one rank.
+"""Many ranks on this machine: sharing layers with a link each, and in a pipeline of stages.
 
-Links are emulated (`--link-limit`), far below what the disk gives, so that ranks which share it
-here read as if each had its own. Each rank has the least memory that it can do with, so that nearly
-all layers stream. All clusters are open at once, computing in float32, and take turns text by text.
-A short text may run a little faster than its link: it begins with full slots. `stages` is a
-pipeline, see `latency/stages.py`.
+`shards`: links are emulated (`--link-limit`), far below what the disk gives, so that ranks which
+share it here read as if each had its own. Each rank has the least memory that it can do with, so
+that nearly all layers stream. A short text may run a little faster than its link: it begins with
+full slots. `stages`: ways to run a pipeline in memory, and PipeInfer's ablations, with that paper's
+figures. Each layer sleeps (`--slow-layer`), so that stages take their time although this machine
+has fewer cores than there are ranks.
 
-Invariant: nothing is printed before all clusters wrote the same ids, and every one was proved.
+All clusters of a part are open at once, compute in float32 and take turns text by text. Invariant:
+nothing is printed before all of them wrote the same ids, and every one was proved.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from offload.bench.harness.cluster import Answer, Order, open_clusters, shard_budgets
+from offload.bench.harness.cluster import Answer, Cluster, Order, shard_budgets
 from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.metrics import latencies
 from offload.bench.harness.picture import draw_flights
 from offload.bench.harness.prompts import raw_ids
-from offload.bench.harness.record import Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.bench.harness.tables import Column, check, ratios
-from offload.bench.latency import stages
+from offload.bench.harness.tables import Better, Column, Row, check, ratios
 from offload.checkpoint.packaged import PAIR
 from offload.errors import UserError
-from offload.stats import RankFigures
 from offload.trees.spec import parse_tree
 from offload.units import parse_size
 
 PARTS = ("shards", "stages")
 _PARTS_TOLD = f"of {', '.join(PARTS)}, several; default: all, with --quick the first"
-_CONTEXT = 512
-_DTYPE = "float32"
 _NONE = "none"
-_STAGED_SIZE = "60MB"  # seven small layers, which compute in little time beside what they sleep
-_HOW = {"threads": 1, "profile": "none", "lookup": False, "device": "cpu", "invariant": False}
+_HOW = {"context": 512, "dtype": "float32", "threads": 1, "device": "cpu", "lookup": False}
 # seconds of a pass beside one rank, by (ranks, one token a pass)
 _WANTED = {(2, True): 0.55, (3, True): 0.40}
 _WANTED_TREE = 0.60
@@ -48,6 +44,17 @@ _COUNTED = {  # what is told, what was done, what was planned
     "bytes read": ("bytes_read", "planned_read_bytes"),
     "bytes exchanged": ("exchanged_bytes", "planned_exchanged_bytes"),
 }
+BASELINES = ("plain", "sync", "async")
+# a fixed number of rows, and two ablations
+OTHERS = ("async,rows=16", "async,no-cancel", "async,no-continuous")
+NUM_STAGES = 4
+_STAGED_SIZE = "60MB"  # seven small layers, which compute in little time beside what they sleep
+_STAGED_WANTED: tuple[tuple[str, str, str, float, Better], ...] = (  # way, figure, beside which
+    ("async", "tokens_per_s", "sync", 1.2, "higher"),
+    ("async", "ttft_s", "plain", 1.05, "lower"),
+    ("async,no-cancel", "tokens_per_s", "async", 1.0, "lower"),
+)
+Name = TypeVar("Name", int, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +67,37 @@ class Effort:
     tree: str
     sizes: tuple[int, ...] = (1, 2, 3)  # ranks
 
-    @property
-    def trees(self) -> tuple[str, str]:
-        return _NONE, self.tree
-
-    def order(self, prompt_ids: list[int], seed: int, tree: str) -> Order:
-        """Return the order for a text; every other text is greedy."""
-        num_tokens = self.num_plain if tree == _NONE else self.num_tokens
-        return Order(prompt_ids, num_tokens, tree, temperature=0.6 * (seed % 2), seed=seed)
-
 
 FULL = Effort(4, 32, 7, 48, "dynamic:32x12")
 QUICK = Effort(1, 20, 5, 32, "dynamic:32x12")
 
 
-def pass_s(text: Answer) -> list[float]:
-    """Return seconds from burst to burst, drafting included; without the prompt's own pass."""
-    return [after.time_s - before.time_s for before, after in pairwise(text.bursts)]
+def order(seed: int, prompt_ids: list[int], num_tokens: int, tree: str = _NONE) -> Order:
+    """Return the order for a text; every other text is greedy."""
+    return Order(prompt_ids, num_tokens, tree, temperature=0.6 * (seed % 2), seed=seed)
 
 
-def moved(text: Answer, read: Callable[[RankFigures], float]) -> list[float]:
-    """Return what each rank moved in one pass behind the prompt's."""
-    _, first, last = text.figures
-    return [
-        (read(end) - read(begun)) / max(1, end.num_passes - begun.num_passes)
-        for begun, end in zip(first, last, strict=True)
-    ]
+def ask_all(
+    bench: Bench,
+    wanted: Mapping[Name, tuple[Setting, Sequence[dict[str, Any]]]],
+    orders: Sequence[Order],
+) -> dict[Name, tuple[list[Answer], list[int]]]:
+    """Return what each cluster wrote, and the peaks of its ranks' memory.
+
+    `wanted` has models and the options of ranks.
+    """
+    with bench.screen as screen, ExitStack() as resources:
+        screen.wait("starting ranks")
+        clusters = dict[Name, Cluster]()
+        for name, own in wanted.items():
+            clusters[name] = Cluster(*own)
+            resources.callback(clusters[name].close)
+        for cluster in clusters.values():
+            cluster.wait()
+        texts: dict[Name, list[Answer]] = {name: [] for name in wanted}
+        for one, name in bench.turns(orders, [*wanted], "decoding"):
+            texts[name].append(clusters[name].ask(one))
+        return {name: (own, clusters[name].peak_rss_bytes()) for name, own in texts.items()}
 
 
 def row_of(
@@ -98,9 +110,9 @@ def row_of(
     tree = texts[0].order.tree
     bursts = latencies([text.bursts for text in texts])
     ranks = [_rank_row(texts, rank) for rank in range(num_ranks)]
-    samples = [second for text in texts for second in pass_s(text)]
+    samples = [second for text in texts for second in text.pass_s]
     # what rank 0 does, drafting included, without waiting for link or ranks
-    waits_s = [moved(text, lambda one: one.stall_s + one.exchange_s)[0] for text in texts]
+    waits_s = [text.moved(lambda one: one.stall_s + one.exchange_s)[0] for text in texts]
     whole_s = [text.stats["tpot_s"] * text.stats["tokens_per_sweep"] for text in texts]
     row = {
         "name": f"{num_ranks} x shards, {tree}",
@@ -113,11 +125,11 @@ def row_of(
         "ttft_s": bursts["mean_ttft_s"],
         "itl_s": bursts["mean_itl_s"],
         "compute_s": median(one - wait for one, wait in zip(whole_s, waits_s, strict=True)),
-        "exchange_s": median(max(moved(text, lambda one: one.exchange_s)) for text in texts),
+        "exchange_s": median(max(text.moved(lambda one: one.exchange_s)) for text in texts),
         "ranks": ranks,
     }
     if others:
-        own, alone = ([median(pass_s(text)) for text in some] for some in (texts, others))
+        own, alone = ([median(text.pass_s) for text in some] for some in (texts, others))
         row["ratio_samples"] = ratios(own, alone)
         row["ratio"] = median(row["ratio_samples"])
     return row
@@ -139,7 +151,7 @@ def _rank_row(texts: Sequence[Answer], rank: int) -> Row:
         "pass_bytes": last.pass_bytes,
         "num_passes": num_passes,
         "num_rows": num_rows,
-        "rows_per_pass": median(moved(text, lambda one: one.num_rows)[rank] for text in texts),
+        "rows_per_pass": median(text.moved(lambda one: one.num_rows)[rank] for text in texts),
         "bytes_read": read_bytes,
         "planned_read_bytes": last.pass_bytes * num_passes,
         "exchanged_bytes": sent_bytes,
@@ -179,7 +191,7 @@ COLUMNS = (
     Column("tokens/s", "tokens_per_s", ".3f"),
     Column("ttft s", "ttft_s", ".3f"),
     Column("itl s", "itl_s", ".3f"),
-    Column("peak RSS", lambda row: stages.held([one["peak_rss_bytes"] for one in row["ranks"]])),
+    Column("peak RSS", lambda row: _held([one["peak_rss_bytes"] for one in row["ranks"]])),
 )
 
 
@@ -187,46 +199,91 @@ def share(
     bench: Bench, setting: Setting, effort: Effort, rate: float, texts: Sequence[list[int]]
 ) -> tuple[list[Row], list[Answer]]:
     """Return a row for each tree and number of ranks, one rank first, and all texts."""
-    usual = {"context": _CONTEXT, "dtype": _DTYPE}
-    how: dict[str, Any] = {**usual, **_HOW, "tree": effort.tree, "link_limit": int(rate)}
-    num_nodes = parse_tree(effort.tree).num_nodes
-    found = dict[tuple[str, int], list[Answer]]()
-    with bench.screen as screen, ExitStack() as resources:
-        screen.wait("starting ranks")
-        wanted = {}
-        for size in effort.sizes:
-            ranks = "shards" if size > 1 else None
-            budgets = shard_budgets(setting, size, num_nodes, **usual)
-            wanted[size] = (setting, [{**how, "ranks": ranks, "ram": own} for own in budgets])
-        clusters = open_clusters(wanted, resources)
-        rounds = [(seed, ids, tree) for seed, ids in enumerate(texts) for tree in effort.trees]
-        for (seed, ids, tree), size in bench.turns(rounds, effort.sizes, "decoding"):
-            answer = clusters[size].ask(effort.order(ids, seed, tree))
-            found.setdefault((tree, size), []).append(answer)
+    how = {**_HOW, "profile": "none", "invariant": False, "tree": effort.tree}
+    wanted = {}
+    for size in effort.sizes:
+        one: dict[str, Any] = {
+            **how,
+            "link_limit": int(rate),
+            "ranks": "shards" if size > 1 else None,
+        }
+        usual = {name: _HOW[name] for name in ("context", "dtype")}
+        budgets = shard_budgets(setting, size, parse_tree(effort.tree).num_nodes, **usual)
+        wanted[size] = (setting, [{**one, "ram": own} for own in budgets])
+    lengths = {_NONE: effort.num_plain, effort.tree: effort.num_tokens}
+    orders = [
+        order(seed, ids, num_tokens, tree)
+        for seed, ids in enumerate(texts)
+        for tree, num_tokens in lengths.items()
+    ]
+    found = ask_all(bench, wanted, orders)
     rows = list[Row]()
-    for tree in effort.trees:
-        for size in effort.sizes:
-            alone = found.get((tree, 1), ()) if size > 1 else ()
-            rows.append(row_of(size, found[tree, size], rate, alone))
-    return rows, [text for own in found.values() for text in own]
+    for tree in lengths:
+        own = {
+            size: [one for one in told if one.order.tree == tree]
+            for size, (told, _) in found.items()
+        }
+        for size, answers in own.items():
+            rows.append(row_of(size, answers, rate, own.get(1, ()) if size > 1 else ()))
+    return rows, [text for told, _ in found.values() for text in told]
+
+
+def staged_row(way: str, texts: Sequence[Answer], peak_rss_bytes: Sequence[int]) -> Row:
+    each = [latencies([text.bursts]) for text in texts]
+    events = [text.stats.get("runs", []) for text in texts]
+    counts = Counter(event[1] for own in events for event in own)
+    row: Row = {"name": f"stages, {way}", "way": way}
+    names = {"tokens_per_s": "decode_tokens_per_s", "ttft_s": "mean_ttft_s", "itl_s": "mean_itl_s"}
+    for name, key in names.items():
+        row[f"{name}_samples"] = [one[key] for one in each]
+        row[name] = median(row[f"{name}_samples"])
+    row |= {f"num_{what}": counts[what] for what in ("issued", "cancelled", "drawn", "dead")}
+    return {**row, "peak_rss_bytes": [*peak_rss_bytes], "events": events[0]}
+
+
+def staged_checks(rows: Sequence[Row]) -> list[Row]:
+    known = {row["way"]: row for row in rows}
+    found = list[Row]()
+    for way, figure, beside, wanted, better in _STAGED_WANTED:
+        if {way, beside} <= known.keys():
+            samples = (known[one][f"{figure}_samples"] for one in (way, beside))
+            found.append(check(f"{figure}, {way} / {beside}", ratios(*samples), wanted, better))
+    return found
+
+
+def _held(peak_rss_bytes: Sequence[int]) -> str:
+    return "/".join(f"{one / 2**20:.0f}" for one in peak_rss_bytes) + " MiB"
+
+
+STAGED_COLUMNS = (
+    Column("pipeline", "name"),
+    Column("tokens/s", "tokens_per_s", ".3f"),
+    Column("ttft s", "ttft_s", ".3f"),
+    Column("itl s", "itl_s", ".3f"),
+    Column("runs", "num_issued"),
+    Column("cancelled", "num_cancelled"),
+    Column("dead", "num_dead"),
+    Column("peak RSS", lambda row: _held(row["peak_rss_bytes"])),
+)
 
 
 def in_stages(
     bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence[list[int]]
 ) -> tuple[list[Row], list[Answer]]:
+    """Return a row for each way, and all texts; another rank drafts, but for `plain`."""
     setting = bench.setting(size=_STAGED_SIZE)
-    ways = bench.effort((*stages.BASELINES, *stages.OTHERS), stages.BASELINES)
-    found: dict[str, list[Answer]] = {way: [] for way in ways}
-    with bench.screen as screen, ExitStack() as resources:
-        screen.wait("starting stages")
-        wanted = {way: stages.ranks_of(setting, way, slow_layer_s) for way in ways}
-        clusters = open_clusters(wanted, resources)
-        for (seed, ids), way in bench.turns(enumerate(texts), ways, "decoding in stages"):
-            order = Order(ids, effort.num_staged, temperature=0.6 * (seed % 2), seed=seed)
-            found[way].append(clusters[way].ask(order))
-        peaks = {way: cluster.peak_rss_bytes() for way, cluster in clusters.items()}
-    rows = [stages.row_of(way, own, peaks[way]) for way, own in found.items()]
-    return rows, [text for own in found.values() for text in own]
+    how = {**_HOW, "ram": "800MiB", "slow_layer_s": slow_layer_s}
+    wanted = {}
+    for way in bench.effort((*BASELINES, *OTHERS), BASELINES):
+        drafts = way != "plain"
+        ranks = f"stages:0-{NUM_STAGES - 1}" + (f",draft:{NUM_STAGES}" if drafts else "")
+        options: dict[str, Any] = {**how, "ranks": ranks, "pipeline": way}
+        models = setting if drafts else setting._replace(draft=None)
+        wanted[way] = (models, [options] * (NUM_STAGES + drafts))
+    orders = [order(seed, ids, effort.num_staged) for seed, ids in enumerate(texts)]
+    found = ask_all(bench, wanted, orders)
+    rows = [staged_row(way, *own) for way, own in found.items()]
+    return rows, [text for own, _ in found.values() for text in own]
 
 
 @command(
@@ -248,12 +305,12 @@ def main(
     one_of(part or (), PARTS, "--part")
     parts = part or bench.effort(PARTS, PARTS[:1])
     effort = bench.effort(FULL, QUICK)
-    if bench.given("picture") is not None and "stages" not in parts:
+    if bench.given.picture is not None and "stages" not in parts:
         raise UserError("--picture shows runs of stages: add --part stages")
     rate = parse_size(link_limit, "--link-limit")
     ids = raw_ids(PAIR / "target", bench.prompts(effort.num_prompts), PROMPT_TOKENS)
     setting = bench.setting(size=size)
-    bench.begin(setting, link_bytes_per_s=rate, slow_layer_s=slow_layer, dtype=_DTYPE)
+    bench.begin(setting, link_bytes_per_s=rate, slow_layer_s=slow_layer, dtype=_HOW["dtype"])
     require_slower(rate, bench.ceiling["bytes_per_s"], max(effort.sizes))
     shared = staged = list[Row]()
     texts = list[Answer]()
@@ -265,7 +322,7 @@ def main(
     if "stages" in parts:
         staged, own = in_stages(bench, effort, slow_layer, ids)
         texts += own
-        verdicts += stages.checks(staged)
+        verdicts += staged_checks(staged)
 
     def draw(settings: Row, path: Path) -> None:
         model = f"the packaged target, {_STAGED_SIZE}, {slow_layer:g} s a layer longer"
@@ -273,7 +330,7 @@ def main(
 
     return Findings(
         rows=[*shared, *staged],
-        tables=[(COLUMNS, shared), (stages.COLUMNS, staged)],
+        tables=[(COLUMNS, shared), (STAGED_COLUMNS, staged)],
         checks=verdicts,
         written=[text.written for text in texts],
         ceiling={"bytes_per_s": rate, "disk_bytes_per_s": bench.ceiling["bytes_per_s"]},

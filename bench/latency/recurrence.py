@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from offload.bench.harness.command import Bench, Findings, command
-from offload.bench.harness.record import Row
-from offload.bench.harness.tables import Column
+from offload.bench.harness.tables import Column, Row
 
 HIDDEN = 5120
 SHAPE: dict[str, Any] = {

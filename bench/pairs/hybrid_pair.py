@@ -33,9 +33,8 @@ from transformers import (
 
 from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written, reference
-from offload.bench.harness.record import Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.bench.harness.tables import Column, Screen, check
+from offload.bench.harness.tables import Column, Row, Screen, check
 from offload.bench.pairs.training import (
     KEPT,
     LEARNT,

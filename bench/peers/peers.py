@@ -22,9 +22,8 @@ from typing import Annotated, Any, NamedTuple
 from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.process import call, environment, last_line, new_cap
 from offload.bench.harness.prompts import raw_ids
-from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.bench.harness.tables import Column
+from offload.bench.harness.tables import Column, Guard, Row
 from offload.bench.pairs.moe_pair import moe_setting
 from offload.bench.peers.child import Measured, Order, rate
 from offload.checkpoint.files import cache_folder, replacing
@@ -391,7 +390,7 @@ def main(
     cap_bytes = parse_size(cap, "--cap")
     part = slice(1, None, 2) if lookup else slice(None)
     texts = bench.prompts(max(one.num_prompts for one in known.values()), part)
-    found = moe_setting(bench.given("size"), None, bench.screen) if experts else bench.setting()
+    found = moe_setting(bench.given.size, None, bench.screen) if experts else bench.setting()
     found = found._replace(ram_bytes=cap_bytes)
     ids = raw_ids(found.origin, texts, PROMPT_TOKENS)
     common = Common(found, ids, (sys.executable, *filter(None, [python])), bench.quick, gguf)

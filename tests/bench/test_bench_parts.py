@@ -25,9 +25,9 @@ from offload.bench.harness.gate import (
 )
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.rates import BLOCK_BYTES, plain_read_s
-from offload.bench.harness.record import Guard, Result, change, changes, read, store
+from offload.bench.harness.record import Result, change, changes, read, store
 from offload.bench.harness.steps import Event, Timeline
-from offload.bench.harness.tables import check, medians
+from offload.bench.harness.tables import Guard, check, medians
 from offload.bench.latency.decode import FULL, QUICK, Effort
 from offload.bench.latency.quantised import FORMATS, quantised
 from offload.checkpoint.checkpoint import ModelFiles
