@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -166,7 +166,7 @@ class Bench:
     def effort(self, full: Thing, quick: Thing) -> Thing:
         """Return one of both, with as many prompts as are asked for where a flag says so."""
         found = quick if self.quick else full
-        if self.given.num_prompts is not None:
+        if self.given.num_prompts is not None and is_dataclass(found):
             found = replace(found, num_prompts=self.given.num_prompts)  # type: ignore[type-var]
         return found
 
@@ -225,8 +225,13 @@ class Bench:
             self.say_link(setting)
 
     def say_link(self, setting: Setting, plan: MemoryPlan | None = None) -> None:
-        """Print what nothing can be faster than: a plain reader, or a plan's copies to a device."""
-        label = f"layers to {setting.device}" if setting.opened.has_own_memory else PLAIN_READER
+        """Print what nothing can be faster than: a plain reader, or a plan's copies to a device.
+
+        With a plan it is said for a device only: on the host it was said before.
+        """
+        if plan is not None and not setting.opened.has_own_memory:
+            return
+        label = PLAIN_READER if plan is None else f"layers to {setting.device}"
         rate = link_ceiling(setting, plan)
         told = "nothing is streamed" if rate is None else f"{rate / 1e9:.3f} GB/s"
         print(f"ceiling: {label}, {told}", flush=True)
@@ -244,12 +249,18 @@ class Bench:
 
     def row(self, row: Row) -> Row:
         """Keep a row on disk, once, whatever happens next; return it."""
-        if any(row is one for one in self._noted):
-            return row
-        self._noted.append(row)
+        if not any(row is one for one in self._noted):
+            self._noted.append(row)
+            self._add(row)
+        return row
+
+    def note(self, row: Row) -> None:
+        """Keep a row on disk before its tokens are proved; the proved one comes at the end."""
+        self._add({**row, "is_proved": False})
+
+    def _add(self, row: Row) -> None:
         if self.given.rows_file is not None:
             add_row(self.given.rows_file, {"bench": self.name, **row})
-        return row
 
     def finish(self, found: Findings) -> None:
         """Prove, show, store and compare; exits with 1 if anything has failed or is slower."""

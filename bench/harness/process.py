@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -24,10 +24,9 @@ from offload.errors import RunError
 from offload.machine import GroupFiles, memory_groups
 
 _END_S = 15.0
+_GONE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-
-
 # of this checkout, or where this package is installed
 ROOT = Path(offload.__file__).resolve().parents[1]
 
@@ -87,21 +86,20 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+def start(words: Sequence[str], own: Mapping[str, str], **how: Any) -> "subprocess.Popen[str]":
+    """Start a module, with its arguments and variables of its own; it dies with this process."""
+    command = [sys.executable, "-m", *words]
+    env = {**environment(), **own}
+    return subprocess.Popen(command, env=env, preexec_fn=die_with_parent, **how)
+
+
 class Talker:
     """A module as a process that hears and answers lines of JSON; it ends with its input."""
 
     def __init__(self, words: Sequence[str], log: TextIO, own: Mapping[str, str]) -> None:
         self._log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**environment(), **own},
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = start(words, own, stderr=log, start_new_session=True, **pipes)
 
     def tell(self, value: Any) -> None:
         """Send one line; a process that has ended is noticed when it is to answer."""
@@ -159,9 +157,9 @@ class MemoryCap(NamedTuple):
         path = self.folder / self.files.peak
         return int(path.read_text()) if path.is_file() else None
 
-    def remove(self, patience_s: float = 5.0) -> None:
+    def remove(self) -> None:
         """Remove the group once its last process is gone, which the kernel may notice late."""
-        give_up = time.monotonic() + patience_s
+        give_up = time.monotonic() + _GONE_S
         while True:
             try:
                 return self.folder.rmdir()
@@ -171,21 +169,16 @@ class MemoryCap(NamedTuple):
                 time.sleep(0.05)
 
 
-def new_cap(
-    cap_bytes: int,
-    root: Path = Path("/sys/fs/cgroup"),
-    membership: Path = Path("/proc/self/cgroup"),
-    make_folder: Callable[[Path], None] = Path.mkdir,
-) -> MemoryCap | None:
+def new_cap(cap_bytes: int) -> MemoryCap | None:
     """Make a group of `cap_bytes` inside the innermost group of ours that can have one, or None.
 
     In cgroup v2 a group that holds processes may have no limited children: then one beside it has
     to do.
     """
-    for outer, files in memory_groups(root, membership):
+    for outer, files in memory_groups(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")):
         cap = MemoryCap(outer / f"offload-bench-{os.getpid()}", files)
         try:
-            make_folder(cap.folder)
+            cap.folder.mkdir()
         except OSError:
             continue
         if cap.takes(cap_bytes):

@@ -31,8 +31,8 @@ import msgspec
 import typer
 
 from offload.bench.harness.tables import Guard, Row
-from offload.checkpoint.files import replacing
-from offload.errors import UserError, reason
+from offload.checkpoint.files import write_whole
+from offload.errors import UserError, reason, told_by_system
 from offload.machine import available_ram_bytes, cpu_name
 
 SCHEMA = 1
@@ -116,16 +116,12 @@ def store(found: Row, path: Path) -> None:
     """Write what JSON can hold, whole or not at all. Raises `UserError` where that cannot be."""
     text = json.dumps(found, indent=1) + "\n"
     path = path.resolve()  # a link stays one, and what it points to is replaced
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with told_by_system(f"cannot write {path}", "name another file"):
         # a pipe or a device takes what is written, and is not to be replaced
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
-            return
-        with replacing(path) as scratch:
-            scratch.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}): name another file") from None
+        else:
+            write_whole(path, text)
 
 
 def writable(path: Path | None) -> Path | None:
@@ -133,18 +129,14 @@ def writable(path: Path | None) -> Path | None:
     if path is None:
         return path
     folder = next(one for one in (path.parent, *path.absolute().parents) if one.exists())
-    why = ""
-    if path == STDOUT:
-        why = "--json alone may be printed"
-    elif path.is_dir():
-        why = "it is a folder"
-    elif not folder.is_dir():
-        why = f"{folder} is no folder"
-    elif not os.access(folder, os.W_OK):
-        why = f"{folder} is not yours"
-    elif path.exists() and not os.access(path, os.W_OK):
-        why = "it is not yours to write"
-    if why:
+    reasons = {
+        "--json alone may be printed": path == STDOUT,
+        "it is a folder": path.is_dir(),
+        f"{folder} is no folder": not folder.is_dir(),
+        f"{folder} is not yours": not os.access(folder, os.W_OK),
+        "it is not yours to write": path.exists() and not os.access(path, os.W_OK),
+    }
+    if why := next((one for one, holds in reasons.items() if holds), ""):
         raise UserError(f"cannot write {path} ({why}): name another file")
     return path
 
@@ -157,9 +149,10 @@ def read(path: Path) -> Result:
         raise UserError(f"{told}: give a file written by offload bench --json") from None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise UserError(f"{path} is no result of offload bench: give a file written with --json")
-    if missing := {"machine", "created", "commit"} - stored.keys():
-        raise UserError(f"{path} is no whole result of offload bench ({missing}): measure again")
     try:
+        # these three have defaults, for a result that is made here
+        if missing := {"machine", "created", "commit"} - stored.keys():
+            raise msgspec.ValidationError(missing)
         return msgspec.convert(stored, Result)
     except msgspec.ValidationError as error:
         told = f"{path} is no whole result of offload bench ({error})"

@@ -81,6 +81,11 @@ def say_table(columns: Sequence[Column], rows: Iterable[Row]) -> None:
         print("  ".join([first.ljust(max(len(line[0]) for line in lines)), *others]).rstrip())
 
 
+def values(rows: Iterable[Row], key: str, **where: Any) -> list[Any]:
+    """Return what rows with these fields have under a key."""
+    return [row[key] for row in rows if where.items() <= row.items()]
+
+
 def ratios(above: Iterable[float], below: Iterable[float]) -> list[float]:
     """Return sample over sample, where there is something to divide by."""
     return [one / other for one, other in zip(above, below, strict=True) if other]

@@ -132,7 +132,8 @@ def main(
             ids = encode_prompt(tokenizer, prompt.text, raw=True)[:PROMPT_TOKENS]
             text = tokenizer.decode(ids)
             told = side.write(setting, text, num_new)
-            rows[side.name].append(bench.row(row_of(side, prompt.name, told)))
+            rows[side.name].append(row_of(side, prompt.name, told))
+            bench.note(rows[side.name][-1])
             sampling = Sampling(temperature=told["sampling"]["temperature"], seed=told["seed"])
             ids = encode_prompt(tokenizer, text, raw=True)
             written.append(Written(ids, told["token_ids"], sampling, told["rule"]))

@@ -197,7 +197,7 @@ def measure(
         measured.runs.append(Timed(prompt.name, case, bursts, result, ceiling))
         measured.written.append(Written.of(ids, result))
         rates = {name: getattr(result.stats, name) for name in ("tokens_per_s", "tokens_per_sweep")}
-        bench.row({"name": case.name, "prompt": prompt.name, **rates, "is_proved": False})
+        bench.note({"name": case.name, "prompt": prompt.name, **rates})
     if trace:
         tree = tree_under(decoder.rule.name, cases[-1].tree)
         timeline, new_ids = record_steps(decoder, first_ids, tree, _TRACED_STEPS)
@@ -341,8 +341,7 @@ def main(
     bench.begin(setting, num_new_tokens=effort.num_tokens)
     trace = bench.given.trace
     with bench.screen, effort.open(setting) as decoder:
-        if setting.opened.has_own_memory:
-            bench.say_link(setting, decoder.plan)
+        bench.say_link(setting, decoder.plan)
         measured = measure(bench, setting, decoder, effort, found, trace=trace is not None)
     rows = rows_of(measured.runs)
     return Findings(

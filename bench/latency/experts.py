@@ -180,7 +180,9 @@ def main(
         print(f"room for {percent} % of the experts: {ram_bytes / 1e9:.2f} GB", file=sys.stderr)
         measured, own = measure(setting, prompts, ram_bytes, effort)
         written += own
-        rows += [{"room": percent, "ram_bytes": ram_bytes, **row} for row in measured]
+        for row in measured:
+            rows.append({"room": percent, "ram_bytes": ram_bytes, **row})
+            bench.note(rows[-1])
     return Findings(
         rows=rows,
         tables=[table_of(rows)],

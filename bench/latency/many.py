@@ -14,7 +14,7 @@ from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
-from offload.bench.harness.tables import Column, Guard, Row, medians, ratios
+from offload.bench.harness.tables import Column, Guard, Row, medians, ratios, values
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
@@ -123,7 +123,7 @@ def main(
             bench.say_link(setting, decoder.plan)
     cases = [
         Case(name, one, places)
-        for one in ("none", tree)
+        for one in dict.fromkeys(("none", tree))
         for name, places in ((ALONE, 1), (FOREST, parallel))
     ]
     rows = list[Row]()
@@ -131,24 +131,18 @@ def main(
     for number, case in bench.turns(range(effort.rounds), cases, "writing"):
         num_new = effort.num_plain if case.tree == "none" else effort.num_tokens
         row, texts = run_case(setting, case, prompts, num_new)
-        rows.append(bench.row({**row, "round": number}))
+        rows.append({**row, "round": number})
+        bench.note(rows[-1])
         written += texts
+    guards = dict[str, Guard]()
+    # how many times as many tokens a second, round by round
+    for one in dict.fromkeys(case.tree for case in cases):
+        speeds = (values(rows, "tokens_per_s", tree=one, name=name) for name in (FOREST, ALONE))
+        label = "no tree" if one == "none" else f"tree {one}"
+        guards[f"{parallel} texts / one, {label}"] = Guard(ratios(*speeds), "higher")
     return Findings(
         rows=rows,
         tables=[(COLUMNS, medians(rows, *Case._fields))],
         written=written,
-        guards=guards_of(rows, cases, tree),
+        guards=guards,
     )
-
-
-def guards_of(rows: Sequence[Row], cases: Sequence[Case], tree: str) -> dict[str, Guard]:
-    """Return how many times as many tokens a second, round by round."""
-    none, none_all, alone, best = (
-        [row["tokens_per_s"] for row in rows if case._asdict().items() <= row.items()]
-        for case in cases
-    )
-    texts = f"{cases[1].parallel} texts / one"
-    return {
-        f"{texts}, no tree": Guard(ratios(none_all, none), "higher"),
-        f"{texts}, tree {tree}": Guard(ratios(best, alone), "higher"),
-    }

@@ -96,8 +96,7 @@ def measure(
             found.passes.extend(done)
             if bench is not None:
                 sweep_s = median(one.seconds for one in done)
-                told = {"name": f"sweep of {size} rows", "sweep_s": sweep_s, "is_proved": False}
-                bench.row(told)
+                bench.note({"name": f"sweep of {size} rows", "sweep_s": sweep_s})
         found.written.append(runner.written())
         read_once()
         if bench is not None:
@@ -184,8 +183,7 @@ def main(bench: Bench) -> Findings:
     with bench.screen, setting.open(tree, context=_CONTEXT) as decoder:
         plan = decoder.plan
         num_threads = decoder.num_threads
-        if setting.opened.has_own_memory:
-            bench.say_link(setting, plan)
+        bench.say_link(setting, plan)
         measured = measure(setting, decoder, texts, effort, bench)
         if setting.draft is not None:
             ids = encoded(decoder, texts[0], 32)

@@ -20,7 +20,7 @@ from torch import Tensor
 from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.bench.harness.tables import Column, Guard, Row, medians
+from offload.bench.harness.tables import Column, Guard, Row, medians, values
 from offload.checkpoint.files import becoming
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.session import write_tensors
@@ -130,9 +130,9 @@ QUICK = Effort(2, 6, 48, ("none", "32x12", "128x20"))
 def run_format(setting: Setting, prompt: Prompt, effort: Effort, limit: int | None) -> list[Row]:
     """Return one row for each tree. Raises `UserError` where a tree changes a text."""
     rows = list[Row]()
+    plain_ids = list[int]()
     with setting.open_streamed(effort.trees[-1], context=CONTEXT, link_limit=limit) as decoder:
         ids = encoded(decoder, prompt, PROMPT_TOKENS)
-        plain_ids = list[int]()
         for tree in effort.trees:
             num = effort.num_plain if tree == "none" else effort.num_tokens
             got = decoder.generate(ids, max_new_tokens=num, tree=tree)
@@ -142,15 +142,17 @@ def run_format(setting: Setting, prompt: Prompt, effort: Effort, limit: int | No
                 raise UserError(f"{told}: no speed is printed")
             stats = got.stats
             sweeps = max(1, stats.num_sweeps)
-            row: Row = {
+            told = {
                 "tree": tree,
-                "token_s": 1 / stats.tokens_per_s,
+                "token_s": stats.tpot_s,
                 "tokens_per_pass": stats.tokens_per_sweep,
-                "pass_s": stats.sweep_s / sweeps,
-                "stall_s": stats.stall_s / sweeps,
-                "pass_bytes": stats.bytes_streamed / sweeps,
             }
-            rows.append(row)
+            each = {
+                "pass_s": stats.sweep_s,
+                "stall_s": stats.stall_s,
+                "pass_bytes": stats.bytes_streamed,
+            }
+            rows.append({**told, **{name: value / sweeps for name, value in each.items()}})
     return rows
 
 
@@ -185,23 +187,19 @@ def main(
     settings = {one: plain._replace(target=quantised(plain.target, one)) for one in formats}
     bench.begin(plain)
     every = list[Row]()
-    for _, name in bench.turns(range(effort.rounds), [*settings], "decoding"):
+    for _, name in bench.turns(range(effort.rounds), formats, "decoding"):
         runs = run_format(settings[name], prompt, effort, limit)
         every += [{"format": name, **row} for row in runs]
     rows = medians(every, "format", "tree")
-    base = {row["tree"]: row for row in rows if row["format"] == PLAIN}
-    best_s = min(row["token_s"] for row in base.values())
-    guards = dict[str, Guard]()
+    best_s = min(values(rows, "token_s", format=PLAIN))
     for row in rows:
-        row["ratio_of_pass"] = row["pass_s"] / base[row["tree"]]["pass_s"]
+        (pass_s,) = values(rows, "pass_s", format=PLAIN, tree=row["tree"])
+        row["ratio_of_pass"] = row["pass_s"] / pass_s
         row["ratio_of_best"] = row["token_s"] / best_s
-        if row["format"] != PLAIN and row["tree"] == "none":
-            guards[f"pass, {row['format']} / bf16"] = Guard([row["ratio_of_pass"]], "lower")
-    for name in settings.keys() - {PLAIN}:
-        best = min(row["ratio_of_best"] for row in rows if row["format"] == name)
+    guards = dict[str, Guard]()
+    for name in formats[1:]:
+        plain_pass = values(rows, "ratio_of_pass", format=name, tree="none")
+        guards[f"pass, {name} / bf16"] = Guard(plain_pass, "lower")
+        best = min(values(rows, "ratio_of_best", format=name))
         guards[f"best token, {name} / bf16"] = Guard([best], "lower")
-    return Findings(
-        rows=rows,
-        tables=[(COLUMNS, rows)],
-        guards=guards,
-    )
+    return Findings(rows=rows, tables=[(COLUMNS, rows)], guards=guards)

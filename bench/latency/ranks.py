@@ -311,11 +311,11 @@ def main(
     ids = raw_ids(PAIR / "target", bench.prompts(effort.num_prompts), PROMPT_TOKENS)
     setting = bench.setting(size=size)
     bench.begin(setting, link_bytes_per_s=rate, slow_layer_s=slow_layer, dtype=_HOW["dtype"])
-    require_slower(rate, bench.ceiling["bytes_per_s"], max(effort.sizes))
     shared = staged = list[Row]()
     texts = list[Answer]()
     verdicts = list[Row]()
     if "shards" in parts:
+        require_slower(rate, bench.ceiling["bytes_per_s"], max(effort.sizes))
         shared, own = share(bench, setting, effort, rate, ids)
         texts += own
         verdicts += checks(shared)

@@ -67,25 +67,16 @@ class Outcome(NamedTuple):
     rss_bytes: int = 0
     load_s: float = 0.0
 
-    def joined(self, later: "Outcome") -> "Outcome":
-        if self.reason or later.reason:
-            return Outcome(reason=self.reason or later.reason)
-        peaks = [one.peak_bytes for one in (self, later) if one.peak_bytes is not None]
-        return later._replace(
-            runs=[*self.runs, *later.runs],
-            num_near=self.num_near + later.num_near,
-            is_capped=self.is_capped and later.is_capped,
-            peak_bytes=max(peaks, default=None),
-            rss_bytes=max(self.rss_bytes, later.rss_bytes),
-        )
-
 
 def interpreter_with(modules: Sequence[str], pythons: Sequence[str]) -> str | None:
     """Return the first interpreter that can import all modules; None when none can."""
-    for python in pythons:
-        if subprocess.run([python, "-c", _HAS_ALL, *modules], capture_output=True).returncode == 0:
-            return python
-    return None
+
+    def has_all(python: str) -> bool:
+        return not subprocess.run(
+            [python, "-c", _HAS_ALL, *modules], capture_output=True
+        ).returncode
+
+    return next(filter(has_all, pythons), None)
 
 
 def run_child(python: str, order: Order) -> Outcome:
@@ -244,12 +235,12 @@ def compare(
     say: Callable[[Row], Any],
 ) -> list[Row]:
     """Measure ours, the named ones and ours again, each told to `say`; return rows with ratios."""
-    outcomes: dict[str, Outcome] = {}
+    outcomes = dict[str, list[Outcome]]()
     for name in (OURS, *(name for name in names if name != OURS), OURS):
         outcome = measure(programs[name], common)
-        outcomes[name] = outcomes[name].joined(outcome) if name in outcomes else outcome
-        say(_row(name, programs[name], outcome))
-    ours, *others = [_row(name, programs[name], one) for name, one in outcomes.items()]
+        outcomes.setdefault(name, []).append(outcome)
+        say(_row(name, programs[name], [outcome]))
+    ours, *others = [_row(name, programs[name], own) for name, own in outcomes.items()]
     for row in others:
         if "tokens_per_s" in ours and "tokens_per_s" in row:
             program = programs[row["peer"]]
@@ -296,23 +287,28 @@ def measure(program: Program, common: Common) -> Outcome:
     return proved(run_child(python, order), model, common.prompts, noise)
 
 
-def _row(name: str, program: Program, outcome: Outcome) -> Row:
+def _row(name: str, program: Program, outcomes: Sequence[Outcome]) -> Row:
+    """Return the row of a program, which may have been measured several times."""
     row: Row = {"peer": name, "title": program.title}
-    if outcome.reason:
-        return {**row, "reason": outcome.reason}
-    runs = list(outcome.runs)
+    if reasons := [one.reason for one in outcomes if one.reason]:
+        return {**row, "reason": reasons[0]}
+    runs = [run for one in outcomes for run in one.runs]
     num_tokens = sum(run.num_decoded for run in runs)
-    for key in ("trial_tokens_per_s", "is_capped", "peak_bytes", "rss_bytes", "load_s"):
-        row[key] = getattr(outcome, key)
+    peaks = [one.peak_bytes for one in outcomes if one.peak_bytes is not None]
     return row | {
+        "trial_tokens_per_s": outcomes[-1].trial_tokens_per_s,
+        "is_capped": all(one.is_capped for one in outcomes),
+        "peak_bytes": max(peaks, default=None),
+        "rss_bytes": max(one.rss_bytes for one in outcomes),
+        "load_s": outcomes[-1].load_s,
         "tokens_per_s": rate(runs),
         "s_per_token": 1 / rate(runs),
         "tokens_per_s_by_prompt": [rate([run]) for run in runs],
         "num_tokens": num_tokens,
         "prompts": [run.prompt for run in runs],
         "num_prompts": len({run.prompt for run in runs}),
-        "threads": outcome.num_threads,
-        "near_ties": outcome.num_near,
+        "threads": outcomes[-1].num_threads,
+        "near_ties": sum(one.num_near for one in outcomes),
         "tokens_per_pass": num_tokens / sum(len(run.bursts) - 1 for run in runs),
         "first_token_s": mean(run.bursts[0][0] for run in runs),
     }
@@ -346,15 +342,12 @@ COLUMNS = (
 
 def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
     """Return ours / theirs, prompt by prompt: absolute speed depends on the disk."""
-    ours = _rates(rows[0])
-    guards = {}
-    for row in rows[1:]:
-        ratios = {
-            str(prompt): ours[prompt] / theirs
-            for prompt, theirs in _rates(row).items()
-            if prompt in ours
-        }
-        guards[f"ours / {row['peer']}"] = Guard(list(ratios.values()), "higher", list(ratios))
+    guards = dict[str, Guard]()
+    ours, *others = map(_rates, rows)
+    for row, theirs in zip(rows[1:], others, strict=True):
+        shared = [prompt for prompt in theirs if prompt in ours]
+        samples = [ours[prompt] / theirs[prompt] for prompt in shared]
+        guards[f"ours / {row['peer']}"] = Guard(samples, "higher", [*map(str, shared)])
     return guards
 
 

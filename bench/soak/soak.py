@@ -6,8 +6,6 @@ are proved at the end, so that the proof's memory and time are in no figure.
 """
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,13 +15,12 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Annotated, NamedTuple
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.picture import draw_hours
-from offload.bench.harness.process import Talker, die_with_parent, environment, free_port
+from offload.bench.harness.process import Talker, free_port, start
 from offload.bench.harness.promises import WrongTokenError
 from offload.bench.harness.setting import Setting, least_ram
 from offload.bench.harness.tables import Column, Guard, Row
@@ -145,25 +142,28 @@ class Server:
         self.temporary, own = _place(folder / "server-tmp")
         self._port = free_port()
         self._log = folder / "server.log"
-        words = f"serve -m {model} -d {setting.draft} --ram {setting.ram_bytes} --context {CONTEXT}"
-        words += f" --parallel {PARALLEL} --queue {QUEUE} --port {self._port} --profile none"
-        command = [sys.executable, "-m", "offload", *words.split()]
+        words = (
+            f"--ram {setting.ram_bytes} --context {CONTEXT} --profile none --parallel {PARALLEL}"
+        )
+        words += f" --queue {QUEUE} --port {self._port}"
+        models = ["-m", str(model), "-d", str(setting.draft)]
         with self._log.open("w") as log:
-            env = {**environment(), **own}
-            self.process = subprocess.Popen(
-                command, env=env, stdout=log, stderr=log, preexec_fn=die_with_parent
-            )
+            command = ["offload", "serve", *models, *words.split()]
+            self.process = start(command, own, stdout=log, stderr=log)
         give_up_s = time.monotonic() + _START_S
-        while True:
-            try:
-                self._get("/health")
-                break
-            except (OSError, URLError):
-                if self.process.poll() is not None or time.monotonic() > give_up_s:
-                    self.process.kill()
-                    raise RunError(f"the server has ended: {self._said()}") from None
-                time.sleep(0.2)
+        while not self._is_up():
+            if self.process.poll() is not None or time.monotonic() > give_up_s:
+                self.process.kill()
+                raise RunError(f"the server has ended: {self._said()}")
+            time.sleep(0.2)
         self.clients = Clients(self._port, table, seed)
+
+    def _is_up(self) -> bool:
+        try:
+            return bool(self._get("/health"))
+        # `URLError` is one, too
+        except OSError:
+            return False
 
     def look(self, time_s: float) -> Sample:
         self.clients.pause()
@@ -171,9 +171,6 @@ class Server:
             time.sleep(0.05)
         num_tokens = int(self._figure("tokens_total"))
         return look(self.process.pid, self.temporary, time_s, num_tokens)
-
-    def go(self) -> None:
-        self.clients.go()
 
     def close(self) -> str:
         """End the server; return why it has failed, if it has."""
@@ -202,22 +199,19 @@ class Library:
         self.temporary, own = _place(folder / "library-tmp")
         self.texts = list[Told]()
         self._log = (folder / "library.log").open("w+")
-        self._talker = Talker(["offload.bench.soak.library"], self._log, own)
-        self._talker.tell(order)
+        self.talker = Talker(["offload.bench.soak.library"], self._log, own)
+        self.talker.tell(order)
 
     def look(self, time_s: float) -> Sample:
         """Sample the process at the end of its round, which is waited for. Raises `RunError`."""
-        while "round" not in (row := self._talker.hear()):
+        while "round" not in (row := self.talker.hear()):
             self.texts.append(Told(**row))
         num_tokens = sum(len(text.new_ids) for text in self.texts)
-        return look(self._talker.process.pid, self.temporary, time_s, num_tokens)
-
-    def go(self) -> None:
-        self._talker.tell("go on")
+        return look(self.talker.process.pid, self.temporary, time_s, num_tokens)
 
     def close(self) -> str:
         """End the process; return why it has failed, if it has."""
-        status = self._talker.close(_END_S)
+        status = self.talker.close(_END_S)
         self._log.close()
         return f"library ended with {status}" if status else ""
 
@@ -237,12 +231,12 @@ def soak(
         started = time.monotonic()
         passed_s = 0.0
         while passed_s < seconds or len(samples[SERVER]) < _LEAST_LOOKS:
-            server.go()
+            server.clients.go()
             time.sleep(min(period_s, max(0.0, seconds - passed_s)))
             for name, one in ((SERVER, server), (LIBRARY, library)):
                 samples[name].append(one.look(time.monotonic() - started))
                 bench.row({"process": name, **samples[name][-1]._asdict()})
-            library.go()
+            library.talker.tell("go on")
             passed_s = time.monotonic() - started
             minutes = f"{passed_s / 60:.0f} of {seconds / 60:.0f} minutes"
             bench.screen.wait(f"{minutes}, {len(library.texts)} texts")
