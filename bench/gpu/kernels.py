@@ -21,13 +21,14 @@ from offload.bench.latency.expansion import samples
 from offload.calibration.kernels import Shapes, comparisons
 from offload.calibration.trial import KernelComparison, compare
 from offload.errors import UserError
-from offload.kernels.expansion import EXPANSION_KERNELS, REFERENCE, Expansion
+from offload.kernels.expansion import EXPANSION_KERNELS, REFERENCE
 from offload.kernels.jit import HAS_TRITON
 from offload.streaming.cuda import CudaDevice
 from offload.streaming.device import HOST, Device
 
 Timer = Callable[[Callable[[], Any]], float]  # seconds that a piece of work takes
-EXPANDED_SIZE = (4096, 14336)  # the largest matrix of a layer of an 8B model
+SIZE = (4096, 14336)  # of what is expanded: the largest matrix of a layer of an 8B model
+DTYPE = torch.bfloat16
 # written before each run: in a sweep a layer's weights have gone through the cache
 _CACHE_BYTES = 64 << 20
 _NUM_ROUNDS = 7
@@ -76,35 +77,27 @@ def device_timer(device: Device) -> Timer:
     return seconds_of
 
 
-def expand_all(
-    device: Device,
-    timer: Timer,
-    size: tuple[int, int] = EXPANDED_SIZE,
-    dtype: torch.dtype = torch.bfloat16,
-    kernels: Expansion = EXPANSION_KERNELS,
-) -> Iterator[Row]:
+def expand_all(device: Device, timer: Timer) -> Iterator[Row]:
     """Time the kernels of all kinds of words, bits first.
 
     `bytes_per_s` is what the kernel writes, 0 where it is wrong; `of_copy` is how long a copy of as
     much takes, in units of the kernel's time.
     """
-    source, out = (torch.zeros(size, dtype=dtype, device=device.torch_device) for _ in range(2))
+    place = device.torch_device
+    source, out = (torch.zeros(SIZE, dtype=DTYPE, device=place) for _ in range(2))
     copy_s = timer(partial(out.copy_, source))
-    for sample in samples(*size, device.torch_device):
+    for sample in samples(*SIZE, place):
         got, wanted = (one.view(sample.out_shape) for one in (out, source))
         comparison = KernelComparison(
             f"expand {sample.kind}",
             sample.name,
-            partial(sample.expand, kernels, got),
+            partial(sample.expand, EXPANSION_KERNELS, got),
             partial(sample.expand, REFERENCE, wanted),
-            partial(sample.agrees, kernels, got, wanted),
+            partial(sample.agrees, EXPANSION_KERNELS, got, wanted),
         )
         row = time_kernel(comparison, timer, device)
-        kernel_s = row["kernel_s"]
-        yield row | {
-            "bytes_per_s": out.nbytes / kernel_s if kernel_s else 0.0,
-            "of_copy": copy_s / kernel_s if kernel_s else 0.0,
-        }
+        runs_per_s = 1 / row["kernel_s"] if row["kernel_s"] else 0.0
+        yield row | {"bytes_per_s": out.nbytes * runs_per_s, "of_copy": copy_s * runs_per_s}
 
 
 def _milliseconds(head: str, key: str) -> Column:

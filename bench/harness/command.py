@@ -143,13 +143,14 @@ class Bench:
         self._settings: Row = {}
         self.ceiling: Row = {}
         self._check_files()
+        # other ranks follow the first until it ends, and end then
         place = None if given.ranks is None else find_place()
         self.screen = Screen(is_quiet=place is not None and place.rank > 0)
         self._old = None if given.compare is None else read(given.compare)
         if self._old is not None:
             require_same(self._old, name, {})
         if given.picture is not None:
-            require_pictures()
+            require_pictures(given.picture)
 
     def _check_files(self) -> None:
         """Raise `UserError` where one file would be written over by another."""

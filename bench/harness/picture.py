@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.bench.harness.record import this_machine
 from offload.bench.harness.tables import Row
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.trees.spec import parse_tree
 
 if TYPE_CHECKING:
@@ -37,11 +37,17 @@ class Bar(NamedTuple):
     most: float
 
 
-def require_pictures() -> None:
-    """Raise `UserError` where pictures cannot be drawn; call it before measuring."""
+def require_pictures(path: Path) -> None:
+    """Raise `UserError` where such a picture cannot be drawn; call it before measuring."""
     if find_spec("matplotlib") is None:
         rule = "--picture needs matplotlib, which is not installed"
         raise UserError(f"{rule}: pip install 'offload[bench]'")
+    from matplotlib.figure import Figure
+
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    rule = f"--picture must end in one of {', '.join(kinds)}"
+    is_known = path.suffix.removeprefix(".").lower() in ("", *kinds)
+    require(is_known, rule, str(path), "name it .png")
 
 
 def draw_decoding(

@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ from offload.errors import UserError, require
 from offload.sampling_options import Sampling
 
 _RATE = "tokens_per_s"
+_ADJUSTING = ("repeat_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
 class Side(NamedTuple):
@@ -54,6 +55,13 @@ class Effort:
 
 FULL = Effort(8, 96)
 QUICK = Effort(2, 32)
+
+
+def require_provable(sampling: Mapping[str, Any]) -> None:
+    """Refuse settings under which a text's own past changes what is drawn. Raises `UserError`."""
+    if adjusted := [name for name in _ADJUSTING if name in sampling]:
+        rule = "bench beside proves what it times, and logits that are adjusted hide what was drawn"
+        raise UserError(f"{rule}, got {', '.join(adjusted)}: leave it out of --with")
 
 
 def row_of(side: Side, prompt: str, found: dict[str, Any]) -> Row:
@@ -106,12 +114,14 @@ def main(
     ] = None,
 ) -> Findings:
     """How fast is this program beside another checkout, or with other flags?"""
-    sides = [Side("this", ROOT)]
+    every = [Side("this", ROOT)]
     for one in checkout or ():
         rule = "--checkout must be a folder that has offload in it"
         require((one / "offload" / "__init__.py").is_file(), rule, str(one), "check the path")
-        sides.append(Side(str(one), one.resolve()))
-    sides += [Side(one, ROOT, shlex.split(one)) for one in flags or ()]
+        every.append(Side(str(one), one.resolve()))
+    every += [Side(one, ROOT, shlex.split(one)) for one in flags or ()]
+    # one that is named twice takes its turns once
+    sides = [*{side.name: side for side in every}.values()]
     if len(sides) == 1:
         raise UserError("bench beside compares: give --checkout DIR, or --with FLAGS")
     effort = bench.effort(FULL, QUICK)
@@ -127,14 +137,14 @@ def main(
     with bench.screen:
         for side in sides:
             bench.screen.wait(f"warming up: {side.name}")
-            side.write(setting, found[0].text, 2)
+            require_provable(side.write(setting, found[0].text, 2)["sampling"])
         for prompt, side in bench.turns(found, sides, "writing"):
             ids = encode_prompt(tokenizer, prompt.text, raw=True)[:PROMPT_TOKENS]
             text = tokenizer.decode(ids)
             told = side.write(setting, text, num_new)
             rows[side.name].append(row_of(side, prompt.name, told))
             bench.note(rows[side.name][-1])
-            sampling = Sampling(temperature=told["sampling"]["temperature"], seed=told["seed"])
+            sampling = Sampling(**told["sampling"], seed=told["seed"])
             ids = encode_prompt(tokenizer, text, raw=True)
             written.append(Written(ids, told["token_ids"], sampling, told["rule"]))
     shown = [beside_first(name, own, rows["this"]) for name, own in rows.items()]

@@ -102,8 +102,8 @@ def main(
 ) -> Findings:
     """What are guesses without a model worth, alone and beside a draft?"""
     one_of(sources or (), SOURCES, "--sources")
-    effort = bench.effort(FULL, QUICK)
-    effort = replace(effort, trees=("none", tree), sources=tuple(sources or SOURCES))
+    own = tuple(dict.fromkeys(sources or SOURCES))
+    effort = replace(bench.effort(FULL, QUICK), trees=("none", tree), sources=own)
     found = bench.prompts(effort.num_prompts, slice(1, None, 2), [CODE, COPY])
     setting = bench.setting(size=size or ("600MB" if bench.quick else "2GB"))
     bench.begin(setting, tree=tree, num_new_tokens=effort.num_tokens)

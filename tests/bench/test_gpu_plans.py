@@ -13,8 +13,9 @@ import pytest
 import torch
 from shell import shell
 
-from offload.bench.gpu import promised, runner
-from offload.bench.gpu.runner import Step, all_steps
+from offload.bench.gpu import __main__ as runner
+from offload.bench.gpu import promised
+from offload.bench.gpu.__main__ import Step, all_steps
 from offload.bench.harness import models
 from offload.bench.latency import exact, passes
 from offload.engine import opening

@@ -16,9 +16,8 @@ import pytest
 from matrix import matrix
 from shell import ROOT
 
-from offload.bench.gpu import runner
-from offload.bench.gpu.__main__ import main
-from offload.bench.gpu.runner import Files, Step, all_steps, rows_of, statuses
+from offload.bench.gpu import __main__ as runner
+from offload.bench.gpu.__main__ import Files, Step, all_steps, main, rows_of, statuses
 from offload.bench.harness.record import read_rows
 
 ADD = "from offload.bench.harness.record import add_row; from pathlib import Path; import os, signal, sys, time\n"
@@ -149,8 +148,7 @@ def running(out: Path, code: str) -> "Iterator[tuple[subprocess.Popen[bytes], in
     script = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from offload.bench.gpu.__main__ import main
-from offload.bench.gpu.runner import Step
+from offload.bench.gpu.__main__ import Step, main
 code = {ADD + "add('pid', pid=os.getpid());" + code!r}
 steps = [Step("hangs", ("-c", code), 60.0, 0.0), Step("later", ("-c", code), 60.0, 0.0)]
 sys.exit(main(["--out", {str(out)!r}], lambda _: steps))
