@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
 from offload.bench.harness.process import ROOT, die_with_parent
-from offload.bench.harness.promises import verdict_lines, verdicts
 from offload.bench.harness.record import add_row, read_rows
-from offload.bench.harness.tables import Row
+from offload.bench.harness.tables import Row, verdict_lines, verdicts
 from offload.checkpoint.files import replacing
 from offload.machine import available_ram_bytes
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from offload.bench.harness.promises import WrongTokenError, row
 from offload.bench.harness.setting import least_ram
-from offload.bench.harness.tables import Row
+from offload.bench.harness.tables import Row, WrongTokenError, row
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.decoder import Decoder

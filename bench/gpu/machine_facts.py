@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from offload.bench.harness.promises import attempt, row
 from offload.bench.harness.record import add_row
-from offload.bench.harness.tables import Row
+from offload.bench.harness.tables import Row, attempt, row
 from offload.machine import available_ram_bytes, cpu_name
 
 _PACKAGES = (

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 
 from offload.bench.harness.gate import Written
-from offload.bench.harness.promises import attempt, row
 from offload.bench.harness.prompts import Prompt
 from offload.bench.harness.rates import copy_rates, lock_rates
 from offload.bench.harness.setting import Setting
 from offload.bench.harness.steps import PassRunner, record_steps, repeated_scores
-from offload.bench.harness.tables import Row
+from offload.bench.harness.tables import Row, attempt, row
 from offload.bench.latency import passes
 from offload.bench.latency.decode import Case, timed_run
 from offload.checkpoint.packaged import PROMPT

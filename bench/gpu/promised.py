@@ -19,7 +19,10 @@ from offload.bench.gpu import experts, parts
 from offload.bench.gpu.parts import TINY, Amounts, Job
 from offload.bench.harness.command import Bench, command, flag, one_of
 from offload.bench.harness.models import PRETEND, place_of, resident_pair, synthetic_setting
-from offload.bench.harness.promises import (
+from offload.bench.harness.steps import kernel_rows
+from offload.bench.harness.synthetic import LLAMA_2_70B
+from offload.bench.harness.tables import (
+    Row,
     attempt,
     failures,
     row,
@@ -27,9 +30,6 @@ from offload.bench.harness.promises import (
     verdict_lines,
     verdicts,
 )
-from offload.bench.harness.steps import kernel_rows
-from offload.bench.harness.synthetic import LLAMA_2_70B
-from offload.bench.harness.tables import Row
 from offload.bench.latency.exact import gates
 from offload.bench.peers.accelerate_offload import accelerate_s
 from offload.checkpoint.packaged import PROMPT

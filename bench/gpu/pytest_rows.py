@@ -6,8 +6,8 @@ Use `-p offload.bench.gpu.pytest_rows --rows FILE`.
 from pathlib import Path
 from typing import Any
 
-from offload.bench.harness.promises import row
 from offload.bench.harness.record import add_row
+from offload.bench.harness.tables import row
 
 
 def pytest_addoption(parser: Any) -> None:

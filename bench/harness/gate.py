@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offload.bench.harness.promises import WrongTokenError
+from offload.bench.harness.tables import WrongTokenError
 from offload.checkpoint.open import open_headers
 from offload.engine.build import resident_model
 from offload.engine.generation import Generation

@@ -15,9 +15,8 @@ from transformers.utils import logging
 
 from offload.bench.harness.command import Bench, Findings, command
 from offload.bench.harness.models import place_of, resident_pair
-from offload.bench.harness.promises import WrongTokenError, row, row_line
 from offload.bench.harness.setting import Setting
-from offload.bench.harness.tables import Row
+from offload.bench.harness.tables import Row, WrongTokenError, row, row_line
 from offload.checkpoint.packaged import PROMPT
 from offload.reports.proof import BF16_NOISE
 

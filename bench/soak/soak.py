@@ -21,9 +21,8 @@ from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.picture import draw_hours
 from offload.bench.harness.process import Talker, free_port, start
-from offload.bench.harness.promises import WrongTokenError
 from offload.bench.harness.setting import Setting, least_ram
-from offload.bench.harness.tables import Column, Guard, Row
+from offload.bench.harness.tables import Column, Guard, Row, WrongTokenError
 from offload.bench.soak.clients import CONTEXT, Answer, Clients, Wish, wishes, with_template
 from offload.bench.soak.library import Order
 from offload.errors import RunError

@@ -14,9 +14,9 @@ from offload.bench.gpu import parts as device_parts
 from offload.bench.harness import setting
 from offload.bench.harness.gate import Proof, Written, WrongTokenError
 from offload.bench.harness.models import PRETEND
-from offload.bench.harness.promises import PROMISES
 from offload.bench.harness.steps import LANES
 from offload.bench.harness.synthetic import TINY, TINY_DRAFT, open_source, origin, sketch
+from offload.bench.harness.tables import PROMISES
 from offload.bench.latency import exact
 from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine.load import load

@@ -9,7 +9,7 @@ import pytest
 from shell import shell
 
 from offload.bench.harness import command
-from offload.bench.harness.promises import WrongTokenError
+from offload.bench.harness.tables import WrongTokenError
 from offload.bench.soak import soak
 from offload.bench.soak.clients import Answer
 from offload.bench.soak.soak import Sample, drift, speed_kept
