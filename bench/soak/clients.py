@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from offload.bench.harness.prompts import prompts
 from offload.engine.decoder import Decoder
+from offload.engine.request import Request
 from offload.sampling_options import Sampling
 
 CONTEXT = 256
@@ -46,18 +47,19 @@ class Wish(NamedTuple):
     num_new: int
 
     def ids(self, decoder: Decoder) -> list[int]:
-        if self.is_chat:
-            return decoder.encode(self.messages)
-        return decoder.encode(self.text, raw=True)
+        return decoder.encode(self._prompt, raw=not self.is_chat)
+
+    def request(self, decoder: Decoder) -> Request:
+        return Request(self.ids(decoder), self.sampling, self.num_new)
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": self.text}]
+    def _prompt(self) -> Any:
+        return [{"role": "user", "content": self.text}] if self.is_chat else self.text
 
     @property
     def body(self) -> dict[str, Any]:
-        asked = {"messages": self.messages} if self.is_chat else {"prompt": self.text}
         sampling = {"temperature": self.sampling.temperature, "seed": self.sampling.seed}
+        asked = {"messages" if self.is_chat else "prompt": self._prompt}
         return {**asked, **sampling, "max_tokens": self.num_new}
 
 

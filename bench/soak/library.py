@@ -21,7 +21,6 @@ from offload.engine.chat import Chat
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import load
-from offload.engine.request import Request
 from offload.engine.scheduler import in_order
 
 TREES = ("none", "chain:4", "chain:auto", "16x4", "dynamic:24x6", "sequences:4x4", "auto")
@@ -62,21 +61,17 @@ def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
         how["lookup"] = None
     ram_bytes = rng.choice(order.ram_bytes)
     *alone, one, other = rng.sample(range(len(table)), 6)
-
-    def request(name: int) -> Request:
-        return Request(table[name].ids(decoder), table[name].sampling, table[name].num_new)
-
     with load(order.target, order.draft, ram_bytes, **how) as decoder:
         for name in alone:
-            run = decoder.start(request(name), continues=rng.random() < 0.5)
+            run = decoder.start(table[name].request(decoder), continues=rng.random() < 0.5)
             most = rng.randrange(4) if rng.random() < _LEFT_SHARE else None
             for number, _ in enumerate(run):
                 if number == most:
                     break
             tell(name, run.result())
             decoder.release(run)
-        together = in_order(decoder, [request(one), request(other)])
-        for name, result in zip((one, other), together, strict=True):
+        both = [table[name].request(decoder) for name in (one, other)]
+        for name, result in zip((one, other), in_order(decoder, both), strict=True):
             tell(name, result)
         if decoder.num_parallel == 1:
             talk(decoder, rng)

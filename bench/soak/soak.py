@@ -23,8 +23,9 @@ from offload.bench.harness.picture import draw_hours
 from offload.bench.harness.process import Talker, free_port, start
 from offload.bench.harness.setting import Setting, least_ram
 from offload.bench.harness.tables import Column, Guard, Row, WrongTokenError
-from offload.bench.soak.clients import CONTEXT, Answer, Clients, Wish, wishes, with_template
+from offload.bench.soak.clients import CONTEXT, Answer, Clients, wishes, with_template
 from offload.bench.soak.library import Order
+from offload.engine.scheduler import in_order
 from offload.errors import RunError
 from offload.machine import rss_bytes
 
@@ -74,16 +75,11 @@ def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sampl
 def row_of(process: str, samples: Sequence[Sample]) -> Row:
     first = samples[0]
     last = samples[-1]
-    return {
-        "process": process,
-        "num_looks": len(samples),
-        "rss_bytes": last.rss_bytes,
-        "drift": drift(samples),
-        **growth(samples),
-        "tokens_per_s": (last.num_tokens - first.num_tokens)
-        / max(1e-9, last.time_s - first.time_s),
-        "speed_kept": speed_kept(samples),
-    }
+    told = {"process": process, "num_looks": len(samples), "rss_bytes": last.rss_bytes}
+    rate = (last.num_tokens - first.num_tokens) / max(1e-9, last.time_s - first.time_s)
+    counts = growth(samples)
+    speed = {"tokens_per_s": rate, "speed_kept": speed_kept(samples)}
+    return {**told, "drift": drift(samples), **counts, **speed}
 
 
 def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
@@ -135,9 +131,7 @@ class Told(NamedTuple):
 
 
 class Server:
-    def __init__(
-        self, setting: Setting, model: Path, table: Sequence[Wish], seed: int, folder: Path
-    ) -> None:
+    def __init__(self, setting: Setting, model: Path, seed: int, folder: Path) -> None:
         self.temporary, own = _place(folder / "server-tmp")
         self._port = free_port()
         self._log = folder / "server.log"
@@ -155,7 +149,7 @@ class Server:
                 self.process.kill()
                 raise RunError(f"the server has ended: {self._said()}")
             time.sleep(0.2)
-        self.clients = Clients(self._port, table, seed)
+        self.clients = Clients(self._port, wishes(), seed)
 
     def _is_up(self) -> bool:
         try:
@@ -220,12 +214,13 @@ def soak(
 ) -> tuple[dict[str, list[Sample]], list[Told], Clients]:
     """Run both for so long; return looks at each. Raises `RunError` where one fails."""
     period_s = max(_LEAST_PERIOD_S, seconds / _LOOKS)
-    order = Order(str(model), str(setting.draft), [setting.ram_bytes, 3 * setting.ram_bytes], seed)
-    samples = dict[str, list[Sample]]({SERVER: [], LIBRARY: []})
+    budgets = [setting.ram_bytes, 3 * setting.ram_bytes]
+    order = Order(str(model), str(setting.draft), budgets, seed)
+    samples: dict[str, list[Sample]] = {SERVER: [], LIBRARY: []}
     with ExitStack() as resources:
         library = Library(order, folder)
         resources.callback(library.close)
-        server = Server(setting, model, wishes(), seed, folder)
+        server = Server(setting, model, seed, folder)
         resources.callback(server.close)
         started = time.monotonic()
         passed_s = 0.0
@@ -253,20 +248,14 @@ def texts_of(
     table = wishes()
     with setting._replace(target=model).open("none", context=CONTEXT) as decoder:
         ids = [wish.ids(decoder) for wish in table]
-        right = {
-            number: decoder.generate(
-                ids[number],
-                temperature=table[number].sampling.temperature,
-                seed=table[number].sampling.seed,
-                max_new_tokens=table[number].num_new,
-            )
-            for number in sorted({answer.wish for answer in answers})
-        }
+        numbers = sorted({answer.wish for answer in answers})
+        results = in_order(decoder, [table[number].request(decoder) for number in numbers])
+    right = dict(zip(numbers, results, strict=True))
     for answer in answers:
         require_right(answer, right[answer.wish].text)
-    found = {repr(one): one for one in texts}
     written = [Written.of(ids[number], one) for number, one in right.items()]
-    for one in found.values():
+    # texts that came several times are proved once
+    for one in {repr(one): one for one in texts}.values():
         sampling = table[one.wish].sampling
         written.append(Written(ids[one.wish], one.new_ids, sampling, one.rule, one.is_invariant))
     return written
