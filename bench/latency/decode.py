@@ -11,7 +11,7 @@ of its section 3.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -87,16 +87,11 @@ class Effort:
 
     def need(self) -> Need:
         """Return the largest of what is opened; beside `auto`, which finds its own, is none."""
-
-        def hungriest(rules: Sequence[str]) -> str:
-            keep = (rule for rule in rules if drafting_of(rule).keeps_distributions)
-            return next(keep, rules[0])
-
-        cases = self.cases()
-        rule = hungriest([case.rule for case in cases])
-        trees = [tree_under(rule, case.tree) for case in cases]
+        # one that keeps distributions takes the most memory
+        rule = min(self.rules, key=lambda one: not drafting_of(one).keeps_distributions)
+        trees = [tree_under(rule, tree) for tree in self.trees]
         largest = max(trees, key=lambda tree: parse_tree(tree).num_nodes)
-        return Need(largest, _MOST_PROMPT_TOKENS + self.num_tokens, hungriest(self.rules))
+        return Need(largest, _MOST_PROMPT_TOKENS + self.num_tokens, rule)
 
     def open(self, setting: Setting) -> Decoder:
         need = self.need()
@@ -129,13 +124,8 @@ class Timed(NamedTuple):
     case: Case
     bursts: list[Burst]
     result: Generation
-    # bytes per second, before and after in the mean, or the run's own if those were lower;
     # None where nothing is streamed
-    ceiling: float | None
-
-    @property
-    def link_utilisation(self) -> float | None:
-        return self.ceiling and self.result.stats.link_bytes_per_s / self.ceiling
+    link_utilisation: float | None
 
 
 class Measured(NamedTuple):
@@ -156,9 +146,8 @@ class Measured(NamedTuple):
     @property
     def least_pass_s(self) -> float | None:
         """Return what the bytes of a pass take at the ceiling; None where nothing is streamed."""
-        if not self.ceilings:
-            return None
-        return float(self.settings["streamed_bytes"] / self.ceiling["bytes_per_s"])
+        rate = self.ceiling["bytes_per_s"]
+        return rate and self.settings["streamed_bytes"] / rate
 
 
 def measure(
@@ -192,9 +181,9 @@ def measure(
         bursts, result = timed_run(own, ids, case, num_tokens, seed=seed)
         look_at_link()
         # A run that got more than the readings beside it shows what the link gave meanwhile.
-        own_rate = result.stats.link_bytes_per_s
-        ceiling = max(mean(ceilings[-2:]), own_rate) if ceilings else None
-        measured.runs.append(Timed(prompt.name, case, bursts, result, ceiling))
+        rate = result.stats.link_bytes_per_s
+        used = rate / max(mean(ceilings[-2:]), rate) if ceilings else None
+        measured.runs.append(Timed(prompt.name, case, bursts, result, used))
         measured.written.append(Written.of(ids, result))
         rates = {name: getattr(result.stats, name) for name in ("tokens_per_s", "tokens_per_sweep")}
         bench.note({"name": case.name, "prompt": prompt.name, **rates})
@@ -234,6 +223,7 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
     stats = [run.result.stats for run in runs]
     accepted = [count for one in stats for count in one.accepted_per_sweep]
     num_sweeps = len(accepted)
+    # a dynamic tree may be smaller than its bounds
     is_dynamic = any(one.is_tree_dynamic for one in stats)
     num_draft_tokens = sum((one.tree_num_nodes - 1) * one.num_sweeps for one in stats)
     used = [one.link_utilisation for one in runs if one.link_utilisation is not None]
@@ -252,7 +242,6 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
         "chosen": dict(Counter(label_of(run.result.tree_choice.shape) for run in runs)),
         "tokens_per_sweep": sum(accepted) / max(1, num_sweeps),
         "predicted_tokens_per_sweep": runs[0].result.tree_choice.tokens_per_sweep,
-        # a dynamic tree may be smaller than its bounds
         "num_draft_tokens": None if is_dynamic else num_draft_tokens,
         "num_accepted_tokens": sum(accepted) - num_sweeps,
         "accepted_per_pos": acceptance_by_depth(accepted, max(one.tree_depth for one in stats)),
@@ -273,13 +262,6 @@ def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
         for told, name in watched.items():
             guards[f"{told}, {row['name']}"] = Guard(row[f"{name}_samples"], "higher", names)
     return guards
-
-
-def chosen_lines(rows: Sequence[Row]) -> Iterator[str]:
-    for row in rows:
-        if parse_tree(row["tree"]).kind == "auto":
-            trees = ", ".join(f"{tree} ({count} texts)" for tree, count in row["chosen"].items())
-            yield f"{row['name']} began with {trees}"
 
 
 def _link_used(row: Row) -> str | None:
@@ -322,11 +304,11 @@ def main(
     """How many tokens per second, how smoothly, and what of the link is used?"""
     one_of([preset] if preset else [], PRESETS, "--preset")
     effort = bench.effort(PRESETS[preset] if preset else FULL, QUICK)
-    max_tokens = bench.given.max_tokens
+    num_tokens = bench.given.max_tokens or effort.num_tokens
     effort = replace(
         effort,
-        num_tokens=max_tokens or effort.num_tokens,
-        num_plain=min(effort.num_plain, max_tokens or effort.num_plain),
+        num_tokens=num_tokens,
+        num_plain=min(effort.num_plain, num_tokens),
         temperatures=tuple(temp or effort.temperatures),
         trees=tuple(dict.fromkeys(["none", *(tree or effort.trees)])),
         rules=tuple(rule or effort.rules),
@@ -339,11 +321,16 @@ def main(
         is_resident=preset in RESIDENT,
     )
     bench.begin(setting, num_new_tokens=effort.num_tokens)
-    trace = bench.given.trace
+    is_traced = bench.given.trace is not None
     with bench.screen, effort.open(setting) as decoder:
         bench.say_link(setting, decoder.plan)
-        measured = measure(bench, setting, decoder, effort, found, trace=trace is not None)
+        measured = measure(bench, setting, decoder, effort, found, trace=is_traced)
     rows = rows_of(measured.runs)
+    notes = list[str]()
+    for row in rows:
+        if parse_tree(row["tree"]).kind == "auto":
+            trees = ", ".join(f"{tree} ({count} texts)" for tree, count in row["chosen"].items())
+            notes.append(f"{row['name']} began with {trees}")
     return Findings(
         rows=rows,
         tables=[(COLUMNS, rows)],
@@ -351,7 +338,7 @@ def main(
         settings={"preset": preset, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings},
         ceiling=measured.ceiling,
         guards=guards_of(rows, [prompt.name for prompt in found]),
-        notes=[*chosen_lines(rows)],
+        notes=notes,
         traces=measured.traces,
         draw=partial(draw_decoding, rows, least_pass_s=measured.least_pass_s),
     )

@@ -17,7 +17,7 @@ from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import raw_ids
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting, least_ram
-from offload.bench.harness.tables import Column, Row, check
+from offload.bench.harness.tables import Column, Row, check, values
 from offload.bench.pairs.moe_pair import moe_setting
 from offload.bench.peers.child import Order, rate
 from offload.bench.peers.peers import run_child
@@ -104,7 +104,7 @@ def measure(
         if row["reason"] and row["experts"] != "layers":
             raise UserError(f"experts on demand: {row['reason']}")
         runs = row.pop("runs")
-        texts |= {(run.prompt, tuple(run.token_ids)) for run in runs}
+        texts |= {(run.prompt, (*run.token_ids,)) for run in runs}
         if num_sweeps := sum(len(run.bursts) - 1 for run in runs):
             row["tokens_per_s"] = rate(runs)
             row["tokens_per_s_by_run"] = [rate([run]) for run in runs]
@@ -117,24 +117,23 @@ def checks(rows: Sequence[Row], model_bytes: int) -> list[Row]:
     """Return what was wanted of `auto`, by room, beside the best tree, and of whole layers."""
     found = []
     third = min(rows, key=lambda row: abs(row["ram_bytes"] - model_bytes / 3))["room"]
+    # without those that were cut before their second pass
+    timed = [row for row in rows if row.get("tokens_per_s")]
     for room in dict.fromkeys(row["room"] for row in rows):
-        own = [row for row in rows if row["room"] == room and row.get("tokens_per_s")]
-        speed = {(row["experts"], row["tree"]): row["tokens_per_s"] for row in own}
-        whole = [one for (way, _), one in speed.items() if way == "layers"]
-        grid = [one for (_, tree), one in speed.items() if tree != AUTO]
-        auto = speed.get((AUTO, AUTO))
-        if auto is None:  # cut before its second pass
-            continue
-        if whole:
-            ratio = auto / max(whole)
-            name = f"auto / best of whole layers, {room} %"
-            found.append(check(name, [ratio], LEAST_SPEEDUP, "higher"))
-            if room == third:
-                name = f"{name}, near a third of the model"
-                found.append(check(name, [ratio], SPEEDUP, "higher"))
-        if grid:
-            name = f"best of the grid / auto, {room} %"
-            found.append(check(name, [max(grid) / auto], CHOICE, "lower"))
+        own = [row for row in timed if row["room"] == room]
+        whole = values(own, "tokens_per_s", experts="layers")
+        grid = [row["tokens_per_s"] for row in own if row["tree"] != AUTO]
+        for auto in values(own, "tokens_per_s", experts=AUTO):
+            if whole:
+                ratio = auto / max(whole)
+                name = f"auto / best of whole layers, {room} %"
+                found.append(check(name, [ratio], LEAST_SPEEDUP, "higher"))
+                if room == third:
+                    name = f"{name}, near a third of the model"
+                    found.append(check(name, [ratio], SPEEDUP, "higher"))
+            if grid:
+                name = f"best of the grid / auto, {room} %"
+                found.append(check(name, [max(grid) / auto], CHOICE, "lower"))
     return found
 
 
@@ -163,7 +162,7 @@ def main(
     ] = None,
 ) -> Findings:
     """Experts on demand beside whole layers: an hour on two cores, ten minutes with --quick."""
-    rooms = room or ROOMS
+    rooms = [*dict.fromkeys(room or ROOMS)]
     effort = bench.effort(FULL, QUICK)
     texts = bench.prompts(effort.num_prompts)
     is_named = bench.given.model is not None

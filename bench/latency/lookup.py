@@ -69,11 +69,10 @@ def checks(rows: Sequence[Row]) -> list[Row]:
     known = {(row["texts"], row["sources"]): row for row in rows if row["temperature"] == 0.0}
     found = []
     for (texts, sources, beside), wanted in _WANTED.items():
-        row = known.get((texts, sources))
-        other = known.get((texts, beside))
-        if row is not None and other is not None:
-            samples = (one["tokens_per_sweep_samples"] for one in (row, other))
-            ratio = row["tokens_per_sweep"] / other["tokens_per_sweep"]
+        both = [known[texts, one] for one in (sources, beside) if (texts, one) in known]
+        if len(both) == 2:
+            samples = (one["tokens_per_sweep_samples"] for one in both)
+            ratio = both[0]["tokens_per_sweep"] / both[1]["tokens_per_sweep"]
             name = f"{texts}: {sources} / {beside}"
             found.append(check(name, ratios(*samples), wanted, "higher", ratio))
     return found
@@ -121,18 +120,18 @@ def main(
                 ngram=store if "ngram" in parts else None,
             )
             decoders[name] = resources.enter_context(opened)
-        first = next(iter(decoders.values()))
+        first = decoders[own[0]]
         measured = decode.measure(bench, setting, first, effort, found, others=decoders)
     rows = list[Row]()
     guards = dict[str, Guard]()
     for texts in (CODE, COPY):
-        own = [one.name for one in found if one.name.startswith(f"{texts}/")]
-        of_texts = decode.rows_of([run for run in measured.runs if run.prompt in own])
+        names = [one.name for one in found if one.name.startswith(f"{texts}/")]
+        of_texts = decode.rows_of([run for run in measured.runs if run.prompt in names])
         for row in of_texts:
             warm = f", T={row['temperature']:g}" if row["temperature"] else ""
             row |= {"texts": texts, "sources": row["sources"] or "none"}
             row["name"] = f"{texts}{warm}: {row['sources']}"
-        guards |= decode.guards_of(of_texts, own)
+        guards |= decode.guards_of(of_texts, names)
         rows += of_texts
     figures = checks(rows)
     return Findings(

@@ -81,7 +81,7 @@ def measure(
         num_bytes = decoder.plan.streamed_bytes
         if num_bytes and not setting.opened.has_own_memory:
             found.read_s.append(plain_read_s(setting.shards, num_bytes))
-        elif num_bytes and (rate := link_ceiling(setting, decoder.plan)):
+        elif rate := link_ceiling(setting, decoder.plan):
             found.read_s.append(num_bytes / rate)
 
     read_once()
@@ -110,7 +110,7 @@ def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
 
     def row(name: str, num_nodes: int, seconds: list[float]) -> Row:
         told = {"name": name, "num_nodes": num_nodes, "sweep_s": median(seconds)}
-        used = None if floor_s is None else floor_s / median(seconds)
+        used = floor_s and floor_s / median(seconds)
         return {**told, "sweep_s_samples": seconds, "link_utilisation": used}
 
     for size, own in measured.by_size().items():
@@ -173,13 +173,13 @@ def main(bench: Bench) -> Findings:
     setting = bench.setting(need=Need(f"{max(FULL.sizes)}x24", context=_CONTEXT))
     on = {"cpu": bench.effort(FULL, QUICK), PRETEND: REHEARSAL}
     effort = on.get(setting.device, ON_DEVICE)
-    if setting.draft is None and setting.device == "cpu":
+    if setting.draft is None:
+        # memory is planned for no tree
         effort = effort._replace(sizes=(1,))
-    largest = max(effort.sizes)
     texts = bench.prompts(effort.rounds)
     bench.begin(setting, **effort._asdict())
     drafted = list[Row]()
-    tree = f"{largest}x24" if largest > 1 and setting.draft is not None else "none"
+    tree = "none" if setting.draft is None else f"{max(effort.sizes)}x24"
     with bench.screen, setting.open(tree, context=_CONTEXT) as decoder:
         plan = decoder.plan
         num_threads = decoder.num_threads
@@ -189,15 +189,14 @@ def main(bench: Bench) -> Findings:
             ids = encoded(decoder, texts[0], 32)
             drafted += draft_rows(setting, decoder, ids, effort.draft_s)
     timed = [*rows_of(measured, plan.streamed_bytes)]
-    floor_s = measured.floor_s
     told = "nothing is streamed: no link is a ceiling"
     ceiling: Row = {"bytes_per_s": None}
     guards = dict[str, Guard]()
-    if floor_s is not None:
+    if (floor_s := measured.floor_s) is not None:
         moved = f"the {plan.streamed_bytes / 1e9:.3f} GB of a sweep"
         told = f"the ceiling takes {floor_s:.3f} s for {moved}"
-        rate = {"bytes_per_s": plan.streamed_bytes / floor_s, "sweep_s": floor_s}
-        ceiling = {**rate, "samples": measured.read_s}
+        rate = plan.streamed_bytes / floor_s
+        ceiling = {"bytes_per_s": rate, "sweep_s": floor_s, "samples": measured.read_s}
         for row in timed:
             over = [one / floor_s for one in row["sweep_s_samples"]]
             guards[f"{row['name']} / ceiling"] = Guard(over, "lower")
