@@ -1,11 +1,11 @@
-"""Tune the packaged pair on questions and answers, so that a chat opens without a model of one's own.
+"""Tune the packaged pair on questions and answers, so that a chat opens without a model of one's
+own.
 
 `python -m offload.bench.chat_pair.make OUT` writes `OUT/target` and `OUT/draft`, which the package
-carries as `offload/chat_pair`. Both begin as the packaged pair of code and keep some of its text,
-so the pair also goes on writing code. Questions come from two places: a page of dialogues beside
-this file, and docstrings of the standard library. Invariant: a run that is cut goes on where it
-was; an answer is text that a person wrote, and nothing is taken from outside the machine; the same
-Python gives the same dialogues in the same order.
+carries as `offload/chat_pair`. Both begin as the packaged pair and keep some of its text, so they
+also go on writing code. Questions come from a page of dialogues beside this file and from
+docstrings of the standard library: an answer is text that a person wrote. Invariant: a run that is
+cut goes on where it was; the same Python gives the same dialogues in the same order.
 """
 
 import ast

@@ -1,10 +1,8 @@
 """Every kernel against what runs without it, on this GPU: whether both agree, then which is faster.
 
 The comparisons are those that a run makes at its start, for shapes of Llama-2-70B and vocabularies
-of 32,000 and 128,256. What expands weights stands beside a copy of what it writes, too: a copy
-reads as much as it writes, an expansion less, so none should take longer.
-
-Invariant: no time is told for what is wrong.
+of 32,000 and 128,256. What expands weights stands beside a copy of what it writes, too, which reads
+more, so none should take longer. Invariant: no time is told for what is wrong.
 """
 
 from collections.abc import Callable, Iterable, Iterator

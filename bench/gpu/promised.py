@@ -1,10 +1,9 @@
 """Each promise of the device path beside its ceiling, on a pair in the shape of a 70B and a 7B.
 
-The pair computes what the packaged one computes: every token can be proved. The parts are those of
-other commands on one decoder that is loaded once, and passes once more on one that does not give
-rows the same bits in every pass. Nothing is timed in a way whose gate has not passed. What breaks,
-a refusal at load among it, is missed by each promise that hangs on it; the last lines say of each
-what was wanted, what was seen and whether it is met.
+It computes what the packaged pair does: every token can be proved. The parts are those of other
+commands on one decoder that is loaded once, and passes once more on one that does not give rows the
+same bits in every pass. Nothing is timed in a way whose gate has not passed. What breaks, a refusal
+at load among it, is missed by each promise that hangs on it.
 """
 
 import time

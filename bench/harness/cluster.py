@@ -1,9 +1,8 @@
 """Processes of this machine that run one model together: started once, told texts, timed there.
 
 They are started as `offload launch` starts them, but each with its own budget. As a program this
-file is one of them: it loads, then rank 0 writes a text for every line.
-
-Invariant: when a cluster is closed, or this process dies, none of its processes runs any more.
+file is one of them. Invariant: when a cluster is closed, or this process dies, none of its
+processes runs any more.
 """
 
 import json

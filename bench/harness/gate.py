@@ -4,13 +4,11 @@ Where a rule makes each token the target's own draw (greedy, `match`, `topk`), e
 draw of the reference in float32, up to bf16 rounding; and runs of a decoder that promises the same
 bits for every tree must not differ at all. Rules that draw afresh promise a distribution: the
 surprise -log p(token) of all tokens together must lie as far from its mean, the entropy, as chance
-allows. A single odd token may slip through that, and behind it are the tests of the rules.
+allows. A single odd token may slip through that; behind it are the tests of the rules.
 
-A router in 16 bits may choose another of two experts that are nearly even, which moves a token's
-scores by more than rounding does, and of an untrained mixture often. So a token of a mixture may
-miss its draw in float32 by as much as 16 bits move the original's own scores on the same texts, and
-no more; such tokens are counted apart, with that distance.
-
+A router in 16 bits may choose another of two experts that are nearly even, which moves scores by
+more than rounding does. So a token of a mixture may miss its draw by as much as 16 bits move the
+original's own scores on the same texts; such tokens are counted apart, with that distance.
 Invariant: proofs come after all measuring, so that their memory and time are in no figure.
 """
 

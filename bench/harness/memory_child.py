@@ -1,9 +1,8 @@
 """One decoder in a process of its own, and the memory of each phase of loading and each text.
 
-Libraries are imported before anything is measured, those that transformers imports lazily for the
-target included, so the figures are what `--ram` is for.
-
-Invariant: peaks are the kernel's own (`VmHWM`), set back before every phase.
+Libraries are imported before anything is measured, those that transformers imports lazily included,
+so the figures are what `--ram` is for. Peaks are the kernel's own (`VmHWM`), set back before every
+phase.
 """
 
 import ctypes

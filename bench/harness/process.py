@@ -1,8 +1,7 @@
 """Other processes: they find this package, are held to a limit, and are never left behind.
 
-A peer that maps a file larger than its share must not live off the page cache of a machine with
-more memory: only a memory group of the kernel (cgroup v1 or v2) counts both. Where none may be
-made, the caller gets None and must say so.
+A peer that maps a file larger than its share must not live off the page cache: only a memory group
+of the kernel (cgroup v1 or v2) counts both. Where none may be made, the caller must say so.
 """
 
 import ctypes

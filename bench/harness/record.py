@@ -1,14 +1,13 @@
 """What a bench keeps: one result as JSON, and its rows, each on disk before the next is measured;
 and whether a later one is slower.
 
-Two results are compared as ratios, flagged only where they lie outside their noise; those of
-another model, budget, temperature or text are not compared at all. Where both runs measured the
-same things (the same prompts), each is compared with itself, so that what differs between prompts
-cancels; else means of logarithms are, with the scatter of both runs. A flag needs a change for the
-worse beyond the 99 % range of Student's t and beyond `FLOOR`, because machines breathe.
-
-Invariant: what is stored is what was printed, and a file that lacks any of its names is refused.
-At whatever point a process is killed, all rows before are read again.
+Two results are compared as ratios; those of another model, budget, temperature or text are not
+compared at all. Where both runs measured the same things (the same prompts), each is compared with
+itself, so that what differs between prompts cancels; else means of logarithms are, with the scatter
+of both runs. A flag needs a change for the worse beyond the 99 % range of Student's t and beyond
+`FLOOR`, because machines breathe. Invariant: what is stored is what was printed, a file that lacks
+any of its names is refused, and at whatever point a process is killed, all rows before are read
+again.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Where the bench touches a decoder beyond `generate` and `run`: passes, steps, poisoned slots.
 
-The timeline of a few steps is a Chrome trace, for ui.perfetto.dev. Nothing in it is inferred but
-the moment at which a copy really began: it is asked for while the ones before it still read, so it
-begins when they end, at the earliest. Invariant: what a pass emits is the target's own greedy
-token, so every pass that is timed can be proved.
+The timeline of a few steps is a Chrome trace. Nothing in it is inferred but the moment at which a
+copy really began: it is asked for while the ones before it still read, so it begins when they end,
+at the earliest. Invariant: what a pass emits is the target's own greedy token, so every pass that
+is timed can be proved.
 """
 
 import threading

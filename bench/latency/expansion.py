@@ -1,8 +1,6 @@
 """Is expanding as fast as memory? GB/s written by kind of words: torch, numba, 1 and 2 threads.
 
 All take turns with a copy of as many bytes, which nothing that writes them can beat by much.
-Each kind of words is a random matrix as a checkpoint may have it.
-
 Invariant: what is timed has given the bits of the reference before.
 """
 

@@ -2,10 +2,8 @@
 
 Room for experts is a share of their bytes, beside all that a run on demand needs at least with its
 dense layers staying; whole layers get the same budget. Each way runs in a process and a memory
-group of its own, tree after tree on every text, and `auto` in another one right behind.
-
-Invariant: all runs behind one prompt have written the same ids, and these are the original model's,
-before a speed is printed.
+group of its own, tree after tree on every text, and `auto` in another one right behind. Invariant:
+all runs behind one prompt wrote the same ids, the original model's.
 """
 
 import math

@@ -1,8 +1,8 @@
 """What guesses without a model are worth, alone and beside a draft: copies, datastore, n-grams.
 
 `code` goes on as the target likes, and so does `copy`, a function that is begun again under another
-name; a small target may not be able to copy. All sources take turns, and so does one token per
-pass. Prompts are the second half of what there is: the first is for tuning.
+name. All sources take turns, and so does one token per pass. Prompts are the second half of what
+there is: the first is for tuning.
 """
 
 import zlib

@@ -1,8 +1,8 @@
 """The promises of the main job (streaming, memory, speed, prompt, start), beside their ceilings.
 
 `streaming` and `prompt` are rows of `passes`, `speed` is `decode` with three trees; memory and
-start are measured in fresh processes. The ceiling of everything that streams is a plain reader of
-as many bytes, in turn with the passes.
+start are measured in fresh processes. The ceiling of what streams is a plain reader, in turn with
+it.
 """
 
 import subprocess

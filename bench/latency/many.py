@@ -1,8 +1,7 @@
 """Many texts at a time: tokens per second over all, beside the same texts one after another.
 
 The same prompts are written with every number of places, in turns, because disks drift. A text must
-have the ids that it has alone; where layers are streamed its bits are the same, else it is proved
-like any other.
+have the ids that it has alone where its bits are promised, else it is proved like any other.
 """
 
 from collections.abc import Sequence

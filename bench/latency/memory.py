@@ -2,8 +2,7 @@
 
 Each configuration gets the least budget that its plan does not refuse, so that every byte of the
 plan is needed. What libraries take when they are imported is no part of `--ram`. Growth is what is
-held behind the last tenth of the texts over what was held behind the second fifth; texts differ in
-length. Where a peak lies above `--ram`, or a process grows by more than noise, it ends with 1.
+held behind the last tenth of the texts over what was held behind the second fifth.
 """
 
 from collections.abc import Mapping

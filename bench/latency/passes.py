@@ -1,10 +1,9 @@
 """Seconds of one pass against its rows: the target beside its link, the draft beside its memory.
 
 Passes of all sizes take turns on one text, round after round, with a plain reader of as many bytes
-in between (on a device: copies to it): the time that it takes is the floor under every pass. A pass
-costs the same up to the size at which computing becomes the slower side. The draft reads its
-weights once per pass, so it cannot be faster than memory, unless they stay in the processor's
-cache: its share of the ceiling may lie above 1. The prompt's pass stands beside the others.
+in between (on a device: copies to it): the time that it takes is the floor under every pass. The
+draft reads its weights once per pass, so it cannot be faster than memory, unless they stay in the
+processor's cache: its share of the ceiling may lie above 1.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,8 +2,7 @@
 
 Every layer is streamed. Formats take turns, round after round, because disks drift. A quantised
 target is a model of its own: its tokens are proved by those of a run without a tree, and no draft
-was trained for it. It is written by the plainest rule, round to nearest, for speed alone; that its
-numbers are what libraries make of them is up to the tests.
+was trained for it. It is rounded to nearest, for speed alone.
 """
 
 import json

@@ -1,11 +1,10 @@
 """Many ranks on this machine: sharing layers with a link each, and in a pipeline of stages.
 
-`shards`: links are emulated (`--link-limit`), far below what the disk gives, so that ranks which
-share it here read as if each had its own. Each rank has the least memory that it can do with, so
-that nearly all layers stream. A short text may run a little faster than its link: it begins with
-full slots. `stages`: ways to run a pipeline in memory, and PipeInfer's ablations, with that paper's
-figures. Each layer sleeps (`--slow-layer`), so that stages take their time although this machine
-has fewer cores than there are ranks.
+`shards`: links are emulated, far below what the disk gives, so that ranks which share it read as if
+each had its own. Each rank has the least memory that it can do with, so that nearly all layers
+stream. A short text may run a little faster than its link: it begins with full slots. `stages`:
+ways to run a pipeline in memory, and PipeInfer's ablations, with that paper's figures; each layer
+sleeps, so that stages take their time although this machine has fewer cores than there are ranks.
 
 All clusters of a part are open at once, compute in float32 and take turns text by text. Invariant:
 nothing is printed before all of them wrote the same ids, and every one was proved.

@@ -1,8 +1,8 @@
 """What do recurrent layers cost beside their products? A pass over a tree at Qwen3.6-27B's shape.
 
-One layer of random weights, in bfloat16, runs as a streamed model runs it: products where the
-processor has none for 16 bits go through float32. Invariant: the same pass gives the time of
-convolution and scan and that of all products: the machine's other work changes no ratio.
+One layer of random weights, in bfloat16, runs as a streamed model runs it. Invariant: the same pass
+gives the time of convolution and scan and that of all products: the machine's other work changes no
+ratio.
 """
 
 import statistics

@@ -2,14 +2,13 @@
 
 Both begin as the packaged target with every mixer of tokens anew: the hybrid has layers of the
 gated delta rule, with full attention in every fourth, the twin full attention throughout. They see
-the same windows of the same text in the same order, at the same pace, and the one that learns
-faster stops earlier, so that both have the same loss. Each has a draft that learnt from it: a draft
-of neither would tell which of them lies closer to what that draft learnt from. Prompts are windows
-of held-out code. An exact tree changes nothing, so the share of both should be one.
+the same windows of the same text, and the one that learns faster stops earlier, so that both have
+the same loss. Each has a draft that learnt from it: one of neither would tell which of them lies
+closer to what it learnt from. An exact tree changes nothing, so the share of both should be one.
 
 Whether trees or drafts make a difference is told by figures without trees: each written text is
-read once by its target and once by its draft, one token after another. If their ratios of hybrid
-and twin are those of tokens a pass, trees treat recurrent layers as they treat attention.
+read once by its target and once by its draft. If their ratios of hybrid and twin are those of
+tokens a pass, trees treat recurrent layers as they treat attention.
 """
 
 import json

@@ -1,15 +1,15 @@
 """Train a small mixture of experts and its draft, once, and keep them in the cache.
 
 What experts on demand gain depends on how a text routes and on how often a draft is right, so both
-have to be trained, where no model hub can be reached. A target that is trained this shortly would
-route by token alone; real mixtures prefer some experts within a text, so the entropy of a text's
-mean choice is to lie below that of all texts' by `_TEXT_NATS`; more is not rewarded.
+have to be trained. A target that is trained this shortly would route by token alone; real mixtures
+prefer some experts within a text, so the entropy of a text's mean choice is to lie below that of
+all texts' by `_TEXT_NATS`; more is not rewarded.
 
-The target begins as a trained dense Llama. Every expert is a slice of the dense feed-forward rows;
-experts of one copy share a router row but for some noise, so that a token chooses the slices of one
-copy and gets the dense layer back (virtual groups: He et al., 2410.07524). Query and key norms
-begin at the size that queries and keys have. Invariant: without noise and with the norms of queries
-and keys taken out, the logits are the dense model's.
+The target begins as a dense Llama. Every expert is a slice of the dense feed-forward rows; experts
+of one copy share a router row but for some noise, so that a token chooses the slices of one copy
+and gets the dense layer back (virtual groups: He et al., 2410.07524). Query and key norms begin at
+the size that queries and keys have. Invariant: without noise and these norms the logits are the
+dense model's.
 """
 
 import json

@@ -1,9 +1,9 @@
 """What all trained pairs share: the text, steps of AdamW that go on where they were cut, losses.
 
-The text is the standard library's source, as for the packaged pair; held-out files are those of
-`prompts`, so benches prompt with text that no pair has seen. Invariant: a step's loss depends on
-the weights and the step's number alone and the state is on disk whole or as it was before, so a
-run that goes on ends with the weights of an uncut one; a pair's folder is whole or not there.
+The text is the standard library's source; held-out files are those of `prompts`, so benches prompt
+with text that no pair has seen. Invariant: a step's loss depends on the weights and the step's
+number alone and the state is on disk whole or as it was before, so a run that goes on ends with the
+weights of an uncut one; a pair's folder is whole or not there.
 """
 
 import math

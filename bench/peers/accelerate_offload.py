@@ -1,9 +1,8 @@
 """What accelerate's CPU offload takes for a token of the same model on the same device.
 
 Its layers are as many and as large as ours, and as many of them stay on the device. All streamed
-layers share the weights of two, which lie in ordinary memory as its users have them: a copy takes
-as long wherever it comes from, and there is no room for a second copy of the model. What it writes
-is therefore noise, and only its time counts.
+layers share the weights of two, in ordinary memory as its users have them, since there is no room
+for a second copy of the model. What it writes is therefore noise, and only its time counts.
 """
 
 import time

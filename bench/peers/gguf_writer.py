@@ -1,11 +1,9 @@
 """A checkpoint for llama.cpp: a Llama or Qwen3-MoE written as GGUF, bit for bit where possible.
 
 Matrices keep their 16 bits, or are rounded as gguf-py rounds them; norms and routers become float32
-and experts one stack by part, as llama.cpp wants them. Rows of a Llama's query and key projections
-are reordered: its rotary embedding turns neighbours (2i, 2i+1) there where Hugging Face's turns
-(i, i + K/2). No vocabulary is written, because the bench speaks in token ids.
-
-    python -m offload.bench.peers.gguf_writer FOLDER FILE.gguf [Q8_0 | Q4_0]
+and experts one stack by part. Rows of a Llama's query and key projections are reordered: its rotary
+embedding turns neighbours (2i, 2i+1) there where Hugging Face's turns (i, i + K/2). No vocabulary
+is written, because the bench speaks in token ids.
 """
 
 import re

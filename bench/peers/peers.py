@@ -1,13 +1,11 @@
 """Other programs with our model, prompts and memory: how many times more tokens/s ours gives.
 
 With `--lookup` no program has a draft: copies of the text itself, and what counts is tokens per
-pass. With `--experts` the target is a mixture of experts, of which a pass needs a few.
-
-Every program runs in a process and a memory group of its own, whose cap counts the page cache too,
-greedily and on the same prompts; slow ones get fewer of them and fewer new tokens. Each may use the
-better of one and two threads; ours chooses for itself, and is measured first and last, because
-disks drift. Programs that are not installed are listed as missing. Invariant: an `Outcome` without
-a reason holds tokens that were all found to be the original model's own, resident in float32.
+pass. Every program runs in a process and a memory group of its own, whose cap counts the page cache
+too, greedily and on the same prompts; slow ones get fewer of them and fewer new tokens. Each may
+use the better of one and two threads; ours chooses for itself, and is measured first and last,
+because disks drift. Invariant: an `Outcome` without a reason holds tokens that were all found to be
+the original model's own, resident in float32.
 """
 
 import shutil

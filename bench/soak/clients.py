@@ -2,7 +2,7 @@
 
 There are whole answers and streams, some left in the middle, some refused. Texts are a small table,
 so that each is written again in many ways: any process, tree, memory or neighbours give the same.
-Invariant: answers are kept as they came, and judged when nothing is measured any more.
+Answers are kept as they came, and judged when nothing is measured any more.
 """
 
 import json

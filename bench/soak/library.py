@@ -1,10 +1,8 @@
 """A process that opens a model, writes some texts and closes it, each time in another way.
 
-Its first line is its order, and it goes on until its input ends. Runs are broken off, chats and
-sessions kept and gone on with. It tells each text as a line of JSON; a line `round` says that
-everything is closed, waits for an answer, and that is when it is looked at.
-
-Invariant: between rounds it holds nothing that it did not hold before the first one.
+Runs are broken off, chats and sessions kept and gone on with. It tells each text as a line of JSON;
+a line `round` says that everything is closed, and waits for an answer: that is when it is looked
+at. Invariant: between rounds it holds nothing that it did not hold before the first one.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """Hours: a server with clients and a process that opens and closes models, every text proved.
 
 A quarter of all texts is broken off. Now and then everything stops and both processes are looked
-at: nothing is under way then, so that all that is there is kept, and not in use. Invariant: texts
-are proved at the end, so that the proof's memory and time are in no figure.
+at: nothing is under way then, so that all that is there is kept. Texts are proved at the end, so
+that the proof's memory and time are in no figure.
 """
 
 import os
