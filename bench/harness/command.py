@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -131,6 +131,24 @@ class Findings:
     has_failed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured; a bench reads of it what it needs."""
+
+    num_prompts: int = 1
+    # new ones of every text with a tree
+    num_tokens: int = 0
+    # ... of one without, whose passes are all alike
+    num_plain: int = 0
+    rounds: int = 1
+    trees: tuple[str, ...] = ()
+    # after which a run is cut
+    limit_s: float = math.inf
+
+    def length(self, tree: str) -> int:
+        return self.num_plain if tree == "none" else self.num_tokens
+
+
 class Bench:
     def __init__(self, name: str, given: Given, resources: ExitStack) -> None:
         self.name = name
@@ -167,8 +185,8 @@ class Bench:
     def effort(self, full: Thing, quick: Thing) -> Thing:
         """Return one of both, with as many prompts as are asked for where a flag says so."""
         found = quick if self.quick else full
-        if self.given.num_prompts is not None and is_dataclass(found):
-            found = replace(found, num_prompts=self.given.num_prompts)  # type: ignore[type-var]
+        if self.given.num_prompts is not None and isinstance(found, Effort):
+            found = replace(found, num_prompts=self.given.num_prompts)
         return found
 
     def setting(

@@ -11,12 +11,11 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
-from offload.bench.harness.command import Bench, Findings, command, flag
+from offload.bench.harness.command import Bench, Effort, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.process import ROOT, run
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
@@ -45,12 +44,6 @@ class Side(NamedTuple):
         told = run([sys.executable, "-P", "-m", "offload", *words], root=self.checkout)
         found: dict[str, Any] = json.loads(told)
         return {**found, "process_s": time.perf_counter() - started}
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    num_prompts: int
-    num_tokens: int
 
 
 FULL = Effort(8, 96)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple
 
 from offload.bench.harness.command import (
     Bench,
+    Effort,
     Findings,
     command,
     flag,
@@ -66,14 +67,11 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    num_prompts: int
-    # tokens of every run with a tree
-    num_tokens: int
-    # tokens of every run without a tree, whose passes are all alike
-    num_plain: int
-    temperatures: tuple[float, ...] = (0.0, 0.6)
+class Runs(Effort):
+    """The runs that are measured, of all these with each other."""
+
     trees: tuple[str, ...] = ("none", "auto")  # the baseline first
+    temperatures: tuple[float, ...] = (0.0, 0.6)
     rules: tuple[str, ...] = ("match",)
     sources: tuple[str, ...] = ("",)
 
@@ -100,16 +98,18 @@ class Effort:
 
 _STATIC = ("16x8", "32x12", "64x16", "128x20", "256x20", "512x24")
 _CHAINS = ("chain:3", "chain:7", "chain:15", "sequences:3x5", "sequences:7x9")
-_TREES = ("none", *_CHAINS, *_STATIC, *(f"grown:{tree}" for tree in _STATIC))
-FULL = Effort(8, 128, 8)
+_SIZES = ("none", *_CHAINS, *_STATIC)
+_TREES = (*_SIZES, *(f"grown:{tree}" for tree in _STATIC))
+_WARM = (0.2, 0.6, 1.0)
+FULL = Runs(8, 128, 8)
 # short runs of many prompts: which ones are taken decides more than all else
-QUICK = Effort(5, 32, 3)
+QUICK = Runs(5, 32, 3)
 PRESETS = {
-    "sequoia": Effort(8, 128, 8),
-    "pipeinfer": Effort(4, 512, 8, temperatures=(0.0,)),
-    "trees": Effort(8, 64, 2, (0.0,), _TREES),
-    "sizes": Effort(16, 64, 2, (0.6,), ("none", *_CHAINS, *_STATIC), ("sequoia", "match")),
-    "rules": Effort(16, 64, 2, (0.2, 0.6, 1.0), ("none", "64x16"), tuple(RULES)),
+    "sequoia": Runs(8, 128, 8),
+    "pipeinfer": Runs(4, 512, 8, temperatures=(0.0,)),
+    "trees": Runs(8, 64, 2, trees=_TREES, temperatures=(0.0,)),
+    "sizes": Runs(16, 64, 2, trees=_SIZES, temperatures=(0.6,), rules=("sequoia", "match")),
+    "rules": Runs(16, 64, 2, trees=("none", "64x16"), temperatures=_WARM, rules=tuple(RULES)),
 }
 RESIDENT = ("trees", "sizes", "rules")
 
@@ -154,7 +154,7 @@ def measure(
     bench: Bench,
     setting: Setting,
     decoder: Decoder,
-    effort: Effort,
+    effort: Runs,
     found: Sequence[Prompt],
     *,
     trace: bool = False,
@@ -176,9 +176,8 @@ def measure(
     look_at_link()
     for (seed, prompt), case in bench.turns(enumerate(found), cases, "decoding"):
         ids = encoded(decoder, prompt, PROMPT_TOKENS)
-        num_tokens = effort.num_plain if case.is_plain else effort.num_tokens
         own = others.get(case.sources, decoder)
-        bursts, result = timed_run(own, ids, case, num_tokens, seed=seed)
+        bursts, result = timed_run(own, ids, case, effort.length(case.tree), seed=seed)
         look_at_link()
         # A run that got more than the readings beside it shows what the link gave meanwhile.
         rate = result.stats.link_bytes_per_s
@@ -344,7 +343,7 @@ def main(
     )
 
 
-def _check(bench: Bench, preset: str | None, effort: Effort, asked: Sequence[str]) -> None:
+def _check(bench: Bench, preset: str | None, effort: Runs, asked: Sequence[str]) -> None:
     """Refuse what cannot run before anything is made or measured. Raises `UserError`."""
     if preset is not None and bench.quick:
         rule = "--preset and --quick exclude each other"

@@ -9,9 +9,9 @@ all runs behind one prompt wrote the same ids, the original model's.
 import math
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
-from offload.bench.harness.command import Bench, Findings, command, flag
+from offload.bench.harness.command import Bench, Effort, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import raw_ids
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting, least_ram
@@ -42,16 +42,8 @@ _ENOUGH = "1TiB"  # until the budget of each room is known
 _BESIDE_BYTES = 640 << 20  # what a process holds before it loads a model, and may keep of files
 
 
-class Effort(NamedTuple):
-    num_prompts: int
-    num_tokens: int
-    # seconds after which a run is cut
-    limit_s: float
-    rounds: int
-
-
-FULL = Effort(3, 96, 25.0, 2)
-QUICK = Effort(1, 32, 12.0, 1)
+FULL = Effort(3, 96, rounds=2, limit_s=25.0)
+QUICK = Effort(1, 32, limit_s=12.0)
 
 
 def room_bytes(setting: Setting, percent: int) -> int:

@@ -34,8 +34,8 @@ _WANTED = {
     ("code", "draft+store", "draft"): 1.1,
     ("copy", "draft+store", "draft"): 0.98,
 }
-FULL = decode.Effort(8, 128, 8, (0.0, 0.7))
-QUICK = decode.Effort(3, 48, 3, (0.0,))
+FULL = decode.Runs(8, 128, 8, temperatures=(0.0, 0.7))
+QUICK = decode.Runs(3, 48, 3, temperatures=(0.0,))
 
 
 def store_files() -> list[Path]:

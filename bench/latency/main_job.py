@@ -65,7 +65,7 @@ def _passes(setting: Setting) -> tuple[passes.Measured, Row]:
 
 def speed(bench: Bench, setting: Setting) -> Row:
     """Measure tokens per second with and without trees, in turns, and the link's used share."""
-    effort = decode.Effort(6, 96, 8, (0.0,), ("none", *SPEED_TREES))
+    effort = decode.Runs(6, 96, 8, trees=("none", *SPEED_TREES), temperatures=(0.0,))
     found = prompts(["code"], effort.num_prompts)
     with effort.open(setting) as decoder:
         measured = decode.measure(bench, setting, decoder, effort, found)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Annotated, NamedTuple
 
-from offload.bench.harness.command import Bench, Findings, command, flag
+from offload.bench.harness.command import Bench, Effort, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
@@ -25,14 +25,8 @@ ALONE = "alone"
 FOREST = "forest"
 
 
-class Effort(NamedTuple):
-    rounds: int
-    num_plain: int  # tokens of each text without a tree
-    num_tokens: int  # ... with one
-
-
-FULL = Effort(5, 24, 96)
-QUICK = Effort(1, 8, 48)
+FULL = Effort(rounds=5, num_plain=24, num_tokens=96)
+QUICK = Effort(rounds=1, num_plain=8, num_tokens=48)
 
 
 class Case(NamedTuple):
@@ -128,8 +122,7 @@ def main(
     rows = list[Row]()
     written = list[Written]()
     for number, case in bench.turns(range(effort.rounds), cases, "writing"):
-        num_new = effort.num_plain if case.tree == "none" else effort.num_tokens
-        row, texts = run_case(setting, case, prompts, num_new)
+        row, texts = run_case(setting, case, prompts, effort.length(case.tree))
         rows.append({**row, "round": number})
         bench.note(rows[-1])
         written += texts

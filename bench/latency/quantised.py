@@ -7,16 +7,15 @@ was trained for it. It is rounded to nearest, for speed alone.
 
 import json
 import shutil
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offload.bench.harness.command import Bench, Findings, command, flag
+from offload.bench.harness.command import Bench, Effort, Findings, command, flag
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, Guard, Row, medians, values
@@ -114,16 +113,8 @@ def quantised(source: Path, name: str) -> Path:
     return folder
 
 
-class Effort(NamedTuple):
-    rounds: int
-    num_plain: int  # tokens of a run without a tree, which is as many passes
-    # tokens of a run with a tree
-    num_tokens: int
-    trees: Sequence[str]
-
-
-FULL = Effort(5, 12, 96, TREES)
-QUICK = Effort(2, 6, 48, ("none", "32x12", "128x20"))
+FULL = Effort(rounds=5, num_plain=12, num_tokens=96, trees=TREES)
+QUICK = Effort(rounds=2, num_plain=6, num_tokens=48, trees=("none", "32x12", "128x20"))
 
 
 def run_format(setting: Setting, prompt: Prompt, effort: Effort, limit: int | None) -> list[Row]:
@@ -133,8 +124,7 @@ def run_format(setting: Setting, prompt: Prompt, effort: Effort, limit: int | No
     with setting.open_streamed(effort.trees[-1], context=CONTEXT, link_limit=limit) as decoder:
         ids = encoded(decoder, prompt, PROMPT_TOKENS)
         for tree in effort.trees:
-            num = effort.num_plain if tree == "none" else effort.num_tokens
-            got = decoder.generate(ids, max_new_tokens=num, tree=tree)
+            got = decoder.generate(ids, max_new_tokens=effort.length(tree), tree=tree)
             plain_ids = plain_ids or got.token_ids
             if any(one != other for one, other in zip(got.token_ids, plain_ids, strict=False)):
                 told = f"with {tree} the text is another than without"

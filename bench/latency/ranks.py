@@ -13,13 +13,13 @@ nothing is printed before all of them wrote the same ids, and every one was prov
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, TypeVar
 
 from offload.bench.harness.cluster import Answer, Cluster, Order, shard_budgets
-from offload.bench.harness.command import Bench, Findings, command, flag, one_of
+from offload.bench.harness.command import Bench, Effort, Findings, command, flag, one_of
 from offload.bench.harness.metrics import latencies
 from offload.bench.harness.picture import draw_flights
 from offload.bench.harness.prompts import raw_ids
@@ -56,19 +56,10 @@ _STAGED_WANTED: tuple[tuple[str, str, str, float, Better], ...] = (  # way, figu
 Name = TypeVar("Name", int, str)
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    num_prompts: int
-    # tokens of every text with a tree
-    num_tokens: int
-    num_plain: int
-    num_staged: int
-    tree: str
-    sizes: tuple[int, ...] = (1, 2, 3)  # ranks
-
-
-FULL = Effort(4, 32, 7, 48, "dynamic:32x12")
-QUICK = Effort(1, 20, 5, 32, "dynamic:32x12")
+SIZES = (1, 2, 3)  # ranks
+FULL = Effort(4, 32, 7, trees=(_NONE, "dynamic:32x12"))
+QUICK = replace(FULL, num_prompts=1, num_tokens=20, num_plain=5)
+STAGED_TOKENS = (48, 32)
 
 
 def order(seed: int, prompt_ids: list[int], num_tokens: int, tree: str = _NONE) -> Order:
@@ -198,26 +189,26 @@ def share(
     bench: Bench, setting: Setting, effort: Effort, rate: float, texts: Sequence[list[int]]
 ) -> tuple[list[Row], list[Answer]]:
     """Return a row for each tree and number of ranks, one rank first, and all texts."""
-    how = {**_HOW, "profile": "none", "invariant": False, "tree": effort.tree}
+    tree = effort.trees[-1]
+    how = {**_HOW, "profile": "none", "invariant": False, "tree": tree}
     wanted = {}
-    for size in effort.sizes:
+    for size in SIZES:
         one: dict[str, Any] = {
             **how,
             "link_limit": int(rate),
             "ranks": "shards" if size > 1 else None,
         }
         usual = {name: _HOW[name] for name in ("context", "dtype")}
-        budgets = shard_budgets(setting, size, parse_tree(effort.tree).num_nodes, **usual)
+        budgets = shard_budgets(setting, size, parse_tree(tree).num_nodes, **usual)
         wanted[size] = (setting, [{**one, "ram": own} for own in budgets])
-    lengths = {_NONE: effort.num_plain, effort.tree: effort.num_tokens}
     orders = [
-        order(seed, ids, num_tokens, tree)
+        order(seed, ids, effort.length(tree), tree)
         for seed, ids in enumerate(texts)
-        for tree, num_tokens in lengths.items()
+        for tree in effort.trees
     ]
     found = ask_all(bench, wanted, orders)
     rows = list[Row]()
-    for tree in lengths:
+    for tree in effort.trees:
         own = {
             size: [one for one in told if one.order.tree == tree]
             for size, (told, _) in found.items()
@@ -267,7 +258,7 @@ STAGED_COLUMNS = (
 
 
 def in_stages(
-    bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence[list[int]]
+    bench: Bench, slow_layer_s: float, texts: Sequence[list[int]]
 ) -> tuple[list[Row], list[Answer]]:
     """Return a row for each way, and all texts; another rank drafts, but for `plain`."""
     setting = bench.setting(size=_STAGED_SIZE)
@@ -279,7 +270,7 @@ def in_stages(
         options: dict[str, Any] = {**how, "ranks": ranks, "pipeline": way}
         models = setting if drafts else setting._replace(draft=None)
         wanted[way] = (models, [options] * (NUM_STAGES + drafts))
-    orders = [order(seed, ids, effort.num_staged) for seed, ids in enumerate(texts)]
+    orders = [order(seed, ids, bench.effort(*STAGED_TOKENS)) for seed, ids in enumerate(texts)]
     found = ask_all(bench, wanted, orders)
     rows = [staged_row(way, *own) for way, own in found.items()]
     return rows, [text for own, _ in found.values() for text in own]
@@ -314,12 +305,12 @@ def main(
     texts = list[Answer]()
     verdicts = list[Row]()
     if "shards" in parts:
-        require_slower(rate, bench.ceiling["bytes_per_s"], max(effort.sizes))
+        require_slower(rate, bench.ceiling["bytes_per_s"], max(SIZES))
         shared, own = share(bench, setting, effort, rate, ids)
         texts += own
         verdicts += checks(shared)
     if "stages" in parts:
-        staged, own = in_stages(bench, effort, slow_layer, ids)
+        staged, own = in_stages(bench, slow_layer, ids)
         texts += own
         verdicts += staged_checks(staged)
 

@@ -12,6 +12,7 @@ from shell import Outcome, process, shell
 
 from offload.bench import suite
 from offload.bench.harness import record, steps
+from offload.bench.harness.command import Effort
 from offload.bench.harness.record import read
 from offload.bench.latency import beside, decode, expansion, many, passes, quantised
 from offload.errors import UserError
@@ -103,13 +104,13 @@ def test_no_share_of_a_ceiling_is_above_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.full
 def test_rules_that_keep_distributions_take_the_static_tree() -> None:
-    effort = decode.Effort(1, 1, 1, (0.6,), ("none", "8x4", "grown:8x4"), ("match", "sequoia"))
+    effort = decode.Runs(trees=("none", "8x4", "grown:8x4"), temperatures=(0.6,), rules=("match", "sequoia"))
     names = ["none", "T=0.6 match 8x4", "T=0.6 match grown:8x4", "T=0.6 sequoia 8x4"]
     assert [case.name for case in effort.cases()] == names
 
 
 @pytest.mark.parametrize("effort", [decode.QUICK, decode.FULL])
-def test_what_is_measured_is_what_a_user_gets(effort: decode.Effort) -> None:
+def test_what_is_measured_is_what_a_user_gets(effort: decode.Runs) -> None:
     assert [case.name for case in effort.cases()] == ["none", "T=0 match auto", "T=0.6 match auto"]
     assert effort.need().tree == ModelOptions().tree == "auto"
 
@@ -183,8 +184,8 @@ ALONE: dict[str, list[str]] = {
 def test_a_command_ends_with_its_table_and_its_result(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(many, "QUICK", many.Effort(1, 4, 24))
-    monkeypatch.setattr(quantised, "QUICK", quantised.Effort(1, 2, 6, ("none", "8x4")))
+    monkeypatch.setattr(many, "QUICK", Effort(num_plain=4, num_tokens=24))
+    monkeypatch.setattr(quantised, "QUICK", Effort(num_plain=2, num_tokens=6, trees=("none", "8x4")))
     monkeypatch.setattr(expansion, "QUICK", expansion.Effort(256, 1))
     outcome = shell("bench", name, *ALONE[name], "--json", tmp_path / "found.json")
     assert outcome.code == 0, outcome.err

@@ -33,7 +33,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, spoilt: str = "
 
     monkeypatch.setattr(command, "CEILING_BYTES", 1_000_000)
     monkeypatch.setattr(experts, "run_child", here)
-    monkeypatch.setattr(experts, "QUICK", experts.Effort(1, 6, 60.0, 1))
+    monkeypatch.setattr(experts, "QUICK", command.Effort(1, 6, limit_s=60.0))
     monkeypatch.setattr(experts, "TREES", {"demand": ("none", "4x2"), "layers": ("none",), AUTO: ()})
     monkeypatch.setattr(experts, "LARGEST", "4x2")
     return shell("bench", "experts", "--quick", "-m", folder, "-d", PAIR / "draft", "--room", "30")

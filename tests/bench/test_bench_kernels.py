@@ -90,15 +90,18 @@ def test_rows_are_those_of_all_kinds_and_ways() -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-def test_kernels_stand_beside_a_copy() -> None:
+def test_kernels_stand_beside_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, which cuts what it stores as bfloat16."""
     size = (128, 256)
-    found = list(expand_all(FakeDevice(), clock(1.0, 0.5, 2.0), size, torch.float32))
+    monkeypatch.setattr(bench, "SIZE", size)
+    monkeypatch.setattr(bench, "DTYPE", torch.float32)
+    found = list(expand_all(FakeDevice(), clock(1.0, 0.5, 2.0)))
     assert [one["shape"] for one in found] == [one.name for one in samples(*size)]
     assert [one["reason"] for one in found] == [""] * len(found)
     assert found[0]["of_copy"] == 2 and found[0]["bytes_per_s"] == 4 * 128 * 256 / 0.5
     broken = EXPANSION_KERNELS._replace(float8=lambda *arguments: arguments[-1].fill_(3))
-    wrong = next(expand_all(FakeDevice(), clock(1.0), size, torch.float32, broken))
+    monkeypatch.setattr(bench, "EXPANSION_KERNELS", broken)
+    wrong = next(expand_all(FakeDevice(), clock(1.0)))
     assert (wrong["reason"], wrong["bytes_per_s"], wrong["of_copy"]) == ("its results differ", 0, 0)
 
 

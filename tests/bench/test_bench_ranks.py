@@ -10,7 +10,7 @@ from shell import shell
 from offload.bench.harness import command
 from offload.bench.harness.cluster import Answer, Order
 from offload.bench.harness.metrics import Burst
-from offload.bench.latency import ranks, stages
+from offload.bench.latency import ranks
 from offload.errors import UserError
 from offload.stats import RankFigures
 
@@ -70,21 +70,22 @@ def test_ways_of_a_pipeline_are_compared_text_by_text() -> None:
         bursts = [Burst(1.0, 1), Burst(1.0 + step_s, 1)]
         events = [(0.0, "begun", -1, 0), (0.1, "issued", 0, 4), (0.2, "cancelled", 0, 0), (0.3, "dead", 0, 0)]
         answer = Answer(Order([1], 2), [7, 7], bursts, {"runs": events}, [])
-        return stages.row_of(way, [answer] * 2, [1 << 20])
+        return ranks.staged_row(way, [answer] * 2, [1 << 20])
 
     rows = [row("plain", 0.6), row("sync", 0.375), row("async", 0.3), row("async,no-cancel", 0.2)]
     assert rows[0]["tokens_per_s"] == pytest.approx(1 / 0.6) and rows[0]["num_cancelled"] == rows[0]["num_dead"] == 2
-    verdicts = {one["name"]: (one["value"], one["is_met"]) for one in stages.checks(rows)}
+    verdicts = {one["name"]: (one["value"], one["is_met"]) for one in ranks.staged_checks(rows)}
     assert verdicts["tokens_per_s, async / sync"] == (pytest.approx(1.25), True)
     assert verdicts["tokens_per_s, async,no-cancel / async"] == (pytest.approx(1.5), False)
-    assert stages.held(rows[0]["peak_rss_bytes"]) == "1 MiB"
+    assert ranks._held(rows[0]["peak_rss_bytes"]) == "1 MiB"
 
 
 @pytest.mark.full
 def test_two_ranks_write_and_move_what_they_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(command, "CEILING_BYTES", 20_000_000)
-    monkeypatch.setattr(ranks, "QUICK", ranks.Effort(1, 6, 3, 6, "dynamic:8x4", sizes=(2,)))
+    monkeypatch.setattr(ranks, "QUICK", command.Effort(1, 6, 3, trees=("none", "dynamic:8x4")))
+    monkeypatch.setattr(ranks, "SIZES", (2,))
     monkeypatch.setattr(ranks, "_DISK_MARGIN", 0.1)
     outcome = shell("bench", "ranks", "--quick", "--size", "60MB", "--link-limit", "400MB", "--json", tmp_path / "r")
     assert outcome.code == 0, outcome.err

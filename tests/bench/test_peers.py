@@ -16,6 +16,7 @@ from planted_peer import NUM_NEW, PROMPT, order, plant
 from small_moe import NUM_EXPERTS, save_small_moe
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from offload.bench.harness import process as harness
 from offload.bench.harness.process import new_cap
 from offload.bench.harness.setting import Setting
 from offload.bench.harness.tables import say_table
@@ -35,7 +36,7 @@ from offload.bench.peers.peers import (
 )
 from offload.checkpoint.packaged import PAIR
 from offload.errors import UserError
-from offload.machine import CGROUP_V1, CGROUP_V2, GroupFiles, rss_bytes
+from offload.machine import CGROUP_V1, CGROUP_V2, GroupFiles, memory_groups, rss_bytes
 
 TUNED = {
     "num_assistant_tokens": 4,
@@ -51,7 +52,7 @@ def group_maker(files: GroupFiles, *refusing: str) -> Callable[[Path], None]:
     """Like the kernel: a new folder is a group at once, but in folders of these names no memory group may be made."""
 
     def make(folder: Path) -> None:
-        folder.mkdir()
+        os.mkdir(folder)
         if folder.parent.name not in refusing:
             for name in (files.limit, "cgroup.procs"):
                 (folder / name).write_text("")
@@ -59,11 +60,12 @@ def group_maker(files: GroupFiles, *refusing: str) -> Callable[[Path], None]:
     return make
 
 
-def fake_tree(root: Path, line: str) -> Path:
+def fake_tree(root: Path, line: str, patch: pytest.MonkeyPatch) -> None:
+    """Memory groups are those of this tree."""
     (root / "memory/a/b").mkdir(parents=True)
     (root / "a/b").mkdir(parents=True)
     (root / "membership").write_text(f"7:cpu:/c\n{line}\n")
-    return root / "membership"
+    patch.setattr(harness, "memory_groups", lambda *_: memory_groups(root, root / "membership"))
 
 
 @pytest.mark.parametrize(
@@ -75,20 +77,23 @@ def fake_tree(root: Path, line: str) -> Path:
     ],
 )
 def test_group_lies_as_deep_as_it_may(
-    tmp_path: Path, line: str, files: GroupFiles, refusing: list[str], where: str
+    tmp_path: Path, line: str, files: GroupFiles, refusing: list[str], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cap = new_cap(12345, tmp_path, fake_tree(tmp_path, line), group_maker(files, *refusing))
+    fake_tree(tmp_path, line, monkeypatch)
+    monkeypatch.setattr(Path, "mkdir", group_maker(files, *refusing))
+    cap = new_cap(12345)
     assert cap is not None
     assert cap.folder.parent == tmp_path / where
     assert (cap.folder / files.limit).read_text() == "12345"
     assert cap.processes.parent == cap.folder
 
 
-def test_no_group_where_the_kernel_makes_none(tmp_path: Path) -> None:
-    membership = fake_tree(tmp_path, "0::/a/b")
-    assert new_cap(12345, tmp_path, membership) is None  # plain folders: no limit file appears in them
+def test_no_group_where_the_kernel_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tree(tmp_path, "0::/a/b", monkeypatch)
+    assert new_cap(12345) is None  # plain folders: no limit file appears in them
     assert not list(tmp_path.rglob("offload-bench*"))
-    assert new_cap(12345, tmp_path, tmp_path / "absent") is None
+    (tmp_path / "membership").unlink()
+    assert new_cap(12345) is None
 
 
 @pytest.mark.full
