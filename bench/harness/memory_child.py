@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 from offload.bench.harness.process import call
 from offload.machine import peak_rss_bytes, rss_bytes
 
-POSTS = (
+# of a plan, beside slots
+_POSTS = (
     *("runtime_bytes", "rest_bytes", "draft_bytes", "distribution_bytes"),
-    *("kv_bytes", "activation_bytes", "resident_bytes", "slots_bytes"),
+    *("kv_bytes", "activation_bytes", "resident_bytes"),
 )
 # texts differ by so many tokens in length, since code for products is kept by number of rows
 _STEP = 7
@@ -61,13 +62,13 @@ class _Meter:
         """Note what the phase that ends has taken, and begin another."""
         peak_bytes = peak_rss_bytes() - self.imported_bytes
         end_bytes = rss_bytes() - self.imported_bytes
+        held_bytes = end_bytes
         library = ctypes.CDLL(None)
-        free_bytes = 0
         if hasattr(library, "mallinfo2"):
             library.mallinfo2.restype = _FreeBlocks
-            free_bytes = int(library.mallinfo2().fordblks)
+            held_bytes -= int(library.mallinfo2().fordblks)
         ended = {"phase": self._phase, "peak_bytes": peak_bytes, "end_bytes": end_bytes}
-        self.found.append({**ended, "held_bytes": end_bytes - free_bytes})
+        self.found.append({**ended, "held_bytes": held_bytes})
         self._phase = phase
         # where the kernel refuses, a phase's peak includes earlier phases
         with suppress(OSError):
@@ -88,11 +89,10 @@ def _follow(order: Order) -> dict[str, Any]:
     _ = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     meter = _Meter()
     options = LoadOptions(order.target, order.draft, profile="none", device="cpu", **order.options)
-    layers_s = list[float]()
+    moments = dict[str, float]()
 
     def on_layer() -> None:
-        if not layers_s:
-            layers_s.append(time.perf_counter())
+        moments.setdefault("first layer", time.perf_counter())
 
     hooks = Hooks(on_phase=meter.next_phase, on_layer=on_layer)
     how: Any = {"max_new_tokens": order.num_tokens, "temperature": order.temperature}
@@ -105,18 +105,14 @@ def _follow(order: Order) -> dict[str, Any]:
             firsts = [(text + n) * _STEP % max(1, len(ids) // 2) for n in range(plan.parallel)]
             decoder.generate([ids[first:] for first in firsts], seed=text, **how)
         meter.next_phase("end")
-    slots = (
-        plan.num_layer_slots * plan.layer_slot_bytes
-        + plan.num_expert_slots * plan.expert_slot_bytes
-    )
-    posts = {name: slots if name == "slots_bytes" else getattr(plan, name) for name in POSTS}
+    slots_bytes = plan.total_bytes - plan.fixed_bytes - plan.resident_bytes
     return {
         "imported_bytes": meter.imported_bytes,
         "ram_bytes": plan.ram_bytes,
         "planned_bytes": plan.total_bytes,
-        "posts": posts,
+        "posts": {**{name: getattr(plan, name) for name in _POSTS}, "slots_bytes": slots_bytes},
         "phases": meter.found,
-        "first_layer_s": layers_s[0] - started_s,
+        "first_layer_s": moments["first layer"] - started_s,
     }
 
 

@@ -23,7 +23,14 @@ from offload.errors import UserError
 from offload.timer import timed
 
 SPEED_TREES = ("64x16", "128x20", "grown:128x20")
-_RATES = ("decode_tokens_per_s", "speedup", "tokens_per_sweep", "draft_s", "stall_s")
+_RATES = [
+    "decode_tokens_per_s",
+    "speedup",
+    "tokens_per_sweep",
+    "draft_s",
+    "stall_s",
+    "link_utilisation",
+]
 
 
 def streaming(bench: Bench, setting: Setting) -> Row:
@@ -65,13 +72,13 @@ def _passes(setting: Setting) -> tuple[passes.Measured, Row]:
 
 def speed(bench: Bench, setting: Setting) -> Row:
     """Measure tokens per second with and without trees, in turns, and the link's used share."""
-    effort = decode.Runs(6, 96, 8, trees=("none", *SPEED_TREES), temperatures=(0.0,))
-    found = prompts(["code"], effort.num_prompts)
-    with effort.open(setting) as decoder:
-        measured = decode.measure(bench, setting, decoder, effort, found)
+    runs = decode.Runs(6, 96, 8, trees=("none", *SPEED_TREES), temperatures=(0.0,))
+    found = prompts(["code"], runs.num_prompts)
+    with runs.open(setting) as decoder:
+        measured = decode.measure(bench, setting, decoder, runs, found)
     near_ties = setting.prove(measured.written).num_near
     rows = {
-        row["tree"]: {name: row[name] for name in (*_RATES, "link_utilisation") if name in row}
+        row["tree"]: {name: row[name] for name in _RATES if name in row}
         for row in decode.rows_of(measured.runs)
     }
     return {

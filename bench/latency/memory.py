@@ -10,7 +10,7 @@ from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 from offload.bench.harness.command import Bench, Findings, command, flag, one_of
-from offload.bench.harness.memory_child import POSTS, Order
+from offload.bench.harness.memory_child import Order
 from offload.bench.harness.setting import least_ram
 from offload.bench.harness.tables import Column, Row, say_table
 from offload.bench.latency.quantised import PACKED, PLAIN, quantised
@@ -72,21 +72,17 @@ def measure(case: Case, size_bytes: int, num_texts: int, ram: str | None) -> Row
     else:
         target = quantised(inflated_target(size_bytes, lambda done, total: None), case.kind)
     shared: dict[str, Any] = {"context": CONTEXT, "parallel": case.parallel}
+    draft = PAIR / "draft"
     if ram is None:
-        files = ModelFiles(open_headers(target), open_headers(PAIR / "draft"))
+        files = ModelFiles(open_headers(target), open_headers(draft))
         num_nodes = parse_tree(case.tree).num_nodes * case.parallel
         how = {name: case.more[name] for name in _BUDGETED if name in case.more}
         ram_bytes = least_ram(files, num_nodes, **shared, **how)
     else:
         ram_bytes = parse_size(ram, "--ram")
-    found = Order(
-        str(target),
-        str(PAIR / "draft"),
-        {"tree": case.tree, **shared, **case.more, "ram": ram_bytes},
-        num_texts,
-        prompt_tokens=case.prompt_tokens,
-        temperature=case.temperature,
-    ).in_fresh_process()
+    options = {"tree": case.tree, **shared, **case.more, "ram": ram_bytes}
+    asked = {"prompt_tokens": case.prompt_tokens, "temperature": case.temperature}
+    found = Order(str(target), str(draft), options, num_texts, **asked).in_fresh_process()
     held = [phase["held_bytes"] for phase in found["phases"] if phase["phase"].startswith("text")]
     grown_bytes = None
     if len(held) >= 10:
@@ -146,8 +142,8 @@ def main(
         found = measure(CASES[name], parse_size(size, "--size"), texts, ram)
         rows.append(bench.row({"case": name, **found}))
         if bill:  # where the memory goes
-            posts = [{"post": post, "bytes": rows[-1]["posts"][post]} for post in POSTS]
-            say_table(PLANNED, [post for post in posts if post["bytes"]])
+            posts = rows[-1]["posts"].items()
+            say_table(PLANNED, [{"post": name, "bytes": size} for name, size in posts if size])
             say_table(PHASES, rows[-1]["phases"])
     return Findings(
         rows=rows,
