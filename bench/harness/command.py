@@ -42,7 +42,6 @@ from offload.bench.harness.record import (
     writable,
 )
 from offload.bench.harness.setting import Need, Setting
-from offload.bench.harness.steps import Timeline
 from offload.bench.harness.tables import Column, Guard, Row, Screen, say_checks, say_table
 from offload.calibration.link import device_link_bytes_per_s
 from offload.errors import UserError
@@ -123,10 +122,8 @@ class Findings:
     guards: Mapping[str, Guard] = field(default_factory=dict)
     # lines behind the tables
     notes: Sequence[str] = ()
-    # of a few steps, for `--trace`
-    traces: Sequence[Timeline] = ()
-    # draws the picture that was asked for; it gets the settings for its title
-    draw: Callable[[Row, Path], None] | None = None
+    # what writes the picture and the trace where they are asked for, with the settings
+    files: Mapping[str, Callable[[Row, Path], None]] = field(default_factory=dict)
     # exit with 1
     has_failed: bool = False
 
@@ -295,13 +292,11 @@ class Bench:
                 say_table(columns, shown)
         print(*found.notes, sep="\n", end="\n" if found.notes else "")
         guards = {**found.guards, **say_checks(found.checks)}
-        for timeline in found.traces:
-            assert self.given.trace is not None, "it was asked for"
-            timeline.write(self.given.trace)
         models = {} if self._setting is None else self._setting.as_dict()
         settings = {**models, **self._settings, **found.settings, "quick": self.quick}
-        if found.draw is not None and self.given.picture is not None:
-            found.draw(settings, self.given.picture)
+        for name, write in found.files.items():
+            if path := getattr(self.given, name):
+                write(settings, path)
         if proof is not None:
             print(proof.line)
             settings["proof"] = proof._asdict()

@@ -51,22 +51,22 @@ def require_pictures(path: Path) -> None:
 
 
 def draw_decoding(
-    rows: Sequence[Row], settings: Row, path: Path, *, least_pass_s: float | None
+    rows: Sequence[Row], least_pass_s: float | None, settings: Row, path: Path
 ) -> None:
     """Draw rows of `decode` as bars; `least_pass_s` is None where nothing is streamed."""
-    what = "tokens per second"
-    most = "what the link allows at so many tokens per pass"
+    words = [case_words(row["tree"], row["rule"], row["temperature"]) for row in rows]
+    yields = [row["tokens_per_sweep"] for row in rows]
     if least_pass_s is None:
         what = "tokens per pass over the weights"
         most = "what a tree of that depth could bring"
-    bars = []
-    for row in rows:
-        value = row["tokens_per_sweep"]
-        ceiling = 1.0 + len(row["accepted_per_pos"])
-        if least_pass_s is not None:
-            ceiling = value / least_pass_s
-            value = row["decode_tokens_per_s"]
-        bars.append(Bar(case_words(row["tree"], row["rule"], row["temperature"]), value, ceiling))
+        ceilings = [1.0 + len(row["accepted_per_pos"]) for row in rows]
+        values = yields
+    else:
+        what = "tokens per second"
+        most = "what the link allows at so many tokens per pass"
+        ceilings = [one / least_pass_s for one in yields]
+        values = [row["decode_tokens_per_s"] for row in rows]
+    bars = list(map(Bar, words, values, ceilings))
     figure_of(bars, f"How many {what}?", what, most, settings).savefig(path)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.engine.decoder import Decoder
-from offload.engine.tokenizer import encode_prompt, load_tokenizer
+from offload.engine.tokenizer import Tokenizer, encode_prompt, load_tokenizer
 from offload.errors import UserError
 
 CODE = "code"
@@ -65,11 +65,16 @@ def encoded(decoder: Decoder, prompt: Prompt, num_tokens: int) -> list[int]:
     return ids if prompt.then else ids[:num_tokens]
 
 
-def raw_ids(model: Path, found: Iterable[Prompt], num_tokens: int) -> list[list[int]]:
-    """Return ids by a model's own tokenizer, cut as `encoded` does. Raises `UserError`."""
+def tokenizer_of(model: Path) -> Tokenizer:
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise UserError(f"{model} has no tokenizer: name a model that has one")
+    return tokenizer
+
+
+def raw_ids(model: Path, found: Iterable[Prompt], num_tokens: int) -> list[list[int]]:
+    """Return ids by a model's own tokenizer, cut as `encoded` does. Raises `UserError`."""
+    tokenizer = tokenizer_of(model)
     pairs = [(one, encode_prompt(tokenizer, one.text, raw=True)) for one in found]
     return [ids if one.then else ids[:num_tokens] for one, ids in pairs]
 

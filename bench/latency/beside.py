@@ -18,9 +18,10 @@ from typing import Annotated, Any, NamedTuple
 from offload.bench.harness.command import Bench, Effort, Findings, command, flag
 from offload.bench.harness.gate import Written
 from offload.bench.harness.process import ROOT, run
+from offload.bench.harness.prompts import tokenizer_of
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.tables import Column, Guard, Row, ratios
-from offload.engine.tokenizer import encode_prompt, load_tokenizer
+from offload.engine.tokenizer import encode_prompt
 from offload.errors import UserError, require
 from offload.sampling_options import Sampling
 
@@ -121,9 +122,7 @@ def main(
     num_new = bench.given.max_tokens or effort.num_tokens
     found = bench.prompts(effort.num_prompts)
     setting = bench.setting(need=Need("auto"))
-    tokenizer = load_tokenizer(setting.target)
-    if tokenizer is None:
-        raise UserError(f"{setting.target} has no tokenizer: name a model that has one")
+    tokenizer = tokenizer_of(setting.target)
     bench.begin(setting, num_new_tokens=num_new)
     rows: dict[str, list[Row]] = {side.name: [] for side in sides}
     written = list[Written]()

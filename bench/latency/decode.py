@@ -338,8 +338,10 @@ def main(
         ceiling=measured.ceiling,
         guards=guards_of(rows, [prompt.name for prompt in found]),
         notes=notes,
-        traces=measured.traces,
-        draw=partial(draw_decoding, rows, least_pass_s=measured.least_pass_s),
+        files={
+            "picture": partial(draw_decoding, rows, measured.least_pass_s),
+            "trace": lambda _, path: measured.traces[0].write(path),
+        },
     )
 
 

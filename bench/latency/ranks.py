@@ -324,7 +324,7 @@ def main(
         checks=verdicts,
         written=[text.written for text in texts],
         ceiling={"bytes_per_s": rate, "disk_bytes_per_s": bench.ceiling["bytes_per_s"]},
-        draw=draw,
+        files={"picture": draw},
     )
 
 

@@ -154,19 +154,15 @@ def train(
 
 
 def _optimiser(model: nn.Module, course: Course) -> torch.optim.AdamW:
-    named = dict(model.named_parameters())
-    routers = [weight for name, weight in named.items() if name.endswith(".gate.weight")]
-    groups = [{"params": routers, "peak_lr": course.peak_lr * _ROUTER_SPEED, "weight_decay": 0.0}]
-    for is_matrix in (True, False):
-        own = [
-            weight
-            for name, weight in named.items()
-            if not name.endswith(".gate.weight") and (weight.ndim > 1) == is_matrix
-        ]
-        decay = _DECAY if is_matrix else 0.0
-        groups.append({"params": own, "peak_lr": course.peak_lr, "weight_decay": decay})
-    filled = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(filled, betas=(0.9, 0.95), fused=True)
+    own = dict[tuple[float, float], list[nn.Parameter]]()
+    for name, weight in model.named_parameters():
+        is_router = name.endswith(".gate.weight")
+        peak_lr = course.peak_lr * (_ROUTER_SPEED if is_router else 1)
+        decay = 0.0 if is_router or weight.ndim < 2 else _DECAY
+        own.setdefault((peak_lr, decay), []).append(weight)
+    names = ("peak_lr", "weight_decay")
+    groups = [{"params": held, **dict(zip(names, key, strict=True))} for key, held in own.items()]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 def _save(model: nn.Module, optimiser: torch.optim.AdamW, path: Path, num_done: int) -> None:

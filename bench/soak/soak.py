@@ -314,7 +314,7 @@ def main(
         written=written,
         notes=[f"{told}, {clients.num_refused} refused"],
         guards=guards,
-        draw=partial(draw_hours, samples),
+        files={"picture": partial(draw_hours, samples)},
     )
 
 

@@ -52,5 +52,5 @@ def test_rows_of_decode_are_drawn(tmp_path: Path, least_pass_s: float | None) ->
         {"tree": "none", "tokens_per_sweep": 1.0, "decode_tokens_per_s": 1.9, "accepted_per_pos": [], **named},
         {"tree": "auto", "tokens_per_sweep": 4.1, "decode_tokens_per_s": 7.5, "accepted_per_pos": [0.6] * 9, **named},
     ]
-    draw_decoding(rows, SETTINGS, tmp_path / "bars.png", least_pass_s=least_pass_s)
+    draw_decoding(rows, least_pass_s, SETTINGS, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 5000
