@@ -20,13 +20,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from offload.bench.harness.gate import Written
-from offload.bench.harness.models import (
-    PRETEND,
-    find_setting,
-    place_of,
-    resident_pair,
-    synthetic_setting,
-)
+from offload.bench.harness.models import PRETEND, find_setting, place_of, synthetic_setting
 from offload.bench.harness.picture import require_pictures
 from offload.bench.harness.prompts import Prompt, prompts
 from offload.bench.harness.rates import PLAIN_READER, plain_read_s
@@ -193,15 +187,11 @@ class Bench:
         need: Need = _USUAL,
         size: str | None = None,
         ram: str | None = None,
-        is_resident: bool = False,
     ) -> Setting:
         """Return the models and the place that the flags name. Raises `UserError`.
 
-        A budget that is not given has room for what is needed. A pair that is resident is the
-        packaged one as it is, whatever the flags say.
+        A budget that is not given has room for what is needed.
         """
-        if is_resident:
-            return resident_pair()
         given = self.given
         ram = ram or given.ram
         place = place_of(given.device, given.gpu_mem)

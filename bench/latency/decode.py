@@ -30,6 +30,7 @@ from offload.bench.harness.command import (
 )
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, acceptance_by_depth, followed, latencies
+from offload.bench.harness.models import resident_pair
 from offload.bench.harness.picture import draw_decoding
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
@@ -314,11 +315,11 @@ def main(
     )
     _check(bench, preset, effort, tree or ())
     found = bench.prompts(effort.num_prompts)
-    setting = bench.setting(
-        needs_draft=effort.trees != ("none",),
-        need=effort.need(),
-        is_resident=preset in RESIDENT,
-    )
+    has_trees = effort.trees != ("none",)
+    if preset in RESIDENT:
+        setting = resident_pair()
+    else:
+        setting = bench.setting(needs_draft=has_trees, need=effort.need())
     bench.begin(setting, num_new_tokens=effort.num_tokens)
     is_traced = bench.given.trace is not None
     with bench.screen, effort.open(setting) as decoder:

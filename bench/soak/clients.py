@@ -6,11 +6,12 @@ Answers are kept as they came, and judged when nothing is measured any more.
 """
 
 import json
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from random import Random
-from threading import Event, Thread
 from typing import Any, NamedTuple
 
 from offload.bench.harness.prompts import prompts
@@ -95,55 +96,36 @@ class Answer(NamedTuple):
 
 
 class Clients:
-    """Some clients, each a thread, that ask while `go` lets them; `close` waits for them."""
+    """Some clients, each in a thread while they ask, and with chances of its own."""
 
     def __init__(self, port: int, table: Sequence[Wish], seed: int) -> None:
         self._port = port
         self._table = table
+        self._chances = [Random(f"{seed}/{n}") for n in range(NUM_CLIENTS)]
+        self._end_s = 0.0
         self.answers = list[Answer]()
         self.errors = list[str]()
         self.num_refused = 0
-        self._is_over = Event()
-        self._may_ask = Event()
-        self._idle = [Event() for _ in range(NUM_CLIENTS)]
-        self._threads = [
-            Thread(target=self._ask, args=(Random(f"{seed}/{n}"), idle))
-            for n, idle in enumerate(self._idle)
-        ]
-        for thread in self._threads:
-            thread.start()
 
-    def go(self) -> None:
-        self._may_ask.set()
+    def ask_for(self, seconds: float) -> None:
+        """Ask for so long; when this returns, no request is under way."""
+        self._end_s = time.monotonic() + seconds
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            try:
+                list(pool.map(self._ask, self._chances))
+            finally:
+                self._end_s = 0.0
 
-    def pause(self) -> None:
-        """Returns when no client has a request under way."""
-        self._may_ask.clear()
-        for idle in self._idle:
-            idle.wait(_TIMEOUT_S)
-
-    def close(self) -> None:
-        self._is_over.set()
-        self._may_ask.set()
-        for thread in self._threads:
-            thread.join(_TIMEOUT_S)
-
-    def _ask(self, rng: Random, idle: Event) -> None:
-        while not self._is_over.is_set():
-            if not self._may_ask.is_set():
-                idle.set()
-                self._may_ask.wait()
-                idle.clear()
-                continue
+    def _ask(self, rng: Random) -> None:
+        while time.monotonic() < self._end_s:
             connection = HTTPConnection("127.0.0.1", self._port, timeout=_TIMEOUT_S)
             try:
                 self._ask_one(connection, rng)
             except (OSError, HTTPException, ValueError, LookupError) as error:
                 self.errors.append(repr(error))
-                self._is_over.wait(_BUSY_S)
+                time.sleep(_BUSY_S)
             finally:
                 connection.close()
-        idle.set()
 
     def _ask_one(self, connection: HTTPConnection, rng: Random) -> None:
         if rng.random() < _REFUSED_SHARE:
@@ -157,13 +139,13 @@ class Clients:
         path = "/v1/chat/completions" if wish.is_chat else "/v1/completions"
         connection.request("POST", path, json.dumps({**wish.body, "stream": is_streamed}), _HEADERS)
         if rng.random() < _LEFT_SHARE and not is_streamed:
-            self._is_over.wait(rng.random())  # and it is gone before it is answered
+            time.sleep(rng.random())  # and it is gone before it is answered
             return
         response = connection.getresponse()
         if response.status == 429:
             response.read()
             self.num_refused += 1
-            self._is_over.wait(_BUSY_S)
+            time.sleep(_BUSY_S)
         elif response.status != 200:
             self.errors.append(f"{response.status}: {response.read(200)!r}")
         elif is_streamed:

@@ -159,7 +159,6 @@ class Server:
             return False
 
     def look(self, time_s: float) -> Sample:
-        self.clients.pause()
         while self._figure("requests_active"):  # of those who have left
             time.sleep(0.05)
         num_tokens = int(self._figure("tokens_total"))
@@ -167,7 +166,6 @@ class Server:
 
     def close(self) -> str:
         """End the server; return why it has failed, if it has."""
-        self.clients.close()
         self.process.terminate()
         try:
             status = self.process.wait(_END_S)
@@ -225,8 +223,7 @@ def soak(
         started = time.monotonic()
         passed_s = 0.0
         while passed_s < seconds or len(samples[SERVER]) < _LEAST_LOOKS:
-            server.clients.go()
-            time.sleep(min(period_s, max(0.0, seconds - passed_s)))
+            server.clients.ask_for(min(period_s, seconds - passed_s))
             for name, one in ((SERVER, server), (LIBRARY, library)):
                 samples[name].append(one.look(time.monotonic() - started))
                 bench.row({"process": name, **samples[name][-1]._asdict()})
