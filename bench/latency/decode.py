@@ -315,11 +315,8 @@ def main(
     )
     _check(bench, preset, effort, tree or ())
     found = bench.prompts(effort.num_prompts)
-    has_trees = effort.trees != ("none",)
-    if preset in RESIDENT:
-        setting = resident_pair()
-    else:
-        setting = bench.setting(needs_draft=has_trees, need=effort.need())
+    how: Any = {"needs_draft": effort.trees != ("none",), "need": effort.need()}
+    setting = resident_pair() if preset in RESIDENT else bench.setting(**how)
     bench.begin(setting, num_new_tokens=effort.num_tokens)
     is_traced = bench.given.trace is not None
     with bench.screen, effort.open(setting) as decoder:
