@@ -260,7 +260,8 @@ def measure(program: Program, common: Common) -> Outcome:
     noise = None
     try:
         if common.kind != "BF16":
-            target = model = gguf_file(target, python, common.kind)
+            writer = interpreter_with(("gguf",), common.pythons) or python
+            target = model = gguf_file(target, writer, common.kind)
             noise = _ROUNDED_ROWS if "gguf" in program.needs else None
         elif "gguf" in program.needs:
             target = gguf_file(target, python)

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ from shell import Outcome, process, shell
 
 from offload.bench import suite
 from offload.bench.harness import record, steps
-from offload.bench.harness.command import Effort
+from offload.bench.harness.command import Bench, Effort, Given
 from offload.bench.harness.record import read
 from offload.bench.latency import beside, decode, expansion, many, passes, quantised
 from offload.errors import UserError
@@ -175,7 +176,7 @@ ALONE: dict[str, list[str]] = {
     "expansion": ["--quick"],
     "recurrence": ["--quick"],
     "main-job": ["--row", "streaming", "--row", "prompt", "--size", "60MB"],
-    "beside": ["--quick", *SIZE, *RAM, "--num-prompts", "1", "-n", "4", "--with", "--threads 1 --tree 8x4"],
+    "beside": ["--quick", *SIZE, *RAM, "--num-prompts", "1", "-n", "4", *["--with", "--threads 1 --tree 8x4"] * 2],
 }
 
 
@@ -187,13 +188,29 @@ def test_a_command_ends_with_its_table_and_its_result(
     monkeypatch.setattr(many, "QUICK", Effort(num_plain=4, num_tokens=24))
     monkeypatch.setattr(quantised, "QUICK", Effort(num_plain=2, num_tokens=6, trees=("none", "8x4")))
     monkeypatch.setattr(expansion, "QUICK", expansion.Effort(256, 1))
-    outcome = shell("bench", name, *ALONE[name], "--json", tmp_path / "found.json")
+    outcome = shell("bench", name, *ALONE[name], "--json", tmp_path / "found.json", "--rows", tmp_path / "rows")
     assert outcome.code == 0, outcome.err
     result = json.loads(outcome.out.splitlines()[-1])
     assert result == json.loads((tmp_path / "found.json").read_text()) == read(tmp_path / "found.json").as_dict()
     assert result["bench"] == name and result["rows"] and len(outcome.out.splitlines()) > 3
     if name in ("many", "beside"):
         assert result["settings"]["proof"]["num_exact"] > 0 and "gate: " in outcome.out
+        told = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+        before, after = told[: len(told) // 2], told[len(told) // 2 :]
+        assert before == [{**row, "is_proved": False} for row in after], "figures of tokens that may still be wrong"
+
+
+def test_a_number_of_prompts_changes_no_list_of_parts() -> None:
+    with ExitStack() as resources:
+        bench = Bench("ranks", Given(num_prompts=2, quick=True), resources)
+        assert bench.effort(("shards", "stages"), ("shards",)) == ("shards",)
+        assert bench.effort(Effort(5), Effort(3)).num_prompts == 2
+
+
+def test_texts_that_cannot_be_proved_are_not_timed() -> None:
+    beside.require_provable({"temperature": 0.7, "top_p": 0.9})
+    with pytest.raises(UserError, match="got logit_bias: leave it out of --with"):
+        beside.require_provable({"temperature": 0.7, "logit_bias": {"3": 1.0}})
 
 
 def test_sides_stand_beside_the_first_prompt_by_prompt() -> None:
