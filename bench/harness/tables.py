@@ -151,6 +151,9 @@ _SHOWN = ("s_per_token", "tokens_per_sweep", "draft_s", "stall_s", "times", "par
 class WrongTokenError(UserError):
     """A token is not the reference's: nothing that was measured with it counts."""
 
+    def __init__(self, told: str) -> None:
+        super().__init__(f"{told}: no speed is worth printing")
+
 
 def row(
     name: str,
