@@ -81,7 +81,7 @@ def measure(case: Case, size_bytes: int, num_texts: int, ram: str | None) -> Row
     else:
         ram_bytes = parse_size(ram, "--ram")
     options = {"tree": case.tree, **shared, **case.more, "ram": ram_bytes}
-    asked = {"prompt_tokens": case.prompt_tokens, "temperature": case.temperature}
+    asked: dict[str, Any] = {"prompt_tokens": case.prompt_tokens, "temperature": case.temperature}
     found = Order(str(target), str(draft), options, num_texts, **asked).in_fresh_process()
     held = [phase["held_bytes"] for phase in found["phases"] if phase["phase"].startswith("text")]
     grown_bytes = None

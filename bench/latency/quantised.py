@@ -131,17 +131,15 @@ def run_format(setting: Setting, prompt: Prompt, effort: Effort, limit: int | No
                 raise UserError(f"{told}: no speed is printed")
             stats = got.stats
             sweeps = max(1, stats.num_sweeps)
-            told = {
+            row: Row = {
                 "tree": tree,
                 "token_s": stats.tpot_s,
                 "tokens_per_pass": stats.tokens_per_sweep,
+                "pass_s": stats.sweep_s / sweeps,
+                "stall_s": stats.stall_s / sweeps,
+                "pass_bytes": stats.bytes_streamed / sweeps,
             }
-            each = {
-                "pass_s": stats.sweep_s,
-                "stall_s": stats.stall_s,
-                "pass_bytes": stats.bytes_streamed,
-            }
-            rows.append({**told, **{name: value / sweeps for name, value in each.items()}})
+            rows.append(row)
     return rows
 
 

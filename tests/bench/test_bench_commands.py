@@ -311,6 +311,8 @@ def test_what_cannot_end_well_is_refused_before_measuring(
         "ram_bytes was 230000000": [*few, "--ram", "240MB", "--compare", decoded / "decode.json"],
         "--gpu-mem limits a CUDA device": [*few, "--device", "cpu", "--gpu-mem", "4GiB"],
     }
+    if find_spec("matplotlib"):
+        wishes["--picture must end in one of eps, "] = [*few, "--picture", tmp_path / "a.docx"]
     for said, command in wishes.items():
         outcome = shell(*command)
         assert outcome.code == 2 and outcome.out == "" and said in outcome.err
