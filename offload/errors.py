@@ -29,6 +29,10 @@ class UnreadError(UserError):
     """A file may well be sound, but it is of a kind that this program does not read."""
 
 
+class HostFault(UserError):  # noqa: N818
+    """What is wrong with the model or the decoder, and with no request: its owner can mend it."""
+
+
 class RunError(OSError):
     """A run failed while under way; what was generated until then is kept."""
 
@@ -94,8 +98,8 @@ def require(holds: bool, rule: str, value: object, remedy: str) -> None:
 
 
 @contextmanager
-def refusing(what: str, remedy: str) -> Iterator[None]:
-    """Raise `UserError` for any exception inside that the input caused.
+def refusing(what: str, remedy: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Raise `UserError`, or this kind of it, for any exception inside that the input caused.
 
     Files and grammars fail inside libraries with exceptions of any type. A lack of memory or
     descriptors is not their fault, and passes unchanged.
@@ -107,7 +111,7 @@ def refusing(what: str, remedy: str) -> Iterator[None]:
             raise
         # Rust's panic is no `Exception`
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise UserError(f"{what} ({reason(error)}): {remedy}") from None
+            raise kind(f"{what} ({reason(error)}): {remedy}") from None
         raise
 
 

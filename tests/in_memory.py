@@ -80,7 +80,9 @@ class InMemory:
         assert [part.shape[-1] for part in parts] == list(widths), "widths are not those of the parts"
         return torch.cat(parts, -1)
 
-    def note_work(self, *, is_under_way: bool) -> None:
+    is_stalled = False
+
+    def note_work(self, what: str, *, is_under_way: bool) -> None:
         self.noted.append(is_under_way)
 
     def fail(self, reason: str) -> None:

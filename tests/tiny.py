@@ -127,8 +127,9 @@ def finished(run: Any) -> Any:
 
 def advance(decoder: Any, runs: Sequence[Any]) -> list[str]:
     """One pass for all of these runs: the piece of text that each has gained by it."""
-    decoder.step_all(runs)
-    return [run.take() for run in runs]
+    for error in filter(None, decoder.step_all(runs)):
+        raise error
+    return [run.take().text for run in runs]
 
 
 def save_tokenizer(

@@ -50,7 +50,7 @@ def run_case(
         places = min(decoder.num_parallel, len(ids))
 
         def on_pass(runs: Sequence[Run]) -> None:
-            news = {id(run): len(run.sequence.new_ids) for run in runs if run.is_writing}
+            news = {id(run): run.sequence.num_new for run in runs if run.is_writing}
             are_under_way = len(news) == places and all(news.values())
             marks.append((perf_counter(), news if are_under_way else {}))
 

@@ -137,7 +137,7 @@ class BatchProgress(Progress):
 
     @property
     def num_tokens(self) -> int:
-        return self._num_finished_tokens + sum(len(run.sequence.new_ids) for run in self._under_way)
+        return self._num_finished_tokens + sum(run.sequence.num_new for run in self._under_way)
 
     @property
     def tokens_per_s(self) -> float:

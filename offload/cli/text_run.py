@@ -77,7 +77,7 @@ def _kept_text(decoder: Decoder, run: Run, path: Path | None, console: Console) 
     try:
         yield
     finally:
-        if path is not None and run.sequence.new_ids:
+        if path is not None and run.sequence.num_new:
             with console.keeping("the session"):
                 decoder.save_session(path)
 

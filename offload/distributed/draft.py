@@ -16,7 +16,7 @@ much was run ahead, only how soon it comes; parents come before their children.
 """
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -35,6 +35,7 @@ from offload.drafting.static import point_mass_scores
 from offload.engine.build import resident_model
 from offload.engine.cache_pool import num_shared
 from offload.engine.setup import Setup
+from offload.errors import ensure
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.trees.topology import GrownNode, grow_best_first
@@ -201,10 +202,16 @@ _ANSWER = 8  # nodes that are made ready before the head asks
 _AHEAD = 2  # one of so many rows may be run before the head asks; the others are kept for answers
 
 
-def load_draft(setup: Setup, context: int, num_rows: int) -> DraftTree:
-    """Return the tree of the run's draft, read into memory; the sizes are those of `DraftTree`."""
+def load_draft(
+    setup: Setup, context: int, num_rows: int, on_pass: Callable[[], None] = lambda: None
+) -> DraftTree:
+    """Return the tree of the run's draft, read into memory; the sizes are those of `DraftTree`.
+
+    `on_pass` hears of every pass that begins.
+    """
     assert setup.files.draft is not None, "there is one to load"
     model = resident_model(setup.files.draft, setup.dtype, found=setup.hooks.on_note)
+    model.meta_model.register_forward_pre_hook(lambda *_: on_pass())
     vocab_size = config_sizes(setup.files.target)["vocab_size"]
     return DraftTree(model, vocab_size, context, num_rows)
 
@@ -229,6 +236,7 @@ class _DraftService:
     def begin(self, order: Reset) -> None:
         if self._asked is not None:  # at a tree that is gone
             self._answer([])
+        ensure(len(order.tokens) > 0, "a text begins with a token")
         calibration = self._calibration[order.sampling.kind]
         sampler = Sampler(order.sampling, self._tree.vocab_size)
         self._tree.begin(order.tokens, sampler, calibration)
@@ -237,7 +245,7 @@ class _DraftService:
         self._tree.accept(order.tokens)
 
     def grow(self, order: Grow) -> None:
-        assert self._asked is None, "one question at a time"
+        ensure(self._asked is None, "a draft is asked one question at a time")
         self._asked = order
         self._num_passes = 0
 
@@ -258,6 +266,7 @@ class _DraftService:
             self._num_passes += 1
         if to_run:
             tree.run(to_run)
+            self._transport.note_work("draft", is_under_way=False)
         return bool(to_run)
 
     def _answer(self, nodes: list[DraftNodeUpdate]) -> None:

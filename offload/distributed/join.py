@@ -24,6 +24,7 @@ import torch.distributed as dist
 from msgspec import Struct
 
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved
+from offload.declaration import listed
 from offload.distributed.agreement import gather_values, try_together
 from offload.distributed.transport import Channel, Transport, choose_interface
 from offload.engine.setup import Setup
@@ -100,7 +101,8 @@ class Joined(NamedTuple):
                 users[handshake.host, disk].append(rank)
         shared = sorted({tuple(ranks) for ranks in users.values() if len(ranks) > 1})
         return "; ".join(
-            f"ranks {_listed(ranks)} read one disk, its speed is divided" for ranks in shared
+            f"ranks {listed([*map(str, ranks)])} read one disk, its speed is divided"
+            for ranks in shared
         )
 
 
@@ -297,7 +299,7 @@ def _wait_for_handshakes(store: dist.Store, num_ranks: int, limit_s: float) -> N
                     f"rank {rank}: {store.get(f'reason/{rank}')[:1024].decode(errors='replace')}"
                 )
         if monotonic() > due_s:
-            who = f"rank{'s' if len(missing) > 1 else ''} {_listed(sorted(missing))}"
+            who = f"rank{'s' if len(missing) > 1 else ''} {listed([*map(str, sorted(missing))])}"
             error = UserError(
                 f"all {num_ranks} ranks must come within {limit_s:g} s, got none of {who}: see why there"
             )
@@ -358,7 +360,3 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), str(ranks[-1])]))

@@ -79,7 +79,6 @@ def _load(
     A rank that is not the head has one service.
     """
     services = list[Service]()
-    seconds = list[float]()
     stage = None
     if rank.stage is not None and plan is not None:
         stage = load_stage(
@@ -92,7 +91,8 @@ def _load(
     if rank.drafts:
         if stage is None:
             torch.set_num_threads(rank.setup.options.threads or torch.get_num_threads())
-        tree = load_draft(rank.setup, rank.context, rank.num_uncommitted)
+        note_pass = partial(rank.transport.note_work, "draft", is_under_way=True)
+        tree = load_draft(rank.setup, rank.context, rank.num_uncommitted, note_pass)
         services.append(partial(serve_draft, rank.transport, tree))
     if not services:  # a draft's rank, where no guesses are wanted, waits for the end
         services.append(partial(obey, rank.transport, HEAD, Channel.CONTROL, {}))

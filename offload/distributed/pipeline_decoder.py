@@ -98,19 +98,18 @@ class PipelineDecoder(Decoder):
         drafter = LookupDrafter(NO_SOURCES, float)
         super().__init__(elsewhere, drafter, config, resources=resources, notes=notes)
         self._head = head
-        self._vocab_size = vocab_size
         self._on_layer = hooks.on_layer
-        self._last = list[TokenSequence]()
+        self._last: TokenSequence | None = None
         self._is_under_way = False
 
-    def _pass(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
+    def _pass(self, sequences: Sequence[TokenSequence]) -> list[list[int] | Exception]:
         (sequence,) = sequences
         kept = sequence.caches.target.length
         started = time.perf_counter()
-        is_known = sequence in self._last
+        is_known = sequence is self._last
         if not (is_known and self._is_under_way):
             most = sequence.num_prompt_tokens + sequence.limits.max_new_tokens
-            self._last = [sequence]
+            self._last = sequence
             self._head.listen = sequence.stats.runs.append
             most_kept = len(sequence.tokens) if is_known else kept
             sampling = sequence.sampler.sampling
@@ -122,16 +121,18 @@ class PipelineDecoder(Decoder):
         self._is_under_way = False
         counted = sequence.extend(self._head.advance(self._on_layer))
         self._is_under_way = True
+        # what of it the stages keep, the head knows and bounds
+        sequence.caches.target.length = len(sequence.tokens) - 1
         if sequence.has_ended:
             self._head.end()
         took_s = time.perf_counter() - started
         sequence.stats.add_step(Transfers(), draft_s=0.0, sweep_s=took_s, verify_s=0.0)
         return [counted]
 
-    def check(self, request: Request) -> Request:
-        """Check as every decoder does, and raise `UserError` where stages cannot draw the text."""
+    def prepare(self, request: Request) -> Request:
+        """Prepare as every decoder does; raises `UserError` where stages cannot draw the text."""
         check_stages(request)
-        return super().check(request)
+        return super().prepare(request)
 
     def _other_rule(self, name: str) -> NoReturn:
         raise UserError(

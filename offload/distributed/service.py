@@ -15,6 +15,7 @@ from offload.distributed.transport import Channel, Transport
 from offload.errors import RankError, reason
 from offload.streaming.device import Device
 
+_TURN_S = 1.0  # of a wait for threads
 Service = Callable[[], object]
 Acts = Mapping[type[Order], Callable[[Any], object]]
 
@@ -71,5 +72,6 @@ def serving(services: Sequence[Service], transport: Transport, device: Device) -
     try:
         yield
     finally:
-        for thread in threads:
-            thread.join()
+        # one that hangs is not waited for
+        while any(thread.is_alive() for thread in threads) and not transport.is_stalled:
+            next(thread for thread in threads if thread.is_alive()).join(_TURN_S)

@@ -127,13 +127,15 @@ class _HeadCache(KVCache):
         self._tell = tell
 
     def commit(self, rows: Sequence[int], kept: Sequence[int] = ()) -> None:
-        super().commit(rows, kept)
-        self._tell(Commit(list(rows), list(kept)))
+        with held_back():
+            super().commit(rows, kept)
+            self._tell(Commit(list(rows), list(kept)))
 
     def clear(self, num_kept: int = 0) -> None:
-        if num_kept < self.length:
-            self._tell(Reset(num_kept))
-        super().clear(num_kept)
+        with held_back():
+            if num_kept < self.length:
+                self._tell(Reset(num_kept))
+            super().clear(num_kept)
 
     def states(self, *_: Any) -> NoReturn:
         """Refuse: other ranks have the other keys and values."""

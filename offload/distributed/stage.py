@@ -80,6 +80,7 @@ class PipelineStage:
         self.model = model
         self.stream = stream
         self._max_logits = plan.num_logits_rows
+        self._num_slots = plan.cache_slots
         self._slow_layer_s = slow_layer_s
         self._cache = model.new_cache(plan.cache_slots)
         # rows of cancelled runs are never computed
@@ -122,6 +123,10 @@ class PipelineStage:
         """
         lo = self.num_uncommitted
         token_W, position_W, sees_WU = run.rows(lo)
+        ensure(
+            self._cache.length + lo + len(token_W) <= self._num_slots,
+            f"run {run.number} of {len(token_W)} rows does not fit behind {lo}",
+        )
         rows_W = token_W
         if not (run.is_dead or self.model.section.has_table):
             rows_W = run.activations(self.model.width, self.model.dtype)
@@ -248,7 +253,7 @@ class _StageService:
         number = order.number
         self._cancellations.forget_before(number)
         out = self._stage.run(order, partial(self._is_cancelled, number))
-        self._transport.note_work(is_under_way=False)
+        self._transport.note_work("stage", is_under_way=False)
         if self._after is None:
             tokens = [] if out is None else out.tolist()
             self._transport.send(HEAD, Channel.RESULT, Drawn(number, out is None, tokens))
@@ -257,8 +262,8 @@ class _StageService:
         self.pass_on(msgspec.structs.replace(order, is_dead=out is None, hidden=hidden))
 
     def _is_cancelled(self, number: int) -> bool:
-        # one that goes on is not taken for one that hangs; the head's own is the user's to end
-        self._transport.note_work(is_under_way=self._transport.rank != HEAD)
+        # one that goes on is not taken for one that hangs
+        self._transport.note_work("stage", is_under_way=True)
         return number in self._cancellations
 
     def pass_on(self, order: Order) -> None:

@@ -159,13 +159,17 @@ class Transport:
         """Return what `receive` would raise now, if another rank is known to be lost."""
         return None if self._watch.loss is None else self._watch.loss.error()
 
-    def note_work(self, *, is_under_way: bool) -> None:
-        """Note that work of this rank begins or goes on, or that it waits for others.
+    def note_work(self, what: str, *, is_under_way: bool) -> None:
+        """Note that work of a kind begins or goes on, or that it waits for other ranks.
 
-        Where it stands still for ten times as long as a rank may be silent, the others hear of its
-        end.
+        Where it stands still for ten times as long as a rank may be silent, that ends all ranks.
         """
-        self._watch.note_work(is_under_way=is_under_way)
+        self._watch.note_work(what, is_under_way=is_under_way)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Return whether work of this rank stood still for too long."""
+        return self._watch.is_stalled
 
     def fail(self, reason: str) -> None:
         """End all that waits on this rank, now or later: a service of it has failed."""

@@ -2,8 +2,8 @@
 
 Two threads per peer, on a process group of their own: one sends a pulse every few seconds, one
 listens. A connection that closes is a death, no pulse for too long is silence, and a rank that ends
-by itself says why first; so does one whose work stands still for ten times as long, since its
-threads here go on. Silence is counted here and not by a limit of gloo's, which would close the
+by itself says why first; so does one whose work (of a stage, or of a draft) stands still for ten
+times as long, since its threads here go on. Silence is counted here and not by a limit of gloo's, which would close the
 connections to all others: they would take that for a death.
 
 Invariant: the first loss is the one that counts: what fails afterwards fails because of it.
@@ -21,7 +21,7 @@ from torch import Tensor
 from offload.errors import RankError
 
 _WORD_BYTES = 1024  # kind, two bytes of length, a reason in UTF-8
-_PULSE, _ENDED, _FAILED, _REFUSED = range(4)
+_PULSE, _ENDED, _FAILED, _REFUSED, _STALLED = range(5)
 _PULSES_PER_LIMIT = 12
 _TICKS_PER_LIMIT = 120
 # Limits for which a rank may be at work on one layer: a slow disk takes a minute to bring it, and a
@@ -71,9 +71,9 @@ class Watch:
         self._loss = list[Loss]()
         # ticks since each peer's last word; this rank's clock stands still while it is stopped
         self._ticks = dict.fromkeys(self._peers(), 0)
-        self._is_at_work = False
-        # since work under way has last gone on
-        self._idle_ticks = 0
+        # since each kind of work that is under way has last gone on
+        self._idle_ticks = dict[str, int]()
+        self.is_stalled = False
         threading.Thread(target=self._count, daemon=True).start()
         self.threads = [
             threading.Thread(target=work, args=(peer,), daemon=True)
@@ -107,17 +107,21 @@ class Watch:
         if is_first and not self._is_closed.is_set():
             self._on_loss()
 
-    def note_work(self, *, is_under_way: bool) -> None:
-        """Note that work of this rank begins or goes on, or that it waits for others."""
-        self._idle_ticks = 0
-        self._is_at_work = is_under_way
+    def note_work(self, what: str, *, is_under_way: bool) -> None:
+        """Note that work of a kind begins or goes on, or that it waits for other ranks."""
+        with self._lock:
+            self._idle_ticks.pop(what, None)
+            if is_under_way:
+                self._idle_ticks[what] = 0
 
     def end(self, reason: str, *, is_refusal: bool) -> None:
         """Say a last word to all others, a good one without a reason; wait until it is sent."""
+        self._end((_REFUSED if is_refusal else _FAILED) if reason else _ENDED, reason)
+
+    def _end(self, kind: int, reason: str) -> None:
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        kind = (_REFUSED if is_refusal else _FAILED) if reason else _ENDED
         said = [
             threading.Thread(target=self._say, args=(peer, kind, reason), daemon=True)
             for peer in self._peers()
@@ -140,12 +144,15 @@ class Watch:
     def _count(self) -> None:
         """Count ticks, and report silence, or that this rank stands still."""
         while not self._is_closed.wait(self._silence_s / _TICKS_PER_LIMIT):
-            self._idle_ticks += self._is_at_work
-            if self._idle_ticks == _LIMITS_IDLE * _TICKS_PER_LIMIT:
+            with self._lock:
+                self._idle_ticks = {what: num + 1 for what, num in self._idle_ticks.items()}
+                self.is_stalled = _LIMITS_IDLE * _TICKS_PER_LIMIT in self._idle_ticks.values()
+            if self.is_stalled:
                 idle_s = _LIMITS_IDLE * self._silence_s
                 why = f"nothing was computed for {idle_s:g} s: look at its disk and device"
                 self.lose(Loss(self._rank, f"rank {self._rank}: {why}", is_told=False))
-                self.end(why, is_refusal=False)
+                self._end(_STALLED, why)
+                return
             for peer in set(self._ticks) - set(self._ended):
                 self._ticks[peer] += 1
                 if self._ticks[peer] == _TICKS_PER_LIMIT:
@@ -175,7 +182,10 @@ class Watch:
                 return
             if kind != _PULSE:
                 line = f"rank {peer}{'' if kind == _REFUSED else ' ended'}: {_reason(word)}"
-                self.lose(Loss(peer, line, is_refusal=kind == _REFUSED))
+                # what hangs there may keep it from telling its user
+                is_stalled = kind == _STALLED
+                told = {"is_told": not is_stalled, "is_silence": is_stalled}
+                self.lose(Loss(peer, line, is_refusal=kind == _REFUSED, **told))
                 return
 
     def _judge(self, peer: int) -> None:

@@ -18,6 +18,7 @@ class _CacheSet:
     def __init__(self, caches: Caches) -> None:
         self.caches = caches
         self._returned = list[int]()
+        self._last_tokens = list[int]()
         self._holder: weakref.ref[TokenSequence] | None = None
 
     @property
@@ -107,9 +108,9 @@ class CachePool:
         return own.caches
 
     def _free(self) -> list[_CacheSet]:
-        free = [own for own in self._sets if own.holder is None] or self._sets[
-            : len(self._sets) == 1
-        ]
+        free = [own for own in self._sets if own.holder is None]
+        if len(self._sets) == 1:
+            return [*self._sets]
         if not free:
             raise UserError(
                 f"{len(self._sets)} texts are being written, as many as there is memory for: "

@@ -131,16 +131,14 @@ class Chat:
         ids = self._decoder.encode(asked)
         context = self._decoder.plan.context
         if len(ids) >= context:
+            more = "" if self._decoder.plan.has_longest_context else ", or raise `context`"
             raise UserError(
                 f"the conversation has {len(ids)} tokens, the context {context}: "
-                f"begin anew with "
-                f"/clear{'' if self._decoder.plan.has_longest_context else ', or raise `context`'}"
+                f"begin anew with /clear{more}"
             )
         sampling = self.sampling.later(self._num_turns)
-        num_new = min(
-            context if self.max_new_tokens is None else self.max_new_tokens, context - len(ids)
-        )
-        request = Request(ids, sampling, num_new, stop=self.stop)
+        num_new = context if self.max_new_tokens is None else self.max_new_tokens
+        request = Request(ids, sampling, num_new, stop=self.stop, is_clipped=True)
         self.turn = self._decoder.start(request, continues=True)
         self._num_turns += 1
         return self._answer(self.turn, asked)

@@ -6,13 +6,21 @@ How the tokens of a text are written is `token_decoder`'s.
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
 from offload.declaration import whole_number
 from offload.engine.generation import Generation, Run
-from offload.engine.request import Prompt, Request, Tool, encode, request_of, samples_of, several_of
+from offload.engine.request import (
+    Prompt,
+    Request,
+    Tool,
+    encode,
+    request_of,
+    require_request,
+    samples_of,
+    several_of,
+)
 from offload.engine.scheduler import in_order
 from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
 from offload.engine.sequence import Limits
@@ -97,7 +105,7 @@ class Decoder(TokenDecoder):
         """
         several = several_of(prompt)
         if several is None and whole_number(num_samples, "`num_samples`") == 1:
-            with self.turn.taken():
+            with self.lock.taken():
                 run = self.start(request_of(prompt, how, tree, rule))  # type: ignore[arg-type]
                 try:
                     deque(run, maxlen=0)
@@ -107,7 +115,7 @@ class Decoder(TokenDecoder):
         prompts: Sequence[Prompt] = [prompt] if several is None else several  # type: ignore[list-item]
         asked = [request_of(own, how, tree, rule) for own in prompts]
         requests = [one for own in asked for one in samples_of(own, num_samples)]
-        with self.turn.taken():
+        with self.lock.taken():
             return in_order(self, requests)
 
     def stream(
@@ -148,11 +156,10 @@ class Decoder(TokenDecoder):
 
         At most `num_parallel` - 1 other runs may be unreleased. Raises `UserError`.
         """
-        request = self.check(request)
-        sampling = request.sampling
+        request = self.prepare(request)
         prompt_ids: Any = request.prompt
-        acceptance = self._rule_of(request)
-        choice = self._trees.for_run(sampling, acceptance.name, request.tree)
+        # anew: passes since it was checked may have shown more
+        choice = self._tree_of(request)
         # no text goes on that an encoder reads
         start_ids = self._start_ids or prompt_ids
         # before a place is taken: it may fail
@@ -161,27 +168,25 @@ class Decoder(TokenDecoder):
         limits = Limits(num_new, self.end_ids)
         sequence = self.begin(
             prompt_ids,
-            sampling,
-            rule=acceptance,
+            request.sampling,
+            rule=self._rule_of(request),
             shape=choice.shape,
             limits=limits,
             keeps=continues,
             grammar=request.grammar,
         )
-        sequence.follow(
-            choice.chains,
-            lambda num: self._trees.for_run(sampling, acceptance.name, request.tree, num).shape,
-        )
+        sequence.follow(choice.chains, lambda num: self._tree_of(request, num).shape)
         sequence.stats.num_prompt_tokens = len(prompt_ids)
         sequence.num_logprobs = request.num_logprobs
         return Run(self, sequence, text, choice)
 
-    def check(self, request: Request) -> Request:
+    def prepare(self, request: Request) -> Request:
         """Return the request with the ids of its prompt; any thread may ask. Raises `UserError`.
 
-        What was checked before is not proved again.
+        What this decoder has checked is not proved again.
         """
-        if request.is_checked:
+        require_request(request)
+        if request.is_prepared_by(self):
             return request
         bounds = (self.plan.context, self.plan.has_longest_context)
         with self._encoding:
@@ -190,24 +195,26 @@ class Decoder(TokenDecoder):
             )
         acceptance = self._rule_of(request)
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
-        if request.grammar is not None:
-            self._grammars.mask(request.grammar)
-        self._trees.for_run(request.sampling, acceptance.name, request.tree)
-        return replace(request, prompt=prompt_ids, is_checked=True)
+        # by the thread that asks: passes do not wait for what is compiled or chosen here
+        kept = None if request.grammar is None else self._grammars.compiled(request.grammar)
+        self._tree_of(request)
+        return request.prepared(prompt_ids, self, kept)
 
-    def step_all(self, runs: Sequence[Run]) -> None:
+    def step_all(self, runs: Sequence[Run]) -> list[Exception | None]:
         """Run one pass over the weights for all of these; what each gains is there to `take`.
 
-        Raises `UserError` where one was overtaken, the decoder closed, or another thread is using
-        it.
+        Returns what has failed of each alone. Raises `UserError` where one was overtaken, the
+        decoder closed, or another thread is using it.
         """
-        with self.turn.stepping():
-            if writing := [run.sequence for run in runs if run.is_writing]:
-                self._pass(writing)
+        with self.lock.stepping():
+            writing = [run for run in runs if run.is_writing]
+            gained = self._pass([run.sequence for run in writing]) if writing else []
+        found = dict(zip(writing, gained, strict=True))
+        return [one if isinstance(one := found.get(run), Exception) else None for run in runs]
 
     def release(self, run: Run) -> None:
         """Let others have its keys and values; it writes nothing more. Again it does nothing."""
-        with self.turn.taken():
+        with self.lock.taken():
             self._pool.release(run.sequence)
 
     def score_texts(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[TextScore]:
@@ -232,7 +239,7 @@ class Decoder(TokenDecoder):
             "one",
             "choose another model",
         )
-        with self.turn.stepping():
+        with self.lock.stepping():
             scorer = Scorer(
                 self.target,
                 self._pool.borrow().target,
@@ -258,7 +265,7 @@ class Decoder(TokenDecoder):
         `messages` and `num_turns` are a conversation's. Raises `UserError`.
         """
         require_sessions(self._start_ids, self.num_parallel)
-        with self.turn.taken():
+        with self.lock.taken():
             told = (messages, num_turns)
             save_session(Path(path), self.identities, self._pool, self.arithmetic, *told)
 
@@ -268,7 +275,7 @@ class Decoder(TokenDecoder):
         Raises `UserError` for files of other weights or types, longer than the context, or broken.
         """
         require_sessions(self._start_ids, self.num_parallel)
-        with self.turn.taken():
+        with self.lock.taken():
             return load_session(Path(path), self.identities, self.plan, self._pool, self.arithmetic)
 
     @property
@@ -284,6 +291,11 @@ class Decoder(TokenDecoder):
         """
         with self._encoding:
             return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, tools=tools)
+
+    def _tree_of(self, request: Request, num_texts: int = 1) -> TreeChoice:
+        """Return the tree of a request, where so many texts share a pass. Raises `UserError`."""
+        rule = self._rule_of(request).name
+        return self._trees.for_run(request.sampling, rule, request.tree, num_texts)
 
     def _rule_of(self, request: Request) -> Rule:
         return self.rule if request.rule is None else self._other_rule(request.rule)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from offload.errors import UserError
+from offload.errors import HostFault, UserError
 
 
 class DecoderLock:
@@ -25,16 +25,16 @@ class DecoderLock:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Take the turn for a run. Raises `UserError` where it is another thread's, or closed."""
+        """Take the turn for a run. Raises `HostFault` where it is another thread's, or closed."""
         if not self._lock.acquire(blocking=False):
-            raise UserError(
+            raise HostFault(
                 "this decoder is in use by another thread: wait until that is done, or load a "
                 "second one"
             )
         try:
             self._require_no_own_step()
             if self._is_over:
-                raise UserError("this decoder was closed: load the model again")
+                raise HostFault("this decoder was closed: load the model again")
             with self._computing():
                 yield
         finally:

@@ -7,10 +7,10 @@ wanted length) may lie inside a burst; what was accepted beyond it is dropped an
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from offload.calibration.trial import ComparisonOutcome, rows_of
-from offload.engine.sequence import TokenLogprob, TokenSequence
+from offload.engine.sequence import PassFigures, TokenLogprob, TokenSequence
 from offload.engine.text_stream import TextStream
 from offload.engine.token_decoder import TokenDecoder
 from offload.machine import peak_rss_bytes
@@ -92,6 +92,24 @@ class Generation:
         }
 
 
+class TextPiece(NamedTuple):
+    """What a text has gained by a pass, or by several where it was not fetched in between."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]  # of these tokens, where the request asks for them
+    last_pass: PassFigures | None  # of the last one; None where several passes are put together
+
+    def joined(self, other: "TextPiece") -> "TextPiece":
+        """Return this piece with the one behind it."""
+        return TextPiece(
+            self.text + other.text,
+            self.token_ids + other.token_ids,
+            self.logprobs + other.logprobs,
+            None,
+        )
+
+
 @dataclass(eq=False, repr=False)
 class Run:
     """Iterate for pieces of text as they are accepted; `result()` tells at any time what there is.
@@ -111,18 +129,18 @@ class Run:
 
     def __repr__(self) -> str:
         ended = f"finish_reason={self.finish_reason!r}" if self.is_finished else "not finished"
-        return f"Run({len(self.sequence.new_ids)} tokens so far, {ended})"
+        return f"Run({self.sequence.num_new} tokens so far, {ended})"
 
     def __iter__(self) -> Iterator[str]:
         started = time.perf_counter() - self._elapsed_s
         while not self.is_finished:
             # a step and its text: several threads may iterate over one run
-            with self._decoder.turn.taken():
+            with self._decoder.lock.taken():
                 self._started = started
                 if self.is_writing:
                     self._decoder.step(self.sequence)
                 piece = self.take()
-            yield piece
+            yield piece.text
 
     @property
     def is_finished(self) -> bool:
@@ -132,32 +150,35 @@ class Run:
     def is_writing(self) -> bool:
         return not self.is_finished and not self.sequence.has_ended
 
-    def take(self) -> str:
-        """Return the text of what a pass has gained, see `Decoder.step_all`, and note if it ends there."""
-        if self.is_finished:
-            return ""
+    def take(self) -> TextPiece:
+        """Return what a pass has gained, see `Decoder.step_all`, and note if the text ends there."""
+        sequence = self.sequence
         num_before = len(self._text.tokens)
-        missing = self.sequence.new_ids[num_before:]
-        is_at_end = self.sequence.is_at_end_token
-        piece, has_stopped = self._text.push(missing[:-1] if is_at_end else missing)
+        gained = sequence.new_ids_from(num_before)
+        is_at_end = sequence.is_at_end_token
+        text, has_stopped = self._text.push(gained[:-1] if is_at_end else gained)
         if has_stopped:
-            self.sequence.cut(len(self._text.tokens))
-        if has_stopped or is_at_end or self.sequence.sampler.is_over:
+            sequence.cut(len(self._text.tokens))
+        if has_stopped or is_at_end or sequence.sampler.is_over:
             self.finish_reason = "stop"
-        elif not missing and self.sequence.has_ended:
+        elif sequence.has_ended:
             self.finish_reason = "length"
-        if self.finish_reason is not None and not has_stopped:
-            piece += self._text.finish()
-        if self.finish_reason != "length":
-            stats = self.sequence.stats
-            num_accepted = len(self.sequence.new_ids) - num_before
-            self._elapsed_s = time.perf_counter() - self._started
-            if stats.num_first_tokens == 0:
-                stats.begin_decoding(num_accepted, self._elapsed_s)
-            else:
-                stats.accepted_per_sweep.append(num_accepted)
-                stats.decode_s = self._elapsed_s - stats.ttft_s
-        return piece
+        if self.is_finished and not has_stopped:
+            text += self._text.finish()
+        token_ids = sequence.new_ids_from(num_before)
+        if gained or self.finish_reason != "length":
+            self._count(len(token_ids))
+        return TextPiece(text, token_ids, sequence.logprobs[num_before:], sequence.last_pass)
+
+    def _count(self, num_accepted: int) -> None:
+        """Count a pass in the figures, and the time until then."""
+        stats = self.sequence.stats
+        self._elapsed_s = time.perf_counter() - self._started
+        if stats.num_first_tokens == 0:
+            stats.begin_decoding(num_accepted, self._elapsed_s)
+        else:
+            stats.accepted_per_sweep.append(num_accepted)
+            stats.decode_s = self._elapsed_s - stats.ttft_s
 
     def result(self) -> Generation:
         """Return what was generated so far."""

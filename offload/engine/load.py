@@ -19,7 +19,7 @@ from offload.declaration import as_in, called_with
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import NO_HOOKS, Hooks, Progress
 from offload.engine.opening import open_setup
-from offload.engine.request import Request
+from offload.engine.request import Request, require_request
 from offload.engine.resolve import resolve
 from offload.errors import require
 from offload.options import ModelChoice, ModelOptions
@@ -79,8 +79,8 @@ def load(given: LoadArguments) -> Decoder:
         {arguments}
         request: the first run, refused here if it must be; the tree is chosen for its sampling.
         open_source: opens weight files.
-        on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the
-            layers that stay.
+        on_bytes: hears of (bytes, bytes in all) as they land, beginning anew with each phase:
+            draft, embeddings and head; layers that stay; experts.
         on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the
             next one may begin.
 
@@ -95,8 +95,14 @@ def load(given: LoadArguments) -> Decoder:
     is_device = isinstance(device, str) or hasattr(device, "torch_device")
     rule = "`device` must be auto, cpu, cuda, cuda:N or an open one"
     require(is_device, rule, repr(device), 'try `device="auto"`')
+    if given.request is not None:
+        require_request(given.request)
+    for name in ("open_source", "on_bytes", "on_layer"):
+        value = getattr(given, name)
+        require(callable(value), f"`{name}` must be callable", f"{value!r:.80}", "leave it out")
     opened = None if isinstance(device, str) else device
-    options = LoadOptions.of(given, device=device if opened is None else "cuda")
+    kind = "cpu" if opened is None or not opened.has_own_memory else "cuda"
+    options = LoadOptions.of(given, device=device if opened is None else kind)
     hooks = Hooks(on_bytes=given.on_bytes, on_layer=given.on_layer)
     notes = list[str]()
     with warned(notes):

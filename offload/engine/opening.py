@@ -101,14 +101,15 @@ def _measure(
     least = setup.plan_for(1)
     has_draft = draft is not None
     sources = open_sources(options, pair.tokenizer, target.vocab_size)
-    if least.is_streamed:
+    most = setup.plan_for(trees.most_nodes)
+    # by the largest trees: where only these need room that layers would have, they stream with them
+    if most.is_streamed:
         pair.notes.extend(send_beside_layers(setup.device, resources, target, draft))
 
     # the first weights: what can be refused has been
     hooks.on_phase("reading draft and embeddings" if has_draft else "reading embeddings")
     trials = [trial for expansion in read_pair(pair) for trial in expansion.comparisons]
     hooks.on_phase("choosing kernels and threads")
-    most = setup.plan_for(trees.most_nodes)
     choice = pick_kernels(target, draft, setup.device, most, settings)
     pair.notes.extend(choice.notes)
     threads = thread_policy(target, draft, setup.tree.num_nodes, options.threads, setup.device)

@@ -4,7 +4,8 @@ Loading checks the first request before a weight is read, the decoder checks eve
 """
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,7 +59,11 @@ class Request:
     tree: str | None = None  # others than those given to `load`; the tree no larger than that one
     rule: str | None = None
     tools: Sequence[Tool] = ()  # that the model may call in a conversation
-    is_checked: bool = False  # by the decoder that writes it: its prompt is token ids
+    # a reference to the decoder that has checked it, and what it has made of the grammar; a copy
+    # by `replace` has none
+    _prepared: tuple[Callable[[], object], object] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     @property
     def is_for_file(self) -> bool:
@@ -79,6 +84,17 @@ class Request:
             all(isinstance(one, str) for one in stops), rule, f"{self.stop!r:.80}", "give a str"
         )
         return stops
+
+    def is_prepared_by(self, decoder: object) -> bool:
+        """Return whether this decoder has checked it: its prompt is token ids then."""
+        return self._prepared is not None and self._prepared[0]() is decoder
+
+    def prepared(self, ids: Sequence[int], decoder: object, made: object = None) -> "Request":
+        """Return the request with the ids of its prompt, as checked by a decoder.
+
+        `made` is kept for as long as the request waits.
+        """
+        return _marked(replace(self, prompt=tuple(ids)), (weakref.ref(decoder), made))
 
     def check(self) -> None:
         """Raise `UserError` for settings that no model could meet."""
@@ -168,11 +184,20 @@ def request_of(
 
 
 def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
-    """Yield a request so many times, each with a seed of its own. Raises `UserError`."""
+    """Yield a request so many times, each with a seed of its own. Raises `UserError`.
+
+    Those of a request that was checked are.
+    """
     is_possible = 1 <= whole_number(num_samples, "`num_samples`") <= MOST_SAMPLES
     require(is_possible, f"`num_samples` must lie in 1 to {MOST_SAMPLES}", num_samples, "try 1")
     for number in range(num_samples):
-        yield replace(request, sampling=request.sampling.later(number))
+        one = replace(request, sampling=request.sampling.later(number))
+        yield _marked(one, request._prepared)
+
+
+def _marked(request: Request, checked: tuple[Callable[[], object], object] | None) -> Request:
+    object.__setattr__(request, "_prepared", checked)
+    return request
 
 
 def several_of(prompt: Any) -> Sequence[Prompt] | None:
@@ -185,6 +210,13 @@ def several_of(prompt: Any) -> Sequence[Prompt] | None:
     if not all(isinstance(one, str | Sequence) for one in prompt):
         raise UserError("several prompts must each be text, messages or token ids: mend the list")
     return prompt
+
+
+def require_request(request: object) -> None:
+    """Raise `UserError` for what is no `Request`."""
+    is_one = isinstance(request, Request)
+    rule = "a request must be a Request"
+    require(is_one, rule, f"{request!r:.80}", "make one of `offload.Request`")
 
 
 def with_start(ids: Sequence[int], start_ids: tuple[int, ...]) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from offload.errors import UserError
+from offload.errors import HostFault
 from offload.model.kv_cache import KVCache
 from offload.planning.chains import ChainPolicy
 from offload.rules import ChildSampling
@@ -153,7 +153,7 @@ class TokenSequence:
     def caches(self) -> Caches:
         """Return what the models keep of it. Raises `UserError` once they were taken away."""
         if self._caches is None:
-            raise UserError(
+            raise HostFault(
                 "this decoder has begun another generation or was closed: finish one before the "
                 "next"
             )
@@ -164,8 +164,17 @@ class TokenSequence:
         self._caches = caches
 
     @property
+    def num_new(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
     def new_ids(self) -> list[int]:
-        return self.tokens[self.num_prompt_tokens :]
+        """Return a copy of the new tokens: of a long text it takes a while."""
+        return self.new_ids_from(0)
+
+    def new_ids_from(self, first: int) -> list[int]:
+        """Return a copy of the new tokens from this one on."""
+        return self.tokens[self.num_prompt_tokens + first :]
 
     @property
     def num_pending(self) -> int:
@@ -174,17 +183,17 @@ class TokenSequence:
 
     @property
     def is_at_end_token(self) -> bool:
-        return len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self.limits.end_ids
+        return self.num_new > 0 and self.tokens[-1] in self.limits.end_ids
 
     @property
     def has_ended(self) -> bool:
         """Return whether nothing more is to be written, as far as tokens tell."""
-        is_whole = len(self.tokens) >= self.num_prompt_tokens + self.limits.max_new_tokens
+        is_whole = self.num_new >= self.limits.max_new_tokens
         return is_whole or self.is_at_end_token or self.sampler.is_over
 
     def extend(self, tokens: list[int], logprobs: Iterable[TokenLogprob] = ()) -> list[int]:
         """Add newly accepted tokens up to where the text ends; returns those."""
-        num_left = self.num_prompt_tokens + self.limits.max_new_tokens - len(self.tokens)
+        num_left = self.limits.max_new_tokens - self.num_new
         end = next(
             (index for index, token in enumerate(tokens) if token in self.limits.end_ids),
             len(tokens),
@@ -198,10 +207,9 @@ class TokenSequence:
 
     def recover(self) -> None:
         """Let caches and sampler forget what a step that was cut short has left in them."""
-        num_new = len(self.tokens) - self.num_prompt_tokens
         self.caches.clear(len(self.tokens) - 1)
-        if self.sampler.num_accepted != num_new:
-            self.cut(num_new)
+        if self.sampler.num_accepted != self.num_new:
+            self.cut(self.num_new)
 
     def cut(self, num_new: int) -> None:
         """Drop all but so many of its new tokens: behind them a stop string is complete."""

@@ -6,15 +6,18 @@ Only that thread touches the decoder.
 
 import threading
 
+from offload.declaration import whole_number
 from offload.engine.decoder import Decoder
-from offload.engine.job import Job, Ticket
+from offload.engine.job import Job
 from offload.engine.request import Request
 from offload.engine.scheduler import EngineFigures, Scheduler
-from offload.errors import UserError
+from offload.errors import UserError, require
 from offload.machine import give_back_memory
 
 # An idle server gives memory back then, and the next request pays for new pages.
 _IDLE_S = 5.0
+# of all that wait: what they are compiled to may take 200 times as much
+_MOST_GRAMMAR_BYTES = 2 << 20
 ASK_LATER = "the server is closing: ask again later"
 
 
@@ -27,20 +30,17 @@ class Closing(UserError):  # noqa: N818
 
 
 class Engine:
-    """Serves many callers with one decoder; use it as a context manager, or `close` it before that.
+    """Serves many callers with one decoder.
 
-    Any thread may call any method; nothing else may use the decoder. While `max_waiting` requests
-    wait, more are refused.
+    Use it as a context manager, or `close` it before the decoder. Any thread may call any method;
+    nothing else may use the decoder. While `max_waiting` requests wait, more are refused.
     """
 
     def __init__(self, decoder: Decoder, *, max_waiting: int = 64) -> None:
-        if max_waiting < 1:
-            raise UserError(
-                f"`max_waiting` must be 1 or more, got {max_waiting}: one that waits is begun at "
-                f"once"
-            )
+        self._max_waiting = whole_number(max_waiting, "`max_waiting`")
+        rule = "`max_waiting` must be 1 or more"
+        require(self._max_waiting >= 1, rule, max_waiting, "one that waits is begun at once")
         self.decoder = decoder
-        self._max_waiting = max_waiting
         self._scheduler = Scheduler(decoder)
         self._changed = self._scheduler.changed
         self._is_closing = False
@@ -64,21 +64,28 @@ class Engine:
     def most_requests(self) -> int:
         return self._max_waiting + self.decoder.num_parallel
 
-    def check(self, request: Request) -> Request:
-        """Return the request as its samples may be submitted. Raises what `submit` raises."""
-        self._require_room()  # before the prompt is read, which may take longer
-        return self.decoder.check(request)
+    def prepare(self, request: Request) -> Request:
+        """Return the request as its samples may be submitted, see `Decoder.prepare`.
 
-    def submit(self, request: Request) -> Ticket:
+        Raises what `submit` raises.
+        """
+        self._require_room()  # before the prompt is read, which may take longer
+        return self.decoder.prepare(request)
+
+    def submit(self, request: Request) -> Job:
         """Take a request, to be begun once there is a place.
 
         Raises `UserError` for one that cannot be served, `QueueFull`, and `Closing`.
         """
-        job = Job(self.check(request))
+        job = Job(self.prepare(request))
         with self._changed:
             self._require_room()
+            others_bytes = self._scheduler.waiting_grammar_bytes
+            if job.request.grammar and others_bytes > _MOST_GRAMMAR_BYTES:
+                self._scheduler.count(num_refused=1)
+                raise QueueFull("requests with long grammars wait already: ask again later")
             self._scheduler.add(job)
-        return Ticket(job)
+        return job
 
     def close(self, grace_s: float = 0.0) -> None:
         """Refuse requests, end those that wait, and after the grace cancel those under way.
@@ -92,8 +99,6 @@ class Engine:
         self._ended.wait(max(0.0, grace_s))
         with self._changed:
             self._is_over = True
-            for job in self._scheduler.active:
-                job.cancel()
         self._ended.wait()
 
     def figures(self) -> EngineFigures:
@@ -104,7 +109,7 @@ class Engine:
         with self._changed:
             if not self.is_open:
                 raise Closing(ASK_LATER)
-            if self._scheduler.num_waiting + len(self._scheduler.active) >= self.most_requests:
+            if self._scheduler.num_waiting + self._scheduler.num_active >= self.most_requests:
                 self._scheduler.count(num_refused=1)
                 raise QueueFull(f"{self._max_waiting} requests wait already: ask again later")
 
@@ -121,7 +126,7 @@ class Engine:
         try:
             while self._has_work():
                 self._scheduler.admit()
-                if self._scheduler.active:
+                if self._scheduler.num_active:
                     self._scheduler.step()
         except BaseException as caught:  # of our own making: no caller may be left waiting
             error = caught
@@ -140,7 +145,7 @@ class Engine:
             give_back_memory()
         with self._changed:
             self._changed.wait_for(self._is_asked)
-            return not self._is_over and bool(self._scheduler.active or not self._is_closing)
+            return not self._is_over and bool(self._scheduler.num_active or not self._is_closing)
 
     def _is_asked(self) -> bool:
         return self._scheduler.has_work or self._is_closing

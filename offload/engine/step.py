@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from offload.drafting.base import Drafter, DraftText
 from offload.engine.sequence import PassFigures, TokenSequence, path_logprobs
+from offload.errors import RunError
 from offload.model.target import Target
 from offload.planning.seen import ObservedPass
 from offload.sampling.logits import Rows
@@ -49,8 +50,11 @@ class SpeculationStep:
     # hears of every pass in which all texts had trees, and none a prompt
     _learn: Callable[[ObservedPass], None]
 
-    def step(self, texts: Sequence[TokenSequence]) -> list[list[int]]:
-        """Run one round of speculation; return each text's new tokens, none during its prompt."""
+    def step(self, texts: Sequence[TokenSequence]) -> list[list[int] | Exception]:
+        """Run one round of speculation; return each text's new tokens, none during its prompt.
+
+        What fails of one text alone, behind the pass, is returned in its place.
+        """
         for text in texts:
             text.recover()
         batch = share_out(texts, self._max_prompt_rows)
@@ -84,7 +88,7 @@ class SpeculationStep:
         ended_s = time.perf_counter()
         moved = self._target.moved.since(moved)
         figures = PassFigures([], [], [], len(batch), grown_s - began_s, ended_s - grown_s, moved)
-        gained = dict[TokenSequence, list[int]]()
+        gained = dict[TokenSequence, list[int] | Exception]()
         num_accepted = list[int]()
         for (text, _), part, rows in zip(batch, parts, scored, strict=True):
             text.stats.threads = modes
@@ -93,12 +97,18 @@ class SpeculationStep:
                 part.cache.commit(range(part.num_pending))
                 continue
             verify_began_s = time.perf_counter()
-            adjusted = text.sampler.adjusted_rows(tree.path, rows)
-            accepted = text.rule.verify(tree, adjusted, text.sampler, len(text.tokens) - 1)
-            gained[text] = self._commit(text, tree, accepted, rows)
+            try:
+                adjusted = text.sampler.adjusted_rows(tree.path, rows)
+                accepted = text.rule.verify(tree, adjusted, text.sampler, len(text.tokens) - 1)
+                gained[text] = self._commit(text, tree, accepted, rows)
+            except RunError:
+                raise
+            except Exception as error:  # of its scores, or of its grammar
+                gained[text] = error
+                continue
             num_accepted.append(len(accepted.tokens))
             _note(text, tree, accepted, figures, time.perf_counter() - verify_began_s)
-        if not num_pending:
+        if not num_pending and len(num_accepted) == len(shapes):
             self._learn_from(shapes, trees, num_accepted, figures)
         return [gained.get(text, []) for text in texts]
 

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 
-from offload.engine.tokenizer import Tokenizer
+from offload.engine.tokenizer import TOKENIZER_FAILED, Tokenizer
 from offload.errors import refusing
 
 # What an incomplete UTF-8 sequence decodes to.
 _REPLACEMENT = "\ufffd"
 # Tokens decoded before the new ones: some tokenizers glue, or drop a leading space.
 _CONTEXT_TOKENS = 8
+_MOST_TOKENS = 128  # that are decoded anew with those of a pass
 _SPACE = "\u2581"  # SentencePiece writes a space so
 
 
@@ -47,7 +48,8 @@ class TextStream:
     """Turns tokens into text, handed out once characters are whole and no stop string can begin
     there.
 
-    A character that the prompt begins is new text if new tokens complete it.
+    A character that the prompt begins is new text if new tokens complete it. What a push decodes
+    are the last tokens, the window, however long the text is.
     """
 
     def __init__(
@@ -55,11 +57,20 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._longest = max((len(one) - 1 for one in self._stop), default=0)
         self._byte_of = _byte_tokens(tokenizer)
+        self.tokens: list[int] = []  # that were pushed, up to the one that completed a stop string
+        self._pieces: list[str] = []  # that were handed out
+        # of the window: its first token, those before it, and how much of its text is handed out
+        self._first = 0
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
-        self._context_text = self._decode([])
-        self._tokens: list[int] = []
-        self.text = ""  # what was handed out
+        self._num_shown = 0
+        self._most_tokens = _MOST_TOKENS
+
+    @property
+    def text(self) -> str:
+        """Return what was handed out."""
+        return "".join(self._pieces)
 
     def texts_of(self, tokens: Iterable[int]) -> dict[int, str]:
         """Return what each of these tokens adds to a text; nothing without a tokenizer."""
@@ -70,68 +81,91 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """Take new tokens; return the piece that has become certain, and whether a stop came."""
-        known = self._tokens
-        whole = [*known, *tokens]
-        text = self._settled(whole)
-        if not self._stops_in(text):
-            self._tokens = whole
-            return self._hand_out(self._certain(text)), False
-        counts = range(len(known), len(whole) + 1)
-        end = next(one for one in counts if self._stops_in(self._settled(whole[:one])))
-        text = self._settled(whole[:end])
-        self._tokens = whole[:end]
-        return self._hand_out(text[: min(self._stops_in(text))]), True
+        known = self.tokens[self._first :]
+        window = [*known, *tokens]
+        text = self._text_behind(self._context, window)
+        news = self._settled(text)
+        if not self._stops_in(news):
+            self.tokens += tokens
+            piece = self._hand_out(self._certain(news))
+            self._move_on(window, text)
+            return piece, False
+        for end in range(len(known), len(window) + 1):
+            news = self._settled(self._text_behind(self._context, window[:end]))
+            if stops := self._stops_in(news):
+                break
+        self.tokens += window[len(known) : end]
+        return self._hand_out(news[: min(stops)]), True
 
     def finish(self) -> str:
         """Return the last piece, incomplete characters included."""
-        return self._hand_out(self.whole())
+        return self._hand_out(self._left())
 
     def whole(self) -> str:
         """Return all text so far, what is still held back included."""
-        return self._text_of(self._tokens)
+        return self.text + self._left()
 
-    @property
-    def tokens(self) -> list[int]:
-        """Return the pushed tokens up to the one that completed a stop string."""
-        return list(self._tokens)
+    def _left(self) -> str:
+        """Return what was not handed out."""
+        return self._text_behind(self._context, self.tokens[self._first :])[self._num_shown :]
 
-    def _hand_out(self, certain: str) -> str:
-        piece = certain[len(self.text) :]
-        self.text += piece
+    def _hand_out(self, piece: str) -> str:
+        self._pieces.append(piece)
+        self._num_shown += len(piece)
         return piece
 
-    def _settled(self, tokens: Sequence[int]) -> str:
-        """Return the text of whole characters, which no later token changes."""
-        return self._text_of(tokens).rstrip(_REPLACEMENT)
+    def _settled(self, text: str) -> str:
+        """Return what is new in the window's text, as far as no later token changes it."""
+        return text[self._num_shown :].rstrip(_REPLACEMENT)
 
-    def _stops_in(self, text: str) -> list[int]:
-        """Return where stop strings begin."""
-        return [text.find(stop) for stop in self._stop if stop in text]
+    def _stops_in(self, news: str) -> list[int]:
+        """Return where stop strings begin: nowhere in what was handed out, see `_certain`."""
+        return [news.find(stop) for stop in self._stop if stop in news]
 
-    def _certain(self, text: str) -> str:
+    def _certain(self, news: str) -> str:
         """Return as much as no stop string can begin in."""
-        longest = max((len(stop) - 1 for stop in self._stop), default=0)
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stop):
-                return text[:-size]
-        return text
+        for size in range(min(self._longest, len(news)), 0, -1):
+            if any(stop.startswith(news[-size:]) for stop in self._stop):
+                return news[:-size]
+        return news
 
-    def _text_of(self, tokens: Sequence[int]) -> str:
-        text = self._decode(tokens)
-        num_before = len(self._context_text)
-        if self._context_text.endswith(_REPLACEMENT) and not text.startswith(
-            _REPLACEMENT, num_before - 1
-        ):
+    def _move_on(self, window: list[int], text: str) -> None:
+        """Let a long window begin later, behind text that was handed out, where that is the same.
+
+        It is where the parts make up the whole: then no character lies over the border, and what a
+        tokenizer does at the beginning of a text was done to the tokens before it.
+        """
+        if len(window) < self._most_tokens:
+            return
+        # one of so many neighbours is a border: characters have four bytes at most
+        for middle in range(len(window) // 2, len(window) // 2 - 4, -1):
+            before = self._text_behind(self._context, window[:middle])
+            context = [*self._context, *window[:middle]][-_CONTEXT_TOKENS:]
+            behind = self._text_behind(context, window[middle:])
+            if behind and before + behind == text and len(before) <= self._num_shown:
+                self._first += middle
+                self._context = context
+                self._num_shown -= len(before)
+                self._most_tokens = _MOST_TOKENS
+                return
+        self._most_tokens = len(window) + len(window) // 4
+
+    def _text_behind(self, context: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return what tokens add to a text behind those before them."""
+        before = self._decode(context)
+        text = self._decode([*context, *tokens])
+        num_before = len(before)
+        if before.endswith(_REPLACEMENT) and not text.startswith(_REPLACEMENT, num_before - 1):
             num_before -= 1
         return text[num_before:]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        ids = _as_utf8([*self._context, *tokens], self._byte_of)
+        ids = _as_utf8([*tokens], self._byte_of)
         # Some tokenizers would drop spaces before punctuation afterwards: the text would change
         # behind what was shown.
-        with refusing("the model's tokenizer failed", "download its files again"):
+        with refusing(*TOKENIZER_FAILED):
             return str(
                 self._tokenizer.decode(
                     ids, skip_special_tokens=True, clean_up_tokenization_spaces=False

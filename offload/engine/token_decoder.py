@@ -24,6 +24,7 @@ from offload.model.target import Target
 from offload.sampling.grammar import Grammar
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
+from offload.stats import Transfers
 from offload.threads import ThreadWaiting
 from offload.trees.topology import Shape, chain
 from offload.trees.verification import Rule, find_rule, not_exact_line
@@ -69,7 +70,7 @@ class TokenDecoder:
         self._vocab_size = target.vocab_size
         self._start_ids = target.start_ids
         self._grammars = config.grammars
-        self.turn = DecoderLock(target.computing)
+        self.lock = DecoderLock(target.computing)
         # not every tokenizer may be used by two threads
         self._encoding = threading.Lock()
         self._waiting = ThreadWaiting()
@@ -121,7 +122,7 @@ class TokenDecoder:
                 before.
             grammar: that the new text must keep.
         """
-        with self.turn.taken():
+        with self.lock.taken():
             rule = rule or self.rule
             masks = [] if grammar is None else [self._grammars.mask(grammar)]
             how = (rule.drafting, self._kernels, self.target.send)
@@ -141,16 +142,24 @@ class TokenDecoder:
         Returns the new tokens that count, at least one; the sequence has them. Raises `UserError`
         where the sequence was overtaken, the decoder closed, or another thread is using it.
         """
-        with self.turn.stepping():
-            counted = self._pass([sequence])[0]
-            # a long prompt beside others comes in parts
-            while not counted and sequence.num_pending:
-                counted = self._pass([sequence])[0]
-            return counted
+        with self.lock.stepping():
+            while True:
+                (gained,) = self._pass([sequence])
+                if isinstance(gained, Exception):
+                    raise gained
+                # a long prompt beside others comes in parts
+                if gained or not sequence.num_pending:
+                    return gained
 
-    def _pass(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
+    def _pass(self, sequences: Sequence[TokenSequence]) -> list[list[int] | Exception]:
         """Run one step of all of them, see `SpeculationStep`."""
         return self._speculation.step(sequences)
+
+    @property
+    def moved(self) -> Transfers:
+        """Return what passes have moved so far, also once it is closed."""
+        target = getattr(self, "target", None)
+        return self._moved if target is None else target.moved
 
     @property
     def num_parallel(self) -> int:
@@ -162,10 +171,11 @@ class TokenDecoder:
 
     def close(self) -> None:
         """Stop readers, close files, drop weights, once another thread's step is over."""
-        with self.turn.last(), giving_back_memory():
+        with self.lock.last(), giving_back_memory():
             self._resources.close()
             if self._is_open:
                 self._is_open = False
+                self._moved = self.target.moved
                 self._pool.take_back()
                 del self.target, self.drafter, self._pool, self._speculation, self.sources
 

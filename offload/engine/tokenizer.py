@@ -19,9 +19,11 @@ from offload.checkpoint.small_files import (
     has_tokenizer,
     no_chat_template,
 )
-from offload.errors import UserError, ensure, refusing
+from offload.errors import HostFault, UserError, ensure, refusing
 from offload.guarded_process import MOST_CHARS, GuardedProcess, ProgramExceeded, ProgramFailed
 
+# how `refusing` tells of it
+TOKENIZER_FAILED = ("the model's tokenizer failed", "download its files again", HostFault)
 # Seconds of a processor for one rendering, which takes milliseconds, and of the clock.
 _CPU_S = 5
 _WAIT_S = 60.0
@@ -175,7 +177,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> li
     if not prompt:
         raise UserError("the prompt is empty: give some text")
     if raw or not tokenizer.chat_template:
-        with refusing("the model's tokenizer failed", "download its files again"):
+        with refusing(*TOKENIZER_FAILED):
             return list(tokenizer(prompt, verbose=False)["input_ids"])
     return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with `raw`")
 

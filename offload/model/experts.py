@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload.checkpoint.layout import SlabLayout, Stack, split_experts
-from offload.errors import UserError
+from offload.errors import HostFault
 from offload.model.parameters import below
 from offload.sampling.sampler import NOT_NUMBERS
 
@@ -149,7 +149,7 @@ def _forward(
     is_finite, *chosen = torch.cat([is_finite_1, sorted_C]).tolist()
     if not is_finite:
         # here they are a router's scores
-        raise UserError(NOT_NUMBERS)
+        raise HostFault(NOT_NUMBERS)
     row_C = order_C % num_rows
     share_C = share_NK.T.flatten()[order_C]
     # an index of `num_experts` stands for no expert

@@ -10,6 +10,7 @@ not been compiled in another.
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +39,7 @@ REMEDY = "mend it, or ask for less"
 # a good grammar where the machine is busy.
 _CPU_S = 10
 _WAIT_S = 120.0  # wall time: the process may be stopped from outside
+_MOST_AT_ONCE = 2  # processes, each of which may take half a gigabyte; a server has many threads
 _TIMES_QUOTED = 8  # what is wrong is told with all of the source, more than once
 # Between two parts of JSON: one space at most. A model that has little to say would else write blanks
 # until its last token, and every one of them costs its share of a pass.
@@ -62,7 +64,7 @@ class Grammar:
         rule = f"{self} must not be empty"
         require(bool(text.strip()), rule, repr(text[:80]), "leave it out for free text")
         try:
-            num_bytes = len(text.encode())
+            num_bytes = self.num_bytes
         except UnicodeEncodeError as error:
             raise UserError(
                 f"{self} must be Unicode, got half a character at {error.start}: decode it anew"
@@ -75,6 +77,10 @@ class Grammar:
             rule = "`json_schema` must be an object"
             is_schema = isinstance(schema, dict | bool)
             require(is_schema, rule, f"{text!r:.80}", 'such as {"type": "object"}')
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode())
 
     def __str__(self) -> str:
         name = _ARGUMENT_OF.get(self.kind)
@@ -105,13 +111,17 @@ def find_grammar(
     return None if grammar is None else Grammar("lark", grammar)
 
 
+_compiling = threading.Semaphore(_MOST_AT_ONCE)
+
+
 @lru_cache(maxsize=16)
 def tried_source(grammar: Grammar) -> str:
     """Return a grammar as llguidance takes it, once it was compiled elsewhere. Raises `UserError`."""
     require_compiler()
     with refusing(f"{grammar} cannot be compiled, got {grammar.text!r:.80}", REMEDY):
         source = _source(grammar)
-    _try_out(source, grammar)
+    with _compiling:
+        _try_out(source, grammar)
     return source
 
 

@@ -15,6 +15,7 @@ neither end this one nor keep it for ever.
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,8 +30,8 @@ from offload.sampling.adjustments import Send, stay
 from offload.sampling.grammar import REMEDY, Grammar, require_compiler, require_sound, tried_source
 
 # Bytes of text whose compiled grammars are kept, which usually take some 200 times as much; and what
-# the shortest count, of which some take a megabyte. So up to 64 that wait for a place stay
-# compiled, unless they are huge.
+# the shortest count, of which some take a megabyte. Beside these all stay compiled that texts keep,
+# and those that `compiled` was asked for, as long as its answer is held.
 _MOST_KEPT_BYTES = 2 << 20
 _LEAST_BYTES = 32 << 10
 _END_NAME = "<|the end of the text, for grammars|>"  # the end token of a vocabulary that has none
@@ -48,7 +49,7 @@ class GrammarMask:
     path once more: as bits, 24 MiB for 768 rows of 262,144 tokens, and less for a tree of those.
     """
 
-    _new_matcher: Callable[[], Any]  # gives an `LLMatcher` at its start
+    _compiled: "_Compiled"
     # bits (V / 8,), what may follow where a matcher stands, ends of the text included
     _allowed: Callable[[Any], Bits]
     _end_ids: Set[int]  # tokens that end the text
@@ -139,7 +140,7 @@ class GrammarMask:
 
     def _restart(self) -> None:
         """Take a new matcher behind the committed tokens: one that has met an error stays in it."""
-        self._matcher = self._new_matcher()
+        self._matcher = self._compiled.matcher.deep_copy()
         self._matcher.consume_tokens(self._committed)
         # tokens that the matcher has consumed beyond the committed ones
         self._walked = list[int]()
@@ -148,6 +149,11 @@ class GrammarMask:
 def _behind(token: int, known: Mapping[TokenPath, T]) -> dict[TokenPath, T]:
     """Return what is known of paths that begin with `token`, keyed as once that is committed."""
     return {path[1:]: one for path, one in known.items() if path[:1] == (token,)}
+
+
+@dataclass(eq=False)
+class _Compiled:
+    matcher: Any  # an `LLMatcher` at its start
 
 
 class Grammars:
@@ -159,31 +165,35 @@ class Grammars:
         self._end_ids = frozenset(end_ids)
         # an `LLTokenizer`
         self._vocabulary: Any = None
-        # each an `LLMatcher` at its start
-        self._compiled: dict[Grammar, Any] = {}
+        # the one asked for last comes last
+        self._kept: dict[Grammar, _Compiled] = {}
+        # those that are kept or held elsewhere
+        self._known = weakref.WeakValueDictionary[Grammar, _Compiled]()
         # requests are checked while others are being written
         self._lock = threading.Lock()
 
     def mask(self, grammar: Grammar) -> GrammarMask:
         """Return what keeps a text within a grammar. Raises `UserError` if it allows nothing."""
-        with self._lock:
-            matcher = self._compiled.pop(grammar, None)
-            if matcher is not None:
-                # the one asked for last comes last
-                self._compiled[grammar] = matcher
-        if matcher is None:
-            # outside the lock: no other text should wait for this
-            matcher = self._compile(grammar)
-            with self._lock:
-                self._compiled[grammar] = matcher
-                excess = sum(map(_counted_bytes, self._compiled)) - _MOST_KEPT_BYTES
-                for oldest in [*self._compiled][:-1]:
-                    if excess > 0:
-                        del self._compiled[oldest]
-                        excess -= _counted_bytes(oldest)
-        return GrammarMask(matcher.deep_copy, self._allowed, self._end_ids, str(grammar))
+        return GrammarMask(self.compiled(grammar), self._allowed, self._end_ids, str(grammar))
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def compiled(self, grammar: Grammar) -> _Compiled:
+        """Return what keeps a grammar compiled while it is held. Raises as `mask` does."""
+        with self._lock:
+            compiled = self._known.get(grammar)
+        if compiled is None:
+            # outside the lock: no other text should wait for this
+            compiled = self._compile(grammar)
+        with self._lock:
+            self._kept.pop(grammar, None)
+            self._kept[grammar] = self._known[grammar] = compiled
+            excess = sum(map(_counted_bytes, self._kept)) - _MOST_KEPT_BYTES
+            for oldest in [*self._kept][:-1]:
+                if excess > 0:
+                    del self._kept[oldest]
+                    excess -= _counted_bytes(oldest)
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> _Compiled:
         vocabulary = self._read_vocabulary()
         from llguidance import LLMatcher
 
@@ -201,7 +211,7 @@ class Grammars:
         require_sound(error, grammar)
         rule = f"{grammar} must allow something in this vocabulary"
         require(is_any, rule, f"{grammar.text!r:.80}", REMEDY)
-        return matcher
+        return _Compiled(matcher)
 
     def _read_vocabulary(self) -> Any:
         if self._vocabulary is not None:
@@ -238,7 +248,7 @@ def _unpacked(bits: Bits, vocab_size: int) -> NDArray[np.bool_]:
 
 
 def _counted_bytes(grammar: Grammar) -> int:
-    return max(_LEAST_BYTES, len(grammar.text.encode()))
+    return max(_LEAST_BYTES, grammar.num_bytes)
 
 
 def _with_an_end(backend: Any, end_ids: Set[int]) -> tuple[Any, list[int]]:

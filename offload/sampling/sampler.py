@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from offload.errors import UserError
+from offload.errors import HostFault, UserError
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.rules import ChildSampling
 from offload.sampling.adjustments import Adjustment, Penalties
@@ -240,14 +240,14 @@ def or_no_token(token_T: Tensor, scores_TV: Tensor) -> Tensor:
 def require_token(token: int) -> int:
     """Return the token. Raises `UserError` for `NO_TOKEN`, drawn from NaN or infinity."""
     if token == NO_TOKEN:
-        raise UserError(NOT_NUMBERS)
+        raise HostFault(NOT_NUMBERS)
     return token
 
 
 def require_number(value: float) -> float:
     """Return the value, which comes from a model's scores. Raises `UserError` for NaN."""
     if math.isnan(value):
-        raise UserError(NOT_NUMBERS)
+        raise HostFault(NOT_NUMBERS)
     return value
 
 

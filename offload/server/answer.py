@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from offload import __version__
-from offload.engine.generation import Generation
-from offload.engine.job import TextPiece, Ticket
+from offload.engine.generation import Generation, TextPiece
+from offload.engine.job import Job
 from offload.engine.sequence import PassFigures, TokenLogprob
 from offload.engine.text_stream import TokenPieces
 from offload.engine.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ _FINGERPRINT = f"offload-{__version__}"
 
 
 class Answer:
-    """An answer to a request, a choice for each of its tickets; asking for an end raises what ended
+    """An answer to a request, a choice for each of its jobs; asking for an end raises what ended
     it.
     """
 
@@ -92,11 +92,9 @@ class Answer:
     chunk_kind: ClassVar[str]
     prefix: ClassVar[str]
 
-    def __init__(
-        self, body: Body, tickets: Sequence[Ticket], names: TokenNames, model_id: str
-    ) -> None:
+    def __init__(self, body: Body, jobs: Sequence[Job], names: TokenNames, model_id: str) -> None:
         self._body = body
-        self.tickets = tickets
+        self.jobs = jobs
         self._names = names
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
@@ -130,7 +128,7 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """Return everything at once, when all texts have ended."""
-        choices = [self._choice(index, self._result(index)) for index in range(len(self.tickets))]
+        choices = [self._choice(index, self._result(index)) for index in range(len(self.jobs))]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -138,13 +136,13 @@ class Answer:
         return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
 
     def _result(self, index: int) -> Generation:
-        result = self.tickets[index].result()
+        result = self.jobs[index].result()
         if result.finish_reason == "interrupted":  # and not by the client, who is here
             raise refuse_closing()
         return result
 
     def _usage(self) -> dict[str, Any]:
-        results = [self._result(index) for index in range(len(self.tickets))]
+        results = [self._result(index) for index in range(len(self.jobs))]
         # of each prompt; its other choices have read the same
         firsts = results[:: self._body.num_choices]
         num_prompt = sum(one.stats.num_prompt_tokens for one in firsts)
@@ -176,16 +174,16 @@ class ChatAnswer(Answer):
     prefix = "chatcmpl"
 
     def __init__(
-        self, body: ChatBody, tickets: Sequence[Ticket], names: TokenNames, model_id: str
+        self, body: ChatBody, jobs: Sequence[Job], names: TokenNames, model_id: str
     ) -> None:
-        super().__init__(body, tickets, names, model_id)
-        self._calls = [ToolCalls(is_wanted=bool(body.offered_tools)) for _ in tickets]
+        super().__init__(body, jobs, names, model_id)
+        self._calls = [ToolCalls(is_wanted=bool(body.offered_tools)) for _ in jobs]
         self._has_logprobs = bool(body.logprobs)
 
     def opening(self) -> list[dict[str, Any]]:
         """Return who speaks, in every choice."""
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk([self._delta(index, delta)]) for index in range(len(self.tickets))]
+        return [self._chunk([self._delta(index, delta)]) for index in range(len(self.jobs))]
 
     def _delta(
         self,
@@ -231,11 +229,9 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(
-        self, body: Body, tickets: Sequence[Ticket], names: TokenNames, model_id: str
-    ) -> None:
-        super().__init__(body, tickets, names, model_id)
-        self._num_chars = [0] * len(tickets)
+    def __init__(self, body: Body, jobs: Sequence[Job], names: TokenNames, model_id: str) -> None:
+        super().__init__(body, jobs, names, model_id)
+        self._num_chars = [0] * len(jobs)
 
     def _text(
         self,

@@ -21,10 +21,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from offload.declaration import listed
-from offload.engine.job import Ticket
+from offload.engine.job import Job
 from offload.engine.request import NoRoom, samples_of
 from offload.engine.service import Engine
-from offload.errors import RunError
+from offload.errors import HostFault, RunError, UserError
 from offload.server.answer import Answer, ChatAnswer, CompletionAnswer, TokenNames
 from offload.server.bodies import AnyBody, Body, ChatBody, CompletionBody, parse
 from offload.server.guard import Guard
@@ -117,14 +117,14 @@ _ROUTES: list[tuple[str, str, Callable[[HttpRequest], Any]]] = [
 async def _answer(
     request: HttpRequest,
     body: AnyBody,
-    kind: Callable[[AnyBody, list[Ticket], TokenNames, str], Answer],
+    kind: Callable[[AnyBody, list[Job], TokenNames, str], Answer],
 ) -> Response:
     state = request.app.state
     engine = _engine(request)
-    tickets = await to_thread.run_sync(submit, engine, state.settings, body)
+    jobs = await to_thread.run_sync(submit, engine, state.settings, body)
     if not hasattr(state, "names"):
         state.names = TokenNames(engine.decoder.tokenizer, engine.decoder.end_ids)
-    made = kind(body, tickets, state.names, state.settings.model_id)
+    made = kind(body, jobs, state.names, state.settings.model_id)
     ignored = body.ignored
     template = getattr(engine.decoder.tokenizer, "chat_template", None)
     if body.offered_tools and "tools" not in str(template):
@@ -133,25 +133,26 @@ async def _answer(
     if body.stream:
         keep_alive_s = state.settings.keep_alive_s
         return EventStream(made, headers, keep_alive_s=keep_alive_s, on_error=_log)
-    async with aclosing(arrivals(tickets, request.receive)) as pieces:
+    async with aclosing(arrivals(jobs, request.receive)) as pieces:
         async for _ in pieces:
             pass
         return JSONResponse(made.whole(), headers=headers)
 
 
-def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Ticket]:
-    """Submit each choice of each prompt, or none of them; return their tickets.
+def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Job]:
+    """Submit each choice of each prompt, or none of them; return their jobs.
 
     Raises `Refusal` and `UserError`.
     """
     num_texts = body.num_choices * body.num_prompts
     # before anything is made of them, for more texts than could ever be served
     if num_texts > engine.most_requests:
-        rule = f"this server takes {engine.most_requests} texts at a time, got {num_texts}"
-        raise Refusal.of_value("n" if body.num_choices > 1 else body.prompt_field, rule)
-    requests = body.requests(settings.sampling)
+        rule = f"this server takes {engine.most_requests} texts in one request, got {num_texts}"
+        param = "n" if body.num_choices > 1 else body.prompt_field
+        raise Refusal.of_value(param, rule, "ask for fewer")
     try:
-        checked = [engine.check(request) for request in requests]
+        requests = body.requests(settings.sampling)
+        checked = [engine.prepare(request) for request in requests]
     except NoRoom as error:
         field = body.prompt_field
         wanted = "" if error.num_new is None else f" and {error.num_new} in the completion"
@@ -162,16 +163,22 @@ def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Ticket]
         )
         code = "context_length_exceeded"
         raise Refusal(400, message, code=code, param=field) from None
-    tickets = list[Ticket]()
+    except UserError as error:
+        # by the name that the client knows
+        if (schema := "`json_schema`") not in str(error):
+            raise
+        told = str(error).replace(schema, f"`{body.schema_field}`")
+        raise Refusal(400, told, param=body.schema_field) from None
+    jobs = list[Job]()
     try:
         for request in checked:
             for sample in samples_of(request, body.num_choices):
-                tickets.append(engine.submit(sample))
+                jobs.append(engine.submit(sample))
     except Exception:
-        for ticket in tickets:
-            ticket.cancel()
+        for job in jobs:
+            job.cancel()
         raise
-    return tickets
+    return jobs
 
 
 async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
@@ -226,7 +233,7 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
 def _log(error: BaseException) -> None:
     """Print where a fault of ours lies, but no words of an error, which may quote a client."""
     what = str(error)
-    if not isinstance(error, RunError):
+    if not isinstance(error, HostFault | RunError):
         if refusal_of(error).code != "internal_error":
             return
         frames = reversed(traceback.extract_tb(error.__traceback__)[-3:])

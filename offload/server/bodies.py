@@ -8,7 +8,7 @@ given back in a header.
 import json
 import secrets
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -27,7 +27,7 @@ from offload.engine.request import Request
 from offload.errors import did_you_mean, plain_rule
 from offload.sampling.grammar import Grammar, find_grammar
 from offload.sampling_options import Sampling
-from offload.server.refusals import Refusal
+from offload.server.refusals import MEND, Refusal
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 # of a message, to a template
@@ -123,6 +123,11 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
         return 1
 
     @property
+    def schema_field(self) -> str:
+        """Return the field whose schema an answer must keep."""
+        return "response_format"
+
+    @property
     def ignored(self) -> list[str]:
         """Fields that were given and change nothing."""
         known = type(self).model_fields
@@ -164,7 +169,8 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
             try:
                 given["logit_bias"] = [(int(token), number) for token, number in biases.items()]
             except ValueError:
-                raise Refusal.of_value("logit_bias", "its keys must be ids of tokens") from None
+                rule = "its keys must be ids of tokens"
+                raise Refusal.of_value("logit_bias", rule, "give numbers") from None
         seed = secrets.randbelow(_LARGEST_SEED) if self.seed is None else self.seed & _LARGEST_SEED
         return replace(usual, **{**given, "seed": seed})
 
@@ -231,6 +237,11 @@ class ChatBody(Body):
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
 
+    @property
+    def schema_field(self) -> str:
+        """Return where schemas of an answer come from: of a tool that is forced, before others."""
+        return "tools" if self._find_forced_tools() else "response_format"
+
     def _read_grammar(self) -> Grammar | None:
         """Return what the answer must keep.
 
@@ -287,8 +298,8 @@ def _schema_of_calls(functions: Sequence[Function]) -> dict[str, Any]:
                 raise Refusal.of_value("tools", rule)
             for name, schema in named.items():
                 if shared.setdefault(place, {}).setdefault(name, schema) != schema:
-                    rule = f"'{place}' of two functions differ in {name:.80}: rename one"
-                    raise Refusal.of_value("tools", rule)
+                    rule = f"'{place}' of two functions differ in {name:.80}"
+                    raise Refusal.of_value("tools", rule, "rename one")
         fields = {"name": {"const": one.name}, "arguments": parameters}
         call = {"type": "object", "properties": fields, "required": ["name", "arguments"]}
         calls.append(call | {"additionalProperties": False})
@@ -324,7 +335,7 @@ class CompletionBody(Body):
             message = "'best_of' must be equal to 'n' on this server: leave it out"
             raise Refusal(400, message, param="best_of")
         if self.prompt == []:
-            raise Refusal.of_value("prompt", "it is empty")
+            raise Refusal.of_value("prompt", "it is empty", "give some text")
         num_new = _LEGACY_TOKENS if self.max_tokens is None else self.max_tokens
         common = self._request(usual, num_new, raw=True, num_logprobs=self.logprobs)
         prompts: Sequence[Any] = [self.prompt] if self._is_one else self.prompt
@@ -341,10 +352,11 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
         first = min(found, key=lambda one: one["type"] != "extra_forbidden")
-        raise _refusal(first, kind.model_fields) from None
+        raise _refusal(first, kind) from None
 
 
-def _refusal(error: Mapping[str, Any], known: Iterable[str]) -> Refusal:
+def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
+    known = kind.model_fields
     path = ""
     is_stranger = error["type"] == "extra_forbidden"
     for step in error["loc"]:
@@ -357,18 +369,20 @@ def _refusal(error: Mapping[str, Any], known: Iterable[str]) -> Refusal:
     match error["type"]:
         case "json_invalid":
             what = what.removeprefix("Invalid JSON: ")
-            return Refusal(400, f"The body must be JSON in UTF-8: {what}")
+            return Refusal(400, f"The body must be JSON in UTF-8 ({what}): mend it")
         case "extra_forbidden":
             meant = did_you_mean(str(param), known) if len(error["loc"]) == 1 else ""
-            message = f"Unrecognized request argument supplied: {param}{meant}"
-            return Refusal(400, message, param=param)
+            return Refusal.of_stranger(str(param), meant)
         case "missing":
-            message = f"Missing required parameter: '{param}'"
+            message = f"Missing required parameter: '{param}': give it"
             return Refusal(400, message, param=param, code="missing_required_parameter")
     what = f"it {plain_rule(what)}" if plain_rule(what) else what
     value = error["input"]
     got = "" if isinstance(value, list | dict) else f", got {json.dumps(value):.80}"
-    message = f"Invalid value for {(param and repr(param)) or 'the body'}: {what}{got}"
+    field = known.get(error["loc"][0]) if path else None
+    is_needed = not path or (field is not None and field.is_required())
+    remedy = "mend it" if is_needed else MEND
+    message = f"Invalid value for {(param and repr(param)) or 'the body'}: {what}{got}: {remedy}"
     return Refusal(400, message, param=param, code="invalid_value")
 
 
@@ -377,12 +391,11 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     where = f"messages[{index}]"
     known = Role.__args__  # type: ignore[attr-defined]
     if message.get("role") not in known:
-        raise Refusal.of_value(where, f"it must be one of {', '.join(known)}", f"{where}.role")
+        rule = f"it must be one of {', '.join(known)}"
+        raise Refusal.of_value(where, rule, "mend it", f"{where}.role")
     for name in sorted(message.keys() - _SAID):
         if name not in _UNSAID or message[name]:
-            argument = f"{where}.{name:.80}"
-            what = f"Unrecognized request argument supplied: {argument}"
-            raise Refusal(400, what, param=argument)
+            raise Refusal.of_stranger(f"{where}.{name:.80}")
     said = {name: value for name, value in message.items() if name in _SAID and value is not None}
     if said["role"] == "developer":
         said["role"] = "system"

@@ -11,13 +11,14 @@ import json
 import select
 import socket
 import threading
+import time
 
 from offload.errors import UserError, require
 
 LOADING = "the model is loading: ask again later"
 _RETRY_S = 2
 _TURN_S = 0.05
-_PATIENCE_S = 0.5  # for a client that is slow to ask, or to listen
+_PATIENCE_S = 0.5  # for a client, from its first byte to the end of the answer
 _MOST_BYTES = 64 << 10  # of what it asks
 
 
@@ -71,12 +72,16 @@ class EarlyAnswers:
 
 
 def _answer(client: socket.socket) -> None:
-    """Read the head of a request, and say that the model is loading."""
-    client.settimeout(_PATIENCE_S)
+    """Read the head of a request, and say that the model is loading. Raises `OSError`."""
+    due_s = time.monotonic() + _PATIENCE_S
+
+    def received() -> bytes:
+        client.settimeout(max(1e-3, due_s - time.monotonic()))
+        return client.recv(8192)
+
     asked = b""
     while b"\r\n\r\n" not in asked and len(asked) < _MOST_BYTES:
-        piece = client.recv(8192)
-        if not piece:
+        if time.monotonic() > due_s or not (piece := received()):
             return
         asked += piece
     method, _, rest = asked.partition(b" ")
@@ -100,7 +105,7 @@ def _answer(client: socket.socket) -> None:
     client.shutdown(socket.SHUT_WR)
     # what is not read of a body would reset the connection, and the answer with it
     num_read = len(asked)
-    while num_read < _MOST_BYTES and (piece := client.recv(8192)):
+    while num_read < _MOST_BYTES and time.monotonic() < due_s and (piece := received()):
         num_read += len(piece)
 
 

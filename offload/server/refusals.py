@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from offload.engine.scheduler import EngineFigures
 from offload.engine.service import ASK_LATER, Closing, QueueFull
-from offload.errors import RunError, UserError
+from offload.errors import HostFault, RunError, UserError
 from offload.server.listening import LOADING
 
 _KINDS = {
@@ -21,6 +21,7 @@ _KINDS = {
     503: "server_error",
 }
 _MOST_WAIT_S = 60
+MEND = "mend it, or leave it out"
 
 
 class Refusal(Exception):  # noqa: N818
@@ -45,9 +46,15 @@ class Refusal(Exception):  # noqa: N818
         self.headers = headers or {}
 
     @classmethod
-    def of_value(cls, param: str, rule: str, field: str = "") -> "Refusal":
+    def of_value(cls, param: str, rule: str, remedy: str = MEND, field: str = "") -> "Refusal":
         """Return the refusal of a body's field; a `field` within it is named instead."""
-        return cls(400, f"Invalid value for '{field or param}': {rule}", param=param)
+        return cls(400, f"Invalid value for '{field or param}': {rule}: {remedy}", param=param)
+
+    @classmethod
+    def of_stranger(cls, param: str, meant: str = "") -> "Refusal":
+        """Return the refusal of a field that is not known; `meant` may name another."""
+        message = f"Unrecognized request argument supplied: {param}{meant or ': leave it out'}"
+        return cls(400, message, param=param)
 
     def response(self) -> JSONResponse:
         """Return the answer as it goes over the wire."""
@@ -67,19 +74,19 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
     if isinstance(error, QueueFull):
         wait_s = 1.0
         if figures is not None:  # about as long as those before had to wait
-            num_begun = max(1, figures.num_done + figures.num_cancelled + figures.num_active)
-            wait_s = min(max(1.0, figures.waited_s / num_begun), _MOST_WAIT_S)
+            waited_s = figures.waited_s / max(1, figures.num_begun)
+            wait_s = min(max(1.0, waited_s), _MOST_WAIT_S)
         again = {"Retry-After": str(round(wait_s))}
         return Refusal(429, str(error), code="queue_full", headers=again)
     if isinstance(error, Closing):
         return refuse_closing()
+    if isinstance(error, HostFault | RunError):  # whose words are for who runs the server
+        return Refusal(500, "the run failed, and the server's log says why", code="run_failed")
     if isinstance(error, UserError):
         message = str(error).replace("`max_new_tokens`", "`max_tokens`")
         # the rule, before the value and the remedy, names the field
         named = re.search(r"`(\w+)`", re.split(", got |: ", message)[0])
         return Refusal(400, message, param=named and named[1])
-    if isinstance(error, RunError):  # whose words name files of this machine
-        return Refusal(500, "the run failed, and the server's log says why", code="run_failed")
     return Refusal(500, "the server failed, and its log says where", code="internal_error")
 
 

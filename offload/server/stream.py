@@ -4,19 +4,20 @@
 comes too late for a status is an event of its own, and then the stream has no `[DONE]`.
 
 Invariant: a client that is gone cancels what it has asked for: hanging up, a cancelled task and an
-error leave by one door, which cancels every ticket.
+error leave by one door, which cancels every job.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from offload.engine.job import TextPiece, Ticket
+from offload.engine.generation import TextPiece
+from offload.engine.job import Job
 from offload.server.answer import Answer
 from offload.server.refusals import refusal_of
 
@@ -26,12 +27,12 @@ class ClientGone(Exception):  # noqa: N818
 
 
 async def arrivals(
-    tickets: Sequence[Ticket], receive: Receive, every_s: float | None = None
+    jobs: Sequence[Job], receive: Receive, every_s: float | None = None
 ) -> AsyncGenerator[tuple[int, TextPiece | None] | None]:
-    """Yield the number of a ticket with its next piece, or with None at its end, until all ended.
+    """Yield the number of a job with its next piece, or with None at its end, until all have ended.
 
-    None alone comes at once, and whenever nothing has come for so long. Closing this cancels every
-    ticket. Raises `ClientGone`, of which `receive` tells once the body was read.
+    None alone comes at once, and whenever nothing has come for `every_s`. Closing this cancels
+    every job. Raises `ClientGone`, of which `receive` tells once the body was read.
     """
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
@@ -40,21 +41,21 @@ async def arrivals(
 
     def tell() -> None:
         # in the engine's thread, which may outlive the loop
-        if not loop.is_closed():
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(came.set)
 
     try:
-        for ticket in tickets:
-            ticket.listen(tell)
+        for job in jobs:
+            job.listen(tell)
         # from here on closing cancels them, also where no piece is ever taken
         yield None
-        left = dict(enumerate(tickets))
+        left = dict(enumerate(jobs))
         while left:
             came.clear()
-            for index, ticket in list(left.items()):
+            for index, job in list(left.items()):
                 # before its pieces are taken, so that none comes behind the end
-                is_done = ticket.is_done
-                for piece in ticket.take():
+                is_done = job.is_done
+                for piece in job.take():
                     yield index, piece
                 if is_done:
                     del left[index]
@@ -69,9 +70,9 @@ async def arrivals(
                 raise ClientGone
     finally:
         watch.cancel()
-        for ticket in tickets:
-            ticket.cancel()
-            ticket.listen(None)
+        for job in jobs:
+            job.cancel()
+            job.listen(None)
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -112,7 +113,7 @@ class EventStream(Response):
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
         try:
-            pieces = arrivals(self._answer.tickets, receive, self._keep_alive_s)
+            pieces = arrivals(self._answer.jobs, receive, self._keep_alive_s)
             async with aclosing(pieces), aclosing(self._events(pieces)) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -168,29 +168,33 @@ def _wait_for_a_sleeper(place, report):
                 report((str(error), time.monotonic() - began_s))
 
 
-def test_a_rank_whose_work_stands_still_ends_all_with_a_line():
-    reports = Ranks(2, _stand_still).reports()
+@matrix("rank", [0, 1], daily=1)
+def test_a_rank_whose_work_stands_still_ends_all_with_a_line(rank):
+    """Of rank 0 the others tell: what hangs there may keep it from that."""
+    reports = Ranks(2, _stand_still, rank).reports()
     line = "nothing was computed for 3 s: look at its disk and device"
-    (told, waited_s), (own, _) = reports[0][0], reports[1][0]
-    assert (told, own) == (f"rank 1 ended: {line}", f"rank 1: {line}") and 4.5 < waited_s < 25
+    (told, waited_s, is_silent), (own, *_) = reports[1 - rank][0], reports[rank][0]
+    assert (told, own) == (f"rank {rank} ended: {line}", f"rank {rank}: {line}") and 4.5 < waited_s < 25
+    assert is_silent == (rank == 0)
 
 
-def _stand_still(place, report):
-    """Rank 1 goes on for two seconds, and then hangs; its threads send pulses all the time."""
+def _stand_still(place, report, rank):
+    """It goes on for two seconds, and then hangs; its threads send pulses all the time."""
     watch._LIMITS_IDLE = 1
     with joined(place, SAME, "same", [], limit_s=30, exchange_limit_s=3) as ranks:
         ranks.transport.broadcast(torch.zeros(1))
         began_s = time.monotonic()
         try:
-            if place.rank == 1:
+            if place.rank == rank:
                 for _ in range(20):
-                    ranks.transport.note_work(is_under_way=True)
+                    ranks.transport.note_work("stage", is_under_way=True)
+                    ranks.transport.note_work("draft", is_under_way=False)
                     time.sleep(0.1)
                 time.sleep(6)
-                ranks.transport.send(0, Channel.DATA, Stop())
-            ranks.transport.receive(1, Channel.DATA)
+                ranks.transport.send(1 - rank, Channel.DATA, Stop())
+            ranks.transport.receive(rank, Channel.DATA)
         except RankError as error:
-            report((str(error), time.monotonic() - began_s))
+            report((str(error), time.monotonic() - began_s, error.is_head_silent))
 
 
 def test_ctrl_c_waits_until_an_exchange_is_over():

@@ -24,7 +24,7 @@ from offload.engine.scheduler import Scheduler
 from offload.errors import UserError
 from offload.options import CHAT_PAIR
 from offload.sampling.grammar import Grammar, _source, find_grammar
-from offload.sampling.grammar_mask import Grammars
+from offload.sampling.grammar_mask import _LEAST_BYTES, Grammars
 from offload.sampling_options import Sampling
 
 llguidance = pytest.importorskip("llguidance")
@@ -294,17 +294,18 @@ def test_no_grammar_of_a_text_that_waits_is_compiled_twice(
 ) -> None:
     """Their callers' threads have compiled all of them; passes of others would wait for a second time."""
     monkeypatch.setattr("offload.sampling.grammar_mask.tried_source", _source)
+    monkeypatch.setattr("offload.sampling.grammar_mask._MOST_KEPT_BYTES", 8 * _LEAST_BYTES)
     scheduler, compiled = Scheduler(tiny_decoder), list[str]()
     usual = Grammars._compile
     monkeypatch.setattr(Grammars, "_compile", lambda self, one: compiled.append(one.text) or usual(self, one))
     wanted = [f"{number:02}" for number in range(40)]
-    jobs = [Job(tiny_decoder.check(Request([5], max_new_tokens=4, grammar=Grammar("regex", one)))) for one in wanted]
+    jobs = [Job(tiny_decoder.prepare(Request([5], max_new_tokens=4, grammar=Grammar("regex", one)))) for one in wanted]
     for job in jobs:
         scheduler.add(job)
     while scheduler.has_work:
         scheduler.admit()
         scheduler.step()
-    assert compiled == [job.result and job.result.text for job in jobs] == wanted
+    assert compiled == [job.result().text for job in jobs] == wanted
 
 
 @pytest.mark.full

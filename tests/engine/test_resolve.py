@@ -143,6 +143,7 @@ def test_headers_are_read_once_from_the_first_check_on(pair: tuple[str, str], mo
         (Request([1.5]), r"must be text, messages or token ids, got \[1.5\]"),  # type: ignore[list-item]
         (Request(7), "must be text, messages or token ids, got 7"),  # type: ignore[arg-type]
         (Request("Count: caf\udce9"), "text must be Unicode, got half a character at 10"),
+        (5, "a request must be a Request, got 5: make one of `offload.Request`"),
     ],
 )
 def test_the_first_request_is_checked_by_load(request_: Request, words: str, sound: Path) -> None:

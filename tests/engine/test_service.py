@@ -17,7 +17,7 @@ from waiting import PATIENCE_S, until
 import offload
 from offload.engine import service
 from offload.engine.decoder import Decoder
-from offload.engine.job import MOST_PIECES, Cancelled, Job, Ticket
+from offload.engine.job import MOST_PIECES, Cancelled, Job
 from offload.engine.request import Request
 from offload.engine.service import Closing, Engine, QueueFull
 from offload.engine.text_stream import TextStream
@@ -83,26 +83,26 @@ def test_what_others_have_gained_by_the_pass_of_one_that_fails_is_handed_out(
 
     monkeypatch.setattr(TextStream, "push", failing)
     with shared_by(looper, 3) as engine, held_passes() as passes:
-        tickets = [engine.submit(wish) for wish in (request(40), replace(request(FOR_EVER), stop="!"), request(40))]
+        jobs = [engine.submit(wish) for wish in (request(40), replace(request(FOR_EVER), stop="!"), request(40))]
         passes.release(1 << 20)
-        for ticket in (tickets[0], tickets[2]):
-            pieces = list(ticket)
-            assert "".join(piece.text for piece in pieces) == ticket.result().text
-            assert [token for piece in pieces for token in piece.token_ids] == ticket.result().token_ids
+        for job in (jobs[0], jobs[2]):
+            pieces = list(job)
+            assert "".join(piece.text for piece in pieces) == job.result().text
+            assert [token for piece in pieces for token in piece.token_ids] == job.result().token_ids
 
 
 def test_a_decoder_that_is_closed_too_early_leaves_nobody_waiting(looper: Path) -> None:
     with shared_by(looper, 2) as engine, held_passes() as passes:
-        tickets = [engine.submit(replace(request(FOR_EVER), tree="none")) for _ in range(4)]
+        jobs = [engine.submit(replace(request(FOR_EVER), tree="none")) for _ in range(4)]
         until(lambda: engine.figures().pass_began_s is not None)
         passes.release(3)
         until(lambda: engine.figures().num_active == 2 and engine.figures().num_passes == 3)
         closing = threading.Thread(target=engine.decoder.close)
         closing.start()
         passes.release(1 << 20)
-        for ticket in tickets:
+        for job in jobs:
             with pytest.raises(UserError, match=r"was closed|another thread|closing"):
-                ticket.result(PATIENCE_S)
+                job.result(PATIENCE_S)
         closing.join()
 
 
@@ -128,8 +128,8 @@ def shared_by(model: Path, parallel: int) -> Iterator[Engine]:
 
 def test_pieces_are_the_text_in_order_and_a_slow_reader_gets_fewer_and_longer_ones(looper: Path) -> None:
     with engine_of(looper) as engine:
-        ticket, slow = engine.submit(request(40)), engine.submit(replace(request(FOR_EVER), tree="none"))
-        pieces, result = list(ticket), ticket.result()
+        job, slow = engine.submit(request(40)), engine.submit(replace(request(FOR_EVER), tree="none"))
+        pieces, result = list(job), job.result()
         whole = slow.result(PATIENCE_S)
         longer = list(slow)
     assert "".join(piece.text for piece in pieces) == result.text
@@ -141,15 +141,15 @@ def test_pieces_are_the_text_in_order_and_a_slow_reader_gets_fewer_and_longer_on
 
 def test_requests_wait_in_order_and_too_many_are_refused(looper: Path) -> None:
     with engine_of(looper, max_waiting=2) as engine, held_passes() as passes:
-        tickets = [engine.submit(request(1)) for _ in range(3)]
+        jobs = [engine.submit(request(1)) for _ in range(3)]
         until(lambda: engine.figures().num_active == 1)
         with pytest.raises(QueueFull, match="2 requests wait already"):
             engine.submit(request(1))
         assert engine.figures().num_refused == 1
         for number in range(3):
             passes.release()
-            tickets[number].result(PATIENCE_S)
-            assert [ticket.is_done for ticket in tickets] == [True] * (number + 1) + [False] * (2 - number)
+            jobs[number].result(PATIENCE_S)
+            assert [job.is_done for job in jobs] == [True] * (number + 1) + [False] * (2 - number)
 
 
 def test_a_bad_request_is_refused_at_once_and_takes_no_place(looper: Path) -> None:
@@ -182,21 +182,44 @@ def test_cancelled_ones_leave_at_the_next_pass(looper: Path) -> None:
 
 def test_a_dropped_ticket_cancels_its_request(looper: Path) -> None:
     with engine_of(looper) as engine:
-        ticket = engine.submit(request(FOR_EVER))
-        next(iter(ticket))
-        del ticket
+        job = engine.submit(request(FOR_EVER))
+        next(iter(job))
+        del job
         gc.collect()
         # it is counted as it ends, and leaves its place a moment before
         until(lambda: engine.figures().num_cancelled == 1)
         assert engine.figures().num_active == 0
 
 
+def test_one_that_is_dropped_is_cancelled_though_the_error_of_another_is_kept(
+    looper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows the calls that it came by: under way, or where a job could not begin."""
+    push, begin = TextStream.push, Decoder.begin
+    monkeypatch.setattr(TextStream, "push", lambda one, new: _fail() if "!" in one._stop else push(one, new))
+    with shared_by(looper, 3) as engine:
+        failing, other = engine.submit(replace(request(FOR_EVER), stop="!")), engine.submit(request(FOR_EVER))
+        with pytest.raises(ZeroDivisionError) as under_way:
+            failing.result(PATIENCE_S)
+        monkeypatch.setattr(
+            Decoder, "begin", lambda self, *of, **how: _fail() if how["limits"][0] == 7 else begin(self, *of, **how)
+        )
+        failing, third = engine.submit(request(7)), engine.submit(request(FOR_EVER))
+        with pytest.raises(ZeroDivisionError) as before:
+            failing.result(PATIENCE_S)
+        next(iter(third))
+        assert engine.figures().num_active == 2
+        del other, third
+        until(lambda: engine.figures().num_cancelled == 2)
+        assert under_way.value is not before.value, "both are kept"
+
+
 def test_a_disk_that_fails_ends_what_is_under_way(looper: Path) -> None:
     with engine_of(looper) as engine:
         with failing_reads(4):
-            ticket = engine.submit(request(FOR_EVER))
+            job = engine.submit(request(FOR_EVER))
             with pytest.raises(ReadError):
-                list(ticket)
+                list(job)
         assert engine.submit(request(3)).result(PATIENCE_S).finish_reason == "length", "it may have been a moment's"
 
 
@@ -218,11 +241,11 @@ def test_closing_without_grace_cancels(looper: Path) -> None:
     with open_decoder(looper) as decoder:
         with held_passes() as passes:
             engine = Engine(decoder)
-            ticket = engine.submit(request(FOR_EVER))
+            job = engine.submit(request(FOR_EVER))
             until(lambda: engine.figures().pass_began_s is not None)
             threading.Timer(0.1, passes.release, [1]).start()
             engine.close()
-        assert ticket.result().finish_reason == "interrupted"
+        assert job.result().finish_reason == "interrupted"
         assert decoder.generate(PROMPT, max_new_tokens=1).finish_reason == "length", "the decoder is free again"
 
 
@@ -245,14 +268,14 @@ def test_memory_is_given_back_once_behind_each_pause(looper: Path, monkeypatch: 
 
 
 def test_nothing_is_kept_of_requests_that_have_ended_or_failed(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error knows the calls that it came by, and these the ticket."""
+    """An error knows the calls that it came by, and these the job."""
     with engine_of(looper) as engine:
         before = num_alive()
         for _ in range(5):
             engine.submit(request(2)).result(PATIENCE_S)
         until(lambda: num_alive() == before)
         kept = engine.submit(request(2))
-        assert num_alive() == before + 2, "the count can tell"
+        assert num_alive() == before + 1, "the count can tell"
         kept.result(PATIENCE_S)
         del kept
         monkeypatch.setattr(Decoder, "begin", lambda *_, **__: _fail())
@@ -265,7 +288,7 @@ def test_nothing_is_kept_of_requests_that_have_ended_or_failed(looper: Path, mon
 
 def num_alive() -> int:
     gc.collect()
-    return sum(type(one) in (Job, Ticket) for one in gc.get_objects())
+    return sum(type(one) is Job for one in gc.get_objects())
 
 
 def _fail() -> None:

@@ -5,7 +5,7 @@ import errno
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
@@ -120,6 +120,80 @@ def test_spaces_between_prompt_and_text_are_kept_and_not_taken_back(
     assert with_spaces.decode([1, 6, 5]) == "Once,", "and one within the text"
     stream = TextStream(with_spaces, [1])
     assert "".join(stream.push([token])[0] for token in (6, 5, 2)) == stream.whole() == " , upon"
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As T5's: the first token of a text loses its space."""
+    words = ["<s>", *(f"\u2581{one}" for one in "abcde"), *"fghij", "\u2581"]
+    raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<s>"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
+
+
+def joining() -> PreTrainedTokenizerFast:
+    """As BERT's: a word that goes on has a mark, and some spaces are dropped."""
+    words = ["<s>", "a", "bc", "##d", "##ef", ".", "'", "s", "n", "t", "do"]
+    raw = Tokenizer(models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="<s>"))
+    raw.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
+
+
+MAKERS: dict[str, Callable[[Path], PreTrainedTokenizerFast]] = {
+    "bytes": lambda path: save_tokenizer(path, PIECES),
+    "bytes of words": lambda _: byte_fallback(),
+    "spaces": lambda _: metaspace(),
+    "words that go on": lambda _: joining(),
+}
+
+
+def drawn_tokens(tokenizer: PreTrainedTokenizerFast, num: int, rng: random.Random) -> list[int]:
+    """Stretches of characters as they are, of anything, of one token, and of tokens that are no text."""
+    known = [*range(len(tokenizer))]
+    whole = tokenizer("日本 é 😀 the END a b. do n't", add_special_tokens=False)["input_ids"]
+    ends = tokenizer.all_special_ids
+    tokens = list[int]()
+    while len(tokens) < num:
+        most = rng.choice([3, 20, 60])
+        tokens += rng.choice([whole, rng.choices(known, k=most), [rng.choice(known)] * most, rng.choices(ends, k=most)])
+    return tokens[:num]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@matrix("seed", range(30), always=[0, 1], daily=3)
+def test_a_long_text_is_that_of_all_its_tokens_decoded_at_once(
+    name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    tokenizer = MAKERS[name](tmp_path)
+    stops = [(), ("END",), ("日本 é 😀 the ENDx", "\ufffd\ufffd\ufffd!"), ("never said", "b. do", "a a a")][seed % 4]
+    prompt, tokens = drawn_tokens(tokenizer, rng.randrange(12), rng), drawn_tokens(tokenizer, 400, rng)
+    monkeypatch.setattr("offload.engine.text_stream._MOST_TOKENS", 10**9)
+    whole = TextStream(tokenizer, prompt, stops)
+    bursts = bursts_of(tokens, np.random.default_rng(seed))
+    wanted = [whole.push(burst) for burst in bursts]
+    monkeypatch.setattr("offload.engine.text_stream._MOST_TOKENS", rng.choice([8, 20, 64]))
+    stream = TextStream(tokenizer, prompt, stops)
+    for burst, one in zip(bursts, wanted, strict=True):
+        assert stream.push(burst) == one
+        if one[1]:
+            break
+        assert stream.whole() == stream.text + stream._left()
+    assert (stream.tokens, stream.text) == (whole.tokens[: len(stream.tokens)], whole.text[: len(stream.text)])
+    if not any(has_stopped for _, has_stopped in wanted):
+        assert stream.whole() == whole.whole()
+        assert stream.finish() == whole.finish() and stream.text == whole.text
+        assert stream._first > 100, "it has decoded little at a time"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_push_decodes_the_last_tokens_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, sizes = MAKERS[name](tmp_path), list[int]()
+    stream = TextStream(tokenizer, [1], ["never said"])
+    decode = TextStream._decode
+    monkeypatch.setattr(TextStream, "_decode", lambda self, ids: sizes.append(len(ids)) or decode(self, ids))
+    for burst in bursts_of(drawn_tokens(tokenizer, 4000, random.Random(1)), np.random.default_rng(1)):
+        stream.push(burst)
+    assert max(sizes) < 600 and sum(sizes) < 4000 * 150
 
 
 def test_a_long_prompt_changes_nothing(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -224,7 +224,9 @@ def in_body(fields: dict[str, Any]) -> None:
     from offload.server.settings import ServerSettings
 
     body = parse(ChatBody, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
-    engine = SimpleNamespace(most_requests=8, check=lambda request: request.check() or request, submit=lambda *_: None)
+    engine = SimpleNamespace(
+        most_requests=8, prepare=lambda request: request.check() or request, submit=lambda *_: None
+    )
     submit(engine, ServerSettings(model_id="model"), body)  # type: ignore[arg-type]
 
 

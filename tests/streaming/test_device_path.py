@@ -358,6 +358,6 @@ def test_a_closed_decoder_keeps_nothing_by_its_turn(base: Path, monkeypatch: pyt
     place_layers(monkeypatch, *TIERS["pinned"])
     target, _, __ = pair_of("llama", base)
     decoder = offload.load(target, device=FakeDevice(), tree="none", context=64, threads=1, **BUDGETS)
-    held = decoder.turn._computing
+    held = decoder.lock._computing
     decoder.close()
     assert isinstance(held.__self__, FakeDevice)  # type: ignore[attr-defined]
