@@ -35,7 +35,6 @@ from offload.drafting.static import point_mass_scores
 from offload.engine.build import resident_model
 from offload.engine.cache_pool import num_shared
 from offload.engine.setup import Setup
-from offload.errors import ensure
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.trees.topology import GrownNode, grow_best_first
@@ -236,7 +235,8 @@ class _DraftService:
     def begin(self, order: Reset) -> None:
         if self._asked is not None:  # at a tree that is gone
             self._answer([])
-        ensure(len(order.tokens) > 0, "a text begins with a token")
+        if not order.tokens:
+            raise ValueError("a text begins with a token")
         calibration = self._calibration[order.sampling.kind]
         sampler = Sampler(order.sampling, self._tree.vocab_size)
         self._tree.begin(order.tokens, sampler, calibration)
@@ -245,7 +245,8 @@ class _DraftService:
         self._tree.accept(order.tokens)
 
     def grow(self, order: Grow) -> None:
-        ensure(self._asked is None, "a draft is asked one question at a time")
+        if self._asked is not None:
+            raise ValueError("a draft is asked one question at a time")
         self._asked = order
         self._num_passes = 0
 

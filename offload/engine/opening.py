@@ -99,7 +99,6 @@ def _measure(
     target = pair.target
     draft = pair.draft
     least = setup.plan_for(1)
-    has_draft = draft is not None
     sources = open_sources(options, pair.tokenizer, target.vocab_size)
     most = setup.plan_for(trees.most_nodes)
     # by the largest trees: where only these need room that layers would have, they stream with them
@@ -107,7 +106,7 @@ def _measure(
         pair.notes.extend(send_beside_layers(setup.device, resources, target, draft))
 
     # the first weights: what can be refused has been
-    hooks.on_phase("reading draft and embeddings" if has_draft else "reading embeddings")
+    hooks.on_phase("reading embeddings" if draft is None else "reading draft and embeddings")
     trials = [trial for expansion in read_pair(pair) for trial in expansion.comparisons]
     hooks.on_phase("choosing kernels and threads")
     choice = pick_kernels(target, draft, setup.device, most, settings)

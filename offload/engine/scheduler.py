@@ -113,7 +113,7 @@ class Scheduler:
     def step(self) -> None:
         """Run one pass for all that are being written, and hand out pieces."""
         runs = self.runs
-        before = self._decoder.moved
+        before = self._moved()
         num_texts = sum(run.is_writing for run in runs)
         began_s = self._pass_began_s = time.monotonic()
         try:
@@ -124,13 +124,19 @@ class Scheduler:
         finally:
             self._pass_began_s = None
         num_tokens = sum(map(self._hand_out, runs, errors))
-        if num_texts:  # else there was nothing left to write
+        # else there was nothing left to write, or the decoder was closed
+        if num_texts and not all(errors):
             ended_s = time.monotonic()
-            moved = self._decoder.moved.since(before)
+            moved = self._moved().since(before)
             one = PassDone(ended_s, ended_s - began_s, num_texts, num_tokens, moved)
             with self.changed:
                 self._recent.append(one)
             self.count(moved=moved, num_passes=1, num_tokens=num_tokens, pass_s=one.seconds)
+
+    def _moved(self) -> Transfers:
+        """Return what passes have moved so far; of a decoder that was closed too early nothing."""
+        target = getattr(self._decoder, "target", None)
+        return _NOTHING if target is None else target.moved
 
     def end_all(self, error: BaseException | None = None) -> None:
         """End what is being written, with what there is or with this error."""

@@ -96,21 +96,27 @@ class SpeculationStep:
             if (tree := tree_of.get(text)) is None:
                 part.cache.commit(range(part.num_pending))
                 continue
-            verify_began_s = time.perf_counter()
             try:
-                adjusted = text.sampler.adjusted_rows(tree.path, rows)
-                accepted = text.rule.verify(tree, adjusted, text.sampler, len(text.tokens) - 1)
-                gained[text] = self._commit(text, tree, accepted, rows)
+                accepted, gained[text] = self._verify(text, tree, rows, figures)
+                num_accepted.append(len(accepted.tokens))
             except RunError:
                 raise
             except Exception as error:  # of its scores, or of its grammar
                 gained[text] = error
-                continue
-            num_accepted.append(len(accepted.tokens))
-            _note(text, tree, accepted, figures, time.perf_counter() - verify_began_s)
         if not num_pending and len(num_accepted) == len(shapes):
             self._learn_from(shapes, trees, num_accepted, figures)
         return [gained.get(text, []) for text in texts]
+
+    def _verify(
+        self, text: TokenSequence, tree: TokenTree, rows: Rows, figures: PassFigures
+    ) -> tuple[Acceptance, list[int]]:
+        """Return what of a scored tree is accepted, and the new tokens of the text, which has them."""
+        began_s = time.perf_counter()
+        adjusted = text.sampler.adjusted_rows(tree.path, rows)
+        accepted = text.rule.verify(tree, adjusted, text.sampler, len(text.tokens) - 1)
+        counted = self._commit(text, tree, accepted, rows)
+        _note(text, tree, accepted, figures, time.perf_counter() - began_s)
+        return accepted, counted
 
     def _commit(
         self, text: TokenSequence, tree: TokenTree, accepted: Acceptance, rows: Rows

@@ -24,7 +24,6 @@ from offload.model.target import Target
 from offload.sampling.grammar import Grammar
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
-from offload.stats import Transfers
 from offload.threads import ThreadWaiting
 from offload.trees.topology import Shape, chain
 from offload.trees.verification import Rule, find_rule, not_exact_line
@@ -156,12 +155,6 @@ class TokenDecoder:
         return self._speculation.step(sequences)
 
     @property
-    def moved(self) -> Transfers:
-        """Return what passes have moved so far, also once it is closed."""
-        target = getattr(self, "target", None)
-        return self._moved if target is None else target.moved
-
-    @property
     def num_parallel(self) -> int:
         return self.plan.parallel
 
@@ -175,7 +168,6 @@ class TokenDecoder:
             self._resources.close()
             if self._is_open:
                 self._is_open = False
-                self._moved = self.target.moved
                 self._pool.take_back()
                 del self.target, self.drafter, self._pool, self._speculation, self.sources
 

@@ -170,7 +170,7 @@ def _wait_for_a_sleeper(place, report):
 
 @matrix("rank", [0, 1], daily=1)
 def test_a_rank_whose_work_stands_still_ends_all_with_a_line(rank):
-    """Of rank 0 the others tell: what hangs there may keep it from that."""
+    """The others tell it where it is rank 0, which what hangs there may keep from that."""
     reports = Ranks(2, _stand_still, rank).reports()
     line = "nothing was computed for 3 s: look at its disk and device"
     (told, waited_s, is_silent), (own, *_) = reports[1 - rank][0], reports[rank][0]
