@@ -113,3 +113,8 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02}"
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def rounded_up(value: int, multiple: int) -> int:
+    """Return the least multiple that is not below a value."""
+    return -(-value // multiple) * multiple

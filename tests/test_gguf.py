@@ -17,9 +17,11 @@ from torch import Tensor
 import offload
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.open import open_headers
+from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
+from offload.model.tree_model import TreeModel
 
 TOKEN_T = torch.tensor(prompts()[1])
 
@@ -143,6 +145,15 @@ def test_experts_of_a_file_come_one_by_one(name: str, tmp_path: Path) -> None:
         with offload.load(written.path, written.path, experts=experts, tree="16x8", **options) as decoder:
             assert decoder.plan.has_experts == (experts == "demand")
             assert decoder.generate(prompts()[1], max_new_tokens=16).token_ids == wanted
+
+
+@matrix("name", CURRENT, always=["qwen35moe"], daily=2)
+def test_no_more_is_expanded_at_once_than_was_planned(name: str, tmp_path: Path) -> None:
+    checkpoint = open_headers(written_with_config(name, "Q4_0", tmp_path).path)
+    shape = model_shape(checkpoint, "float32")
+    for planned in filter(None, (shape, shape.experts)):
+        model = TreeModel(checkpoint, "float32", on_demand=planned is not shape)
+        assert 0 < model._expanded.scratch_bytes <= planned.scratch_bytes
 
 
 @pytest.mark.parametrize("name", ["qwen35", "deepseek2", "gpt-oss-moe"])

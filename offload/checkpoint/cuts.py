@@ -6,18 +6,15 @@ checkpoint lie within those of the whole one. Rows cover exactly what is asked f
 sections hold each layer once, and each holds only those embeddings, norm and head that it uses.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name, remembered
-from offload.checkpoint.layout import group_by_layer
 from offload.checkpoint.sizes import config_sizes, table_and_head, text_config
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import TensorEntry, layer_name
 
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-_IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)\.(weight|bias)$")
+_ROWS_ENDS = (".weight", ".bias")
 
 
 class MatrixRows(NamedTuple):
@@ -35,8 +32,9 @@ def layer_tensors(checkpoint: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
     """Return shapes by names within a layer, such as `self_attn.q_proj.weight`."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for name, entry in checkpoint.tensors.items():
-        if found := _IN_LAYER.search(name):
-            shapes.setdefault(f"{found[1]}.{found[2]}", set()).add(entry.shape)
+        own = layer_name(name)
+        if own is not None and own.inner.endswith(_ROWS_ENDS):
+            shapes.setdefault(own.inner, set()).add(entry.shape)
     return shapes
 
 
@@ -44,15 +42,16 @@ def cut_rows(checkpoint: Checkpoint, rows_of: Mapping[str, MatrixRows]) -> Check
     """Return the checkpoint with only these rows of matrices and biases, such as `mlp.up_proj`."""
     tensors = dict(checkpoint.tensors)
     for name, entry in tensors.items():
-        found = _IN_LAYER.search(name)
-        if found and found[1] in rows_of:
-            tensors[name] = _cut(entry, rows_of[found[1]])
+        own = layer_name(name)
+        rows = None if own is None else rows_of.get(own.inner.rpartition(".")[0])
+        if rows is not None and name.endswith(_ROWS_ENDS):
+            tensors[name] = _cut(entry, rows)
     return replace(checkpoint, tensors=tensors)
 
 
 def _cut(entry: TensorEntry, rows: MatrixRows) -> TensorEntry:
     num_rows = entry.shape[0]
-    row_bytes = (entry.hi - entry.lo) // entry.shape[0]
+    row_bytes = entry.num_bytes // entry.shape[0]
     assert 0 <= rows.lo <= rows.hi <= num_rows, f"rows {rows.lo} to {rows.hi} of {num_rows}"
     lo = entry.lo + rows.lo * row_bytes
     hi = entry.lo + rows.hi * row_bytes
@@ -72,18 +71,20 @@ class Section(NamedTuple):
 def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
     """Return the headers of a section as a model with layers numbered from 0, for planning."""
     sizes = config_sizes(whole)
-    layers, rest = group_by_layer(whole, sizes["num_hidden_layers"])
-    assert 0 <= section.first < section.last <= len(layers), f"{section} of {len(layers)} layers"
+    num_layers = sizes["num_hidden_layers"]
+    assert 0 <= section.first < section.last <= num_layers, f"{section} of {num_layers} layers"
+    rest = [entry for name, entry in whole.tensors.items() if layer_name(name) is None]
     table, head = table_and_head(whole, rest, sizes.get("vocab_size", 0))
-    kept = {entry for entries in layers[section.first : section.last] for entry in entries}
-    kept |= {*(table if section.has_table else ()), *(head if section.has_head else ())}
-    tensors = {name: entry for name, entry in whole.tensors.items() if entry in kept}
-    renamed = {}
-    for name, entry in tensors.items():
-        own_name = _LAYER.sub(lambda m: f"layers.{int(m[1]) - section.first}.", name)
-        # a tied head without its embedding table becomes a head of its own
-        is_head = not section.has_table and entry in table
-        renamed["lm_head.weight" if is_head else own_name] = entry
+    kept = [*(table if section.has_table else ()), *(head if section.has_head else ())]
+    tensors = {}
+    for name, entry in whole.tensors.items():
+        found = layer_name(name)
+        if found is not None and section.first <= found.layer < section.last:
+            tensors[found.at(found.layer - section.first)] = entry
+        elif found is None and entry in kept:
+            # a tied head without its embedding table becomes a head of its own
+            is_head = not section.has_table and entry in table
+            tensors["lm_head.weight" if is_head else name] = entry
     own = {
         "num_hidden_layers": section.last - section.first,
         "dtype": compute_dtype_name(whole, "auto"),
@@ -94,4 +95,4 @@ def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
     config = {**whole.config, **own}
     if text_config(whole) is whole.config.get("text_config"):
         config["text_config"] = {**text_config(whole), **own}
-    return replace(whole, config=config, tensors=renamed)
+    return replace(whole, config=config, tensors=tensors)

@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from offload.checkpoint.small_files import ANOTHER_FOLDER, is_wrapper, of_text
-from offload.checkpoint.tensors import Coded, Entries, TensorEntry
+from offload.checkpoint.tensors import Coded, Entries, TensorEntry, layer_name
 from offload.encoding.base import ENCODINGS, Settings
-from offload.encoding.turned import Turned
+from offload.encoding.floats import Turned
 from offload.errors import UserError
 
 _NO_LAYERS = "its decoder has no layers[i] with rotary positions"
@@ -57,7 +57,6 @@ _INNER = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(l
 # tensors of a language model that lies beside the towers
 _BARE = re.compile(r"^(?:model\.)?(?:layers|embed_tokens|norm|rotary_emb|lm_head)\.")
 _HEAD = re.compile(r"^(?:model\.)?lm_head\.")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _MULTI_TOKEN = re.compile(r"(?:^|\.)mtp(?![a-z])")
 # of files in Mistral's own form, by which they are told, and others that it has; where transformers
 # renames by two tables, one after the other, here the outer one is applied
@@ -83,8 +82,8 @@ _KINDS = {
 _TURNED = ("qwen3_vl_moe", "qwen3_vl_moe_text")
 _STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 SHARED_LAYERS = ("zamba2",)
-_SHARED = re.compile(r"^(.*layers\.)(\d{1,9})(\.shared_transformer\..+)$")
-_HYBRID = re.compile(r"^.*layers\.(\d{1,9})\.linear\.weight$")
+_SHARED = "shared_transformer."
+_HYBRID = "linear.weight"
 
 
 class TextPart(NamedTuple):
@@ -116,7 +115,7 @@ def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
             raise UserError(f"{what}: save it with save_pretrained")
         else:
             kept[own] = entry
-    if is_around and tensors and not any(map(_LAYER.search, kept)):
+    if is_around and tensors and not any(map(layer_name, kept)):
         found = " and ".join(left_out) or "nothing"
         raise UserError(f"{where}: no tensors of a language model, {found} alone: {ANOTHER_FOLDER}")
     return TextPart(kept, dict(left_out))
@@ -132,8 +131,9 @@ def _text_model_name(name: str, *, is_named: bool) -> str | None:
 
 def _is_for_multi_token_prediction(name: str, num_layers: Any) -> bool:
     """Return whether a tensor is of layers that predict further ahead, or beyond the last."""
-    found = _LAYER.search(name)
-    is_beyond = found is not None and type(num_layers) is int and 0 < num_layers <= int(found[1])
+    own = layer_name(name)
+    is_known = type(num_layers) is int and num_layers > 0
+    is_beyond = is_known and own is not None and own.layer >= num_layers
     return bool(_MULTI_TOKEN.search(name)) or is_beyond
 
 
@@ -165,16 +165,15 @@ def with_shared_layers(config: Settings, tensors: Entries) -> dict[str, TensorEn
     num_blocks = config.get("num_mem_blocks", 1)
     if config.get("model_type") not in SHARED_LAYERS or type(num_blocks) is not int:
         return dict(tensors)
-    layers = sorted({int(match[1]) for match in map(_HYBRID.match, tensors) if match is not None})
+    names = {name: own for name in tensors if (own := layer_name(name)) is not None}
+    layers = sorted({own.layer for own in names.values() if own.inner == _HYBRID})
     turn = {layer: index % max(1, num_blocks) for index, layer in enumerate(layers)}
     sharing = defaultdict[int, list[int]](list)
     for layer in layers:
         sharing[turn[layer]].append(layer)
     found = dict(tensors)
-    for name, entry in tensors.items():
-        match = _SHARED.match(name)
-        if match is None:
-            continue
-        for layer in sharing.get(turn.get(int(match[2]), -1), ()):
-            found.setdefault(f"{match[1]}{layer}{match[3]}", entry)
+    for name, own in names.items():
+        if own.inner.startswith(_SHARED):
+            for layer in sharing.get(turn.get(own.layer, -1), ()):
+                found.setdefault(own.at(layer), tensors[name])
     return found

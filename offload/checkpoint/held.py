@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from offload.checkpoint.tensors import MIXTURE, Entries, TensorEntry
 from offload.encoding.base import Encoding
+from offload.units import rounded_up
 
 # As good as 32 by tokens per sweep, with half as many scales; offsets beat symmetric codes
 # (docs/drafts.md).
@@ -52,7 +53,7 @@ def group_of(num_columns: int) -> int | None:
 
 def padded_rows(num_rows: int) -> int:
     """Return the rows that a matrix of `num_rows` takes at 4 bits."""
-    return -(-num_rows // _BLOCK_ROWS) * _BLOCK_ROWS
+    return rounded_up(num_rows, _BLOCK_ROWS)
 
 
 def held_bytes(shape: tuple[int, ...], bits: int, item_bytes: int) -> int:

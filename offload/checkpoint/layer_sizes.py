@@ -18,20 +18,45 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.families import ON_DEMAND
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound, slice_of
 from offload.checkpoint.small_files import first_size
-from offload.checkpoint.tensors import MIXTURE, MOST_EXPERTS, Entries, TensorEntry, in_layers
+from offload.checkpoint.tensors import (
+    MIXTURE,
+    MOST_EXPERTS,
+    Entries,
+    TensorEntry,
+    in_layers,
+    layer_name,
+)
 from offload.encoding.base import ENCODINGS, Encoding, Settings
 from offload.errors import UserError
 
-# Not `shared_experts.`, which every row meets.
-ROUTED_NAME = re.compile(rf"^(?:.*?\.)?layers\.(\d{{1,9}})\..*?{MIXTURE}(?:(\d{{1,9}})\.)?(.+)$")
+# within a layer; not `shared_experts.`, which every row meets
+_ROUTED = re.compile(rf".*?{MIXTURE}(?:(\d{{1,9}})\.)?(.+)$")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
-SCRATCH_ALIGN_BYTES = 256
+_EXPERT = re.compile(rf"\.{MIXTURE}.*")
+_SCRATCH_ALIGN_BYTES = 256
 _MEND = "give the config that belongs to these weights, or download the checkpoint again"
 
 Record = tuple[int, int]  # layer and expert
 # tensors of each, with their names below it
 Records = Mapping[Record, Sequence[tuple[str, TensorEntry]]]
+
+
+class RoutedName(NamedTuple):
+    """The name of a tensor of routed experts, taken apart."""
+
+    layer: int
+    expert: int | None  # None: of all of them
+    inner: str  # below the expert
+
+
+def routed_name(name: str) -> RoutedName | None:
+    """Return the parts of a tensor's name; None where it is not of routed experts."""
+    own = layer_name(name)
+    match = _ROUTED.match(own.inner) if own else None
+    if own is None or match is None:
+        return None
+    return RoutedName(own.layer, None if match[1] is None else int(match[1]), match[2])
 
 
 class ExpertShape(NamedTuple):
@@ -64,16 +89,16 @@ def expert_shape(
     num_chosen = first_size(config, *_CHOSEN, most=math.inf)
     if config.get("model_type") not in ON_DEMAND or not num_chosen:
         return None
-    matches = {name: ROUTED_NAME.match(name) for name in checkpoint.tensors}
-    routed = {name: one for name, one in matches.items() if one and int(one[1]) < num_layers}
+    names = {name: routed_name(name) for name in checkpoint.tensors}
+    routed = {name: one for name, one in names.items() if one and one.layer < num_layers}
     if not routed:
         return None
     num_experts = first_size(config, *_COUNTS, most=math.inf)
     # some configs do not tell, but their tensors do
     if not num_experts:
         num_experts = max(
-            int(match[2]) + 1 if match[2] else next(iter(checkpoint.tensors[name].shape), 0)
-            for name, match in routed.items()
+            next(iter(checkpoint.tensors[name].shape), 0) if one.expert is None else one.expert + 1
+            for name, one in routed.items()
         )
     records = _records(checkpoint, routed, num_experts)
     if records is None:
@@ -82,11 +107,6 @@ def expert_shape(
     if len(records) < 2:
         return None
     dense = {name: entry for name, entry in checkpoint.tensors.items() if name not in routed}
-    # of the dense module with the most coded weights, or of an expert
-    scratch = Counter[str]()
-    for name, entry in dense.items():
-        if "layers." in name:
-            scratch[name.rpartition(".")[0]] += _expanded_bytes([entry], computed)
     layers, _ = group_by_layer(replace(checkpoint, tensors=dense), num_layers)
     experts = [[entry for _, entry in record] for record in records.values()]
     return ExpertShape(
@@ -95,7 +115,9 @@ def expert_shape(
         num_chosen=num_chosen,
         slot_bytes=max(map(slab_bytes_bound, experts)),
         dense_bytes=tuple(map(slab_bytes_bound, layers)),
-        scratch_bytes=max(*scratch.values(), *(_expanded_bytes(one, computed) for one in experts)),
+        scratch_bytes=scratch_bytes_of(
+            dense, computed, max(_expanded_bytes(one, computed) for one in experts)
+        ),
         cast_bytes=sum(
             max(cast_bytes_of(one, computed) for one in parts) for parts in (layers, experts)
         ),
@@ -111,7 +133,7 @@ def routed_share(config: Settings) -> float:
 
 
 def _records(
-    checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]], num_experts: int
+    checkpoint: Checkpoint, routed: Mapping[str, RoutedName], num_experts: int
 ) -> Records | None:
     """Return the tensors of every expert; None where a stack cannot be taken apart."""
     where = checkpoint.name
@@ -119,14 +141,13 @@ def _records(
         rule = f"{where}: a layer must have at most {MOST_EXPERTS} experts"
         raise UserError(f"{rule}, it has {num_experts}: {_MEND}")
     records: dict[Record, list[tuple[str, TensorEntry]]] = {}
-    for name, match in routed.items():
-        layer = int(match[1])
+    for name, (layer, number, inner) in routed.items():
         entry = checkpoint.tensors[name]
         if not entry.num_bytes:
             what = f"{name:.80} must not be empty, it has shape {list(entry.shape)}"
             raise UserError(f"{where}: {what}: {_MEND}")
-        if match[2] is not None:
-            records.setdefault((layer, int(match[2])), []).append((match[3], entry))
+        if number is not None:
+            records.setdefault((layer, number), []).append((inner, entry))
             continue
         if len(entry.shape) > 1 and entry.shape[0] != num_experts:
             raise _disagreement(checkpoint, num_experts, f"{name} has shape {list(entry.shape)}")
@@ -134,7 +155,7 @@ def _records(
             return None
         for expert in range(num_experts):
             own = slice_of(entry, expert, num_experts)
-            records.setdefault((layer, expert), []).append((match[3], own))
+            records.setdefault((layer, expert), []).append((inner, own))
     return records
 
 
@@ -173,9 +194,27 @@ def _disagreement(checkpoint: Checkpoint, num_experts: int, found: str) -> UserE
     return UserError(f"{checkpoint.name}: {what}: {_MEND}")
 
 
+def scratch_bytes_of(tensors: Entries, computed: Encoding, least_bytes: int = 0) -> int:
+    """Return the expanded bytes of the module with the most coded weights, and of the one with the
+    most around others.
+
+    The experts of a layer are one module; a convolution is expanded with what is around it. What
+    comes by itself takes `least_bytes` in place of a module.
+    """
+    sizes = Counter[str]()
+    for name, entry in tensors.items():
+        if entry.coded is not None and layer_name(name) is not None:
+            module = name.rpartition(".")[0].removesuffix(".conv1d")
+            module = _EXPERT.sub(".experts", name) if _EXPERT.search(name) else module
+            sizes[module] += _expanded_bytes([entry], computed)
+    outer = {module.rpartition(".")[0] for module in sizes} & sizes.keys()
+    inner = [size for module, size in sizes.items() if module not in outer]
+    return max([least_bytes, *inner]) + max((sizes[module] for module in outer), default=0)
+
+
 def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
     coded = [entry for entry in entries if entry.coded is not None]
-    return sum(computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES for entry in coded)
+    return sum(computed.stored_bytes(entry.shape) + _SCRATCH_ALIGN_BYTES for entry in coded)
 
 
 def cast_bytes_of(entries: Iterable[TensorEntry], computed: Encoding) -> int:

@@ -14,7 +14,6 @@ and together are the stack's.
 """
 
 import math
-import re
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +22,9 @@ from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import TensorEntry, layer_name
 from offload.encoding.base import STORED
+from offload.units import rounded_up
 
 # Alignment that O_DIRECT asks of offsets, addresses and lengths.
 BLOCK_BYTES = 4096
@@ -34,7 +34,6 @@ _PARAMETER_ALIGN_BYTES = 256
 _MATRIX_ALIGN_BYTES = 64
 # Reading over a small gap is cheaper than starting a new run.
 _MAX_GAP_BYTES = 64 << 10
-_LAYER_NAME = re.compile(r"^(?:.*?\.)?(layers|decoder\.block|encoder\.block)\.(\d{1,9})\.")
 
 
 class TensorPart(NamedTuple):
@@ -128,8 +127,8 @@ def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
     """Return the most bytes that the slab of these tensors takes, direct or scattered."""
     entries = list(entries)
     direct = sum(_aligned_span(lo, hi) for _, lo, hi in _runs(filter(_is_in_place, entries)))
-    scattered = sum(_up(entry.hi - entry.lo, _PARAMETER_ALIGN_BYTES) for entry in entries)
-    return _up(max(direct, scattered), BLOCK_BYTES)
+    scattered = sum(rounded_up(entry.num_bytes, _PARAMETER_ALIGN_BYTES) for entry in entries)
+    return rounded_up(max(direct, scattered), BLOCK_BYTES)
 
 
 def group_by_layer(
@@ -137,15 +136,17 @@ def group_by_layer(
 ) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
     """Group tensors by name into layers, the decoder's and then an encoder's, and the rest."""
     layers: list[list[TensorEntry]] = [[] for _ in range(num_layers + num_encoder_layers)]
-    own = {"encoder.block": layers[num_layers:]}
+    decoder = layers[:num_layers]
+    encoder = layers[num_layers:]
     rest = []
     for name, entry in checkpoint.tensors.items():
-        match = _LAYER_NAME.match(name)
-        stack = layers[:num_layers] if match is None else own.get(match[1], layers[:num_layers])
-        if match is None:
+        own = layer_name(name)
+        if own is None:
             rest.append(entry)
-        elif int(match[2]) < len(stack):
-            stack[int(match[2])].append(entry)
+            continue
+        stack = encoder if own.stack.endswith("encoder.block") else decoder
+        if own.layer < len(stack):
+            stack[own.layer].append(entry)
     return layers, rest
 
 
@@ -181,18 +182,18 @@ def _scattered(parameters: Mapping[str, Stack]) -> SlabLayout:
     base = 0
     for name, (shape, parts) in parameters.items():
         if is_coded(parts):
-            sizes = (_up(one.entry.num_bytes, _PARAMETER_ALIGN_BYTES) for one in parts)
+            sizes = (rounded_up(one.entry.num_bytes, _PARAMETER_ALIGN_BYTES) for one in parts)
             starts = [*accumulate(sizes, initial=base)]
             coded[name] = tuple(map(Words, parts, starts))
         else:
             item_bytes = STORED[parts[0].entry.dtype].align_bytes
             placed[name] = Placed(parts[0].entry.dtype, shape, base)
             starts = [base + item_bytes * part.first for part in parts]
-            starts.append(base + _up(placed[name].num_bytes, _PARAMETER_ALIGN_BYTES))
+            starts.append(base + rounded_up(placed[name].num_bytes, _PARAMETER_ALIGN_BYTES))
         for (entry, _), start in zip(parts, starts, strict=False):
             pieces.append(SlabRead(entry.shard, entry.lo, entry.hi, start))
         base = starts[-1]
-    slab_bytes = _up(base, BLOCK_BYTES)
+    slab_bytes = rounded_up(base, BLOCK_BYTES)
     return SlabLayout(tuple(sorted(pieces)), placed, slab_bytes, is_direct=False, coded=coded)
 
 
@@ -226,11 +227,7 @@ def _runs(entries: Iterable[TensorEntry]) -> list[tuple[int, int, int]]:
 
 
 def _aligned_span(lo: int, hi: int) -> int:
-    return _up(hi, BLOCK_BYTES) - lo // BLOCK_BYTES * BLOCK_BYTES
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return rounded_up(hi, BLOCK_BYTES) - lo // BLOCK_BYTES * BLOCK_BYTES
 
 
 def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLayout]:

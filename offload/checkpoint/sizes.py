@@ -7,7 +7,6 @@ take.
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +18,6 @@ from offload.checkpoint.families import REFUSED
 from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
 from offload.checkpoint.layer_sizes import (
     NO_STATES,
-    ROUTED_NAME,
-    SCRATCH_ALIGN_BYTES,
     ExpertShape,
     IndexShape,
     RecurrentShape,
@@ -28,22 +25,23 @@ from offload.checkpoint.layer_sizes import (
     expert_shape,
     index_shape,
     recurrent_shape,
+    routed_name,
     routed_share,
+    scratch_bytes_of,
 )
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
 from offload.checkpoint.small_files import decoder_config, first_size, has_encoder, of_text
-from offload.checkpoint.tensors import MIXTURE, TensorEntry
+from offload.checkpoint.tensors import TensorEntry, in_layers
 from offload.encoding.base import PLAIN_OF, Encoding, Settings
 from offload.errors import UserError
 
-_KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
+_KV_NAME = re.compile(r"(.*\.)?[kv]_proj\.weight$")
 # Gemma 3n and 4 have a table of inputs to every layer.
 _PER_LAYER = "embed_tokens_per_layer"
 _TABLE_NAME = re.compile(
     rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$"
 )
-_INNER_NAME = re.compile(r"\blayers\.\d+\.mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight$")
-_EXPERT = re.compile(rf"\.{MIXTURE}.*")
+_INNER_NAME = re.compile(r"mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight$")
 # A row lies in a feed-forward three times: the gate, what it lets through, and up.
 _INNER_COPIES = 3
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
@@ -137,7 +135,7 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     decoder_layers = layers[:num_layers]
     entries = [entry for layer in layers for entry in layer]
     coded = [entry for entry in entries if entry.coded is not None]
-    routed = [entry for name, entry in checkpoint.tensors.items() if ROUTED_NAME.match(name)]
+    routed = [entry for name, entry in checkpoint.tensors.items() if routed_name(name)]
     table, head = table_and_head(checkpoint, rest, vocab_size)
     recurrent = recurrent_shape(config, checkpoint.tensors, num_layers, item_bytes)
     index = index_shape(config, checkpoint.tensors, sizes)
@@ -164,12 +162,12 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         head_bytes=_rest_bytes(head, computed),
         num_weights=layer_weights + _num_weights(head),
         routed_weights=_num_weights(routed),
-        routed_bytes=sum(entry.hi - entry.lo for entry in routed),
+        routed_bytes=sum(entry.num_bytes for entry in routed),
         routed_share=routed_share({**config, **sizes}),
         companion_bytes=sum(
             one.coded.coding.companion_bytes(one.shape) for one in coded if one.coded
         ),
-        scratch_bytes=_scratch_bytes(checkpoint, rest, computed),
+        scratch_bytes=scratch_bytes_of(checkpoint.tensors, computed),
         beside_bytes=_beside_bytes(layers, rest),
         layer_weights=layer_weights,
         expanded_weights=_num_weights(coded),
@@ -292,24 +290,6 @@ def _rest_bytes(entries: list[TensorEntry], computed: Encoding) -> int:
     return slab_bytes_bound(plain) + cast_bytes_of(plain, computed) + sum(expanded)
 
 
-def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: Encoding) -> int:
-    """Return the expanded bytes of the module with the most coded weights, and of the one with the
-    most around others.
-
-    The experts of a layer are one module; a convolution is expanded with what is around it.
-    """
-    sizes = Counter[str]()
-    around = set(rest)
-    for name, entry in checkpoint.tensors.items():
-        if entry.coded is not None and entry not in around:
-            module = name.rpartition(".")[0].removesuffix(".conv1d")
-            module = _EXPERT.sub(".experts", name) if _EXPERT.search(name) else module
-            sizes[module] += computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES
-    outer = {module.rpartition(".")[0] for module in sizes} & sizes.keys()
-    inner = [size for module, size in sizes.items() if module not in outer]
-    return max(inner, default=0) + max((sizes[module] for module in outer), default=0)
-
-
 def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> int:
     beside = [entry for entry in rest if entry.coded]
     for entry in (one for entries in (*layers, rest) for one in entries):
@@ -329,9 +309,10 @@ def _row_bytes(config: Settings, sizes: dict[str, int], item_bytes: int) -> int:
 
 def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: int) -> int:
     """Return the part of `_row_bytes` where `model.parts` finds all feed-forwards by name."""
-    matches = map(_INNER_NAME.search, checkpoint.tensors)
-    named = {match[0].partition(".mlp")[0] for match in matches if match is not None}
-    is_all = checkpoint.held is None and len(named) == sizes["num_hidden_layers"]
+    num_layers = sizes["num_hidden_layers"]
+    tensors = in_layers(checkpoint.tensors, num_layers)
+    named = {layer for layer, inner, _ in tensors if _INNER_NAME.match(inner)}
+    is_all = checkpoint.held is None and len(named) == num_layers
     return item_bytes * _INNER_COPIES * sizes.get("intermediate_size", 0) if is_all else 0
 
 
@@ -358,12 +339,14 @@ def _kv_width(checkpoint: Checkpoint, sizes: dict[str, int], index: IndexShape) 
     """
     if index.latent_width:
         return index.latent_width + index.index_width
-    kept = {name: one.shape for name, one in checkpoint.tensors.items() if _KV_NAME.search(name)}
+    tensors = in_layers(checkpoint.tensors, sizes["num_hidden_layers"])
+    kept = {(layer, inner): one.shape for layer, inner, one in tensors if _KV_NAME.match(inner)}
     if kept and all(len(shape) == 2 for shape in kept.values()):
-        rows = {name: shape[0] for name, shape in kept.items()}
-        keys = {name: width for name, width in rows.items() if name.endswith("k_proj.weight")}
-        projected = (rows.get(k.replace("k_proj", "v_proj"), width) for k, width in keys.items())
-        if width := sum(keys.values()) + sum(projected):
+        width = 0
+        for (layer, inner), (rows, _) in kept.items():
+            if inner.endswith("k_proj.weight"):
+                width += rows + kept.get((layer, inner.replace("k_proj", "v_proj")), (rows,))[0]
+        if width:
             return width + index.index_width
     num_heads = sizes.get("num_attention_heads", 1)
     width = 2 * sizes.get("num_key_value_heads", num_heads) * head_dim(sizes)

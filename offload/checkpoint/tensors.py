@@ -73,8 +73,26 @@ class Coded(NamedTuple):
 
 
 Entries = Mapping[str, TensorEntry]
-_IN_LAYER = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\.(.+)$")
+_IN_LAYER = re.compile(r"^((?:.*?\.)?(?:layers|(?:de|en)coder\.block))\.(\d{1,9})\.(.+)$")
 _SUFFIXES = sorted({suffix for one in FORMATS for suffix in one.suffixes}, key=len, reverse=True)
+
+
+class LayerName(NamedTuple):
+    """The name of a tensor of a layer, taken apart at the layer's number."""
+
+    stack: str  # such as `model.layers`; T5 has `decoder.block` and `encoder.block`
+    layer: int
+    inner: str  # within the layer, such as `self_attn.q_proj.weight`
+
+    def at(self, layer: int) -> str:
+        """Return the name of such a tensor in another layer."""
+        return f"{self.stack}.{layer}.{self.inner}"
+
+
+def layer_name(name: str) -> LayerName | None:
+    """Return the parts of a tensor's name; None for what lies around the layers."""
+    match = _IN_LAYER.match(name)
+    return None if match is None else LayerName(match[1], int(match[2]), match[3])
 
 
 def in_layers(tensors: Entries, num_layers: int) -> Iterator[tuple[int, str, TensorEntry]]:
@@ -83,9 +101,9 @@ def in_layers(tensors: Entries, num_layers: int) -> Iterator[tuple[int, str, Ten
     Scalars, whose shapes tell of no size, are left out.
     """
     for name, entry in tensors.items():
-        match = _IN_LAYER.match(name) if entry.shape else None
-        if match is not None and int(match[1]) < num_layers:
-            yield int(match[1]), match[2], entry
+        own = layer_name(name) if entry.shape else None
+        if own is not None and own.layer < num_layers:
+            yield own.layer, own.inner, entry
 
 
 def with_codings(where: str, config: Settings, tensors: Entries) -> dict[str, TensorEntry]:

@@ -1,4 +1,4 @@
-"""Floating-point weights of 8 and 4 bits with block scales: FP8, MXFP4 and NVFP4.
+"""Floating-point weights: FP8, MXFP4 and NVFP4 with block scales, and plain ones in another order.
 
 FP8 has a scale for each block, row or tensor, as DeepSeek and Qwen store them. Their
 `weight_scale_inv` is a factor in spite of its name; compressed-tensors calls the scales
@@ -8,7 +8,7 @@ exponents. Where sizes are no multiple of a block's, the last blocks are cut.
 MXFP4 is gpt-oss's format for stacks of experts: 4 bits each and a power of two for 32 of them; the
 model has a stack's matrices transposed. NVFP4 has 4 bits each, a scale of 8 bits for 16 of them and
 one scale per tensor, by which compressed-tensors divides the small scales and ModelOpt multiplies
-them.
+them. Plain numbers may have their matrices stored the other way round, as some stacks of experts do.
 """
 
 import math
@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING
 
 from offload.encoding.base import (
     AGAIN,
+    ENCODINGS,
+    STORED,
     Format,
     Headers,
     RecognisedWeight,
     Settings,
     Tensors,
+    WordsAlone,
     checked_scale,
     config_weights,
     must,
@@ -47,7 +50,7 @@ _NVFP4_GROUP = 16
 # suffix of the words -> suffix of the scale per tensor
 _NVFP4_WORDS = {".weight_packed": ".weight_global_scale", ".weight": ".weight_scale_2"}
 _NAMES = {(0, 0): "with one scale", (1, 0): "with a scale for each row"}
-_TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_TYPES = ("F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +90,7 @@ class Float8:
         self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`; the matrices of a stack are expanded one by one."""
-        import torch
-
-        weight = stored_B.view(getattr(torch, _TYPES[self.kind])).view(out.shape)
+        weight = STORED[self.kind].decode(stored_B, out.shape)
         scale = companions["scale"]
         block = self._block(out.shape)
         stacks = (one.reshape(-1, *one.shape[-2:]) for one in (weight, scale, out))
@@ -265,3 +266,39 @@ NVFP4 = Format(
     (*_NVFP4_WORDS, *_NVFP4_WORDS.values(), ".weight_scale", ".input_scale", ".input_global_scale"),
     _recognise_nvfp4,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Turned(WordsAlone):
+    """Matrices of plain numbers whose rows are stored as columns.
+
+    They are copied row by row when their module runs, as coded weights are expanded: a view would be
+    multiplied with several times more slowly on a CPU.
+    """
+
+    kind: str  # the plain type, by the header's name
+    is_transposed: bool = False  # in the model
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, columns before rows"
+
+    @property
+    def dtype(self) -> str:
+        return ENCODINGS[self.kind].dtype
+
+    @property
+    def align_bytes(self) -> int:
+        return ENCODINGS[self.kind].align_bytes
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of the numbers."""
+        return ENCODINGS[self.kind].stored_bytes(shape)
+
+    def expand(
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
+    ) -> None:
+        """See `Coding`."""
+        *stack, rows, columns = out.shape
+        number = ENCODINGS[self.kind].decode(stored_B, (*stack, columns, rows))
+        out.copy_(number.transpose(-1, -2))

@@ -17,12 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from offload.errors import UserError
-from offload.kernels.path_attention import PathRows, ScoreTerms, Window, first_seen
+from offload.kernels.path_attention import AttentionChunk, PathRows, ScoreTerms, Window, first_seen
 from offload.model.indexed import ChoosingMask
 from offload.model.parts import BatchMask
 
 NAME = "offload_tree"
 BIASED = "offload_tree_biased"
+_MAX_WINDOW = 1 << 31
 # size of a mask repeated for the heads of a group
 _MAX_MASK_BYTES = 64 << 20
 # families whose layers add to their mask before they pass it on
@@ -34,6 +35,29 @@ _SCORE_TERMS = ("softcap", "s_aux", "position_bias")
 def is_for_rows(config: Any) -> bool:
     """Return whether a model's layers pass their mask on to our attention function untouched."""
     return config._attn_implementation == NAME and config.model_type not in _CALCULATE_WITH_MASKS
+
+
+def windows_of(config: Any, num_layers: int) -> list[Window]:
+    """Return how far back each layer sees. Raises `UserError` for what is no number."""
+    window = _num_keys(config, "sliding_window")
+    chunk = _num_keys(config, "attention_chunk_size")
+    usual = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * num_layers
+    reach: dict[str, Window] = {
+        "sliding_attention": window,
+        "chunked_attention": AttentionChunk(chunk) if chunk else None,
+    }
+    if config.model_type == "minimax":  # calls them so whatever their window
+        reach["full_attention"] = window
+    return [reach.get(kind) for kind in kinds]
+
+
+def _num_keys(config: Any, name: str) -> int | None:
+    size = getattr(config, name, None) or None
+    if size is not None and (type(size) is not int or not 0 < size < _MAX_WINDOW):
+        rule = f"{name} in config.json must be a whole number or null"
+        raise UserError(f"{rule}, got {size!r:.80}: fix it")
+    return size
 
 
 def tree_mask(

@@ -33,7 +33,8 @@ from offload.model.experts import (
     let_experts_choose_rows,
     sample_of,
 )
-from offload.model.layer_stacks import keep_section, layer_stacks, take_rows_in_parts
+from offload.model.feed_forward import take_rows_in_parts
+from offload.model.layer_stacks import keep_section, layer_stacks
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, too_old
 from offload.model.parameters import below, parameter_places, share, tables_around, view_of

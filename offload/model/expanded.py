@@ -23,7 +23,8 @@ from offload.checkpoint.tensors import Coded
 from offload.encoding.base import Coding
 from offload.errors import UserError
 from offload.kernels.expansion import REFERENCE, Expansion
-from offload.model.parameters import ParameterSlot, view_of
+from offload.model.parameters import ParameterPlace, view_of
+from offload.units import rounded_up
 
 _ALIGN_BYTES = 256
 # Rows that are expanded at once before they are laid between others.
@@ -36,7 +37,7 @@ _Placed = Sequence[tuple[TensorPart, slice]]
 class _Parameter(NamedTuple):
     """A parameter of a module, and where its words lie in the slab of its layer."""
 
-    place: ParameterSlot
+    place: ParameterPlace
     parts: _Placed
     scratch_lo: int
     # in use while modules inside of its own are expanded, and so behind what those take
@@ -79,7 +80,7 @@ class ExpandedWeights:
     def __init__(
         self,
         layouts: Sequence[SlabLayout],
-        places: Sequence[Mapping[str, ParameterSlot]],
+        places: Sequence[Mapping[str, ParameterPlace]],
         device: torch.device,
         dtype: torch.dtype,
         records: Sequence[SlabLayout] = (),
@@ -151,12 +152,12 @@ class ExpandedWeights:
                 num_bytes = self._dtype.itemsize * _num_weights(parts)
                 out = self._scratch_B[lo : lo + num_bytes].view(self._dtype)
                 weights[name] = _expanded(parts, sent, self._companions, out, self._expansion)
-                lo += _up(num_bytes)
+                lo += rounded_up(num_bytes, _ALIGN_BYTES)
         return weights
 
     def _end_of(self, record: SlabLayout) -> int:
         nums = (_num_weights(_placed(record, name)) for name in record.coded)
-        return sum(_up(self._dtype.itemsize * num) for num in nums)
+        return sum(rounded_up(self._dtype.itemsize * num, _ALIGN_BYTES) for num in nums)
 
     def release(self, module: nn.Module) -> None:
         """Expand a module's parameters a last time, and take its hooks off.
@@ -176,9 +177,9 @@ class ExpandedWeights:
             self._scratch_B = torch.empty(0, dtype=torch.uint8)
 
     def _hook_modules(
-        self, layer: int, layout: SlabLayout, places: Mapping[str, ParameterSlot]
+        self, layer: int, layout: SlabLayout, places: Mapping[str, ParameterPlace]
     ) -> None:
-        owned = defaultdict[nn.Module, list[tuple[str, ParameterSlot]]](list)
+        owned = defaultdict[nn.Module, list[tuple[str, ParameterPlace]]](list)
         for name in layout.coded:
             owned[_runs_with(name, places)].append((name, places[name]))
         for module, named in owned.items():
@@ -187,7 +188,7 @@ class ExpandedWeights:
             is_around = any(inner in owned for inner in module.modules() if inner is not module)
             for name, place in named:
                 parameters.append(_Parameter(place, _placed(layout, name), end, is_around))
-                end += _up(place.empty.numel() * place.empty.element_size())
+                end += rounded_up(place.empty.nbytes, _ALIGN_BYTES)
             if is_around:
                 self._around_bytes = max(self._around_bytes, end)
             else:
@@ -287,7 +288,7 @@ class CompanionScratch:
         return weights
 
 
-def _runs_with(name: str, places: Mapping[str, ParameterSlot]) -> nn.Module:
+def _runs_with(name: str, places: Mapping[str, ParameterPlace]) -> nn.Module:
     """Return the module whose pass uses a parameter.
 
     Of a convolution in a recurrent layer, and of mamba's `dt_proj`, it is the one around it, which
@@ -296,7 +297,7 @@ def _runs_with(name: str, places: Mapping[str, ParameterSlot]) -> nn.Module:
     own = places[name].module
     if not isinstance(own, nn.Conv1d) and not name.endswith(".dt_proj.weight"):
         return own
-    modules = {other.rpartition(".")[0]: slot.module for other, slot in places.items()}
+    modules = {other.rpartition(".")[0]: place.module for other, place in places.items()}
     around = name.rpartition(".")[0].rpartition(".")[0]
     return modules.get(around, own)
 
@@ -311,10 +312,6 @@ def _placed(layout: SlabLayout, name: str) -> _Placed:
 
 def _num_weights(parts: _Placed) -> int:
     return sum(math.prod(part.entry.shape) for part, _ in parts)
-
-
-def _up(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def _coded(part: TensorPart) -> Coded:

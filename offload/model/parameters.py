@@ -16,7 +16,7 @@ from offload.encoding.base import STORED
 Value = TypeVar("Value")
 
 
-class ParameterSlot(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where one parameter (or saved buffer) hangs, and what is there while nothing is streamed."""
 
     table: dict[str, Tensor | None]
@@ -26,8 +26,8 @@ class ParameterSlot(NamedTuple):
     module: nn.Module
 
 
-def parameter_places(meta_model: nn.Module) -> dict[str, ParameterSlot]:
-    """Return the slot of every parameter and saved buffer, by its name."""
+def parameter_places(meta_model: nn.Module) -> dict[str, ParameterPlace]:
+    """Return the place of every parameter and saved buffer, by its name."""
     places = {}
     for prefix, module in meta_model.named_modules():
         dot = f"{prefix}." if prefix else ""
@@ -35,7 +35,7 @@ def parameter_places(meta_model: nn.Module) -> dict[str, ParameterSlot]:
             for key, tensor in table.items():
                 is_saved = key not in module._non_persistent_buffers_set
                 if tensor is not None and is_saved:
-                    places[f"{dot}{key}"] = ParameterSlot(table, key, tensor, module)
+                    places[f"{dot}{key}"] = ParameterPlace(table, key, tensor, module)
     return places
 
 
@@ -63,11 +63,11 @@ def is_plain_product(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def share(
-    theirs: Iterable[tuple[str, ParameterSlot]],
-    own: Iterable[tuple[str, ParameterSlot]],
+    theirs: Iterable[tuple[str, ParameterPlace]],
+    own: Iterable[tuple[str, ParameterPlace]],
     device: torch.device,
 ) -> None:
-    """Let slots, by sources, have another model's tensors, copied there once if need be."""
+    """Let places, by sources, have another model's tensors, copied to `device` once if need be."""
     tensors: dict[str, Tensor] = {}
     for source, place in theirs:
         tensor = place.table[place.key]

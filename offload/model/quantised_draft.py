@@ -24,7 +24,7 @@ from offload.kernels.int4_blocks import (
     least_step,
 )
 from offload.model.expanded import ExpandedWeights
-from offload.model.parameters import ParameterSlot, is_plain_product
+from offload.model.parameters import ParameterPlace, is_plain_product
 from offload.timer import timed
 
 _MOST_8_BITS = 127
@@ -153,7 +153,7 @@ class HeldWeights:
         vars(linear)["forward"] = partial(self._forward, matrix, linear)
 
     def take_layer(
-        self, layer: nn.Module, places: Iterable[ParameterSlot], expanded: ExpandedWeights
+        self, layer: nn.Module, places: Iterable[ParameterPlace], expanded: ExpandedWeights
     ) -> None:
         """Hold all matrices of a bound layer, and copies of all else, so that its slab can go."""
         for name, module in layer.named_modules():

@@ -21,7 +21,7 @@ from offload.model.bound import BoundModel
 from offload.model.indexed import ChoosingMask, has_index, shares_index
 from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
-from offload.model.layer_stacks import attention_windows, cut_stack
+from offload.model.layer_stacks import cut_stack
 from offload.model.parts import BatchMask, BatchPart, PassCache, causal, lay
 from offload.model.path_attention import attend_along_paths, path_rows
 from offload.model.recurrent import has_states, new_cache
@@ -59,7 +59,7 @@ class TreeModel(BoundModel):
     ) -> None:
         super().__init__(checkpoint, dtype, torch_device, **bound)
         self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(torch_device)
-        self._windows = attention_windows(self.meta_model.config, len(self._layers))
+        self._windows = attention.windows_of(self.meta_model.config, len(self._layers))
         self._masks: Masks = {}
         self._replay: Replay | None = None
         self.kernel: Attend | None = None

@@ -29,7 +29,7 @@ from transformers import (
 import offload
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.families import REFUSED as REFUSED_BY_NAME
-from offload.model.layer_stacks import attention_windows
+from offload.model.attention import windows_of
 from offload.model.meta import build_meta_model
 from offload.sampling_options import Sampling
 
@@ -278,7 +278,7 @@ def changed_model_of(family: str, changes: dict[str, Any], directory: Path) -> P
 def test_a_window_that_is_no_number_of_keys_is_refused(window: object, tmp_path: Path) -> None:
     with pytest.raises(offload.UserError, match="sliding_window"):
         meta_model = changed_model_of("mistral-sliding", {"sliding_window": window}, tmp_path)
-        attention_windows(meta_model.config, 4)
+        windows_of(meta_model.config, 4)
 
 
 @pytest.mark.parametrize("flags", [{"return_dict": False}, {"output_hidden_states": "x"}, {"output_attentions": True}])

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, MixtralConfig, Phi3Config
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.memory.sizes import INNER_ROWS
+from offload.model.feed_forward import take_rows_in_parts
 from offload.model.invariant import InvariantRows
-from offload.model.layer_stacks import take_rows_in_parts
 from offload.model.row_sizes import LADDER, find_sizes, parts_of
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -178,7 +178,7 @@ def test_a_layer_that_takes_itself_for_another_would_show(
     checkpoint = open_checkpoint(save(build(config), tmp_path))
     wanted = run_whole(resident_model(checkpoint, "auto"))
     if mistake == "windows of other layers":  # those of the first two
-        monkeypatch.setattr("offload.model.tree_model.attention_windows", lambda _, num_layers: [24] * num_layers)
+        monkeypatch.setattr("offload.model.attention.windows_of", lambda _, num_layers: [24] * num_layers)
     with ExitStack() as resources:
         parts = [resources.enter_context(opened(checkpoint, one, is_streamed=False)) for one in sections(0, 2, 4)]
         if mistake == "no scale":

@@ -30,7 +30,7 @@ from offload.checkpoint.safetensors import read_header
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import AttentionChunk
-from offload.model.layer_stacks import attention_windows
+from offload.model.attention import windows_of
 from offload.streaming.disk import DiskReader
 
 PROMPT = torch.randint(3, VOCAB_SIZE - 5, (30,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -267,4 +267,4 @@ def test_what_is_no_wrapper_keeps_its_names() -> None:
 def test_each_kind_of_layer_sees_as_far_as_the_config_says() -> None:
     kinds = ["chunked_attention", "full_attention", "sliding_attention"]
     config = SimpleNamespace(model_type="llama4", attention_chunk_size=8, sliding_window=6, layer_types=kinds)
-    assert attention_windows(config, 3) == [AttentionChunk(8), None, 6]
+    assert windows_of(config, 3) == [AttentionChunk(8), None, 6]
