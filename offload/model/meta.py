@@ -231,8 +231,9 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     rows = torch.zeros(1, 2, dtype=torch.long, device=meta)
     trial = _cut_copy(meta_model).to(meta)
     sees_TT = causal(2)
-    paths = ChoosingMask(path_rows(0, sees_TT, _of_that_shape))
-    for layer in filter(has_index, layer_stacks(trial)[0]):
+    if choosing := [*filter(has_index, layer_stacks(trial)[0])]:
+        paths = ChoosingMask(path_rows(0, sees_TT, _of_that_shape))
+    for layer in choosing:
         layer.register_forward_pre_hook(
             lambda _, args, kwargs: (args, {**kwargs, "attention_mask": paths}), with_kwargs=True
         )

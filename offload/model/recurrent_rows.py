@@ -22,7 +22,7 @@ from offload.memory.sizes import WIDE_STATES_BYTES
 from offload.model.recurrences import GatedDelta, Inputs, Recurrence
 
 # rows that take a step together, and the same as a tensor
-Steps = list[tuple[list[int], Tensor]]
+Levels = list[tuple[list[int], Tensor]]
 
 
 class RowTree:
@@ -69,15 +69,12 @@ class RowTree:
                 left.append(parent)
         return sorted(found, key=lambda row: (self._depths[row], row))
 
-    def steps(self, rows: Sequence[int], *, is_wide: bool) -> Iterator[list[int]]:
-        """Yield rows behind their parents: one depth together where `is_wide`, else one by one."""
-        if not is_wide:
-            yield from ([row] for row in _by_branches(rows, self.parents))
-            return
+    def levels(self, rows: Sequence[int]) -> list[list[int]]:
+        """Return the rows of each depth together, the least first."""
         levels = defaultdict[int, list[int]](list)
         for row in rows:
             levels[self._depths[row]].append(row)
-        yield from (levels[depth] for depth in sorted(levels))
+        return [levels[depth] for depth in sorted(levels)]
 
     def slots(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
         """Return the rows branch by branch, each with the slot of the state before it and its own.
@@ -150,7 +147,7 @@ class TreeRows:
         self.tree = tree
         self.first = first
         self.end = len(tree)
-        self._steps = dict[tuple[bool, torch.device], Steps]()
+        self._levels = dict[torch.device, Levels]()
         self._places = dict[tuple[int, torch.device], Tensor]()
 
     def __len__(self) -> int:
@@ -163,17 +160,17 @@ class TreeRows:
             self._places[num_taps, device] = torch.from_numpy(places).to(device)
         return self._places[num_taps, device]
 
-    def steps(self, device: torch.device, *, is_wide: bool) -> Steps:
-        """Return rows in the order in which they run, those of earlier passes where needed."""
-        if (is_wide, device) not in self._steps:
+    def levels(self, device: torch.device) -> Levels:
+        """See `RowTree.levels`; with rows of earlier passes where these need them."""
+        if device not in self._levels:
             needed = self.tree.with_ancestors(range(self.first, self.end))
-            found = self.tree.steps(needed, is_wide=is_wide)
-            self._steps[is_wide, device] = [(rows, torch.tensor(rows).to(device)) for rows in found]
-        return self._steps[is_wide, device]
+            found = self.tree.levels(needed)
+            self._levels[device] = [(rows, torch.tensor(rows).to(device)) for rows in found]
+        return self._levels[device]
 
     @cached_property
     def walk(self) -> Tensor:
-        """Return what `steps` needs, with slots for states instead; see `RowTree.slots`."""
+        """See `RowTree.slots`; with rows of earlier passes where these need them."""
         needed = self.tree.with_ancestors(range(self.first, self.end))
         return torch.tensor(self.tree.slots(needed))
 
@@ -185,20 +182,19 @@ def scan_tree(recurrence: Recurrence, state: Tensor, known: Inputs, rows: TreeRo
     """
     if isinstance(recurrence, GatedDelta) and recurrence.walks(state):
         return recurrence.walk(state, known, rows.walk)[rows.first : rows.end]
-    is_wide = known.num_rows * state.nbytes <= WIDE_STATES_BYTES
-    run = _level_by_level if is_wide else _branch_by_branch
-    steps = rows.steps(state.device, is_wide=is_wide)
-    return run(recurrence, state, known, steps, rows.tree.parents)[rows.first : rows.end]
+    run = _branch_by_branch
+    if known.num_rows * state.nbytes <= WIDE_STATES_BYTES:
+        run = _level_by_level
+    return run(recurrence, state, known, rows)[rows.first : rows.end]
 
 
-def _level_by_level(
-    recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
-) -> Tensor:
+def _level_by_level(recurrence: Recurrence, base: Tensor, inputs: Inputs, tree: TreeRows) -> Tensor:
     """Return the outputs of all rows; those of a level take one step together."""
+    parents = tree.tree.parents
     outs = list[tuple[Tensor, Tensor]]()
     rows_before = [BASE]
     before = base
-    for rows, row_W in steps:
+    for rows, row_W in tree.levels(base.device):
         place = {row: index for index, row in enumerate(rows_before)}
         chosen = torch.tensor([place[parents[row]] for row in rows]).to(base.device)
         # the level before goes now, so that two are held and not three
@@ -206,28 +202,23 @@ def _level_by_level(
         out, before = recurrence.step(before, inputs.part(row_W))
         outs.append((row_W, out))
         rows_before = rows
-    return _in_place(outs, len(parents))
+    return _in_place(outs, inputs.num_rows)
 
 
 def _branch_by_branch(
-    recurrence: Recurrence, base: Tensor, inputs: Inputs, steps: Steps, parents: Sequence[int]
+    recurrence: Recurrence, base: Tensor, inputs: Inputs, tree: TreeRows
 ) -> Tensor:
-    """Return the outputs of all rows, one by one; a state goes when its last child has begun."""
-    outs = list[tuple[Tensor, Tensor]]()
+    """Return the outputs of all rows, one by one."""
+    outs = list[tuple[slice, Tensor]]()
     states = {BASE: base}
-    num_waiting = Counter(parents[row] for rows, _ in steps for row in rows)
-    for (row,), row_W in steps:
-        parent = parents[row]
-        num_waiting[parent] -= 1
-        state = states[parent] if num_waiting[parent] else states.pop(parent)
-        out, state = recurrence.step(state, inputs.part(row_W))
-        outs.append((row_W, out))
-        if num_waiting[row]:
-            states[row] = state
-    return _in_place(outs, len(parents))
+    for row, source, target in tree.walk.tolist():
+        own = slice(row, row + 1)
+        out, states[target] = recurrence.step(states[source], inputs.part(own))
+        outs.append((own, out))
+    return _in_place(outs, inputs.num_rows)
 
 
-def _in_place(outs: Sequence[tuple[Tensor, Tensor]], num_rows: int) -> Tensor:
+def _in_place(outs: Sequence[tuple[Tensor | slice, Tensor]], num_rows: int) -> Tensor:
     """Return outputs (T, ...), each where its row is; zeros for rows that did not run."""
     first = outs[0][1]
     whole = first.new_zeros(num_rows, *first.shape[1:])

@@ -201,11 +201,10 @@ def test_a_wide_tree_holds_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(own, "step", counted)
     outs = []
-    for run, is_wide, limit in ((_level_by_level, True, 2 * 64), (_branch_by_branch, False, 8 + 2)):
+    for run, limit in ((_level_by_level, 2 * 64), (_branch_by_branch, 8 + 2)):
         alive.clear()
         most = 0
-        steps = rows.steps(base.device, is_wide=is_wide)
-        outs.append(run(own, base, inputs, steps, tree.parents))
+        outs.append(run(own, base, inputs, rows))
         assert 0 < most <= limit, f"{most} states at a time"
     assert torch.allclose(*outs, atol=1e-6)
 
@@ -451,11 +450,12 @@ def test_branch_by_branch_few_states_are_held_and_a_slot_has_the_parent_of_each_
     parents = random_parents(num_rows, seed)
     tree = tree_of(parents)
     assert tree.parents == parents
-    order = [row for (row,) in tree.steps(tree.with_ancestors(range(num_rows)), is_wide=False)]
+    slots = tree.slots(tree.with_ancestors(range(num_rows)))
+    order = [row for row, _, _ in slots]
     assert sorted(order) == [*range(num_rows)]
     assert most_states(parents, order) <= math.log2(num_rows) + 3
     held, most = {BASE: BASE}, 0
-    for row, source, target in tree.slots(tree.with_ancestors(range(num_rows))):
+    for row, source, target in slots:
         assert held[source] == parents[row] and target != BASE
         held[target], most = row, max(most, target)
     assert most + 1 <= math.log2(num_rows) + 2
@@ -477,7 +477,7 @@ def test_levels_come_whole_and_passes_may_be_many(seed: int) -> None:
         tree.add(sees_NN[lo:hi, :hi])
     assert tree.parents == parents
     needed = tree.with_ancestors(range(41, 60))
-    levels = [*tree.steps(needed, is_wide=True)]
+    levels = tree.levels(needed)
     assert sorted(row for level in levels for row in level) == sorted(needed)
     for before, level in zip([[BASE], *levels], levels, strict=False):
         assert {parents[row] for row in level} <= {*before}
