@@ -1,9 +1,7 @@
 """`offload verify`: whether a model's files are what they were, and their numbers are finite.
 
-What the files were is known from the hub, which leaves checksums beside its downloads, from the
-manifest of an earlier run, or, for a packed model, from its own checksums. In the hub's cache a
-file is a link to one named by its checksum; in a folder of its own each has a note in `.cache`.
-Large files have a sha256, small ones git's checksum.
+What the files were is known from the hub or a manifest (`checkpoint/whole.py`), or, of a packed
+model, from its own checksums.
 
 Invariant: memory holds a few parts, however large the files are, and each byte is read once, at the
 speed of the disk. A manifest is only written where that is asked for, for files without damage; it
@@ -33,7 +31,6 @@ from offload.checkpoint.whole import (
     ModelSpans,
     Span,
     WholeFile,
-    changed_small_files,
     crc32_of_scratch,
     default_manifest,
     differences,
@@ -41,6 +38,7 @@ from offload.checkpoint.whole import (
     hub_sum,
     is_sha256,
     read_manifest,
+    small_file_notes,
     write_manifest,
 )
 from offload.errors import ReadError, UserError
@@ -277,7 +275,7 @@ def verify(
     noted = read_manifest(manifest).items()
     known = {name: own for name, own in noted if own.header or name not in read}
     # small files first, before hours of reading
-    small = _small(whole)
+    small = small_file_notes(whole.folder, {file.path.name for file in whole.files})
     seen = _read_all(whole, known, progress)
     damage = [*whole.damage, *(one for own in seen for one in _judge(own, manifest))]
     named = {(one.file, one.tensor) for one in damage}
@@ -365,17 +363,6 @@ def _notes(whole: ModelSpans, seen: Sequence[FileReading]) -> list[str]:
     if whole.left_out:
         kinds = [f"{format_bytes(size)} of {kind}" for kind, size in whole.left_out.items()]
         lines.append(f"read too, although no text needs it: {', '.join(kinds)}")
-    return lines
-
-
-def _small(whole: ModelSpans) -> list[str]:
-    """Return what the hub's checksums say of configs, tokenizers and other small files."""
-    changed, unread = changed_small_files(whole.folder, {file.path.name for file in whole.files})
-    lines = list[str]()
-    if changed:
-        lines.append(f"not as the hub has it: {', '.join(changed)}")
-    if unread:
-        lines.append(f"cannot be read and held against the hub's sum: {', '.join(unread)}")
     return lines
 
 

@@ -10,6 +10,7 @@ one commit.
 import os
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,6 @@ def is_hub_id(model: str) -> bool:
 def download_small(repo: str, revision: str | None = None) -> Path:
     """Fetch all but the weights into the hub's cache; return the folder. Raises `UserError`."""
     return download(repo, _SMALL, revision=revision, ignore_patterns=list(_NEVER))
-
-
-def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
-    """Fetch these weight files of the commit whose folder is `small`; return their folder."""
-    return download(repo, names, revision=small.name, ignore_patterns=list(_NEVER))
-
-
-def download_unindexed(repo: str, small: Path) -> Path:
-    """Fetch the weights of a model without an index; return their folder.
-
-    This is the file of the usual name, or all safetensors files where there is none. `find_shards`
-    prefers that name as well: others may be the same weights in another precision.
-    """
-    # config.json as well: the hub's library warns of a request that matches nothing
-    found = download_shards(repo, small, [SINGLE, "config.json"])
-    is_single = os.path.isfile(found / SINGLE)
-    return found if is_single else download_shards(repo, small, ["*.safetensors"])
 
 
 def in_cache(repo: str) -> Path:
@@ -125,10 +109,19 @@ def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pa
     if not is_hub_id(str(model)):
         raise _not_there(path)
     small = download_small(str(model))
-    if not os.path.isfile(small / INDEX):
-        return download_unindexed(str(model), small) if with_weights else small
-    shards = shard_names(small, read_json(small / INDEX).get("weight_map"))
-    return download_shards(str(model), small, shards) if with_weights else small
+    names = None
+    if os.path.isfile(small / INDEX):
+        names = shard_names(small, read_json(small / INDEX).get("weight_map"))
+    if not with_weights:
+        return small
+    fetch = partial(download, str(model), revision=small.name, ignore_patterns=list(_NEVER))
+    if names is None:
+        # Others may be the same weights in another precision, so this name comes first, as in
+        # `find_shards`; config.json, since the hub's library warns of what matches nothing.
+        found = fetch([SINGLE, "config.json"])
+        if os.path.isfile(found / SINGLE):
+            return found
+    return fetch(names or ["*.safetensors"])
 
 
 def _not_there(path: Path) -> UserError:

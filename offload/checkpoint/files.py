@@ -36,8 +36,6 @@ MANIFEST = "offload_pack.json"  # in folders of `offload pack`
 _MAX_BYTES = 64 << 20  # the indexes of the largest models take some 10 MiB
 _MAX_THREADS = 8
 _CACHED = "models--"  # begins the names of folders in the hub's cache
-# of one part of a split GGUF file
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _SCRATCH_NAME = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 _Result = TypeVar("_Result")
 Progress = Callable[[int, int], object]  # takes the bytes done, and all of them
@@ -204,39 +202,6 @@ def name_of_folder(folder: Path) -> str:
     """Return the name of a model's folder in lines for users; the hub's cache has hashes there."""
     path = Path(os.path.abspath(folder))
     return hub_id_of(path) or path.name
-
-
-def gguf_file(model: str | os.PathLike[str]) -> Path | None:
-    """Return the first GGUF file of a model, or None where the model is not GGUF.
-
-    `model` is the file itself, or a folder with GGUF files and no safetensors. Raises `UserError`
-    where a folder has several models.
-    """
-    path = Path(os.path.expanduser(model))
-    if os.path.isfile(path):
-        return path if path.suffix.lower() == ".gguf" else None
-    if not os.path.isdir(path) or any(True for _ in path.glob("*.safetensors*")):
-        return None
-    # vision encoders (mmproj) are left out
-    files = sorted(one for one in path.glob("*.gguf") if not one.name.startswith("mmproj"))
-    first = [
-        one for one in files if (match := _SPLIT.fullmatch(one.name)) is None or int(match[2]) == 1
-    ]
-    if len(first) > 1:
-        names = ", ".join(one.name for one in first)
-        raise UserError(f"{path} has several GGUF models ({names}): give the path of one of them")
-    return next(iter(first or files), None)
-
-
-def files_of(file: Path) -> tuple[Path, ...]:
-    """Return all files of a split model, there or not. Raises `UserError` for a false name."""
-    match = _SPLIT.fullmatch(file.name)
-    if match is None:
-        return (file,)
-    stem, part, count = match.groups()
-    if not 0 < int(part) <= int(count):
-        raise UserError(f"{file.name}: part {int(part)} of {int(count)}: give it another name")
-    return tuple(file.with_name(f"{stem}-{n:05}-of-{count}.gguf") for n in range(1, int(count) + 1))
 
 
 class BusyError(UserError):

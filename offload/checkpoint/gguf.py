@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.download import tokenizer_folder
-from offload.checkpoint.files import files_of, open_regular, read_part, readable, stamp_of
+from offload.checkpoint.files import open_regular, read_part, readable, stamp_of
 from offload.checkpoint.gguf_config import (
     GIVE_CONFIG,
     config_of,
@@ -24,7 +24,7 @@ from offload.checkpoint.gguf_config import (
     require_same,
     stated_config,
 )
-from offload.checkpoint.gguf_header import Metadata, read_gguf_header
+from offload.checkpoint.gguf_header import Metadata, gguf_parts, read_gguf_header
 from offload.checkpoint.gguf_names import ARCHITECTURES, FACTORS, tensors_of
 from offload.checkpoint.safetensors import FileHeader, damaged
 from offload.checkpoint.small_files import has_tokenizer, of_text, read_config
@@ -47,7 +47,7 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
 
     `config` is folder or hub id of the original model. Raises `UserError` for contradictions.
     """
-    files = files_of(file)
+    files = gguf_parts(file)
     for path in files:
         if not os.path.isfile(path):
             what = f"{path.name} is missing beside {file.name}"

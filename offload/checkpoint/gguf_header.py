@@ -6,6 +6,7 @@ overlapping another.
 """
 
 import math
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import ENCODINGS
 from offload.encoding.gguf import BLOCKS, GgufBlocks
 from offload.errors import UnreadError, UserError, reason
+from offload.units import rounded_up
 
 # numbers, strings, booleans, short lists of numbers; longer lists are left out
 Metadata = Mapping[str, Any]
@@ -36,7 +38,20 @@ _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8
           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
           20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
           29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}  # fmt: skip
+# the name of one part of a split file
+SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 READ_TYPES = f"{', '.join(sorted(BLOCKS))}, F16, BF16 and F32"
+
+
+def gguf_parts(file: Path) -> tuple[Path, ...]:
+    """Return all files of a split model, there or not. Raises `UserError` for a false name."""
+    match = SPLIT.fullmatch(file.name)
+    if match is None:
+        return (file,)
+    stem, part, count = match.groups()
+    if not 0 < int(part) <= int(count):
+        raise UserError(f"{file.name}: part {int(part)} of {int(count)}: give it another name")
+    return tuple(file.with_name(f"{stem}-{n:05}-of-{count}.gguf") for n in range(1, int(count) + 1))
 
 
 def read_gguf_header(path: Path, shard: int = 0) -> FileHeader:
@@ -154,7 +169,7 @@ def _entries(
             what = "twice" if name in found else f"with a name of {len(name)} characters"
             raise damaged(f"{header.path.name}: its header has {name:.80} {what}")
         found[name] = _entry(header, name, alignment)
-    first = -(-header.at // alignment) * alignment
+    first = rounded_up(header.at, alignment)
     entries = {}
     for name, (kind, shape, at) in found.items():
         lo = first + at

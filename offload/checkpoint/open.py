@@ -23,8 +23,9 @@ from offload.checkpoint.download import (
     shard_names,
 )
 from offload.checkpoint.families import TextPart, text_part, with_shared_layers, with_turned_stacks
-from offload.checkpoint.files import Stamp, gguf_file, name_of_folder, read_json, stamp_of
+from offload.checkpoint.files import Stamp, name_of_folder, read_json, stamp_of
 from offload.checkpoint.gguf import open_gguf
+from offload.checkpoint.gguf_header import SPLIT
 from offload.checkpoint.safetensors import checked_entry, damaged, read_header, require_few
 from offload.checkpoint.small_files import check_method, read_config
 from offload.checkpoint.tensors import TensorEntry, with_codings
@@ -51,6 +52,28 @@ def config_alone(model: str | os.PathLike[str]) -> Path | None:
     if os.path.isdir(path) and os.path.isfile(path / "config.json"):
         return None if has_weights(path) else path / "config.json"
     return path if os.path.isfile(path) and path.suffix == ".json" else None
+
+
+def gguf_file(model: str | os.PathLike[str]) -> Path | None:
+    """Return the first GGUF file of a model, or None where the model is not GGUF.
+
+    `model` is the file itself, or a folder with GGUF files and no safetensors. Raises `UserError`
+    where a folder has several models.
+    """
+    path = Path(os.path.expanduser(model))
+    if os.path.isfile(path):
+        return path if path.suffix.lower() == ".gguf" else None
+    if not os.path.isdir(path) or any(True for _ in path.glob("*.safetensors*")):
+        return None
+    # vision encoders (mmproj) are left out
+    files = sorted(one for one in path.glob("*.gguf") if not one.name.startswith("mmproj"))
+    first = [
+        one for one in files if (match := SPLIT.fullmatch(one.name)) is None or int(match[2]) == 1
+    ]
+    if len(first) > 1:
+        names = ", ".join(one.name for one in first)
+        raise UserError(f"{path} has several GGUF models ({names}): give the path of one of them")
+    return next(iter(first or files), None)
 
 
 def open_headers(
@@ -111,7 +134,9 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     shards, weight_map = find_shards(directory)
     for path in shards:
         if not os.path.isfile(path):
-            raise damaged(f"{directory}: the index names {path.name}, which is missing", directory)
+            what = f"the index names {path.name}, which is missing"
+            what = what if weight_map else f"{path.name} leads to no file"
+            raise damaged(f"{directory}: {what}", directory)
     tensors = dict[str, TensorEntry]()
     stamps = list[Stamp]()
     for index, shard in enumerate(shards):
@@ -161,13 +186,14 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
 
     Raises `UserError` where there are no files, or the index makes no sense.
     """
+    is_single = os.path.isfile(directory / SINGLE)
     if os.path.isfile(directory / INDEX):
         weight_map = read_json(directory / INDEX).get("weight_map")
-        names = shard_names(directory, weight_map)
-        return tuple(directory / name for name in names), weight_map
-    shards = sorted(directory.glob("*.safetensors"))
-    if os.path.isfile(directory / SINGLE):
-        shards = [directory / SINGLE]
+        named = tuple(directory / name for name in shard_names(directory, weight_map))
+        # transformers leaves an index behind when it saves one file over several
+        if not is_single or any(map(os.path.isfile, named)):
+            return named, weight_map
+    shards = [directory / SINGLE] if is_single else sorted(directory.glob("*.safetensors"))
     if len(shards) == 1:
         return tuple(shards), None
     if shards:

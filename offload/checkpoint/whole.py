@@ -43,8 +43,6 @@ from offload.checkpoint.files import (
     SUMS,
     Stamp,
     cache_folder,
-    files_of,
-    gguf_file,
     hub_id_of,
     open_regular,
     read_object,
@@ -52,9 +50,9 @@ from offload.checkpoint.files import (
     readable,
     write_whole,
 )
-from offload.checkpoint.gguf_header import read_gguf_header
+from offload.checkpoint.gguf_header import gguf_parts, read_gguf_header
 from offload.checkpoint.numbers import Form, form_of, is_matrix
-from offload.checkpoint.open import find_shards, is_from_hub, open_headers
+from offload.checkpoint.open import find_shards, gguf_file, is_from_hub, open_headers
 from offload.checkpoint.safetensors import FileHeader, in_file_order, read_header
 from offload.errors import UnreadError, UserError, ensure, reason
 
@@ -136,7 +134,7 @@ def open_whole(model: str) -> ModelSpans:
     places = dict[str, str]()
     if file is not None:
         path = file
-        shards = files_of(file)
+        shards = gguf_parts(file)
     else:
         path = _local(model)
         shards, weight_map = find_shards(path)
@@ -238,8 +236,8 @@ def is_sha256(found: str | None) -> bool:
     return found is not None and len(found) == 64
 
 
-def changed_small_files(folder: Path, weights: set[str]) -> tuple[list[str], list[str]]:
-    """Return names of small files that differ from the hub's, and of unreadable ones, with why."""
+def small_file_notes(folder: Path, weights: set[str]) -> list[str]:
+    """Return lines on configs, tokenizers and other small files that are not as the hub has them."""
     changed = list[str]()
     unread = list[str]()
     try:
@@ -259,7 +257,10 @@ def changed_small_files(folder: Path, weights: set[str]) -> tuple[list[str], lis
                 changed.append(path.name)
     except OSError as error:
         unread.append(f"{folder} ({error.strerror})")
-    return changed, unread
+    lines = [f"not as the hub has it: {', '.join(changed)}"] if changed else []
+    if unread:
+        lines.append(f"cannot be read and held against the hub's sum: {', '.join(unread)}")
+    return lines
 
 
 def _noted(path: Path) -> str | None:

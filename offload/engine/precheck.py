@@ -11,9 +11,8 @@ from pathlib import Path
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.download import tokenizer_folder
-from offload.checkpoint.files import gguf_file
 from offload.checkpoint.gguf import require_reader
-from offload.checkpoint.open import ReadHeaders, headers_here, open_headers
+from offload.checkpoint.open import ReadHeaders, gguf_file, headers_here, open_headers
 from offload.checkpoint.sizes import longest_context
 from offload.checkpoint.small_files import has_chat_template, has_tokenizer, no_chat_template
 from offload.engine.resolve import resolve_files

@@ -28,12 +28,11 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import TensorPart, slice_of
 from offload.checkpoint.small_files import is_wrapper
 from offload.checkpoint.tensors import ROWS, TensorEntry
-from offload.encoding.base import ENCODINGS
+from offload.encoding.base import AGAIN, ENCODINGS
 from offload.errors import UserError
 
 _COMPUTED = "in a form that must be computed, which cannot be streamed"
 _UNKNOWN = "use another checkpoint of this model"
-_AGAIN = "download the checkpoint again"
 _EXPERT = re.compile(r"\bexperts\.(\d{1,9})\.")
 _RESAVE = "save the model once with save_pretrained"
 Shape = tuple[int, ...]
@@ -119,7 +118,7 @@ def _parts(
     by_pattern: Mapping[str, WeightConverter],
 ) -> list[TensorPart]:
     if not found:
-        raise UserError(f"{where}: tensor {parameter} is missing: {_AGAIN}")
+        raise UserError(f"{where}: tensor {parameter} is missing: {AGAIN}")
     for _, name, entry in found:
         if entry.coded is None and entry.dtype not in ENCODINGS:
             rule = f"{where}: weights must be bf16, fp16, fp32 or quantised"
@@ -195,12 +194,12 @@ def _fused(
     columns = [_natural_order(found, pattern) for pattern in converter.source_patterns]
     columns = [column for column in columns if column]
     if len({len(column) for column in columns}) > 1:
-        raise UserError(f"{where}: a tensor that {parameter} is made of is missing: {_AGAIN}")
+        raise UserError(f"{where}: a tensor that {parameter} is made of is missing: {AGAIN}")
     for column in columns:
         shapes = sorted({str(list(entry.shape)) for entry in column})
         if len(shapes) > 1:
             what = f"{where}: all experts of {parameter} must have one shape, the file has"
-            raise UserError(f"{what} {shapes[0]} and {shapes[-1]}: {_AGAIN}")
+            raise UserError(f"{what} {shapes[0]} and {shapes[-1]}: {AGAIN}")
     # within an expert rows of two stacks alternate
     if kinds == [(Concatenate, 1)]:
         stacks = [stack for (stack,) in columns]
@@ -223,7 +222,7 @@ def _check_numbers(where: str, parameter: str, found: _Found) -> None:
         lost = min({*range(len(own))} - {*own}, default=None)
         if lost is not None:
             what = f"{where}: {parameter} must be made of experts 0 to {len(own) - 1}"
-            raise UserError(f"{what}, the file has {max(own)} and not {lost}: {_AGAIN}")
+            raise UserError(f"{what}, the file has {max(own)} and not {lost}: {AGAIN}")
 
 
 def _natural_order(found: _Found, pattern: str) -> Sequence[TensorEntry]:

@@ -16,16 +16,16 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.download import is_shard_name
 from offload.checkpoint.files import (
     MANIFEST,
-    gguf_file,
     is_free,
     is_scratch,
     locked_anew,
-    read_json,
+    read_object,
+    readable,
     require_disk,
     write_json,
 )
 from offload.checkpoint.gguf_header import read_gguf_header
-from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.open import gguf_file, open_checkpoint
 from offload.encoding.exponents import MANTISSAS, Exponents
 from offload.errors import UserError, told_by_system
 from offload.packing.forecast import forecast
@@ -69,17 +69,19 @@ def made_from(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest. Raises `UserError` where the folder is not a packed model."""
-    if not (folder / MANIFEST).is_file():
+    path = folder / MANIFEST
+    if not path.is_file():
         what = f"{folder} holds no packed model (no {MANIFEST})"
         raise UserError(f"{what}: give a folder that offload pack has made")
-    manifest = read_json(folder / MANIFEST)
+    with readable(path):
+        manifest = read_object(path, "pack the model again")
     files = manifest.get("files")
     is_sound = isinstance(files, dict) and all(map(is_shard_name, files))
     for own in files.values() if isinstance(files, dict) else ():
         numbers = (own.get("num_bytes"), own.get("written_ns")) if isinstance(own, dict) else ()
         is_sound = is_sound and [*map(type, numbers)] == [int, int]
     if not is_sound or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise UserError(f"{folder / MANIFEST} is not of {FORMAT} {VERSION}: pack the model again")
+        raise UserError(f"{path} is not of {FORMAT} {VERSION}: pack the model again")
     return manifest
 
 

@@ -22,7 +22,7 @@ from offload.checkpoint.tensors import MOST_EXPERTS, ROWS, Coded, TensorEntry
 from offload.encoding.base import STORED
 from offload.encoding.exponents import MANTISSAS, Exponents, ExponentWindow, best_window, histogram
 
-_STACK = re.compile(r"^(.*\blayers\.\d+\..*\bexperts)\.(gate_up_proj|down_proj)$")
+_STACK = re.compile(r"^(.*\bexperts)\.(gate_up_proj|down_proj)$")
 _PART = re.compile(rf"^(.*\bexperts)\.\d+\.(gate_up_proj|down_proj){re.escape(ROWS)}0$")
 _BIASES = re.compile(r"\bexperts\.\w+_bias$")
 

@@ -7,9 +7,9 @@ for byte.
 """
 
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from offload.checkpoint.files import (
 from offload.checkpoint.open import find_shards, shard_name
 from offload.checkpoint.safetensors import in_file_order, parse_header, read_header, read_raw_header
 from offload.checkpoint.small_files import MORE_TEMPLATES
-from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.tensors import TensorEntry, layer_name
 from offload.encoding.exponents import ExponentWindow
 from offload.errors import ReadError, UserError
 from offload.packing.folders import (
@@ -68,7 +68,6 @@ _WEIGHTS = (
 _LARGEST_COPY_BYTES = 256 << 20  # of tokenizers, configs, licences
 _SOURCE_INDEX = "source.safetensors.index.json"
 _PORTION_BYTES = 1 << 30
-_LAYER = re.compile(r"\b(?:layers|block|h)\.(\d+)\.")
 
 
 def _stamps_beside(directory: Path) -> dict[Path, Stamp | None]:
@@ -144,6 +143,10 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
         return _result_of(destination, len(packed_files(destination)))._replace(was_there=True)
     with unfinished(destination, source) as folder:
         portions = _portions(checkpoint)
+        # of another version, which has cut the source elsewhere
+        for path in packed_files(folder):
+            if path.name not in portions:
+                path.unlink()
         kept = {name for name, portion in portions.items() if _is_done(folder / name, portion)}
         left = [portion for name, portion in portions.items() if name not in kept]
         check_disk(folder, sum(map(_expected_bytes, left)))
@@ -241,14 +244,15 @@ def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
 def _cut(entries: Mapping[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]]:
     """Yield consecutive tensors of about a portion's size; layers that lie together stay whole."""
     own = dict[str, TensorEntry]()
-    layer = ""
-    for name, entry in entries.items():
-        before = layer
-        layer = (_LAYER.search(name) or [""])[0]
-        if layer != before and sum(one.num_bytes for one in own.values()) >= _PORTION_BYTES:
+    num_bytes = 0
+    for _, layer in groupby(entries.items(), lambda item: (layer_name(item[0]) or item)[:2]):
+        if num_bytes >= _PORTION_BYTES:
             yield own
             own = {}
-        own[name] = entry
+            num_bytes = 0
+        for name, entry in layer:
+            own[name] = entry
+            num_bytes += entry.num_bytes
     yield own
 
 

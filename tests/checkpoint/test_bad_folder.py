@@ -219,6 +219,28 @@ def test_random_damage_to_a_config_never_surprises(broken_file: Path) -> None:
     assert 20 < num_refused < 100
 
 
+def test_an_index_that_a_later_save_has_left_behind_counts_for_nothing(broken_file: Path, sound: Path) -> None:
+    """As transformers leaves it, whose own files are gone."""
+    wanted = open_checkpoint(broken_file).tensors
+    shutil.copyfile(sound / INDEX, broken_file / INDEX)
+    assert open_checkpoint(broken_file).tensors == wanted
+    # where one of its files is there, or the other is not, it counts
+    for name in (next(sound.glob("*-00001-of-*")).name, "model.safetensors"):
+        if (sound / name).exists():
+            shutil.copyfile(sound / name, broken_file / name)
+        else:
+            (broken_file / name).unlink()
+        with pytest.raises(UserError, match=r"the index names model-0000.*, which is missing"):
+            open_checkpoint(broken_file)
+
+
+def test_a_link_to_nothing_is_no_file_of_an_index(broken_file: Path) -> None:
+    (broken_file / "model.safetensors").rename(broken_file / "gone")
+    (broken_file / "model.safetensors").symlink_to(broken_file / "nowhere")
+    with pytest.raises(UserError, match=r"model\.safetensors leads to no file: download"):
+        open_checkpoint(broken_file)
+
+
 @pytest.mark.usefixtures("_no_weights")
 def test_draft_with_another_vocabulary_or_width_is_refused(sound: Path, tmp_path: Path) -> None:
     stranger = save_reciter(tmp_path / "stranger", [":", " un", " deux"])

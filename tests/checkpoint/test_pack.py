@@ -168,6 +168,19 @@ def test_an_interrupted_packing_goes_on(model: Path, tmp_path: Path, monkeypatch
     assert len(written) == 3 + whole.num_files - 2, "what is whole is not written again"
 
 
+def test_a_packing_goes_on_that_was_cut_elsewhere(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another version: what it has left is no part of the model."""
+    whole = pack(model, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_PORTION_BYTES", 20_000)
+        patch.setattr(module, "_write_index", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pack(model, tmp_path / "packed")
+    assert pack(model, tmp_path / "packed").num_files == whole.num_files
+    assert sums(tmp_path / "packed") == sums(tmp_path / "whole")
+    verify(tmp_path / "packed", progress=silent)
+
+
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
