@@ -349,17 +349,21 @@ def _fill_q3_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _fill_iq4_nl(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+def _fill_coded(block_MB, scales, out_MW):  # type: ignore[no-untyped-def]
+    """Fill blocks of IQ4_NL or of the shorter MXFP4, whose scales take a byte."""
     source = block_MB.ravel()
     out = out_MW.ravel()
+    size = U64(block_MB.shape[1])
+    has_byte = size == U64(17)
+    codes = _E2M1_CODES if has_byte else _IQ4_CODES
     for i in range(U64(len(block_MB))):
-        scale = _half_at(source, halves, U64(18) * i)
-        at = U64(18) * i + U64(2)
+        at = size * i + size - U64(16)
         to = U64(32) * i
+        scale = scales[source[size * i]] if has_byte else _half_at(source, scales, size * i)
         for k in range(U64(16)):
             byte = source[at + k]
-            out[to + k] = rounded(F32(scale * F32(_IQ4_CODES[byte & 15])))
-            out[to + U64(16) + k] = rounded(F32(scale * F32(_IQ4_CODES[byte >> 4])))
+            out[to + k] = rounded(F32(scale * F32(codes[byte & 15])))
+            out[to + U64(16) + k] = rounded(F32(scale * F32(codes[byte >> 4])))
 
 
 @compiled
@@ -382,23 +386,9 @@ def _fill_iq4_xs(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
                 out[to + U64(16) + k] = rounded(F32(scale * F32(_IQ4_CODES[byte >> 4])))
 
 
-@compiled
-def _fill_mxfp4(block_MB, powers, out_MW):  # type: ignore[no-untyped-def]
-    source = block_MB.ravel()
-    out = out_MW.ravel()
-    for i in range(U64(len(block_MB))):
-        scale = powers[source[U64(17) * i]]
-        at = U64(17) * i + U64(1)
-        to = U64(32) * i
-        for k in range(U64(16)):
-            byte = source[at + k]
-            out[to + k] = rounded(F32(scale * F32(_E2M1_CODES[byte & 15])))
-            out[to + U64(16) + k] = rounded(F32(scale * F32(_E2M1_CODES[byte >> 4])))
-
-
 _COMPILED = {"Q8_0": _fill_q8_0, "Q6_K": _fill_q6_k, "Q5_K": _fill_q45_k, "Q4_K": _fill_q45_k}
-_COMPILED |= {"Q2_K": _fill_q2_k, "Q3_K": _fill_q3_k, "MXFP4": _fill_mxfp4}
-_COMPILED |= {"IQ4_NL": _fill_iq4_nl, "IQ4_XS": _fill_iq4_xs}
+_COMPILED |= {"Q2_K": _fill_q2_k, "Q3_K": _fill_q3_k, "MXFP4": _fill_coded}
+_COMPILED |= {"IQ4_NL": _fill_coded, "IQ4_XS": _fill_iq4_xs}
 _COMPILED |= dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _fill_q45)
 
 

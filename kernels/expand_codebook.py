@@ -78,10 +78,10 @@ def _scaled(words, shifts, values, scale, out):  # type: ignore[no-untyped-def] 
 def expand_codebook_kernel(
     words_NB: Tensor, values: Tensor, scale_NG: Tensor, out_NK: Tensor, *, is_high_first: bool
 ) -> None:
-    expand_nibbles(words_NB, values, scale_NG, out_NK, IS_E2M1=False, IS_HIGH_FIRST=is_high_first)
+    _expand_nibbles(words_NB, values, scale_NG, out_NK, IS_E2M1=False, IS_HIGH_FIRST=is_high_first)
 
 
-def expand_nibbles(
+def _expand_nibbles(
     words_NB: Tensor, table: Tensor, scale_NG: Tensor, out_NK: Tensor, **kinds: bool
 ) -> None:
     """Run the Triton kernel; the table holds values, or the levels of `expand_e2m1`."""
@@ -180,4 +180,4 @@ def _scaled_levels(words, scale, levels, out):  # type: ignore[no-untyped-def]
 
 
 def expand_e2m1_kernel(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
-    expand_nibbles(words_NB, levels, scale_NG, out_NK, IS_E2M1=True, IS_HIGH_FIRST=False)
+    _expand_nibbles(words_NB, levels, scale_NG, out_NK, IS_E2M1=True, IS_HIGH_FIRST=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.expand_integers import BLOCK, expand_row_block, scale_groups, turn
 from offload.kernels.jit import triton
-from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
+from offload.kernels.rounding import F32, I32, U64, pairs, rounded_pair
 
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _CHUNK_WORDS = 16  # as many as a cache line holds
@@ -41,10 +41,10 @@ def expand_columns_reference(
 def expand_columns_compiled(
     words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor
 ) -> None:
-    """Do what the reference does, with numba; two columns at once where groups are even."""
-    is_even = group % 2 == out_NK.shape[1] % 2 == 0
-    fill, view = (_pairs_of_rows, pairs) if is_even else (_rows, numbers)
-
+    """Do what the reference does, with numba; it has odd groups, which no model is known to have."""
+    if group % 2 or out_NK.shape[1] % 2:
+        return expand_columns_reference(words_CK, scale_NG, zero_NG, group, out_NK)
+    fill = _pairs_of_rows.to(out_NK.dtype)
     scale = scale_NG.float().numpy()
     zero = zero_NG.float().numpy()
 
@@ -54,7 +54,7 @@ def expand_columns_compiled(
             last = min(first + _CHUNK_WORDS, hi)
             rows = slice(8 * first, 8 * last)
             turn(words_CK[first:last].numpy(), lines[: last - first])
-            fill.to(out_NK.dtype)(lines, scale[rows], zero[rows], group, view(out_NK[rows]))
+            fill(lines, scale[rows], zero[rows], group, pairs(out_NK[rows]))
 
     share_rows(share, len(words_CK))
 
@@ -88,21 +88,6 @@ def _pairs_of_rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-d
                 place[pair] = rounded_pair(
                     (_code(first, shift) - z) * s, (_code(second, shift) - z) * s
                 )
-
-
-@compiled
-def _rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-def]
-    size = U64(group)
-    num_columns = U64(out.shape[1])
-    for row in range(U64(out.shape[0])):
-        line = lines[row >> U64(3)]
-        place = out[row]
-        shift = _shift(row)
-        for one in range(U64(scale.shape[1])):
-            s = scale[row, one]
-            z = zero[row, one]
-            for column in range(one * size, min((one + U64(1)) * size, num_columns)):
-                place[column] = rounded((_code(line[column], shift) - z) * s)
 
 
 def expand_columns_kernel(

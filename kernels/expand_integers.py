@@ -5,6 +5,8 @@ the same bytes. A weight is (code - zero point) x scale. Invariant: codes and ze
 integers, so float32 holds their difference exactly and only the product is rounded.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -97,14 +99,21 @@ def expand_integers_compiled(
     group: int | Tensor,
     out_NK: Tensor,
 ) -> None:
-    is_whole = words_NW.dtype == torch.int32 and out_NK.shape[1] % (32 // bits) == 0
-    is_by_columns = isinstance(group, Tensor) and is_whole
-    expand = _expand_columns if is_by_columns else _expand_chunk
+    """Do what the reference does, with numba; it has odd sizes, which no model is known to have."""
+    num_columns = out_NK.shape[1]
+    if isinstance(group, Tensor):
+        expand: Callable[..., None] = _expand_columns
+        is_even = words_NW.dtype == torch.int32 and num_columns % (32 // bits) == 0
+    else:
+        expand = _expand_rows
+        is_even = bits == 8 or group % 2 == num_columns % 2 == 0
+    if not is_even:
+        return expand_integers_reference(words_NW, bits, scale_NG, zero_NG, group, out_NK)
     scale = scale_NG.float()
     zero = torch.full_like(scale, _middle(words_NW, bits)) if zero_NG is None else zero_NG.float()
 
     def rows(lo: int, hi: int) -> None:
-        is_turned = is_by_columns or not words_NW.is_contiguous()
+        is_turned = isinstance(group, Tensor) or not words_NW.is_contiguous()
         step = _CHUNK_ROWS if is_turned else hi - lo  # what is turned stays in the cache
         for first in range(lo, hi, step):
             some = slice(first, min(first + step, hi))
@@ -113,20 +122,8 @@ def expand_integers_compiled(
     share_rows(rows, len(out_NK))
 
 
-def _index(group: int | Tensor, num_columns: int) -> np.ndarray:
-    """Return the index of each column's scale."""
-    if isinstance(group, Tensor):
-        return group.numpy()
-    return np.arange(num_columns, dtype=np.int32) // group
-
-
-def _expand_chunk(
-    words_RW: Tensor,
-    bits: int,
-    scale_RG: Tensor,
-    zero_RG: Tensor,
-    group: int | Tensor,
-    out_RK: Tensor,
+def _expand_rows(
+    words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int, out_RK: Tensor
 ) -> None:
     if not words_RW.is_contiguous():
         lying_RW = words_RW
@@ -135,32 +132,22 @@ def _expand_chunk(
     words = (words_RW if words_RW.dtype == torch.int8 else words_RW.view(torch.uint8)).numpy()
     scale = scale_RG.numpy()
     zero = zero_RG.numpy()
-    is_in_order = isinstance(group, int)
-    if is_in_order and bits == 8:
+    if bits == 8:
         _bytes.to(out_RK.dtype)(words, scale, zero, group, numbers(out_RK))
-    elif is_in_order and group % 2 == out_RK.shape[1] % 2 == 0:
-        _nibble_pairs.to(out_RK.dtype)(words, scale, zero, group, pairs(out_RK))
     else:
-        index = _index(group, out_RK.shape[1])
-        _one_by_one.to(out_RK.dtype)(words, bits, scale, zero, index, numbers(out_RK))
+        _nibble_pairs.to(out_RK.dtype)(words, scale, zero, group, pairs(out_RK))
 
 
 def _expand_columns(
-    words_RW: Tensor,
-    bits: int,
-    scale_RG: Tensor,
-    zero_RG: Tensor,
-    group: int | Tensor,
-    out_RK: Tensor,
+    words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group_K: Tensor, out_RK: Tensor
 ) -> None:
     # By numpy: torch would call threads of its own for so many numbers, each time from each of
     # ours.
     given = (words_RW, scale_RG, zero_RG)
     words, scale, zero = (np.ascontiguousarray(one.numpy().T) for one in given)
-    index = _index(group, out_RK.shape[1])
     out = pairs(out_RK)
     made = np.empty((_CHUNK_WORDS * 16 // bits, len(out)), out.dtype)
-    _pairs_of_columns.to(out_RK.dtype)(words, bits, (scale, zero), index, made, out)
+    _pairs_of_columns.to(out_RK.dtype)(words, bits, (scale, zero), group_K.numpy(), made, out)
 
 
 @compiled
@@ -207,24 +194,6 @@ def _bytes(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
             first = U64(one) * size
             for column in range(first, min(first + size, num_columns)):
                 place[column] = rounded((F32(source[column]) - z) * s)
-
-
-@compiled
-def _one_by_one(words, bits, scale, zero, index, out):  # type: ignore[no-untyped-def]
-    """Expand any groups and sizes, slowly."""
-    for row in range(out.shape[0]):
-        source = words[row]
-        place = out[row]
-        s = scale[row]
-        z = zero[row]
-        for column in range(U64(out.shape[1])):
-            code = (
-                source[column]
-                if bits == 8
-                else (source[column >> U64(1)] >> ((column & U64(1)) << U64(2))) & 15
-            )
-            one = U64(index[column])
-            place[column] = rounded((F32(code) - z[one]) * s[one])
 
 
 @compiled
