@@ -23,6 +23,7 @@ _NUM_SHARED = 3
 # the memory of this process, and what Linux calls to let pages of it go
 _PAGES = Path("/proc/self/smaps")
 _MADV_DONTNEED = 4
+_LIBRARY = "libllvmlite"
 
 
 class Shared(NamedTuple):
@@ -91,7 +92,7 @@ class CompiledCode(NamedTuple):
 def compiled(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
     """Return functions of a module, each of which takes arguments of these kinds of `ctypes`."""
     code = _made(module, kinds)
-    give_back("libllvmlite")
+    give_back()
     return code
 
 
@@ -116,8 +117,8 @@ def _made(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
     return CompiledCode(functions, engine)
 
 
-def give_back(library: str) -> None:
-    """Take what is read of a library's file out of this process's memory.
+def give_back() -> None:
+    """Take what is read of LLVM's file out of this process's memory.
 
     Of LLVM's 74 MiB 63 are such pages. They come again if they are needed again, as for the next
     function. What was ever written to has no file behind it and stays, also where it may only be
@@ -138,7 +139,7 @@ def give_back(library: str) -> None:
         elif name in ("Anonymous:", "Swap:", "Private_Dirty:", "Shared_Dirty:"):
             own_kib += int(values[0])
         # the last line of a mapping
-        elif name == "VmFlags:" and not own_kib and library in place[-1] and "w" not in place[1]:
+        elif name == "VmFlags:" and not own_kib and _LIBRARY in place[-1] and "w" not in place[1]:
             start, end = (int(bound, 16) for bound in place[0].split("-"))
             system.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
 

@@ -149,7 +149,7 @@ def mapped():
     pages = Path("/proc/self/smaps").read_text().split("libllvmlite")[1:]
     return sum(int(page.split("Rss:")[1].split()[0]) for page in pages)
 give_back = machine_code.give_back
-machine_code.give_back = lambda library: (print(mapped()), give_back(library), print(mapped()))
+machine_code.give_back = lambda: (print(mapped()), give_back(), print(mapped()))
 weight = torch.ones(64, 64).bfloat16()
 for bias in (None, torch.ones(64)):
     product = widened_products.product_of(torch.ones(1, 64).bfloat16(), weight, bias)
