@@ -3,25 +3,54 @@
 Importing numba takes 0.4 s and compiling a function as long, so both wait for the first call.
 Compiled code is kept beside its file or in the user's cache (numba's own rule, `NUMBA_CACHE_DIR`);
 where neither can be written it is compiled again in every process. Invariant: nothing `compiled` is
-called unless `HAS_NUMBA`.
+called unless `runs_numba`, but to try it.
 """
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from threading import Lock
 from types import FunctionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from zlib import crc32
 
 import torch
 
-HAS_NUMBA = find_spec("numba") is not None
+HAS_NUMBA = find_spec("numba") is not None  # which may still refuse the NumPy beside it
 _LEAST_ROWS = 16  # in a thread's share
 _LOCK = Lock()
+
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+@cache
+def runs_numba() -> bool:
+    """Return whether numba is there, and works with the libraries beside it."""
+    try:
+        import_module("numba")
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def faster(
+    of_numba: Callable[_Given, _Made], reference: Callable[_Given, _Made]
+) -> Callable[_Given, _Made]:
+    """Return the function that is numba's where that runs and tensors are a CPU's, else torch's."""
+
+    @wraps(reference)
+    def call(*args: _Given.args, **named: _Given.kwargs) -> _Made:
+        is_on_cpu = isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu"
+        return (of_numba if is_on_cpu and runs_numba() else reference)(*args, **named)
+
+    return call
 
 
 class Compiled:
@@ -130,3 +159,7 @@ def _jitted(function: FunctionType) -> Callable[..., Any]:
 @cache
 def _pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, thread_name_prefix="offload-expand")
+
+
+# a child process has none of its parent's threads
+os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from offload.kernels.compiled import HAS_NUMBA, compiled
+from offload.kernels.compiled import compiled, faster
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN, word_of_half
 from offload.kernels.rounding import U64
 
@@ -68,8 +68,7 @@ def encode_exponents_compiled(weight_N: Tensor, top: int, width: int) -> Exponen
     return ExponentWords(kept_N.view(kind), *others)
 
 
-# what there is here
-encode_exponents = encode_exponents_compiled if HAS_NUMBA else encode_exponents_reference
+encode_exponents = faster(encode_exponents_compiled, encode_exponents_reference)
 
 
 def _as_words(weight_N: Tensor) -> tuple[Tensor, torch.dtype]:

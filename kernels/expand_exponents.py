@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import HAS_NUMBA, ByType, compiled, share_rows
+from offload.kernels.compiled import ByType, compiled, faster, share_rows
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import U64, numbers, of_bfloat16, of_float16, rounded
@@ -105,8 +105,7 @@ def expand_exponents_compiled(
     share_rows(work, num_chunks)
 
 
-# on a CPU, what there is here
-expand_exponents = expand_exponents_compiled if HAS_NUMBA else expand_exponents_reference
+expand_exponents = faster(expand_exponents_compiled, expand_exponents_reference)
 
 
 def expand_exponents_kernel(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import HAS_NUMBA, compiled
+from offload.kernels.compiled import compiled, runs_numba
 from offload.kernels.rounding import F32, U64
 
 BASE = -1
@@ -93,7 +93,7 @@ def walk_heads_compiled(
 @cache
 def agrees(key_size: int, value_size: int) -> bool:
     """Return whether the compiled form runs here, with the reference's bits for these sizes."""
-    if not HAS_NUMBA or key_size > _MOST_SUMMED:
+    if key_size > _MOST_SUMMED or not runs_numba():
         return False
     generator = torch.Generator().manual_seed(0)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from offload.kernels.compiled import HAS_NUMBA, compiled, share_rows
+from offload.kernels.compiled import compiled, faster, share_rows
 from offload.kernels.rounding import F32, I32, U32, U64, bits_of, numbers, rounded, widened
 
 BLOCK_ROWS = 64  # rows come in multiples of this, whatever the block of this processor is
@@ -93,11 +93,7 @@ def expand_int4_compiled(
     share_rows(lambda lo, hi: fill(words, scale_GN, offset_GN, (lo, hi), out), len(out_KN))
 
 
-def expand_int4(word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: Tensor) -> None:
-    """Expand words with numba or torch."""
-    is_compiled = HAS_NUMBA and out_KN.device.type == "cpu"
-    fill = expand_int4_compiled if is_compiled else expand_int4_reference
-    fill(word_NK, scale_GN2, layout, out_KN)
+expand_int4 = faster(expand_int4_compiled, expand_int4_reference)
 
 
 @compiled
@@ -151,20 +147,14 @@ class Int4Words(NamedTuple):
     scale_GN2: Tensor  # scale and offset
 
 
-def encode_int4(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
-    """Encode a matrix with numba or torch.
+def encode_int4_reference(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
+    """Encode a matrix, in plain torch.
 
     Args:
         weight_NK: bfloat16, float16 or float32, of any number of rows.
         group: columns that share scale and offset; divides K.
         layout: of the words.
     """
-    is_compiled = HAS_NUMBA and weight_NK.device.type == "cpu"
-    encode = encode_int4_compiled if is_compiled else encode_int4_reference
-    return encode(weight_NK, group, layout)
-
-
-def encode_int4_reference(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
     num_rows, num_columns = weight_NK.shape
     dtype = weight_NK.dtype
     words = _room_for(weight_NK, group)
@@ -199,6 +189,9 @@ def encode_int4_compiled(weight_NK: Tensor, group: int, layout: WordLayout) -> I
 
     share_rows(share, len(words.word_NK))
     return words
+
+
+encode_int4 = faster(encode_int4_compiled, encode_int4_reference)
 
 
 def least_step(dtype: torch.dtype) -> float:

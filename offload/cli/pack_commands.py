@@ -57,10 +57,10 @@ def pack(
     else:
         check_pack(model, out)
     with Console(output) as console, libraries(console):
-        from offload.kernels.compiled import HAS_NUMBA
+        from offload.kernels.compiled import runs_numba
         from offload.packing import pack as packing
 
-        console.say("" if HAS_NUMBA else _SLOWLY)
+        console.say("" if runs_numba() else _SLOWLY)
         started_s = time.monotonic()
         if out is None:
             show = partial(console.bytes_landed, label="verifying")

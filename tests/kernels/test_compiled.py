@@ -1,12 +1,14 @@
 """What numba compiles: rounding and gated delta rules against torch's, shares of rows, what is kept on disk."""
 
+import os
 import platform
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from shell import run_python
+from shell import ROOT, run_python
 
 from offload.kernels import gated_delta
 from offload.kernels.compiled import Compiled, compiled, share_rows
@@ -83,6 +85,26 @@ def test_it_is_compiled_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatc
     assert value_S.tolist() == [0, 2, 4]
 
 
+_REFUSED = """
+import torch
+from offload.kernels.compiled import HAS_NUMBA
+from offload.kernels.encode_exponents import encode_exponents
+from offload.kernels.gated_delta import agrees
+from offload.kernels.int4_blocks import encode_int4, expand_int4, layout_for
+assert HAS_NUMBA and not agrees(64, 64)
+weight_NK = torch.randn(64, 64)
+layout = layout_for(weight_NK.device)
+expand_int4(*encode_int4(weight_NK, 64, layout), layout, torch.empty(64, 64))
+encode_exponents(weight_NK.bfloat16().flatten(), 120, 4)
+"""
+
+
+def test_what_numba_refuses_torch_does(tmp_path: Path) -> None:
+    """The mistake that was: beside a NumPy that is too new for it nothing was packed, and no draft quantised."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less')")
+    run_python("-c", _REFUSED, environment={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+
+
 def test_only_compiled_functions_round() -> None:
     assert isinstance(rounded, ByType) and isinstance(rounded.of(torch.float16), Compiled)
     with pytest.raises(TypeError, match="only compiled functions"):
@@ -124,6 +146,29 @@ def test_the_others_end_before_an_error_is_raised(failing: int, monkeypatch: pyt
     with pytest.raises(ValueError, match=f"rows from {failing}"):
         share_rows(work, 100)
     assert ended == [50 - failing]
+
+
+_FORK = """
+import os, signal
+import torch
+from offload.kernels.compiled import share_rows
+torch.set_num_threads(2)
+done = []
+def work(lo, hi):
+    done.append(lo)
+share_rows(work, 100)
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    share_rows(work, 100)
+    os._exit(sorted(done) != [0, 0, 50, 50])
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    """The mistake that was: it waited for threads that only its parent has."""
+    run_python("-c", _FORK)
 
 
 STEPS = torch.tensor([[0, BASE, 0], [1, 0, 1], [2, BASE, 2], [3, 1, 1], [4, 0, 0]])
