@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from types import FrameType
 
 _LOSS_S = 2.0
@@ -36,8 +36,10 @@ def held_back(*numbers: int) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for number in came:
-            signal.raise_signal(number)
+        # all of them, also behind one that raises
+        with ExitStack() as stack:
+            for number in reversed(came):
+                stack.callback(signal.raise_signal, number)
 
 
 def send_later(number: int) -> None:
@@ -72,26 +74,26 @@ def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool
         signal.signal(signal.SIGTERM, before)
         signal.raise_signal(number)
 
-    with _heard_by(signal.SIGTERM, hear):
+    with _termination_heard_by(hear):
         yield
 
 
 def terminated_at_once() -> AbstractContextManager[None]:
     """Let SIGTERM end the process within a call that may take minutes: there is nothing to tell yet."""
     is_heard = callable(signal.getsignal(signal.SIGTERM))
-    return _heard_by(signal.SIGTERM, signal.SIG_DFL) if is_heard else nullcontext()
+    return _termination_heard_by(signal.SIG_DFL) if is_heard else nullcontext()
 
 
 @contextmanager
-def _heard_by(
-    number: int, handler: Callable[[int, FrameType | None], object] | signal.Handlers
+def _termination_heard_by(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers,
 ) -> Iterator[None]:
-    """Set a signal's handler within the body, if this is the main thread."""
+    """Set the handler of SIGTERM within the body, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(number, handler)
+    before = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
-        signal.signal(number, before)
+        signal.signal(signal.SIGTERM, before)
