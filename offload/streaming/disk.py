@@ -155,6 +155,7 @@ class DiskReader(ByteSource):
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="offload-read")
         self._bounce = threading.local()
         self._throttle = _Throttle(rate_limit_bytes_per_s) if rate_limit_bytes_per_s else None
+        self._process = os.getpid()
         self._count = threading.Lock()
         self.bytes_read = 0
         self._reading_s = 0.0
@@ -177,6 +178,9 @@ class DiskReader(ByteSource):
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start reading a slab, see `ByteSource`."""
+        if os.getpid() != self._process:
+            what = "weights are read by threads, which a forked process does not have"
+            raise ReadError(f"{what}: load the model in the process that uses it")
         for piece in layout.pieces:
             # bytes that are not read would stay as they are, unnoticed
             if piece.hi > self._stamps[piece.shard].num_bytes:

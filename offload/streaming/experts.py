@@ -31,7 +31,7 @@ from offload.streaming.device import POISON, Device, Event, Stall
 from offload.streaming.disk import ByteSource, drop, when_all_done
 from offload.streaming.expert_cache import ExpertCache, warm_order
 from offload.streaming.expert_carrier import DeviceExpertCarrier
-from offload.streaming.slot_cycle import carried
+from offload.streaming.slot_cycle import arrived, carried
 
 # rows after which it is known how experts are used
 _KNOWN_ROWS = 64
@@ -266,10 +266,8 @@ class ExpertPool:
         """Return the slab, once it is there for what is enqueued from now on."""
         if slot in self._arriving:
             device = self._device
-            ready = None
             before = device.record(device.compute, is_timed=True)
-            for part in self._arriving[slot].parts:
-                ready = part.result()
+            ready = arrived(self._arriving[slot].parts)
             del self._arriving[slot]
             device.wait(device.compute, ready)
             self._stall.add(before, device.record(device.compute, is_timed=True))

@@ -257,22 +257,16 @@ class PinnedAllocator:
 def open_pinned_allocator(torch_device: torch.device) -> PinnedAllocator:
     """Open the pinned allocator of a CUDA device."""
     cpus = cpus_near(_pci_address(torch_device))
-    refusals = []
-    ways = []
-    for build in (
-        lambda: RegisteredPinning(
-            torch.cuda.cudart(),
-            forget_cuda_error,
-            partial(touch_pages, cpus=cpus),
-            is_seen=sees_registered(torch_device.index or 0),
-        ),
-        partial(CupyPinning, torch_device.index or 0, _import_cupy, torch.version.cuda, cpus),
-    ):
-        try:
-            ways.append(build())
-        except RefusedError as refusal:
-            refusals.append(str(refusal))
-    return PinnedAllocator(ways, refusals)
+    index = torch_device.index or 0
+    touch = partial(touch_pages, cpus=cpus)
+    registered = RegisteredPinning(
+        torch.cuda.cudart(), forget_cuda_error, touch, is_seen=sees_registered(index)
+    )
+    try:
+        cupy = CupyPinning(index, _import_cupy, torch.version.cuda, cpus)
+    except RefusedError as refusal:
+        return PinnedAllocator([registered], [str(refusal)])
+    return PinnedAllocator([registered, cupy])
 
 
 def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:

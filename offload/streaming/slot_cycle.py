@@ -35,6 +35,17 @@ def carried(carry: Carry, block: int, slot: Tensor, free: Event) -> Sequence[Fut
         return [failed]
 
 
+def arrived(parts: Iterable[Future[Any]]) -> Event:
+    """Return the event behind a block's copy, None where it is complete, once all parts are over.
+
+    Raises what moving it has raised, `ReadError` mostly.
+    """
+    ready = None
+    for part in parts:
+        ready = part.result()
+    return ready
+
+
 class _Transfer(NamedTuple):
     """A block on its way into a slot."""
 
@@ -86,14 +97,12 @@ class SlotCycle:
     def acquire(self, block: int) -> tuple[Tensor, Event]:
         """Return the slot of the next block, until its release, and the event behind its copy.
 
-        Without an event it is complete. Raises what moving it has raised, `ReadError` mostly.
+        Raises what `arrived` does.
         """
         is_next = bool(self._transfers) and self._transfers[0].block == block
         assert is_next, f"block {block} acquired out of order"
         transfer = self._transfers[0]
-        ready = None
-        for part in transfer.parts:
-            ready = part.result()
+        ready = arrived(transfer.parts)
         del self._transfers[0]
         self.held[block] = transfer.slot
         return transfer.slot, ready

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from matrix import matrix
 from random_files import assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes
+from shell import run_python
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, TensorPart, slab_layout
@@ -253,6 +254,31 @@ def test_buffers_are_aligned_to_blocks(num_bytes: int) -> None:
     buffer = allocate(num_bytes)
     assert buffer.nbytes == num_bytes
     assert num_bytes == 0 or buffer.ctypes.data % BLOCK_BYTES == 0
+
+
+_FORK = """
+import os, signal, sys
+from pathlib import Path
+from offload.checkpoint.layout import SlabLayout, SlabRead
+from offload.errors import ReadError
+from offload.streaming.disk import DiskReader
+layout = SlabLayout((SlabRead(0, 0, 4096, 0),), {}, 4096, is_direct=True)
+store = DiskReader([Path(sys.argv[1])])
+store.fetch(layout)
+if not os.fork():
+    signal.alarm(20)
+    try:
+        store.fetch(layout)
+    except ReadError as error:
+        print(error)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_forked_process_is_told_that_it_has_no_readers(file: Path) -> None:
+    """The mistake that was: it waited for them for ever."""
+    assert "load the model in the process that uses it" in run_python("-u", "-c", _FORK, file)
 
 
 def test_several_readers_work_at_once(file: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
