@@ -219,27 +219,22 @@ def _attention(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
         rows = path_rows(
             num_prefix, ancestors(k_ary(2, num_nodes)), path_attention, lambda walk: walk.to(device)
         )
+        random = partial(_random, device)
+        query_THK = random(num_nodes, heads.num_heads, heads.width).to(heads.dtype)
+        query_HTK = query_THK.transpose(0, 1)
+        states = [
+            random(heads.num_groups, num_prefix + num_nodes, width).to(heads.dtype)
+            for width in (heads.width, heads.value_width)
+        ]
+        sink_H = random(heads.num_heads).to(heads.dtype) if heads.has_sinks else None
+        terms = ScoreTerms(heads.width**-0.5, heads.cap, sink_H)
+        how = {"rtol": 1e-5, "atol": 1e-3 if heads.dtype == torch.float32 else 2e-2}
+        groups = f"{heads.num_heads}/{heads.num_groups} x {heads.width}"
         for window in heads.windows:
-            yield _one_attention(
-                heads, PathRows(rows.walk_TL, window, path_attention), num_prefix, device
-            )
-
-
-def _one_attention(heads: Heads, rows: PathRows, num_prefix: int, device: str) -> KernelComparison:
-    num_rows = len(rows.walk_TL)
-    query_HTK = (
-        _random(device, num_rows, heads.num_heads, heads.width).to(heads.dtype).transpose(0, 1)
-    )
-    key_GSK, value_GSK = (
-        _random(device, heads.num_groups, num_prefix + num_rows, width).to(heads.dtype)
-        for width in (heads.width, heads.value_width)
-    )
-    sink_H = _random(device, heads.num_heads).to(heads.dtype) if heads.has_sinks else None
-    what = (query_HTK, key_GSK, value_GSK, rows, ScoreTerms(heads.width**-0.5, heads.cap, sink_H))
-    how = {"rtol": 1e-5, "atol": 1e-3 if heads.dtype == torch.float32 else 2e-2}
-    shape = f"N {num_rows}, P {num_prefix}, {heads.num_heads}/{heads.num_groups} x {heads.width}"
-    shape += f", window {rows.window}" if rows.window else ""
-    return _alike("path_attention", shape, path_attention, what, query_HTK[:, -1:], **how)
+            what = (query_HTK, *states, PathRows(rows.walk_TL, window, path_attention), terms)
+            shape = f"N {num_nodes}, P {num_prefix}, {groups}"
+            shape += f", window {window}" if window else ""
+            yield _alike("path_attention", shape, path_attention, what, query_HTK[:, -1:], **how)
 
 
 def _matches(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
@@ -282,17 +277,9 @@ def _commits(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
     buffers = [_random(device, *size).to(first.dtype) for _ in range(2 * shapes.num_layers)]
     agree = cache(partial(_commits_agree, shapes, device))
     for num_rows in shapes.path_lengths:
-        row_A = torch.arange(num_rows, device=device) * 2
-        length = shapes.num_slots // 2
-
-        def run(
-            commit: Callable[..., None], length: int = length, row_A: Tensor = row_A
-        ) -> Callable[[], None]:
-            return lambda: commit(buffers, length, row_A)
-
-        yield KernelComparison(
-            "kv_commit", f"A {num_rows}", run(KERNELS.kv_commit), run(REFERENCES.kv_commit), agree
-        )
+        what = (buffers, shapes.num_slots // 2, torch.arange(num_rows, device=device) * 2)
+        run, rival = (partial(one.kv_commit, *what) for one in (KERNELS, REFERENCES))
+        yield KernelComparison("kv_commit", f"A {num_rows}", run, rival, agree)
 
 
 def _commits_agree(shapes: Shapes, device: str) -> bool:
