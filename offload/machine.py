@@ -175,3 +175,28 @@ def _read_quota(folder: Path) -> float | None:
     except OSError:
         return None
     return int(quota) / int(period) if quota.isdigit() else None  # "max" and -1 are no limit
+
+
+def cpus_near(pci_address: str, sys: Path = Path("/sys")) -> frozenset[int] | None:
+    """Return the processors on the memory node of a PCI device such as `0000:3b:00.0`.
+
+    Only those open to this process; None if unknown.
+    """
+    try:
+        node = int((sys / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
+        listed = (sys / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
+    except (OSError, ValueError):
+        return None
+    return (_parse_list(listed) & os.sched_getaffinity(0)) or None
+
+
+def stay_on(cpus: frozenset[int] | None) -> None:
+    """Bind the calling thread, and no other, to these processors."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+
+
+def _parse_list(text: str) -> frozenset[int]:
+    """Parse a list such as `0-3,8`, as the system writes it."""
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    return frozenset(cpu for lo, _, hi in ranges for cpu in range(int(lo), int(hi or lo) + 1))

@@ -86,7 +86,7 @@ class FakeDevice:
         """A kernel: runs when the compute stream gets to it."""
         self._enqueue(self.compute, work)
 
-    def record(self, stream: FakeStream, *, is_timed: bool = False) -> FakeEvent:
+    def mark(self, stream: FakeStream, *, is_timed: bool = False) -> FakeEvent:
         event = FakeEvent(is_timed)
         self._enqueue(stream, lambda: setattr(event, "at", stream.now))
         return event

@@ -187,7 +187,7 @@ class ClockDevice:
             self.clocks.use(stream, tensor, "poison", writes=True)
             tensor.fill_(value)
 
-    def record(self, stream: str, *, is_timed: bool = False) -> ClockEvent:
+    def mark(self, stream: str, *, is_timed: bool = False) -> ClockEvent:
         site = f"record at {caller()}"
         self.clocks.launch(stream)
         return ClockEvent({} if site == self._forgets else self.clocks.now(stream), site)

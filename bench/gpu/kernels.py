@@ -60,9 +60,9 @@ def device_timer(device: Device) -> Timer:
 
     def once(work: Callable[[], Any]) -> float:
         device.fill(scratch, 0, device.compute)
-        before = device.record(device.compute, is_timed=True)
+        before = device.mark(device.compute, is_timed=True)
         work()
-        after = device.record(device.compute, is_timed=True)
+        after = device.mark(device.compute, is_timed=True)
         device.synchronize(after)
         seconds = device.elapsed_s(before, after)
         assert seconds is not None, "the host has waited for it"

@@ -124,6 +124,6 @@ def _seconds(device: Device, work: Callable[[], object]) -> float:
     def once() -> None:
         work()
         # the wait before the first one is among those that do not count
-        device.synchronize(device.record(device.compute))
+        device.synchronize(device.mark(device.compute))
 
     return median([timed(once) for _ in range(_NUM_RUNS)][_NUM_WARM:])

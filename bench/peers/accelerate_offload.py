@@ -50,7 +50,7 @@ def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: b
         started = time.perf_counter()
         with torch.inference_mode():
             cache = theirs(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
-        device.synchronize(device.record(device.compute))
+        device.synchronize(device.mark(device.compute))
         seconds.append(time.perf_counter() - started)
     return median(seconds[1:])
 

@@ -1,37 +1,23 @@
 """What the link gives on this machine, measured on the very files that will be streamed.
 
 Layers reach a GPU over its own link, and from the disk behind it where some of them lie there.
-Before memory is planned, `with_rates` also times products on a CPU, as far as the rows of a
-prompt's pass depend on them; for a GPU usual rates are taken, see `memory.prompt_rows`.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offload.checkpoint.checkpoint import ModelFiles, compute_dtype_name
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
-from offload.errors import ReadError, UserError
-from offload.machine import num_cores
-from offload.memory.plan import MemoryBudget, MemoryPlan, Rates
-from offload.memory.planner import plan_memory
-from offload.memory.prompt_rows import gains_by_rows
-from offload.memory.sizes import INNER_ROWS
+from offload.errors import ReadError
+from offload.memory.plan import MemoryPlan
 from offload.streaming.device import Device
-from offload.streaming.disk import DiskReader, allocate, finish
-from offload.timer import fastest_s, timed
-
-if TYPE_CHECKING:
-    import torch
+from offload.streaming.disk import DiskReader, OpenSource, allocate, finish
 
 _CHUNK_BYTES = 16 << 20
 _NUM_IN_FLIGHT = 3
@@ -43,7 +29,11 @@ _GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however man
 
 
 def link_bytes_per_s(
-    shards: Sequence[Path], *, budget_s: float = 0.3, limit_bytes_per_s: float | None = None
+    shards: Sequence[Path],
+    *,
+    budget_s: float = 0.3,
+    limit_bytes_per_s: float | None = None,
+    open_source: OpenSource = DiskReader,
 ) -> float:
     """Return bytes per second at which slabs arrive from the largest of these files.
 
@@ -61,10 +51,10 @@ def link_bytes_per_s(
     slabs = [allocate(chunk_bytes) for _ in range(_NUM_IN_FLIGHT)]
     for slab in slabs:
         slab.fill(0)  # pages are given on first touch, which is no matter of the link
-    source = DiskReader([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
+    source = open_source([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
     in_flight: deque[list[Future[None]]] = deque()
     started = time.perf_counter()
-    index = 0
+    index = num_bytes = 0
     try:
         while index == 0 or time.perf_counter() - started < budget_s:
             if len(in_flight) == _NUM_IN_FLIGHT:
@@ -77,10 +67,11 @@ def link_bytes_per_s(
             piece = SlabRead(0, lo, min(lo + chunk_bytes, size_bytes), 0)
             layout = SlabLayout((piece,), {}, chunk_bytes, is_direct=True)
             in_flight.append(source.read(layout, slabs[index % len(slabs)]))
+            num_bytes += piece.hi - piece.lo
             index += 1
         while in_flight:
             finish(in_flight.popleft())
-        return source.bytes_read / (time.perf_counter() - started)
+        return num_bytes / (time.perf_counter() - started)
     finally:
         source.close()
 
@@ -92,11 +83,11 @@ def copy_bytes_per_s(device: Device, array: np.ndarray) -> float:
     slot = device.allocate(array.nbytes)
     seconds = list[float]()
     # which may still use the memory that the slot was given
-    device.wait(device.copies, device.record(device.compute))
+    device.wait(device.copies, device.mark(device.compute))
     for _ in range(_NUM_COPIES):
-        before = device.record(device.copies, is_timed=True)
+        before = device.mark(device.copies, is_timed=True)
         device.copy(slot, torch.from_numpy(array), device.copies)
-        after = device.record(device.copies, is_timed=True)
+        after = device.mark(device.copies, is_timed=True)
         device.synchronize(after)
         seconds.append(device.elapsed_s(before, after) or 0.0)
     return array.nbytes / max(median(seconds[2:]), _LEAST_S)
@@ -118,6 +109,7 @@ def device_link_bytes_per_s(
     *,
     limit_bytes_per_s: float | None = None,
     disk_bytes_per_s: float | None = None,
+    open_source: OpenSource = DiskReader,
 ) -> float:
     """Return bytes per second of streamed layers: the slower of copies to the GPU and of reads.
 
@@ -132,77 +124,8 @@ def device_link_bytes_per_s(
     disk_bytes = plan.pass_disk_bytes
     seconds = moved_bytes / locked_bytes_per_s(device)
     if disk_bytes:
-        read = disk_bytes_per_s or link_bytes_per_s(shards, limit_bytes_per_s=limit_bytes_per_s)
+        read = disk_bytes_per_s or link_bytes_per_s(
+            shards, limit_bytes_per_s=limit_bytes_per_s, open_source=open_source
+        )
         seconds = max(seconds, disk_bytes / read)
     return moved_bytes / seconds
-
-
-_WIDTH = 1024  # of the matrix: larger ones are no quicker, and take longer
-_BUDGET_S = 0.02
-
-
-def with_rates(
-    budget: MemoryBudget,
-    files: ModelFiles,
-    num_nodes: int,
-    *,
-    num_threads: int | None,
-    limit_bytes_per_s: float | None,
-    disk_bytes_per_s: float | None,
-) -> MemoryBudget:
-    """Return the budget with the rates of this machine's CPU, where plans may gain by them.
-
-    `limit_bytes_per_s` is what the link is slowed down to, `disk_bytes_per_s` what it is said to
-    be. A budget that is too small stays as it is: planning refuses it.
-    """
-    if (
-        budget.gpu is not None
-        or budget.rates is not None
-        or not (disk_bytes_per_s or files.target.is_here)
-    ):
-        return budget
-    try:
-        plan = plan_memory(files, budget, num_nodes)
-    except UserError:
-        return budget
-    if not gains_by_rows(plan):
-        return budget
-    link = disk_bytes_per_s or link_bytes_per_s(
-        files.target.shards, limit_bytes_per_s=limit_bytes_per_s
-    )
-    flops_per_s = product_flops_per_s(
-        compute_dtype_name(files.target, budget.dtype), num_threads or num_cores()
-    )
-    return replace(budget, rates=Rates(link, flops_per_s))
-
-
-def product_flops_per_s(dtype: str, num_threads: int) -> float:
-    """Return the undisturbed rate of a CPU's largest products; a busy second would stay."""
-    import torch  # plans of machines elsewhere are made without it
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        measure = product_timer(dtype, INNER_ROWS, _WIDTH)
-        measure()  # the first is not like the others
-        seconds = fastest_s(measure, _BUDGET_S, least_rounds=3)
-    finally:
-        torch.set_num_threads(before)
-    return 2 * INNER_ROWS * _WIDTH**2 / seconds
-
-
-def product_timer(
-    dtype: str, num_rows: int, width: int, torch_device: "torch.device | str" = "cpu"
-) -> Callable[[], float]:
-    """Return what times a product of `num_rows` rows and a (width, width) matrix."""
-    import torch
-    from torch.nn.functional import linear
-
-    from offload.model.wide_products import product_for
-
-    how = {"dtype": getattr(torch, dtype), "device": torch_device}
-    weight = torch.ones(width, width, **how)
-    rows = torch.ones(num_rows, width, **how)
-    multiply = product_for(linear, rows)
-    # a number on the host is the sign that a device is done as well
-    return partial(timed, lambda: float(multiply(rows, weight)[0, 0]))

@@ -48,7 +48,7 @@ def compare(comparison: KernelComparison, device: Device = HOST) -> ComparisonOu
         first_line = (str(error).splitlines() or [""])[0]
         said = f"{type(error).__name__}: {first_line[:120]}"
     try:
-        device.synchronize(device.record(device.compute))
+        device.synchronize(device.mark(device.compute))
     except Exception as lost:
         raise RuntimeError(f"{kernel} at {shape} has left the device unusable ({said})") from lost
     return ComparisonOutcome(kernel, shape, said)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.calibration.expansions import choose_expansion
-from offload.calibration.link import link_bytes_per_s, product_timer
+from offload.calibration.link import link_bytes_per_s
+from offload.calibration.rates import product_timer
 from offload.calibration.threads import thread_policy
 from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name
 from offload.checkpoint.cuts import Section
@@ -108,7 +109,8 @@ def capacity_of(setup: Setup, held: MemoryPlan, *, shares_kv: bool) -> RankCapac
     `held` is a plan without limits; keys and values count with layers where ranks share those.
     """
     shards = setup.files.target.shards
-    disk = link_bytes_per_s(shards, limit_bytes_per_s=setup.options.limit_bytes_per_s)
+    limit = setup.options.limit_bytes_per_s
+    disk = link_bytes_per_s(shards, limit_bytes_per_s=limit, open_source=setup.open_source)
     gpu_bytes = setup.budget.gpu
     return RankCapacity.beside(
         held,

@@ -7,7 +7,7 @@ which it is decided. Plans of other machines give what stands in for this one.
 from collections.abc import Callable
 from dataclasses import replace
 
-from offload.calibration import link
+from offload.calibration.rates import with_rates
 from offload.checkpoint.checkpoint import ModelFiles, settled_dtype
 from offload.checkpoint.open import ReadHeaders, fetch, open_headers
 from offload.engine.hooks import NO_HOOKS, Hooks
@@ -66,13 +66,14 @@ def resolve(
         return setup
     budget = setup.budget
     if setup.hardware is None:
-        budget = link.with_rates(
+        budget = with_rates(
             budget,
             setup.files,
             setup.least_nodes,
             num_threads=options.threads,
             limit_bytes_per_s=options.limit_bytes_per_s,
             disk_bytes_per_s=setup.disk_bytes_per_s,
+            open_source=open_source,
         )
     num_nodes = None if setup.tree.is_chosen else setup.tree.num_nodes
     return replace(setup, budget=with_experts(budget, setup.files, num_nodes=num_nodes))

@@ -167,9 +167,16 @@ class Setup:
             streaming = (num for num, one in moved.items() if one and one.is_streamed)
             plan = self.plan_for(next(streaming, 1))
             return link.device_link_bytes_per_s(
-                self.device, plan, target.shards, limit_bytes_per_s=limit, disk_bytes_per_s=given
+                self.device,
+                plan,
+                target.shards,
+                limit_bytes_per_s=limit,
+                disk_bytes_per_s=given,
+                open_source=self.open_source,
             )
         # just now, for the rows of a prompt's pass
         if self.budget.rates is not None:
             return self.budget.rates.link_bytes_per_s
-        return given or link.link_bytes_per_s(target.shards, limit_bytes_per_s=limit)
+        return given or link.link_bytes_per_s(
+            target.shards, limit_bytes_per_s=limit, open_source=self.open_source
+        )

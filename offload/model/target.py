@@ -165,7 +165,7 @@ class Target:
 
     def wait(self) -> None:
         """Return when the last sweep is over, which on a device goes on after `score` has returned."""
-        self._device.synchronize(self._device.record(self._device.compute))
+        self._device.synchronize(self._device.mark(self._device.compute))
 
     @property
     def peak_device_bytes(self) -> int:

@@ -1,12 +1,12 @@
 """Carriers: how a block gets into the slot where it is computed with.
 
-On a CPU (`HostCarrier`) a disk fills the slot itself. To a device a layer goes from locked host
+On a CPU a disk fills the slot itself (`Carrier`). To a device a layer goes from locked host
 memory as soon as its slot is released, or from disk through a cycle of locked buffers, which a
 thread empties (`DeviceCarrier`); experts have a carrier of their own (`expert_carrier`). Device
 memory begins at a multiple of 256 bytes or more, and each copy with the block's first weight
 (`layout.py`).
 
-Invariants: a host slot or buffer is held from the read of its block until all copies from it are
+Invariants: a host slot or buffer is lent from the read of its block until all copies from it are
 enqueued, and written again only after the event behind the last of these; a block that is no longer
 wanted is not sent.
 """
@@ -26,8 +26,9 @@ from offload.streaming.sender import Sender
 from offload.streaming.slot_cycle import SlotCycle
 
 
-class HostCarrier:
-    """Brings blocks, layers or experts, to where they are computed with: here, host memory.
+class Carrier:
+    """Brings blocks, layers or experts, to where they are computed with. This one is the host's:
+    a disk is read into the slots. Others bring them to a device, by way of what they read here.
 
     The blocks `resident` stay. Of the others layers are `streamed` through slots in every pass, but
     for those that come `once` for a prompt; events of the `device` that computes order both.
@@ -45,10 +46,10 @@ class HostCarrier:
         self.layouts = layouts
         self.device = device
         self.spans = Spans(device)
-        self.resident = {layer: device.allocate(layouts[layer].slab_bytes) for layer in resident}
-        passing = [layer for layer in range(len(layouts)) if layer not in self.resident]
-        self.streamed = [layer for layer in passing if layer not in once]
-        self.once = [layer for layer in passing if layer in once]
+        self.resident = {block: device.allocate(layouts[block].slab_bytes) for block in resident}
+        passing = [block for block in range(len(layouts)) if block not in self.resident]
+        self.streamed = [block for block in passing if block not in once]
+        self.once = [block for block in passing if block in once]
 
     @property
     def note(self) -> str | None:
@@ -65,29 +66,29 @@ class HostCarrier:
         slabs = [(self.layouts[n], slab.numpy()) for n, slab in self.resident.items()]
         read_all(self.source, slabs, on_bytes)
 
-    def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
+    def carry(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
         """Start moving a block into a slot, see `slot_cycle.Carry`."""
         asked = self.spans.mark(self.device.copies)
-        reads = self.read(layer, slot, free)
+        reads = self.read(block, slot, free)
 
         def has_come(last: Future[None]) -> None:
             if not last.cancelled():
-                self.spans.add("copy", layer, asked, self.spans.mark(self.device.copies))
+                self.spans.add("copy", block, asked, self.spans.mark(self.device.copies))
 
         if asked is not None:
             when_all_done(reads, has_come)
         return reads
 
-    def read(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[None]]:
-        """Start reading a block into host memory, once the event `free` is reached."""
+    def read(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[None]]:
+        """Start reading a block into host memory, wherever it goes from there: a `Carry` as well."""
         if free is not None:
             self.device.synchronize(free)
-        layout = self.layouts[layer]
+        layout = self.layouts[block]
         return self.source.read(layout, slot.numpy()[: layout.slab_bytes])
 
-    def weights(self, layer: int, slab: Tensor) -> Tensor:
+    def weights(self, block: int, slab: Tensor) -> Tensor:
         """Return the part of a slab, laid out as its file, from the block's first weight on."""
-        return slab[self.layouts[layer].sent]
+        return slab[self.layouts[block].sent]
 
     def begin_pass(self, num_rows: int) -> None:
         """Note that a pass of `num_rows` over experts follows."""
@@ -106,7 +107,7 @@ class HostCarrier:
         self.resident.clear()
 
 
-class FeedingCarrier(HostCarrier):
+class FeedingCarrier(Carrier):
     """Brings blocks to the memory of a device; its thread sends what has to be waited for.
 
     Args:
@@ -132,7 +133,7 @@ class FeedingCarrier(HostCarrier):
         notes = (self.pinned.note, self.source.note if self._is_reading else None)
         return "; ".join(note for note in notes if note) or None
 
-    def weights(self, layer: int, slab: Tensor) -> Tensor:
+    def weights(self, block: int, slab: Tensor) -> Tensor:
         """Return the slab: copies began with the first weight."""
         return slab
 
@@ -162,9 +163,10 @@ class DeviceCarrier(FeedingCarrier):
         self._disk_layers = _layers_in(tiers, LayerTier.DISK)
         disk_bytes = max((layouts[n].slab_bytes for n in self._disk_layers), default=0)
         num_buffers = num_host_slots if self._disk_layers else 0
-        buffers = [pinned.allocate(disk_bytes).tensor for _ in range(num_buffers)]
+        buffers = [pinned.allocate(disk_bytes) for _ in range(num_buffers)]
         assert buffers or not self._disk_layers, "layers on disk need host slots to be read into"
-        self.ahead = SlotCycle(self.read, self._disk_layers, buffers)
+        self.ahead = SlotCycle(self.read, self._disk_layers, [one.tensor for one in buffers])
+        self._is_ahead_locked = all(one.is_pinned for one in buffers)
         self._is_reading = bool(self._disk_layers)
 
     @property
@@ -178,7 +180,8 @@ class DeviceCarrier(FeedingCarrier):
         # a generator: buffers are made while the ones before are read
         host_buffers = ((self.layouts[n], self._host(n).array) for n in self._host_layers)
         read_all(self.source, host_buffers, on_bytes)
-        if not all(buffer.is_pinned for buffer in self.host_buffers.values()):
+        are_locked = all(buffer.is_pinned for buffer in self.host_buffers.values())
+        if not (are_locked and self._is_ahead_locked):
             self.sender.expect_unlocked()
 
     def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Event]]:
@@ -204,7 +207,7 @@ class DeviceCarrier(FeedingCarrier):
         # returns once the thread has finished what it is doing
         self._feed.submit(int).result()
         self.ahead.stop()
-        self.device.synchronize(self.device.record(self.device.copies))
+        self.device.synchronize(self.device.mark(self.device.copies))
 
     def close(self) -> None:
         """End the thread and let go of the memory; nothing moves."""
@@ -220,7 +223,8 @@ class DeviceCarrier(FeedingCarrier):
         host_buffer = self.host_buffers.get(layer)
         try:
             slab = self.ahead.acquire(layer)[0] if host_buffer is None else host_buffer.tensor
-            sent = self._send(layer, slot, free, slab, is_locked=host_buffer is None)
+            is_locked = host_buffer is None and self._is_ahead_locked
+            sent = self._send(layer, slot, free, slab, is_locked=is_locked)
         # raised where the layer is acquired
         except BaseException as error:
             ready.set_exception(error)
@@ -240,7 +244,7 @@ class DeviceCarrier(FeedingCarrier):
         """Read resident layers, through buffers that later hold other layers if large enough."""
         device = self.device
         # the memory may still be in use by what was enqueued before
-        device.wait(device.copies, device.record(device.compute))
+        device.wait(device.copies, device.mark(device.compute))
         size = max(slab.nbytes for slab in self.resident.values())
         hosts = [self._host(n).tensor for n in self._host_layers[:NUM_LOADERS]]
         fitting = [buffer for buffer in (*self.ahead.slots, *hosts) if len(buffer) >= size]
@@ -252,11 +256,11 @@ class DeviceCarrier(FeedingCarrier):
             for layer, slab in self.resident.items():
                 weights = loading.acquire(layer)[0][self.layouts[layer].sent]
                 device.copy(slab[: len(weights)], weights, device.copies)
-                loading.release(layer, device.record(device.copies))
+                loading.release(layer, device.mark(device.copies))
                 on_bytes(self.layouts[layer].slab_bytes)
         finally:
             loading.stop()
-            device.synchronize(device.record(device.copies))
+            device.synchronize(device.mark(device.copies))
             for buffer in own:
                 self.pinned.release(buffer)
 

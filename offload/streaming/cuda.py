@@ -49,7 +49,7 @@ class StagingRing:
     # the same memory as the device sees it, int64
     _seen: Tensor
     # gives an event behind all that has been given to the stream that computes
-    _record: Callable[[], Event]
+    _mark: Callable[[], Event]
     # waits for an event
     _synchronize: Callable[[Event], None]
     # by part where it begins, and an event of the stream that computes, behind its last reader;
@@ -72,7 +72,7 @@ class StagingRing:
         sent = words.bitwise_or(0)
         if self._parts and place + len(given) - self._parts[-1][0] <= _PART_BYTES:
             place = self._parts.pop()[0]
-        self._parts.append((place, self._record()))
+        self._parts.append((place, self._mark()))
         return sent.view(torch.uint8)[: len(given)].view(source.dtype).view(source.shape)
 
     def _free_place(self, num_bytes: int) -> int:
@@ -153,14 +153,14 @@ class CudaDevice(Device):
             what = "what a step sends waits behind layers, it needs memory locked by cupy"
             return f"{what} ({why}): install cupy"
         seen = torch.as_tensor(_SeenByKernels(buffer.array), device=self.torch_device)
-        record = partial(self.record, self.compute)
-        self._ring = StagingRing(buffer.array, seen, record, self.synchronize)
+        mark = partial(self.mark, self.compute)
+        self._ring = StagingRing(buffer.array, seen, mark, self.synchronize)
         resources.callback(self._unstage)
         return None
 
     def _unstage(self) -> None:
         # the last uploads may still be read
-        self.synchronize(self.record(self.compute))
+        self.synchronize(self.mark(self.compute))
         self._ring = None
 
     def upload(self, source: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class CudaDevice(Device):
         with torch.cuda.stream(stream):
             tensor.fill_(value)
 
-    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
+    def mark(self, stream: Stream, *, is_timed: bool = False) -> Event:
         """Return an event; a thread that waits for it sleeps: spinning takes a reader's core."""
         event = torch.cuda.Event(enable_timing=is_timed, blocking=True)
         event.record(stream)

@@ -88,7 +88,7 @@ class Device:
         """Enqueue setting every byte."""
         tensor.fill_(value)
 
-    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
+    def mark(self, stream: Stream, *, is_timed: bool = False) -> Event:
         """Return an event that is reached when everything enqueued so far is done."""
         return time.perf_counter()
 
@@ -167,7 +167,7 @@ def device_of(options: "LoadOptions", assumed: "Assumptions | None" = None) -> D
 
 
 # takes the kind of work (copy, wait, compute), the layer, its start and end by perf_counter
-Record = Callable[[str, int, float, float], None]
+Listener = Callable[[str, int, float, float], None]
 
 
 class Spans:
@@ -180,29 +180,29 @@ class Spans:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._listener: Record | None = None
+        self._listener: Listener | None = None
         # kinds of work, layers, and the timed events before and after
         self._spans = deque[tuple[str, int, Event, Event]]()
         self._origin: Event = None
         self._origin_s = 0.0
 
     @property
-    def listener(self) -> Record | None:
+    def listener(self) -> Listener | None:
         """Return what hears of spans. Before another is set, it hears of all queued work."""
         return self._listener
 
     @listener.setter
-    def listener(self, listener: Record | None) -> None:
+    def listener(self, listener: Listener | None) -> None:
         self._tell_reached()
         self._listener = listener
         if listener is not None:
-            self._origin = self._device.record(self._device.compute, is_timed=True)
+            self._origin = self._device.mark(self._device.compute, is_timed=True)
             self._device.synchronize(self._origin)
             self._origin_s = time.perf_counter()
 
     def mark(self, stream: Stream) -> Event:
         """Return a timed event while a listener is set, None otherwise."""
-        return None if self._listener is None else self._device.record(stream, is_timed=True)
+        return None if self._listener is None else self._device.mark(stream, is_timed=True)
 
     def add(self, kind: str, layer: int, before: Event, after: Event) -> None:
         """Note work on `layer` between these timed events; nothing where one is None."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from offload.checkpoint.files import Stamp
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
-from offload.errors import ReadError
+from offload.errors import ReadError, UserError
 
 
 class ByteSource(Protocol):
@@ -312,7 +312,10 @@ class _Throttle:
 
 
 def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
-    """Return descriptors of all shards, and whether all have O_DIRECT. Raises `ReadError`."""
+    """Return descriptors of all shards, and whether all have O_DIRECT.
+
+    Raises `ReadError`, and `UserError` where so many may not be open.
+    """
     direct = [_open_direct(path) for path in shards]
     opened = [fd for fd in direct if fd is not None]
     if len(opened) == len(shards):
@@ -327,6 +330,9 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
         except OSError as error:
             for fd in buffered:
                 os.close(fd)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                rule = f"{len(shards)} files of weights must be open at once"
+                raise UserError(f"{rule}, {error.strerror}: raise `ulimit -n`") from None
             raise ReadError(f"{path.name} cannot be opened any more: {error.strerror}") from error
         os.posix_fadvise(buffered[-1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return buffered, False

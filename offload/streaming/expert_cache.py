@@ -8,11 +8,9 @@ is read, used and dropped: the slot that it borrows is *passing*, and at most `n
 once. So a pass that needs more than there are slots (a prompt) costs the kept ones nothing, where
 dropping what was used longest ago would keep nothing at all. Figures are in `bench/LOG.md`.
 
-Invariants: what is held never gives way; a block lies in one slot, or in none; a slot holds one
+Invariants: what is lent never gives way; a block lies in one slot, or in none; a slot holds one
 block, or is empty. Blocks are numbered in the order in which a pass comes to them.
 """
-
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,8 +20,6 @@ HALF_LIVES_TOKENS = (4.0, 32.0)
 _LEARNING = 0.98
 # squared uses that speak for both averages alike: less than one pass of any mixture has
 _PRIOR = 1.0
-# Slots for blocks that do not stay: as many as are read at once.
-NUM_PASSING = 8
 # Of two popular blocks, one that the pass has still to come to is needed sooner.
 _AHEAD = 1.15
 # a pass of n rows ages what was before by n^0.2 tokens: most rows of a tree are rejected
@@ -59,7 +55,7 @@ class ExpertCache:
         num_slots: int,
         *,
         uses_B: ArrayLike | None = None,
-        num_passing: int = NUM_PASSING,
+        num_passing: int,
     ) -> None:
         assert num_slots >= 2, "one slot computes while the next one is read"
         self.num_passing = max(2, min(num_passing, num_slots // 2))
@@ -75,11 +71,11 @@ class ExpertCache:
         self._products_2 = np.zeros(2)
         self._slot_of_B = np.full(num_blocks, -1)
         self._block_in_S = np.full(num_slots, -1)
-        self._num_holds_S = np.zeros(num_slots, dtype=np.int64)
+        self._num_lent_S = np.zeros(num_slots, dtype=np.int64)
         # worth of the block in each slot; infinite where it may not give way
         self._worth_S = np.full(num_slots, np.inf)
         self._empty = list(range(num_slots - 1, -1, -1))
-        # slots that are held for blocks that shall not stay
+        # slots that are lent to blocks that shall not stay
         self._passing = set[int]()
         self.begin_pass()
 
@@ -129,7 +125,7 @@ class ExpertCache:
         blocks = self._block_in_S[idle]
         self._worth_S[idle] = self.uses_B[blocks] * np.where(blocks > block, _AHEAD, 1.0)
 
-    def hold(self, block: int) -> int | None:
+    def lend(self, block: int) -> int | None:
         """Return the slot of a block, None where it is not there.
 
         The block stays in the slot until `release` was called as often as this.
@@ -137,39 +133,39 @@ class ExpertCache:
         slot = int(self._slot_of_B[block])
         if slot < 0:
             return None
-        self._num_holds_S[slot] += 1
+        self._num_lent_S[slot] += 1
         self._worth_S[slot] = np.inf
         return slot
 
-    def place(self, block: int) -> int | None:
-        """Return a slot for a block that is not there, held from now on.
+    def make_room(self, block: int) -> int | None:
+        """Return a slot for a block that is not there, lent from now on.
 
-        None where nothing may give way before something is released; never where nothing is held.
+        None where nothing may give way before something is released; never where nothing is lent.
         """
         assert self._slot_of_B[block] < 0, f"block {block} is there already"
         slot = self._empty.pop() if self._empty else self._take(block)
         if slot is not None:
             self._slot_of_B[block] = slot
             self._block_in_S[slot] = block
-            self._num_holds_S[slot] = 1
+            self._num_lent_S[slot] = 1
             self._worth_S[slot] = np.inf
         return slot
 
     def release(self, block: int) -> None:
-        """Release one hold; without any the block stays until it gives way."""
+        """Take back what was lent once; what is no longer lent stays until it gives way."""
         slot = int(self._slot_of_B[block])
-        assert slot >= 0 and self._num_holds_S[slot] > 0, f"block {block} is not held"
-        self._num_holds_S[slot] -= 1
-        if not self._num_holds_S[slot]:
+        assert slot >= 0 and self._num_lent_S[slot] > 0, f"block {block} is not lent"
+        self._num_lent_S[slot] -= 1
+        if not self._num_lent_S[slot]:
             self._worth_S[slot] = self.uses_B[block] * (_AHEAD if block > self._last else 1.0)
             self._passing.discard(slot)
 
     def forget(self, block: int) -> None:
-        """Forget a block that could not be read, although it is held, and empty its slot."""
+        """Forget a block that could not be read, although it is lent, and empty its slot."""
         slot = int(self._slot_of_B[block])
         if slot >= 0:
             self._slot_of_B[block] = self._block_in_S[slot] = -1
-            self._num_holds_S[slot] = 0
+            self._num_lent_S[slot] = 0
             self._worth_S[slot] = np.inf
             self._passing.discard(slot)
             self._empty.append(slot)
@@ -184,11 +180,6 @@ class ExpertCache:
         """Return the share of missing blocks that a pass of `num_rows` is expected to need."""
         missing = np.minimum(self.uses_B[self._slot_of_B < 0], 1.0)
         return float(np.mean(1 - (1 - missing) ** num_rows)) if len(missing) else 0.0
-
-    def kept(self) -> Iterator[int]:
-        """Return the blocks that are there, most used first."""
-        blocks = self._block_in_S[self._block_in_S >= 0]
-        return iter(blocks[np.argsort(-self.uses_B[blocks], kind="stable")].tolist())
 
     def _take(self, block: int) -> int | None:
         """Return the slot whose block is needed least, if that one may give way to `block`."""

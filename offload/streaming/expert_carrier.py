@@ -85,7 +85,7 @@ class DeviceExpertCarrier(FeedingCarrier):
         delivery = _Delivery(slot, free, Future())
         with self._lock:
             is_coming = block in self._deliveries
-            lies_in = None if is_coming else self._cache.hold(block)
+            lies_in = None if is_coming else self._cache.lend(block)
             if lies_in is None:
                 self._deliveries.setdefault(block, []).append(delivery)
             if lies_in is None and not is_coming:
@@ -107,7 +107,7 @@ class DeviceExpertCarrier(FeedingCarrier):
         for reads in list(self._reads.values()):
             drop(reads)
         self._feed.shutdown()
-        self.device.synchronize(self.device.record(self.device.copies))
+        self.device.synchronize(self.device.mark(self.device.copies))
         self._slots.clear()
 
     def _read_on(self) -> None:
@@ -121,12 +121,12 @@ class DeviceExpertCarrier(FeedingCarrier):
                 self._fail(block, error)
 
     def _next_read(self) -> tuple[int, int] | None:
-        """Return the next block to read and its slot, which is held from now on."""
+        """Return the next block to read and its slot, which is lent from now on."""
         with self._lock:
             while self._queue:
                 block = self._queue[0]
                 is_wanted = not all(one.ready.cancelled() for one in self._deliveries[block])
-                slot = self._cache.place(block) if is_wanted else None
+                slot = self._cache.make_room(block) if is_wanted else None
                 if is_wanted and slot is None:
                     return None
                 self._queue.popleft()
@@ -170,7 +170,7 @@ class DeviceExpertCarrier(FeedingCarrier):
                 delivery.ready.set_exception(error)
 
     def _deliver(self, block: int, slot: int, deliveries: Sequence[_Delivery]) -> None:
-        """Send a block that is there and held, and release it."""
+        """Send a block that is there and lent, and release it."""
         weights = self._slots[slot][self.layouts[block].sent]
         is_locked = self._is_pinned[slot]
         for delivery in deliveries:
@@ -178,7 +178,7 @@ class DeviceExpertCarrier(FeedingCarrier):
                 continue
             try:
                 where = (delivery.slot, delivery.free, weights)
-                sent = self.sender.send(block, *where, is_locked=is_locked, place=slot)
+                sent = self.sender.send(block, *where, is_locked=is_locked, host_slot=slot)
             except BaseException as error:
                 delivery.ready.set_exception(error)
             else:

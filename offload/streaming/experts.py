@@ -9,7 +9,7 @@ Which block lies in which slot, `ExpertCache` says, and a carrier moves what is 
 from a disk where a CPU computes, by way of a second pool in host memory to a device, where
 everything is only enqueued.
 
-Invariant: a slot is written to only when its block is not held, after the event behind its last
+Invariant: a slot is written to only when its block is not lent, after the event behind its last
 use; behind a pass that was not finished, for any reason, the pool is empty.
 """
 
@@ -26,7 +26,7 @@ from offload.checkpoint.layout import SlabLayout
 from offload.interrupts import held_back
 from offload.memory.tiers import num_passing
 from offload.planning.cost_model import NEVER
-from offload.streaming.carriers import HostCarrier
+from offload.streaming.carriers import Carrier
 from offload.streaming.device import POISON, Device, Event, Stall
 from offload.streaming.disk import ByteSource, drop, when_all_done
 from offload.streaming.expert_cache import ExpertCache, warm_order
@@ -41,7 +41,7 @@ _LEAST_SHARE = 0.4
 Records = Sequence[Sequence[SlabLayout]]
 
 
-class _Transfer(NamedTuple):
+class _Arrival(NamedTuple):
     """An expert on its way into a slot."""
 
     parts: Sequence[Future[Any]]
@@ -53,9 +53,10 @@ class ExpertPool:
     """Hands out experts, `block` = place of the layer x E + expert.
 
     Args:
-        records: their layouts.
-        slots: flat bytes (num_slots, slot_bytes), where `device` computes.
-        carrier: moves blocks into slots.
+        records: their layouts, layer by layer.
+        slots: flat bytes (num_slots, slot_bytes), where the carrier's device computes.
+        carrier: moves blocks into slots; it has the layouts by block.
+        cache: says which block lies in which of the slots.
         ahead_rows: from so many rows on a pass reads ahead.
 
     Attributes:
@@ -69,7 +70,7 @@ class ExpertPool:
         self,
         records: Records,
         slots: Tensor,
-        carrier: HostCarrier,
+        carrier: Carrier,
         cache: ExpertCache,
         ahead_rows: int,
     ) -> None:
@@ -89,14 +90,14 @@ class ExpertPool:
         # tests fill slots with NaN before anything else comes into them
         self.poison_released = False
         # by slot
-        self._arriving: dict[int, _Transfer] = {}
+        self._arriving: dict[int, _Arrival] = {}
         # slots lie in memory that was in use before
-        self._opened = self._device.record(self._device.compute)
+        self._opened = self._device.mark(self._device.compute)
         # by slot
         self._free: dict[int, Event] = {}
         # blocks to read ahead
         self._schedule = deque[int]()
-        # blocks that were read ahead and are held, in this order
+        # blocks that were read ahead and are lent, in this order
         self._guessed = dict[int, None]()
 
     @property
@@ -132,7 +133,7 @@ class ExpertPool:
         self.uses_LE[layer, np.asarray(experts, np.intp)] += np.asarray(uses, np.int64)
         blocks = [first + expert for expert in experts]
         cache.use(blocks, uses)
-        slots = {block: slot for block in blocks if (slot := cache.hold(block)) is not None}
+        slots = {block: slot for block in blocks if (slot := cache.lend(block)) is not None}
         # the routers of these layers have run
         end = first + self._num_experts
         while self._schedule and self._schedule[0] < end:
@@ -149,10 +150,10 @@ class ExpertPool:
             block = next((block for block in queue if self._has_come(slots[block])), queue[0])
             queue.remove(block)
             yield block - first, self.records[block], self._arrived(block, slots[block])
-            self._free[slots[block]] = self._device.record(self._device.compute)
+            self._free[slots[block]] = self._device.mark(self._device.compute)
             cache.release(block)
             self._ask(wanted, slots, queue)
-        assert not wanted, "a slot is free where nothing is held"
+        assert not wanted, "a slot is free where nothing is lent"
         self._is_whole = layer + 1 == len(self.uses_LE)
 
     def warm(
@@ -168,13 +169,13 @@ class ExpertPool:
         asked = list[int]()
         self._is_whole = False
         for block in blocks[: len(self._slots)]:
-            if (slot := self._cache.place(block)) is None:
+            if (slot := self._cache.make_room(block)) is None:
                 break
             self._start(block, slot)
             asked.append(block)
         for block in asked:
-            slot = self._cache.hold(block)
-            assert slot is not None, "it is held since"
+            slot = self._cache.lend(block)
+            assert slot is not None, "it is lent since"
             self._arrived(block, slot)
             num_bytes += self.records[block].slab_bytes
             on_bytes(num_bytes, total_bytes)
@@ -191,7 +192,7 @@ class ExpertPool:
     def _ask(self, wanted: deque[int], slots: dict[int, int], queue: deque[int]) -> None:
         """Start reading what is missing, as far as there are slots, then what may come next."""
         while wanted:
-            slot = self._cache.place(wanted[0])
+            slot = self._cache.make_room(wanted[0])
             if slot is None and not queue and self._guessed:
                 self._give_up([next(reversed(self._guessed))])
                 continue
@@ -206,9 +207,9 @@ class ExpertPool:
     def _read_ahead(self) -> None:
         while self._schedule:
             block = self._schedule[0]
-            if self._cache.hold(block) is not None:
+            if self._cache.lend(block) is not None:
                 self._cache.release(block)
-            elif (slot := self._cache.place(block)) is not None:
+            elif (slot := self._cache.make_room(block)) is not None:
                 self._guessed[block] = None
                 self._start(block, slot)
             else:
@@ -223,14 +224,14 @@ class ExpertPool:
         return not is_known or self._cache.missing_share(num_rows) >= _LEAST_SHARE
 
     def _empty(self) -> None:
-        """Forget all that is there, on its way or held: a stopped pass leaves it half done."""
+        """Forget all that is there, on its way or lent: a stopped pass leaves it half done."""
         self._schedule.clear()
         self._guessed.clear()
         for slot in list(self._arriving):
             self._drop(slot)
         self._free.clear()
         # kernels of that pass may still run
-        self._opened = self._device.record(self._device.compute)
+        self._opened = self._device.mark(self._device.compute)
         self._cache = self._cache.emptied()
 
     def _give_up(self, blocks: Sequence[int] | dict[int, None]) -> None:
@@ -249,7 +250,7 @@ class ExpertPool:
         with held_back():
             free = self._free.get(slot, self._opened)
             parts = carried(self._carry, block, self._slots[slot], free)
-            coming = self._arriving[slot] = _Transfer(parts, [])
+            coming = self._arriving[slot] = _Arrival(parts, [])
             when_all_done(parts, lambda _: coming.landed.append(True))
         self.bytes_read += self.records[block].slab_bytes
 
@@ -266,11 +267,11 @@ class ExpertPool:
         """Return the slab, once it is there for what is enqueued from now on."""
         if slot in self._arriving:
             device = self._device
-            before = device.record(device.compute, is_timed=True)
+            before = device.mark(device.compute, is_timed=True)
             ready = arrived(self._arriving[slot].parts)
             del self._arriving[slot]
             device.wait(device.compute, ready)
-            self._stall.add(before, device.record(device.compute, is_timed=True))
+            self._stall.add(before, device.mark(device.compute, is_timed=True))
         return self.carrier.weights(block, self._slots[slot])
 
 
@@ -293,7 +294,7 @@ def open_pool(
     flat = [record for layer in records for record in layer]
     slot_bytes = max(record.slab_bytes for record in flat)
     if not device.has_own_memory:
-        carrier = HostCarrier(source, flat, (), device)
+        carrier = Carrier(source, flat, (), device)
     else:
         pinned = device.open_allocator()
         resources.callback(pinned.close)

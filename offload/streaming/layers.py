@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.plan import MemoryPlan
-from offload.streaming.carriers import DeviceCarrier, HostCarrier
+from offload.streaming.carriers import Carrier, DeviceCarrier
 from offload.streaming.device import POISON, Device, Event, Stall
 from offload.streaming.disk import ByteSource
 from offload.streaming.slot_cycle import SlotCycle
@@ -29,7 +29,7 @@ class LayerStream:
     On a device everything but a wait for the disk is only enqueued.
     """
 
-    def __init__(self, carrier: HostCarrier, num_slots: int) -> None:
+    def __init__(self, carrier: Carrier, num_slots: int) -> None:
         self.carrier = carrier
         self._device = carrier.device
         self._spans = carrier.spans
@@ -81,10 +81,10 @@ class LayerStream:
         if layer in self.carrier.resident:
             self._arrived = self._spans.mark(device.compute)
             return self.carrier.weights(layer, self.carrier.resident[layer])
-        before = device.record(device.compute, is_timed=True)
+        before = device.mark(device.compute, is_timed=True)
         slot, ready = self.cycle.acquire(layer)
         device.wait(device.compute, ready)
-        self._arrived = device.record(device.compute, is_timed=True)
+        self._arrived = device.mark(device.compute, is_timed=True)
         self._stall.add(before, self._arrived)
         self._spans.add("wait", layer, before, self._arrived)
         self.bytes_read += self.carrier.layouts[layer].slab_bytes
@@ -94,12 +94,12 @@ class LayerStream:
         """Note that everything that reads the weights of `layer` has been enqueued."""
         device = self._device
         self._spans.add("compute", layer, self._arrived, self._spans.mark(device.compute))
-        slot = self.cycle.held.get(layer)
+        slot = self.cycle.lent.get(layer)
         if slot is None:
             return
         if self.poison_released:
             device.fill(slot, POISON, device.compute)
-        self.cycle.release(layer, device.record(device.compute))
+        self.cycle.release(layer, device.mark(device.compute))
 
     def stop(self) -> None:
         """Forget what is on its way; on return nothing moves any more."""
@@ -116,7 +116,7 @@ class LayerStream:
     def _start(self, once: Sequence[int] = ()) -> None:
         self.carrier.start()
         # an abandoned pass may still read the slots
-        self.cycle.start(self._device.record(self._device.compute), once)
+        self.cycle.start(self._device.mark(self._device.compute), once)
 
 
 def open_layers(
@@ -128,12 +128,14 @@ def open_layers(
 ) -> LayerStream:
     """Return layers placed by the plan, nothing of which is read yet; `resources` closes them."""
     sizes = [layout.slab_bytes for layout in layouts]
-    assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
+    of_encoder = sizes[len(plan.layer_bytes) :]
+    has_room = sum(of_encoder) <= plan.encoder_bytes or max(of_encoder) <= plan.layer_slot_bytes
+    assert has_room and all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
     if not device.has_own_memory:
         encoder = range(len(plan.tier_L), len(layouts))
         stays = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
         stays += encoder if plan.encoder_bytes else []
-        carrier = HostCarrier(source, layouts, stays, device, encoder)
+        carrier = Carrier(source, layouts, stays, device, encoder)
     else:
         if device.torch_device.type == "cuda":
             # slots will not fit into what measuring has left behind

@@ -13,7 +13,6 @@ Invariant: a buffer says whether it is locked.
 """
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
@@ -25,34 +24,9 @@ import numpy as np
 import torch
 
 from offload.errors import reason
+from offload.machine import cpus_near, stay_on
 from offload.streaming.disk import allocate
 from offload.units import format_bytes
-
-
-def cpus_near(pci_address: str, sys: Path = Path("/sys")) -> frozenset[int] | None:
-    """Return the processors on the memory node of a PCI device such as `0000:3b:00.0`.
-
-    Only those open to this process; None if unknown.
-    """
-    try:
-        node = int((sys / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
-        listed = (sys / f"devices/system/node/node{node}/cpulist").read_text() if node >= 0 else ""
-    except (OSError, ValueError):
-        return None
-    return (_parse_list(listed) & os.sched_getaffinity(0)) or None
-
-
-def stay_on(cpus: frozenset[int] | None) -> None:
-    """Bind the calling thread, and no other, to these processors."""
-    if cpus:
-        os.sched_setaffinity(0, cpus)
-
-
-def _parse_list(text: str) -> frozenset[int]:
-    """Parse a list such as `0-3,8`, as the system writes it."""
-    ranges = (part.partition("-") for part in text.strip().split(",") if part)
-    return frozenset(cpu for lo, _, hi in ranges for cpu in range(int(lo), int(hi or lo) + 1))
-
 
 _PAGE_BYTES = 4096
 _NO_LIMIT = 1 << 62

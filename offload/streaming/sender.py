@@ -23,7 +23,7 @@ class Sender:
     Any thread may send what is locked, one thread what is not.
 
     Attributes:
-        last: by place, the event after the last copy of a locked block that lay there.
+        last: by host slot, the event after the last copy of a locked block that lay there.
     """
 
     def __init__(self, device: Device, pinned: PinnedAllocator, spans: Spans) -> None:
@@ -47,7 +47,7 @@ class Sender:
         weights: Tensor,
         *,
         is_locked: bool,
-        place: int | None = None,
+        host_slot: int | None = None,
     ) -> Event:
         """Enqueue the copy of a block into a slot behind the event `free`; return the event after.
 
@@ -55,8 +55,8 @@ class Sender:
 
         Args:
             weights: of the block in host memory, from the first one on.
-            place: a number for that memory, by which the last copy from there is found; None: it is
-                never written again.
+            host_slot: the number of that memory, by which the last copy from there is found; None:
+                it is never written again.
         """
         device = self._device
         to = slot[: len(weights)]
@@ -65,9 +65,9 @@ class Sender:
             begun = self._spans.mark(device.copies)
             if is_locked:
                 device.copy(to, weights, device.copies)
-                sent = device.record(device.copies, is_timed=begun is not None)
-                if place is not None:
-                    self.last[place] = sent
+                sent = device.mark(device.copies, is_timed=begun is not None)
+                if host_slot is not None:
+                    self.last[host_slot] = sent
         if not is_locked:
             assert self._bounces is not None, "memory that is not locked was expected"
             sent = self._bounces.send(to, weights, is_timed=begun is not None)
@@ -97,6 +97,6 @@ class Bounces:
             if last is not None:
                 device.synchronize(last)
             device.copy(part, bounce[: len(piece)].copy_(piece), device.copies)
-            sent = device.record(device.copies, is_timed=is_timed)
+            sent = device.mark(device.copies, is_timed=is_timed)
             self._next.append((bounce, sent))
         return sent

@@ -65,14 +65,14 @@ class SlotCycle:
         is_cycle: whether the first block follows the last.
 
     Attributes:
-        held: the slots of blocks that were acquired and not released.
+        lent: the slots of blocks that were acquired and not released.
     """
 
     def __init__(
         self, carry: Carry, blocks: Sequence[int], slots: Sequence[Tensor], *, is_cycle: bool = True
     ) -> None:
         self.slots = list(slots)
-        self.held = dict[int, Tensor]()
+        self.lent = dict[int, Tensor]()
         self._carry = carry
         self._blocks = blocks
         self._is_cycle = is_cycle
@@ -104,12 +104,12 @@ class SlotCycle:
         transfer = self._transfers[0]
         ready = arrived(transfer.parts)
         del self._transfers[0]
-        self.held[block] = transfer.slot
+        self.lent[block] = transfer.slot
         return transfer.slot, ready
 
     def release(self, block: int, free: Event = None) -> None:
         """Give the slot of `block` back: it is filled again once `free` is reached."""
-        self._fill(self.held.pop(block), free)
+        self._fill(self.lent.pop(block), free)
 
     def cancel(self) -> None:
         """Let no transfer begin that has not begun; `acquire` raises where it waits for one."""
@@ -123,7 +123,7 @@ class SlotCycle:
         for transfer in self._transfers:
             drop(transfer.parts)
         self._transfers.clear()
-        self.held.clear()
+        self.lent.clear()
 
     def _fill(self, slot: Tensor, free: Event) -> None:
         block = next(self._order, None)

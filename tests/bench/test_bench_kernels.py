@@ -49,7 +49,7 @@ class ClockDevice(FakeDevice):
     def fill(self, tensor: Any, value: int, stream: Any) -> None:
         self.now_s, self.num_fills = self.now_s + 100.0, self.num_fills + 1
 
-    def record(self, stream: Any, *, is_timed: bool = False) -> Any:
+    def mark(self, stream: Any, *, is_timed: bool = False) -> Any:
         assert is_timed and stream is self.compute, "times are those of the compute stream"
         return self.now_s
 

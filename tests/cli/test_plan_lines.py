@@ -15,7 +15,6 @@ from tiny import FAMILIES, save_pair
 from transformers import AutoConfig
 
 import offload
-from offload.calibration import link as rates
 from offload.cli.flags import as_flags
 from offload.cli.plan_lines import _count, wrapped
 from offload.planning.load_options import LoadOptions
@@ -83,7 +82,7 @@ def test_the_answer_comes_first(machine: tuple[str, ...], words: tuple[str, ...]
 
 
 def test_what_counts_of_computing_is_said(pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.calibration.link.product_flops_per_s", lambda *_: 1e12)
+    monkeypatch.setattr("offload.calibration.rates.product_flops_per_s", lambda *_: 1e12)
     out = printed(*pair, *LAPTOP[:2], "--disk-speed", "100GB", "--context", "1024", "--tree", "64x8")
     told = " ".join(out.split())
     assert out.startswith("It runs: at least 1.1 seconds per token without a draft (1.1 to 1.5 with it).")
@@ -178,7 +177,7 @@ SMALL_LAPTOP = ("--ram", "3.2GB", "--disk-speed", "2GB", "--context", "2048")
 @pytest.fixture(autouse=True)
 def same_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine computes decides how many rows a prompt's pass has, and those take memory from experts."""
-    monkeypatch.setattr(rates, "product_flops_per_s", lambda *_: 1e11)
+    monkeypatch.setattr("offload.calibration.rates.product_flops_per_s", lambda *_: 1e11)
 
 
 def config_of(folder: Path, kind: str, **changes: Any) -> str:

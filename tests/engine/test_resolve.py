@@ -20,6 +20,7 @@ from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import estimate
 from offload.sampling_options import Sampling
 from offload.streaming.device import HOST
+from offload.streaming.disk import DiskReader
 
 LINK = 1e9
 HOW: dict[str, Any] = {"context": 128, "threads": 1, "profile": "none"}
@@ -36,8 +37,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """With what the link was measured; it is always as fast."""
     found = list[dict[str, Any]]()
     monkeypatch.setattr("offload.calibration.link.link_bytes_per_s", lambda _, **how: found.append(how) or LINK)
-    monkeypatch.setattr("offload.calibration.link.product_flops_per_s", lambda *_: 1e9)
+    monkeypatch.setattr("offload.calibration.rates.product_flops_per_s", lambda *_: 1e9)
     return found
+
+
+class Elsewhere(DiskReader):
+    """What brings weights from another place."""
 
 
 # with which no tree is larger
@@ -88,7 +93,9 @@ def test_what_one_refuses_the_others_refuse(pair: tuple[str, str], tmp_path: Pat
 def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str], asked: list[dict[str, Any]]) -> None:
     options = LoadOptions(*pair, ram=streaming_ram(*pair, **TIGHT), link_limit="1MB", **HOW)
     estimate(options, has_packing=False)
-    assert [one["limit_bytes_per_s"] for one in asked] == [1_000_000]
+    assert [(one["limit_bytes_per_s"], one["open_source"]) for one in asked] == [(1_000_000, DiskReader)]
+    resolve(options, open_source=Elsewhere).measure_link(1)
+    assert asked[-1]["open_source"] is Elsewhere, "weights that come from elsewhere come at another rate"
 
 
 def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:

@@ -143,9 +143,9 @@ def missed(calls: Calls, cache: ExpertCache) -> list[int]:
     for name, given in calls:
         getattr(cache, name)(*given)
         blocks = [*given[0]] if name == "use" else []  # type: ignore[misc]
-        waiting = [block for block in blocks if cache.hold(block) is not None]
+        waiting = [block for block in blocks if cache.lend(block) is not None]
         for block in [block for block in blocks if block not in waiting]:
-            while cache.place(block) is None:
+            while cache.make_room(block) is None:
                 cache.release(waiting.pop(0))
             waiting.append(block)
             found.append(block)

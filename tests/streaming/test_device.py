@@ -19,6 +19,7 @@ from marks import needs_cuda
 from shell import run_python
 
 from offload.errors import UserError
+from offload.machine import cpus_near, stay_on
 from offload.streaming import cuda as driver
 from offload.streaming.cuda import CudaDevice, StagingRing, open_device
 from offload.streaming.device import HOST
@@ -29,10 +30,8 @@ from offload.streaming.pinned import (
     PinnedAllocator,
     RefusedError,
     RegisteredPinning,
-    cpus_near,
     forget_cuda_error,
     sees_registered,
-    stay_on,
     touch_pages,
 )
 
@@ -225,7 +224,7 @@ def test_every_call_names_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     def calls() -> None:
         card.copy(Target(), None, card.copies)  # type: ignore[arg-type]
         card.fill(Target(), 7, card.compute)  # type: ignore[arg-type]
-        event = card.record(card.copies, is_timed=True)
+        event = card.mark(card.copies, is_timed=True)
         card.wait(card.compute, event)
         card.synchronize(event)
         assert card.elapsed_s(event, event) == 2.5

@@ -18,7 +18,7 @@ from shell import run_python
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, TensorPart, slab_layout
-from offload.errors import ReadError
+from offload.errors import ReadError, UserError
 from offload.streaming import disk as host_store
 from offload.streaming.disk import DiskReader, allocate
 
@@ -125,6 +125,23 @@ def test_a_shard_that_is_gone_is_named_and_nothing_stays_open(tmp_path: Path) ->
     with pytest.raises(ReadError, match=rf"{checkpoint.shards[-1].name} cannot be opened any more: No such file"):
         DiskReader(checkpoint.shards)
     assert open_files() == before
+
+
+def test_more_shards_than_may_be_open_are_told_of_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, before, opens = random_checkpoint(tmp_path, 3), open_files(), os.open
+    first, *_ = checkpoint.shards
+
+    def only_first(path: Path, flags: int) -> int:
+        if path != first:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opens(path, flags)
+
+    monkeypatch.setattr(os, "open", only_first)
+    num = len(checkpoint.shards)
+    with pytest.raises(UserError, match=rf"{num} files of weights must be open at once, Too many .*: raise `ulimit"):
+        DiskReader(checkpoint.shards)
+    monkeypatch.undo()
+    assert num > 1 and open_files() == before
 
 
 def test_opening_is_not_enough_for_direct_reads(tmp_path: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:

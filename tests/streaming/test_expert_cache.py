@@ -3,6 +3,7 @@
 import random
 import sys
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +12,26 @@ from offload.streaming import expert_cache
 from offload.streaming.expert_cache import HALF_LIVES_TOKENS, ExpertCache, warm_order
 
 
+def cache_of(num_blocks: int, num_slots: int, **more: Any) -> ExpertCache:
+    return ExpertCache(num_blocks, num_slots, num_passing=8, **more)
+
+
+def kept(cache: ExpertCache) -> list[int]:
+    """The blocks that are there, most used first."""
+    blocks = cache._block_in_S[cache._block_in_S >= 0]
+    return blocks[np.argsort(-cache.uses_B[blocks], kind="stable")].tolist()
+
+
 def need(cache: ExpertCache, blocks: list[int], *, uses: bool = True) -> list[int]:
     """One layer of a pass as a pool serves it, hits first and misses in waves; returns the misses."""
     if uses:
         cache.use(blocks)
-    there = [block for block in blocks if cache.hold(block) is not None]
+    there = [block for block in blocks if cache.lend(block) is not None]
     missing, waiting = [block for block in blocks if block not in there], []
     for block in there:
         cache.release(block)
     for block in missing:
-        while cache.place(block) is None:
+        while cache.make_room(block) is None:
             cache.release(waiting.pop(0))
         waiting.append(block)
     for block in waiting:
@@ -38,22 +49,22 @@ def passes(cache: ExpertCache, blocks: list[int], times: int) -> int:
 
 
 def test_what_fits_is_read_once_a_larger_cycle_still_hits_and_a_new_subject_takes_over() -> None:
-    cache = ExpertCache(100, 10)
+    cache = cache_of(100, 10)
     assert passes(cache, list(range(10)), 20) == 10
-    assert sorted(cache.kept()) == list(range(10))
+    assert sorted(kept(cache)) == list(range(10))
     # Dropping what was used longest ago would hit never.
-    cache = ExpertCache(100, 30)
+    cache = cache_of(100, 30)
     passes(cache, list(range(40)), 5)
     assert passes(cache, list(range(40)), 20) <= 20 * (40 - 30 + cache.num_passing)
     # A new subject takes over.
-    cache = ExpertCache(200, 40)
+    cache = cache_of(200, 40)
     passes(cache, list(range(30)), 200)
     passes(cache, list(range(100, 130)), int(max(HALF_LIVES_TOKENS)))
     assert passes(cache, list(range(100, 130)), 1) == 0
 
 
 def test_what_is_used_stays_when_a_pass_needs_everything_or_blocks_pass_through() -> None:
-    cache = ExpertCache(1000, 50)
+    cache = cache_of(1000, 50)
     popular = list(range(42))
     passes(cache, [*popular, *range(100, 108)], 1)
     passes(cache, popular, 30)
@@ -62,45 +73,45 @@ def test_what_is_used_stays_when_a_pass_needs_everything_or_blocks_pass_through(
     cache.begin_pass()
     assert need(cache, popular) == []
     # Whole layers, read ahead of the router: no `use`, and nothing that is kept gives way.
-    cache = ExpertCache(1000, 50)
+    cache = cache_of(1000, 50)
     popular = list(range(42))
     passes(cache, popular, 10)
     for block in range(100, 1000):
-        assert cache.place(block) is not None
+        assert cache.make_room(block) is not None
         cache.release(block)
-    assert set(popular) <= set(cache.kept())
+    assert set(popular) <= set(kept(cache))
 
 
 def test_what_is_held_never_gives_way() -> None:
-    cache = ExpertCache(20, 4)
+    cache = cache_of(20, 4)
     for block in range(4):
-        assert cache.place(block) is not None
+        assert cache.make_room(block) is not None
     cache.use([7])
-    assert cache.place(7) is None, "every slot is held"
-    assert cache.hold(2) is not None
+    assert cache.make_room(7) is None, "every slot is held"
+    assert cache.lend(2) is not None
     cache.release(2)
-    assert cache.place(7) is None, "it was held twice"
+    assert cache.make_room(7) is None, "it was held twice"
     cache.release(2)
-    slot = cache.place(7)
-    assert slot is not None and cache.hold(2) is None and cache.hold(7) == slot
+    slot = cache.make_room(7)
+    assert slot is not None and cache.lend(2) is None and cache.lend(7) == slot
 
 
 def test_at_most_a_few_slots_pass_at_once_and_a_failed_read_leaves_an_empty_one() -> None:
     cache = ExpertCache(100, 20, num_passing=3)
     passes(cache, list(range(20)), 5)
-    assert [cache.place(block) is not None for block in range(50, 54)] == [True, True, True, False]
+    assert [cache.make_room(block) is not None for block in range(50, 54)] == [True, True, True, False]
     cache.release(50)
-    assert cache.place(54) is not None and cache.hold(50) is None
+    assert cache.make_room(54) is not None and cache.lend(50) is None
     cache.begin_pass(1000)
     cache.use([60], 1000)
-    assert cache.place(60) is not None, "one that is used more than what is kept is no passing one"
+    assert cache.make_room(60) is not None, "one that is used more than what is kept is no passing one"
     # A failed read leaves an empty slot.
-    cache = ExpertCache(20, 2)
-    slot = cache.place(3)
-    cache.hold(3)
+    cache = cache_of(20, 2)
+    slot = cache.make_room(3)
+    cache.lend(3)
     cache.forget(3)
-    assert cache.hold(3) is None and list(cache.kept()) == []
-    assert {cache.place(4), cache.place(5)} == {0, 1} and slot is not None
+    assert cache.lend(3) is None and list(kept(cache)) == []
+    assert {cache.make_room(4), cache.make_room(5)} == {0, 1} and slot is not None
     cache.forget(6)
 
 
@@ -108,15 +119,15 @@ def test_a_warm_start_keeps_what_was_counted_and_uses_are_shares_of_rows_lately(
     uses = np.zeros(100)
     uses[[5, 70]] = 0.3, 0.9
     assert warm_order(uses).tolist() == [70, 5]
-    cache = ExpertCache(100, 4, uses_B=uses)
+    cache = cache_of(100, 4, uses_B=uses)
     for block in (5, 70, 1, 2, 3, 4, 6, 7):
-        assert cache.place(block) is not None
+        assert cache.make_room(block) is not None
         cache.release(block)
-    assert list(cache.kept())[:2] == [70, 5]
+    assert list(kept(cache))[:2] == [70, 5]
     with pytest.raises(AssertionError, match="one share"):
-        ExpertCache(100, 4, uses_B=[1.0])
+        cache_of(100, 4, uses_B=[1.0])
     # Uses are shares of rows lately.
-    cache, rng = ExpertCache(10, 4), random.Random(0)
+    cache, rng = cache_of(10, 4), random.Random(0)
     for _ in range(1000):
         cache.begin_pass()
         cache.use([1, rng.choice([2, 3])])
@@ -133,7 +144,7 @@ def test_a_warm_start_keeps_what_was_counted_and_uses_are_shares_of_rows_lately(
 @pytest.mark.parametrize(("stay", "wins"), [(1, 0), (400, 1)])
 def test_it_is_learnt_whether_habits_are_short_or_long(stay: int, wins: int) -> None:
     """Blocks that are drawn anew all the time have a popularity alone; such as stay for some tokens a recency."""
-    cache, rng = ExpertCache(40, 4), np.random.default_rng(0)
+    cache, rng = cache_of(40, 4), np.random.default_rng(0)
     popular = np.array([0.5] * 4 + [0.05] * 36)
     for number in range(600):
         if stay == 1:
@@ -149,21 +160,21 @@ def test_it_is_learnt_whether_habits_are_short_or_long(stay: int, wins: int) -> 
 
 def test_a_prompt_tells_what_is_popular_and_of_two_alike_the_one_ahead_stays() -> None:
     """By the rows that need a block, even where one run needs everything once."""
-    cache, rows = ExpertCache(200, 30), np.ones(200, dtype=int)
+    cache, rows = cache_of(200, 30), np.ones(200, dtype=int)
     rows[150:170] = 100
     cache.begin_pass(512)
     cache.use(np.arange(200), rows)
     need(cache, list(range(200)), uses=False)
-    assert set(range(150, 170)) <= set(cache.kept())
+    assert set(range(150, 170)) <= set(kept(cache))
     # Of two that are as popular the one ahead stays.
-    cache = ExpertCache(100, 4)
+    cache = cache_of(100, 4)
     cache.begin_pass()
     cache.use([10, 20, 80, 90])
     for block in (80, 10, 90, 20):
-        cache.place(block), cache.release(block)
+        cache.make_room(block), cache.release(block)
     cache.use([50], 2)
-    assert cache.place(50) is not None
-    assert sorted(cache.kept()) in ([10, 50, 80, 90], [20, 50, 80, 90])
+    assert cache.make_room(50) is not None
+    assert sorted(kept(cache)) in ([10, 50, 80, 90], [20, 50, 80, 90])
 
 
 def test_any_order_of_calls_keeps_the_books() -> None:
@@ -184,23 +195,23 @@ def test_any_order_of_calls_keeps_the_books() -> None:
         elif choice < 0.62:
             cache.forget(block)
             place_of.pop(block, None), holds.pop(block, None)
-        elif (slot := cache.hold(block)) is not None:
+        elif (slot := cache.lend(block)) is not None:
             assert place_of[block] == slot
             holds[block] = holds.get(block, 0) + 1
-        elif (slot := cache.place(block)) is not None:
+        elif (slot := cache.make_room(block)) is not None:
             assert not any(place_of[one] == slot for one in holds), "a held block gave way"
             place_of = {one: place for one, place in place_of.items() if place != slot} | {block: slot}
             holds[block] = 1
         else:
             assert holds, "None where nothing is held"
-        assert sorted(cache.kept()) == sorted(place_of)
+        assert sorted(kept(cache)) == sorted(place_of)
 
 
 def test_a_decision_looks_at_no_slot_in_python() -> None:
     """It calls as many functions in a pool of ten times the slots: what is searched is searched by NumPy."""
 
     def num_calls(num_slots: int) -> int:
-        cache, rng, num = ExpertCache(15_000, num_slots), random.Random(2), 0
+        cache, rng, num = cache_of(15_000, num_slots), random.Random(2), 0
         for _ in range(20):
             cache.begin_pass()
             need(cache, rng.sample(range(15_000), 200))
@@ -234,7 +245,7 @@ def routed(num_texts: int = 3, num_tokens: int = 150) -> list[list[list[int]]]:
 
 
 def misses_of(tokens: list[list[list[int]]], num_slots: int) -> int:
-    cache, misses = ExpertCache(192, num_slots), 0
+    cache, misses = cache_of(192, num_slots), 0
     for layers in tokens:
         cache.begin_pass()
         misses += sum(len(need(cache, blocks)) for blocks in layers)

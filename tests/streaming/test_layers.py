@@ -24,7 +24,7 @@ from offload.checkpoint.safetensors import read_header
 from offload.errors import ReadError
 from offload.memory.planner import model_shape
 from offload.model.tree_model import TreeModel
-from offload.streaming.carriers import HostCarrier
+from offload.streaming.carriers import Carrier
 from offload.streaming.device import HOST
 from offload.streaming.disk import ByteSource, DiskReader, finish
 from offload.streaming.layers import LayerStream
@@ -64,7 +64,7 @@ class ToldStore:
 def stream_over(
     store: Any, resident: set[int], num_slots: int, layouts: Sequence[SlabLayout] = tuple(LAYOUTS)
 ) -> LayerStream:
-    stream = LayerStream(HostCarrier(store, layouts, sorted(resident), HOST), num_slots)
+    stream = LayerStream(Carrier(store, layouts, sorted(resident), HOST), num_slots)
     stream.load_resident()
     return stream
 

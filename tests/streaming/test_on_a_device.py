@@ -233,9 +233,9 @@ def test_layers_are_what_was_sent(place: Place) -> None:
     card, layer = place.card, place.arena.allocate((100 << 20) + 7).array
     source, slot = torch.from_numpy(layer), card.allocate(len(layer))
     source.random_(0, 255)
-    card.wait(card.copies, card.record(card.compute))
+    card.wait(card.copies, card.mark(card.compute))
     card.copy(slot, source, card.copies)
-    card.wait(card.compute, card.record(card.copies))
+    card.wait(card.compute, card.mark(card.copies))
     assert torch.equal(slot.cpu(), source)
 
 
@@ -244,10 +244,10 @@ def test_a_recording_does_not_wait_for_layers(place: Place) -> None:
     slot, number = card.allocate(len(layer)), torch.zeros(8, device=card.torch_device)
     record = CudaRecorder(torch.cuda.Stream(card.torch_device))
     first = record(lambda: number.add_(1))  # allocates, and holds the memory of all
-    card.synchronize(card.record(card.compute))
+    card.synchronize(card.mark(card.compute))
     for _ in range(4):
         card.copy(slot, layer, card.copies)
-    copied = card.record(card.copies)
+    copied = card.mark(card.copies)
     replay = record(lambda: number.add_(1))
     assert not copied.query(), "the recording has waited for copies, or these take no time"
     replay()

@@ -148,14 +148,14 @@ def ring(num_bytes: int) -> Run:
         uploads = StagingRing(
             staged,
             Seen(seen, device.clocks),
-            lambda: device.record(device.compute),
+            lambda: device.mark(device.compute),
             device.synchronize,  # type: ignore[arg-type]
         )
         draw = np.random.default_rng(0)
         for _ in range(60):
             source = torch.from_numpy(draw.integers(0, 255, int(draw.integers(1, num_bytes // 3)), dtype=np.uint8))
             assert torch.equal(uploads.send(source), source)
-        device.synchronize(device.record(device.compute))
+        device.synchronize(device.mark(device.compute))
         pinned.close()
 
     return run
@@ -260,7 +260,7 @@ def upload_by(device: ClockDevice) -> Callable[[Tensor], Tensor]:
     with StrictDevice():
         seen = OnCard(torch.from_numpy(array).view(torch.int64))
     staged: Any = Staged(array, device.clocks)
-    uploads = StagingRing(staged, seen, lambda: device.record(device.compute), device.synchronize)
+    uploads = StagingRing(staged, seen, lambda: device.mark(device.compute), device.synchronize)
 
     def send(tensor: Tensor) -> Tensor:
         is_here = isinstance(tensor, OnCard)
