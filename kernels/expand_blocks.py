@@ -429,6 +429,57 @@ def _q23_value(at: tl.tensor, half: tl.tensor, k: tl.tensor, KIND: tl.constexpr)
     return value
 
 
+@jit
+def _coded_value(
+    at: tl.tensor,
+    scale: tl.tensor,
+    k: tl.tensor,
+    KIND: tl.constexpr,
+    FIRST: tl.constexpr,
+    CODES_0: tl.constexpr,
+    CODES_1: tl.constexpr,
+    CODES_2: tl.constexpr,
+    CODES_3: tl.constexpr,
+) -> tl.tensor:
+    """Return number `k` of a block whose nibbles, from byte `FIRST` on, are the places of codes."""
+    group = k // 32
+    q = tl.load(at + FIRST + 16 * group + k % 16)
+    q = (q >> (4 * (k // 16 % 2)).to(tl.uint8) & 15).to(tl.int64)
+    word = tl.where(
+        q < 8, tl.where(q < 4, CODES_0, CODES_1), tl.where(q < 12, CODES_2, CODES_3)
+    ).to(tl.int64)
+    code = (word >> 8 * (q % 4) & 255).to(tl.int32)
+    code = tl.where(code < 128, code, code - 256).to(tl.float32)
+    if KIND == "IQ4_XS":
+        low = tl.load(at + 4 + group // 2) >> (4 * (group % 2)).to(tl.uint8) & 15
+        high = tl.load(at + 2 + group // 4) >> (2 * (group % 4)).to(tl.uint8) & 3
+        scale = scale * ((low | high << 4).to(tl.int32) - 32).to(tl.float32)
+    return scale * code
+
+
+@jit
+def _q45_k_value(
+    at: tl.tensor,
+    half: tl.tensor,
+    scale: tl.tensor,
+    k: tl.tensor,
+    KIND: tl.constexpr,
+    BYTES: tl.constexpr,
+) -> tl.tensor:
+    """Return number `k` of a block of Q4_K or Q5_K, which begins at `at`, seen as halves at `half`."""
+    group = k // 32
+    q = tl.load(at + (BYTES - 128) + (k // 64) * 32 + k % 32) >> (4 * (group % 2)).to(tl.uint8) & 15
+    if KIND == "Q5_K":
+        q |= (tl.load(at + 16 + k % 32) >> group.to(tl.uint8) & 1) << 4
+    low = tl.load(at + 4 + group % 4)
+    off = tl.load(at + 8 + group % 4)
+    high = tl.load(at + 12 + group % 4)
+    factor = tl.where(group < 4, low & 63, high & 15 | low >> 6 << 4).to(tl.float32)
+    shift = tl.where(group < 4, off & 63, high >> 4 | off >> 6 << 4).to(tl.float32)
+    by = tl.load(half + 1).to(tl.float32)
+    return scale * factor * q.to(tl.float32) - by * shift
+
+
 @jit(do_not_specialize=["num_numbers"])
 def _expand(
     out: tl.tensor,
@@ -457,19 +508,8 @@ def _expand(
     else:
         scale = tl.load(half + block * (BYTES // 2)).to(tl.float32)
     if (KIND == "IQ4_NL" or KIND == "IQ4_XS") or KIND == "MXFP4":
-        group = k // 32
-        q = tl.load(at + (BYTES - NUMBERS // 2) + 16 * group + k % 16)
-        q = (q >> (4 * (k // 16 % 2)).to(tl.uint8) & 15).to(tl.int64)
-        word = tl.where(
-            q < 8, tl.where(q < 4, CODES_0, CODES_1), tl.where(q < 12, CODES_2, CODES_3)
-        ).to(tl.int64)
-        code = (word >> 8 * (q % 4) & 255).to(tl.int32)
-        code = tl.where(code < 128, code, code - 256).to(tl.float32)
-        if KIND == "IQ4_XS":
-            low = tl.load(at + 4 + group // 2) >> (4 * (group % 2)).to(tl.uint8) & 15
-            high = tl.load(at + 2 + group // 4) >> (2 * (group % 4)).to(tl.uint8) & 3
-            scale = scale * ((low | high << 4).to(tl.int32) - 32).to(tl.float32)
-        value = scale * code
+        first: tl.constexpr = BYTES - NUMBERS // 2
+        value = _coded_value(at, scale, k, KIND, first, CODES_0, CODES_1, CODES_2, CODES_3)
     elif KIND == "Q2_K" or KIND == "Q3_K":
         value = _q23_value(at, half + block * (BYTES // 2), k, KIND)
     elif KIND == "Q8_0":
@@ -481,20 +521,7 @@ def _expand(
         by = tl.load(half + block * (BYTES // 2) + 104).to(tl.float32)
         value = by * group * ((low | high << 4).to(tl.int32) - 32).to(tl.float32)
     elif NUMBERS == 256:
-        group = k // 32
-        q = (
-            tl.load(at + (BYTES - 128) + (k // 64) * 32 + k % 32) >> (4 * (group % 2)).to(tl.uint8)
-            & 15
-        )
-        if KIND == "Q5_K":
-            q |= (tl.load(at + 16 + k % 32) >> group.to(tl.uint8) & 1) << 4
-        low = tl.load(at + 4 + group % 4)
-        off = tl.load(at + 8 + group % 4)
-        high = tl.load(at + 12 + group % 4)
-        factor = tl.where(group < 4, low & 63, high & 15 | low >> 6 << 4).to(tl.float32)
-        shift = tl.where(group < 4, off & 63, high >> 4 | off >> 6 << 4).to(tl.float32)
-        by = tl.load(half + block * (BYTES // 2) + 1).to(tl.float32)
-        value = scale * factor * q.to(tl.float32) - by * shift
+        value = _q45_k_value(at, half + block * (BYTES // 2), scale, k, KIND, BYTES)
     else:
         q = (tl.load(at + (BYTES - 16) + k % 16) >> (4 * (k // 16)).to(tl.uint8) & 15).to(tl.int32)
         if BYTES >= 22:
