@@ -64,15 +64,21 @@ def expand_integers_reference(
             each column has.
         out_NK: bfloat16, float16 or float32.
     """
-    # at once: of a whole matrix torch has a fast way; one word a row counts as contiguous anyway
-    if words_NW.stride(-1) != 1:
-        words_NW = words_NW.clone(memory_format=torch.contiguous_format)
+    # at once: of a whole matrix torch has a fast way
+    words_NW = _lying_in_rows(words_NW)
     middle = _middle(words_NW, bits) if zero_NG is None else 0
     for lo in range(0, len(out_NK), _CHUNK_ROWS):
         rows = slice(lo, lo + _CHUNK_ROWS)
         code_RK = _codes(words_NW[rows], bits, middle)[:, : out_NK.shape[1]]
         zero_RG = None if zero_NG is None else zero_NG[rows]
         out_NK[rows] = scale_groups(code_RK, zero_RG, scale_NG[rows], group)
+
+
+def _lying_in_rows(words_NW: Tensor) -> Tensor:
+    """Return words that can be viewed as bytes; one a row counts as contiguous however they lie."""
+    if words_NW.stride(-1) != 1:
+        return words_NW.clone(memory_format=torch.contiguous_format)
+    return words_NW.contiguous()
 
 
 def _middle(words_NW: Tensor, bits: int) -> int:
@@ -113,7 +119,7 @@ def expand_integers_compiled(
     zero = torch.full_like(scale, _middle(words_NW, bits)) if zero_NG is None else zero_NG.float()
 
     def rows(lo: int, hi: int) -> None:
-        is_turned = isinstance(group, Tensor) or not words_NW.is_contiguous()
+        is_turned = isinstance(group, Tensor) or words_NW.stride(-1) != 1
         step = _CHUNK_ROWS if is_turned else hi - lo  # what is turned stays in the cache
         for first in range(lo, hi, step):
             some = slice(first, min(first + step, hi))
@@ -125,7 +131,7 @@ def expand_integers_compiled(
 def _expand_rows(
     words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int, out_RK: Tensor
 ) -> None:
-    if not words_RW.is_contiguous():
+    if words_RW.stride(-1) != 1:
         lying_RW = words_RW
         words_RW = torch.empty(words_RW.shape, dtype=words_RW.dtype)
         turn(lying_RW.numpy(), words_RW.numpy())
@@ -245,7 +251,7 @@ def expand_integers_kernel(
     out_NK: Tensor,
 ) -> None:
     num_rows, num_columns = out_NK.shape
-    words = words_NW.contiguous()
+    words = _lying_in_rows(words_NW)
     words = words if words.dtype == torch.int8 else words.view(torch.uint8)
     is_ordered = isinstance(group, Tensor)
     expand_row_block[(num_rows, triton.cdiv(num_columns, BLOCK))](

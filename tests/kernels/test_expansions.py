@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from coded_weights import DTYPES, are_equal, forbid_operators
+from coded_weights import DTYPES, EXPANSIONS, are_equal, forbid_operators
 from gguf import GGMLQuantizationType, quants
 from gguf_files import random_blocks
 from marks import DEVICE, ON_DEVICE, needs_cpu, needs_triton
@@ -25,7 +25,7 @@ from offload.kernels.expand_exponents import (
     expand_exponents_reference,
 )
 from offload.kernels.expand_float8 import expand_float8_compiled, expand_float8_kernel, expand_float8_reference
-from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE
+from offload.kernels.expansion import COMPILED, EXPANSION_KERNELS, REFERENCE, Expansion
 from offload.kernels.exponents_layout import CHUNK
 from offload.kernels.jit import HAS_TRITON
 
@@ -95,6 +95,16 @@ def test_threads_share_the_blocks() -> None:
     out_MW = torch.empty_like(value_MW)
     COMPILED.blocks("Q4_K", raw_MB, out_MW)
     assert are_equal(out_MW, value_MW.to(out_MW.dtype))
+
+
+@pytest.mark.parametrize("way", EXPANSIONS)
+def test_one_word_a_row_is_read_as_it_lies(way: Expansion) -> None:
+    """The mistake that was: rows of one word that lie across were taken for rows that lie in a run."""
+    where = "cpu" if way is COMPILED else DEVICE
+    words_N1 = torch.arange(24, device=where).int().view(1, 24).t()[::2]
+    scale_N1, out_NK = torch.ones(12, 1, device=where), torch.empty(12, 8, device=where)
+    way.integers(words_N1, 4, scale_N1, torch.zeros_like(words_N1, dtype=torch.int8), 8, out_NK)
+    assert out_NK[:, :2].tolist() == [[word % 16, word // 16] for word in range(0, 24, 2)]
 
 
 KINDS = (torch.float8_e4m3fn, torch.float8_e5m2)
