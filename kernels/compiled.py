@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, wraps
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from threading import Lock
@@ -34,7 +33,7 @@ _Made = TypeVar("_Made")
 def runs_numba() -> bool:
     """Return whether numba is there, and works with the libraries beside it."""
     try:
-        import_module("numba")
+        import numba  # noqa: F401
     except (ImportError, OSError):
         return False
     return True
