@@ -58,8 +58,8 @@ class Option:
     counts: str = ""  # what a number may not exceed, by name: `cores`
     # chooses among tokens that are drawn, and means nothing to greedy text
     is_drawing: bool = False
-    is_suggested: bool = False  # a model may suggest it in its generation_config.json
-    doors: tuple[str, ...] = ()  # beside the command line: python, http, batch, chat, page, harness
+    # beside the command line: python, http, batch, chat, page, harness, suggested
+    doors: tuple[str, ...] = ()
     called: Mapping[str, str] | None = None  # {door: its name there}, where that is another
     synonyms: tuple[str, ...] = ()  # other names, which doors of programs take for it
     # bounds of OpenAI's protocol, where they are narrower

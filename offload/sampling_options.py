@@ -14,6 +14,8 @@ LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow, and all large ones
 _NUM_SEEDS = 1 << 63
 _WRITE = ("generate", "chat")
 _ALL = ("http", "batch", "chat", "harness")
+# and a model's own generation_config.json
+_SUGGESTED = (*_ALL, "suggested")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -35,7 +37,7 @@ class Sampling:
             name: {"help": "how freely tokens are drawn; 0 is greedy; default: as the model suggests"}
             for name in _WRITE
         },
-        is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
+        is_drawing=True, doors=(*_SUGGESTED, "page"),
         doc="0 is greedy; `generate` and `chat` [ask the model](#sampling) where neither this "
         "nor `--top-p`, `--top-k` or `--min-p` is given; `tune` is greedy",
         page=("0", "10"),
@@ -43,19 +45,19 @@ class Sampling:
     top_p: float = option(
         "--top-p", default=1.0, metavar="P", within="(0, 1]", remedy="1 keeps every token",
         help="keep the likeliest tokens, whose chances sum to P", commands=(*_WRITE, "tune"),
-        is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
+        is_drawing=True, doors=(*_SUGGESTED, "page"),
         page=("0.0001", "1"),
     )
     top_k: int = option(
         "--top-k", default=0, metavar="K", within="0 or more", remedy="0 keeps every token",
         help="keep the K likeliest tokens; 0 keeps all", commands=(*_WRITE, "tune"),
-        is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
+        is_drawing=True, doors=(*_SUGGESTED, "page"),
         page=("0", "1000000"),
     )
     min_p: float = option(
         "--min-p", default=0.0, metavar="P", within="[0, 1]", remedy="0 keeps every token",
         help="keep tokens that are at least P times as likely as the likeliest one", commands=_WRITE,
-        is_drawing=True, is_suggested=True, doors=(*_ALL, "page"),
+        is_drawing=True, doors=(*_SUGGESTED, "page"),
         doc="keep tokens that are at least P times as likely as the likeliest one; after `--top-p`",
         page=("0", "1"),
     )
@@ -69,7 +71,7 @@ class Sampling:
         "--repeat-penalty", "--repetition-penalty", default=1.0, metavar="R",
         within=f"{1 / MOST_PENALTY:g} to {MOST_PENALTY}", remedy="1 is none",
         help="above 1: make tokens of the prompt and the answer less likely", commands=_WRITE,
-        is_suggested=True, doors=_ALL, called={"harness": "repetition_penalty"},
+        doors=_SUGGESTED, called=dict.fromkeys(("harness", "suggested"), "repetition_penalty"),
         synonyms=("repetition_penalty",),
         doc="above 1: [divides logits](#penalties-and-biases) of tokens in the prompt or the "
         "answer",

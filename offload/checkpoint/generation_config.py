@@ -17,7 +17,7 @@ from offload.errors import UserError
 from offload.sampling_options import Sampling
 
 _NAME = "generation_config.json"
-_SUGGESTED = {key: one for key, one in options_at("harness", Sampling).items() if one.is_suggested}
+_SUGGESTED = options_at("suggested", Sampling)
 
 
 def suggested_sampling(model: str, seed: int) -> Sampling:

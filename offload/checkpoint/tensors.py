@@ -67,7 +67,7 @@ class Coded(NamedTuple):
 
     coding: Coding
     companions: tuple[tuple[str, TensorEntry], ...] = ()  # by their suffixes
-    # which it is of tensors of one shape whose rows alternate in the model, and how many these are
+    # rows of `num_woven` tensors alternate in one parameter, and this is number `turn` of them
     turn: int = 0
     num_woven: int = 1
 

@@ -39,11 +39,10 @@ if TYPE_CHECKING:
 _BITS = (4, 8)  # in GPTQ and compressed-tensors
 _GPTQ_SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
+_PACKED_COMPANIONS = (".weight_scale", ".weight_shape", ".weight_zero_point")
 _COMPRESSED_SUFFIXES = (
     ".weight_packed",
-    ".weight_scale",
-    ".weight_shape",
-    ".weight_zero_point",
+    *_PACKED_COMPANIONS,
     ".weight_g_idx",
     ".weight",
     ".input_scale",
@@ -307,7 +306,7 @@ def _recognise_packed(stored: Headers, settings: Settings) -> RecognisedWeight:
         require_shape(".weight_zero_point", stored[".weight_zero_point"].shape, wanted)
     scales = float_type(stored, ".weight_scale")
     coding = PackedIntegers(bits, group, scales, int(has_zero), is_ordered)
-    used = [*_COMPRESSED_SUFFIXES[1:4], *([".weight_g_idx"] if is_ordered else [])]
+    used = [*_PACKED_COMPANIONS, *([".weight_g_idx"] if is_ordered else [])]
     companions = tuple(suffix for suffix in used if suffix in stored)
     return RecognisedWeight(coding, (num_rows, num_columns), (".weight_packed",), companions)
 

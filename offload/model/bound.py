@@ -271,7 +271,7 @@ class BoundModel:
 
     def bind_rest(self, slab: np.ndarray) -> None:
         """Give embeddings, norm and head their weights for good; tied ones share one tensor."""
-        flat = torch.from_numpy(slab[self.rest_layout.sent])
+        flat = torch.from_numpy(slab)
         # the compute type, or fp32 where a family insists
         dtypes = {source: place.empty.dtype for source, place in reversed(self._rest_places)}
         weights = {
@@ -295,11 +295,11 @@ class BoundModel:
     def bind_layer(self, layer: int, slab: Slab) -> None:
         """Let a layer's parameters be views of `slab`, or copies where the types differ.
 
-        An array is as a source fills it, and is sent where the model computes; a tensor holds what
-        is `sent` of one. Views of a tensor are kept: slots are few.
+        Either has what is `sent` of one; an array, as it was fetched, goes where the model
+        computes. Views of a tensor are kept: slots are few.
         """
         if isinstance(slab, np.ndarray):
-            sent = torch.from_numpy(slab[self._layouts[layer].sent]).to(self.torch_device)
+            sent = torch.from_numpy(slab).to(self.torch_device)
             views = self._views_of(layer, sent)
         else:
             sent = slab

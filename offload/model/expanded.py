@@ -127,7 +127,7 @@ class ExpandedWeights:
 
     def words(self, layout: SlabLayout, slab: np.ndarray) -> list[CodedWeight]:
         """Return all that is expanded of a slab, to try functions on; nothing is bound."""
-        sent = torch.from_numpy(slab[layout.sent]).to(self._device)
+        sent = torch.from_numpy(slab).to(self._device)
         return [
             CodedWeight(
                 _coded(part).coding,
@@ -257,7 +257,7 @@ class CompanionScratch:
 
     def companions(self, slab: np.ndarray) -> dict[TensorPart, Companions]:
         """Return all companions, prepared. Raises `UserError` where they cannot be right."""
-        flat = torch.from_numpy(slab[self.layout.sent])
+        flat = torch.from_numpy(slab)
         found = dict[TensorPart, Companions]()
         for index, (name, part) in enumerate(self._parts):
             own = {
@@ -279,7 +279,7 @@ class CompanionScratch:
         dtypes: Mapping[str, torch.dtype],
     ) -> dict[str, Tensor]:
         """Return the weights around the layers, in these types."""
-        flat = torch.from_numpy(slab[self.layout.sent])
+        flat = torch.from_numpy(slab)
         weights = {}
         for name in self._rest:
             parts = _placed(self.layout, name)

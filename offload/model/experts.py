@@ -25,7 +25,7 @@ from offload.sampling.sampler import NOT_NUMBERS
 
 # one expert's weights, by the names that their stacks have
 Weights = Mapping[str, Tensor]
-# Takes a layout, returns its slab as it is read.
+# Takes a layout, returns what is `sent` of its slab.
 Fetch = Callable[[SlabLayout], np.ndarray]
 # Takes a layer, its experts, rising, and how many rows want each; yields each with its layout and
 # its slab as it is `sent`, valid until the next is asked for.
@@ -112,10 +112,7 @@ def find_experts(
 def sample_of(records: Sequence[SlabLayout], fetch: Fetch, device: torch.device) -> Bring:
     """Let a few of these stand for all experts, to try and to time before all have room."""
     num_slabs = min(len(records), max(2, _SAMPLE_BYTES // records[0].slab_bytes))
-    slabs = [
-        (record, torch.from_numpy(fetch(record)[record.sent]).to(device))
-        for record in records[:num_slabs]
-    ]
+    slabs = [(record, torch.from_numpy(fetch(record)).to(device)) for record in records[:num_slabs]]
 
     return lambda _, experts, __: ((expert, *slabs[expert % num_slabs]) for expert in experts)
 

@@ -6,7 +6,7 @@ latter is faster is tried out on the largest matrix. Rounding is to the nearest.
 that was taken over keeps nothing of its slab.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -153,7 +153,7 @@ class HeldWeights:
         vars(linear)["forward"] = partial(self._forward, matrix, linear)
 
     def take_layer(
-        self, layer: nn.Module, places: Iterable[ParameterPlace], expanded: ExpandedWeights
+        self, layer: nn.Module, places: Collection[ParameterPlace], expanded: ExpandedWeights
     ) -> None:
         """Hold all matrices of a bound layer, and copies of all else, so that its slab can go."""
         for name, module in layer.named_modules():

@@ -52,7 +52,7 @@ def _field(one: Option) -> str:
     """Return a field of the settings for an option of drawing."""
     low, high = one.page
     step = "1" if one.kind is int else "any"
-    absent = "as the model suggests" if one.is_suggested else "a new one each time"
+    absent = "as the model suggests" if "suggested" in one.doors else "a new one each time"
     label = one.at("chat").capitalize()
     bounds = f'min="{low}" max="{high}" step="{step}"'
     return f'      <label>{label}<input id="{one.at("http")}" type="number" {bounds} placeholder="{absent}"></label>'

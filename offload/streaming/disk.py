@@ -50,10 +50,10 @@ class ByteSource(Protocol):
         """
 
     def fetch(self, layout: SlabLayout) -> np.ndarray:
-        """Return a slab of its own, complete. Raises `ReadError`."""
+        """Return what is `sent` of a slab of its own, complete. Raises `ReadError`."""
         slab = allocate(layout.slab_bytes)
         finish(self.read(layout, slab))
-        return slab
+        return slab[layout.sent]
 
     def close(self) -> None:
         """Drop queued reads and wait for running ones."""

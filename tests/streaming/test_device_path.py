@@ -232,7 +232,7 @@ def test_views_of_a_slot_are_made_once(base: Path) -> None:
     checkpoint = open_checkpoint(target)
     model, store = TreeModel(checkpoint), DiskReader(checkpoint.shards)
     layout = model.layer_layouts[0]
-    slots = [torch.from_numpy(store.fetch(layout)[layout.sent]) for _ in range(2)]
+    slots = [torch.from_numpy(store.fetch(layout)) for _ in range(2)]
     bound = []
     for slot in (slots[0], slots[1], slots[0]):
         model.bind_layer(0, slot)
