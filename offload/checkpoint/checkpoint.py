@@ -60,7 +60,7 @@ class Checkpoint:
     # of the shards as their headers were read; none where only headers are known
     stamps: tuple[Stamp, ...] = ()
     # folder of small files such as generation_config.json, where it is not `directory`
-    beside: Path | None = None
+    small_folder: Path | None = None
     tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
     held: Held | None = None  # of a draft, that lies in memory in fewer bits
     # bytes of tensors that no text needs, by what they are of
@@ -105,7 +105,7 @@ class Checkpoint:
 
     @property
     def small_files(self) -> Path:
-        return self.beside or self.directory
+        return self.small_folder or self.directory
 
     @property
     def tokenizer_path(self) -> Path:

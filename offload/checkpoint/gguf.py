@@ -83,7 +83,7 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
         shards=files,
         tensors=tensors,
         stamps=tuple(header.stamp for header in headers),
-        beside=folder or file.parent,
+        small_folder=folder or file.parent,
         tokenizer=files[0] if has_own and not has_tokenizer(texts) else texts,
         config_stamp=config_stamp,
     )

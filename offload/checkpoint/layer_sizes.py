@@ -37,9 +37,8 @@ _EXPERT = re.compile(rf"\.{MIXTURE}.*")
 _SCRATCH_ALIGN_BYTES = 256
 _MEND = "give the config that belongs to these weights, or download the checkpoint again"
 
-Record = tuple[int, int]  # layer and expert
-# tensors of each, with their names below it
-Records = Mapping[Record, Sequence[tuple[str, TensorEntry]]]
+# by layer and expert: its tensors, with their names below it
+Records = Mapping[tuple[int, int], Sequence[tuple[str, TensorEntry]]]
 
 
 class RoutedName(NamedTuple):
@@ -140,14 +139,14 @@ def _records(
     if num_experts > MOST_EXPERTS:
         rule = f"{where}: a layer must have at most {MOST_EXPERTS} experts"
         raise UserError(f"{rule}, it has {num_experts}: {_MEND}")
-    records: dict[Record, list[tuple[str, TensorEntry]]] = {}
+    records = defaultdict[tuple[int, int], list[tuple[str, TensorEntry]]](list)
     for name, (layer, number, inner) in routed.items():
         entry = checkpoint.tensors[name]
         if not entry.num_bytes:
             what = f"{name:.80} must not be empty, it has shape {list(entry.shape)}"
             raise UserError(f"{where}: {what}: {_MEND}")
         if number is not None:
-            records.setdefault((layer, number), []).append((inner, entry))
+            records[layer, number].append((inner, entry))
             continue
         if len(entry.shape) > 1 and entry.shape[0] != num_experts:
             raise _disagreement(checkpoint, num_experts, f"{name} has shape {list(entry.shape)}")
@@ -155,7 +154,7 @@ def _records(
             return None
         for expert in range(num_experts):
             own = slice_of(entry, expert, num_experts)
-            records.setdefault((layer, expert), []).append((inner, own))
+            records[layer, expert].append((inner, own))
     return records
 
 

@@ -79,6 +79,10 @@ class Words(NamedTuple):
     slab_lo: int
 
     @property
+    def num_bytes(self) -> int:
+        return self.part.entry.num_bytes
+
+    @property
     def align_bytes(self) -> int:
         return _align_of(self.part.entry)
 
@@ -105,6 +109,11 @@ class SlabLayout:
     def sent(self) -> slice:
         """Return the part of the slab that a device gets."""
         return slice(self.lead_bytes, self.slab_bytes)
+
+    def within_sent(self, weight: Placed | Words) -> slice:
+        """Return where a weight is in that part."""
+        lo = weight.slab_lo - self.lead_bytes
+        return slice(lo, lo + weight.num_bytes)
 
 
 def slab_layout(parameters: Mapping[str, Stack]) -> SlabLayout:

@@ -170,7 +170,7 @@ def read_pair(pair: ModelPair) -> list[KernelChoice]:
         with closing(source):
             count(draft.read_rest(source.fetch, target))
             choices.append(_pick_expansion(pair, draft, source))
-            draft.hold_layers(source.fetch, count)
+            draft.bind_layers(source.fetch, count)
     return choices
 
 
@@ -232,5 +232,5 @@ def resident_model(
         model.read_rest(source.fetch)
         if torch_device == HOST.torch_device:
             model.expand_with(choose_expansion(model, source.fetch, HOST).kernels)
-        model.hold_layers(source.fetch)
+        model.bind_layers(source.fetch)
     return model

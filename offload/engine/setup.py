@@ -35,7 +35,7 @@ class Setup:
     options: LoadOptions
     tree: TreeSpec
     device: Device  # that computes here; of a machine elsewhere `budget` knows it
-    budget: MemoryBudget  # with the type settled that is computed in
+    budget: MemoryBudget
     notes: tuple[str, ...] = ()  # lines for the user
     assumed: Assumptions | None = None  # None where it will be loaded
     open_source: OpenSource = DiskReader
@@ -43,7 +43,10 @@ class Setup:
 
     @property
     def dtype(self) -> str:
-        """Return the type that is computed in; `options` have what was asked for."""
+        """Return the type to compute in, or `auto`: each model's own.
+
+        `options` have what was asked for.
+        """
         return self.budget.dtype
 
     @property

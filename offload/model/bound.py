@@ -23,7 +23,7 @@ from offload.checkpoint.layout import SlabLayout, Stack, TensorPart, is_coded, s
 from offload.checkpoint.tensors import MIXTURE
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
-from offload.model.expanded import CodedWeight, CompanionScratch, ExpandedWeights
+from offload.model.expanded import CodedWeight, CompanionSlab, ExpandedWeights
 from offload.model.experts import (
     Bring,
     Fetch,
@@ -148,7 +148,7 @@ class BoundModel:
             for one in self.experts
             for index, record in enumerate(one.records)
         }
-        self._beside = CompanionScratch(self.checkpoint.name, coded, layouts | records)
+        self._companions = CompanionSlab(self.checkpoint.name, coded, layouts | records)
         self._expanded = ExpandedWeights(
             self._layouts, self._layer_places, self.torch_device, self.dtype, [*records.values()]
         )
@@ -191,13 +191,13 @@ class BoundModel:
         What lies around the layers of a self draft is its `target`'s. Raises `UserError` where
         scales and the like cannot be right, and what `fetch` raises.
         """
-        layout = self._beside.layout
+        layout = self._companions.layout
         # empty where codings have no companions
         is_empty = not layout.coded and not layout.parameters
         slab = np.empty(0, np.uint8) if is_empty else fetch(layout)
         dtypes = {source: place.empty.dtype for source, place in self._rest_places}
-        companions_of = self._beside.companions(slab)
-        self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
+        companions_of = self._companions.companions(slab)
+        self._expanded_rest = self._companions.expanded(slab, companions_of, dtypes)
         self._expanded.keep(companions_of)
         # the rest is read into memory that these would take beside it
         del slab, companions_of
@@ -212,7 +212,7 @@ class BoundModel:
     def rest_bytes(self) -> int:
         """Return the bytes that `read_rest` reads."""
         own_bytes = 0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
-        return self._beside.layout.slab_bytes + own_bytes
+        return self._companions.layout.slab_bytes + own_bytes
 
     def bring_samples(self, fetch: Fetch) -> None:
         """Let a few experts stand for all that come on demand, to try and to time by."""
@@ -250,10 +250,10 @@ class BoundModel:
 
     @property
     def layers_bytes(self) -> int:
-        """Return the bytes that `hold_layers` reads."""
+        """Return the bytes that `bind_layers` reads."""
         return sum(layout.slab_bytes for layout in self._layouts)
 
-    def hold_layers(self, fetch: Fetch, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+    def bind_layers(self, fetch: Fetch, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Read and bind all layers for good, one by one, quantised where they are to be held so.
 
         `on_bytes` hears of the size of each. Raises what `fetch` raises.

@@ -27,7 +27,7 @@ from offload.model.tree_model import TreeModel
 
 Work = Callable[[], None]
 # runs the work at least once; what it returns does it again on the same tensors
-Record = Callable[[Work], Work]
+Recorder = Callable[[Work], Work]
 
 WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 # Passes of another text in a row until it gets the recordings: making them takes as long.
@@ -49,7 +49,7 @@ class _Recording(NamedTuple):
 class Graphs:
     """Recordings of one model's passes over one cache at a time, for `replay_with`."""
 
-    def __init__(self, model: TreeModel, open_recorder: Callable[[], Record]) -> None:
+    def __init__(self, model: TreeModel, open_recorder: Callable[[], Recorder]) -> None:
         assert not model.experts, "what a pass asks for while it runs cannot be recorded"
         assert model.attend is not None, "the shapes of masks change with the prefix"
         self._model = model
@@ -58,7 +58,7 @@ class Graphs:
         self._cache: KVCache | None = None
         # which other one was asked for last, and how often in a row
         self._next: tuple[KVCache, int] | None = None
-        self._record: Record | None = None
+        self._record: Recorder | None = None
         # of the pass that was replayed last; as wide as the widest
         self._logits_WV: Tensor | None = None
         self._recordings: dict[int, _Recording] = {}  # by width

@@ -219,8 +219,8 @@ class ExpandedWeights:
             place.table[place.key] = place.empty
 
 
-class CompanionScratch:
-    """What is read once, transformed and let go: companions, and coded weights around the layers.
+class CompanionSlab:
+    """The slab of what is read once: companions, and coded weights around the layers.
 
     Args:
         where: names the model.
@@ -303,11 +303,7 @@ def _runs_with(name: str, places: Mapping[str, ParameterPlace]) -> nn.Module:
 
 
 def _placed(layout: SlabLayout, name: str) -> _Placed:
-    found = []
-    for part, slab_lo in layout.coded[name]:
-        lo = slab_lo - layout.lead_bytes
-        found.append((part, slice(lo, lo + part.entry.num_bytes)))
-    return found
+    return [(words.part, layout.within_sent(words)) for words in layout.coded[name]]
 
 
 def _num_weights(parts: _Placed) -> int:

@@ -87,7 +87,5 @@ def below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
 
 def view_of(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
     """Return a parameter's numbers in what was sent of a slab."""
-    dtype, shape, slab_lo = layout.parameters[name]
-    lo = slab_lo - layout.lead_bytes
-    flat = sent[lo : lo + layout.parameters[name].num_bytes]
-    return STORED[dtype].decode(flat, shape)
+    placed = layout.parameters[name]
+    return STORED[placed.dtype].decode(sent[layout.within_sent(placed)], placed.shape)
