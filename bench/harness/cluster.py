@@ -156,9 +156,10 @@ def _figures(decoder: Decoder, own_bytes: int, num_passes: int) -> list[RankFigu
     if told := decoder.target.figures():
         return told
     plan = decoder.plan
-    stream = decoder.target.stream
-    moved = (num_passes, 0, plan.streamed_bytes, stream.bytes_read, stream.stall_s)
-    return [RankFigures(plan.ram_bytes, own_bytes, peak_rss_bytes(), *moved, 0, {}, 0.0)]
+    # nothing where the target lies on other ranks
+    moved = decoder.target.moved
+    counts = (num_passes, 0, plan.streamed_bytes, moved.num_bytes, moved.stall_s)
+    return [RankFigures(plan.ram_bytes, own_bytes, peak_rss_bytes(), *counts, 0, {}, 0.0)]
 
 
 if __name__ == "__main__":

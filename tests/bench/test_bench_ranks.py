@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from shell import shell
 
-from offload.bench.harness import command
+from offload.bench.harness import cluster, command
 from offload.bench.harness.cluster import Answer, Order
 from offload.bench.harness.metrics import Burst
 from offload.bench.latency import ranks
+from offload.distributed.pipeline_decoder import RemoteTarget
 from offload.errors import UserError
 from offload.stats import RankFigures
 
@@ -78,6 +80,13 @@ def test_ways_of_a_pipeline_are_compared_text_by_text() -> None:
     assert verdicts["tokens_per_s, async / sync"] == (pytest.approx(1.25), True)
     assert verdicts["tokens_per_s, async,no-cancel / async"] == (pytest.approx(1.5), False)
     assert ranks._held(rows[0]["peak_rss_bytes"]) == "1 MiB"
+
+
+def test_a_head_tells_figures_without_a_target_of_its_own() -> None:
+    plan = SimpleNamespace(ram_bytes=8, streamed_bytes=7)
+    decoder: Any = SimpleNamespace(plan=plan, target=RemoteTarget(9))
+    (found,) = cluster._figures(decoder, 5, 3)
+    assert (found.num_passes, found.bytes_streamed, found.stall_s) == (3, 0, 0.0)
 
 
 @pytest.mark.full
