@@ -374,12 +374,13 @@ def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:
 def link_ceiling(setting: Setting, plan: MemoryPlan | None) -> float | None:
     """Return bytes per second of a plain reader, or of a plan's copies to a device.
 
-    It is None where the plan streams nothing: then no link is a ceiling.
+    It is None where the plan streams nothing, or layers are made where they are computed: then no
+    link is a ceiling.
     """
     if plan is not None and not plan.is_streamed:
         return None
     if not setting.opened.has_own_memory:
-        return plain_rate(setting)
+        return None if setting.is_synthetic else plain_rate(setting)
     assert plan is not None, "what is sent to a device depends on its plan"
     is_read = plan.disk_streamed_bytes and not setting.is_synthetic
     disk = plain_rate(setting) if is_read else math.inf

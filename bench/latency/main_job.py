@@ -23,6 +23,7 @@ from offload.errors import UserError
 from offload.timer import timed
 
 SPEED_TREES = ("64x16", "128x20", "grown:128x20")
+SPEED = decode.Runs(6, 96, 8, trees=("none", *SPEED_TREES), temperatures=(0.0,))
 _RATES = [
     "decode_tokens_per_s",
     "speedup",
@@ -72,10 +73,9 @@ def _passes(setting: Setting) -> tuple[passes.Measured, Row]:
 
 def speed(bench: Bench, setting: Setting) -> Row:
     """Measure tokens per second with and without trees, in turns, and the link's used share."""
-    runs = decode.Runs(6, 96, 8, trees=("none", *SPEED_TREES), temperatures=(0.0,))
-    found = prompts(["code"], runs.num_prompts)
-    with runs.open(setting) as decoder:
-        measured = decode.measure(bench, setting, decoder, runs, found)
+    found = prompts(["code"], SPEED.num_prompts)
+    with SPEED.open(setting) as decoder:
+        measured = decode.measure(bench, setting, decoder, SPEED, found)
     near_ties = setting.prove(measured.written).num_near
     rows = {
         row["tree"]: {name: row[name] for name in _RATES if name in row}
@@ -135,11 +135,13 @@ def main(
 ) -> Findings:
     """The promises of the main job, each beside its ceiling; some minutes on two cores."""
     one_of(row or (), _ROWS, "--row")
-    bench.say_link(bench.setting(size=(size or ["2GB"])[0]))
+    # memory is for the largest of what any row opens
+    need = SPEED.need()
+    bench.say_link(bench.setting(size=(size or ["2GB"])[0], need=need))
     results = list[Row]()
     for name in row or _ROWS:
         for wish in size or (["1GB", "2GB"] if name in ("streaming", "memory") else ["2GB"]):
-            found = _ROWS[name](bench, bench.setting(size=wish))
+            found = _ROWS[name](bench, bench.setting(size=wish, need=need))
             results.append(bench.row({"size": wish, **found}))
             told = [f"{key}: {value}" for key, value in results[-1].items()]
             print(*told, sep="\n   ", end="\n\n", flush=True)

@@ -78,7 +78,8 @@ def measure(
 
     def read_once() -> None:
         num_bytes = decoder.plan.streamed_bytes
-        if num_bytes and not setting.opened.has_own_memory:
+        is_read = num_bytes and not setting.opened.has_own_memory and not setting.is_synthetic
+        if is_read:
             found.read_s.append(plain_read_s(setting.shards, num_bytes))
         elif rate := link_ceiling(setting, decoder.plan):
             found.read_s.append(num_bytes / rate)

@@ -29,6 +29,7 @@ from offload.bench.harness.record import Result, change, changes, read, store
 from offload.bench.harness.steps import Event, Timeline
 from offload.bench.harness.tables import Guard, check, medians
 from offload.bench.latency.decode import FULL, QUICK, Runs
+from offload.bench.latency.main_job import SPEED
 from offload.bench.latency.quantised import FORMATS, quantised
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.imagined import checkpoint_of_config
@@ -51,7 +52,7 @@ def fixed_scores(seed: int) -> tuple[Tensor, object]:
     return logits_TV, score
 
 
-@pytest.mark.parametrize("effort", [QUICK, FULL])
+@pytest.mark.parametrize("effort", [QUICK, FULL, SPEED])
 @pytest.mark.parametrize("size_bytes", [60 * 10**6, 300 * 10**6, 2 * 10**9])
 def test_a_budget_that_is_not_given_has_room_for_what_is_opened(effort: Runs, size_bytes: int) -> None:
     """A quarter of a small target would not hold two layers beside the tree; and of a large one it is a quarter."""
