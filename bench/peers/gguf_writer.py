@@ -4,6 +4,8 @@ Matrices keep their 16 bits, or are rounded as gguf-py rounds them; norms and ro
 and experts one stack by part. Rows of a Llama's query and key projections are reordered: its rotary
 embedding turns neighbours (2i, 2i+1) there where Hugging Face's turns (i, i + K/2). No vocabulary
 is written, because the bench speaks in token ids.
+
+    python -m offload.bench.peers.gguf_writer FOLDER FILE.gguf [Q8_0 | Q4_0]
 """
 
 import re
