@@ -70,7 +70,7 @@ class TokenDecoder:
         self._start_ids = target.start_ids
         self._grammars = config.grammars
         self.lock = DecoderLock(target.computing)
-        # not every tokenizer may be used by two threads
+        # encoding may set how a tokenizer pads and cuts; decoding reads neither
         self._encoding = threading.Lock()
         self._waiting = ThreadWaiting()
         resources.callback(self._waiting.close)

@@ -7,6 +7,7 @@ set, all else is refused with 503.
 Invariant: no route waits in the server's own thread for what takes time.
 """
 
+import re
 import sys
 import time
 import traceback
@@ -232,7 +233,8 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
 
 def _log(error: BaseException) -> None:
     """Print where a fault of ours lies, but no words of an error, which may quote a client."""
-    what = str(error)
+    # what a library says stands in parentheses
+    what = re.sub(r" \(.*\)", "", str(error)) if isinstance(error, HostFault) else str(error)
     if not isinstance(error, HostFault | RunError):
         if refusal_of(error).code != "internal_error":
             return

@@ -21,7 +21,7 @@ from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
 from offload.engine.sequence import Caches, TokenSequence
-from offload.engine.step import share_out
+from offload.engine.step import SpeculationStep, share_out
 from offload.engine.text_stream import TextStream
 from offload.errors import UserError
 from offload.memory.planner import least_budget
@@ -213,7 +213,11 @@ def test_one_that_fails_under_way_fails_alone(pair: Pair, parallel: int, monkeyp
             return right(text, *arguments)
 
         monkeypatch.setattr(TokenSequence, "extend", extend)
-        outcomes = {one.number: one.outcome for one in write_all(decoder, requests)}
+        step, steps, passes = SpeculationStep.step, list[int](), list[int]()
+        monkeypatch.setattr(SpeculationStep, "step", lambda *of: steps.append(1) or step(*of))
+        finished = write_all(decoder, requests, lambda runs: passes.append(1))
+        outcomes = {one.number: one.outcome for one in finished}
+    assert len(steps) == len(passes), "no pass was repeated to see whose error it was"
     assert sorted(outcomes) == [0, 1, 2, 3] and isinstance(outcomes[1], UserError)
     for number in (0, 2, 3):
         outcome = outcomes[number]

@@ -14,7 +14,7 @@ from matrix import matrix
 from processes import Ranks
 from quantised import save_quantised
 from rank_threads import rank_threads
-from tiny import FAMILIES, VOCAB_SIZE, Pair, displaced, save_pair, streaming_ram
+from tiny import FAMILIES, VOCAB_SIZE, Pair, displaced, finished, save_pair, streaming_ram
 
 import offload
 from offload.distributed import stage
@@ -168,6 +168,23 @@ def test_texts_of_a_list_are_those_of_one_process(pairs: Pairs, ranks: str) -> N
         if ranks != "shards":
             with pytest.raises(UserError, match="scores need logits: use `ranks` shards"):
                 decoder.score_texts([(PROMPT, 3)])
+
+
+def test_a_conversation_over_stages_reads_what_is_new(pairs: Pairs) -> None:
+    """And a sequence without limits ends where the context does."""
+    with rank_threads(3, *pairs("llama"), lambda _: _options("stages:0-1,draft:2", "4GiB")) as decoder:
+        first = decoder.run(PROMPT[:30], offload.Sampling(), max_new_tokens=8)
+        ids = finished(first).token_ids
+        longer = [*PROMPT[:30], *ids, *PROMPT[30:]]
+        result = finished(decoder.run(longer, offload.Sampling(), max_new_tokens=8, continues=True))
+        assert result.stats.num_kept_tokens >= 30
+        issued = [num for _, what, _, num in result.stats.runs if what == "issued"]
+        assert issued[0] <= len(longer) - 30, "the prompt's run has no row that is there"
+        assert result.token_ids == decoder.generate(longer, max_new_tokens=8).token_ids
+        sequence = decoder.begin(PROMPT, offload.Sampling())
+        while decoder.step(sequence):
+            assert len(sequence.tokens) <= 128
+        assert len(sequence.tokens) == 128
 
 
 @pytest.mark.parametrize("ranks", ["shards", "stages:0-1"])

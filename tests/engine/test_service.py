@@ -18,7 +18,7 @@ import offload
 from offload.engine import service
 from offload.engine.decoder import Decoder
 from offload.engine.job import MOST_PIECES, Cancelled, Job
-from offload.engine.request import Request
+from offload.engine.request import Request, samples_of
 from offload.engine.service import Closing, Engine, QueueFull
 from offload.engine.text_stream import TextStream
 from offload.errors import ReadError, UserError
@@ -221,6 +221,17 @@ def test_a_disk_that_fails_ends_what_is_under_way(looper: Path) -> None:
             with pytest.raises(ReadError):
                 list(job)
         assert engine.submit(request(3)).result(PATIENCE_S).finish_reason == "length", "it may have been a moment's"
+
+
+def test_a_request_is_proved_again_by_another_decoder_and_where_it_is_changed(looper: Path) -> None:
+    with open_decoder(looper) as decoder, open_decoder(looper) as other:
+        proved = decoder.prepare(request(3))
+        assert decoder.prepare(proved) is proved and other.prepare(proved) is not proved
+        with pytest.raises(UserError, match="tree"):
+            decoder.start(replace(proved, tree="nonsense"))
+        with pytest.raises(UserError, match="exceed the context"):
+            decoder.start(replace(proved, max_new_tokens=10_000))
+        assert [decoder.prepare(one) is one for one in samples_of(proved, 2)] == [True, True]
 
 
 def test_closing_lets_texts_end_within_the_grace(looper: Path) -> None:

@@ -17,6 +17,7 @@ from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving  # noqa: F4
 from waiting import until
 
 from offload.engine.text_stream import TextStream
+from offload.errors import HostFault
 from offload.server.app import create_app
 from offload.server.http_server import HttpServer
 from offload.server.listening import bind
@@ -258,17 +259,25 @@ def test_a_disk_that_fails(looper: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "offload: a request failed: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        (ZeroDivisionError("what the client has sent: a secret"), "ZeroDivisionError at"),
+        (HostFault("the model's tokenizer failed (at a secret): download it again"), "failed: download it again"),
+    ],
+    ids=["a program's", "a model's"],
+)
 def test_a_fault_of_ours_tells_nothing_to_strangers(
-    talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, logged: str, talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
-        raise ZeroDivisionError("what the client has sent: a secret")
+        raise error
 
     with serving(talker) as served:
         monkeypatch.setattr(TextStream, "push", fail)
         assert "secret" not in json.dumps(told(ask(served, CHAT, CHAT_BODY), 500))
     line = capsys.readouterr().err
-    assert "ZeroDivisionError at" in line and "fail" in line
+    assert logged in line and "fail" in line
     assert "secret" not in line
 
 

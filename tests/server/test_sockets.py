@@ -17,6 +17,7 @@ from served import Served, _afresh, held_passes, serving  # noqa: F401
 from waiting import PATIENCE_S, until
 
 from offload.server import http_server
+from offload.server.listening import EarlyAnswers, bind
 from offload.streaming.disk import NUM_READERS
 
 MANY, TEXT = 200, "/v1/completions"
@@ -51,6 +52,26 @@ def read_until(client: socket.socket, wanted: bytes) -> bytes:
 
 def read_all(client: socket.socket) -> bytes:
     return read_until(client, b"nothing ends so")
+
+
+def test_a_client_that_sends_byte_by_byte_keeps_no_model_from_loading() -> None:
+    bound = bind("127.0.0.1", 0)
+    with EarlyAnswers(bound) as early, socket.create_connection(bound.getsockname(), PATIENCE_S) as client:
+        is_over = threading.Event()
+
+        def drip() -> None:
+            with suppress(OSError):
+                while not is_over.wait(0.05):
+                    client.sendall(b"x")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        time.sleep(0.2)
+        began_s = time.monotonic()
+        early.hand_over().close()
+        assert time.monotonic() - began_s < 3
+        is_over.set()
+        dripping.join()
 
 
 def test_the_first_event_comes_at_once(looper: Path) -> None:
