@@ -25,7 +25,7 @@ from torch import Tensor
 
 from offload.checkpoint.sizes import config_sizes
 from offload.distributed.orders import HEAD, Accept, DraftNodeUpdate, Grow, Guessed, Reset
-from offload.distributed.rows import UncommittedRows
+from offload.distributed.rows import RowNode, UncommittedRows
 from offload.distributed.service import Acts, obey
 from offload.distributed.transport import Channel, Transport
 from offload.drafting.base import ByKind
@@ -43,16 +43,11 @@ _ROWS_PER_PASS = 8  # at most
 
 
 @dataclass(slots=True, eq=False)
-class DraftNode:
-    """A token after a path."""
+class DraftNode(RowNode):
+    """A guess of the draft; one with a row was run."""
 
-    token: int
-    position: int
-    parent: "DraftNode | None" = None
-    p: float = 1.0  # its own chance
     log_f: float = 0.0  # of its path below the first root of the text
     number: int | None = None  # by which the head knows it; None was not told yet
-    row: int | None = None  # of those uncommitted; None was not run, or is committed
     children: "list[DraftNode] | None" = None  # of falling chance; None was not run
     score_V: Tensor | None = None  # what they are ranked by
 

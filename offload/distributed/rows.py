@@ -4,19 +4,23 @@ The head knows so what is in every stage's cache, and a draft what is in its own
 """
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-class RowNode(Protocol):
+@dataclass(slots=True, eq=False)
+class RowNode:
     """A token after a path."""
 
-    row: int | None  # among the uncommitted ones; None before it is there and once it is committed
-
-    @property
-    def parent(self) -> Self | None: ...
+    token: int
+    position: int
+    parent: Self | None = None
+    p: float = 1.0  # its chance among its siblings, as drafted
+    # among the uncommitted ones; None before it is there and once it is committed
+    row: int | None = field(default=None, init=False)
 
 
 Node = TypeVar("Node", bound=RowNode)

@@ -33,22 +33,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from offload.distributed.orders import RunOrder, packed
-from offload.distributed.rows import UncommittedRows
+from offload.distributed.rows import RowNode, UncommittedRows
 
 
 @dataclass(slots=True, eq=False)
-class RunNode:
-    """A token after a path."""
+class RunNode(RowNode):
+    """A guess, or an emitted token, as the head knows it; one that was issued has a row."""
 
-    token: int
-    position: int
-    parent: "RunNode | None"
-    p: float = 1.0  # its chance among its siblings, as drafted
     f: float = 1.0  # the chance of its path below the root
     serial: int = 0  # in the order of finding
     run: int | None = None  # None: not issued yet
-    # among the uncommitted rows; None before it is issued and once it is committed
-    row: int | None = None
     drawn: int | None = None  # the target's token after it
     is_dead: bool = False
     children: "dict[int, RunNode]" = field(default_factory=dict)
@@ -91,7 +85,7 @@ class RunTable:
         """
         for run in self._on_way.values():
             run.is_dead = True
-        self.root = RunNode(token, position, None)
+        self.root = RunNode(token, position)
         self._end = end
         self.num_committed = num_kept
         self._nodes = {0: self.root}

@@ -63,7 +63,6 @@ class EngineFigures(NamedTuple):
     waited_s: float = 0.0  # of all requests that were begun, before they were
     moved: Transfers = Transfers()  # by all passes
     recent: tuple[PassDone, ...] = ()  # of the last minute, as far as they are kept
-    pass_began_s: float | None = None  # by the monotonic clock; None while idle
 
 
 class Scheduler:
@@ -81,7 +80,6 @@ class Scheduler:
         self._waiting = deque[weakref.ref[Job]]()
         self._sums = EngineFigures()
         self._recent = deque[PassDone](maxlen=_MOST_RECENT)
-        self._pass_began_s: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -115,14 +113,12 @@ class Scheduler:
         runs = self.runs
         before = self._moved()
         num_texts = sum(run.is_writing for run in runs)
-        began_s = self._pass_began_s = time.monotonic()
+        began_s = time.monotonic()
         try:
             errors = self._sweep_each(runs)
         except RunError as error:  # the disk, or another rank: it is an error of all texts
             self.end_all(error)
             return
-        finally:
-            self._pass_began_s = None
         num_tokens = sum(map(self._hand_out, runs, errors))
         # else there was nothing left to write, or the decoder was closed
         if num_texts and not all(errors):
@@ -160,7 +156,6 @@ class Scheduler:
                 num_active=self.num_active,
                 num_waiting=self.num_waiting,
                 recent=recent,
-                pass_began_s=self._pass_began_s,
             )
 
     @property

@@ -43,7 +43,7 @@ def path_logprobs(
     found = []
     for node, token in zip(nodes, tokens, strict=True):
         logprob_V = rows[node].float().log_softmax(0)
-        logprob_K, token_K = logprob_V.topk(min(num_top, len(logprob_V)))
+        logprob_K, token_K = logprob_V.topk(min(int(num_top), len(logprob_V)))
         top = tuple(zip(token_K.tolist(), logprob_K.tolist(), strict=True))
         found.append(TokenLogprob(token, float(logprob_V[token]), top))
     return found

@@ -94,7 +94,7 @@ def test_what_others_have_gained_by_the_pass_of_one_that_fails_is_handed_out(
 def test_a_decoder_that_is_closed_too_early_leaves_nobody_waiting(looper: Path) -> None:
     with shared_by(looper, 2) as engine, held_passes() as passes:
         jobs = [engine.submit(replace(request(FOR_EVER), tree="none")) for _ in range(4)]
-        until(lambda: engine.figures().pass_began_s is not None)
+        until(lambda: engine.figures().num_active >= 1)
         passes.release(3)
         until(lambda: engine.figures().num_active == 2 and engine.figures().num_passes == 3)
         closing = threading.Thread(target=engine.decoder.close)
@@ -109,7 +109,7 @@ def test_a_decoder_that_is_closed_too_early_leaves_nobody_waiting(looper: Path) 
 def test_who_has_ended_does_not_wait_for_the_others_next_pass(looper: Path) -> None:
     with shared_by(looper, 2) as engine, held_passes() as passes:
         long = engine.submit(replace(request(FOR_EVER), tree="none"))
-        until(lambda: engine.figures().pass_began_s is not None)
+        until(lambda: engine.figures().num_active == 1)
         short = engine.submit(replace(request(2), tree="none"))
         passes.release(3)  # one for the first alone
         assert short.result(PATIENCE_S).finish_reason == "length"
@@ -253,7 +253,7 @@ def test_closing_without_grace_cancels(looper: Path) -> None:
         with held_passes() as passes:
             engine = Engine(decoder)
             job = engine.submit(request(FOR_EVER))
-            until(lambda: engine.figures().pass_began_s is not None)
+            until(lambda: engine.figures().num_active == 1)
             threading.Timer(0.1, passes.release, [1]).start()
             engine.close()
         assert job.result().finish_reason == "interrupted"
