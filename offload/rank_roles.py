@@ -3,15 +3,7 @@
 `ranks`: with `shards` every rank streams its output rows of every layer. With `stages:0-2,draft:3`
 consecutive layers lie on ranks 0 to 2 in that order, and rank 3 only drafts. Rank 0 has the text.
 
-`pipeline` says how runs of a pipeline of stages follow each other:
-
-    plain                   one token at a time, no speculation
-    sync                    one tree, one run, wait for it: pipeline-parallel speculation
-    async                   PipeInfer: drafting goes on while runs are in flight
-    async,rows=8,runs=3     rows of a run (sync: nodes of a tree), most runs in flight
-    async,cut=0.3/0.4/0.01  the paper's cut-off (start/recovery/decay) instead of a price
-    async,no-cancel         an ablation: dead runs are computed to their end
-    async,no-continuous     another: one large batch of guesses instead of micro-batches
+`pipeline` says how runs of a pipeline of stages follow each other; docs/ranks.md has its forms.
 
 Invariant: `pipeline` never changes what is emitted. No torch, so a command can ask at once.
 """

@@ -251,3 +251,10 @@ def test_an_order_that_is_none_of_a_drafts_ends_it() -> None:
     transports[0].send(1, Channel.DRAFT, Commit([0]))
     with pytest.raises(ValueError, match="rank 1 was told to Commit"):
         serve_draft(transports[1], DraftTree(BigramModel(), NUM_TOKENS, 20, 8))  # type: ignore[arg-type]
+
+
+def test_orders_that_cannot_be_end_the_draft_with_a_line() -> None:
+    (transport,) = in_memory(1)
+    transport.send(0, Channel.DRAFT, Reset(0))
+    with pytest.raises(ValueError, match="a text begins with a token"):
+        serve_draft(transport, None)  # type: ignore[arg-type]

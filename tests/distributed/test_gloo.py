@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from offload.checkpoint.identity import PARTS, ModelIdentity
 from offload.distributed import watch
 from offload.distributed.join import joined
 from offload.distributed.orders import Cancel, RunOrder, Stop, as_bytes, encode
+from offload.distributed.service import serving
 from offload.distributed.transport import MAX_BYTES, Channel, _size
 from offload.errors import RankError, UserError
 from offload.interrupts import terminated_later
+from offload.streaming.device import HOST
 
 NUM_MESSAGES = 40
 
@@ -195,6 +198,14 @@ def _stand_still(place, report, rank):
             ranks.transport.receive(rank, Channel.DATA)
         except RankError as error:
             report((str(error), time.monotonic() - began_s, error.is_head_silent))
+
+
+def test_a_service_that_hangs_on_a_rank_that_stands_still_is_not_waited_for():
+    is_over, transport = threading.Event(), SimpleNamespace(is_stalled=True)
+    with serving([lambda: is_over.wait(60)], transport, HOST):
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 30
+    is_over.set()
 
 
 def test_ctrl_c_waits_until_an_exchange_is_over():

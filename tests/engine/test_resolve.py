@@ -109,6 +109,11 @@ def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
         resolve(LoadOptions(*pair, device="cpu"), assumed=Assumptions(machine))
 
 
+def test_the_host_as_an_open_device_is_no_gpu(pair: tuple[str, str]) -> None:
+    with pytest.raises(UserError, match="`gpu_memory`"):
+        offload.load(*pair, "1GiB", device=HOST, gpu_memory="1GiB", **HOW)
+
+
 def test_free_memory_is_asked_for_once(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was checked before libraries took some of it is what is planned with."""
     free = iter([8 << 30, 7 << 30])
