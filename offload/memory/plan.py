@@ -38,8 +38,8 @@ class MemoryBudget:
     dtype: str = "auto"
     context: int | None = None  # of a text; None takes the model's limit, up to `DEFAULT_CONTEXT`
     rule: str = "match"
-    # Routed experts come one by one with demand, within their layers with layers; auto is demand
-    # where that is possible and not everything stays.
+    # how routed experts come: demand, one by one, or with their layers; auto, which is open, plans
+    # as demand does until `planning.budget.with_experts` has settled it
     experts: str = "auto"
     parallel: int = 1  # texts that are written at a time, each with keys and values of its own
     rates: Rates | None = None  # if they are known, they decide the rows of a prompt's pass

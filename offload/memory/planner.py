@@ -11,7 +11,6 @@ budgets; a budget that cannot hold two slots is refused, with the least one that
 
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -158,7 +157,7 @@ def on_demand(shape: ModelShape) -> ModelShape:
 def _plan_experts(
     target: ModelShape, draft: ModelShape | None, num_nodes: int, budget: MemoryBudget
 ) -> MemoryPlan:
-    """Return the plan in which experts come as the budget says, or as is better for auto."""
+    """Return the plan in which experts come as the budget says, one by one where it is open."""
     num_nodes = max(num_nodes, budget.parallel)
 
     def plan_of(shape: ModelShape) -> MemoryPlan:
@@ -167,14 +166,8 @@ def _plan_experts(
 
         return with_prompt_rows(in_rows, shape, budget.positions, budget.rates)
 
-    whole = replace(target, experts=None)
     if target.experts is None or budget.experts == "layers":
-        return plan_of(whole)
-    if budget.experts == "auto":
-        with suppress(UserError):
-            plan = plan_of(whole)
-            if not plan.num_layer_slots:
-                return plan
+        return plan_of(replace(target, experts=None))
     return plan_of(on_demand(target))
 
 

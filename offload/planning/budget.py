@@ -128,18 +128,20 @@ def with_experts(
     """
     if budget.experts != "auto":
         return budget
+    by_layers = replace(budget, experts="layers")
+    if model_shape(files.target, budget.dtype).experts is None:
+        return by_layers
     # a budget that is too small is refused later
-    traffic = traffic_in(budget, files, budget.parallel * (num_nodes or 1))
-    is_mixture = model_shape(files.target, budget.dtype).experts is not None
-    if not is_mixture or (traffic is not None and not traffic.is_streamed):
-        return replace(budget, experts="layers")
+    traffic = traffic_in(by_layers, files, budget.parallel * (num_nodes or 1))
+    if traffic is not None and not traffic.is_streamed:
+        return by_layers
     sizes = (
         [num_nodes]
         if num_nodes
         else [size for size in SIZES if size <= _MAX_NODES and (size == 1 or files.draft)]
     )
-    ways = [replace(budget, experts=experts) for experts in ("demand", "layers")]
     # on demand, where both are equal
+    ways = [replace(budget, experts="demand"), by_layers]
     return min(ways, key=partial(_s_per_token, files=files, sizes=sizes))
 
 

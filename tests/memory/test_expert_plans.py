@@ -60,13 +60,13 @@ def test_layers_come_first_and_experts_have_the_rest(room_mib: int) -> None:
     assert got.is_streamed and 0 <= got.num_kept_experts < NUM
 
 
-def test_what_stays_stays_with_its_layers_unless_it_is_named() -> None:
+def test_experts_come_with_their_layers_where_that_is_named() -> None:
     whole_bytes = sum(SHAPE.layer_bytes)
     fixed = plan_of(1 << 40, experts="layers").fixed_bytes
-    roomy, tight = (plan_of(fixed + whole_bytes - one) for one in (0, 1))
+    roomy, tight = (plan_of(fixed + whole_bytes - one, experts="layers") for one in (0, 1))
     assert not roomy.has_experts and roomy.num_layer_slots == 0 and roomy.layer_bytes == SHAPE.layer_bytes
-    assert not roomy.is_streamed and roomy == plan_of(fixed + whole_bytes, experts="layers")
-    assert tight.has_experts and tight.is_streamed
+    assert not roomy.is_streamed and tight.is_streamed and not tight.has_experts
+    assert plan_of(fixed + whole_bytes).has_experts, "what is open is planned as what needs least"
     named, layers = (plan_of(1 << 40, experts=how) for how in ("demand", "layers"))
     assert named.num_expert_slots == named.num_kept_experts == NUM and not named.is_streamed
     assert not layers.has_experts and "experts" not in layers.as_dict() and "experts" not in repr(layers)
