@@ -33,7 +33,7 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> dict[str, float]:
     """
     gpu, target, draft = KNOWN["l40"], SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
     costs = costs_on(gpu, target, draft, CONTEXT)
-    budget = MemoryBudget(ram=gpu.ram_bytes, gpu=gpu.gpu_bytes, context=CONTEXT)
+    budget = MemoryBudget(ram_bytes=gpu.ram_bytes, gpu_bytes=gpu.gpu_bytes, context=CONTEXT)
     plan = make_plan(target, draft if topology.depth > 0 else None, budget, topology.num_nodes)
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s

@@ -12,12 +12,13 @@ from offload.units import ByteSize
 
 def plan_memory(files: Iterable[Checkpoint | None], *, num_nodes: int, **budget: Any) -> MemoryPlan:
     """Plan for files; sizes may be written out, such as `1GiB`."""
-    sizes = {name: ByteSize.parse(budget[name], f"`{name}`") for name in ("ram", "gpu") if budget.get(name)}
-    return planner.plan_memory(ModelFiles(*files), MemoryBudget(**{**budget, **sizes}), num_nodes)
+    given = {name: budget.pop(name, None) for name in ("ram", "gpu")}
+    sizes = {f"{name}_bytes": one and ByteSize.parse(one, f"`{name}`") for name, one in given.items()}
+    return planner.plan_memory(ModelFiles(*files), MemoryBudget(**budget, **sizes), num_nodes)
 
 
 def make_plan(
     target: ModelShape, draft: ModelShape | None, ram: int, gpu: int | None = None, *, num_nodes: int, **budget: Any
 ) -> MemoryPlan:
     """Plan for shapes, without any file."""
-    return planner.make_plan(target, draft, MemoryBudget(ram=ram, gpu=gpu, **budget), num_nodes)
+    return planner.make_plan(target, draft, MemoryBudget(ram_bytes=ram, gpu_bytes=gpu, **budget), num_nodes)

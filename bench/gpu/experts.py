@@ -94,10 +94,10 @@ def _how(model: Path, about: str) -> dict[str, Any]:
     num_nodes = parse_tree(_LARGEST).num_nodes
 
     def plan(gpu: int, ram: int = 1 << 40) -> MemoryPlan:
-        return plan_memory(files, MemoryBudget(ram=ram, gpu=gpu, **how), num_nodes)
+        return plan_memory(files, MemoryBudget(ram_bytes=ram, gpu_bytes=gpu, **how), num_nodes)
 
     gpu_bytes = least_budget(plan)
-    ram_bytes = least_ram(files, num_nodes, gpu=gpu_bytes, **how)
+    ram_bytes = least_ram(files, num_nodes, gpu_bytes=gpu_bytes, **how)
     here, behind = _SHARES[about]
     experts = plan(gpu_bytes, ram_bytes)
     all_bytes = experts.num_experts * experts.expert_slot_bytes + sum(experts.layer_bytes)

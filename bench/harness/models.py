@@ -53,7 +53,7 @@ def find_setting(
         names = [model] if draft is None else [model, draft]
         headers = list(map(open_headers, names))
         if ram is not None:  # from headers alone: too small for the least of runs
-            budget = MemoryBudget(ram=parse_size(ram, "`ram`"), context=1)
+            budget = MemoryBudget(ram_bytes=parse_size(ram, "`ram`"), context=1)
             plan_memory(ModelFiles(headers[0], headers[1] if draft else None), budget, 1)
         target, *small = fetch(names, headers, screen.wait)
         files = ModelFiles(target, *small)

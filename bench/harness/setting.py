@@ -74,7 +74,9 @@ class Setting(NamedTuple):
 
             def plan(gpu: int) -> MemoryPlan:
                 return plan_memory(
-                    self.files, MemoryBudget(ram=self.ram_bytes, gpu=gpu, **how), num_nodes
+                    self.files,
+                    MemoryBudget(ram_bytes=self.ram_bytes, gpu_bytes=gpu, **how),
+                    num_nodes,
                 )
 
             place = self._replace(gpu_memory=least_budget(plan))
@@ -121,7 +123,7 @@ def least_ram(
     """Return the least RAM for which a plan is made that `holds`; `budget` has further fields."""
 
     def plan(ram: int) -> MemoryPlan:
-        found = plan_memory(files, MemoryBudget(ram=ram, **budget), num_nodes)
+        found = plan_memory(files, MemoryBudget(ram_bytes=ram, **budget), num_nodes)
         if not holds(found):
             raise UserError("it is too little")
         return found
@@ -143,7 +145,7 @@ class Need(NamedTuple):
         how: Any = {"context": self.context, "rule": self.rule, "parallel": self.parallel}
         quarter_bytes = files.target.num_bytes // 4
         try:
-            plan_memory(files, MemoryBudget(ram=_ROOMY_BYTES, **how), num_nodes)
+            plan_memory(files, MemoryBudget(ram_bytes=_ROOMY_BYTES, **how), num_nodes)
         except UserError:  # what no memory holds is refused when it is opened
             return quarter_bytes
         return max(quarter_bytes, least_ram(files, num_nodes, **how))

@@ -42,7 +42,7 @@ def with_rates(
     be. A budget that is too small stays as it is: planning refuses it.
     """
     if (
-        budget.gpu is not None
+        budget.gpu_bytes is not None
         or budget.rates is not None
         or not (disk_bytes_per_s or files.target.is_here)
     ):

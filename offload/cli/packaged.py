@@ -67,7 +67,7 @@ def _streamed(
     how = {"context": options.context, "rule": options.rule, "parallel": options.parallel}
 
     def plan(ram: int) -> object:
-        return plan_memory(files, MemoryBudget(ram=ram, **how), num_nodes)  # type: ignore[arg-type]
+        return plan_memory(files, MemoryBudget(ram_bytes=ram, **how), num_nodes)  # type: ignore[arg-type]
 
     ram = options.ram
     if ram is None:

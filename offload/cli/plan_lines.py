@@ -203,8 +203,8 @@ _LIMITS = {
 def _prompt_words(prompt: PromptPass, *, is_least: bool) -> str:
     form = ".3g" if prompt.tokens_per_s < 1000 else ",.0f"
     speed = f"{prompt.tokens_per_s:{form}} tokens/s"
-    took = seconds_words(prompt.seconds)
-    words = f"read at {speed}, in passes of {prompt.num_rows:,} tokens that take {took} s each"
+    took = seconds_words(prompt.pass_s)
+    words = f"read at {speed}, in passes of {prompt.rows_per_pass:,} tokens that take {took} s each"
     # elsewhere computing is counted for all passes, or for none
     return f"{words}; with computing, as this processor did it just now" if is_least else words
 

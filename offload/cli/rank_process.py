@@ -6,10 +6,8 @@ and tell it why they fail; only where it does not hear that, they print the line
 
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 
-from offload.cli.flags import error_line
 from offload.cli.terminal import print_error
 from offload.errors import TOLD, RankError, UserError
 from offload.rank_roles import RankInfo, find_place
@@ -72,10 +70,10 @@ def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
     if isinstance(error, RankError):
         is_known = error.is_head_silent and LAUNCHER in os.environ and not place.host_index
         if (place.host_index and not error.is_head_told) or (error.is_head_silent and not is_known):
-            _print(place, line)
+            print_error(f"rank {place.rank}: {line}")
         return 0 if error.is_head_told else EXIT_HEAD_SILENT if is_known else code
     if TOLD not in getattr(error, "__notes__", ()) and not _is_heard(place, line):
-        _print(place, line)
+        print_error(f"rank {place.rank}: {line}")
     return code
 
 
@@ -87,10 +85,6 @@ def _is_heard(place: RankInfo, line: str) -> bool:
         return leave_reason(place, line, meet_s=_MEET_HEAD_S, heard_s=_HEARD_S)
     except UserError:  # no rank is there
         return False
-
-
-def _print(place: RankInfo, line: str) -> None:
-    print(error_line(f"rank {place.rank}: {line}"), file=sys.stderr, flush=True)
 
 
 def _end_with_parent(number: int) -> None:

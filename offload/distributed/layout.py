@@ -7,7 +7,7 @@ shards what lies around the layers; of stages the last one has the model's head.
 Invariant: a layout fits every rank, and a refusal names the rank.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of
@@ -183,8 +183,14 @@ def _plan(
     is_unlimited: bool = False,
 ) -> MemoryPlan:
     """Return one rank's plan; `is_unlimited` plans without a limit, to see what is no layer."""
-    own: dict[str, Any] = {"ram": machine.ram_bytes, "gpu": machine.gpu_bytes, "experts": "layers"}
-    room = MemoryBudget(**own, dtype=request.dtype, context=request.context, rule=request.rule)
+    room = MemoryBudget(
+        ram_bytes=machine.ram_bytes,
+        gpu_bytes=machine.gpu_bytes,
+        experts="layers",
+        dtype=request.dtype,
+        context=request.context,
+        rule=request.rule,
+    )
     try:
         return plan_memory(files, room.unlimited() if is_unlimited else room, num_nodes)
     except UserError as error:

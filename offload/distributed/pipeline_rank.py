@@ -113,13 +113,13 @@ class PipelineRank(NamedTuple):
         # a rank that only drafts needs room for its model and cache
         budget = self.setup.budget
         shape = model_shape(files.draft, self.setup.dtype)
-        is_gpu = budget.gpu is not None
+        is_gpu = budget.gpu_bytes is not None
         needed_bytes = draft_bytes(shape, self.context, self.num_uncommitted, is_gpu=is_gpu)
         needed_bytes += RUNTIME_BYTES + noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES
-        if needed_bytes > budget.ram:
+        if needed_bytes > budget.ram_bytes:
             raise UserError(
                 f"needs {budget.size(needed_bytes)} of RAM for the draft, budget is "
-                f"{budget.size(budget.ram)}: raise `ram`, or take a smaller draft"
+                f"{budget.size(budget.ram_bytes)}: raise `ram`, or take a smaller draft"
             )
 
 

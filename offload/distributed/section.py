@@ -111,11 +111,11 @@ def capacity_of(setup: Setup, held: MemoryPlan, *, shares_kv: bool) -> RankCapac
     shards = setup.files.target.shards
     limit = setup.options.limit_bytes_per_s
     disk = link_bytes_per_s(shards, limit_bytes_per_s=limit, open_source=setup.open_source)
-    gpu_bytes = setup.budget.gpu
+    gpu_bytes = setup.budget.gpu_bytes
     return RankCapacity.beside(
         held,
         0 if shares_kv else held.kv_bytes,
-        ram_bytes=setup.budget.ram,
+        ram_bytes=setup.budget.ram_bytes,
         gpu_bytes=gpu_bytes,
         link_bytes_per_s=disk if gpu_bytes is None else _DEVICE_LINK_BYTES_PER_S,
         disk_bytes_per_s=disk,

@@ -90,10 +90,10 @@ def resolve_files(
     budget = budget_of(
         options, str(device.torch_device) if device.has_own_memory else None, hardware
     )
-    dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu is None)
+    dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu_bytes is None)
     is_described = assumed is not None and (hardware is not None or assumed.disk_bytes_per_s)
     if not is_described and (assumed is None or files.target.is_here):
-        notes += filter(None, [ram_warning(budget.ram)])
+        notes += filter(None, [ram_warning(budget.ram_bytes)])
     return Setup(
         files=files,
         options=options,

@@ -67,7 +67,7 @@ class Setup:
     @property
     def is_elsewhere(self) -> bool:
         """Return whether no link of this machine and no profile made on it says anything."""
-        is_gpu_elsewhere = self.budget.gpu is not None and not self.device.has_own_memory
+        is_gpu_elsewhere = self.budget.gpu_bytes is not None and not self.device.has_own_memory
         return self.hardware is not None or is_gpu_elsewhere
 
     def plan_for(self, num_nodes: int) -> MemoryPlan:
@@ -131,7 +131,7 @@ class Setup:
         """
         find = self.profile_finder()
         profile, _ = find(*self.settings(sampling))
-        is_on_cpu = self.budget.gpu is None
+        is_on_cpu = self.budget.gpu_bytes is None
         rates = self.budget.rates
         return TreeSelector(
             self.tree,

@@ -33,8 +33,8 @@ class Rates(NamedTuple):
 class MemoryBudget:
     """The budgets of a run in bytes, and the sizes that its texts ask for."""
 
-    ram: int  # of the host; a `ByteSize` where the user gave it
-    gpu: int | None = None  # of the device that computes; None on a CPU
+    ram_bytes: int  # of the host; a `ByteSize` where the user gave it
+    gpu_bytes: int | None = None  # of the device that computes; None on a CPU
     dtype: str = "auto"
     context: int | None = None  # of a text; None takes the model's limit, up to `DEFAULT_CONTEXT`
     rule: str = "match"
@@ -56,7 +56,7 @@ class MemoryBudget:
 
     def unlimited(self) -> "MemoryBudget":
         """Return a budget without limits, to see what everything but layers takes."""
-        return replace(self, ram=_ROOMY_BYTES, gpu=self.gpu and _ROOMY_BYTES)
+        return replace(self, ram_bytes=_ROOMY_BYTES, gpu_bytes=self.gpu_bytes and _ROOMY_BYTES)
 
     def size(self, num_bytes: float) -> str:
         """Return a size in words, in the units in which the budgets were given."""
@@ -69,7 +69,7 @@ class MemoryBudget:
 
     @property
     def _is_decimal(self) -> bool:
-        return is_decimal(self.ram, self.gpu)
+        return is_decimal(self.ram_bytes, self.gpu_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

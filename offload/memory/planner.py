@@ -215,7 +215,7 @@ class _Contents(NamedTuple):
 
     @property
     def is_gpu(self) -> bool:
-        return self.budget.gpu is not None
+        return self.budget.gpu_bytes is not None
 
     @property
     def runtime_bytes(self) -> int:
@@ -250,8 +250,8 @@ class _Contents(NamedTuple):
                 distributions_bytes = distribution_bytes(target.vocab_size, num_nodes)
         return MemoryPlan(
             device="cuda" if is_gpu else "cpu",
-            ram_bytes=int(budget.ram),
-            gpu_bytes=None if budget.gpu is None else int(budget.gpu),
+            ram_bytes=int(budget.ram_bytes),
+            gpu_bytes=None if budget.gpu_bytes is None else int(budget.gpu_bytes),
             context=context,
             num_nodes=num_nodes,
             parallel=parallel,
@@ -278,12 +278,12 @@ class _Contents(NamedTuple):
         target, draft, budget, *_ = self
         where = "RAM"
         argument = "ram"
-        budget_bytes = budget.ram
+        budget_bytes = budget.ram_bytes
         passing_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
-        if budget.gpu is not None:
+        if budget.gpu_bytes is not None:
             where = "device memory"
             argument = "gpu_memory"
-            budget_bytes = budget.gpu
+            budget_bytes = budget.gpu_bytes
             passing_bytes = 0
         fixed_bytes = bare.fixed_bytes
         drafting_bytes = bare.draft_bytes
@@ -293,7 +293,7 @@ class _Contents(NamedTuple):
             slots = "two layer slots" if sum(layers) > MIN_SLOTS * max(layers) else "its layers"
             slots += " and two experts" if target.experts else ""
             of_draft = smaller = ""
-            if budget.gpu is not None and drafting_bytes:
+            if budget.gpu_bytes is not None and drafting_bytes:
                 room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes
                 of_draft = f", {budget.size(drafting_bytes)} of it for the draft"
                 smaller = f", take a draft of at most {budget.size(room_bytes)}"
@@ -320,11 +320,11 @@ class _Contents(NamedTuple):
             return TooLittleMemoryError(
                 f"needs {budget.size(least_bytes)} of RAM to pass layers on to the GPU and "
                 f"{budget.size(fixed_bytes)} for embeddings and program, "
-                f"budget is {budget.size(budget.ram)}: raise `ram` to "
+                f"budget is {budget.size(budget.ram_bytes)}: raise `ram` to "
                 f"{budget.enough(least_bytes + fixed_bytes)}"
             )
 
-        return MemoryTier(budget.ram, fixed_bytes, max(passing), refusal)
+        return MemoryTier(budget.ram_bytes, fixed_bytes, max(passing), refusal)
 
 
 def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
@@ -360,7 +360,7 @@ def _check_encoders(target: Checkpoint, draft: Checkpoint | None, budget: Memory
         kinds = [str(one.config.get("model_type")) for one in (target, draft)]
         what = f"target and draft must both have an encoder or none, got {' and '.join(kinds)}"
         raise UserError(f"{what}: choose a smaller model of the target's family")
-    if has_encoder(target.config) and budget.gpu is not None:
+    if has_encoder(target.config) and budget.gpu_bytes is not None:
         raise UserError(
             "models with an encoder are computed by the CPU, `device` is cuda: give `device` cpu"
         )

@@ -65,8 +65,8 @@ def budget_of(
     has_gpu = gpu is not None or own_bytes is not None
     rates = rates_of(hardware) if hardware else USUAL_GPU if has_gpu else None
     return MemoryBudget(
-        ram=ram,
-        gpu=own_bytes if gpu is None else ByteSize.parse(gpu, "`gpu_memory`"),
+        ram_bytes=ram,
+        gpu_bytes=own_bytes if gpu is None else ByteSize.parse(gpu, "`gpu_memory`"),
         dtype=options.dtype,
         context=options.context,
         rule=options.rule,

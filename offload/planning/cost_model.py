@@ -262,20 +262,16 @@ def _possible_sweeps(
 class PromptPass(NamedTuple):
     """A pass that takes in as many prompt tokens as it can."""
 
-    num_rows: int
-    seconds: float
+    rows_per_pass: int
+    pass_s: float
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_rows / self.seconds
+        return self.rows_per_pass / self.pass_s
 
     def as_dict(self) -> dict[str, float]:
-        """Return the figures under the names of `--json`."""
-        return {
-            "rows_per_pass": self.num_rows,
-            "pass_s": self.seconds,
-            "tokens_per_s": self.tokens_per_s,
-        }
+        """Return the figures for `--json`."""
+        return {**self._asdict(), "tokens_per_s": self.tokens_per_s}
 
 
 def prompt_pass(costs: Costs, traffic: Traffic, num_rows: int) -> PromptPass:

@@ -201,7 +201,7 @@ def _packing(
 
 def _products_s(setup: Setup) -> Curve:
     """Return the seconds of a pass's products on this CPU against its rows, if they were timed."""
-    if setup.budget.gpu is not None or setup.hardware is not None:
+    if setup.budget.gpu_bytes is not None or setup.hardware is not None:
         return NOTHING
     costs = prompt_costs(setup.budget, setup.files, MAX_TREE_NODES)
     return NOTHING if costs is None else costs.compute_s

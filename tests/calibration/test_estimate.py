@@ -250,7 +250,7 @@ def test_memory_and_disk_are_enough_of_a_machine(configs: list[str]) -> None:
 def test_a_context_of_one_position_has_a_pass_of_one_row(configs: list[str]) -> None:
     """The mistake that was: its seconds made no curve, and the command ended in a traceback."""
     got = ask(configs, gpu_memory="24GiB", ram="256GiB", context=1, disk_speed="3GB")
-    assert got.prompt is not None and got.prompt.num_rows == 1 and got.plan.context == 1
+    assert got.prompt is not None and got.prompt.rows_per_pass == 1 and got.plan.context == 1
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str],
 def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
     machine = KNOWN["l40"]
     setup = resolve(LoadOptions(*pair, context=128), assumed=Assumptions(machine))
-    assert setup.is_elsewhere and setup.device is HOST and setup.budget.gpu == machine.gpu_bytes
+    assert setup.is_elsewhere and setup.device is HOST and setup.budget.gpu_bytes == machine.gpu_bytes
     assert setup.measure_link(1) == machine.feed_bytes_per_s and not setup.notes
     profile, why = setup.tree_selector(Sampling()).find(Sampling(), "match")
     assert profile is None and why
@@ -121,7 +121,7 @@ def test_free_memory_is_asked_for_once(pair: tuple[str, str], monkeypatch: pytes
     options = LoadOptions(*pair, device="cpu", **HOW)
     for needs_context in (True, False):
         check_setup(options, needs_text=False, needs_context=needs_context)
-    assert resolve(options).budget.ram == 6 << 30
+    assert resolve(options).budget.ram_bytes == 6 << 30
 
 
 def test_headers_are_read_once_from_the_first_check_on(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
     asked: list[str] = []
     monkeypatch.setattr("offload.planning.budget.available_gpu_bytes", lambda device: asked.append(device) or 48 * GB)
     found = budget_of(LoadOptions(), "cuda:1")
-    assert asked == ["cuda:1"] and 46 * GB < found.gpu < 48 * GB
+    assert asked == ["cuda:1"] and 46 * GB < found.gpu_bytes < 48 * GB
     host = plan_memory(files, **settings)
     assert (host.device, host.gpu_bytes, host.gpu_total_bytes) == ("cpu", None, 0)
     assert (host.pinned_bytes, host.num_host_layer_slots) == (0, 0)

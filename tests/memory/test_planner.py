@@ -157,7 +157,7 @@ def test_any_budget_is_kept_or_refused_with_what_works(seed: int) -> None:
     ram, gpu = (int(10 ** chance.uniform(7.5, 11)) for _ in range(2))
     rates = chance.choice((None, Rates(10 ** chance.uniform(6, 11), 10 ** chance.uniform(10, 15))))
     wishes = {"context": chance.choice((1, 64, 4096)), "parallel": chance.choice((1, 2, 64)), "rates": rates}
-    budget = MemoryBudget(ram=ram, gpu=chance.choice((None, gpu)), **wishes)
+    budget = MemoryBudget(ram_bytes=ram, gpu_bytes=chance.choice((None, gpu)), **wishes)
     plan_so = partial(plan.make_plan, shapes[0], shapes[-1] if len(shapes) > 1 else None)
     num_nodes = chance.choice((1, 64, 2048))
     try:
@@ -165,7 +165,7 @@ def test_any_budget_is_kept_or_refused_with_what_works(seed: int) -> None:
     except UserError as refusal:
         words = str(refusal)
         which, named_mib = re.search(r"raise `(\w+)` to (\d+)MiB", words).groups()  # type: ignore[union-attr]
-        field = {"ram": "ram", "gpu_memory": "gpu"}[which]
+        field = {"ram": "ram_bytes", "gpu_memory": "gpu_bytes"}[which]
         with pytest.raises(UserError):
             plan_so(replace(budget, **{field: (int(named_mib) - 1) * MIB - 1}), num_nodes)
         # the other memory may be too small as well
@@ -300,7 +300,7 @@ def test_configs_that_cannot_be_planned(key: str, value: Any, message: str) -> N
 def test_the_default_budget_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     for free_gb, reserve_bytes in ((3, 1 << 30), (8, 2 * GB), (100, 25 * GB)):
         monkeypatch.setattr("offload.planning.load_options.available_ram_bytes", lambda free=free_gb: free * GB)
-        assert budget_of(LoadOptions()).ram == free_gb * GB - reserve_bytes
+        assert budget_of(LoadOptions()).ram_bytes == free_gb * GB - reserve_bytes
 
 
 def control_group(root: Path, path: str, names: tuple[str, str], limit: str, used: int, stat: str = "") -> None:

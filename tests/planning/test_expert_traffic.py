@@ -175,7 +175,9 @@ def test_what_a_profile_has_counted_replaces_what_is_usual() -> None:
 
 
 def room(ram_bytes: int, **how: Any) -> MemoryBudget:
-    return MemoryBudget(**{"ram": ram_bytes, "gpu": None, "dtype": "auto", "context": 512, "rule": "match", **how})
+    return MemoryBudget(
+        **{"ram_bytes": ram_bytes, "gpu_bytes": None, "dtype": "auto", "context": 512, "rule": "match", **how}
+    )
 
 
 def test_demand_or_layers_is_settled_once_and_by_headers() -> None:

@@ -354,7 +354,7 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     roomy = plan_memory(files, num_nodes=64, context=512, gpu=4 << 30, **how)
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
     for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), (4 << 30, 512)):
-        budgets = MemoryBudget(**how, gpu=gpu_bytes, context=None)
+        budgets = MemoryBudget(ram_bytes=how["ram"], gpu_bytes=gpu_bytes, context=None)
         setup = Setup(files=files, options=LoadOptions(), tree=TreeSpec("auto"), device=HOST, budget=budgets)
         tree = TreeSpec("best", wanted, tuning.DEPTH)
         budget = replace(budgets, context=512)
