@@ -253,21 +253,13 @@ def _fill_q45_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
             at = first + size - U64(128) + U64(32) * j
             to = U64(256) * i + U64(64) * j
             two = U32(U64(2) * j)
-            if has_fifth:
-                for k in range(U64(32)):
-                    byte = U32(source[at + k])
-                    high = U32(U32(source[first + U64(16) + k]) >> two)
-                    low_q = I32(U32(byte & U32(15)) | U32(U32(high & U32(1)) << U32(4)))
-                    high_q = I32(U32(byte >> U32(4)) | U32(U32(high & U32(2)) << U32(3)))
-                    out[to + k] = rounded(F32(F32(scale_a * F32(low_q)) - offset_a))
-                    out[to + U64(32) + k] = rounded(F32(F32(scale_b * F32(high_q)) - offset_b))
-            else:
-                for k in range(U64(32)):
-                    byte = U32(source[at + k])
-                    out[to + k] = rounded(F32(F32(scale_a * F32(I32(byte & U32(15)))) - offset_a))
-                    out[to + U64(32) + k] = rounded(
-                        F32(F32(scale_b * F32(I32(byte >> U32(4)))) - offset_b)
-                    )
+            for k in range(U64(32)):
+                byte = U32(source[at + k])
+                high = U32(U32(source[first + U64(16) + k]) >> two) if has_fifth else U32(0)
+                low_q = I32(U32(byte & U32(15)) | U32(U32(high & U32(1)) << U32(4)))
+                high_q = I32(U32(byte >> U32(4)) | U32(U32(high & U32(2)) << U32(3)))
+                out[to + k] = rounded(F32(F32(scale_a * F32(low_q)) - offset_a))
+                out[to + U64(32) + k] = rounded(F32(F32(scale_b * F32(high_q)) - offset_b))
 
 
 @compiled

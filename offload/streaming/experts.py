@@ -74,7 +74,7 @@ class ExpertPool:
         cache: ExpertCache,
         ahead_rows: int,
     ) -> None:
-        self.records = carrier.layouts
+        self.layouts = carrier.layouts
         self.carrier = carrier
         self._slots = slots
         self._carry = carrier.carry
@@ -113,7 +113,7 @@ class ExpertPool:
         self._give_up(self._guessed.copy())
         self._cache.begin_pass(num_rows)
         self.carrier.begin_pass(num_rows)
-        self._schedule = deque(range(len(self.records)) if self._is_for_all(num_rows) else ())
+        self._schedule = deque(range(len(self.layouts)) if self._is_for_all(num_rows) else ())
         self.num_rows += num_rows
         self._read_ahead()
 
@@ -149,7 +149,7 @@ class ExpertPool:
         while queue:
             block = next((block for block in queue if self._has_come(slots[block])), queue[0])
             queue.remove(block)
-            yield block - first, self.records[block], self._arrived(block, slots[block])
+            yield block - first, self.layouts[block], self._arrived(block, slots[block])
             self._free[slots[block]] = self._device.mark(self._device.compute)
             cache.release(block)
             self._ask(wanted, slots, queue)
@@ -164,7 +164,7 @@ class ExpertPool:
         `on_bytes` is called with the bytes that have come, and all of them. Raises `ReadError`.
         """
         blocks = warm_order(uses_B)[:num_kept].tolist()
-        total_bytes = sum(self.records[block].slab_bytes for block in blocks)
+        total_bytes = sum(self.layouts[block].slab_bytes for block in blocks)
         num_bytes = 0
         asked = list[int]()
         self._is_whole = False
@@ -177,7 +177,7 @@ class ExpertPool:
             slot = self._cache.lend(block)
             assert slot is not None, "it is lent since"
             self._arrived(block, slot)
-            num_bytes += self.records[block].slab_bytes
+            num_bytes += self.layouts[block].slab_bytes
             on_bytes(num_bytes, total_bytes)
             self._cache.release(block)
             self._cache.release(block)
@@ -252,7 +252,7 @@ class ExpertPool:
             parts = carried(self._carry, block, self._slots[slot], free)
             coming = self._arriving[slot] = _Arrival(parts, [])
             when_all_done(parts, lambda _: coming.landed.append(True))
-        self.bytes_read += self.records[block].slab_bytes
+        self.bytes_read += self.layouts[block].slab_bytes
 
     def _drop(self, slot: int) -> None:
         """Return once nothing is on its way to a slot."""

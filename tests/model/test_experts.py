@@ -116,7 +116,7 @@ def test_only_what_a_router_chose_is_read(folder: Path) -> None:
         logits_of(model, pool, (1,) * _NUM_ROWS)
         chosen = int((pool.uses_LE > 0).sum())
         assert pool.num_misses == chosen, "each once, since there is room for all"
-        assert pool.bytes_read == sum(np.array([one.slab_bytes for one in pool.records])[(pool.uses_LE > 0).ravel()])
+        assert pool.bytes_read == sum(np.array([one.slab_bytes for one in pool.layouts])[(pool.uses_LE > 0).ravel()])
         before = pool.bytes_read
         logits_of(model, pool, (1,) * _NUM_ROWS)
         assert pool.bytes_read == before and pool.num_rows == 2 * _NUM_ROWS
@@ -170,16 +170,16 @@ def test_bytes_are_those_of_the_misses_of_the_replayed_trace(
     else:
         save(tiny_model(config_of(family)), folder)
     with opened(folder, num_slots) as (model, pool):
-        calls, num_blocks, num_passing = recorded(pool), len(pool.records), pool._cache.num_passing
+        calls, num_blocks, num_passing = recorded(pool), len(pool.layouts), pool._cache.num_passing
         # in order, whatever the disk does
         monkeypatch.setattr(pool, "_has_come", lambda slot: slot not in pool._arriving)
         for cuts in ((9, 1, 1, 4, 9), (1,) * _NUM_ROWS):
             logits_of(model, pool, cuts)
         wanted = missed(calls, ExpertCache(num_blocks, num_slots, num_passing=num_passing))
         assert pool.num_misses == len(wanted) and pool.num_hits > 0
-        assert pool.bytes_read == sum(pool.records[block].slab_bytes for block in wanted)
+        assert pool.bytes_read == sum(pool.layouts[block].slab_bytes for block in wanted)
         num_passes = sum(name == "begin_pass" for name, _ in calls)
-        whole_bytes = num_passes * sum(record.slab_bytes for record in pool.records)
+        whole_bytes = num_passes * sum(record.slab_bytes for record in pool.layouts)
         assert 0 < pool.bytes_read < 0.6 * whole_bytes, f"{pool.bytes_read / whole_bytes:.0%} of whole layers"
         others = missed(calls, ExpertCache(num_blocks, num_slots + 1, num_passing=num_passing))
         assert len(others) != len(wanted), "it depends on the slots"
@@ -226,7 +226,7 @@ def test_coded_experts_are_expanded_one_by_one(family: str, recipe: str, tmp_pat
     wanted = whole_layers(folder, (9, 1, 14))
     for num_slots, ahead_rows in ((2, NEVER), (9, 4)):
         with opened(folder, num_slots, ahead_rows=ahead_rows) as (model, pool):
-            assert any(record.coded for record in pool.records)
+            assert any(record.coded for record in pool.layouts)
             assert_same_bits(logits_of(model, pool, (9, 1, 14)), wanted, Promise.SAME_PRODUCTS)
 
 

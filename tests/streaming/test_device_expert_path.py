@@ -59,7 +59,7 @@ def test_greedy_ids_equal_transformers(
             got = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree)
             assert got.token_ids == wanted[:NUM_NEW], tree
             assert pool.num_misses or sizes == "all"
-        slab_bytes = {record.slab_bytes for record in pool.records}
+        slab_bytes = {record.slab_bytes for record in pool.layouts}
         assert got.stats.bytes_streamed <= max(slab_bytes) * pool.num_misses
         if sizes == "all":
             assert got.stats.bytes_streamed == 0
@@ -142,7 +142,7 @@ def test_coded_experts_are_expanded_there(family: str, recipe: str, tmp_path: Pa
     folder, cuts = quantised(recipe, family)(tmp_path / "coded"), (9, 1, 14)
     wanted = whole_layers(folder, cuts)
     with StrictDevice(), on_card(folder, 4, 3) as (model, pool):
-        assert any(record.coded for record in pool.records)
+        assert any(record.coded for record in pool.layouts)
         torch.testing.assert_close(logits_of(model, pool, cuts).held, wanted, **CLOSE)
 
 
