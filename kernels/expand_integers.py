@@ -105,7 +105,7 @@ def expand_integers_compiled(
     group: int | Tensor,
     out_NK: Tensor,
 ) -> None:
-    """Do what the reference does, with numba; it has odd sizes, which no model is known to have."""
+    """Do what the reference does, with numba; it is left odd sizes, which no known model has."""
     num_columns = out_NK.shape[1]
     if isinstance(group, Tensor):
         expand: Callable[..., None] = _expand_columns

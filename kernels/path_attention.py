@@ -166,10 +166,7 @@ def _attend(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Attend as the top of this file says.
-
-    `strides` are those of heads and rows of queries, keys and values, and of walks.
-    """
+    """Attend as the top says; `strides` are of heads and rows of each, and at last of walks."""
     LOG2_E: tl.constexpr = 1.4426950408889634  # a GPU computes powers of two
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1).to(tl.int64)
@@ -178,8 +175,8 @@ def _attend(
     head = group * SHAPE[0] + member
     dim = tl.arange(0, BLOCK_K)
     dim_v = tl.arange(0, BLOCK_V)
-    query_place = query + head[:, None] * strides[0] + row * strides[1] + dim[None, :]
-    query_MK = tl.load(query_place, mask=is_head[:, None] & (dim < SHAPE[1])[None, :], other=0.0)
+    query_place = query + head[:, None] * strides[0] + row * strides[1]
+    query_MK = _rows_of(query_place, dim, is_head, SHAPE[1])
     own = walk + row * strides[6]
     num_keys = tl.load(own)
     base = tl.load(own + 1)
@@ -193,23 +190,16 @@ def _attend(
     for start in range(least // BLOCK_S * BLOCK_S, num_keys, BLOCK_S):
         position = start + tl.arange(0, BLOCK_S)
         is_seen = (position < num_keys) & (position >= least)
-        named = tl.load(own + 2 + position - base, mask=is_seen & (position >= base), other=0)
-        column = tl.where(position >= base, named, position).to(tl.int64)
+        column = _columns_of(own, base, position, is_seen)
         key_place = key + group * strides[2] + column[None, :] * strides[3] + dim[:, None]
         key_KS = tl.load(key_place, mask=is_seen[None, :] & (dim < SHAPE[1])[:, None], other=0.0)
         score = tl.dot(query_MK, key_KS, input_precision="ieee")
-        if HAS_CAP:
-            score = (2 * tl.sigmoid(score * (2 * scaling / cap)) - 1) * (cap * LOG2_E)
-        else:
-            score = score * (scaling * LOG2_E)
-        score = tl.where(is_seen[None, :], score, float("-inf"))
+        score = _exponents(score, is_seen, scaling, cap, HAS_CAP, LOG2_E)
         higher = tl.maximum(peak, tl.max(score, 1))
         weight = tl.exp2(score - higher[:, None])
         shrink = tl.exp2(peak - higher)
-        value_place = value + group * strides[4] + column[:, None] * strides[5] + dim_v[None, :]
-        value_SV = tl.load(
-            value_place, mask=is_seen[:, None] & (dim_v < SHAPE[2])[None, :], other=0.0
-        )
+        value_place = value + group * strides[4] + column[:, None] * strides[5]
+        value_SV = _rows_of(value_place, dim_v, is_seen, SHAPE[2])
         sum_MV = tl.dot(
             weight.to(value_SV.dtype), value_SV, sum_MV * shrink[:, None], input_precision="ieee"
         )
@@ -220,6 +210,39 @@ def _attend(
     tl.store(
         target, result.to(out.dtype.element_ty), mask=is_head[:, None] & (dim_v < SHAPE[2])[None, :]
     )
+
+
+@jit
+def _rows_of(place: tl.tensor, dim: tl.tensor, is_row: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Load rows that begin at these places; 0.0 stands for what there is not."""
+    mask = is_row[:, None] & (dim < WIDTH)[None, :]
+    return tl.load(place + dim[None, :], mask=mask, other=0.0)
+
+
+@jit
+def _columns_of(
+    own: tl.tensor, base: tl.tensor, position: tl.tensor, is_seen: tl.tensor
+) -> tl.tensor:
+    """Return the columns of positions: those before `base` have the same numbers."""
+    named = tl.load(own + 2 + position - base, mask=is_seen & (position >= base), other=0)
+    return tl.where(position >= base, named, position).to(tl.int64)
+
+
+@jit
+def _exponents(
+    score: tl.tensor,
+    is_seen: tl.tensor,
+    scaling: tl.tensor,
+    cap: tl.tensor,
+    HAS_CAP: tl.constexpr,
+    LOG2_E: tl.constexpr,
+) -> tl.tensor:
+    """Return scores, capped if they are to be, as exponents of 2."""
+    if HAS_CAP:
+        score = (2 * tl.sigmoid(score * (2 * scaling / cap)) - 1) * (cap * LOG2_E)
+    else:
+        score = score * (scaling * LOG2_E)
+    return tl.where(is_seen[None, :], score, float("-inf"))
 
 
 @jit
