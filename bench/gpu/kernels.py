@@ -98,19 +98,15 @@ def expand_all(device: Device, timer: Timer) -> Iterator[Row]:
         yield row | {"bytes_per_s": out.nbytes * runs_per_s, "of_copy": copy_s * runs_per_s}
 
 
-def _milliseconds(head: str, key: str) -> Column:
-    return Column(head, lambda row: row[key] * 1000, ".4f")
-
-
 COLUMNS = (
     Column("kernel", lambda row: f"{row['kernel']} {row['shape']}"),
-    _milliseconds("kernel, ms", "kernel_s"),
-    _milliseconds("without, ms", "rival_s"),
+    Column("kernel, ms", "kernel_s", ".4f", 1e-3),
+    Column("without, ms", "rival_s", ".4f", 1e-3),
     Column("without / kernel", "ratio", ".2f"),
 )
 EXPANDED_COLUMNS = (
     *COLUMNS,
-    Column("GB/s written", lambda row: row["bytes_per_s"] / 1e9, ".0f"),
+    Column("GB/s written", "bytes_per_s", ".0f", 1e9),
     Column("copy / kernel", "of_copy", ".2f"),
 )
 

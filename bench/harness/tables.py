@@ -66,10 +66,14 @@ class Column(NamedTuple):
     # the row's key, or what makes the figure of the row; one that is None is shown as a dash
     value: str | Callable[[Row], Any]
     form: str = ""  # as `format` takes it
+    # of what the figure counts, in one of the unit that is shown
+    unit: float = 1
 
     def cell(self, row: Row) -> str:
         found = row.get(self.value) if isinstance(self.value, str) else self.value(row)
-        return "-" if found is None else format(found, self.form)
+        if found is None:
+            return "-"
+        return format(found if self.unit == 1 else found / self.unit, self.form)
 
 
 def say_table(columns: Sequence[Column], rows: Iterable[Row]) -> None:

@@ -87,7 +87,7 @@ COLUMNS = (
     Column("a pass", "tokens_per_sweep", ".2f"),
     Column("process s", "process_s", ".2f"),
     Column("first token s", "ttft_s", ".2f"),
-    Column("peak MiB", lambda row: row["peak_rss_bytes"] / 2**20, ".0f"),
+    Column("peak MiB", "peak_rss_bytes", ".0f", 2**20),
     Column("texts as the first's", "num_same_texts"),
 )
 

@@ -23,7 +23,8 @@ from offload.units import parse_size
 
 MIXTURE = "mixture"
 CONTEXT = 1024
-GROWTH_BYTES = 1 << 20  # held: allocations of the interpreter come and go by as much
+_MIB = 1 << 20
+GROWTH_BYTES = _MIB  # held: allocations of the interpreter come and go by as much
 _QUICK = ("dense-128", "many-8x16", "layers-64")
 _ANY_BITS = {"invariant": False}
 _LAYERS = {"experts": "layers"}
@@ -97,28 +98,24 @@ def measure(case: Case, size_bytes: int, num_texts: int, ram: str | None) -> Row
     }
 
 
-def _mib(head: str, key: str) -> Column:
-    return Column(head, lambda row: None if row[key] is None else row[key] / 2**20, ".1f")
-
-
 def _verdict(row: Row) -> str:
     return "ABOVE" if not row["is_kept"] else "GROWS" if row["has_grown"] else "kept"
 
 
 COLUMNS = (
     Column("case", "case"),
-    _mib("peak MiB", "peak_bytes"),
-    _mib("of", "ram_bytes"),
-    _mib("grown by", "grown_bytes"),
-    _mib("libraries", "imported_bytes"),
+    Column("peak MiB", "peak_bytes", ".1f", _MIB),
+    Column("of", "ram_bytes", ".1f", _MIB),
+    Column("grown by", "grown_bytes", ".1f", _MIB),
+    Column("libraries", "imported_bytes", ".1f", _MIB),
     Column("", _verdict),
 )
-PLANNED = (Column("planned", "post"), _mib("MiB", "bytes"))
+PLANNED = (Column("planned", "post"), Column("MiB", "bytes", ".1f", _MIB))
 PHASES = (
     Column("measured", "phase"),
-    _mib("peak", "peak_bytes"),
-    _mib("end", "end_bytes"),
-    _mib("held", "held_bytes"),
+    Column("peak", "peak_bytes", ".1f", _MIB),
+    Column("end", "end_bytes", ".1f", _MIB),
+    Column("held", "held_bytes", ".1f", _MIB),
 )
 
 

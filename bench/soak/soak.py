@@ -269,7 +269,7 @@ def require_right(answer: Answer, right: str) -> None:
 COLUMNS = (
     Column("process", "process"),
     Column("looks", "num_looks"),
-    Column("MiB", lambda row: row["rss_bytes"] / 2**20, ".0f"),
+    Column("MiB", "rss_bytes", ".0f", 2**20),
     Column("drift", "drift", "+.2%"),
     Column("descriptors", "more_descriptors", "+d"),
     Column("threads", "more_threads", "+d"),
