@@ -5,7 +5,7 @@ wanted length) may lie inside a burst; what was accepted beyond it is dropped an
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -41,8 +41,8 @@ class Generation:
     is_invariant: bool  # whether the text is bit for bit that of every other tree
     lenience: float = 1.0
     logprobs: list[TokenLogprob] | None = None  # of the new tokens, where they were asked for
-    # what each token that `logprobs` names adds to a text
-    token_texts: Mapping[int, str] = field(default_factory=dict)
+    # what a token adds to a text; None without a tokenizer
+    text_of: Callable[[int], str | None] = field(default=lambda _: None, compare=False)
 
     @property
     def is_exact(self) -> bool:
@@ -59,12 +59,11 @@ class Generation:
 
     def logprobs_told(self) -> list[dict[str, object]]:
         """Return the log-probabilities as objects, with the texts of their tokens."""
-        texts = self.token_texts
         return [
             {
                 **one._asdict(),
-                "text": texts.get(one.token),
-                "top_texts": [texts.get(token) for token, _ in one.top],
+                "text": self.text_of(one.token),
+                "top_texts": [self.text_of(token) for token, _ in one.top],
             }
             for one in self.logprobs or ()
         ]
@@ -187,11 +186,6 @@ class Run:
         stats.num_new_tokens = len(token_ids)
         stats.peak_rss_bytes = peak_rss_bytes()
         logprobs = None if self.sequence.num_logprobs is None else list(self.sequence.logprobs)
-        named = (
-            token
-            for one in logprobs or ()
-            for token in (one.token, *(token for token, _ in one.top))
-        )
         return Generation(
             token_ids=token_ids,
             text=self._text.text if self.finish_reason == "stop" else self._text.whole(),
@@ -200,7 +194,7 @@ class Run:
             rule=self.sequence.rule.name,
             stats=stats,
             logprobs=logprobs,
-            token_texts=self._text.texts_of(named),
+            text_of=self._text.text_of,
             plan=self._decoder.plan,
             tree_choice=self.tree_choice,
             comparisons=self._decoder.comparisons,

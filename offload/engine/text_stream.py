@@ -1,6 +1,6 @@
 """From tokens to text: pieces as tokens are accepted, and stop strings in between."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 
@@ -59,6 +59,10 @@ class TextStream:
         self._stop = tuple(stop)
         self._longest = max((len(one) - 1 for one in self._stop), default=0)
         self._byte_of = _byte_tokens(tokenizer)
+        # what a token adds to a text; results hold this, and not the stream
+        self.text_of: Callable[[int], str | None] = (
+            _no_text if tokenizer is None else TokenPieces(tokenizer).text
+        )
         self.tokens: list[int] = []  # that were pushed, up to the one that completed a stop string
         self._pieces: list[str] = []  # that were handed out
         # of the window: its first token, those before it, and how much of its text is handed out
@@ -71,13 +75,6 @@ class TextStream:
     def text(self) -> str:
         """Return what was handed out."""
         return "".join(self._pieces)
-
-    def texts_of(self, tokens: Iterable[int]) -> dict[int, str]:
-        """Return what each of these tokens adds to a text; nothing without a tokenizer."""
-        if self._tokenizer is None:
-            return {}
-        pieces = TokenPieces(self._tokenizer)
-        return {token: pieces.text(token) for token in {*tokens}}
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """Take new tokens; return the piece that has become certain, and whether a stop came."""
@@ -171,6 +168,10 @@ class TextStream:
                     ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
                 )
             )
+
+
+def _no_text(_: int) -> None:
+    """Return nothing: there is no tokenizer."""
 
 
 def _byte_tokens(tokenizer: Tokenizer | None) -> dict[int, int]:

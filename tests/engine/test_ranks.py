@@ -3,6 +3,7 @@
 import functools
 import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rank_threads import rank_threads
 from tiny import FAMILIES, VOCAB_SIZE, Pair, displaced, finished, save_pair, streaming_ram
 
 import offload
-from offload.distributed import stage
+from offload.distributed import shards, stage
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Hooks
 from offload.errors import RankError, ReadError, RunError, UserError
@@ -168,6 +169,16 @@ def test_texts_of_a_list_are_those_of_one_process(pairs: Pairs, ranks: str) -> N
         if ranks != "shards":
             with pytest.raises(UserError, match="scores need logits: use `ranks` shards"):
                 decoder.score_texts([(PROMPT, 3)])
+
+
+def test_ctrl_c_does_not_come_between_a_commit_and_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else caches of ranks would differ, and later passes be wrong without a word."""
+    monkeypatch.setattr(KVCache, "__init__", lambda *_: None)
+    monkeypatch.setattr(KVCache, "commit", lambda *_: signal.raise_signal(signal.SIGINT))
+    told = list[Any]()
+    with pytest.raises(KeyboardInterrupt):
+        shards._HeadCache(told.append).commit([0])
+    assert len(told) == 1
 
 
 def test_a_conversation_over_stages_reads_what_is_new(pairs: Pairs) -> None:

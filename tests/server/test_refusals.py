@@ -102,12 +102,16 @@ def test_what_is_wrong_is_named(served: Served, path: str, change: Any, message:
         assert (error["param"], error["code"]) == (next(iter(change)), "context_length_exceeded")
 
 
+ODD = {"type": "object", "properties": {"a": {"type": "nonsense"}}}  # no schema
 LONG_STOP = "x" * 2000  # every pass looks for the beginnings of each in all of the text
 
 
 @pytest.mark.parametrize("change", [{"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"max_token": 1},
                                     {"logit_bias": {"-1": 1}}, {"logit_bias": {"1000000": 1}},
-                                    {"stop": LONG_STOP}, {"stop": ["y", LONG_STOP]}], ids=str)  # fmt: skip
+                                    {"stop": LONG_STOP}, {"stop": ["y", LONG_STOP]},
+                                    {"response_format": {"type": "json_schema", "json_schema": {"schema": ODD}}},
+                                    {"tools": [{"type": "function", "function": {"name": "f", "parameters": ODD}}],
+                                     "tool_choice": "required"}], ids=lambda change: str(change)[:60])  # fmt: skip
 def test_programs_are_told_which_field_is_wrong(served: Served, change: dict[str, Any]) -> None:
     assert told(ask(served, CHAT, CHAT_BODY | change), 400)["param"].startswith(next(iter(change)))
 
