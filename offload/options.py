@@ -292,6 +292,7 @@ class TextOptions:
         doors=("python", "batch", "chat"),
         differs={"python": {"help": "end the text before this string, or before any of several"}},
     )
+    # of these the command line gives a path, and `cli.sampling` what is there
     json_schema: Mapping[str, Any] | str | None = option(
         "--json-schema", kind=Path, metavar="FILE", commands=("generate",),
         help="write JSON that this schema allows; see docs/grammar.md", doors=("python", "batch"),

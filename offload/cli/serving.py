@@ -63,8 +63,7 @@ def serve_model(
 
 def serving_lines(name: str, address: str) -> str:
     """Return what a user opens, what a program is given, and how the server ends."""
-    lines = [f"serving {name}, Ctrl-C ends it"]
-    return "\n".join([*lines, f"  chat page  {address}/", f"  API        {address}/v1"])
+    return f"serving {name}, Ctrl-C ends it\n  chat page  {address}/\n  API        {address}/v1"
 
 
 def _wait(

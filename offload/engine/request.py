@@ -16,6 +16,7 @@ from offload.errors import UserError, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, Grammar, find_grammar
 from offload.sampling_options import MOST_SAMPLES, Sampling
+from offload.units import plural
 
 # role (system, user, assistant, tool) and content; calls of tools beside it
 Message = Mapping[str, Any]
@@ -152,7 +153,8 @@ class Request:
                 remedy = ", the longest that this model was made for: "
             new = "a new one" if num_new == 1 else f"{num_new} new ones"
             fewer = "" if self.is_clipped else " or lower `max_new_tokens`"
-            what = f"a prompt of {len(ids)} tokens and {new} exceed the context of {context}"
+            length = plural(len(ids), "token")
+            what = f"a prompt of {length} and {new} exceed the context of {context}"
             asked = None if self.is_clipped else num_new
             raise NoRoom(f"{what}{remedy}shorten the prompt{fewer}", len(ids), asked, context)
         return ids
