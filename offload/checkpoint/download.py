@@ -93,13 +93,11 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
     return UserError(f"{what}: check the network, or give a folder")
 
 
-def tokenizer_folder(model: str | os.PathLike[str]) -> Path:
-    """Return where a tokenizer lies; the hub's is fetched without weights. Raises `UserError`."""
-    return folder_of(model, with_weights=False)
-
-
 def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
-    """Return the folder of a model, fetched where it is on the hub. Raises `UserError`."""
+    """Return the folder of a model, fetched where it is on the hub. Raises `UserError`.
+
+    Without weights it has what a tokenizer and a config are.
+    """
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         return path

@@ -3,15 +3,13 @@
 - Refused families, and mixtures whose experts run one by one. That some families cannot be decoded
   with trees spares a user the seconds that importing takes; `model/meta.py` finds the same by
   building the model, and refuses many more.
-- Checkpoints that hold other parts beside the language model, whose tensors are selected. It lies
-  under a prefix (`language_model.model.layers.0`, `model.language_model.layers.0`), or beside the
-  vision and audio towers (`model.layers.0`, `visual.blocks.0`). Some checkpoints carry additional
-  layers for multi-token prediction.
-- Stacks of experts that transformers transposes where shapes ask for it, and so does this: by the
-  widths in the config alone, so that planning knows of it.
-- Zamba2's few blocks of attention, which stand in many layers by turns; files hold each of them
-  once. Here every layer that has one has its tensors, which lie in the same bytes: a layer is read
-  as any other is, and its bytes are counted wherever it stands.
+- Checkpoints with other parts beside the language model, which lies under a prefix
+  (`language_model.model.layers.0`, `model.language_model.layers.0`) or beside towers
+  (`model.layers.0`, `visual.blocks.0`). Some have more layers, for multi-token prediction.
+- Stacks of experts that transformers transposes where shapes ask for it: by the widths in the
+  config alone, so that planning knows of it.
+- Zamba2's few blocks of attention, which stand in many layers by turns and in files once. Here
+  every layer that has one has its tensors, in the same bytes, and is read as any other is.
 
 Invariants: a family is refused here only if building refuses it, too; what is left out is neither
 read nor counted in any size, and what is kept has the names of the language model on its own.

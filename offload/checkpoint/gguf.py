@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.download import tokenizer_folder
+from offload.checkpoint.download import folder_of
 from offload.checkpoint.files import open_regular, read_part, readable, stamp_of
 from offload.checkpoint.gguf_config import (
     GIVE_CONFIG,
@@ -62,7 +62,7 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
         raise UserError(f"{where}: a GGUF {what} is not read; {_KNOWN}")
     factors = _factors(files, stored.get(FACTORS) if kind == "llama" else None)
     folder = file.parent if os.path.isfile(file.parent / "config.json") else None
-    folder = folder if config is None else tokenizer_folder(config)
+    folder = folder if config is None else folder_of(config, with_weights=False)
     config_stamp = None if folder is None else stamp_of(folder / "config.json")
     if folder is not None:
         settings = _checked_config(where, folder, metadata, factors)

@@ -7,11 +7,13 @@ ignored.
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from offload.checkpoint.gguf_header import Metadata
 from offload.checkpoint.gguf_names import ARCHITECTURES
+from offload.checkpoint.small_files import check_counts
 from offload.errors import UserError
 
 Config = dict[str, Any]
@@ -127,7 +129,9 @@ def _without_extra_layers(said: "_ArchMetadata", stated: Config) -> Config:
     num_layers = stated.get("num_hidden_layers")
     if num_layers and type(num_extra) is int and 0 < num_extra < num_layers:
         stated["num_hidden_layers"] = num_layers - num_extra
-    return {key: value for key, value in stated.items() if value is not None}
+    found = {key: value for key, value in stated.items() if value is not None}
+    check_counts(said.where, found, "its header")
+    return found
 
 
 def require_same(
@@ -145,23 +149,21 @@ def require_same(
             raise UserError(f"{where}: {key} is {own} there and {other} in {source}: {GIVE_CONFIG}")
 
 
-def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
-    """Return Llama 3's frequency divisors, as llama.cpp writes into `rope_freqs.weight`."""
+def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> Iterator[float]:
+    """Yield Llama 3's frequency divisors, as llama.cpp writes into `rope_freqs.weight`."""
     factor, low, high = (
         float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
     )
     context = float(scaling["original_max_position_embeddings"])
-    divisors = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (index / head_dim)
         if wavelength < context / high:
-            divisors.append(1.0)
+            yield 1.0
         elif wavelength > context / low:
-            divisors.append(factor)
+            yield factor
         else:
             smooth = (context / wavelength - low) / (high - low)
-            divisors.append(1 / ((1 - smooth) / factor + smooth))
-    return divisors
+            yield 1 / ((1 - smooth) / factor + smooth)
 
 
 def require_factors(
@@ -242,10 +244,10 @@ def _rope_scaling(said: _ArchMetadata, config: Config, factors: Sequence[float])
     raise UserError(f"{what}: {GIVE_CONFIG}")
 
 
-def _are_equal(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether two lists agree up to float32."""
-    pairs = zip(one, other, strict=False)
-    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
+def _are_equal(one: Iterable[float], other: Iterable[float]) -> bool:
+    """Return whether numbers agree up to float32, which is known at the first that does not."""
+    pairs = zip_longest(one, other, fillvalue=math.nan)
+    return all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
 
 
 def _gemma_config(said: _ArchMetadata, config: Config) -> Config:

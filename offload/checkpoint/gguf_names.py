@@ -12,7 +12,7 @@ from typing import NamedTuple
 from offload.checkpoint.layout import slice_of
 from offload.checkpoint.safetensors import damaged
 from offload.checkpoint.small_files import first_size
-from offload.checkpoint.tensors import ROWS, Coded, Entries, TensorEntry
+from offload.checkpoint.tensors import MOST_EXPERTS, ROWS, Coded, Entries, TensorEntry
 from offload.encoding.base import Settings
 from offload.encoding.gguf import BLOCKS, GgufBlocks, Tiles
 from offload.errors import UserError
@@ -282,8 +282,8 @@ class _Reader:
     def _slices(self, name: str, stack: TensorEntry, least_dims: int = 3) -> Iterator[TensorEntry]:
         """Yield the parts along a stack's first dimension."""
         num_parts = stack.shape[0]
-        is_stack = least_dims <= len(stack.shape) <= 3
-        if not is_stack or not num_parts or stack.num_bytes % num_parts:
+        is_stack = least_dims <= len(stack.shape) <= 3 and 0 < num_parts <= MOST_EXPERTS
+        if not is_stack or stack.num_bytes % num_parts:
             raise damaged(f"{self._where}: {name} has shape {list(stack.shape)}")
         yield from (slice_of(stack, index, num_parts) for index in range(num_parts))
 

@@ -41,12 +41,8 @@ _MEND = "give the config that belongs to these weights, or download the checkpoi
 Records = Mapping[tuple[int, int], Sequence[tuple[str, TensorEntry]]]
 
 
-class RoutedName(NamedTuple):
-    """The name of a tensor of routed experts, taken apart."""
-
-    layer: int
-    expert: int | None  # None: of all of them
-    inner: str  # below the expert
+# layer, expert (None: of all of them), and what stands below it
+RoutedName = tuple[int, int | None, str]
 
 
 def routed_name(name: str) -> RoutedName | None:
@@ -55,7 +51,7 @@ def routed_name(name: str) -> RoutedName | None:
     match = _ROUTED.match(own.inner) if own else None
     if own is None or match is None:
         return None
-    return RoutedName(own.layer, None if match[1] is None else int(match[1]), match[2])
+    return own.layer, None if match[1] is None else int(match[1]), match[2]
 
 
 class ExpertShape(NamedTuple):
@@ -89,15 +85,15 @@ def expert_shape(
     if config.get("model_type") not in ON_DEMAND or not num_chosen:
         return None
     names = {name: routed_name(name) for name in checkpoint.tensors}
-    routed = {name: one for name, one in names.items() if one and one.layer < num_layers}
+    routed = {name: one for name, one in names.items() if one and one[0] < num_layers}
     if not routed:
         return None
     num_experts = first_size(config, *_COUNTS, most=math.inf)
     # some configs do not tell, but their tensors do
     if not num_experts:
         num_experts = max(
-            next(iter(checkpoint.tensors[name].shape), 0) if one.expert is None else one.expert + 1
-            for name, one in routed.items()
+            next(iter(checkpoint.tensors[name].shape), 0) if expert is None else expert + 1
+            for name, (_, expert, _) in routed.items()
         )
     records = _records(checkpoint, routed, num_experts)
     if records is None:

@@ -1,11 +1,10 @@
 """The pair of models that the package carries, and its small target enlarged to any size on disk.
 
-The pair runs on any machine without a network. Speculation is only worth measuring against a
-trained target, so `inflate` pads that one without changing what it computes: hidden coordinates
-that are always zero, query heads and feed-forward rows whose output is not read, whole layers that
-add nothing. The padding is random wherever it only meets zeros, so its bytes are real work. The
-number of experts stays and each grows; a layer that adds nothing routes as the nearest real layer
-does, so which experts a text needs stays realistic.
+Speculation is only worth measuring against a trained target, so `inflate` pads that one without
+changing what it computes: hidden coordinates that are always zero, query heads and feed-forward
+rows whose output is not read, whole layers that add nothing. The padding is random wherever it only
+meets zeros, so its bytes are real work. Experts grow; a layer that adds nothing routes as the
+nearest real layer does, so which experts a text needs stays realistic.
 
 Invariant: the weights that *read* a new coordinate are any finite numbers, the weights that *write*
 to one are zero. The hidden size grows by 4, so RMSNorm divides by a root that is half as large, and

@@ -42,6 +42,11 @@ def damaged(what: str, directory: Path | None = None) -> UserError:
     return UserError(f"{what}: {'pack the model again' if is_packed else AGAIN}")
 
 
+def damaged_file(path: Path, what: str) -> UserError:
+    """Return the error for a file that contradicts itself, by its name."""
+    return damaged(f"{path.name}: {what}", path.parent)
+
+
 def lfs_pointer(path: Path) -> UserError:
     """Return the error for a file that stands for one that was not fetched."""
     what = f"{path.name} is a pointer of Git LFS, not the weights"
@@ -55,9 +60,9 @@ def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) 
     for name, entry in in_file_order(entries):
         if entry.hi > file_bytes:
             where = f"{name} ends at byte {entry.hi}, the file at {file_bytes}"
-            raise damaged(f"{path.name}: {where}: truncated", path.parent)
+            raise damaged_file(path, f"{where}: truncated")
         if entry.lo < end:
-            raise damaged(f"{path.name}: {name} and {before} overlap", path.parent)
+            raise damaged_file(path, f"{name} and {before} overlap")
         end = entry.hi
         before = name
 
@@ -87,8 +92,7 @@ def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
     if start == _LFS:
         raise lfs_pointer(path)
     if not is_sound:
-        what = f"header of {header_bytes} bytes in a file of {stamp.num_bytes}"
-        raise damaged(f"{path.name}: {what}", path.parent)
+        raise damaged_file(path, f"header of {header_bytes} bytes in a file of {stamp.num_bytes}")
     return raw, stamp
 
 
@@ -111,7 +115,7 @@ def parse_header(
     places = [(entry.lo, entry.hi) for _, entry in in_file_order(entries)]
     for lo, hi in (*places, (file_bytes, file_bytes)):
         if lo != end:
-            raise damaged(f"{path.name}: bytes {end} to {lo} belong to no tensor", path.parent)
+            raise damaged_file(path, f"bytes {end} to {lo} belong to no tensor")
         end = hi
     return entries, metadata
 
@@ -144,15 +148,13 @@ def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        what = f"its header is not valid JSON ({reason(error)})"
-        raise damaged(f"{path.name}: {what}", path.parent) from None
+        raise damaged_file(path, f"its header is not valid JSON ({reason(error)})") from None
     if not isinstance(header, dict):
-        what = f"its header is a JSON {type(header).__name__}, not an object"
-        raise damaged(f"{path.name}: {what}", path.parent)
+        raise damaged_file(path, f"its header is a JSON {type(header).__name__}, not an object")
     metadata = header.pop("__metadata__", None) or {}
     are_texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
     if not are_texts:
-        raise damaged(f"{path.name}: __metadata__ in its header must be texts by name", path.parent)
+        raise damaged_file(path, "__metadata__ in its header must be texts by name")
     return header, metadata
 
 
@@ -165,8 +167,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) -> TensorEntry:
     """Return one tensor's entry, checked; tensors begin at `data_lo`. Raises `UserError`."""
     if len(name) > _MAX_NAME_CHARS:
-        what = f"its header has {name:.80} with a name of {len(name)} characters"
-        raise damaged(f"{path.name}: {what}", path.parent)
+        raise damaged_file(path, f"its header has {name:.80} with a name of {len(name)} characters")
     try:
         dtype = meta["dtype"]
         shape = meta["shape"]
@@ -177,10 +178,9 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        what = f"{name} has a malformed header entry {json.dumps(meta)[:80]}"
-        raise damaged(f"{path.name}: {what}", path.parent)
+        raise damaged_file(path, f"{name} has a malformed header entry {json.dumps(meta)[:80]}")
     wanted = STORED[dtype].stored_bytes(shape) if dtype in STORED else hi - lo
     if wanted != hi - lo:
-        where = f"{path.name}: {name} of shape {shape} and {dtype}"
-        raise damaged(f"{where} needs {wanted} bytes, has {hi - lo}", path.parent)
+        where = f"{name} of shape {shape} and {dtype}"
+        raise damaged_file(path, f"{where} needs {wanted} bytes, has {hi - lo}")
     return TensorEntry(shard, dtype, tuple(shape), data_lo + lo, data_lo + hi)

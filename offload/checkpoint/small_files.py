@@ -1,12 +1,11 @@
 """The small files beside a model's weights, config.json and those of tokenizers: what they say.
 
-They are checked before a library reads them. transformers counts up to numbers of a config, in
-lists of layers and tables of labels: a config of 10^12 layers would fill memory before anything
-could be refused. Rust aborts when memory runs out, and Python cannot catch that. A config that
-describes a model around a language model gets the sizes of text that files often leave out; T5 and
-mT5 have sizes under other names, and two stacks of layers. Quantised checkpoints that are not read
-are refused by their method, since their tensors have the names of a format that is read, or names
-that explain nothing.
+They are checked before a library reads them. transformers counts up to numbers of a config: one of
+10^12 layers would fill memory before anything could be refused. Rust aborts when memory runs out,
+and Python cannot catch that. A config of a model around a language model gets the sizes of text
+that files often leave out; T5 and mT5 have sizes under other names, and two stacks of layers.
+Quantised checkpoints that are not read are refused by their method, since their tensors have the
+names of a format that is read, or names that explain nothing.
 
 Invariants: the config of any other model is left unchanged; no model that exists and is read is
 refused; what passes the check of tokenizer files can only fail as an exception.

@@ -1,10 +1,9 @@
 """Files of a model as a whole, with their checksums: the hub's, and what `offload verify` leaves.
 
-Nothing has to be known of the model: any safetensors checkpoint and any GGUF file can be verified,
-and tensors of unknown types are plain bytes. The manifest holds a CRC-32 for every 8 MiB of each
-tensor. That detects any damage of up to 32 bits in a row for certain and other damage but for one
-case in four billion, at the speed of a disk. It is no protection against forgery, since the
-manifest itself could be rewritten; a sha256 of the hub is noted where it was seen to hold.
+Nothing has to be known of the model: tensors of unknown types are plain bytes. The manifest holds a
+CRC-32 for every 8 MiB of each tensor. That detects any damage of up to 32 bits in a row for certain
+and other damage but for one case in four billion, at the speed of a disk. It is no protection
+against forgery; a sha256 of the hub is noted where it was seen to hold.
 
 The CRC-32 equals zlib's but is computed at twice zlib's speed where zlib has no processor
 instruction for it. x^91639 + x^41678 + 1 is a multiple of CRC-32's polynomial, and so are its

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.download import tokenizer_folder
+from offload.checkpoint.download import folder_of
 from offload.checkpoint.gguf import require_reader
 from offload.checkpoint.open import ReadHeaders, gguf_file, headers_here, open_headers
 from offload.checkpoint.sizes import longest_context
@@ -64,7 +64,7 @@ def check_setup(
 def tokenizer_place(model: str) -> Path:
     """Return the folder or GGUF file with a model's tokenizer. Raises `UserError` without one."""
     is_gguf = gguf_file(model) is not None
-    place = open_headers(model).tokenizer_path if is_gguf else tokenizer_folder(model)
+    place = open_headers(model).tokenizer_path if is_gguf else folder_of(model, with_weights=False)
     if not _has_tokenizer(place):
         raise UserError(f"{model} has no tokenizer: name the model that the store is for")
     return place

@@ -18,8 +18,9 @@ from tiny import build
 
 from offload.checkpoint.gguf import open_gguf
 from offload.checkpoint.gguf_header import read_gguf_header
-from offload.checkpoint.gguf_names import _OUTER, ARCHITECTURES
+from offload.checkpoint.gguf_names import _OUTER, ARCHITECTURES, tensors_of
 from offload.checkpoint.open import open_headers
+from offload.checkpoint.tensors import TensorEntry
 from offload.errors import ReadError, UserError
 from offload.model.meta import build_meta_model
 
@@ -183,6 +184,7 @@ def test_scaling_of_llama_3_comes_from_its_factors(factor: float, tmp_path: Path
 
 
 OTHER = {"general.architecture": "qwen2moe"}
+WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 SAID: dict[str, tuple[str, dict[str, Any], str]] = {
     "architecture": ("llama", OTHER, "architecture qwen2moe is not read; those of llama,"),
     "adapter": ("llama", {"general.type": "adapter"}, "a GGUF adapter of architecture llama is not read"),
@@ -197,6 +199,8 @@ SAID: dict[str, tuple[str, dict[str, Any], str]] = {
     "part of a head": ("llama", {"llama.rope.dimension_count": 8}, "rotary positions of part of a head"),
     "widths": ("qwen3", {"qwen3.attention.value_length": 64}, "keys and values of different widths"),
     "part of many": ("qwen3", {"split.count": 3, "split.no": 1}, r"says it is part 1 \(from 0\) of 3"),
+    "endless layers": ("gemma3", {"gemma3.block_count": 10**8}, "num_hidden_layers in its header must be at most"),
+    "endless heads": ("llama", {f"llama.{of}": 10**8 for of in WIDTHS}, "its rope scaling .rope_freqs.weight."),
     "odd heads": ("mistral", {"llama.attention.head_count": 3}, "has 256 rows for 3 heads"),
 }
 
@@ -220,6 +224,13 @@ def test_what_a_file_says_is_refused(model: str, how: dict[str, Any], words: str
     path = write_gguf(MODELS[model](), tmp_path / "m.gguf", **how).path
     with pytest.raises(UserError, match=words):
         open_headers(path)
+
+
+def test_more_experts_than_any_model_has_are_not_counted() -> None:
+    """As a file with holes could have them."""
+    entry = TensorEntry(0, "F32", (10**8, 1, 1), 0, 4 * 10**8)
+    with pytest.raises(UserError, match=r"has shape \[100000000, 1, 1\]"):
+        tensors_of("m.gguf", "qwen3moe", {"blk.0.ffn_gate_exps.weight": entry}, {"num_hidden_layers": 1}, {})
 
 
 def config_folder(config: Any, folder: Path, **changes: Any) -> Path:

@@ -19,7 +19,7 @@ from tiny import Pair
 import offload
 from offload.bench.harness.models import find_setting
 from offload.checkpoint import open as headers
-from offload.checkpoint.download import tokenizer_folder
+from offload.checkpoint.download import folder_of
 from offload.checkpoint.generation_config import suggested_sampling
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.whole import open_whole
@@ -169,7 +169,7 @@ def test_a_tokenizer_is_fetched_without_weights(hub: Hub, monkeypatch: pytest.Mo
         return str(hub.folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", serve)
-    assert tokenizer_folder("org/model") == tokenizer_folder(hub.folder) == hub.folder
+    assert folder_of("org/model", with_weights=False) == folder_of(hub.folder, with_weights=False) == hub.folder
     (patterns,) = asked
     assert any(fnmatch("tokenizer.json", one) for one in patterns)
     assert not any(fnmatch(shard.name, one) for one in patterns for shard in open_checkpoint(hub.folder).shards)
@@ -209,7 +209,7 @@ def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkey
         index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     fetched = served(monkeypatch, folder, REPOSITORY)
-    tokenizer_folder("org/model")
+    folder_of("org/model", with_weights=False)
     assert set(fetched) == NEEDED
     fetched.clear()
     with pytest.raises(UserError, match=r"no config.json"):
