@@ -94,10 +94,7 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
 
 
 def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
-    """Return the folder of a model, fetched where it is on the hub. Raises `UserError`.
-
-    Without weights it has what a tokenizer and a config are.
-    """
+    """Return the folder of a model, fetched where it is on the hub. Raises `UserError`."""
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         return path

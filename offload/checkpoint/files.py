@@ -1,11 +1,9 @@
 """Files on disk: small files that may be hostile, locked folders, and large files read in parts.
 
 A small file such as config.json may be a pipe that never ends, so only regular files are opened,
-and only up to a limit. A folder is written by one process at a time. A large file is read in parts
-by several threads, whose results come out in order. Invariant: memory holds a few parts, however
-large the file is; and a lock counts only while its folder still has the name that was asked for: a
-folder that was finished and renamed meanwhile is not locked, nor is a new one under the old name
-removed.
+and only up to a limit. Invariant: memory holds a few parts of a large file; and a lock counts only
+while its folder still has the name that was asked for: a folder that was finished and renamed
+meanwhile is not locked, nor is a new one under the old name removed.
 """
 
 import errno

@@ -1,10 +1,9 @@
 """Quantised drafts: which weights a draft holds in fewer bits than its files have, and their sizes.
 
-What a draft proposes is verified, so rounding costs accepted tokens and never exactness. Quantised
-are all matrices of the layers that rows are multiplied with; embeddings, norms, head and fused
-experts keep their type. At 4 bits, columns form groups with a scale and an offset each; at 8 bits,
-each row has one scale. This module does without torch. Invariant: planning and loading use the same
-rules, so what is planned is what memory holds.
+Rounding costs accepted tokens and never exactness. Quantised are all matrices of the layers that
+rows are multiplied with; embeddings, norms, head and fused experts keep their type. At 4 bits,
+columns form groups with a scale and an offset each; at 8 bits, each row has one scale. Invariant:
+planning and loading use the same rules, so what is planned is what memory holds.
 """
 
 import math

@@ -1,9 +1,8 @@
 """The identity of a model by its files, under which results, sessions and profiles are kept.
 
 At start every tensor is sampled in a few places, and all other files that a text depends on are
-read whole. That tells most models apart in milliseconds, but not two that differ only between the
-samples. So an identity also carries proofs that the weights are equal to the last byte: unchanged
-files, checksums noted by the hub or by `offload verify`, or a sum of all bytes.
+read whole. That takes milliseconds, but misses what differs between the samples. So an identity has
+proofs of all bytes as well: unchanged files, checksums of the hub or `offload verify`, or a sum.
 
 Invariant: two models count as the same only where a proof agrees and none contradicts.
 """
@@ -14,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,10 +128,8 @@ def proved(told: Mapping[str, str], mine: Mapping[str, str]) -> bool | None:
 
 def keep_sum(identity: ModelIdentity, total: str) -> None:
     """Store the sum for the next run, or let that read again; valid for unchanged files."""
-    try:
+    with suppress(OSError, UserError):
         write_whole(_kept_path(identity.parts["weights"], identity.proofs[FILES]), total)
-    except (OSError, UserError):
-        return
 
 
 def same_model(told: ModelIdentity, mine: ModelIdentity) -> str:

@@ -1,10 +1,9 @@
 """What layers of some families have beside attention and one feed-forward, by headers alone.
 
-Routed experts are stored as separate tensors, or as stacks whose first dimension counts them, coded
-or not. Recurrent and convolutional layers keep a state; layers that choose what they attend to keep
-index keys, and their keys and values stay compressed, as transformers has kept them since it has
-such layers. Invariants: every byte of a layer belongs to one expert or is dense; a size is never
-smaller than what the cache of a text, or a pass, will take of it.
+Routed experts are stored as separate tensors, or as stacks whose first dimension counts them.
+Recurrent and convolutional layers keep a state; layers that choose what they attend to keep index
+keys, and compressed keys and values. Invariants: every byte of a layer belongs to one expert or is
+dense; a size is never smaller than what the cache of a text, or a pass, will take of it.
 """
 
 import math

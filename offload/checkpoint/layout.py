@@ -2,15 +2,13 @@
 
 A slab that mirrors its file block by block is *direct*: O_DIRECT reads straight into place. Tensors
 that must be regrouped (fused experts) or that start at an odd offset make it *scattered*: the same
-reads go through a small bounce buffer. A float32 matrix begins a cache line in any slab, or MKL's
-product of one row has other bits. The blocks of a direct slab begin before its first weight, which
-may lie anywhere; a device, whose wide loads want 16 bytes and more, gets the slab from its first
-weight on.
+reads go through a small bounce buffer. A device, whose wide loads want 16 bytes and more, gets a
+slab from its first weight on, which may lie anywhere in the first block.
 
-Routed experts get slabs of their own. Files hold experts as separate tensors or as one stack;
-models have stacks. Invariant: pieces never leave the slab; the bytes of each parameter, and the
-words of each coded weight, are covered exactly once; the bytes of different experts are disjoint
-and together are the stack's.
+Routed experts get slabs of their own. Files hold them as separate tensors or as one stack, models
+have stacks. Invariant: pieces never leave the slab; the bytes of each parameter, and the words of
+each coded weight, are covered exactly once; the bytes of different experts are disjoint and
+together are the stack's.
 """
 
 import math

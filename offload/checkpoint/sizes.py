@@ -112,9 +112,8 @@ class ModelShape:
 
     @property
     def num_bytes(self) -> int:
-        return (
-            sum(self.layer_bytes) + sum(self.encoder_bytes) + self.rest_bytes + self.companion_bytes
-        )
+        layers = (*self.layer_bytes, *self.encoder_bytes)
+        return sum(layers) + self.rest_bytes + self.companion_bytes
 
 
 def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:

@@ -92,9 +92,8 @@ def _with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
         known = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(config)).get_text_config(decoder=True)
     # transformers rejects a config with exceptions of any type
     except Exception as error:
-        raise UserError(
-            f"{where}: {rule} (model type {kind}; {reason(error)}): {ANOTHER_FOLDER}"
-        ) from None
+        what = f"{where}: {rule} (model type {kind}; {reason(error)})"
+        raise UserError(f"{what}: {ANOTHER_FOLDER}") from None
     usual = {key: getattr(known, key, None) for key in _SIZES if key not in inner}
     given = {key: size for key, size in usual.items() if size is not None}
     return {**config, "text_config": {**inner, **given}}

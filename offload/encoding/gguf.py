@@ -4,9 +4,8 @@ llama.cpp's rotary embedding rotates adjacent pairs where Hugging Face's rotates
 Llama models have the rows of query and key projections in another order: head by head, both halves
 interleaved. Gemma's norms are stored with 1 added, which its model adds again. Rows are whole
 blocks, so their order is undone before anything is expanded. Value heads of Qwen3.5's recurrent
-layers go round the key heads, where the model has those of one key head together; columns in that
-order cut blocks, and so do matrices that are stored the other way round: these are put in order
-after they were expanded.
+layers go round the key heads, where the model has those of one key head together. Columns in that
+order, and of matrices stored the other way round, cut blocks: they are put in order afterwards.
 """
 
 import math

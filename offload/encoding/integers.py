@@ -1,10 +1,9 @@
 """Packed integers of 4 and 8 bits with scales and zero points: AWQ, GPTQ and compressed-tensors.
 
 AWQ's `gemm` version packs eight rows of a column into a word, in an order of its own. GPTQ packs
-eight (or four) columns of a row into a word. Its first version stores zero points less one;
-libraries differ where that meets an all-ones code (15 of 4 bits): AutoGPTQ reads 16, its older
-kernel 0, GPTQModel lets it carry into the neighbour. Here it is 16, one more than is stored. Shapes
-tell GPTQ from AWQ, and how many bits a module has, whatever the config says of single modules.
+eight (or four) columns of a row into a word. Its first version stores zero points less one; an
+all-ones code (15 of 4 bits) is 16 here as in AutoGPTQ, while its older kernel reads 0. Shapes tell
+GPTQ from AWQ, and how many bits a module has, whatever the config says of single modules.
 
 compressed-tensors has `pack-quantized`, and `int-quantized` with signed bytes. Zero points are
 packed along rows of the weight, words along its columns. The true number of columns is data

@@ -1,10 +1,9 @@
 """T5 over streamed weights: an encoder reads the prompt once, and every pass is the decoder's.
 
 A text's tokens are its prompt, one start token, and what the decoder writes. The cache counts all
-of them: the encoder takes in those of the prompt, and their keys and values, computed by the first
-pass, lie in transformers' own cache of cross-attention. Scores get a bias by distance, which
-transformers counts in rows; a node of a tree has the position of its depth, so the bias is given
-from outside, with the tree's mask added.
+of them; keys and values of the prompt's lie in transformers' own cache of cross-attention. Scores
+get a bias by distance, which transformers counts in rows; a node of a tree has the position of its
+depth, so the bias is given from outside, with the tree's mask added.
 
 Invariant: what a cache holds belongs to the very prompt that it names.
 """
@@ -25,8 +24,6 @@ from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
 from offload.model.parts import PassCache
 from offload.model.tree_model import Masks, TreeModel
-
-_HOST = torch.device("cpu")
 
 
 class SourceCache(KVCache):
@@ -81,23 +78,12 @@ class SourceCache(KVCache):
 class EncoderDecoderModel(TreeModel):
     """A `TreeModel` whose `take_in` runs the encoder; all passes are those of the decoder."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: str = "auto",
-        torch_device: torch.device = _HOST,
-        **more: Any,
-    ) -> None:
-        super().__init__(checkpoint, dtype, torch_device, **more)
+    def __init__(self, checkpoint: Checkpoint, *how: Any, **more: Any) -> None:
+        super().__init__(checkpoint, *how, **more)
         self.start_ids = start_ids_of(checkpoint)
-        rule = f"decoder_start_token_id must be less than {self.vocab_size}"
-        rule = f"{checkpoint.name}: {rule}"
-        require(
-            self.start_ids[0] < self.vocab_size,
-            rule,
-            self.start_ids[0],
-            "mend generation_config.json",
-        )
+        rule = f"{checkpoint.name}: decoder_start_token_id must be less than {self.vocab_size}"
+        start = self.start_ids[0]
+        require(start < self.vocab_size, rule, start, "mend generation_config.json")
         self._distance_TS = torch.empty(0, 0)
         self._num_scored = 0
         first: Any = self._layers[0]

@@ -1,11 +1,10 @@
 """Layers that choose by an index which positions a row attends to, over token trees.
 
 An indexer runs as transformers has it, up to where it has a row's queries and the weights of their
-heads; its keys go to the cache beside keys and values. From there on the choice is ours: of a pass
-over many paths every index key is scored by every row, as scores of other rows' keys cost no more;
-then a row chooses among those on its own path alone, in the order of the path. A key stands for one
-token, or for a pool of some tokens in a row: a pool belongs to the token that completes it, and a
-row that sees that one sees the others. What attention then takes are the paths with that choice.
+heads; its keys go to the cache beside keys and values. From there on the choice is ours: every row
+scores every index key of a pass, then chooses among those on its own path alone, in its order. A
+key stands for one token, or for a pool of some in a row, which belongs to the token that completes
+it: a row that sees that one sees the others. Attention takes the paths with that choice.
 
 Invariants: a row's choice depends on its own path alone; scores are products of one shape, added up
 over heads one after another, and of equal scores the earliest count. An indexer of another make is

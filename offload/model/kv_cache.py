@@ -1,8 +1,5 @@
 """Keys and values of every layer in buffers of fixed size, with one place where the length changes.
 
-Layers that choose by an index what they attend to keep a third thing of each position, its index
-keys.
-
     [0, length)             committed
     [length, length + U)    not committed, in the order in which they were run or kept
 
@@ -26,7 +23,7 @@ from offload.kernels.kv_commit import kv_commit_reference
 
 KEYS = "keys"
 VALUES = "values"
-INDEX = "index"
+INDEX = "index"  # keys by which layers choose what they attend to
 # what one layer holds of some positions, (1, G, P, K) each, by these names
 LayerStates = Mapping[str, Tensor]
 Send = Callable[[Tensor], Tensor]

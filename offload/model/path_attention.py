@@ -7,10 +7,9 @@ added up one after another in float32.
     [0, base)      full blocks that lie in order for every row
     [base, ...)    columns of a tree, whose rows share few of them
 
-A CPU computes it by machine code of our own (`kernels/path_attention_cpu.py`), a GPU by a kernel
-(`kernels/path_attention.py`). Here are the walks that both follow, and what computes the same
-wherever torch does: there each row has keys of its own behind `base`, and weights are added up by
-the same products as values, as one column of the values is ones.
+`kernels/` have machine code for a CPU and a kernel for a GPU. Here are the walks that both follow,
+and what computes the same wherever torch does: each row has keys of its own behind `base`, and
+weights are added up by the same products as values, as one column of the values is ones.
 """
 
 import math

@@ -91,9 +91,8 @@ def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:
         return False
     if not (destination / MANIFEST).is_file():
         held = "holds files already" if destination.is_dir() else "is a file"
-        raise UserError(
-            f"{destination} {held}, which nothing is written over: choose another folder"
-        )
+        what = f"{destination} {held}, which nothing is written over"
+        raise UserError(f"{what}: choose another folder")
     found = read_manifest(destination)
     files = found["files"]
     is_same = found.get("unpacks") == made_from.get("unpacks")

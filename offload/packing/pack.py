@@ -164,10 +164,8 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
             if Stamp.of(path) != checkpoint.stamps[checkpoint.shards.index(path)]:
                 raise _changed(path)
         for path, stamp in beside.items():
-            name = (
-                _SOURCE_INDEX if path.name == INDEX else str(path.relative_to(checkpoint.directory))
-            )
-            _copy_unchanged(path, stamp, folder / name)
+            own = path.relative_to(checkpoint.directory)
+            _copy_unchanged(path, stamp, folder / (_SOURCE_INDEX if path.name == INDEX else own))
         _write_index(folder, portions, find_shards(checkpoint.directory)[1])
     return _result_of(destination, len(kept))
 
