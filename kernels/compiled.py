@@ -148,11 +148,21 @@ def share_rows(work: Callable[[int, int], object], num_rows: int) -> None:
 def _jitted(function: FunctionType) -> Callable[..., Any]:
     import numba
 
+    not_kept = numba.njit(nogil=True)(function)
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        kept = numba.njit(nogil=True, cache=True)(function)
     # no folder for a cache can be written
     except RuntimeError:
-        return numba.njit(nogil=True)(function)
+        return not_kept
+
+    def call(*args: Any) -> Any:
+        try:
+            return kept(*args)
+        # the folder is full, or what lies there cannot be read
+        except OSError:
+            return not_kept(*args)
+
+    return call
 
 
 @cache
