@@ -312,7 +312,7 @@ def test_what_cannot_end_well_is_refused_before_measuring(
         "--gpu-mem limits a CUDA device": [*few, "--device", "cpu", "--gpu-mem", "4GiB"],
     }
     if find_spec("matplotlib"):
-        wishes["--picture must end in one of eps, "] = [*few, "--picture", tmp_path / "a.docx"]
+        wishes["--picture must end in one of "] = [*few, "--picture", tmp_path / "a.docx"]
     for said, command in wishes.items():
         outcome = shell(*command)
         assert outcome.code == 2 and outcome.out == "" and said in outcome.err

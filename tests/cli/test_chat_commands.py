@@ -154,7 +154,7 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
     assert other.code == 0
     assert f"kept in {path}" in chat(letters, "/save", "--session", path, quiet=False).err, "it needs no name"
     held = chat(letters, f"/system\n/load {tmp_path / 'copy'}\n/undo\n/undo\n/undo\n/undo", "--session", path)
-    loaded = f"going on with {tmp_path / 'copy'}: 3 questions"
+    loaded = f"going on with {tmp_path / 'copy'}: 3 questions, the last one asked was 'Again'"
     stays = f"{path} stays as it is, and answers are kept no more: /save FILE keeps them"
     forgotten = [f"forgotten: {one}" for one in ("Again", "Say it", "Say")]
     assert held.err.splitlines()[:6] == ["No.", loaded, stays, *forgotten]
