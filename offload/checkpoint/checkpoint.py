@@ -1,9 +1,8 @@
 """A model whose headers were read: `Checkpoint`, and the type that it is computed in.
 
-`settled_dtype` chooses the type that quantised weights are expanded into, where the user names
-none. They are stored for GPUs, mostly with scales in float16. CPUs multiply float16 2 to 8 times
-slower than bfloat16, even those with instructions for both; in memory both take the same. Packed
-weights keep the type of the original model.
+Quantised weights are stored for GPUs, mostly with scales in float16, which CPUs multiply 2 to 8
+times slower than bfloat16, even those with instructions for both. So `settled_dtype` has them
+expanded into bfloat16 there, where the user names no type. Packed weights keep their own.
 """
 
 import math

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from offload.checkpoint.files import Stamp, open_regular, readable
-from offload.checkpoint.safetensors import FileHeader, check_extents, damaged, lfs_pointer
+from offload.checkpoint.safetensors import (
+    FileHeader,
+    check_extents,
+    damaged,
+    lfs_pointer,
+    require_few,
+)
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import ENCODINGS
 from offload.encoding.gguf import BLOCKS, GgufBlocks
@@ -24,6 +30,7 @@ from offload.units import rounded_up
 Metadata = Mapping[str, Any]
 _MAX_HEADER_BYTES = 1 << 28  # the largest vocabularies take some 10 MB
 _MAX_LIST = 1024
+_MAX_NOTES = 1 << 16
 _MAX_DIMS = 4
 _MAX_SIZE = 1 << 62
 _MAX_NAME_BYTES = 1024
@@ -125,6 +132,9 @@ def _read(header: _HeaderReader, shard: int) -> tuple[dict[str, Any], dict[str, 
     num_tensors = header.number("<Q")
     num_notes = header.number("<Q")
     header.require(24 * num_tensors + 13 * num_notes)
+    require_few(name, num_tensors)
+    if num_notes > _MAX_NOTES:
+        raise damaged(f"{name}: its header has {num_notes} notes, of {_MAX_NOTES} at most")
     metadata = dict[str, Any]()
     for _ in range(num_notes):
         key = header.text()

@@ -2,8 +2,7 @@
 
 Among floats of one sign the larger has the larger bits, and infinity and NaN have the largest. So
 two maxima of integers tell whether a run of weights is finite, whether it is all zero, and how
-large its numbers are. No torch, whose reductions bring threads of their own. Invariant: nothing is
-written, and no more is read than what is handed in.
+large its numbers are. No torch, whose reductions bring threads of their own.
 """
 
 import math

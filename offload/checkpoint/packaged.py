@@ -6,11 +6,11 @@ rows whose output is not read, whole layers that add nothing. The padding is ran
 meets zeros, so its bytes are real work. Experts grow; a layer that adds nothing routes as the
 nearest real layer does, so which experts a text needs stays realistic.
 
-Invariant: the weights that *read* a new coordinate are any finite numbers, the weights that *write*
-to one are zero. The hidden size grows by 4, so RMSNorm divides by a root that is half as large, and
-its weight takes the factor back: exact in any binary float. Norms of queries and keys keep their
-width but meet the smaller epsilon, so queries and keys arrive half as large. Logits therefore equal
-the small model's up to the order of summation.
+Invariant: the weights that *read* a new coordinate are any finite numbers, those that *write* to one
+are zero. The hidden size grows by 4, so RMSNorm divides by a root half as large, and its weight
+takes the factor back: exact in any binary float. Norms of queries and keys keep their width but
+meet the smaller epsilon, so these arrive half as large. Logits equal the small model's up to the
+order of summation.
 """
 
 import hashlib

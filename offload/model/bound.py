@@ -3,9 +3,7 @@
 The model is built without storage. A decoder layer's parameters become views of a slab just before
 it runs and are taken away right after; embeddings, final norm and head are bound once, as are all
 layers of a model that stays. Coded weights have their numbers only while their module runs
-(`expanded.py`), and a draft may hold them in fewer bits (`quantised_draft.py`).
-
-Invariant: a parameter is bound to the bytes of its own layer, or is empty.
+(`expanded.py`). Invariant: a parameter is bound to the bytes of its own layer, or is empty.
 """
 
 import re

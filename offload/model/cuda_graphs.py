@@ -2,8 +2,7 @@
 
 A draft step is hundreds of kernels of a few microseconds each, which no host launches as fast as a
 device runs them. A recording has fixed shapes: rows are padded to one of a few widths. What changes
-(ids, positions, slots to write to, the walks of the rows) lies in one tensor that is filled by one
-copy before a replay.
+(ids, positions, slots, walks of the rows) lies in one tensor that is filled before a replay.
 
 Invariant: nothing sees padding, whose keys go to a slot of their own; and padding sees numbers,
 since a row without a key is NaN.

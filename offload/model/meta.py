@@ -2,10 +2,8 @@
 
 A tree needs a decoder whose layers stand in `layers[i]`, see positions through rotary embeddings,
 or by what comes before in recurrent layers, and keep keys and values, or a state that can be
-computed anew along an accepted path.
-
-Invariant: parameters bear the names of a language model on its own, also where the family is built
-here (`headed.py`), and of the family's rules none is lost.
+computed anew along an accepted path. Invariant: parameters bear the names of a language model on
+its own, also where the family is built here (`headed.py`), and no rule of the family is lost.
 """
 
 import copy

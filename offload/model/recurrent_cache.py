@@ -6,9 +6,8 @@
 
 A pass computes the states of its rows and lets them go; of rows whose fate is open only what they
 bring is kept, from which `commit` runs the accepted path again. Rows that are certain, such as a
-prompt's, leave one state behind the last of them. States are never written over, so a holder of
-one has it for good: a pass that is abandoned half-way, or a commit, leaves the committed ones.
-Invariant: a state is that of exactly the positions that its `length` says.
+prompt's, leave one state behind the last of them. States are never written over, so a holder of one
+has it for good. Invariant: a state is that of exactly the positions that its `length` says.
 """
 
 from collections.abc import Sequence
