@@ -22,6 +22,7 @@ from offload.engine.request import Request, samples_of
 from offload.engine.service import Closing, Engine, QueueFull
 from offload.engine.text_stream import TextStream
 from offload.errors import ReadError, UserError
+from offload.sampling.grammar import Grammar
 from offload.sampling_options import Sampling
 
 FOR_EVER = 200
@@ -150,6 +151,24 @@ def test_requests_wait_in_order_and_too_many_are_refused(looper: Path) -> None:
             passes.release()
             jobs[number].result(PATIENCE_S)
             assert [job.is_done for job in jobs] == [True] * (number + 1) + [False] * (2 - number)
+
+
+def test_long_grammars_that_wait_are_refused_before_they_fill_memory(
+    looper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they are compiled to is kept while they wait, so that no pass waits for it."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(service, "_MOST_GRAMMAR_BYTES", 3)
+    kept = replace(request(1), grammar=Grammar("regex", ".{1,99}"))
+    with engine_of(looper) as engine, held_passes() as passes:
+        jobs = [engine.submit(request(1))]
+        until(lambda: engine.figures().num_active == 1)
+        jobs.append(engine.submit(kept))
+        with pytest.raises(QueueFull, match="long grammars wait already"):
+            engine.submit(kept)
+        jobs.append(engine.submit(request(1)))
+        passes.release(9)
+        assert [job.result(PATIENCE_S).finish_reason for job in jobs] == ["length"] * 3
 
 
 def test_a_bad_request_is_refused_at_once_and_takes_no_place(looper: Path) -> None:
