@@ -3,8 +3,8 @@
 Two threads per peer, on a process group of their own: one sends a pulse every few seconds, one
 listens. A connection that closes is a death, no pulse for too long is silence, and a rank that ends
 by itself says why first; so does one whose work (of a stage, or of a draft) stands still for ten
-times as long, since its threads here go on. Silence is counted here and not by a limit of gloo's, which would close the
-connections to all others: they would take that for a death.
+times as long, since its threads here go on. Silence is counted here and not by a limit of gloo's,
+which would close the connections to all others: they would take that for a death.
 
 Invariant: the first loss is the one that counts: what fails afterwards fails because of it.
 """

@@ -388,9 +388,8 @@ def _brief(value: object) -> str:
 
 def tuning_text(path: Path) -> str:
     """Return the text to tune with. Raises `UserError` where it is missing, empty or not UTF-8."""
-    text = read_text(path, "the text", _MOST_TEXT_BYTES).replace(
-        "\r\n", "\n"
-    )  # models write \n alone
+    # models write \n alone
+    text = read_text(path, "the text", _MOST_TEXT_BYTES).replace("\r\n", "\n")
     if not text.strip():
         raise UserError(f"the text {path} is empty: give text of the kind that will be decoded")
     return text
