@@ -17,7 +17,7 @@ from reciting import PROMPT, before_steps, open_decoder
 from served import serving
 from test_structure import sources
 
-from offload.distributed.head import TokenTime
+from offload.distributed.cut_off import TokenTime
 from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
 
 HOURS_S, YEARS_S = 5 * 3600.0, 20 * 365 * 86400.0

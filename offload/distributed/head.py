@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from offload.distributed.cut_off import CutOff, TokenTime
 from offload.distributed.orders import (
     Accept,
     Cancel,
@@ -32,7 +33,6 @@ from offload.distributed.orders import (
     Drawn,
     Grow,
     Guessed,
-    Least,
     Order,
     Reset,
     RunOrder,
@@ -45,55 +45,9 @@ from offload.engine.cache_pool import num_shared
 from offload.errors import RankError, require
 from offload.interrupts import held_back
 from offload.memory.sizes import PROMPT_ROWS
-from offload.rank_roles import TIMED_ROWS, PaperCut, PipelineOptions, Roles, free_rows
+from offload.rank_roles import TIMED_ROWS, PipelineOptions, Roles, free_rows
 from offload.sampling.sampler import require_token
 from offload.sampling_options import Sampling
-
-
-class CutOff:
-    """The least chance of guesses: by price, or by a rule.
-
-    By price f must reach (seconds of one more row at the slowest stage) / (seconds of a token). By
-    PipeInfer's rule (2407.11798, section IV) guesses on unproved guesses must be surer:
-
-    cut = start + recovery x (batches since a run was accepted) - decay x (failed attempts since)
-    """
-
-    def __init__(self, row_s: float, rule: PaperCut | None = None) -> None:
-        self._row_s = row_s
-        self._rule = rule
-        self.accepted()
-
-    @property
-    def _cut(self) -> float:
-        rule = self._rule or PaperCut(0.0, 0.0, 0.0)
-        return rule.start + self._num_batches * rule.recovery - self._num_fails * rule.decay
-
-    def least(self, token_s: float) -> Least:
-        """Return the least chances now; a `token_s` of 0 is not known yet."""
-        if self._rule is not None:
-            return Least(0.0, max(0.0, self._cut))
-        return Least(min(1.0, self._row_s / token_s) if token_s > 0 else 0.0, 0.0)
-
-    def speculated(self) -> None:
-        """Note that guesses have come: more is asked of the next batch."""
-        self._num_batches += 1
-
-    def accepted(self) -> None:
-        """Note that a run was accepted, in part at least: the rule returns to its start."""
-        self._num_batches = 0
-        self._num_fails = 0
-
-    def failed(self) -> bool:
-        """Note that no guess was likely enough; return whether less is asked now, down to nothing."""
-        can_fall = self._rule is not None and self._rule.decay > 0 and self._cut > 0
-        self._num_fails += can_fall
-        return can_fall
-
-
-_KEPT = 0.9  # of the time of a token so far, from one step to the next
-# times that time: a longer one is no token's, but that of a process that was stopped or has slept
-_MOST_RISE = 10.0
 
 # dead: back, without draws
 What = Literal["begun", "issued", "cancelled", "drawn", "dead", "emitted"]
@@ -109,28 +63,6 @@ class RunEvent(NamedTuple):
 
 
 Listener = Callable[[RunEvent], None]
-
-
-class TokenTime:
-    """Seconds of a token, lately; `token_s` is 0 while nothing is known."""
-
-    def __init__(self) -> None:
-        self.token_s = 0.0
-        self._last_s: float | None = None
-
-    def begin(self) -> None:
-        """Begin a text; its first tokens take as long as the prompt, what was known holds."""
-        self._last_s = None
-
-    def emitted(self, num: int, now_s: float) -> None:
-        """Note that `num` tokens have come at once."""
-        if self._last_s is not None:
-            token_s = (now_s - self._last_s) / num
-            counted_s = min(token_s, _MOST_RISE * self.token_s)
-            self.token_s = (
-                _KEPT * self.token_s + (1 - _KEPT) * counted_s if self.token_s else token_s
-            )
-        self._last_s = now_s
 
 
 class RowPrice(NamedTuple):
@@ -153,7 +85,7 @@ class RowPrice(NamedTuple):
 _UNKNOWN = RowPrice()
 
 
-class _Draft(Enum):
+class _DraftState(Enum):
     IDLE = "may be asked"
     ASKED = "has not answered yet"
     OUTDATED = "has not answered yet, and the root has moved since"
@@ -200,7 +132,7 @@ class Head:
         self._ways = [(rank, Channel.RESULT) for rank in sorted(answering)]
         self._time = TokenTime()
         self._tokens = list[int]()
-        self._draft = _Draft.IDLE
+        self._draft = _DraftState.IDLE
         self._num_asked = 0
         self._num_stale = 0
 
@@ -246,9 +178,9 @@ class Head:
     def end(self) -> None:
         """End the text: what is on its way is not needed, and its answers will be passed over."""
         self._cancel(self._table.abandon())
-        self._num_stale += self._draft in (_Draft.ASKED, _Draft.OUTDATED)
-        self._draft = _Draft.IDLE
-        self._cut.accepted()
+        self._num_stale += self._draft in (_DraftState.ASKED, _DraftState.OUTDATED)
+        self._draft = _DraftState.IDLE
+        self._cut.reset()
 
     def stop(self) -> None:
         """End the services, whatever they wait for, as far as they are there."""
@@ -281,7 +213,7 @@ class Head:
             run = self._table.issue(nodes)
             self._tell("issued", run.number, len(nodes))
             self._data(run)
-            self._draft = _Draft.IDLE if self._draft == _Draft.SHORT else self._draft
+            self._draft = _DraftState.IDLE if self._draft == _DraftState.SHORT else self._draft
             self._ask_for_guesses()
 
     def _next_nodes(self) -> list[RunNode]:
@@ -289,14 +221,14 @@ class Head:
         root = self._table.root
         mode = self._options.mode
         if root.run is None:
-            if mode == "sync" and self._draft in (_Draft.ASKED, _Draft.OUTDATED):
+            if mode == "sync" and self._draft in (_DraftState.ASKED, _DraftState.OUTDATED):
                 return []
             count = self._most_rows - 1 if self._options.is_continuous else 0
             return [root, *self._guesses(count)]
         if mode != "async" or (not self._options.is_continuous and self._table.speculates):
             return []
         nodes = self._guesses(self._num_wanted)
-        is_all = self._draft in (_Draft.SHORT, _Draft.DRY)
+        is_all = self._draft in (_DraftState.SHORT, _DraftState.DRY)
         return nodes if is_all or len(nodes) == self._num_wanted else []
 
     @property
@@ -313,15 +245,15 @@ class Head:
 
     def _ask_for_guesses(self) -> None:
         """Ask for as many guesses as one run has room for, while the draft is idle."""
-        if self._draft == _Draft.SHORT and not self._table.has_credit:
-            self._draft = _Draft.IDLE  # nothing can be issued, so there is time for more
+        if self._draft == _DraftState.SHORT and not self._table.has_credit:
+            self._draft = _DraftState.IDLE  # nothing can be issued, so there is time for more
         is_busy = self._options.mode == "sync" and self._table.num_on_way > 0
-        if not self._options.speculates or self._draft != _Draft.IDLE or is_busy:
+        if not self._options.speculates or self._draft != _DraftState.IDLE or is_busy:
             return
         self._num_asked = self._num_wanted - len(self._guesses(self._num_wanted))
         if self._num_asked > 0:
             self._ask_draft(Grow(self._num_asked, self._cut.least(self._time.token_s)))
-            self._draft = _Draft.ASKED
+            self._draft = _DraftState.ASKED
 
     def _take(self, source: int, answer: Order) -> None:
         if isinstance(answer, Drawn) and source == self._roles.stages[-1]:
@@ -346,12 +278,12 @@ class Head:
         num_new = sum(self._table.offer(*node) is not None for node in guessed.nodes)
         if num_new:
             self._cut.speculated()
-        if self._draft == _Draft.OUTDATED or num_new >= self._num_asked:
-            self._draft = _Draft.IDLE
+        if self._draft == _DraftState.OUTDATED or num_new >= self._num_asked:
+            self._draft = _DraftState.IDLE
         elif num_new:
-            self._draft = _Draft.SHORT
+            self._draft = _DraftState.SHORT
         else:
-            self._draft = _Draft.IDLE if self._cut.failed() else _Draft.DRY
+            self._draft = _DraftState.IDLE if self._cut.failed() else _DraftState.DRY
 
     def _take_step(self, step: RunStep) -> None:
         """Tell all ranks what was emitted, those first that need not go on."""
@@ -359,9 +291,9 @@ class Head:
         self._data(Commit(step.path, step.kept))
         self._tokens += map(require_token, step.tokens)
         self._ask_draft(Accept(step.tokens))
-        is_asked = self._draft in (_Draft.ASKED, _Draft.OUTDATED)
-        self._draft = _Draft.OUTDATED if is_asked else _Draft.IDLE
-        self._cut.accepted()
+        is_asked = self._draft in (_DraftState.ASKED, _DraftState.OUTDATED)
+        self._draft = _DraftState.OUTDATED if is_asked else _DraftState.IDLE
+        self._cut.reset()
         self._time.emitted(len(step.tokens), self._clock())
         self._tell("emitted", num=len(step.tokens))
 

@@ -80,7 +80,7 @@ def open_pair(
     files = setup.files
     dtype = setup.dtype
     torch_device = setup.device.torch_device
-    plan = setup.plan_for(1)
+    plan = setup.least_plan
     target = open_model(
         files.target,
         dtype,
@@ -125,7 +125,7 @@ def open_pair(
 
 def _check(pair: ModelPair, request: Request) -> None:
     """Raise `UserError` for a request that these models cannot serve."""
-    plan = pair.setup.plan_for(1)
+    plan = pair.setup.least_plan
     start_ids = pair.target.start_ids
     if request.prompt is not None:
         bounds = (plan.context, plan.has_longest_context)

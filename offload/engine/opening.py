@@ -53,10 +53,10 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
     trees.check(*settings)
     setup.hooks.on_phase("building the models")
     # a sum of all weights is taken on the way where all of them are read
-    is_summed = request.is_for_file and team.is_alone and not setup.plan_for(1).has_experts
+    is_summed = request.is_for_file and team.is_alone and not setup.least_plan.has_experts
     pair = open_pair(setup, request, resources, team.adapt, is_summed=is_summed)
     prepare_invariance(
-        pair.target, setup.options, setup.plan_for(1), device=setup.device, is_alone=team.is_alone
+        pair.target, setup.options, setup.least_plan, device=setup.device, is_alone=team.is_alone
     )
     config = _measure(pair, trees, team, settings, resources)
     plan = config.plan
@@ -98,7 +98,7 @@ def _measure(
     hooks = setup.hooks
     target = pair.target
     draft = pair.draft
-    least = setup.plan_for(1)
+    least = setup.least_plan
     sources = open_sources(options, pair.tokenizer, target.vocab_size)
     most = setup.plan_for(trees.most_nodes)
     # by the largest trees: where only these need room that layers would have, they stream with them

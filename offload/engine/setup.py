@@ -75,6 +75,11 @@ class Setup:
         return plan_memory(self.files, self.budget, num_nodes)
 
     @property
+    def least_plan(self) -> MemoryPlan:
+        """Return the plan without a tree, which has the context and the way of experts of all."""
+        return self.plan_for(1)
+
+    @property
     def traffic_of(self) -> TrafficOf:
         """Return what tells the bytes that a sweep moves with trees of so many nodes."""
         return partial(traffic_in, self.budget, self.files, hardware=self.hardware)
@@ -139,7 +144,7 @@ class Setup:
             cache(self.traffic_of),
             costs=machine_costs(self.budget, self.files, self.hardware),
             has_own_times=self.hardware is None,
-            context=self.plan_for(1).context,
+            context=self.least_plan.context,
             has_draft=self.files.draft is not None,
             usual=prior_for(self.files.draft),
             routing=routing_in(profile),

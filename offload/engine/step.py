@@ -39,7 +39,7 @@ def share_out(texts: Sequence[TokenSequence], num_rows: int) -> list[tuple[Token
 
 @dataclass(slots=True)
 class SpeculationStep:
-    """What makes the steps of one decoder."""
+    """Runs the steps of one decoder: grow, score, accept, commit."""
 
     _target: Target
     _drafter: Drafter

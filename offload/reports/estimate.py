@@ -226,7 +226,7 @@ def _predictions(
     tokens_per_sweep: float | None,
 ) -> tuple[tuple[Prediction, ...], str]:
     """Return the predictions without a tree and with the wanted one, and what tokens rest on."""
-    alone = replace(setup, files=setup.files._replace(draft=None)).plan_for(1)
+    alone = replace(setup, files=setup.files._replace(draft=None)).least_plan
     plain = _predict(setup, trees, costs, alone, chain(0), (1.0, 1.0))
     basis = _basis(setup, trees, settings)
     if setup.files.draft is None or setup.tree.kind == "none":

@@ -8,7 +8,8 @@ import pytest
 from in_memory import in_memory
 from simulator import Speeds, World, own_text, simulated, written
 
-from offload.distributed.head import Head, RowPrice, TokenTime
+from offload.distributed.cut_off import TokenTime
+from offload.distributed.head import Head, RowPrice
 from offload.distributed.orders import (
     Cancel,
     Commit,

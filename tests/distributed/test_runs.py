@@ -5,7 +5,8 @@ import random
 import pytest
 from simulator import Speeds, World, own_text, simulated, written
 
-from offload.distributed.head import CutOff, RowPrice
+from offload.distributed.cut_off import CutOff
+from offload.distributed.head import RowPrice
 from offload.distributed.orders import Least
 from offload.distributed.runs import RunNode, RunTable
 from offload.rank_roles import PaperCut, PipelineOptions, Roles
@@ -153,7 +154,7 @@ def test_the_papers_cut_rises_with_every_batch_falls_with_failures_and_is_reset_
     found.append(cut.least(1.0).p)
     assert cut.failed()
     found.append(cut.least(1.0).p)
-    cut.accepted()
+    cut.reset()
     assert [*found, cut.least(1.0).p] == pytest.approx([0.3, 0.7, 0.45, 0.3])
     assert cut.least(1.0).f == 0
     cut = CutOff(0.0, PaperCut(start=0.5, recovery=0.0, decay=0.125))
