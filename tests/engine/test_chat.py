@@ -42,7 +42,8 @@ def open_pair(family: str, directory: Path, tree: str, rule: str = "match", **op
         save_tokenizer(target, chat_template=TEMPLATE)
     pair = [open_checkpoint(directory / name) for name in ("target", "draft")]
     num_nodes = parse_tree(tree).num_nodes
-    roomy = plan_memory(pair, ram=1 << 40, dtype="float32", context=CONTEXT, num_nodes=num_nodes, rule=rule)
+    sizes = {"context": CONTEXT, "num_nodes": num_nodes, "rule": rule, "experts": "layers"}
+    roomy = plan_memory(pair, ram=1 << 40, dtype="float32", **sizes)
     ram = roomy.fixed_bytes + 3 * max(roomy.layer_bytes)
     names = [checkpoint.directory for checkpoint in pair]
     decoder = offload.load(*names, ram, tree, rule, context=CONTEXT, dtype="float32", threads=1, **options)  # type: ignore[arg-type]

@@ -301,7 +301,7 @@ def test_trees_of_all_texts_have_room_together(tree: str, has_draft: bool, wante
 
 
 def test_a_draft_takes_in_no_more_at_once_than_planned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_model, "_CHUNK", 20)
+    monkeypatch.setattr(draft_model, "PROMPT_ROWS", 20)
     prompts, widths, right = [LENGTHY[start : start + 18] for start in (0, 20, 40)], list[int](), TreeModel.run
     with opened(pair) as decoder:
         wanted = [decoder.generate(ids, max_new_tokens=10).token_ids for ids in prompts]

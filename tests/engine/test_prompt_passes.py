@@ -46,7 +46,7 @@ def opened(
     monkeypatch.setattr("offload.calibration.rates.product_flops_per_s", lambda *_: 1e9)
     monkeypatch.setattr(prompt_rows, "_MOST_MORE", 100.0)  # layers are tiny here, and rows are not
     how = {"context": CONTEXT, "profile": "none", "threads": 1, "tree": "none", "experts": "layers", **more}
-    sizes = {"context": CONTEXT, "num_nodes": 1, "parallel": how.get("parallel", 1)}
+    sizes = {"context": CONTEXT, "num_nodes": 1, "parallel": how.get("parallel", 1), "experts": "layers"}
     roomy = plan_memory((open_checkpoint(model), None), ram=1 << 40, dtype="auto", **sizes)
     ram = roomy.fixed_bytes + sum(roomy.layer_bytes) * 3 // 4
     with offload.load(model, ram=ram, **how) as decoder, monkeypatch.context() as patch:

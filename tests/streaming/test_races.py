@@ -162,7 +162,7 @@ def ring(num_bytes: int) -> Run:
 
 
 LOCKED, _NUM_TRIES = float("inf"), 3  # threads come by in another order each time
-HANDED_ON = ("exception at disk.drop", "result at disk.finish", "result at slot_cycle.acquire")
+HANDED_ON = ("exception at disk.drop", "result at disk.finish", "result at slot_cycle.arrived")
 RUNS: dict[str, tuple[Run, float]] = {
     **{f"layers, {kind}, {slots} slots": (layers(kind, slots), LOCKED) for kind in TIERS for slots in (2, 3)},
     **{f"layers, {kind}, not locked": (layers(kind, 2), 3 * 4096) for kind in ("host", "mixed", "disk first")},
