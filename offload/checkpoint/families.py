@@ -130,9 +130,12 @@ def _text_model_name(name: str, *, is_named: bool) -> str | None:
 def _is_for_multi_token_prediction(name: str, num_layers: Any) -> bool:
     """Return whether a tensor is of layers that predict further ahead, or beyond the last."""
     own = layer_name(name)
-    is_known = type(num_layers) is int and num_layers > 0
-    is_beyond = is_known and own is not None and own.layer >= num_layers
-    return bool(_MULTI_TOKEN.search(name)) or is_beyond
+    # an encoder, whose layers are called blocks, may have more than the decoder
+    if own is not None and own.stack.endswith("layers"):
+        is_known = type(num_layers) is int and num_layers > 0
+        if is_known and own.layer >= num_layers:
+            return True
+    return _MULTI_TOKEN.search(name) is not None
 
 
 def with_turned_stacks(config: Settings, tensors: Entries) -> dict[str, TensorEntry]:

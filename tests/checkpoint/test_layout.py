@@ -282,6 +282,7 @@ def test_what_transformers_passes_over_is_passed_over(name: str) -> None:
 
 @pytest.mark.parametrize("name", [
     "model.layers.1.mlp.mtpx.weight", "lm_head.weight", "model.layers.1.smtp.weight", ENDLESS,
+    "encoder.block.3.layer.0.SelfAttention.q.weight",
 ])  # fmt: skip
 def test_other_names_stay(name: str) -> None:
     assert text_part("here", {"num_hidden_layers": 2}, {name: ENTRY}).tensors == {name: ENTRY}
