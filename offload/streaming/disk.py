@@ -25,6 +25,7 @@ import numpy as np
 from offload.checkpoint.files import Stamp
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.errors import ReadError, UserError
+from offload.units import rounded_up
 
 
 class ByteSource(Protocol):
@@ -189,7 +190,7 @@ class DiskReader(ByteSource):
         if layout.is_direct:
             # whole blocks around each run: the slab mirrors the file, so both stay block-aligned
             blocks = (
-                SlabRead(shard, _down(lo), _up(hi), _down(slab_lo))
+                SlabRead(shard, _down(lo), rounded_up(hi, BLOCK_BYTES), _down(slab_lo))
                 for shard, lo, hi, slab_lo in layout.pieces
             )
             return [
@@ -221,7 +222,7 @@ class DiskReader(ByteSource):
         """Read the blocks around neighbouring pieces into a buffer, then place each piece."""
         shard = pieces[0].shard
         lo = _down(pieces[0].lo)
-        hi = _up(max(piece.hi for piece in pieces))
+        hi = rounded_up(max(piece.hi for piece in pieces), BLOCK_BYTES)
         buffer = self._bounce_buffer()
         self._fill(SlabRead(shard, lo, hi, 0), buffer[: hi - lo].data)
         for _, first, end, slab_lo in pieces:
@@ -374,7 +375,3 @@ def _cut(pieces: Iterable[SlabRead], most_bytes: int) -> Iterator[SlabRead]:
 
 def _down(value: int) -> int:
     return value // BLOCK_BYTES * BLOCK_BYTES
-
-
-def _up(value: int) -> int:
-    return -(-value // BLOCK_BYTES) * BLOCK_BYTES
