@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
+from offload.model.library import CACHE
 
 VOCAB_SIZE, START = 199, 0
 _SIZES = {
@@ -88,5 +89,5 @@ def reference(directory: Path, prompt: list[int], num_new: int) -> list[int]:
     model = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids, cache = torch.tensor([prompt]), EncoderDecoderCache(DynamicCache(), DynamicCache())
     how = {"max_new_tokens": num_new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **how)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, **how)
     return beyond_doubt(torch.cat(out.logits)).tolist()

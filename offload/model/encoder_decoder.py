@@ -22,6 +22,7 @@ from offload.errors import UserError, require
 from offload.kernels.path_attention import Window
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
+from offload.model.library import CACHE, cache_in
 from offload.model.parts import PassCache
 from offload.model.tree_model import Masks, TreeModel
 
@@ -129,7 +130,7 @@ class EncoderDecoderModel(TreeModel):
         return False
 
     def _call(self, token_1T: Tensor, *, logits_to_keep: int = 0, **more: Any) -> Any:
-        own = more.get("past_key_values")
+        own = cache_in(more)
         self._num_scored = logits_to_keep
         # without a cache, rows are scored that the decoder has computed
         cache = None if own is None else own.parts[0].cache
@@ -138,8 +139,8 @@ class EncoderDecoderModel(TreeModel):
             return self.meta_model(
                 decoder_input_ids=token_1T,
                 encoder_outputs=(hidden_1SD,),
-                past_key_values=both,
                 use_cache=True,
+                **{CACHE: both},
             )
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:

@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 
 from offload.kernels.path_attention import HEADER, PathRows
 from offload.memory.sizes import PATH_SCRATCH_BYTES
+from offload.model.library import CACHE, cache_in
 from offload.model.parts import BatchMask
 from offload.model.recurrent import with_functions
 
@@ -446,10 +447,10 @@ def _forward_by(
         mask = given["attention_mask"]
         hidden_1TD = given["hidden_states"]
         num_rows = hidden_1TD.shape[1]
-        cache = _CacheOf(given["past_key_values"], self.layer_idx, is_last=make.ends_at_keys)
+        cache = _CacheOf(cache_in(given), self.layer_idx, is_last=make.ends_at_keys)
         # those who ask for tokens that are no padding get them
         given |= {
-            "past_key_values": cache,
+            CACHE: cache,
             "attention_mask": torch.ones(1, num_rows, dtype=torch.bool, device=hidden_1TD.device),
         }
         try:

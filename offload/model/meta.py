@@ -39,6 +39,7 @@ from offload.model import attention
 from offload.model.headed import headed_model
 from offload.model.indexed import ChoosingMask, follow_indices, has_index
 from offload.model.layer_stacks import cut_stack, layer_stacks
+from offload.model.library import CACHE, STATE_CACHE
 from offload.model.parts import BatchPart, causal, lay
 from offload.model.path_attention import path_rows
 from offload.model.recurrent import follow_trees, new_cache
@@ -173,7 +174,7 @@ def _instantiate(
     # transformers up to 5.19 says that sdpa serves soft-capped families, where their scores would
     # go uncapped.
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
-    if "cache_params" in signature(type(meta_model).forward).parameters:
+    if STATE_CACHE in signature(type(meta_model).forward).parameters:
         meta_model.register_forward_pre_hook(_hand_on_cache, with_kwargs=True)
     if config.model_type == "minimax":
         # it refuses any cache but its own, and hands on what is given it
@@ -207,9 +208,9 @@ def _num_zeros(sizes: Any) -> int:
 
 
 def _hand_on_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Hand the cache on to Mamba, which has another name for it."""
-    renamed = {"past_key_values": "cache_params"}
-    return args, {renamed.get(name, name): value for name, value in kwargs.items()}
+    """Hand the cache on to Mamba, which has another name for it in older versions."""
+    renamed = {CACHE: STATE_CACHE}
+    return args, {renamed.get(key, key): value for key, value in kwargs.items()}
 
 
 def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> None:
@@ -237,7 +238,7 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
         )
     part = BatchPart(rows[0], rows[0], sees_TT, new_cache(layer_stacks(meta_model)[0], 2))
     mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta)
-    more = {"position_ids": rows, "use_cache": True, "past_key_values": lay([part], None)}
+    more = {"position_ids": rows, "use_cache": True, **lay([part], None).as_argument()}
     more["attention_mask"] = mask
     more = {"decoder_input_ids": rows} if meta_model.config.is_encoder_decoder else more
     try:

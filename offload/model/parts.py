@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache, LayerStates
+from offload.model.library import CACHE
 
 
 class BatchPart(NamedTuple):
@@ -89,6 +90,10 @@ class PassCache(Cache):
             layers=[_PassLayer(layer, parts, slot_T) for layer in range(first.num_layers)]
         )
         self.parts = parts
+
+    def as_argument(self) -> dict[str, "PassCache"]:
+        """Return this cache under the name by which the library's models are given theirs."""
+        return {CACHE: self}
 
 
 class _PassLayer(DynamicLayer):

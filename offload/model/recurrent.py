@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from offload.model.kv_cache import KVCache
+from offload.model.library import LAYER_CACHES, cache_in
 from offload.model.parts import BatchPart, PassCache
 from offload.model.recurrences import CONVOLUTION, KINDS, Gated, Lightning, Recurrence
 from offload.model.recurrent_cache import RecurrentCache
 
-_CACHES = ("cache_params", "past_key_values")  # what layers call the cache that they are given
 _MIXING = ("recurrent_state", "get_recurrent_state", "recurrent_states")
 # what MiniMax's linear attention derives from its config, and saves
 _DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
@@ -152,9 +152,11 @@ def _by_device(function: Callable[..., Any]) -> Callable[..., Any]:
 def _forward_by(clone: Callable[..., Any], recurrence: Recurrence | None) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         assert not args, "this family names what it hands on"
-        cache = next(kwargs.pop(name) for name in _CACHES if name in kwargs)
+        cache = cache_in(kwargs)
+        for name in LAYER_CACHES:
+            kwargs.pop(name, None)
         kwargs.pop("attention_mask", None)  # which tells of padding, and there is none
-        # this family does not know `past_key_values`
+        # this family does not hand on what its model was given
         if not isinstance(cache, PassCache):
             raise ValueError("it makes a cache of its own for its layers")
         assert cache.parts[-1].rows.stop == hidden_states.shape[1], "all rows of the pass"

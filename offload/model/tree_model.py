@@ -195,7 +195,7 @@ class TreeModel(BoundModel):
                 # layers get their own from `_give_mask`
                 attention_mask=first if isinstance(first, Tensor) else None,
                 position_ids=position_T[None],
-                past_key_values=cache,
+                **cache.as_argument(),
                 use_cache=True,
                 logits_to_keep=num_logits,
             )

@@ -131,7 +131,7 @@ def between_keys_and_values(_: Decoder, monkeypatch: pytest.MonkeyPatch) -> None
     """Only what an encoder has made goes into layers of transformers' own, first that of the draft's four."""
     right, left = DynamicLayer.update, [6]
 
-    def update(layer: DynamicLayer, key: Tensor, value: Tensor, *more: object) -> object:
+    def update(layer: DynamicLayer, key: Tensor, value: Tensor, *more: object, **_: object) -> object:
         left[0] -= 1
         got = right(layer, key, value, *more)
         if left[0] == 0:

@@ -25,6 +25,7 @@ from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.open import open_checkpoint
 from offload.errors import ReadError, UserError
 from offload.model.experts import bring_to
+from offload.model.library import CACHE
 from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import NEVER
 from offload.streaming.device import HOST, Device, Event
@@ -81,8 +82,8 @@ def reference(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
     parts, cache = [], None
     with torch.inference_mode():
         for part_T in _TOKEN_T.split(list(cuts)):
-            out = model(input_ids=part_T[None], past_key_values=cache, use_cache=True)
-            parts, cache = [*parts, out.logits[0]], out.past_key_values
+            out = model(input_ids=part_T[None], use_cache=True, **{CACHE: cache})
+            parts, cache = [*parts, out.logits[0]], out[CACHE]
     return torch.cat(parts)
 
 
