@@ -46,12 +46,15 @@ class Stamp(NamedTuple):
     inode: int
     num_bytes: int
     written_ns: int
+    # Archives set the time of writing; only the system sets this one.
+    changed_ns: int
 
     @classmethod
     def of(cls, file: int | Path) -> "Stamp":
         """Return the stamp of a file, open or by its path, as it is now. Raises `OSError`."""
         found = os.stat(file)
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        times_ns = found.st_mtime_ns, found.st_ctime_ns
+        return cls(found.st_dev, found.st_ino, found.st_size, *times_ns)
 
 
 def stamp_of(path: Path) -> Stamp | None:

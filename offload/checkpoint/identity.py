@@ -2,7 +2,7 @@
 
 At start every tensor is sampled in a few places, and all other files that a text depends on are
 read whole. That takes milliseconds, but misses what differs between the samples. So an identity has
-proofs of all bytes as well: unchanged files, checksums of the hub or `offload verify`, or a sum.
+proofs of all bytes as well: unchanged files, checksums of the hub, or a sum.
 
 Invariant: two models count as the same only where a proof agrees and none contradicts.
 """
@@ -22,15 +22,14 @@ from offload.checkpoint.files import Stamp, cache_folder, open_regular, read_jso
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.small_files import TEMPLATE, TOKENIZER_CONFIG, is_template, text_files
-from offload.checkpoint.whole import default_manifest, hub_sum, is_sha256, read_manifest
+from offload.checkpoint.whole import hub_sum, is_as_downloaded, is_sha256
 from offload.errors import ReadError, UserError
 
 PARTS = ("weights", "config", "generation config", "tokenizer", "chat template")
 FILES = "files"
 HUB = "hub"
-MANIFEST = "manifest"
 SUM = "sum"
-# Two models whose sums differ are different; files and manifests may differ for the same model.
+# Two models whose sums differ are different; files may differ for the same model.
 _DECISIVE = (SUM, HUB)
 # Samples of each tensor.
 _NUM_SAMPLES = 2
@@ -42,7 +41,7 @@ _EXPERT = ".experts."
 _DIGEST_CHARS = 32
 _SUM_TEXT = re.compile(r"[0-9a-f]{32}")
 # Raise it when a sum or a digest is computed from anything else.
-_VERSION = 1
+_VERSION = 2
 # settings in config.json or tokenizer_config.json that only name things
 _NAMES_OF_CONFIG = (
     "_name_or_path",
@@ -123,7 +122,9 @@ def proved(told: Mapping[str, str], mine: Mapping[str, str]) -> bool | None:
     shared = told.keys() & mine.keys()
     if any(told[kind] != mine[kind] for kind in shared.intersection(_DECISIVE)):
         return False
-    return any(told[kind] == mine[kind] for kind in shared) or (True if told == mine else None)
+    # a sum sees what was written into a file since the hub named it
+    enough = shared - {HUB} if SUM in told or SUM in mine else shared
+    return any(told[kind] == mine[kind] for kind in enough) or (True if told == mine else None)
 
 
 def keep_sum(identity: ModelIdentity, total: str) -> None:
@@ -280,35 +281,16 @@ def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     """Return what is known of the weights as a whole without reading them."""
     stamps = checkpoint.stamps or tuple(map(Stamp.of, checkpoint.shards))
     places = [str(path.resolve()) for path in checkpoint.shards]
-    own = [(one.inode, one.num_bytes, one.written_ns) for one in stamps]
-    proofs = {FILES: _json_digest([places, own])}
+    proofs = {FILES: _json_digest([places, [stamp[1:] for stamp in stamps]])}
     hub = [hub_sum(path) for path in checkpoint.shards]
-    if hub and all(map(is_sha256, hub)):
+    are_untouched = map(is_as_downloaded, checkpoint.shards, stamps)
+    if hub and all(map(is_sha256, hub)) and all(are_untouched):
         proofs[HUB] = _json_digest(hub)
-    noted = _in_manifest(checkpoint, stamps)
-    if noted:
-        proofs[MANIFEST] = _json_digest(noted)
     try:
         kept = _kept_path(weights, proofs[FILES]).read_text(encoding="ascii")
     except (OSError, UserError, ValueError):
         return proofs
     return {**proofs, SUM: kept} if _SUM_TEXT.fullmatch(kept) else proofs
-
-
-def _in_manifest(checkpoint: Checkpoint, stamps: Sequence[Stamp]) -> list[Any]:
-    """Return what `offload verify` has noted of these very files; empty where one changed since."""
-    try:
-        known = read_manifest(default_manifest(checkpoint.directory))
-    # a damaged manifest proves nothing here; `offload verify` reports it
-    except UserError:
-        return []
-    noted = list[Any]()
-    for file, stamp in zip(checkpoint.shards, stamps, strict=True):
-        own = known.get(file.name)
-        if own is None or (own.num_bytes, own.written_ns) != (stamp.num_bytes, stamp.written_ns):
-            return []
-        noted.append((own.header, sorted(own.tensors.items())))
-    return noted
 
 
 def _kept_path(weights: str, files: str) -> Path:

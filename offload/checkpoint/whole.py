@@ -67,6 +67,7 @@ _BEGIN = 0xFF  # CRC-32 xors it into each of the first four bytes
 _NOTES = Path(".cache", "huggingface", "download")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT = re.compile(r"[0-9a-f]{40}")
+_SHORT_NS = 2 * 10**9  # from the last byte of a download to its note
 _LARGEST_BYTES = 64 << 20  # of small files, which are read at once
 
 
@@ -228,6 +229,16 @@ def hub_sum(path: Path) -> str | None:
     real = path.resolve()
     name = real.name if real.parent.name == "blobs" else _noted(path)
     return name if name and (_SHA256.fullmatch(name) or _GIT.fullmatch(name)) else None
+
+
+def is_as_downloaded(path: Path, stamp: Stamp) -> bool:
+    """Return whether a file did not change since the hub's library linked to it or noted it."""
+    note = path.parent / _NOTES / f"{path.name}.metadata"
+    try:
+        noted_ns = os.lstat(path if path.is_symlink() else note).st_ctime_ns
+    except OSError:
+        return False
+    return stamp.changed_ns <= noted_ns + _SHORT_NS
 
 
 def is_sha256(found: str | None) -> bool:

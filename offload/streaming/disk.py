@@ -259,7 +259,7 @@ class DiskReader(ByteSource):
                 self._throttle.wait_for(wanted)
             self._read_whole(request, view, wanted)
         if Stamp.of(fd) != stamp:
-            what = f"{self.paths[request.shard].name} was written to while in use"
+            what = f"{self.paths[request.shard].name} changed while in use"
             raise ReadError(f"{what}: load the model again")
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)

@@ -240,7 +240,7 @@ def test_a_failing_disk_is_the_callers_business(
 CUTS = (0, BLOCK_BYTES, BLOCK_BYTES + 77, 1 << 20)
 CHANGES = [(partial(os.truncate, length=size), rf"ends at byte {size}: it was cut short") for size in CUTS]
 # of the same size, and the same file: only its time tells that these are other weights
-WRITTEN = "was written to while in use: load the model again"
+WRITTEN = "changed while in use: load the model again"
 CHANGES += [(lambda file: file.write_bytes(file.read_bytes()[::-1]), WRITTEN)]
 
 
