@@ -19,9 +19,9 @@ from offload.kernels.machine_code import ORDER, fused_lanes
 from offload.kernels.path_attention_cpu import compile_for
 from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryPlan
-from offload.model.indexed import choosing_few
 from offload.model.invariant import InvariantRows, Work
 from offload.model.kv_cache import KEYS, VALUES, KVCache
+from offload.model.mixers.selection import selecting_few
 from offload.model.path_attention import try_scores
 from offload.model.tree_model import TreeModel
 from offload.model.wide_products import widens_products
@@ -183,7 +183,7 @@ def _try_layer(
     """Raises `_DifferError`."""
     model.bind_layer(layer, fetch(model.layer_layouts[layer]))
     try:
-        with model.cut_to(slice(layer, layer + 1)), choosing_few(_NUM_KEYS):
+        with model.cut_to(slice(layer, layer + 1)), selecting_few(_NUM_KEYS):
             _require_invariance(model, rows)
     finally:
         model.unbind_layer(layer)

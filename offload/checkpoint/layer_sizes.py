@@ -377,8 +377,8 @@ def index_layers(config: Settings, tensors: Entries, num_layers: int) -> dict[in
         what = match[1] if match else ""
         if what == "wk":
             found[layer] = max(found.get(layer, 0), entry.shape[0])
-        elif what == "index_kpool_compress_gate":  # beside each key its gate, and whether it is
-            found[layer] = 2 * entry.shape[0] + 1
+        elif what == "index_kpool_compress_gate":  # behind each key its gate
+            found[layer] = 2 * entry.shape[0]
         elif what == "index_qk_proj":
             found[layer] = first_size(config, "indexer_head_dim") or entry.shape[0]
     return found

@@ -18,7 +18,6 @@ from transformers import AttentionInterface
 
 from offload.errors import UserError
 from offload.kernels.path_attention import AttentionChunk, PathRows, ScoreTerms, Window, first_seen
-from offload.model.indexed import ChoosingMask
 from offload.model.parts import BatchMask
 
 NAME = "offload_tree"
@@ -86,7 +85,7 @@ def folded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | PathRows | BatchMask | ChoosingMask | None,
+    attention_mask: Tensor | PathRows | BatchMask | None,
     *,
     scaling: float | None = None,
     **more: Any,
@@ -95,9 +94,9 @@ def folded_attention(
 
     Raises `UserError` where `more`, which transformers passes beside, would change the scores.
     """
-    if isinstance(attention_mask, ChoosingMask):
-        chosen = (more.pop("indices", None) or attention_mask).chosen
-        return folded_attention(module, query, key, value, chosen, scaling=scaling, **more)
+    # of a layer that selects what its rows attend to; the mask is a placeholder
+    if selection := getattr(module, "selection", None):
+        attention_mask = selection.selected
     if isinstance(attention_mask, BatchMask):
         attend = partial(folded_attention, module, scaling=scaling, **more)
         return attention_mask.attend(attend, query, key, value), None

@@ -37,9 +37,9 @@ from offload.checkpoint.small_files import ENCODER_DECODERS, check_counts
 from offload.errors import UserError, reason
 from offload.model import attention
 from offload.model.headed import headed_model
-from offload.model.indexed import ChoosingMask, follow_indices, has_index
 from offload.model.layer_stacks import cut_stack, layer_stacks
 from offload.model.library import CACHE, STATE_CACHE
+from offload.model.mixers.indexed import follow_indices, selection_of
 from offload.model.parts import BatchPart, causal, lay
 from offload.model.path_attention import path_rows
 from offload.model.recurrent import follow_trees, new_cache
@@ -116,7 +116,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     is_following = follow_trees(layers)
     if is_following:
         with _refusing(checkpoint):
-            is_choosing = follow_indices(layers)
+            is_choosing = follow_indices(layers, config)
         _refuse_states(checkpoint, config, is_following, is_choosing)
         if any(is_choosing):
             meta_model.set_attn_implementation(attention.NAME)
@@ -230,15 +230,12 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     rows = torch.zeros(1, 2, dtype=torch.long, device=meta)
     trial = _cut_copy(meta_model).to(meta)
     sees_TT = causal(2)
-    if choosing := [*filter(has_index, layer_stacks(trial)[0])]:
-        paths = ChoosingMask(path_rows(0, sees_TT, _of_that_shape))
-    for layer in choosing:
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "attention_mask": paths}), with_kwargs=True
-        )
     part = BatchPart(rows[0], rows[0], sees_TT, new_cache(layer_stacks(meta_model)[0], 2))
     mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta)
-    more = {"position_ids": rows, "use_cache": True, **lay([part], None).as_argument()}
+    cache = lay([part], None)
+    for selection in filter(None, map(selection_of, layer_stacks(trial)[0])):
+        selection.begin(path_rows(0, sees_TT, _of_that_shape), cache)
+    more = {"position_ids": rows, "use_cache": True, **cache.as_argument()}
     more["attention_mask"] = mask
     more = {"decoder_input_ids": rows} if meta_model.config.is_encoder_decoder else more
     try:

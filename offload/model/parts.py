@@ -91,6 +91,10 @@ class PassCache(Cache):
         )
         self.parts = parts
 
+    def write_index(self, layer: int, state_TW: Tensor) -> Tensor:
+        """Write index states (T, W) of the pass, and return those (S, W) of all rows so far."""
+        return self.layers[layer].write_index(state_TW)
+
     def as_argument(self) -> dict[str, "PassCache"]:
         """Return this cache under the name by which the library's models are given theirs."""
         return {CACHE: self}
@@ -109,11 +113,11 @@ class _PassLayer(DynamicLayer):
         keys, values = self._written({KEYS: key_states, VALUES: value_states})
         return keys, values
 
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """See transformers' `DynamicIndexedLayer`: (1, S, W), of all rows so far."""
+    def write_index(self, state_TW: Tensor) -> Tensor:
+        """Write the rows' index states, and return those (S, W) of all rows so far."""
         assert self._slot_T is None, "passes with an index are not recorded"
-        (index,) = self._written({INDEX: indexer_key_states[:, None]})
-        return index[:, 0]
+        (index,) = self._written({INDEX: state_TW[None, None]})
+        return index[0, 0]
 
     def _written(self, states: LayerStates) -> list[Tensor]:
         """Write the rows (1, G, T, K), and return what there is of these names."""

@@ -4,7 +4,7 @@ How weights come is `bound.py`. What is computed is what transformers does: its 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -18,10 +18,10 @@ from offload.errors import UserError
 from offload.kernels.path_attention import PathRows, Window, first_seen
 from offload.model import attention
 from offload.model.bound import BoundModel
-from offload.model.indexed import ChoosingMask, has_index, shares_index
 from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.layer_stacks import cut_stack
+from offload.model.mixers.indexed import selection_of, with_placeholders
 from offload.model.parts import BatchMask, BatchPart, PassCache, causal, lay
 from offload.model.path_attention import attend_along_paths, path_rows
 from offload.model.recurrent import has_states, new_cache
@@ -64,10 +64,9 @@ class TreeModel(BoundModel):
         self._replay: Replay | None = None
         self.kernel: Attend | None = None
         self._invariant: InvariantRows | None = None
-        self._chooses = [has_index(layer) for layer in self._layers]
+        self._selections = [selection_of(layer) for layer in self._layers]
         # layers that choose do so among the positions of paths
         self._is_by_path = self.has_index
-        self._is_cut = False
         self._is_narrow = torch_device.type == "cpu" and lacks_products(self.dtype)
         self._products = WideProducts() if self._is_narrow else nullcontext()
         config = self.meta_model.config
@@ -82,15 +81,9 @@ class TreeModel(BoundModel):
                 table.register_forward_hook(lambda _, __, rows: self.send(rows)),
             ]
 
-    @contextmanager
-    def cut_to(self, kept: slice) -> Iterator[None]:
+    def cut_to(self, kept: slice) -> AbstractContextManager[None]:
         """Leave the decoder these layers alone meanwhile, so that one can be timed by itself."""
-        self._is_cut = True
-        try:
-            with cut_stack(self.meta_model, kept):
-                yield
-        finally:
-            self._is_cut = False
+        return cut_stack(self.meta_model, kept)
 
     def forward(
         self,
@@ -188,6 +181,9 @@ class TreeModel(BoundModel):
         `masks` has an additive mask (1, 1, T, S) for each of `windows`, or rows with their paths.
         """
         self._masks = masks
+        for selection, window in zip(self._selections, self._windows, strict=True):
+            if selection is not None:
+                selection.begin(masks[window], cache)
         first = masks[self._windows[0]]
         with self._rules(len(token_T)):
             out = self._call(
@@ -292,7 +288,7 @@ class TreeModel(BoundModel):
 
     @property
     def has_index(self) -> bool:
-        return any(self._chooses)
+        return any(self._selections)
 
     @property
     def layers_to_try(self) -> list[int]:
@@ -368,17 +364,13 @@ class TreeModel(BoundModel):
             # it has its number without the layers before it as well
             if "layer_idx" in kwargs:
                 kwargs["layer_idx"] = index
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self._selections[index] is not None:
+            return args, with_placeholders(hidden, kwargs)
         # Zamba has another for its states
         name = "causal_mask" if "causal_mask" in kwargs else "attention_mask"
         assert name in kwargs, "this family passes no masks"
         mask = self._masks[window]
-        if self._chooses[index]:
-            kwargs = {**kwargs, "attention_mask": ChoosingMask(mask)}
-            # one that shares the choice of a layer which is cut off sees everything
-            if self._is_cut and shares_index(layer) and kwargs.get("prev_topk_indices") is None:
-                kwargs["prev_topk_indices"] = ChoosingMask(mask, mask)
-            return args, kwargs
-        hidden = args[0] if args else kwargs["hidden_states"]
         if isinstance(mask, Tensor):
             # some families run their last layers on the rows to be scored alone
             mask = mask[:, :, -hidden.shape[-2] :]
