@@ -128,7 +128,7 @@ class TokenIndexer(Indexer):
     """A key for each token, as in DeepSeek-V3.2 and the families that came from it."""
 
     names = frozenset({"wq_b", "wk", "k_norm", "weights_proj"})
-    inputs = (HIDDEN, QUERY_INPUT, ROTARY_TABLES)
+    inputs: ClassVar[tuple[str, ...]] = (HIDDEN, QUERY_INPUT, ROTARY_TABLES)
     wq_b: nn.Linear
     wk: nn.Linear
     k_norm: nn.LayerNorm
@@ -289,7 +289,7 @@ def follow_indices(layers: nn.ModuleList, config: Any) -> list[bool]:
         indexer = getattr(attention, "indexer", None)
         make = _make_of(indexer)
         is_shared = hasattr(attention, "indexer") and indexer is None and kind == "shared"
-        if make is not None:
+        if indexer is not None and make is not None:
             attention.indexer = make(indexer, config, index, selection)
         elif is_shared and not any(selects):
             raise ValueError("its first layers share an index that none has made")
