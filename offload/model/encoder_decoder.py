@@ -8,6 +8,7 @@ depth, so the bias is given from outside, with the tree's mask added.
 Invariant: what a cache holds belongs to the very prompt that it names.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -161,15 +162,29 @@ class EncoderDecoderModel(TreeModel):
         return args, kwargs
 
     def _give_bias(self, first: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Give the bias of `T5Attention.compute_bias`, by position instead of row.
+        """Give T5's bias for each head, by position instead of row.
 
         The first layer alone has the table, and is bound by now.
         """
-        sizes = (first.relative_attention_num_buckets, first.relative_attention_max_distance)
-        bucket_TS = first._relative_position_bucket(self._distance_TS, False, *sizes)
+        config = self.meta_model.config
+        num_buckets = config.relative_attention_num_buckets
+        bucket_TS = buckets(self._distance_TS, num_buckets, config.relative_attention_max_distance)
         bias_1HTS = first.relative_attention_bias(bucket_TS).permute(2, 0, 1)[None]
         return args, {**kwargs, "position_bias": bias_1HTS + self._masks[None]}
 
     def _keep_scored(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Keep the rows that are scored; T5 would score every row."""
         return (args[0][:, -self._num_scored :], *args[1:])
+
+
+def buckets(distance_TS: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """Return the bucket of each distance, of a column's position from its row's.
+
+    The first half of the buckets have one distance each, the others ever more of them, by the
+    logarithm; what lies ahead counts as no distance (T5, appendix: relative position embeddings).
+    """
+    back_TS = (-distance_TS).clamp(min=0)
+    num_exact = num_buckets // 2
+    share_TS = torch.log(back_TS.float() / num_exact) / math.log(max_distance / num_exact)
+    far_TS = num_exact + (share_TS * (num_buckets - num_exact)).to(torch.long)
+    return torch.where(back_TS < num_exact, back_TS, far_TS.clamp(max=num_buckets - 1))
