@@ -94,9 +94,9 @@ def folded_attention(
 
     Raises `UserError` where `more`, which transformers passes beside, would change the scores.
     """
-    # of a layer that selects what its rows attend to; the mask is a placeholder
-    if selection := getattr(module, "selection", None):
-        attention_mask = selection.selected
+    # a layer that selects what its rows attend to has a placeholder for a mask
+    if isinstance(attention_mask, Tensor) and hasattr(module, "selection"):
+        attention_mask = module.selection.selected
     if isinstance(attention_mask, BatchMask):
         attend = partial(folded_attention, module, scaling=scaling, **more)
         return attention_mask.attend(attend, query, key, value), None

@@ -47,6 +47,7 @@ from offload.model.mixers import indexed, selection
 from offload.model.mixers.selection import Pool, TopK, index_scores, select
 from offload.model.parts import BatchMask, BatchPart
 from offload.model.path_attention import path_attention, path_rows
+from offload.model.tree_model import TreeModel
 from offload.planning.shares import require_no_states
 
 # with an index for each layer, with one that layers share, and of pools, beside a recurrence
@@ -137,8 +138,18 @@ def test_a_text_goes_on_from_anywhere(glm: Path) -> None:
     assert_goes_on(glm, 17, 17, invariant=True)
 
 
-def test_texts_share_passes_and_a_prompt(glm: Path) -> None:
+def test_texts_share_passes_and_a_prompt(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails would be run again text by text, and so be right all the same."""
+    run, shared = TreeModel.forward_parts, []
+
+    def noted(self: TreeModel, parts: Any, **how: Any) -> Tensor:
+        logits = run(self, parts, **how)
+        shared.append(len(parts) > 1)
+        return logits
+
+    monkeypatch.setattr(TreeModel, "forward_parts", noted)
     assert_texts_share_passes(glm, invariant=True)
+    assert sum(shared) > 4
 
 
 def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
