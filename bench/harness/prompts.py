@@ -17,8 +17,9 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.engine.conversation import encode_prompt
 from offload.engine.decoder import Decoder
-from offload.engine.tokenizer import Tokenizer, encode_prompt, load_tokenizer
+from offload.engine.tokenizer import Tokenizer, load_tokenizer
 from offload.errors import UserError
 
 CODE = "code"

@@ -21,7 +21,7 @@ from offload.bench.harness.process import ROOT, run
 from offload.bench.harness.prompts import tokenizer_of
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.tables import Column, Guard, Row, ratios
-from offload.engine.tokenizer import encode_prompt
+from offload.engine.conversation import encode_prompt
 from offload.errors import UserError, require
 from offload.sampling_options import Sampling
 

@@ -64,6 +64,15 @@ def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def stated_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a model's generation_config.json says, which transformers heeds in every run.
+
+    Where there is none, it takes such settings from config.json.
+    """
+    path = checkpoint.small_files / _NAME
+    return read_json(path) if os.path.isfile(path) else dict(checkpoint.config)
+
+
 def start_ids_of(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the ids before the decoder's text, none without an encoder. Raises `UserError`."""
     if not has_encoder(checkpoint.config):
@@ -78,7 +87,11 @@ def start_ids_of(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def end_ids_of(checkpoint: Checkpoint) -> frozenset[int]:
-    """Return the tokens that end a sequence, as transformers finds them. Raises `UserError`."""
+    """Return the tokens that end a sequence. Raises `UserError`.
+
+    They are those of generation_config.json; where that names none, those of config.json, at which
+    transformers' `generate` would go on.
+    """
     named = generation_settings(checkpoint).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token) is int for token in ids):

@@ -70,8 +70,9 @@ def config_of(
     config |= {"vocab_size": table[0], "tie_word_embeddings": "output.weight" not in names}
     for name, own in _SPECIAL_TOKENS.items():
         config[f"{name}_token_id"] = metadata.get(f"tokenizer.ggml.{own}_token_id")
-    # those that end a text or a turn
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    # those that end a text, a turn, or a message within one
+    kinds = ("eos", "eot", "eom")
+    named = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds)
     ends = list(dict.fromkeys(one for one in named if type(one) is int))
     config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
     if said.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:

@@ -262,6 +262,18 @@ def turning_point(checkpoint: Checkpoint) -> int | None:
     return first_size(rope if rope.get(name) else config, name, most=math.inf) or None
 
 
+def context_note(checkpoint: Checkpoint) -> str:
+    """Return why a model's context ends before its last position; empty where it does not."""
+    turn = turning_point(checkpoint)
+    whole = config_sizes(checkpoint).get("max_position_embeddings")
+    if turn is None or whole is None or whole <= turn:
+        return ""
+    return (
+        f"the model has {whole} positions, of which {turn} are used: a text that grows beyond them "
+        "changes the scale of all its positions (longrope), which is not done here"
+    )
+
+
 def head_dim(sizes: dict[str, int]) -> int:
     """Return K, the width of one attention head."""
     usual = sizes["hidden_size"] // sizes.get("num_attention_heads", 1)

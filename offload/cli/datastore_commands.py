@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from offload.datastore.build import Coder, OnPhase
     from offload.datastore.corpus import Corpus, Messages
     from offload.datastore.store import Store
-    from offload.engine.tokenizer import Tokenizer
+    from offload.engine.conversation import Tokenizer
 
     Write = Callable[[Iterator[str], Coder, int, OnPhase], Store]
 
@@ -200,7 +200,7 @@ def _write_store(
     The tokenizer of `model` lies in `place`. Returns what `--json` prints.
     """
     from offload.datastore.build import Coder
-    from offload.engine.tokenizer import load_tokenizer
+    from offload.engine.conversation import load_tokenizer
 
     console.wait(f"reading the tokenizer of {model}")
     tokenizer = load_tokenizer(place)
@@ -251,7 +251,7 @@ def _write_store(
 
 def _rendered(tokenizer: "Tokenizer", messages: "Messages") -> str:
     from offload.datastore.corpus import joined
-    from offload.engine.tokenizer import render_chat
+    from offload.engine.conversation import render_chat
 
     if not tokenizer.chat_template:
         return joined(messages)

@@ -208,7 +208,7 @@ def cut_line(stats: Stats, finish_reason: str, plan: "MemoryPlan") -> str:
 
 
 def _longer(plan: "MemoryPlan") -> str:
-    longest = ", the longest that this model was made for"
+    longest = ", the longest that this model is run with"
     return longest if plan.has_longest_context else ": --context N makes it longer"
 
 

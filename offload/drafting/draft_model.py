@@ -79,9 +79,15 @@ class Draft:
         return logits
 
     def _as_wide_as_target(self, logits_WV: Tensor) -> Tensor:
-        """Cut padding beyond the target's vocabulary; tokens that only the target has get -inf."""
+        """Cut padding beyond the target's vocabulary; tokens that the draft lacks get -inf."""
         missing = self.vocab_size - logits_WV.shape[1]
-        return pad(logits_WV, (0, missing), value=-torch.inf) if missing else logits_WV
+        logits_WV = pad(logits_WV, (0, missing), value=-torch.inf) if missing else logits_WV
+        if self._model.foreign_ids:
+            token_C = torch.tensor(
+                [index for index in self._model.foreign_ids if index < self.vocab_size]
+            )
+            logits_WV = logits_WV.index_fill(1, self._model.send(token_C), -torch.inf)
+        return logits_WV
 
     def _known(self, token_T: Tensor) -> Tensor:
         """Clamp ids to those that the draft has; others only make its guess a poor one."""

@@ -16,15 +16,21 @@ from torch import nn
 from offload.calibration.expansions import KernelChoice, choose_expansion
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import counter
-from offload.checkpoint.generation_config import end_ids_of
+from offload.checkpoint.sizes import context_note
+from offload.engine.decoder_config import TextRules
 from offload.engine.identities import Identities
 from offload.engine.request import Request
 from offload.engine.session import check_session, require_sessions
 from offload.engine.setup import Setup
-from offload.engine.tokenizer import Tokenizer, Vocabulary, check_vocabulary, load_tokenizer
+from offload.engine.tokenizer import (
+    Tokenizer,
+    Vocabulary,
+    check_vocabulary,
+    foreign_note,
+    load_tokenizer,
+)
 from offload.model.encoder_decoder import EncoderDecoderModel
 from offload.model.tree_model import TreeModel
-from offload.sampling.grammar_mask import Grammars
 from offload.streaming.device import HOST, Device
 from offload.streaming.disk import ByteSource, DiskReader, Watcher
 from offload.streaming.scan import TURNS, WeightScan
@@ -42,11 +48,10 @@ class ModelPair:
     draft: TreeModel | None
     source: ByteSource
     tokenizer: Tokenizer | None
-    end_ids: frozenset[int]
+    texts: TextRules
     notes: list[str]
     scans: tuple[WeightScan, ...]
     damage: list[str]
-    grammars: Grammars
     identities: Identities
 
 
@@ -96,7 +101,7 @@ def open_pair(
         draft = open_model(files.draft, dtype, torch_device)
         resources.callback(draft.close)
         words = (Vocabulary(one.vocab_size, one.start_ids) for one in (target, draft))
-        check_vocabulary(tokenizer, files, *words)
+        draft.foreign_ids = check_vocabulary(tokenizer, files, *words)
     limit = setup.options.limit_bytes_per_s
     identities = Identities(
         files, setup.open_source, dtype=dtype, limit_bytes_per_s=limit, is_wished=is_summed
@@ -105,22 +110,28 @@ def open_pair(
     scans = tuple(WeightScan(one, damage.append) for one in files if one is not None)
     source = _open_files(setup, files.target, limit, identities.watching("target", scans[0].look))
     resources.callback(source.close)
-    end_ids = end_ids_of(files.target)
     pair = ModelPair(
         setup=setup,
         target=target,
         draft=draft,
         source=source,
         tokenizer=tokenizer,
-        end_ids=end_ids,
-        notes=[],
+        texts=TextRules.of(files.target, tokenizer, target.vocab_size),
+        notes=_notes(setup, draft),
         scans=scans,
         damage=damage,
-        grammars=Grammars(tokenizer, target.vocab_size, end_ids),
         identities=identities,
     )
     _check(pair, request)
     return pair
+
+
+def _notes(setup: Setup, draft: TreeModel | None) -> list[str]:
+    """Return lines for the user about what the two models do not have in full."""
+    notes = [foreign_note(draft.foreign_ids)] if draft and draft.foreign_ids else []
+    if setup.least_plan.has_longest_context:
+        notes.append(context_note(setup.files.target))
+    return [note for note in notes if note]
 
 
 def _check(pair: ModelPair, request: Request) -> None:
@@ -131,7 +142,7 @@ def _check(pair: ModelPair, request: Request) -> None:
         bounds = (plan.context, plan.has_longest_context)
         request.ids(pair.tokenizer, pair.target.vocab_size, *bounds, start_ids=start_ids)
     if request.grammar is not None:
-        pair.grammars.mask(request.grammar)
+        pair.texts.grammars.mask(request.grammar)
     if request.is_kept or request.session is not None:
         require_sessions(start_ids)
     if request.session is not None:

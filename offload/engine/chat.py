@@ -10,15 +10,21 @@ forgotten.
 import os
 from collections.abc import Generator, Sequence
 
+from offload.engine.conversation import words_of
 from offload.engine.decoder import Decoder
-from offload.engine.generation import Run
+from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
+from offload.engine.text_stream import special_tokens
 from offload.errors import UserError, require
 from offload.interrupts import held_back
 from offload.sampling_options import Sampling
+from offload.words.framed import FramedText
+from offload.words.parts import Text, Thought
+from offload.words.reader import PartReader
 
 # what is wrong with it is wrong with every question
 _GREETING = {"role": "user", "content": "Hello"}
+_END_TOKENS = 16  # of a prompt, which tell whether it begins a thought
 _INCOMPLETE = "\ufffd"  # what an answer that was cut short within a character ends with
 
 
@@ -138,23 +144,50 @@ class Chat:
             )
         sampling = self.sampling.later(self._num_turns)
         num_new = context if self.max_new_tokens is None else self.max_new_tokens
-        request = Request(ids, sampling, num_new, stop=self.stop, is_clipped=True)
+        request = Request(ids, sampling, num_new, stop=self.stop, is_clipped=True, is_answer=True)
         self.turn = self._decoder.start(request, continues=True)
         self._num_turns += 1
         return self._answer(self.turn, asked)
 
     def _answer(self, run: Run, asked: list[dict[str, str]]) -> Generator[str, None, None]:
         try:
-            yield from run
+            if (reader := self._reader(run)) is None:
+                yield from run
+            else:
+                framed = FramedText()
+                for piece in run.pieces():
+                    yield framed.push(reader.push(piece.segments))
+                yield framed.push(reader.finish())
         finally:
             # Ctrl-C would else lose both where it comes just now
             with held_back():
                 result = run.result()
                 if result.token_ids:
-                    self.messages = [
-                        *asked,
-                        {"role": "assistant", "content": result.text.rstrip(_INCOMPLETE)},
-                    ]
+                    self.messages = [*asked, self._said(run, result)]
+
+    def _reader(self, run: Run) -> PartReader | None:
+        """Return what takes thoughts and channels apart, where special tokens mark them.
+
+        Other marks are in the text, and stay there.
+        """
+        tokenizer = self._decoder.tokenizer
+        words = words_of(tokenizer)
+        specials = {*special_tokens(tokenizer).values()}
+        is_marked = words.thoughts is not None and words.thoughts.opening in specials
+        if tokenizer is None or not (is_marked or words.is_harmony):
+            return None
+        prompt = run.sequence.tokens[: run.sequence.num_prompt_tokens]
+        return words.reader({}, tokenizer.decode(prompt[-_END_TOKENS:]), specials)
+
+    def _said(self, run: Run, result: Generation) -> dict[str, str]:
+        """Return the message of an answer."""
+        if (reader := self._reader(run)) is None:
+            return {"role": "assistant", "content": result.text.rstrip(_INCOMPLETE)}
+        parts = [*reader.push(result.segments), *reader.finish()]
+        content = "".join(part.text for part in parts if isinstance(part, Text))
+        thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
+        told = {"reasoning_content": thoughts} if thoughts else {}
+        return {"role": "assistant", "content": content.rstrip(_INCOMPLETE), **told}
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

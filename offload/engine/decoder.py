@@ -14,6 +14,7 @@ from offload.engine.generation import Generation, Run
 from offload.engine.request import (
     Prompt,
     Request,
+    TemplateOptions,
     Tool,
     encode,
     request_of,
@@ -165,7 +166,7 @@ class Decoder(TokenDecoder):
         # before a place is taken: it may fail
         text = TextStream(self.tokenizer, start_ids, request.stops)
         num_new = request.num_new(prompt_ids, self.plan.context, self._start_ids)
-        limits = Limits(num_new, self.end_ids)
+        limits = Limits(num_new, request.end_ids(self.tokenizer, self.end_ids))
         sequence = self.begin(
             prompt_ids,
             request.sampling,
@@ -290,7 +291,8 @@ class Decoder(TokenDecoder):
         describes them. Raises `UserError`.
         """
         with self._encoding:
-            return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, tools=tools)
+            options = TemplateOptions(tools)
+            return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, options=options)
 
     def _tree_of(self, request: Request, num_texts: int = 1) -> TreeChoice:
         """Return the tree of a request, where so many texts share a pass. Raises `UserError`."""

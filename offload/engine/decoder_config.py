@@ -6,17 +6,37 @@ import torch
 
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernels import NO_KERNELS, KernelChoice
-from offload.checkpoint.generation_config import end_ids_of
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.generation_config import end_ids_of, stated_settings
 from offload.checkpoint.sizes import config_sizes
 from offload.drafting.lookup import NO_SOURCES, GuessSources
 from offload.engine.identities import Identities
 from offload.engine.setup import Setup
-from offload.engine.tokenizer import Tokenizer
+from offload.engine.tokenizer import Tokenizer, tokenizer_end_ids
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.planning.selector import TreeSelector
 from offload.sampling.grammar_mask import Grammars
+from offload.sampling.model_rules import ModelRules
 from offload.threads import ThreadPolicy
+
+
+class TextRules(NamedTuple):
+    """What holds for every text of one model."""
+
+    end_ids: frozenset[int]  # tokens that end a text
+    grammars: Grammars  # that texts may be asked to keep
+    stated: ModelRules  # of generation_config.json
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int
+    ) -> "TextRules":
+        """Return what a model's files say. Raises `UserError`."""
+        end_ids = end_ids_of(checkpoint)
+        grammars = Grammars(tokenizer, vocab_size, end_ids | tokenizer_end_ids(tokenizer))
+        stated = ModelRules(stated_settings(checkpoint), end_ids, vocab_size)
+        return cls(end_ids, grammars, stated)
 
 
 class DecoderConfig(NamedTuple):
@@ -26,12 +46,11 @@ class DecoderConfig(NamedTuple):
     identities: Identities
     trees: TreeSelector
     rule: str  # where a run names none
-    grammars: Grammars  # that texts may be asked to keep
+    texts: TextRules
     threads: ThreadPolicy
     lenience: float = 1.0
     choice: KernelChoice[KernelSet] = NO_KERNELS
     tokenizer: Tokenizer | None = None
-    end_ids: frozenset[int] = frozenset()  # tokens that end a text
     invariance: Invariance = Invariance()
     sources: GuessSources = NO_SOURCES
 
@@ -40,7 +59,6 @@ class DecoderConfig(NamedTuple):
         cls, setup: Setup, plan: MemoryPlan, tokenizer: Tokenizer | None
     ) -> "DecoderConfig":
         """Return what a decoder has to know whose target other ranks compute, guesses included."""
-        end_ids = end_ids_of(setup.files.target)
         vocab_size = config_sizes(setup.files.target)["vocab_size"]
         return cls(
             plan=plan,
@@ -49,6 +67,5 @@ class DecoderConfig(NamedTuple):
             rule=setup.options.rule,
             threads=ThreadPolicy.fixed(torch.get_num_threads()),
             tokenizer=tokenizer,
-            end_ids=end_ids,
-            grammars=Grammars(tokenizer, vocab_size, end_ids),
+            texts=TextRules.of(setup.files.target, tokenizer, vocab_size),
         )

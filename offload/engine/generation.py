@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from offload.calibration.trial import ComparisonOutcome, rows_of
 from offload.engine.sequence import PassFigures, TokenLogprob, TokenSequence
-from offload.engine.text_stream import TextStream
+from offload.engine.text_stream import TextStream, plain_text
 from offload.engine.token_decoder import TokenDecoder
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
@@ -41,6 +41,8 @@ class Generation:
     is_invariant: bool  # whether the text is bit for bit that of every other tree
     lenience: float = 1.0
     logprobs: list[TokenLogprob] | None = None  # of the new tokens, where they were asked for
+    # the text with special tokens, which a model's form is read by
+    segments: tuple[str, ...] = field(default=(), compare=False)
     # what a token adds to a text; None without a tokenizer
     text_of: Callable[[int], str | None] = field(default=lambda _: None, compare=False)
 
@@ -98,6 +100,7 @@ class TextPiece(NamedTuple):
     token_ids: list[int]
     logprobs: list[TokenLogprob]  # of these tokens, where the request asks for them
     last_pass: PassFigures | None  # of the last one; None where several passes are put together
+    segments: tuple[str, ...] = ()  # the text with special tokens between
 
     def joined(self, other: "TextPiece") -> "TextPiece":
         """Return this piece with the one behind it."""
@@ -106,6 +109,7 @@ class TextPiece(NamedTuple):
             self.token_ids + other.token_ids,
             self.logprobs + other.logprobs,
             None,
+            self.segments + other.segments,
         )
 
 
@@ -131,6 +135,11 @@ class Run:
         return f"Run({self.sequence.num_new} tokens so far, {ended})"
 
     def __iter__(self) -> Iterator[str]:
+        for piece in self.pieces():
+            yield piece.text
+
+    def pieces(self) -> Iterator[TextPiece]:
+        """Yield what iterating gives, with special tokens, ids and figures."""
         started = time.perf_counter() - self._elapsed_s
         while not self.is_finished:
             # a step and its text: several threads may iterate over one run
@@ -139,7 +148,7 @@ class Run:
                 if self.is_writing:
                     self._decoder.step(self.sequence)
                 piece = self.take()
-            yield piece.text
+            yield piece
 
     @property
     def is_finished(self) -> bool:
@@ -153,6 +162,7 @@ class Run:
         """Return what a pass has gained, see `Decoder.step_all`, and note if the text ends there."""
         sequence = self.sequence
         num_before = len(self._text.tokens)
+        num_segments = self._text.num_segments
         gained = sequence.new_ids_from(num_before)
         is_at_end = sequence.is_at_end_token
         text, has_stopped = self._text.push(gained[:-1] if is_at_end else gained)
@@ -167,7 +177,13 @@ class Run:
         token_ids = sequence.new_ids_from(num_before)
         if gained or self.finish_reason != "length":
             self._count(len(token_ids))
-        return TextPiece(text, token_ids, sequence.logprobs[num_before:], sequence.last_pass)
+        return TextPiece(
+            text,
+            token_ids,
+            sequence.logprobs[num_before:],
+            sequence.last_pass,
+            self._text.segments_from(num_segments),
+        )
 
     def _count(self, num_accepted: int) -> None:
         """Count a pass in the figures, and the time until then."""
@@ -186,9 +202,12 @@ class Run:
         stats.num_new_tokens = len(token_ids)
         stats.peak_rss_bytes = peak_rss_bytes()
         logprobs = None if self.sequence.num_logprobs is None else list(self.sequence.logprobs)
+        is_stopped = self.finish_reason == "stop"
+        segments = self._text.segments_from(0) if is_stopped else self._text.whole_segments()
         return Generation(
             token_ids=token_ids,
-            text=self._text.text if self.finish_reason == "stop" else self._text.whole(),
+            text=plain_text(segments),
+            segments=segments,
             finish_reason=self.finish_reason or "interrupted",
             sampling=self.sequence.sampler.sampling,
             rule=self.sequence.rule.name,

@@ -144,10 +144,9 @@ def _measure(
         threads=threads,
         choice=choice._replace(comparisons=(*choice.comparisons, *trials)),
         tokenizer=pair.tokenizer,
-        end_ids=pair.end_ids,
         invariance=invariance,
         sources=sources,
-        grammars=pair.grammars,
+        texts=pair.texts,
     )
 
 

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.declaration import options_at, options_of, whole_number
-from offload.engine.tokenizer import Tokenizer, encode_messages, encode_prompt
+from offload.engine.conversation import (
+    PLAIN,
+    TemplateOptions,
+    check_variables,
+    encode_messages,
+    encode_prompt,
+    turn_end_ids,
+    whole_text,
+)
+from offload.engine.tokenizer import Tokenizer, tokenizer_end_ids
 from offload.errors import UserError, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, Grammar, find_grammar
@@ -60,6 +69,11 @@ class Request:
     tree: str | None = None  # others than those given to `load`; the tree no larger than that one
     rule: str | None = None
     tools: Sequence[Tool] = ()  # that the model may call in a conversation
+    # further variables of the chat template, such as `enable_thinking`
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    continues_message: bool = False  # the last message is gone on with
+    # the text is an answer in a conversation: what ends a turn ends it
+    is_answer: bool = False
     # a reference to the decoder that has checked it, and what it has made of the grammar; a copy
     # by `replace` has none
     _prepared: tuple[Callable[[], object], object] | None = field(
@@ -95,7 +109,20 @@ class Request:
 
         `made` is kept for as long as the request waits.
         """
-        return _marked(replace(self, prompt=tuple(ids)), (weakref.ref(decoder), made))
+        prepared = replace(self, prompt=tuple(ids), is_answer=self.is_answer or self._is_templated)
+        return _marked(prepared, (weakref.ref(decoder), made))
+
+    @property
+    def _is_templated(self) -> bool:
+        """Return whether a template, where the model has one, puts the prompt into a turn."""
+        return _are_messages(self.prompt) or (isinstance(self.prompt, str) and not self.raw)
+
+    def end_ids(self, tokenizer: Tokenizer | None, end_ids: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end its text: the model's, and in a conversation those of a turn."""
+        if self.is_answer and tokenizer is not None and tokenizer.chat_template:
+            return end_ids | turn_end_ids(tokenizer)
+        # those that a grammar allows at its end
+        return end_ids if self.grammar is None else end_ids | tokenizer_end_ids(tokenizer)
 
     def check(self) -> None:
         """Raise `UserError` for settings that no model could meet."""
@@ -108,6 +135,7 @@ class Request:
         require("" not in self.stops, "`stop` must not be empty", "''", "leave it out")
         num_new = whole_number(self.max_new_tokens, "`max_new_tokens`")
         require(num_new >= 0, "`max_new_tokens` must be 0 or more", num_new, "0 writes nothing")
+        check_variables(self.template_variables, "template_variables")
         if self.num_logprobs is not None:
             num_top = whole_number(self.num_logprobs, "`num_logprobs`")
             require(
@@ -143,14 +171,15 @@ class Request:
         most = max(dict(self.sampling.logit_bias), default=0)
         rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
         require(most < vocab_size, rule, most, "use this model's tokenizer")
-        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw, tools=self.tools)
+        options = TemplateOptions(self.tools, self.template_variables, self.continues_message)
+        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw, options=options)
         num_new = self.num_new(ids, context, start_ids)
         if start_ids:
             _check_source(ids, start_ids, num_new, context, None if self.is_clipped else num_new)
         elif len(ids) + num_new > context:
             remedy = ": raise `context`, "
             if is_longest:
-                remedy = ", the longest that this model was made for: "
+                remedy = ", the longest that this model is run with: "
             new = "a new one" if num_new == 1 else f"{num_new} new ones"
             fewer = "" if self.is_clipped else " or lower `max_new_tokens`"
             length = plural(len(ids), "token")
@@ -249,9 +278,9 @@ def encode(
     vocab_size: int,
     *,
     raw: bool = False,
-    tools: Sequence[Tool] = (),
+    options: TemplateOptions = PLAIN,
 ) -> list[int]:
-    """Return a prompt's token ids, checked; `tools` are a conversation's. Raises `UserError`."""
+    """Return a prompt's token ids, checked; `options` are a conversation's. Raises `UserError`."""
     if not isinstance(prompt, str) and not _are_messages(prompt):
         ids = whole_numbers(prompt)
     elif tokenizer is None:
@@ -261,12 +290,13 @@ def encode(
             "or give token ids from Python"
         )
     elif isinstance(prompt, str):
-        ids = encode_prompt(tokenizer, _whole_text(prompt), raw=raw)
+        ids = encode_prompt(tokenizer, whole_text(prompt), raw=raw, options=options)
     else:
         require(
             not raw, "messages need the chat template", "raw=True", "give text, or leave raw out"
         )
-        ids = encode_messages(tokenizer, [_message(one) for one in prompt or ()], tools)
+        messages = [_message(message) for message in prompt or ()]
+        ids = encode_messages(tokenizer, messages, options)
     if not ids:
         raise UserError("the prompt is empty: give at least one token")
     if not all(0 <= token < vocab_size for token in ids):
@@ -291,18 +321,6 @@ def whole_numbers(prompt: Any) -> list[int]:
         ) from None
 
 
-def _whole_text(text: str) -> str:
-    """Return the text. Raises `UserError` for halves of characters, which have no bytes in UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"text must be Unicode, got half a character at {error.start}, "
-            f"{text[error.start]!r}: decode its bytes anew"
-        ) from None
-    return text
-
-
 def _are_messages(prompt: object) -> bool:
     """Return whether a prompt is messages, by the first; other lists are token ids."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -313,10 +331,11 @@ _UNREAD = {"image", "images", "image_url", "audio", "audios", "video", "videos"}
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Return a message with its parts joined as text. Raises `UserError` for images and such."""
+    """Return a message with its parts joined as text. Raises `UserError` for images and such.
+
+    One of calls may have no content.
+    """
     content = message.get("content") if isinstance(message, Mapping) else None
-    if content is None and isinstance(message, Mapping) and message.get("tool_calls"):
-        content = ""  # calls may be all that was said
     parts = (
         [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
     )
@@ -333,9 +352,29 @@ def _message(message: Any) -> dict[str, Any]:
             part.get("text") if isinstance(part, Mapping) else None for part in content
         ]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-    is_sound = isinstance(content, str) and isinstance(message.get("role"), str)
+    is_mapping = isinstance(message, Mapping)
+    has_calls = is_mapping and message.get("content") is None and bool(message.get("tool_calls"))
+    is_sound = is_mapping and isinstance(message.get("role"), str)
+    is_sound = is_sound and (isinstance(content, str) or has_calls)
     require(
         is_sound, "a message must have a role and a content of text", f"{message!r:.80}", "mend it"
     )
-    _whole_text(message["role"] + content)
+    whole_text(message["role"] + (content or ""))
+    _check_calls(message)
     return {**message, "content": content}
+
+
+def _check_calls(message: Mapping[str, Any]) -> None:
+    """Raise `UserError` for calls that name no function."""
+    calls = message.get("tool_calls") or ()
+    is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
+    functions = [
+        call.get("function") if isinstance(call, Mapping) else None
+        for call in (calls if is_list else [None])
+    ]
+    is_sound = all(
+        isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        for function in functions
+    )
+    rule = "each of `tool_calls` must have a function with a name"
+    require(is_sound, rule, f"{calls!r:.80}", "mend it")

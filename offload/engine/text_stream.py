@@ -1,11 +1,17 @@
-"""From tokens to text: pieces as tokens are accepted, and stop strings in between."""
+"""From tokens to text: pieces as tokens are accepted, and stop strings in between.
+
+Special tokens mark places and are no text: stop strings are looked for with them, what is handed
+out as text is without, and `segments` has both apart.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 from offload.engine.tokenizer import TOKENIZER_FAILED, Tokenizer
 from offload.errors import refusing
+from offload.words.parts import Special
 
 # What an incomplete UTF-8 sequence decodes to.
 _REPLACEMENT = "\ufffd"
@@ -44,12 +50,36 @@ class TokenPieces:
         return {char: byte for byte, char in bytes_to_unicode().items()} if is_byte_level else {}
 
 
+class MarkedText(NamedTuple):
+    """A text with its special tokens: `spans` are where they stand, [first, end), in order."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def has_words(self) -> bool:
+        """Return whether there is more than special tokens."""
+        return len(self.text) > sum(end - first for first, end in self.spans)
+
+    def between(self, first: int, end: int) -> list[str]:
+        """Return the segments of a part; a special token that is cut is left out."""
+        segments = list[str]()
+        place = first
+        for lo, hi in self.spans:
+            if hi > first and lo < end:
+                segments.append(self.text[place : max(lo, place)])
+                segments += [Special(self.text[lo:hi])] if first <= lo and hi <= end else []
+                place = hi
+        segments.append(self.text[place:end])
+        return [segment for segment in segments if segment]
+
+
 class TextStream:
     """Turns tokens into text, handed out once characters are whole and no stop string can begin
     there.
 
     A character that the prompt begins is new text if new tokens complete it. What a push decodes
-    are the last tokens, the window, however long the text is.
+    are the last tokens, the window, however long the text is. Places count special tokens' texts.
     """
 
     def __init__(
@@ -59,74 +89,97 @@ class TextStream:
         self._stop = tuple(stop)
         self._longest = max((len(one) - 1 for one in self._stop), default=0)
         self._byte_of = _byte_tokens(tokenizer)
+        self._special = special_tokens(tokenizer)
         # what a token adds to a text; results hold this, and not the stream
         self.text_of: Callable[[int], str | None] = (
             _no_text if tokenizer is None else TokenPieces(tokenizer).text
         )
         self.tokens: list[int] = []  # that were pushed, up to the one that completed a stop string
-        self._pieces: list[str] = []  # that were handed out
+        self._segments: list[str] = []  # that were handed out
         # of the window: its first token, those before it, and how much of its text is handed out
         self._first = 0
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._num_shown = 0
+        # where its special tokens stand, by their index
+        self._places = dict[int, int]()
         self._most_tokens = _MOST_TOKENS
 
     @property
     def text(self) -> str:
         """Return what was handed out."""
-        return "".join(self._pieces)
+        return plain_text(self._segments)
+
+    @property
+    def num_segments(self) -> int:
+        """Return how many segments were handed out."""
+        return len(self._segments)
+
+    def segments_from(self, first: int) -> tuple[str, ...]:
+        """Return what was handed out from this segment on, special tokens included."""
+        return tuple(self._segments[first:])
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """Take new tokens; return the piece that has become certain, and whether a stop came."""
         known = self.tokens[self._first :]
         window = [*known, *tokens]
-        text = self._text_behind(self._context, window)
-        news = self._settled(text)
-        if not self._stops_in(news):
+        marked = self._marked(self._context, window, self._places)
+        settled = self._settled(marked)
+        if not self._stops_in(settled):
             self.tokens += tokens
-            piece = self._hand_out(self._certain(news))
-            self._move_on(window, text)
+            piece = self._hand_out(marked, self._certain(marked, settled))
+            self._move_on(window, marked)
             return piece, False
         for end in range(len(known), len(window) + 1):
-            news = self._settled(self._text_behind(self._context, window[:end]))
-            if stops := self._stops_in(news):
+            marked = self._marked(self._context, window[:end], self._places)
+            settled = self._settled(marked)
+            if stops := self._stops_in(settled):
                 break
         self.tokens += window[len(known) : end]
-        return self._hand_out(news[: min(stops)]), True
+        return self._hand_out(marked, min(stops)), True
 
     def finish(self) -> str:
         """Return the last piece, incomplete characters included."""
-        return self._hand_out(self._left())
+        marked = self._window()
+        return self._hand_out(marked, len(marked.text))
 
     def whole(self) -> str:
         """Return all text so far, what is still held back included."""
-        return self.text + self._left()
+        return plain_text(self.whole_segments())
 
-    def _left(self) -> str:
-        """Return what was not handed out."""
-        return self._text_behind(self._context, self.tokens[self._first :])[self._num_shown :]
+    def whole_segments(self) -> tuple[str, ...]:
+        """Return what `whole` does, with special tokens."""
+        marked = self._window()
+        return (*self._segments, *marked.between(self._num_shown, len(marked.text)))
 
-    def _hand_out(self, piece: str) -> str:
-        self._pieces.append(piece)
-        self._num_shown += len(piece)
-        return piece
+    def _window(self) -> MarkedText:
+        return self._marked(self._context, self.tokens[self._first :], self._places)
 
-    def _settled(self, text: str) -> str:
-        """Return what is new in the window's text, as far as no later token changes it."""
-        return text[self._num_shown :].rstrip(_REPLACEMENT)
+    def _hand_out(self, marked: MarkedText, end: int) -> str:
+        """Hand out the window's text up to a place."""
+        segments = marked.between(self._num_shown, end)
+        self._segments += segments
+        self._num_shown = max(self._num_shown, end)
+        return plain_text(segments)
 
-    def _stops_in(self, news: str) -> list[int]:
+    def _settled(self, marked: MarkedText) -> str:
+        """Return the window's text as far as no later token changes it."""
+        return marked.text.rstrip(_REPLACEMENT)
+
+    def _stops_in(self, settled: str) -> list[int]:
         """Return where stop strings begin: nowhere in what was handed out, see `_certain`."""
-        return [news.find(stop) for stop in self._stop if stop in news]
+        places = (settled.find(stop, self._num_shown) for stop in self._stop)
+        return [place for place in places if place >= 0]
 
-    def _certain(self, news: str) -> str:
-        """Return as much as no stop string can begin in."""
-        for size in range(min(self._longest, len(news)), 0, -1):
-            if any(stop.startswith(news[-size:]) for stop in self._stop):
-                return news[:-size]
-        return news
+    def _certain(self, marked: MarkedText, settled: str) -> int:
+        """Return up to where no stop string can begin, and no special token is cut."""
+        num_new = max(0, len(settled) - self._num_shown)
+        for size in range(min(self._longest, num_new), 0, -1):
+            if any(stop.startswith(settled[-size:]) for stop in self._stop):
+                end = len(settled) - size
+                return next((lo for lo, hi in marked.spans if lo < end < hi), end)
+        return max(len(settled), self._num_shown)
 
-    def _move_on(self, window: list[int], text: str) -> None:
+    def _move_on(self, window: list[int], marked: MarkedText) -> None:
         """Let a long window begin later, behind text that was handed out, where that is the same.
 
         It is where the parts make up the whole: then no character lies over the border, and what a
@@ -136,16 +189,46 @@ class TextStream:
             return
         # one of so many neighbours is a border: characters have four bytes at most
         for middle in range(len(window) // 2, len(window) // 2 - 4, -1):
-            before = self._text_behind(self._context, window[:middle])
+            before = self._marked(self._context, window[:middle], self._places).text
+            if len(before) > self._num_shown:
+                continue
             context = [*self._context, *window[:middle]][-_CONTEXT_TOKENS:]
-            behind = self._text_behind(context, window[middle:])
-            if behind and before + behind == text and len(before) <= self._num_shown:
+            places = dict[int, int]()
+            behind = self._marked(context, window[middle:], places)
+            if behind.has_words and before + behind.text == marked.text:
                 self._first += middle
+                self._places = places
                 self._context = context
                 self._num_shown -= len(before)
                 self._most_tokens = _MOST_TOKENS
                 return
         self._most_tokens = len(window) + len(window) // 4
+
+    def _marked(
+        self, context: Sequence[int], tokens: Sequence[int], places: dict[int, int]
+    ) -> MarkedText:
+        """Return what tokens add to a text behind those before them, special tokens in between.
+
+        `places` has where special tokens stand in the text without them, as far as that is known.
+        """
+        text = self._text_behind(context, tokens)
+        if self._special.keys().isdisjoint(tokens):
+            return MarkedText(text)
+        spans = list[tuple[int, int]]()
+        pieces = list[str]()
+        num_chars = 0
+        place = 0
+        for index in (index for index, token in enumerate(tokens) if token in self._special):
+            if index not in places:
+                before = self._text_behind(context, tokens[:index]).rstrip(_REPLACEMENT)
+                places[index] = max(place, len(before))
+            name = self._special[tokens[index]]
+            pieces += [text[place : places[index]], name]
+            num_chars += places[index] - place
+            spans.append((num_chars, num_chars + len(name)))
+            num_chars += len(name)
+            place = places[index]
+        return MarkedText("".join(pieces) + text[place:], tuple(spans))
 
     def _text_behind(self, context: Sequence[int], tokens: Sequence[int]) -> str:
         """Return what tokens add to a text behind those before them."""
@@ -168,6 +251,17 @@ class TextStream:
                     ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
                 )
             )
+
+
+def plain_text(segments: Sequence[str]) -> str:
+    """Return segments as text, without special tokens."""
+    return "".join(segment for segment in segments if not isinstance(segment, Special))
+
+
+def special_tokens(tokenizer: Tokenizer | None) -> dict[int, str]:
+    """Return the texts of special tokens, by their ids."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {int(index): token.content for index, token in added.items() if token.special}
 
 
 def _no_text(_: int) -> None:

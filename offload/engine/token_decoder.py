@@ -59,7 +59,7 @@ class TokenDecoder:
         self._kernels = config.choice.kernels
         self.comparisons = config.choice.comparisons
         self.tokenizer = config.tokenizer
-        self.end_ids = config.end_ids
+        self.end_ids = config.texts.end_ids
         self.invariance = config.invariance
         self.sources = config.sources
         self.identities = config.identities
@@ -68,7 +68,8 @@ class TokenDecoder:
         self._resources = resources
         self._vocab_size = target.vocab_size
         self._start_ids = target.start_ids
-        self._grammars = config.grammars
+        self._grammars = config.texts.grammars
+        self._rules = config.texts.stated
         self.lock = DecoderLock(target.computing)
         # encoding may set how a tokenizer pads and cuts; decoding reads neither
         self._encoding = threading.Lock()
@@ -95,6 +96,7 @@ class TokenDecoder:
         # the first sweep may add to them
         self.notes = notes
         self.notes += [] if self.rule.is_exact else [not_exact_line(self.rule)]
+        self.notes += [self._rules.note] if self._rules.note else []
         self.notes += dict.fromkeys(note for note in found if note)
         self._is_open = True
 
@@ -125,11 +127,14 @@ class TokenDecoder:
             rule = rule or self.rule
             masks = [] if grammar is None else [self._grammars.mask(grammar)]
             how = (rule.drafting, self._kernels, self.target.send)
-            sampler = Sampler(sampling, self._vocab_size, *how, adjustments=masks)
             begun = with_start(whole_numbers(tokens), self._start_ids)
             has_draft = self._trees.has_draft
             # what an encoder reads is no text
-            sampler.begin(begun[begun.index(self._start_ids[0]) :] if self._start_ids else begun)
+            said = begun[begun.index(self._start_ids[0]) :] if self._start_ids else begun
+            earlier, later = self._rules.adjustments(len(said), limits.max_new_tokens)
+            later += masks
+            sampler = Sampler(sampling, self._vocab_size, *how, adjustments=later, earlier=earlier)
+            sampler.begin(said)
             sequence = TokenSequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
             self._pool.lend(sequence, keeps=keeps)
             return sequence

@@ -1,9 +1,7 @@
-"""Tokenizers: read from files, compared with the draft's, and given prompts and conversations."""
+"""Tokenizers: read from files, and compared with the draft's."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,19 +15,15 @@ from offload.checkpoint.small_files import (
     TOKENIZER_CONFIG,
     check_tokenizer_files,
     has_tokenizer,
-    no_chat_template,
 )
 from offload.errors import HostFault, UserError, ensure, refusing
-from offload.guarded_process import MOST_CHARS, GuardedProcess, ProgramExceeded, ProgramFailed
+from offload.units import plural
 
+# Entries in which a draft's vocabulary may differ: added tokens are renamed, and new ones come.
+_MOST_FOREIGN = 128
+_MOST_FOREIGN_SHARE = 0.05
 # how `refusing` tells of it
 TOKENIZER_FAILED = ("the model's tokenizer failed", "download its files again", HostFault)
-# Seconds of a processor for one rendering, which takes milliseconds, and of the clock.
-_CPU_S = 5
-_WAIT_S = 60.0
-_TIMES_TOLD = 8  # it may repeat what it was told, and write it as JSON, this many times as long
-
-
 # a `PreTrainedTokenizerBase` of transformers, which takes a second to import
 Tokenizer: TypeAlias = Any
 
@@ -58,6 +52,12 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     return tokenizer
 
 
+def tokenizer_end_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the token that ends a text by its tokenizer."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    return frozenset() if end is None else frozenset((int(end),))
+
+
 class Vocabulary(NamedTuple):
     """The vocabulary of a model, and ids that begin its own text behind what an encoder reads."""
 
@@ -68,14 +68,20 @@ class Vocabulary(NamedTuple):
 
 def check_vocabulary(
     tokenizer: Tokenizer | None, files: ModelFiles, target: Vocabulary, draft: Vocabulary
-) -> None:
+) -> tuple[int, ...]:
     """Do what `require_one_vocabulary` does, by the tokenizers of both as they are loaded."""
     assert files.draft is not None, "there is one to compare with"
     other = load_tokenizer(files.draft.tokenizer_path)
     if tokenizer is not None and other is not None:
         target = target._replace(ids=tokenizer.get_vocab())
         draft = draft._replace(ids=other.get_vocab())
-    require_one_vocabulary(files, target, draft)
+    return require_one_vocabulary(files, target, draft)
+
+
+def foreign_note(foreign_ids: Sequence[int]) -> str:
+    """Return a line for the user about ids that a draft never guesses."""
+    num = plural(len(foreign_ids), "token")
+    return f"{num} of the draft's vocabulary differ from the target's, and are never guessed"
 
 
 def require_described_vocabulary(files: ModelFiles) -> None:
@@ -91,20 +97,34 @@ def require_described_vocabulary(files: ModelFiles) -> None:
         require_one_vocabulary(files, *words)
 
 
-def require_one_vocabulary(files: ModelFiles, target: Vocabulary, draft: Vocabulary) -> None:
-    """Raise `UserError` where an id of the draft means another token than the target's.
+def require_one_vocabulary(
+    files: ModelFiles, target: Vocabulary, draft: Vocabulary
+) -> tuple[int, ...]:
+    """Return the ids of the draft that mean another token than the target's: a few may.
 
-    Widths may differ where only padding does, which tokenizers can tell.
+    Raises `UserError` for more, or widths that differ where no tokenizers tell whether only padding
+    does. Guesses cost time and never text, so ids that differ are left out of them.
     """
     name = files.draft.name if files.draft else ""
-    is_same = target.vocab_size == draft.vocab_size
+    foreign = tuple[int, ...]()
+    rule = "the draft must share the target's vocabulary"
+    remedy = "choose a smaller model of the target's family"
     if target.ids is not None and draft.ids is not None:
         is_exact = not any(one and os.path.isfile(one.tokenizer_path) for one in files)
-        is_same = are_same(target.ids, draft.ids, is_exact=is_exact)
-    if not is_same:
+        if not are_same(target.ids, draft.ids, is_exact=is_exact):
+            foreign = differing_ids(target.ids, draft.ids)
+        if len(foreign) > min(_MOST_FOREIGN, len(target.ids) * _MOST_FOREIGN_SHARE):
+            first = foreign[0]
+            kinds = (
+                f"{_name_of(first, one.ids)} in {of}"
+                for one, of in ((target, "the target"), (draft, name))
+            )
+            told = f"{len(foreign)} tokens differ, the first has the id {first}: {', '.join(kinds)}"
+            raise UserError(f"{rule}, {told}: {remedy}")
+    elif target.vocab_size != draft.vocab_size:
         raise UserError(
-            f"the draft must share the target's vocabulary, {name} has {draft.vocab_size} entries "
-            f"of its own against {target.vocab_size}: choose a smaller model of the target's family"
+            f"{rule}, {name} has {draft.vocab_size} entries "
+            f"of its own against {target.vocab_size}: {remedy}"
         )
     if target.start_ids != draft.start_ids:
         raise UserError(
@@ -112,6 +132,23 @@ def require_one_vocabulary(files: ModelFiles, target: Vocabulary, draft: Vocabul
             f"{target.start_ids[0]}, got {draft.start_ids[0]}: take another draft, "
             "or mend its generation_config.json"
         )
+    return foreign
+
+
+def differing_ids(ids: Mapping[str, int], other_ids: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the ids, in order, that name another token in one vocabulary than in the other."""
+    names = {index: token for token, index in ids.items()}
+    others = {index: token for token, index in other_ids.items()}
+    return tuple(
+        sorted(
+            index for index in names.keys() | others.keys() if names.get(index) != others.get(index)
+        )
+    )
+
+
+def _name_of(index: int, ids: Mapping[str, int] | None) -> str:
+    token = next((token for token, known in (ids or {}).items() if known == index), None)
+    return "none" if token is None else f"{token!r:.40}"
 
 
 def are_same(one: Mapping[str, int], other: Mapping[str, int], *, is_exact: bool) -> bool:
@@ -170,102 +207,3 @@ def _check_names(directory: Path) -> None:
             isinstance(name, str) and Path(name).name == name,
             f"{name!r:.80} is no file beside {told.name}",
         )
-
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> list[int]:
-    """Return a prompt's token ids, in the chat template where there is one, unless `raw`."""
-    if not prompt:
-        raise UserError("the prompt is empty: give some text")
-    if raw or not tokenizer.chat_template:
-        with refusing(*TOKENIZER_FAILED):
-            return list(tokenizer(prompt, verbose=False)["input_ids"])
-    return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with `raw`")
-
-
-def encode_messages(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-) -> list[int]:
-    """Return the token ids of a conversation up to where the model has to answer.
-
-    `tools` are told to templates that know such. Raises `UserError` without a chat template.
-    """
-    if not tokenizer.chat_template:
-        raise no_chat_template()
-    return _in_template(
-        tokenizer,
-        messages,
-        "some know no system prompt, all want user and assistant in turn",
-        tools,
-    )
-
-
-def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-    """Return a conversation in the model's chat template. Raises `ProgramFailed`.
-
-    `how` has arguments of `apply_chat_template`, such as `add_generation_prompt` and `tools`.
-    """
-    template = tokenizer.chat_template
-    if not isinstance(template, str):  # there are several, by name
-        template = tokenizer.get_chat_template(tools=how.get("tools"))
-    if not isinstance(template, str):
-        raise ProgramFailed(f"it must be text, got {template!r:.80}")
-    said = [
-        {name: value for name, value in message.items() if value is not None}
-        for message in messages
-    ]
-    variables = {**tokenizer.special_tokens_map, **how}
-    most_chars = MOST_CHARS + _TIMES_TOLD * len(json.dumps([said, variables], default=str))
-    told = {**variables, "chat_template": template, "conversations": [said]}
-    return _renderer_of(os.getpid()).ask(told, most_chars)
-
-
-@cache
-def _renderer_of(pid: int) -> GuardedProcess:
-    """Return the one process that all models share: an answer depends on nothing but the request.
-
-    Of this pid, since a fork that read the same pipe would take others' answers.
-    """
-    return GuardedProcess("render", cpu_s=_CPU_S, wait_s=_WAIT_S)
-
-
-def _in_template(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    remedy: str,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> list[int]:
-    told = {"tools": [*tools]} if tools else {}
-    with refusing("the model's chat template failed", remedy):
-        text = _rendered(tokenizer, messages, told)
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
-    """Return the messages in the tokenizer's template.
-
-    Templates of some models that also see look for lists of parts, and pass over plain text.
-    """
-    last = str(messages[-1]["content"]).strip()
-    failure = None
-    try:
-        text = render_chat(tokenizer, messages, add_generation_prompt=True, **told)
-    except ProgramExceeded:
-        raise
-    except ProgramFailed as error:
-        text = ""
-        failure = error
-    if failure is None and last in text:
-        return text
-    parts = [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        for message in messages
-    ]
-    try:
-        in_parts = render_chat(tokenizer, parts, add_generation_prompt=True, **told)
-    except ProgramFailed:
-        in_parts = ""
-    if in_parts and last in in_parts:
-        return in_parts
-    if failure is not None:
-        raise failure
-    return text

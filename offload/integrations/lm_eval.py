@@ -15,12 +15,12 @@ from inspect import signature
 from typing import Any, NoReturn
 
 from offload.declaration import options_at
+from offload.engine.conversation import render_chat
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import load
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
-from offload.engine.tokenizer import render_chat
 from offload.errors import RunError, UserError, require
 from offload.guarded_process import ProgramFailed
 from offload.sampling_options import Sampling
@@ -240,7 +240,8 @@ class OffloadLM(TemplateLM):
         rule = f"max_gen_toks must be less than the context of {self.max_length}"
         require(num_kept > 0, rule, num_new, "raise `context`, or lower it by --gen_kwargs")
         ids = self.tok_encode(context)[-num_kept:] or [self.prefix_token_id]
-        stops = [stop for stop in until if stop not in ("", eos)]
+        is_end = self.eot_token_id in self.decoder.end_ids
+        stops = [stop for stop in until if stop and not (is_end and stop == eos)]
         return Request(ids, sampling, num_new, stops), until
 
 

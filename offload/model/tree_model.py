@@ -46,9 +46,11 @@ class TreeModel(BoundModel):
     Attributes:
         start_ids: what stands between a prompt and the new text; an encoder has read the prompt.
         kernel: what computes attention along paths in place of torch, see `attend_with`.
+        foreign_ids: of a draft, ids that mean another token in the target.
     """
 
     start_ids: tuple[int, ...] = ()
+    foreign_ids: tuple[int, ...] = ()
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class Sampler:
         kernels: how noise and draws are made on a device.
         send: brings small tensors to where scores are; it may be faster than a copy.
         adjustments: to logits, behind the penalties of `sampling`.
+        earlier: those before the penalties.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Sampler:
         send: Callable[[Tensor], Tensor] | None = None,
         *,
         adjustments: Iterable[Adjustment] = (),
+        earlier: Iterable[Adjustment] = (),
     ) -> None:
         self.kernels = kernels
         self.sampling = sampling
@@ -79,7 +81,8 @@ class Sampler:
         self._noise: dict[int, Tensor] = {}
         self._fresh = np.random.Generator(np.random.Philox(key=sampling.seed))
         self._num_rows_taken = 0
-        self._adjustments: list[Adjustment] = [Penalties(sampling)] if sampling.is_adjusted else []
+        self._adjustments: list[Adjustment] = [*earlier]
+        self._adjustments += [Penalties(sampling)] if sampling.is_adjusted else []
         self._adjustments += adjustments
         self._prompt_ids: Sequence[int] = ()
         # tokens of the text's own, and those that were accepted in vain

@@ -13,15 +13,20 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from offload import __version__
+from offload.engine.conversation import turn_end_ids, words_of
 from offload.engine.generation import Generation, TextPiece
 from offload.engine.job import Job
+from offload.engine.request import Request
 from offload.engine.sequence import PassFigures, TokenLogprob
-from offload.engine.text_stream import TokenPieces
+from offload.engine.text_stream import TokenPieces, special_tokens
 from offload.engine.tokenizer import Tokenizer
 from offload.server.bodies import Body, ChatBody
 from offload.server.refusals import refuse_closing
-from offload.server.tool_calls import ToolCalls
+from offload.words.calls import JsonCalls
+from offload.words.parts import Call, Part, Text, Thought, schemas_of
+from offload.words.reader import PartReader, TaggedReader
 
+_END_TOKENS = 16  # of a prompt, which tell whether it begins a thought
 _LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
 
 
@@ -29,10 +34,22 @@ class TokenNames:
     """What the tokens of one vocabulary are called, but for those that end a text."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Set[int]) -> None:
+        self._tokenizer = tokenizer
         self._pieces = TokenPieces(tokenizer)
-        self._end_ids = end_ids
+        self._end_ids = end_ids | turn_end_ids(tokenizer)
+        self._specials = {*special_tokens(tokenizer).values()}
         # a tree has hundreds of tokens, and passes have trees
         self.text = lru_cache(maxsize=1 << 14)(self._pieces.text)
+
+    def reader(self, body: ChatBody, request: Request) -> PartReader:
+        """Return what reads an answer to a request, which was prepared, in the model's own form."""
+        offered = schemas_of(body.offered_tools)
+        if body.is_call_forced:
+            # a grammar keeps its form
+            return TaggedReader(None, JsonCalls("", ""), offered)
+        ids: Any = request.prompt
+        prompt_end = self._tokenizer.decode(ids[-_END_TOKENS:]) if self._tokenizer else ""
+        return words_of(self._tokenizer).reader(offered, prompt_end, self._specials)
 
     def of_chat(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """Return `TokenLogprob`s as chat completions have them."""
@@ -177,7 +194,8 @@ class ChatAnswer(Answer):
         self, body: ChatBody, jobs: Sequence[Job], names: TokenNames, model_id: str
     ) -> None:
         super().__init__(body, jobs, names, model_id)
-        self._calls = [ToolCalls(is_wanted=bool(body.offered_tools)) for _ in jobs]
+        self._readers = [names.reader(body, job.request) for job in jobs]
+        self._calls: list[list[dict[str, Any]]] = [[] for _ in jobs]
         self._has_logprobs = bool(body.logprobs)
 
     def opening(self) -> list[dict[str, Any]]:
@@ -195,28 +213,46 @@ class ChatAnswer(Answer):
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _next(self, index: int, piece: TextPiece, *, may_be_silent: bool) -> dict[str, Any] | None:
-        text = self._calls[index].push(piece.text)
+        thoughts, text = self._words(index, self._readers[index].push(piece.segments))
         logprobs = self._logprobs(piece.logprobs)
-        if may_be_silent and not text and not logprobs:
+        if may_be_silent and not text and not thoughts and not logprobs:
             return None
-        return self._delta(index, {"content": text}, logprobs=logprobs)
+        delta = {"content": text} if text or not thoughts else {}
+        delta |= {"reasoning_content": thoughts} if thoughts else {}
+        return self._delta(index, delta, logprobs=logprobs)
 
     def _last(self, index: int, result: Generation) -> list[dict[str, Any]]:
-        rest, calls = self._calls[index].finish()
-        choices = [self._delta(index, {"content": rest})] if rest else []
+        thoughts, text = self._words(index, self._readers[index].finish())
+        choices = [self._delta(index, {"reasoning_content": thoughts})] if thoughts else []
+        choices += [self._delta(index, {"content": text})] if text else []
+        calls = self._calls[index]
         for position, call in enumerate(calls):
             choices.append(self._delta(index, {"tool_calls": [{"index": position, **call}]}))
         return [*choices, self._delta(index, {}, "tool_calls" if calls else result.finish_reason)]
 
     def _choice(self, index: int, result: Generation) -> dict[str, Any]:
-        content = self._calls[index].push(result.text)
-        rest, calls = self._calls[index].finish()
-        message: dict[str, Any] = {"role": "assistant", "content": content + rest, "refusal": None}
+        reader = self._readers[index]
+        parts = [*reader.push(result.segments), *reader.finish()]
+        thoughts, content = self._words(index, parts)
+        calls = self._calls[index]
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
-            message |= {"content": (content + rest) or None, "tool_calls": calls}
+            message |= {"content": content or None, "tool_calls": calls}
+        if thoughts:
+            message["reasoning_content"] = thoughts
         reason = "tool_calls" if calls else result.finish_reason
         logprobs = self._logprobs(result.logprobs or ())
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _words(self, index: int, parts: Sequence[Part]) -> tuple[str, str]:
+        """Return thoughts and text of some parts; calls are kept for the end."""
+        for part in parts:
+            if isinstance(part, Call):
+                function = {"name": part.name, "arguments": part.arguments}
+                call = {"id": part.key, "type": "function", "function": function}
+                self._calls[index].append(call)
+        thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
+        return thoughts, "".join(part.text for part in parts if isinstance(part, Text))
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         content = self._names.of_chat(logprobs) if self._has_logprobs else []

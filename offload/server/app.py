@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from offload.declaration import listed
+from offload.engine.conversation import template_source, words_of
 from offload.engine.job import Job
 from offload.engine.request import NoRoom, samples_of
 from offload.engine.service import Engine
@@ -35,6 +36,8 @@ from offload.server.refusals import Refusal, no_such_model, refusal_of, refuse_l
 from offload.server.settings import ServerSettings
 from offload.server.stream import ClientGone, EventStream, arrivals
 
+_EFFORT = "reasoning_effort"  # which some templates know
+_MOST_HEADER = 4000  # characters
 _CLIENT_GONE = 499  # nginx's; it is never read
 
 
@@ -126,11 +129,9 @@ async def _answer(
     if not hasattr(state, "names"):
         state.names = TokenNames(engine.decoder.tokenizer, engine.decoder.end_ids)
     made = kind(body, jobs, state.names, state.settings.model_id)
-    ignored = body.ignored
-    template = getattr(engine.decoder.tokenizer, "chat_template", None)
-    if body.offered_tools and "tools" not in str(template):
-        ignored = sorted([*ignored, "tools"])  # the model is not told of them
-    headers = {"X-Ignored-Fields": ", ".join(ignored)} if ignored else {}
+    source = template_source(engine.decoder.tokenizer)
+    ignored = [name for name in body.ignored if name != _EFFORT or _EFFORT not in source]
+    headers = {"X-Ignored-Fields": ", ".join(ignored)[:_MOST_HEADER]} if ignored else {}
     if body.stream:
         keep_alive_s = state.settings.keep_alive_s
         return EventStream(made, headers, keep_alive_s=keep_alive_s, on_error=_log)
@@ -154,6 +155,8 @@ def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Job]:
     try:
         requests = body.requests(settings.sampling)
         checked = [engine.prepare(request) for request in requests]
+        if body.offered_tools and not body.is_call_forced:
+            _require_tools(engine)
     except NoRoom as error:
         field = body.prompt_field
         wanted = "" if error.num_new is None else f" and {error.num_new} in the completion"
@@ -180,6 +183,19 @@ def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Job]:
             job.cancel()
         raise
     return jobs
+
+
+def _require_tools(engine: Engine) -> None:
+    """Raise `Refusal` where the model is told of no tools, or its calls could not be read."""
+    words = words_of(engine.decoder.tokenizer)
+    if not words.knows_tools:
+        rule = "the model's chat template does not tell the model of tools"
+    elif words.calls is None and not words.is_harmony:
+        rule = "the model's chat template writes calls in no form that is known here"
+    else:
+        return
+    remedy = "leave it out, or force a call by 'tool_choice', which a grammar keeps"
+    raise Refusal(400, f"'tools' cannot be used: {rule}: {remedy}", param="tools")
 
 
 async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:

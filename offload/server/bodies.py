@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from offload.declaration import options_at
+from offload.engine.conversation import check_variables
 from offload.engine.request import Request
 from offload.errors import did_you_mean, plain_rule
 from offload.sampling.grammar import Grammar, find_grammar
@@ -32,7 +33,7 @@ from offload.server.refusals import MEND, Refusal
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 # of a message, to a template
 _SAID = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
-_UNSAID = {"refusal", "annotations", "audio", "function_call"}  # that clients send back empty
+_CARRYING = {"audio", "function_call", "images"}  # fields of words that are not read
 _LARGEST_SEED = 2**63 - 1
 _LEGACY_TOKENS = 16  # of /v1/completions, where a body does not say
 # in the path of an error within a union
@@ -105,6 +106,8 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -133,6 +136,11 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
         known = type(self).model_fields
         given = (name for name in self.model_fields_set if known[name].exclude)
         return sorted(name for name in given if getattr(self, name) is not None)
+
+    @property
+    def is_call_forced(self) -> bool:
+        """Return whether the answer must be a call, which a grammar keeps."""
+        return False
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -205,6 +213,9 @@ class ChatBody(Body):
     tools: list[ToolBody] | None = None
     tool_choice: str | dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     parallel_tool_calls: Ignored = None
     reasoning_effort: Ignored = None
     verbosity: Ignored = None
@@ -218,13 +229,27 @@ class ChatBody(Body):
         if self.top_logprobs is not None and not self.logprobs:
             message = "'top_logprobs' goes with 'logprobs': set that to true"
             raise Refusal(400, message, param="top_logprobs")
-        conversation = [_message(index, one) for index, one in enumerate(self.messages)]
+        conversation = [_message(index, one)[0] for index, one in enumerate(self.messages)]
+        variables = dict(self.chat_template_kwargs or {})
+        check_variables(variables, "chat_template_kwargs")
+        if isinstance(self.reasoning_effort, str):
+            # a template that does not know it passes over it
+            variables = {"reasoning_effort": self.reasoning_effort, **variables}
+        continues = bool(self.continue_final_message)
+        if self.add_generation_prompt is not None and self.add_generation_prompt == continues:
+            message = "'add_generation_prompt' must be false with 'continue_final_message', or true"
+            raise Refusal(400, f"{message}: leave it out", param="add_generation_prompt")
+        if continues and conversation[-1]["role"] != "assistant":
+            rule = "the last of 'messages' must be the assistant's to go on with"
+            raise Refusal.of_value("continue_final_message", rule, "leave it out")
         return [
             self._request(
                 usual,
                 num_new,
                 prompt=conversation,
                 tools=self.offered_tools,
+                template_variables=variables,
+                continues_message=continues,
                 grammar=self._read_grammar(),
                 num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             )
@@ -236,6 +261,17 @@ class ChatBody(Body):
         if self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that change nothing, those of messages included."""
+        told = (_message(index, one)[1] for index, one in enumerate(self.messages))
+        return sorted({*super().ignored, *(name for names in told for name in names)})
+
+    @property
+    def is_call_forced(self) -> bool:
+        """Return whether the answer must be a call, see `Body`."""
+        return bool(self._find_forced_tools())
 
     @property
     def schema_field(self) -> str:
@@ -250,7 +286,7 @@ class ChatBody(Body):
         if forced := self._find_forced_tools():
             return find_grammar(json_schema=_schema_of_calls(forced))
         wished = self.response_format or {"type": "text"}
-        if wished == {"type": "text"}:
+        if wished.get("type") == "text":
             return None
         if wished == {"type": "json_object"}:
             return Grammar("json_object")
@@ -386,33 +422,42 @@ def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
     return Refusal(400, message, param=param, code="invalid_value")
 
 
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates take it. Raises `Refusal`."""
+def _message(index: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a message as chat templates take it, and the names of what was passed over.
+
+    Clients send back what other servers gave them, so fields that are not known are no mistakes.
+    Raises `Refusal`.
+    """
     where = f"messages[{index}]"
     known = Role.__args__  # type: ignore[attr-defined]
     if message.get("role") not in known:
         rule = f"it must be one of {', '.join(known)}"
         raise Refusal.of_value(where, rule, "mend it", f"{where}.role")
-    for name in sorted(message.keys() - _SAID):
-        if name not in _UNSAID or message[name]:
-            raise Refusal.of_stranger(f"{where}.{name:.80}")
-    said = {name: value for name, value in message.items() if name in _SAID and value is not None}
+    told = dict(message)
+    if told.get("reasoning_content") is None and isinstance(told.get("reasoning"), str):
+        told["reasoning_content"] = told.pop("reasoning")
+    others = {name for name in told.keys() - _SAID if told[name] not in (None, "", [], {})}
+    for name in sorted(others & _CARRYING):
+        raise Refusal.of_stranger(f"{where}.{name:.80}")
+    said = {name: value for name, value in told.items() if name in _SAID and value is not None}
     if said["role"] == "developer":
         said["role"] = "system"
-    if "tool_calls" in said:
-        said["tool_calls"] = _earlier_calls(said["tool_calls"], f"{where}.tool_calls")
-    return said
+    if not said.get("tool_calls"):
+        said.pop("tool_calls", None)
+    if isinstance(calls := said.get("tool_calls"), list):
+        said["tool_calls"] = [_earlier_call(call, f"{where}.tool_calls") for call in calls]
+    return said, sorted(f"{where}.{name:.80}" for name in others if name.isidentifier())
 
 
-def _earlier_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return calls of an earlier answer as templates take them: arguments are no JSON there."""
-    read = []
-    try:
-        for call in calls:
-            function = call["function"]
-            arguments = json.loads(function["arguments"])
-            read.append({**call, "function": {**function, "arguments": arguments}})
-    except (TypeError, KeyError, ValueError, RecursionError):
-        rule = "each must have a function with arguments in JSON"
-        raise Refusal.of_value(where, rule) from None
-    return read
+def _earlier_call(call: Any, where: str) -> dict[str, Any]:
+    """Return a call of an earlier answer. Raises `Refusal`.
+
+    Arguments stay as they came; the model's template says in which form it takes them.
+    """
+    match call:
+        case {"function": {"name": str(), **more}} if isinstance(
+            more.get("arguments"), str | dict | None
+        ):
+            return dict(call)
+    rule = "each must have a function with a name, and arguments as JSON text or as an object"
+    raise Refusal.of_value(where, rule, "mend it")

@@ -333,7 +333,7 @@ def test_a_pair_of_two_vocabularies_is_refused(tmp_path: Path) -> None:
 
 def test_nobody_is_told_to_raise_a_context_that_is_the_longest(tmp_path: Path) -> None:
     model, request = save(build(FAMILIES["llama"]()), tmp_path), Request([5] * 512)
-    with pytest.raises(UserError, match="context of 512, the longest that this model was made for: shorten the prompt"):
+    with pytest.raises(UserError, match="context of 512, the longest that this model is run with: shorten the prompt"):
         offload.load(model, ram="1GiB", threads=1, request=request)
     with pytest.raises(UserError, match="context of 511: raise `context`, shorten the prompt"):
         offload.load(model, ram="1GiB", threads=1, context=511, request=request)

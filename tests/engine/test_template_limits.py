@@ -18,8 +18,9 @@ from matrix import matrix
 from tiny import save_tokenizer
 
 from offload import guarded_process
-from offload.engine import tokenizer as text
-from offload.engine.tokenizer import encode_messages, encode_prompt, load_tokenizer, render_chat
+from offload.engine import conversation as text
+from offload.engine.conversation import TemplateOptions, encode_messages, encode_prompt, render_chat
+from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
 from offload.guarded_process import GuardedProcess, NotStarted, ProgramExceeded, ProgramFailed
 
@@ -237,7 +238,7 @@ def test_limits_hold_whatever_way_a_template_comes(file: str, renderer: GuardedP
     path.write_text(json.dumps({**known, "chat_template": template}) if path.suffix == ".json" else template)
     tokenizer = load_tokenizer(tmp_path)
     with pytest.raises(UserError, match=r"^the model's chat template failed \(it writes 2000000 characters, .*\): "):
-        encode_messages(tokenizer, SAID, [{"type": "function", "function": {"name": "f"}}])
+        encode_messages(tokenizer, SAID, TemplateOptions([{"type": "function", "function": {"name": "f"}}]))
     if not is_additional:
         with pytest.raises(UserError, match="leave it out with `raw`"):
             encode_prompt(tokenizer, "hi")

@@ -13,7 +13,6 @@ from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving  # noqa: F4
 from tiny import save_reciter
 
 import offload
-from offload.server.tool_calls import ToolCalls
 
 pytest.importorskip("llguidance")
 
@@ -105,46 +104,11 @@ def test_what_is_no_format_is_refused(served: Served, wished: Any) -> None:
     assert served.is_idle()
 
 
-HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
-NO_CALL = '<tool_call>{"name": 1, "arguments": []}</tool_call>'
-ADD = ("add", {"a": 1, "b": "ü"})
-CASES: dict[str, tuple[str, str, list[Any]]] = {
-    "hermes": (HERMES, "", [ADD]),
-    "two": (f"{HERMES}\n{HERMES}", "", [ADD, ADD]),
-    "behind text": (f"Let me see. {HERMES}", "Let me see. ", [ADD]),
-    "no closing tag": (HERMES.removesuffix("</tool_call>"), "", [ADD]),
-    "llama": ('{"name": "add", "parameters": {"a": 1, "b": "ü"}}', "", [ADD]),
-    "mistral": ('[{"name": "add", "arguments": {"a": 1, "b": "ü"}}]', "", [ADD]),
-    "text between": (f"{HERMES}\n so \n{HERMES}\n", "\n so", [ADD, ADD]),
-    "no call behind one": (f"{HERMES} {NO_CALL} ", f" {NO_CALL}", [ADD]),
-    "behind a bracket": (f"[now] {HERMES}", "[now] ", [ADD]),
-    "text": ("It is <b>4</b>, a <tool", "It is <b>4</b>, a <tool", []),
-    "other JSON": ('{"answer": 4}', '{"answer": 4}', []),
-    "broken": ("<tool_call>{</tool_call> so", "<tool_call>{</tool_call> so", []),
-    "no object": (NO_CALL, NO_CALL, []),
-    "space": ("  ", "  ", []),
-    "nothing": ("", "", []),
-}  # fmt: skip
-
-
-def parsed(pieces: list[str], *, is_wanted: bool = True) -> tuple[str, list[Any]]:
-    calls = ToolCalls(is_wanted=is_wanted)
-    said = "".join(calls.push(piece) for piece in pieces)
-    rest, found = calls.finish()
-    assert len({call["id"] for call in found}) == len(found)
-    return said + rest, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found]
-
-
-@pytest.mark.parametrize(("text", "said", "calls"), CASES.values(), ids=CASES)
-def test_however_it_is_cut(text: str, said: str, calls: list[Any]) -> None:
-    for size in (1, 3, 7, max(1, len(text))):
-        assert parsed([text[start : start + size] for start in range(0, len(text), size)]) == (said, calls)
-    assert parsed([text], is_wanted=False) == (text, [])
-
-
 ADDING: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 TOLD = "{% if tools %}ADDING {{ tools[0].function.name }} {% endif %}" + TEMPLATE.replace(
-    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}"
+    "{{ m.content }}",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}',
 )
 
 
@@ -163,8 +127,8 @@ def test_a_conversation_with_a_tool(caller: Path, monkeypatch: pytest.MonkeyPatc
         assert raw(**asked, tools=ADDING).headers.get("x-ignored-fields") is None
         with monkeypatch.context() as patch:
             patch.setattr(served.decoder.tokenizer, "chat_template", TEMPLATE)
-            told = raw(**asked, tools=ADDING).headers.get("x-ignored-fields")
-            assert told == "tools", "a template that knows none tells the model of none"
+            with pytest.raises(openai.BadRequestError, match="does not tell the model of tools"):
+                raw(**asked, tools=ADDING)
         plain = client.chat.completions.create(**asked).choices[0]
         assert (plain.finish_reason, plain.message.tool_calls) == ("stop", None)
         assert (plain.message.content or "").startswith("<tool_call>")
@@ -179,8 +143,17 @@ def test_a_conversation_with_a_tool(caller: Path, monkeypatch: pytest.MonkeyPatc
         assert [delta.function and delta.function.name for delta in deltas] == ["add"]
         assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
         assert chunks[-1].finish_reason == "tool_calls"
-        told = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-        again = client.chat.completions.create(model=MODEL_ID, messages=told, tools=ADDING, **GREEDY)
-        written = "ADDING add <s>user:Hello<s>assistant:1</s><s>tool:3<s>assistant:"
-        assert again.usage is not None
-        assert again.usage.prompt_tokens == len(served.decoder.encode(written, raw=True))
+        with monkeypatch.context() as patch:
+            patch.setattr(served.decoder.tokenizer, "chat_template", TEMPLATE)
+            with pytest.raises(openai.BadRequestError, match="does not tell the model of calls"):
+                raw(model=MODEL_ID, messages=[*HELLO, choice.message, {"role": "tool", "content": "3"}])
+        call_text = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "u"}}</tool_call>'
+        written = f"ADDING add <s>user:Hello<s>assistant:{call_text}</s><s>tool:3<s>assistant:"
+        for extra in ({}, {"reasoning_details": ["x"], "cache_control": {"type": "ephemeral"}, "annotations": None}):
+            answer = {**choice.message.model_dump(exclude_none=True), **extra}
+            told = [*HELLO, answer, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+            again = raw(model=MODEL_ID, messages=told, tools=ADDING, **GREEDY)
+            names = "messages[1].cache_control, messages[1].reasoning_details" if extra else None
+            assert again.headers.get("x-ignored-fields") == names
+            usage = again.parse().usage
+            assert usage is not None and usage.prompt_tokens == len(served.decoder.encode(written, raw=True))

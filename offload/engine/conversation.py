@@ -1,0 +1,309 @@
+"""Conversations in a model's own chat template, in the form that the template takes.
+
+Templates differ in what they want of earlier turns: arguments of calls as objects or as text,
+content that is absent, none or empty beside calls, keys of calls in one form. `words_of` probes that
+once (`offload.words.probe`), and messages are put into that form before they are rendered.
+
+Invariant: where a message needs no such change, what is rendered is what `apply_chat_template`
+renders.
+"""
+
+import hashlib
+import json
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
+
+from offload.checkpoint.small_files import no_chat_template
+from offload.engine.text_stream import special_tokens
+from offload.engine.tokenizer import TOKENIZER_FAILED, Tokenizer, tokenizer_end_ids
+from offload.engine.tokenizer import load_tokenizer as load_tokenizer
+from offload.errors import UserError, refusing, require
+from offload.guarded_process import MOST_CHARS, GuardedProcess, ProgramExceeded, ProgramFailed
+from offload.words.probe import ModelWords, probe, with_content_form
+
+# Seconds of a processor for one rendering, which takes milliseconds, and of the clock.
+_CPU_S = 5
+_WAIT_S = 60.0
+_TIMES_TOLD = 8  # it may repeat what it was told, and write it as JSON, this many times as long
+_WITHOUT_TOOLS = "some know no system prompt, all want user and assistant in turn"
+_WITH_TOOLS = "its words say what it wants of messages, calls and `tools`"
+# of variables, which are the template's own
+_RESERVED = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversations",
+    "documents",
+    "messages",
+    "most_chars",
+    "most_s",
+    "return_assistant_tokens_mask",
+    "tools",
+}
+_SHORT_KEY = re.compile(r"[A-Za-z0-9]{9}")
+
+Message = Mapping[str, Any]
+
+
+class TemplateOptions(NamedTuple):
+    """What a template is told beside the messages."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = {}  # such as `enable_thinking`
+    continues: bool = False  # the last message is gone on with, and no turn begun
+
+
+PLAIN = TemplateOptions()
+
+
+def check_variables(variables: Any, name: str) -> None:
+    """Raise `UserError` for what is no mapping of names, or has a name of the renderer's."""
+    rule = f"`{name}` must be an object of a template's variables"
+    require(isinstance(variables, Mapping), rule, f"{variables!r:.80}", "leave it out")
+    for key in variables:
+        is_free = isinstance(key, str) and key.isidentifier() and key not in _RESERVED
+        rule = f"`{name}` must have names of the template's own variables"
+        require(is_free, rule, f"{key!r:.80}", "leave it out")
+
+
+def encode_prompt(
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    raw: bool = False,
+    options: TemplateOptions = PLAIN,
+) -> list[int]:
+    """Return a prompt's token ids, in the chat template where there is one, unless `raw`."""
+    if not prompt:
+        raise UserError("the prompt is empty: give some text")
+    if raw or not tokenizer.chat_template:
+        with refusing(*TOKENIZER_FAILED):
+            return list(tokenizer(prompt, verbose=False)["input_ids"])
+    question = [{"role": "user", "content": prompt}]
+    return _in_template(tokenizer, question, "leave it out with `raw`", options)
+
+
+def encode_messages(
+    tokenizer: Tokenizer, messages: Sequence[Message], options: TemplateOptions = PLAIN
+) -> list[int]:
+    """Return the token ids of a conversation up to where the model has to answer.
+
+    Tools are told to templates that know such. Raises `UserError` without a chat template.
+    """
+    if not tokenizer.chat_template:
+        raise no_chat_template()
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    has_more = calls or any("reasoning_content" in message for message in messages)
+    told = [*_adapted(tokenizer, messages)] if has_more else [*map(dict[str, Any], messages)]
+    for part in (told, [*options.tools], options.variables):
+        _require_unicode(part)
+    remedy = _WITH_TOOLS if calls or options.tools else _WITHOUT_TOOLS
+    return _in_template(tokenizer, told, remedy, options, calls)
+
+
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **how: Any) -> str:
+    """Return a conversation in the model's chat template. Raises `ProgramFailed`.
+
+    `how` has arguments of `apply_chat_template`, such as `add_generation_prompt` and `tools`.
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str):  # there are several, by name
+        template = tokenizer.get_chat_template(tools=how.get("tools"))
+    if not isinstance(template, str):
+        raise ProgramFailed(f"it must be text, got {template!r:.80}")
+    said = [
+        {name: value for name, value in message.items() if value is not None or name == "content"}
+        for message in messages
+    ]
+    variables = {**tokenizer.special_tokens_map, **how}
+    most_chars = MOST_CHARS + _TIMES_TOLD * len(json.dumps([said, variables], default=str))
+    told = {**variables, "chat_template": template, "conversations": [said]}
+    return _renderer_of(os.getpid()).ask(told, most_chars)
+
+
+@cache
+def _renderer_of(pid: int) -> GuardedProcess:
+    """Return the one process that all models share: an answer depends on nothing but the request.
+
+    Of this pid, since a fork that read the same pipe would take others' answers.
+    """
+    return GuardedProcess("render", cpu_s=_CPU_S, wait_s=_WAIT_S)
+
+
+# by tokenizer: its template's source, and what that tells
+_words: "weakref.WeakKeyDictionary[Any, tuple[str, ModelWords]]" = weakref.WeakKeyDictionary()
+_words_lock = threading.Lock()
+
+
+def words_of(tokenizer: Tokenizer) -> ModelWords:
+    """Return the form of a model's own words, by its chat template; that is probed once."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return ModelWords()
+    source = template_source(tokenizer)
+    with _words_lock:
+        kept = _words.get(tokenizer)
+    if kept is not None and kept[0] == source:
+        return kept[1]
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    words = probe(lambda told, more: render_chat(tokenizer, told, **more), source, added)
+    with _words_lock:
+        _words[tokenizer] = (source, words)
+    return words
+
+
+def template_source(tokenizer: Tokenizer) -> str:
+    """Return the source of the chat templates of a tokenizer; empty without any."""
+    template = getattr(tokenizer, "chat_template", None)
+    return template if isinstance(template, str) else json.dumps(template) if template else ""
+
+
+def turn_end_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the tokens that end a turn: the tokenizer's, and what its template puts behind one."""
+    if tokenizer is None:
+        return frozenset()
+    special = special_tokens(tokenizer)
+    ends = words_of(tokenizer).turn_end
+    named = {index for index, name in special.items() if name == ends}
+    return tokenizer_end_ids(tokenizer) | named
+
+
+def _adapted(tokenizer: Tokenizer, messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Yield messages in the form that the template takes."""
+    words = words_of(tokenizer)
+    keys = dict[str, str]()
+    for message in messages:
+        told = dict(message)
+        if calls := told.get("tool_calls"):
+            told["tool_calls"] = [_adapted_call(call, words, keys) for call in calls]
+            if not told.get("content"):
+                told = with_content_form(told, words.content_form)
+        if (key := told.get("tool_call_id")) in keys:
+            told["tool_call_id"] = keys[key]
+        thoughts = told.get("reasoning_content")
+        if thoughts and words.thought_key not in (None, "reasoning_content"):
+            told[words.thought_key] = told.pop("reasoning_content")
+        if thoughts and words.is_harmony and calls and told.get("content"):
+            # such a template takes one of them beside a call
+            name = words.thought_key or "reasoning_content"
+            told[name] = f"{thoughts}\n{told.pop('content')}"
+            told["content"] = ""
+        yield told
+
+
+def _adapted_call(call: Any, words: ModelWords, keys: dict[str, str]) -> dict[str, Any]:
+    """Return a call with arguments and key in the form that the template takes.
+
+    `keys` gets the call's key, by the key that its result comes back with.
+    """
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # broken text, which the model is to mend, stays text
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments.strip() or "{}")
+    arguments = {} if arguments is None else arguments
+    if words.takes_text_arguments:
+        is_text = isinstance(arguments, str)
+        given = call["function"].get("arguments")
+        whole = given if isinstance(given, str) and given.strip() else None
+        arguments = arguments if is_text else whole or json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str) and words.wants_objects:
+        arguments = {"arguments": arguments}
+    function["arguments"] = arguments
+    told = {**call, "function": function}
+    key = told.get("id")
+    if isinstance(key, str):
+        named = f"functions.{function['name']}:{len(keys)}"
+        is_named = key.startswith(f"functions.{function['name']}:")
+        if words.key_form == "short" and not _SHORT_KEY.fullmatch(key):
+            told["id"] = hashlib.sha256(key.encode()).hexdigest()[:9]
+        elif words.key_form == "named" and not is_named:
+            told["id"] = named
+        keys[key] = told["id"]
+    return told
+
+
+def _require_unicode(part: Any) -> None:
+    """Raise `UserError` for halves of characters, which have no bytes in UTF-8, anywhere."""
+    left = [part]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            left += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
+        elif isinstance(value, str):
+            whole_text(value)
+
+
+def whole_text(text: str) -> str:
+    """Return the text. Raises `UserError` for halves of characters, which have no bytes in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"text must be Unicode, got half a character at {error.start}, "
+            f"{text[error.start]!r}: decode its bytes anew"
+        ) from None
+    return text
+
+
+def _in_template(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    remedy: str,
+    options: TemplateOptions,
+    calls: Sequence[Any] = (),
+) -> list[int]:
+    told: dict[str, Any] = {**options.variables}
+    told |= {"tools": [*options.tools]} if options.tools else {}
+    told |= {"add_generation_prompt": not options.continues}
+    told |= {"continue_final_message": True} if options.continues else {}
+    with refusing("the model's chat template failed", remedy):
+        text = _rendered(tokenizer, messages, told)
+    missing = [call["function"]["name"] for call in calls if call["function"]["name"] not in text]
+    if missing:
+        rule = "the model's chat template does not tell the model of calls"
+        remedy = "leave `tool_calls` of earlier answers out, or take a template that knows them"
+        raise UserError(f"{rule}, got one of {missing[0]:.80}: {remedy}")
+    with refusing(*TOKENIZER_FAILED):
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
+    """Return the messages in the tokenizer's template.
+
+    Templates of some models that also see look for lists of parts, and pass over plain text.
+    """
+    last = str(messages[-1].get("content") or "").strip()
+    failure = None
+    try:
+        text = render_chat(tokenizer, messages, **told)
+    except ProgramExceeded:
+        raise
+    except ProgramFailed as error:
+        text = ""
+        failure = error
+    if failure is None and last in text:
+        return text
+    parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+    try:
+        in_parts = render_chat(tokenizer, parts, **told)
+    except ProgramFailed:
+        in_parts = ""
+    if in_parts and last in in_parts:
+        return in_parts
+    if failure is not None:
+        raise failure
+    return text
