@@ -95,7 +95,9 @@ def expand_columns_kernel(
 ) -> None:
     num_rows, num_columns = out_NK.shape
     sizes = (num_columns, scale_NG.shape[1], num_columns, group)
-    kinds = {"HAS_ZERO": True, "IS_ORDERED": False, "IN_COLUMNS": True, "MIDDLE": 0, "BITS": 4}
+    kinds = {"HAS_ZERO": True, "HAS_ADDED": False, "IS_ORDERED": False, "IN_COLUMNS": True}
+    sizes_of_codes = {"MIDDLE": 0, "BITS": 4, "PER_WORD": 0, "BLOCK": BLOCK}
     expand_row_block[num_rows, triton.cdiv(num_columns, BLOCK)](
-        words_CK.contiguous(), scale_NG, zero_NG, scale_NG, out_NK, *sizes, **kinds, BLOCK=BLOCK
-    )
+        words_CK.contiguous(), scale_NG, zero_NG, scale_NG, scale_NG, out_NK, *sizes,
+        **kinds, **sizes_of_codes,
+    )  # fmt: skip

@@ -36,13 +36,18 @@ _LAYOUTS = {
 
 
 def expand_float8_reference(
-    weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
+    weight_NK: Tensor,
+    scale_AB: Tensor,
+    block: tuple[int, int],
+    out_NK: Tensor,
+    levels: Tensor | None = None,
 ) -> None:
     """Fill `out` with weight x scale, in plain torch.
 
-    `scale_AB` (float32) has one scale for each block of `block` rows and columns; the last blocks
-    may be cut. Two numbers are looked up at once where rows are whole words. Weights and `out` are
-    contiguous; `out` is bfloat16, float16 or float32.
+    `scale_AB` has one scale for each block of `block` rows and columns, in float32 or as bytes that
+    index into `levels` (256,), float32; the last blocks may be cut. Two numbers are looked up at
+    once where rows are whole words. Weights and `out` are contiguous; `out` is bfloat16, float16 or
+    float32.
     """
     num_rows, num_columns = weight_NK.shape
     is_in_words = num_columns % 2 == 0 and weight_NK.storage_offset() % 2 == 0
@@ -52,6 +57,7 @@ def expand_float8_reference(
         value_RK = values(weight_NK[lo : lo + _CHUNK_ROWS])
         row_R = torch.arange(lo, lo + len(value_RK), device=scale_AB.device)
         scale_RB = scale_AB[row_R // block[0]]
+        scale_RB = scale_RB if levels is None else levels[scale_RB.int()]
         whole_RK, rest_RK = value_RK.split([num_columns - rest, rest], 1)
         whole_RK.unflatten(1, (num_whole, block[1])).mul_(scale_RB[:, :num_whole, None])
         rest_RK.mul_(scale_RB[:, -1:])
@@ -59,17 +65,39 @@ def expand_float8_reference(
 
 
 def expand_float8_compiled(
-    weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
+    weight_NK: Tensor,
+    scale_AB: Tensor,
+    block: tuple[int, int],
+    out_NK: Tensor,
+    levels: Tensor | None = None,
 ) -> None:
     weight = weight_NK.view(torch.uint8).numpy()
     scale = scale_AB.numpy()
     out = numbers(out_NK)
     fill = _FILLS[weight_NK.dtype].to(out_NK.dtype)
-    share_rows(lambda lo, hi: fill(weight, scale, (lo, hi, *block), out), len(weight))
+
+    def share(lo: int, hi: int) -> None:
+        if levels is None:
+            fill(weight, scale, (lo, hi, *block), out)
+            return
+        # by numpy, and for so many rows as stay in the cache
+        for first in range(lo, hi, _CHUNK_ROWS):
+            last = min(first + _CHUNK_ROWS, hi)
+            start = first // block[0]
+            part = levels.numpy()[scale[start : (last - 1) // block[0] + 1]]
+            rows = slice(start * block[0], last)
+            inner = (first - start * block[0], last - start * block[0])
+            fill(weight[rows], part, (*inner, *block), out[rows])
+
+    share_rows(share, len(weight))
 
 
 def expand_float8_kernel(
-    weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor
+    weight_NK: Tensor,
+    scale_AB: Tensor,
+    block: tuple[int, int],
+    out_NK: Tensor,
+    levels: Tensor | None = None,
 ) -> None:
     num_rows, num_columns = weight_NK.shape
     layout = _LAYOUTS[weight_NK.dtype]
@@ -82,6 +110,8 @@ def expand_float8_kernel(
         num_blocks,
         *block,
         scale_AB.shape[1],
+        scale_AB if levels is None else levels,
+        HAS_LEVELS=levels is not None,
         SHIFT=layout.shift,
         BIAS=layout.bias,
         LEAST_NORMAL=layout.least_normal,
@@ -154,6 +184,8 @@ def _fill_blocks(
     block_rows: tl.tensor,
     block_columns: tl.tensor,
     num_scales: tl.tensor,
+    levels: tl.tensor,
+    HAS_LEVELS: tl.constexpr,
     SHIFT: tl.constexpr,
     BIAS: tl.constexpr,
     LEAST_NORMAL: tl.constexpr,
@@ -178,4 +210,6 @@ def _fill_blocks(
     factor = tl.load(
         scale + row // block_rows * num_scales + column // block_columns, mask=is_inside, other=0
     )
+    if HAS_LEVELS:
+        factor = tl.load(levels + factor.to(tl.int32), mask=is_inside, other=0)
     tl.store(out + begin + column, (value * factor).to(out.dtype.element_ty), mask=is_inside)

@@ -6,7 +6,7 @@ refused.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from offload.checkpoint.families import TextPart, text_part, with_shared_layers,
 from offload.checkpoint.files import Stamp, name_of_folder, read_json, stamp_of
 from offload.checkpoint.gguf import open_gguf
 from offload.checkpoint.gguf_header import SPLIT
+from offload.checkpoint.methods import check_method, check_names, quantisation, unexplained
+from offload.checkpoint.mlx import as_in_transformers, is_of_mlx, require_known
 from offload.checkpoint.safetensors import checked_entry, damaged, read_header, require_few
-from offload.checkpoint.small_files import check_method, read_config
+from offload.checkpoint.small_files import read_config
 from offload.checkpoint.tensors import TensorEntry, with_codings
 from offload.encoding.base import AGAIN
 from offload.errors import UserError, require
@@ -139,9 +141,11 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
             raise damaged(f"{directory}: {what}", directory)
     tensors = dict[str, TensorEntry]()
     stamps = list[Stamp]()
+    formats = set[object]()
     for index, shard in enumerate(shards):
         header = read_header(shard, index)
         stamps.append(header.stamp)
+        formats.add(header.metadata.get("format"))
         require_few(where, len(tensors) + len(header.tensors))
         for name, entry in header.tensors.items():
             if weight_map is None or weight_map.get(name) == shard.name:
@@ -150,7 +154,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         if name not in tensors:
             what = f"the index places {name} in {file}, which lacks it"
             raise damaged(f"{where}: {what}", directory)
-    weights, left_out = weights_of(where, config, tensors)
+    weights, left_out = weights_of(where, config, tensors, formats)
     return Checkpoint(
         directory,
         config,
@@ -162,14 +166,27 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     )
 
 
-def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> TextPart:
-    """Return a language model's tensors by its own names. Raises `UserError` for contradictions."""
+def weights_of(
+    where: str,
+    config: dict[str, Any],
+    tensors: dict[str, TensorEntry],
+    formats: Collection[object] = (),
+) -> TextPart:
+    """Return a language model's tensors by its own names.
+
+    `formats` are what files call theirs. Raises `UserError` for contradictions.
+    """
     check_method(where, config)
+    check_names(where, tensors)
+    is_mlx = is_of_mlx(config, formats, tensors)
+    if is_mlx:
+        require_known(where, config)
     found = text_part(where, config, tensors)
     weights = with_codings(where, config, found.tensors)
-    if config.get("quantization_config") and not any(entry.coded for entry in weights.values()):
-        what = f"{where}: config.json says that weights are quantised, no tensor shows how"
-        raise UserError(f"{what}: {AGAIN}")
+    if quantisation(config) and not any(entry.coded for entry in weights.values()):
+        raise unexplained(where, config)
+    if is_mlx:
+        weights = as_in_transformers(where, config, weights)
     turned = with_turned_stacks(config, weights)
     return found._replace(tensors=with_shared_layers(config, turned))
 

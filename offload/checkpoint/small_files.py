@@ -4,8 +4,6 @@ They are checked before a library reads them. transformers counts up to numbers 
 10^12 layers would fill memory before anything could be refused. Rust aborts when memory runs out,
 and Python cannot catch that. A config of a model around a language model gets the sizes of text
 that files often leave out; T5 and mT5 have sizes under other names, and two stacks of layers.
-Quantised checkpoints that are not read are refused by their method, since their tensors have the
-names of a format that is read, or names that explain nothing.
 
 Invariants: the config of any other model is left unchanged; no model that exists and is read is
 refused; what passes the check of tokenizer files can only fail as an exception.
@@ -183,111 +181,6 @@ def stored_dtype(
     if name not in PLAIN_OF:
         raise UserError(f"{where}: cannot compute in {name}: {remedy}")
     return name
-
-
-_WORKS = "FP8, compressed-tensors, AWQ (gemm), GPTQ, MXFP4, NVFP4 or bitsandbytes"
-_INSTEAD = f"take the same model in {_WORKS}, or in bf16"
-_READ = {
-    "fp8": "FP8", "compressed-tensors": "compressed-tensors", "awq": "AWQ", "gptq": "GPTQ", "auto-round": "AutoRound",
-    "intel/auto-round": "AutoRound", "mxfp4": "MXFP4", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
-    "modelopt_fp4": "ModelOpt", "fbgemm_fp8": "FP8",
-}  # fmt: skip
-_COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-               "mixed-precision", "dense")  # fmt: skip
-_BITS = {"awq": (4,), "gptq": (4, 8)}
-_MODELOPT = ("NVFP4", "FP8", "MIXED_PRECISION")
-_MLX = ("group_size", "bits")
-
-
-def quantisation(config: Settings) -> Any:
-    """Return what a config, or its part of text, says of quantised weights; None for nothing."""
-    keys = ("quantization_config", "compression_config")
-    given = (place.get(key) for place in (config, of_text(config)) for key in keys)
-    return next(filter(None, given), None)
-
-
-def check_method(name: str, config: Settings) -> None:
-    """Raise `UserError` for a method of quantisation, or a version of it, that is not read."""
-    mlx = config.get("quantization")
-    if isinstance(mlx, dict) and all(key in mlx for key in _MLX):
-        raise UserError(f"{name}: weights quantised by MLX are not read: {_INSTEAD}")
-    settings = quantisation(config)
-    if settings is None:
-        return
-    if not isinstance(settings, dict):
-        rule = f"{name}: quantization_config must be an object"
-        raise UserError(f"{rule}, got {settings!r:.40}: mend config.json")
-    kinds = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "compressed-tensors": _compressed,
-             "modelopt": _modelopt}  # fmt: skip
-    method = _method(settings)
-    problem = kinds[method](settings) if method in kinds else None
-    if method is None:
-        problem = f"quantised weights of method {settings.get('quant_method')!r:.40} are not read"
-    if problem is not None:
-        raise UserError(f"{name}: {problem}: {_INSTEAD}")
-
-
-def _method(settings: Settings) -> str | None:
-    """Return the name of the method, one for all its synonyms; None if it is not read."""
-    method = settings.get("quant_method")
-    if method is None:  # early bitsandbytes and compressed-tensors name none
-        is_bitsandbytes = settings.get("load_in_4bit") or settings.get("load_in_8bit")
-        method = "compressed-tensors" if "config_groups" in settings else None
-        method = "bitsandbytes" if is_bitsandbytes else method
-    if not isinstance(method, str) or method not in _READ:
-        return None
-    return {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}.get(method, method)
-
-
-def _awq(settings: Settings) -> str | None:
-    version = str(settings.get("version", "gemm")).lower()
-    backend = settings.get("backend", "autoawq")
-    if backend != "autoawq":
-        return f"AWQ written by {backend!r:.40} is not read"
-    if version != "gemm":
-        return f"AWQ's version {version:.40} is not read, its version gemm is"
-    return _bits("awq", settings.get("bits", settings.get("w_bit", 4)))
-
-
-def _gptq(settings: Settings) -> str | None:
-    form = settings.get("checkpoint_format") or "gptq"
-    if form not in ("gptq", "gptq_v2"):
-        return f"GPTQ's checkpoint_format {form!r:.40} is not read, gptq and gptq_v2 are"
-    if settings.get("is_marlin_format"):
-        return "GPTQ in marlin's layout is not read, its own layout is"
-    return _bits("gptq", settings.get("bits", 4))
-
-
-def _auto_round(settings: Settings) -> str | None:
-    form = str(settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq")
-    if "gptq" not in form and "awq" not in form and "llm_compressor" not in form:
-        read = "auto_round:auto_gptq and auto_round:auto_awq are"
-        return f"AutoRound's packing_format {form:.40} is not read, {read}"
-    return _bits("awq" if "awq" in form else "gptq", settings.get("bits", 4))
-
-
-def _compressed(settings: Settings) -> str | None:
-    # weights are stored rotated, and activations would have to be
-    if settings.get("transform_config"):
-        return "compressed-tensors with a transform_config (rotations) is not read"
-    form = settings.get("format", "pack-quantized")
-    if form in _COMPRESSED:
-        return None
-    return f"compressed-tensors' format {form!r:.40} is not read, {', '.join(_COMPRESSED[:5])} are"
-
-
-def _modelopt(settings: Settings) -> str | None:
-    kind = settings.get("quant_algo", "NVFP4")
-    if kind in _MODELOPT:
-        return None
-    return f"ModelOpt's {kind!r:.40} is not read, {' and '.join(_MODELOPT[:2])} are"
-
-
-def _bits(method: str, bits: Any) -> str | None:
-    if bits in _BITS[method]:
-        return None
-    read = " and ".join(map(str, _BITS[method]))
-    return f"{_READ[method]} of {bits!r:.20} bits is not read, of {read} it is"
 
 
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from offload.checkpoint.small_files import quantisation
-from offload.encoding import bitsandbytes, exponents, floats, integers
+from offload.checkpoint.columns import columns_at
+from offload.checkpoint.methods import quantisation
+from offload.encoding import bitsandbytes, compressed, exponents, floats, gptq, mlx, torchao
 from offload.encoding.base import (
     AGAIN,
     ENCODINGS,
@@ -20,6 +21,7 @@ from offload.encoding.base import (
     Format,
     RecognisedWeight,
     Settings,
+    Site,
 )
 from offload.errors import UserError, ensure
 
@@ -33,10 +35,13 @@ FORMATS: tuple[Format, ...] = (
     *exponents.FORMATS,
     floats.FLOAT8,
     floats.NVFP4,
-    integers.COMPRESSED_INTEGERS,
-    integers.GPTQ,
-    integers.AWQ,
     floats.MXFP4,
+    compressed.COMPRESSED_INTEGERS,
+    gptq.GPTQ,
+    gptq.AWQ,
+    floats.MXFP4_STACK,
+    mlx.MLX,
+    torchao.TORCHAO,
     bitsandbytes.BITSANDBYTES_4,
     bitsandbytes.BITSANDBYTES_8,
 )
@@ -122,19 +127,27 @@ def with_codings(where: str, config: Settings, tensors: Entries) -> dict[str, Te
             known[name] = entry
         else:
             grouped.setdefault(name[: -len(suffix)], {})[suffix] = entry
+    rows_of = {
+        stem: own[suffix].shape[-2]
+        for stem, own in grouped.items()
+        for suffix in (".weight", ".weight_packed")
+        if suffix in own and len(own[suffix].shape) > 1
+    }
     for stem, own in grouped.items():
-        known |= _weights_of(where, stem, own, settings)
+        site = Site(stem, columns_at(config, stem, rows_of))
+        known |= _weights_of(where, site, own, settings)
     return known
 
 
-def _weights_of(where: str, stem: str, own: Entries, settings: Settings) -> dict[str, TensorEntry]:
+def _weights_of(where: str, site: Site, own: Entries, settings: Settings) -> dict[str, TensorEntry]:
     """Return one coded weight, or the tensors as they are."""
+    stem = site.name
     if own.keys() == {".weight"} and own[".weight"].dtype in ENCODINGS:
         return {f"{stem}.weight": own[".weight"]}
     for one in FORMATS:
         claimed = {suffix: entry for suffix, entry in own.items() if suffix in one.suffixes}
         try:
-            found = one.recognise(claimed, settings)
+            found = one.recognise(claimed, settings, site)
             if found is not None:
                 others = own.keys() - claimed.keys()
                 kept = {f"{stem}{suffix}": own[suffix] for suffix in own if suffix in others}

@@ -109,14 +109,25 @@ class RecognisedWeight(NamedTuple):
     companions: tuple[str, ...]  # suffixes of tensors that stay in memory
 
 
+class Site(NamedTuple):
+    """Where a weight stands in its model, for what tensors leave open."""
+
+    name: str = ""  # without `.weight`
+    columns: int = 0  # that the model has there, by its sizes; 0 where these do not tell
+
+
+NOWHERE = Site()
+
+
 class Format(NamedTuple):
     """A family of codings, recognised by the names of tensors."""
 
     suffixes: tuple[str, ...]  # of its tensors, which follow the weight's name without `.weight`
-    # Takes the tensors of one weight by suffix, some of which may be those of other formats, and
-    # `quantization_config`; returns None where they are not of this format. Raises `ValueError`
-    # (rule, value, remedy) where they contradict each other, or for an unknown version.
-    recognise: Callable[[Headers, Settings], RecognisedWeight | None]
+    # Takes the tensors of one weight by suffix, some of which may be those of other formats,
+    # `quantization_config` and the weight's site; returns None where they are not of this format.
+    # Raises `ValueError` (rule, value, remedy) where they contradict each other, or for an unknown
+    # version.
+    recognise: Callable[[Headers, Settings, Site], RecognisedWeight | None]
     parameter: str = ".weight"  # the suffix in the model
 
 

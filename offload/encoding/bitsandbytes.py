@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import (
     AGAIN,
+    ENCODINGS,
+    NOWHERE,
     PLAIN_OF,
+    STORED,
     Format,
     Headers,
     RecognisedWeight,
     Settings,
+    Site,
     Tensors,
     checked_scale,
     must,
@@ -41,6 +45,8 @@ _FORM = ".weight_format"  # 0 is row-major; other values are tiles of a GPU
 # block sizes, the usual one first: for few weights several fit
 _BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 _MOST_JSON_BYTES = 1 << 16
+_PER_127 = 7.874015718698502e-3  # as bitsandbytes 0.50 has it: not the nearest number to 1 / 127
+_CHUNK_ROWS = 64
 _ANOTHER = "take another checkpoint"
 
 
@@ -139,7 +145,9 @@ def _unnested(absmax: "Tensor", companions: Tensors, said: Mapping[str, Any]) ->
     return levels[absmax.int()] * outer[torch.arange(num_scales) // block] + offset
 
 
-def _recognise_4_bits(stored: Headers, settings: Settings) -> RecognisedWeight | None:
+def _recognise_4_bits(
+    stored: Headers, settings: Settings, _: Site = NOWHERE
+) -> RecognisedWeight | None:
     state = next((suffix for suffix in _STATES if suffix in stored), None)
     if state is None:
         return None
@@ -148,12 +156,17 @@ def _recognise_4_bits(stored: Headers, settings: Settings) -> RecognisedWeight |
     require(stored, (".weight", *companions), state)
     dtype = stored[state].dtype
     must(dtype == "U8", f"{state} must be of type U8", f"is {dtype}")
-    size = 2 * math.prod(stored[".weight"].shape)
+    # the library may keep bytes as numbers of the model's type (`quant_storage`)
+    words = stored[".weight"]
+    is_known = words.dtype in ("U8", *ENCODINGS)
+    rule = f".weight must be stored as U8, {', '.join(ENCODINGS)}"
+    must(is_known, rule, f"is {words.dtype}", _ANOTHER)
+    size = 2 * STORED[words.dtype].stored_bytes(words.shape)
     num_blocks = math.prod(stored[_ABSMAX].shape)
     block = next((block for block in _BLOCKS if math.ceil(size / block) == num_blocks), None)
-    if stored[".weight"].dtype != "U8" or block is None:
+    if block is None:
         rule = f"{_ABSMAX} must have a scale for each block of {size} weights"
-        raise ValueError(f"{rule}, a power of two of them, in U8, has {num_blocks}: {AGAIN}")
+        raise ValueError(f"{rule}, a power of two of them, has {num_blocks}: {AGAIN}")
     said = settings.get("bnb_4bit_compute_dtype")
     dtype = next((dtype for dtype in PLAIN_OF if dtype == said), "bfloat16")
     coding = Bitsandbytes4(_STATES[state], block, state, dtype)
@@ -168,14 +181,28 @@ class BitsandbytesBytes(ByteIntegers):
     """See `Coding`."""
 
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
-        """See `Coding`: 127 stands for the largest number of a row."""
+        """See `Coding`: 127 stands for the largest number of a row, which is kept as it is."""
         form = [0] if _FORM not in companions else companions[_FORM].flatten().tolist()
         rule = f"{_FORM} must be 0 (row-major)"
         must(form == [0], rule, f"is {form!r:.40}", "store the model again")
-        return {"scale": checked_scale(".SCB", companions[".SCB"].float(), self.grid(shape)) / 127}
+        return {"scale": checked_scale(".SCB", companions[".SCB"].float(), self.grid(shape))}
+
+    def expand(
+        self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
+    ) -> None:
+        """See `Coding`; the library multiplies twice, by the largest number and by a constant."""
+        words_NK = self.words(stored_B, out.shape)
+        for lo in range(0, len(out), _CHUNK_ROWS):
+            rows = slice(lo, lo + _CHUNK_ROWS)
+            product = out[rows].float()
+            scale = companions["scale"][rows]
+            expansion.integers(words_NK[rows], 8, scale, None, out.shape[1], product)
+            out[rows] = product.mul_(_PER_127)
 
 
-def _recognise_8_bits(stored: Headers, _: Settings) -> RecognisedWeight | None:
+def _recognise_8_bits(
+    stored: Headers, _settings: Settings, _: Site = NOWHERE
+) -> RecognisedWeight | None:
     weight = stored.get(".weight")
     largest = stored.get(".SCB")
     if weight is None or largest is None or weight.dtype != "I8" or len(weight.shape) != 2:

@@ -15,11 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.encoding.base import (
+    NOWHERE,
     STORED,
     Format,
     Headers,
     RecognisedWeight,
     Settings,
+    Site,
     Tensors,
     must,
 )
@@ -142,7 +144,9 @@ class Exponents:
         )
 
 
-def _recognise(stem: str, stored: Headers, _: Settings) -> RecognisedWeight | None:
+def _recognise(
+    stem: str, stored: Headers, _settings: Settings, _: Site = NOWHERE
+) -> RecognisedWeight | None:
     """Recognise a weight whose tensors' suffixes all begin with `stem`."""
     names = [stem + suffix for suffix in (*WORDS, CODE)]
     if not any(name in stored for name in names):

@@ -3,12 +3,15 @@
 FP8 has a scale for each block, row or tensor, as DeepSeek and Qwen store them. Their
 `weight_scale_inv` is a factor in spite of its name; compressed-tensors calls the scales
 `weight_scale`, Mistral `qscale_weight`, and DeepSeek's later checkpoints have a `scale` of
-exponents. Where sizes are no multiple of a block's, the last blocks are cut.
+exponents. GPTQModel's `weight_scale_inv` is an inverse: its config says so, and its reciprocal, in
+float32, is the factor. Where sizes are no multiple of a block's, the last blocks are cut. MXFP8 has
+an exponent for 32 numbers of a row; exponents stay bytes in memory.
 
-MXFP4 is gpt-oss's format for stacks of experts: 4 bits each and a power of two for 32 of them; the
-model has a stack's matrices transposed. NVFP4 has 4 bits each, a scale of 8 bits for 16 of them and
-one scale per tensor, by which compressed-tensors divides the small scales and ModelOpt multiplies
-them. Plain numbers may have their matrices stored the other way round, as some stacks of experts do.
+MXFP4 has 4 bits each and a power of two for 32 of them: compressed-tensors stores matrices so, and
+gpt-oss stacks of experts, whose matrices the model has transposed. NVFP4 has 4 bits each, a scale
+of 8 bits for 16 of them and one scale per tensor, by which compressed-tensors divides the small
+scales and ModelOpt multiplies them. Plain numbers may have their matrices stored the other way
+round, as some stacks of experts do.
 """
 
 import math
@@ -19,11 +22,13 @@ from typing import TYPE_CHECKING
 from offload.encoding.base import (
     AGAIN,
     ENCODINGS,
+    NOWHERE,
     STORED,
     Format,
     Headers,
     RecognisedWeight,
     Settings,
+    Site,
     Tensors,
     WordsAlone,
     checked_scale,
@@ -42,10 +47,11 @@ TABLE_BYTES = 4 * 256  # the float32 levels of scales of 8 bits
 _FP8_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 _ACTIVATION_SCALES = (".input_scale", ".qscale_act")  # unused: activations are not rounded here
 _SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")  # the last two hold exponents alone
+_EXPONENTS = ("F8_E8M0", "U8")
+_NO_EXPONENT = 255
 _USUAL_BLOCK = (128, 128)
 _LARGE = 1 << 31  # no matrix has as many rows or columns, and compiled code counts in 32 bits
 _MXFP4_GROUP = 32
-_MXFP4_NAN = 255
 _NVFP4_GROUP = 16
 # suffix of the words -> suffix of the scale per tensor
 _NVFP4_WORDS = {".weight_packed": ".weight_global_scale", ".weight": ".weight_scale_2"}
@@ -63,6 +69,8 @@ class Float8:
     dtype: str = "bfloat16"
     align_bytes: int = 1
     is_transposed: bool = False
+    has_exponents: bool = False  # for scales, a byte each
+    is_inverse: bool = False  # whether weights are divided by stored scales
 
     @property
     def name(self) -> str:
@@ -75,15 +83,20 @@ class Float8:
         return math.prod(shape)
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a float32 scale for each block."""
-        return 4 * math.prod(self.grid(shape))
+        """Return the bytes of a scale for each block, and of the table of exponents."""
+        num_blocks = math.prod(self.grid(shape))
+        return num_blocks + TABLE_BYTES if self.has_exponents else 4 * num_blocks
 
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
-        """Return the scales in float32, one for each block."""
+        """Return the scales, one for each block: float32, or bytes that index into "levels"."""
         import torch
 
         ((suffix, stored),) = companions.items()
-        scale = (stored if stored.element_size() > 1 else stored.view(torch.float8_e8m0fnu)).float()
+        if self.has_exponents:
+            return exponents(suffix, stored.view(torch.uint8), self.grid(shape))
+        scale = stored.float()
+        if self.is_inverse:
+            scale = checked_scale(f"the inverse of {suffix}", scale.reciprocal(), scale.shape)
         return {"scale": checked_scale(suffix, scale, self.grid(shape))}
 
     def expand(
@@ -94,8 +107,9 @@ class Float8:
         scale = companions["scale"]
         block = self._block(out.shape)
         stacks = (one.reshape(-1, *one.shape[-2:]) for one in (weight, scale, out))
+        levels = companions.get("levels")
         for one, own, place in zip(*stacks, strict=True):
-            expansion.float8(one, own, block, place)
+            expansion.float8(one, own, block, place, levels)
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales, one for each block."""
@@ -107,7 +121,20 @@ class Float8:
         return rows or max(1, shape[-2]), columns or max(1, shape[-1])
 
 
-def _recognise_float8(stored: Headers, settings: Settings) -> RecognisedWeight | None:
+def exponents(suffix: str, stored: "Tensor", grid: Sequence[int]) -> Tensors:
+    """Return "scale" (uint8) and "levels" (256,), float32, the powers of two that it indexes."""
+    import torch
+
+    require_shape(suffix, stored.shape, grid)
+    num_wrong = int((stored == _NO_EXPONENT).sum())
+    must(not num_wrong, f"{suffix} must be numbers", f"{num_wrong} are none")
+    levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
+    return {"scale": stored.contiguous(), "levels": levels}
+
+
+def _recognise_float8(
+    stored: Headers, settings: Settings, _: Site = NOWHERE
+) -> RecognisedWeight | None:
     weight = stored.get(".weight")
     suffix = next((suffix for suffix in _FP8_SCALES if suffix in stored), None)
     if weight is None or weight.dtype not in _TYPES:
@@ -121,13 +148,20 @@ def _recognise_float8(stored: Headers, settings: Settings) -> RecognisedWeight |
     must(scale.dtype in _SCALE_TYPES, rule, f"is {scale.dtype}", "take another checkpoint")
     rule = ".weight must be a matrix or a stack of them"
     must(len(shape) > 1, rule, f"has shape {shape}", "pack it again")
-    coding = Float8(weight.dtype, _block(weight.shape, scale.shape, settings))
+    coding = Float8(
+        weight.dtype,
+        _block(weight.shape, scale.shape, settings),
+        has_exponents=scale.dtype in _EXPONENTS,
+        is_inverse=suffix == _FP8_SCALES[0] and settings.get("weight_scale_semantics") == "inverse",
+    )
     grid = coding.grid(shape)
     # those of whole rows may lack dimensions of one
     is_shaped = coding.block in _NAMES or tuple(scale.shape) == grid
     fits = is_shaped and math.prod(scale.shape) == math.prod(grid)
     rule = f"{suffix} must have the scales of {coding.name} for weights of {shape}"
-    must(fits, rule, f"has shape {list(scale.shape)}")
+    is_joined = math.prod(scale.shape) in (2, 3) and len(scale.shape) < 3
+    remedy = "take a checkpoint in which matrices with scales of their own are stored apart"
+    must(fits, rule, f"has shape {list(scale.shape)}", remedy if is_joined else AGAIN)
     return RecognisedWeight(coding, weight.shape, (".weight",), (suffix,))
 
 
@@ -137,6 +171,10 @@ def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Settings)
         return 0, 0
     if tuple(scale_shape) in ((*shape[:-1], 1), tuple(shape[:-1])):
         return 1, 0
+    *rows_of, groups = scale_shape
+    # as MXFP8 has them, but for matrices of one row, which blocks fit as well
+    if tuple(rows_of) == tuple(shape[:-1]) and shape[-2] > 1 and groups and not shape[-1] % groups:
+        return 1, shape[-1] // groups
     said = (one.get("block_structure") for one in config_weights(settings))
     block = settings.get("weight_block_size") or next(filter(None, said), _USUAL_BLOCK)
     sizes = block if isinstance(block, list | tuple) else ()
@@ -166,10 +204,11 @@ class _FourBits:
 class Mxfp4(_FourBits):
     """See `Coding`."""
 
+    scales: str = "_scales"  # the suffix
     name: str = "mxfp4"
     dtype: str = "bfloat16"
     align_bytes: int = 1
-    is_transposed: bool = True
+    is_transposed: bool = False
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of whole groups, two codes to a byte."""
@@ -180,21 +219,18 @@ class Mxfp4(_FourBits):
         return self._num_groups(shape) + TABLE_BYTES
 
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
-        """See `Coding`; `shape` is (E, out, in)."""
-        import torch
-
-        scale = companions["_scales"]
-        require_shape("_scales", scale.shape, (*shape[:-1], shape[-1] // _MXFP4_GROUP))
-        num_wrong = int((scale == _MXFP4_NAN).sum())
-        must(not num_wrong, "_scales must be numbers", f"{num_wrong} are none")
-        levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
-        return {"scale": scale.flatten(0, -2).contiguous(), "levels": levels}
+        """See `Coding`; `shape` is (out, in), or (E, out, in) of a stack."""
+        grid = (*shape[:-1], shape[-1] // _MXFP4_GROUP)
+        ready = exponents(self.scales, companions[self.scales], grid)
+        return {**ready, "scale": ready["scale"].flatten(0, -2)}
 
     def _num_groups(self, shape: Sequence[int]) -> int:
         return math.prod(shape[:-1]) * math.ceil(shape[-1] / _MXFP4_GROUP)
 
 
-def _recognise_mxfp4(stored: Headers, _: Settings) -> RecognisedWeight | None:
+def _recognise_mxfp4_stack(
+    stored: Headers, _settings: Settings, _: Site = NOWHERE
+) -> RecognisedWeight | None:
     words = stored.get("_blocks")
     if words is None or words.dtype != "U8":
         return None
@@ -205,17 +241,38 @@ def _recognise_mxfp4(stored: Headers, _: Settings) -> RecognisedWeight | None:
     must(is_known, rule, f"has shape {list(words.shape)}")
     require_shape("_scales", stored["_scales"].shape, words.shape[:-1])
     shape = (*words.shape[:-2], words.shape[-2] * _MXFP4_GROUP)
-    return RecognisedWeight(Mxfp4(), shape, ("_blocks",), ("_scales",))
+    return RecognisedWeight(Mxfp4(is_transposed=True), shape, ("_blocks",), ("_scales",))
 
 
-MXFP4 = Format(("_blocks", "_scales"), _recognise_mxfp4, parameter="")
+MXFP4_STACK = Format(("_blocks", "_scales"), _recognise_mxfp4_stack, parameter="")
+
+
+def _recognise_mxfp4(
+    stored: Headers, _settings: Settings, _: Site = NOWHERE
+) -> RecognisedWeight | None:
+    words = stored.get(".weight_packed")
+    scale = stored.get(".weight_scale")
+    if words is None or scale is None or (words.dtype, scale.dtype) != ("U8", "U8"):
+        return None
+    has_rows = len(words.shape) == 2 and words.shape[1] % (_MXFP4_GROUP // 2) == 0
+    rule = f".weight_packed must have rows of groups of {_MXFP4_GROUP // 2} bytes"
+    must(has_rows, rule, f"has shape {list(words.shape)}")
+    shape = (words.shape[0], words.shape[1] * 2)
+    require_shape(".weight_scale", scale.shape, (shape[0], shape[1] // _MXFP4_GROUP))
+    coding = Mxfp4(".weight_scale")
+    return RecognisedWeight(coding, shape, (".weight_packed",), (".weight_scale",))
+
+
+MXFP4 = Format((".weight_packed", ".weight_scale", ".input_scale"), _recognise_mxfp4)
 
 
 @dataclass(frozen=True)
 class Nvfp4(_FourBits):
     """See `Coding`."""
 
-    is_divided: bool  # whether scales are divided by the tensor's scale, or multiplied with it
+    is_divided: bool = False  # by the tensor's scale, or multiplied with it
+    scales: str = ".weight_scale"  # the suffix
+    whole: str = ""  # the suffix of the tensor's scale, where there is one
     name: str = "nvfp4"
     dtype: str = "bfloat16"
     align_bytes: int = 1
@@ -233,19 +290,23 @@ class Nvfp4(_FourBits):
         """See `Coding`."""
         import torch
 
-        suffix = _NVFP4_WORDS[".weight_packed" if self.is_divided else ".weight"]
         grid = (shape[0], shape[1] // _NVFP4_GROUP)
-        scale = checked_scale(".weight_scale", companions[".weight_scale"], grid)
-        whole = checked_scale(suffix, companions[suffix].float(), (1,))
+        scale = companions[self.scales].view(torch.float8_e4m3fn)
+        scale = checked_scale(self.scales, scale, grid)
         levels = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
-        levels = levels / whole if self.is_divided else levels * whole
+        whole = torch.ones(1)
+        if self.whole:
+            whole = checked_scale(self.whole, companions[self.whole].float(), (1,))
+            levels = levels / whole if self.is_divided else levels * whole
         used = scale.view(torch.uint8)
         are_finite = bool(levels[used.unique().int()].isfinite().all())
-        must(are_finite, f"{suffix} must leave scales finite", f"is {float(whole):g}")
+        must(are_finite, f"{self.whole} must leave scales finite", f"is {float(whole):g}")
         return {"scale": used, "levels": levels}
 
 
-def _recognise_nvfp4(stored: Headers, _: Settings) -> RecognisedWeight | None:
+def _recognise_nvfp4(
+    stored: Headers, _settings: Settings, _: Site = NOWHERE
+) -> RecognisedWeight | None:
     kinds = {suffix: stored[suffix].dtype for suffix in _NVFP4_WORDS if suffix in stored}
     suffix = next((suffix for suffix, kind in kinds.items() if kind == "U8"), None)
     scale = stored.get(".weight_scale")
@@ -258,7 +319,7 @@ def _recognise_nvfp4(stored: Headers, _: Settings) -> RecognisedWeight | None:
     must(has_rows, rule, f"has {list(words.shape)}", "pack it again")
     shape = (words.shape[0], words.shape[1] * 2)
     require_shape(".weight_scale", scale.shape, (shape[0], shape[1] // _NVFP4_GROUP))
-    coding = Nvfp4(is_divided=suffix == ".weight_packed")
+    coding = Nvfp4(is_divided=suffix == ".weight_packed", whole=_NVFP4_WORDS[suffix])
     return RecognisedWeight(coding, shape, (suffix,), (".weight_scale", _NVFP4_WORDS[suffix]))
 
 

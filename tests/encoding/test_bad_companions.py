@@ -156,7 +156,7 @@ def test_a_nested_block_that_claims_to_be_huge_takes_no_memory() -> None:
     ("ct-w4", {}, "config_groups"),
     ("ct-w4", {"config_groups": [1]}, "config_groups"),
     ("ct-w4", {"config_groups": {"a": 1, "b": {"weights": 2}}}, "config_groups"),
-    ("ct-w4", {"config_groups": {"a": {"weights": {"num_bits": 3, "group_size": 32}}}}, "num_bits"),
+    ("ct-w4", {"config_groups": {"a": {"weights": {"num_bits": 9, "group_size": 32}}}}, "num_bits"),
     ("ct-w4", {"config_groups": {"a": {"weights": {"num_bits": [4], "group_size": 32}}}}, "num_bits"),
     ("ct-w4", {"config_groups": {"a": {"weights": {"num_bits": 4, "group_size": "32"}}}}, "config_groups"),
     ("fp8-block", {"weight_block_size": [0, 128]}, "weight_block_size"),

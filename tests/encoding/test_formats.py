@@ -107,8 +107,9 @@ def test_mxfp4_of_transformers(num_experts: int) -> None:
 
 @pytest.mark.parametrize("shape", [(96, 128), (24, 64), (13, 50)], ids=str)
 @pytest.mark.parametrize("is_nested", [False, True])
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_bitsandbytes(kind: str, is_nested: bool, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kind", "storage"), [
+    ("nf4", torch.uint8), ("nf4", torch.bfloat16), ("fp4", torch.uint8), ("fp4", torch.float32)])  # fmt: skip
+def test_bitsandbytes(kind: str, storage: torch.dtype, is_nested: bool, shape: tuple[int, int]) -> None:
     """Rows of 160 are not asked of the library: from the second on its CPU code takes scales of other blocks."""
     from bitsandbytes import functional
 
@@ -116,19 +117,23 @@ def test_bitsandbytes(kind: str, is_nested: bool, shape: tuple[int, int]) -> Non
     words, state = functional.quantize_4bit(weight, compress_statistics=is_nested, quant_type=kind)
     tensors = {".weight": words} | {f".weight.{key}": one for key, one in state.as_dict(packed=True).items()}
     wanted = functional.dequantize_4bit(words, state)
-    got = expanded(tensors, {}, shape, torch.bfloat16)
+    # with `quant_storage` the same bytes are kept as numbers of another type
+    if words.numel() % storage.itemsize == 0:
+        words = words.flatten().view(storage)[:, None]
+    got = expanded(tensors | {".weight": words}, {}, shape, torch.bfloat16)
     assert torch.equal(got, wanted)  # the library's own code for FP4 on a CPU loses signs of zeros
 
 
-def test_bytes_of_bitsandbytes() -> None:
-    """The library multiplies twice, here it is once: they differ by a rounding of float32."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bytes_of_bitsandbytes(dtype: torch.dtype) -> None:
+    """To the bit: the library multiplies twice, and its constant is not the nearest number to 1 / 127."""
     from bitsandbytes import functional
 
-    code = torch.randint(-127, 128, (24, 64), generator=torch.Generator().manual_seed(0)).to(torch.int8)
-    largest = random_weight(24, 1).abs().flatten()
+    code = torch.randint(-127, 128, (200, 64), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    largest = random_weight(200, 1).abs().flatten()
     wanted = functional.int8_vectorwise_dequant(code, largest)
-    got = expanded({".weight": code, ".SCB": largest}, {}, (24, 64))
-    torch.testing.assert_close(got, wanted, rtol=2**-22, atol=0)
+    assert not torch.equal(wanted, code * (largest[:, None] / 127)), "or a division would do"
+    assert are_equal(expanded({".weight": code, ".SCB": largest}, {}, (200, 64), dtype), wanted.to(dtype))
 
 
 def autoawq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
