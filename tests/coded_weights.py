@@ -22,8 +22,8 @@ EXPANSIONS = [
     pytest.param(EXPANSION_KERNELS, id="kernels", marks=needs_triton),
 ]
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
-          torch.int8: "I8", torch.uint8: "U8", torch.uint32: "U32", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-          torch.float8_e8m0fnu: "F8_E8M0"}  # fmt: skip
+          torch.int8: "I8", torch.uint8: "U8", torch.uint32: "U32", torch.float8_e4m3fn: "F8_E4M3",
+          torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"}  # fmt: skip
 _BITS = {2: torch.int16, 4: torch.int32}
 
 

@@ -83,10 +83,20 @@ def pack(codes: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = Non
     """Codes, at least 0, as I32 words along a dimension; the first in the lowest bits, or where `order` puts it."""
     each = 32 // bits
     codes = codes.movedim(dim, -1).long()
+    if 32 % bits and order is None:
+        return _stream(codes, bits).movedim(-1, dim).contiguous()
     codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
     shifts = bits * torch.tensor(order or range(each))
     words = (codes << shifts).sum(-1)
     return (words - ((words >> 31) << 32)).int().movedim(-1, dim).contiguous()
+
+
+def _stream(codes: Tensor, bits: int) -> Tensor:
+    """Codes one behind the other, bit by bit, wherever words end."""
+    bit = (codes[..., None] >> torch.arange(bits) & 1).flatten(-2)
+    bit = torch.nn.functional.pad(bit, (0, -bit.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    words = (bit << torch.arange(32)).sum(-1)
+    return (words - ((words >> 31) << 32)).int()
 
 
 def group_of(num_columns: int, group: int) -> Tensor:
@@ -141,17 +151,102 @@ def float8(block: tuple[int, int] | None) -> Callable[[Tensor], Stored]:
     return store
 
 
+def inverse(weight: Tensor) -> Stored:
+    """GPTQModel's FP8 by rows, whose `weight_scale_inv` divides."""
+    inverted = 448 / weight.abs().amax(1)
+    codes = (weight * inverted[:, None]).to(torch.float8_e4m3fn)
+    tensors = {".weight": codes, ".weight_scale_inv": inverted}
+    return Stored(tensors, codes.float() * inverted.reciprocal()[:, None])
+
+
+def _exponents(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """A power of two for each 32 columns, as its exponent plus 127, and spread over the columns."""
+    most = weight.unflatten(-1, (-1, 32)).abs().amax(-1)
+    exponent = (most / largest).clamp(min=1e-30).log2().ceil().int()
+    return (exponent + 127).to(torch.uint8), exponent.float().exp2().repeat_interleave(32, -1)
+
+
+def mxfp8(weight: Tensor) -> Stored:
+    """compressed-tensors' `mxfp8-quantized`."""
+    scale, each = _exponents(weight, 448)
+    codes = (weight / each).to(torch.float8_e4m3fn)
+    return Stored({".weight": codes, ".weight_scale": scale}, codes.float() * each)
+
+
+def mxfp4_matrix(weight: Tensor) -> Stored:
+    """compressed-tensors' `mxfp4-pack-quantized`."""
+    scale, each = _exponents(weight, 6)
+    codes = _nearest_e2m1(weight / each)
+    values = E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2)] * each
+    return Stored({".weight_packed": codes.to(torch.uint8), ".weight_scale": scale}, values)
+
+
+def mlx(bits: int) -> Callable[[Tensor], Stored]:
+    """MLX's `affine`, whose scales may be below 0."""
+
+    def store(weight: Tensor) -> Stored:
+        groups = weight.unflatten(-1, (-1, GROUP))
+        lo, hi = groups.amin(-1), groups.amax(-1)
+        sign = 1 - 2 * (torch.arange(lo.numel()).view(lo.shape) % 2)
+        scale = ((hi - lo) / ((1 << bits) - 1) * sign).bfloat16()
+        bias = torch.where(sign > 0, lo, hi).bfloat16()
+        each, added = (one.float()[..., None] for one in (scale, bias))
+        codes = ((groups - added) / each).round().clamp(0, (1 << bits) - 1)
+        words = pack(codes.flatten(-2), bits, -1).view(torch.uint32)
+        return Stored({".weight": words, ".scales": scale, ".biases": bias}, (codes * each + added).flatten(-2))
+
+    return store
+
+
+def mlx_floats(store: Callable[[Tensor], Stored], words: str) -> Callable[[Tensor], Stored]:
+    """MLX's `mxfp4` and `mxfp8`: the same bytes in words."""
+
+    def renamed(weight: Tensor) -> Stored:
+        tensors, values = store(weight)
+        packed = tensors[words].view(torch.uint8).view(torch.uint32)
+        return Stored({".weight": packed, ".scales": tensors[".weight_scale"]}, values)
+
+    return renamed
+
+
+def mlx_nvfp4(weight: Tensor) -> Stored:
+    """MLX's `nvfp4`, without a scale per tensor."""
+    groups = weight.unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1) / 6).to(torch.float8_e4m3fn)
+    each = scale.float()[..., None]
+    codes = _nearest_e2m1((groups / each.clamp(min=1e-30)).flatten(-2))
+    values = E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2)].unflatten(-1, (-1, 16)) * each
+    words = codes.to(torch.uint8).contiguous().view(torch.uint32)
+    return Stored({".weight": words, ".scales": scale.view(torch.uint8)}, values.flatten(-2))
+
+
+def torchao(weight: Tensor) -> Stored:
+    """torchao's Int8Tensor."""
+    codes, scale, _, _, values = _grouped(weight, 8, None, dtype=torch.float32)
+    zero = torch.zeros_like(scale, dtype=torch.int8)
+    words = {"._weight_qdata": (codes - 128).to(torch.int8), "._weight_zero_point": zero}
+    return Stored({**words, "._weight_scale": scale}, values)
+
+
+def torchao_float8(weight: Tensor) -> Stored:
+    """torchao's Float8Tensor."""
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return Stored({"._weight_qdata": codes, "._weight_scale": scale}, codes.float() * scale)
+
+
 def compressed(
-    bits: int, group: int | None, *, symmetric: bool = True, ordered: bool = False
+    bits: int, group: int | None, *, symmetric: bool = True, ordered: bool = False, is_old: bool = False
 ) -> Callable[[Tensor], Stored]:
-    """compressed-tensors' `pack-quantized`."""
+    """compressed-tensors' `pack-quantized`; `is_old`: as before 0.20, where no code ends in another word."""
+    order = tuple(range(32 // bits)) if is_old else None
 
     def store(weight: Tensor) -> Stored:
         how = {"symmetric": symmetric, "ordered": ordered}
         codes, scale, zero, group_K, values = _grouped(weight, bits, group, dtype=torch.bfloat16, **how)
         shape = torch.tensor(weight.shape)
-        tensors = {".weight_packed": pack(codes, bits, 1), ".weight_scale": scale, ".weight_shape": shape}
-        tensors |= {} if symmetric else {".weight_zero_point": pack(zero, bits, 0)}
+        tensors = {".weight_packed": pack(codes, bits, 1, order), ".weight_scale": scale, ".weight_shape": shape}
+        tensors |= {} if symmetric else {".weight_zero_point": pack(zero, bits, 0, order)}
         tensors |= {".weight_g_idx": group_K} if ordered else {}
         return Stored(tensors, values)
 
@@ -257,10 +352,17 @@ def _gptq_config(bits: int = 4, group: int = GROUP, **more: Any) -> dict[str, An
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True} | more
 
 
+def _mlx_config(bits: int, **more: Any) -> dict[str, Any]:
+    return {"group_size": GROUP, "bits": bits, "mode": "affine"} | more
+
+
 _IN_GROUPS: Mapping[str, Any] = {"strategy": "group", "group_size": GROUP}
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 _NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+_INVERSE = {"quant_method": "fp8", "format": "float8_e4m3fn", "weight_scale_method": "row",
+            "weight_scale_semantics": "inverse"}  # fmt: skip
+_TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
 _MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 RECIPES: Mapping[str, Recipe] = {
@@ -269,6 +371,11 @@ RECIPES: Mapping[str, Recipe] = {
     "ct-w4": Recipe(_packed_config(**_IN_GROUPS), compressed(4, GROUP)),
     "ct-w4-zeros": Recipe(_packed_config(**_IN_GROUPS, symmetric=False), compressed(4, GROUP, symmetric=False)),
     "ct-w4-order": Recipe(_packed_config(**_IN_GROUPS, actorder="group"), compressed(4, GROUP, ordered=True)),
+    "ct-w3": Recipe(_packed_config(3, **_IN_GROUPS), compressed(3, GROUP)),
+    "ct-w6-zeros": Recipe(_packed_config(6, **_IN_GROUPS, symmetric=False), compressed(6, GROUP, symmetric=False)),
+    "old-w3-zeros": Recipe(
+        _packed_config(3, **_IN_GROUPS, symmetric=False), compressed(3, GROUP, symmetric=False, is_old=True)
+    ),
     "ct-w8": Recipe(_packed_config(8), compressed(8, None)),
     "ct-int8": Recipe(_compressed_config("int-quantized", num_bits=8), int8),
     "awq": Recipe(_AWQ, awq),
@@ -276,6 +383,18 @@ RECIPES: Mapping[str, Recipe] = {
     "gptq-order": Recipe(_gptq_config(desc_act=True), gptq(4, GROUP, ordered=True)),
     "gptq-v2": Recipe(_gptq_config(checkpoint_format="gptq_v2", sym=False), gptq(4, GROUP, version=2, symmetric=False)),
     "gptq-8": Recipe(_gptq_config(8, -1), gptq(8, None)),
+    "gptq-2": Recipe(_gptq_config(2, format="gptq"), gptq(2, GROUP, symmetric=False)),
+    "gptq-3": Recipe(_gptq_config(3), gptq(3, GROUP, symmetric=False)),
+    "gptq-3-order": Recipe(_gptq_config(3, desc_act=True, format="gptq_v2"), gptq(3, GROUP, version=2, ordered=True)),
+    "fp8-inverse": Recipe(_INVERSE, inverse),
+    "mx-fp4": Recipe(_compressed_config("mxfp4-pack-quantized", type="float", **_IN_GROUPS), mxfp4_matrix),
+    "mx-fp8": Recipe(_compressed_config("mxfp8-quantized", num_bits=8, type="float", **_IN_GROUPS), mxfp8),
+    **{f"mlx-{bits}": Recipe(_mlx_config(bits), mlx(bits)) for bits in (2, 3, 4, 5, 6, 8)},
+    "mlx-mxfp4": Recipe(_mlx_config(4, mode="mxfp4"), mlx_floats(mxfp4_matrix, ".weight_packed")),
+    "mlx-mxfp8": Recipe(_mlx_config(8, mode="mxfp8"), mlx_floats(mxfp8, ".weight")),
+    "mlx-nvfp4": Recipe(_mlx_config(4, group_size=16, mode="nvfp4"), mlx_nvfp4),
+    "torchao": Recipe(_TORCHAO, torchao),
+    "torchao-fp8": Recipe(_TORCHAO, torchao_float8),
     "nf4": Recipe(_NF4, nf4(nested=False)),
     "nf4-nested": Recipe(_NF4 | {"bnb_4bit_use_double_quant": True}, nf4(nested=True)),
     "nvfp4": Recipe(

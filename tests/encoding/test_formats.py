@@ -20,6 +20,13 @@ _SHAPES = {
     "ct": [(66, 160), (13, 77), (2, 33)],
     "awq": [(136, 80), (24, 77), (8, 32)],
     "gptq": [(72, 160), (24, 88), (8, 32)],
+    "gptq-2": [(64, 160), (48, 80)],
+    "gptq-3": [(64, 160), (32, 96)],
+    "gptq-3-order": [(64, 160), (32, 96)],
+    "old": [(66, 160), (13, 96)],
+    "mx": [(66, 160), (13, 96), (2, 32)],
+    "mlx": [(66, 160), (13, 96), (1, 32)],
+    "torchao": [(66, 160), (13, 77), (1, 1)],
     "nf4": [(66, 128), (13, 50), (5, 64), (1, 2)],
     "nvfp4": [(66, 160), (13, 48), (1, 16)],
     "mxfp4": [(3, 96, 25), (1, 32, 7)],  # as the model has them: experts, in, out
@@ -38,7 +45,7 @@ def as_stored(name: str, stored: Stored) -> Tensor:
 
 
 def shapes_of(name: str) -> list[tuple[int, ...]]:
-    return list(_SHAPES[name.partition("-")[0]])
+    return list(_SHAPES.get(name) or _SHAPES[name.partition("-")[0]])
 
 
 @pytest.mark.parametrize("expansion", EXPANSIONS)
@@ -67,7 +74,7 @@ def test_headers_tell_the_shape(name: str) -> None:
 def test_threads_share_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_operators(monkeypatch)
     torch.set_num_threads(2)
-    stored = RECIPES[name].store(weight_of((2, 64, 40) if name == "mxfp4" else (152, 64)))
+    stored = RECIPES[name].store(weight_of((2, 64, 40) if name == "mxfp4" else (160, 64)))
     wanted = as_stored(name, stored)
     got = expanded(stored.tensors, RECIPES[name].config, tuple(wanted.shape), torch.bfloat16, COMPILED)
     assert are_equal(got, wanted.bfloat16())
@@ -77,7 +84,7 @@ SHAPES = [(96, 160), (24, 64)]
 
 
 LIBRARY = [  # of the first three it has whole groups only
-    *product(("ct-w4", "ct-w4-zeros", "nvfp4"), SHAPES),
+    *product(("ct-w4", "ct-w4-zeros", "ct-w3", "ct-w6-zeros", "mx-fp4", "mx-fp8", "nvfp4"), SHAPES),
     *product(("ct-w8", "ct-int8", "fp8-channel"), [*SHAPES, (13, 77)]),
 ]
 
