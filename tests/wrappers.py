@@ -67,6 +67,8 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen4_exp": {**_MROPE, **_DELTA, **_DELTA_EXPERTS, "layer_types": ["linear_attention", "indexed_attention"] * 2,
                   "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 8, "indexer_kv_heads": 1,
                   "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4},
+    "minimax_m3_vl": {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 3], "index_n_heads": 2,
+                      "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 4},
     "llama4": {"attention_chunk_size": 24, "floor_scale": 3, "attn_scale": 1.0, "intermediate_size_mlp": 96,
                "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 6,
                "no_rope_layers": [1, 0, 1] * 2},

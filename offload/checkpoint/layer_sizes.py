@@ -228,7 +228,7 @@ _COPIES = 12
 _CHUNK_ROWS = 64
 # Chunk-wide numbers of a row and head that it holds, or a scan of Mamba2.
 _CHUNKS = 5
-_INDEX = re.compile(r"(?:self_attn|attention)\.indexer\.(\w+)(?:\.weight)?$")
+_INDEX = re.compile(r"(?:self_attn|attention)\.index(?:er\.|_)(\w+)(?:\.weight)?$")
 _LATENT = re.compile(r"(?:self_attn|attention)\.w?kv_a_(?:proj_)?with_mqa\.weight$")
 
 
@@ -375,7 +375,7 @@ def index_layers(config: Settings, tensors: Entries, num_layers: int) -> dict[in
     for layer, name, entry in in_layers(tensors, num_layers):
         match = _INDEX.match(name)
         what = match[1] if match else ""
-        if what == "wk":
+        if what in ("wk", "k_proj"):
             found[layer] = max(found.get(layer, 0), entry.shape[0])
         elif what == "index_kpool_compress_gate":  # behind each key its gate
             found[layer] = 2 * entry.shape[0]

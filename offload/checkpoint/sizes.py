@@ -35,7 +35,7 @@ from offload.checkpoint.tensors import TensorEntry, in_layers
 from offload.encoding.base import PLAIN_OF, Encoding, Settings
 from offload.errors import UserError
 
-_KV_NAME = re.compile(r"(.*\.)?[kv]_proj\.weight$")
+_KV_NAME = re.compile(r"(.*\.)?(?<!indexer\.)[kv]_proj\.weight$")
 # Gemma 3n and 4 have a table of inputs to every layer.
 _PER_LAYER = "embed_tokens_per_layer"
 _TABLE_NAME = re.compile(

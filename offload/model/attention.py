@@ -85,7 +85,7 @@ def folded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | PathRows | BatchMask | None,
+    attention_mask: Tensor | PathRows | BatchMask | tuple[PathRows, ...] | None,
     *,
     scaling: float | None = None,
     **more: Any,
@@ -95,11 +95,18 @@ def folded_attention(
     Raises `UserError` where `more`, which transformers passes beside, would change the scores.
     """
     # a layer that selects what its rows attend to has a placeholder for a mask
-    if isinstance(attention_mask, Tensor) and hasattr(module, "selection"):
-        attention_mask = module.selection.selected
+    selection: Any = getattr(module, "selection", None)
+    if isinstance(attention_mask, Tensor) and selection is not None:
+        attention_mask = selection.selected
     if isinstance(attention_mask, BatchMask):
         attend = partial(folded_attention, module, scaling=scaling, **more)
         return attention_mask.attend(attend, query, key, value), None
+    if isinstance(attention_mask, tuple):
+        # each group of heads has rows of its own
+        groups = [states.chunk(len(attention_mask), 1) for states in (query, key, value)]
+        attend = partial(folded_attention, module, scaling=scaling, **more)
+        parts = [attend(*states)[0] for states in zip(*groups, attention_mask, strict=True)]
+        return torch.cat(parts, 2), None
     if isinstance(attention_mask, PathRows):
         if more.get("position_bias") is not None:
             what = "attention in path order does not support position_bias"

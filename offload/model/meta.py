@@ -72,7 +72,7 @@ _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 # `recurrent` is what RecurrentGemma's are called in transformers 5.17
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
-_INDEXED = ("indexed_attention",)
+_INDEXED = ("indexed_attention", "minimax_m3_sparse")
 # what older transformers, and what they wrote, call them
 _INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
 _KIND_LISTS = ("layer_types", "layers_block_type")
@@ -319,7 +319,7 @@ def _kinds_of(config: Any) -> list[str]:
 
 
 def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
-    is_old = not {*_INDEXED} & {*ALLOWED_LAYER_TYPES}
+    is_old = _INDEXED[0] not in ALLOWED_LAYER_TYPES
     if is_old and kinds & {*_INDEXED, *_INDEXED_BEFORE}:
         raise too_old(checkpoint, "layers that choose by an index, which are made otherwise here")
     if kinds:

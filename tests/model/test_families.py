@@ -91,6 +91,8 @@ INDEXED: dict[str, dict[str, Any]] = {
                         "layer_types": ["indexed_attention", "sliding_attention"] * 2,
                         "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 24,
                         "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 12},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 3], "num_key_value_heads": 2,
+                           "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 4},
     "qwen4_exp_text": {**_DELTA, "layer_types": ["linear_attention", "indexed_attention"] * 2, "hc_count": 2,
                        "hc_lowrank": 8, "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16,
                        "indexer_budget": 16, "indexer_compress_ratio": 4},
@@ -122,7 +124,7 @@ _PLAIN = """
     minimax_m2 nanochat nemotron olmo2 olmo3 olmoe phi phimoe arcee aria_text axk1 beam bitnet
     cohere2_moe cohere_compass_text exaone_moe flex_olmo flint granite_swa granitemoe_swa
     granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna mellum
-    minimax_m3_vl_text ministral3 olmo persimmon seed_oss solar_open vaultgemma qwen2_moe smollm3
+    ministral3 olmo persimmon seed_oss solar_open vaultgemma qwen2_moe smollm3
     stablelm starcoder2 youtu
 """
 WORKING = (*_PLAIN.split(), *HYBRIDS, *INDEXED)
@@ -143,7 +145,7 @@ def config_of(family: str) -> PreTrainedConfig:
         if family in INDEXED:
             pytest.skip(too_old)
         raise
-    if family in INDEXED and "indexed_attention" not in config.layer_types:
+    if family in INDEXED and not {"indexed_attention", "minimax_m3_sparse"} & {*config.layer_types}:
         pytest.skip(too_old)
     return config
 

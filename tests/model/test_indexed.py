@@ -3,6 +3,7 @@
 All texts here are longer than what a layer chooses, 16 tokens, or 4 pools of 4, but where a length is told.
 """
 
+import math
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from offload.model import meta
 from offload.model.kv_cache import KVCache
 from offload.model.meta import build_meta_model
 from offload.model.mixers import indexed, selection
-from offload.model.mixers.selection import Pool, TopK, index_scores, select
+from offload.model.mixers.selection import Pool, TopBlocks, TopK, index_scores, select
 from offload.model.parts import BatchMask, BatchPart
 from offload.model.path_attention import path_attention, path_rows
 from offload.model.tree_model import TreeModel
@@ -53,7 +54,7 @@ from offload.planning.shares import require_no_states
 # with an index for each layer, with one that layers share, and of pools, beside a recurrence
 KINDS = ("deepseek_v32", "glm_moe_dsa", "qwen4_exp_text")
 # keys that are rotated by their last numbers, gates on attention, and layers that see a window beside
-MORE = ("hy_v4", "axk2", "dots3_note_text")
+MORE = ("hy_v4", "axk2", "dots3_note_text", "minimax_m3_vl_text")
 # of prompts by their length, so that rounding decides no choice of their texts
 SEEDS = {
     "deepseek_v32": {5: 1, 130: 5},
@@ -107,7 +108,7 @@ def test_texts_are_transformers(folder: Path) -> None:
             assert got.stats.tokens_per_sweep > 2
 
 
-@pytest.mark.parametrize("folder", ["glm_moe_dsa", "qwen4_exp_text"], indirect=True)
+@pytest.mark.parametrize("folder", ["glm_moe_dsa", "qwen4_exp_text", "minimax_m3_vl_text"], indirect=True)
 def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
     """In bfloat16, where every difference of order shows: drawn texts and the chances of their tokens."""
     drawn: dict[str, Any] = {"temperature": 0.8, "seed": 4, "num_logprobs": 2}
@@ -152,6 +153,7 @@ def test_texts_share_passes_and_a_prompt(glm: Path, monkeypatch: pytest.MonkeyPa
     assert sum(shared) > 4
 
 
+@pytest.mark.parametrize("folder", [*KINDS, "minimax_m3_vl_text"], indirect=True)
 def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     shape, cache = model_shape(checkpoint, "float32"), filled_cache(resident_model(checkpoint, "float32"))
@@ -177,7 +179,7 @@ def test_a_session_with_other_index_keys_is_refused(glm: Path, tmp_path: Path) -
     assert wanted[:4] == held[30:34]
 
 
-@pytest.mark.parametrize("folder", ["glm_moe_dsa", "qwen4_exp_text"], indirect=True)
+@pytest.mark.parametrize("folder", ["glm_moe_dsa", "qwen4_exp_text", "minimax_m3_vl_text"], indirect=True)
 def test_an_index_key_that_is_no_number_ends_the_text(folder: Path, tmp_path: Path) -> None:
     """As NaN in keys, values and states does; it would decide what rows see, and leave no trace."""
     path = tmp_path / "session"
@@ -323,6 +325,21 @@ def test_each_row_chooses_on_its_own_path(choice: str, num_prefix: int, num_rows
     for seed in range(3):
         assert_chooses(CHOICES[choice], num_prefix, num_rows, seed)
     assert_chooses(CHOICES[choice], num_prefix, num_rows, 7, num_earlier=11)
+
+
+@pytest.mark.parametrize(("num_prefix", "num_rows"), SIZES)
+def test_each_group_of_heads_chooses_blocks_on_its_rows_own_paths(num_prefix: int, num_rows: int) -> None:
+    top = TopBlocks(num_keys=3, size=8, num_last=1)
+    rows, paths, (query_THK, _, state_SW) = case(num_prefix, num_rows, seed=2, num_earlier=11)
+    got = select(top, rows, query_THK, None, state_SW)
+    groups = got if isinstance(got, tuple) else (got,) * NUM_HEADS
+    assert isinstance(got, tuple) == (max(map(len, paths)) > 24)
+    for head, group in enumerate(groups):
+        for row, own in enumerate(chosen(group, paths)):
+            blocks = [paths[row][lo : lo + 8] for lo in range(0, len(paths[row]), 8)]
+            scores = [float((state_SW[block] @ query_THK[row, head]).max()) for block in blocks[:-1]] + [math.inf]
+            best = sorted(range(len(blocks)), key=lambda index: (-scores[index], index))[:3]
+            assert own == {column for index in best for column in blocks[index]}, (head, row)
 
 
 def test_a_prompt_chooses_row_by_row() -> None:

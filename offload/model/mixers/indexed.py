@@ -26,7 +26,7 @@ from offload.model.library import (
     ROTARY_TABLES,
     require_arguments,
 )
-from offload.model.mixers.selection import Pool, Selection, TopK
+from offload.model.mixers.selection import Pool, Selection, TopBlocks, TopK
 
 # rows (T, H, K), cosines and sines (T, 1, R) -> rows with R of their K numbers rotated
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -85,7 +85,7 @@ class Indexer(nn.Module):
     makes: ClassVar[list[type["Indexer"]]] = []
     names: ClassVar[frozenset[str]]  # of its children and parameters, by which it is recognised
     inputs: ClassVar[tuple[str, ...]]  # that the library's attention hands on to it
-    top_k: TopK
+    top_k: TopK | TopBlocks
     state_width: int  # numbers of one position that the cache keeps
 
     def __init_subclass__(cls) -> None:
@@ -265,6 +265,36 @@ class MeanPoolIndexer(Indexer):
         key_J1K = self.k_layernorm(mean_JK.to(state_JRK.dtype))[:, None]
         cos_J1R, sin_J1R = (table[first_J, None] for table in self._tables)
         return rotate_halves(key_J1K, cos_J1R, sin_J1R)[:, 0]
+
+
+class BlockIndexer(Indexer):
+    """Blocks of positions for each group of heads, as in MiniMax-M3."""
+
+    names = frozenset({"q_proj", "k_proj", "q_norm", "k_norm"})
+    inputs = (HIDDEN, ROTARY_TABLES)
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def configure(self, config: Any, _: int) -> None:
+        """See `Indexer.configure`."""
+        if config.index_n_heads != config.num_key_value_heads:
+            raise ValueError("an index with another number of heads than its keys and values")
+        num_last = config.index_local_blocks
+        if num_last > config.index_topk_blocks:
+            raise ValueError("an index of fewer blocks than are always seen")
+        self.top_k = TopBlocks(config.index_topk_blocks, config.index_block_size, num_last)
+        self.state_width = config.index_head_dim
+
+    def index(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor]:
+        """See `Indexer.index`."""
+        width = self.state_width
+        query_THK = self.q_norm(self.q_proj(inputs[HIDDEN])[0].unflatten(-1, (-1, width)))
+        key_T1K = self.k_norm(self.k_proj(inputs[HIDDEN])[0])[:, None]
+        cos_T1R, sin_T1R = (table[0, :, None, :width] for table in inputs[ROTARY_TABLES])
+        key_T1K = rotate_halves(key_T1K, cos_T1R, sin_T1R)
+        return rotate_halves(query_THK, cos_T1R, sin_T1R), None, key_T1K[:, 0]
 
 
 def _sum_of_tokens(state_JRK: Tensor) -> Tensor:

@@ -48,12 +48,24 @@ class TopK(NamedTuple):
     pool: Pool | None = None
 
 
+class TopBlocks(NamedTuple):
+    """The number of best blocks of positions that each group of heads sees, the last ones included.
+
+    A block scores what its best key scores.
+    """
+
+    num_keys: int
+    size: int
+    num_last: int
+
+
 class Selection:
     """What the rows of the running pass see in layers that select; one for all layers of a model.
 
     Attributes:
         seen: without a selection: `PathRows`, or a `BatchMask` of such.
-        selected: the same with the selection of the last indexer that ran.
+        selected: the same with the selection of the last indexer that ran; a tuple of such where
+            each group of heads has its own.
         cache: of the pass; None outside of passes.
     """
 
@@ -69,7 +81,12 @@ class Selection:
         self.cache = cache
 
     def select(
-        self, top_k: TopK, layer: int, query_THK: Tensor, weight_TH: Tensor | None, state_TW: Tensor
+        self,
+        top_k: TopK | TopBlocks,
+        layer: int,
+        query_THK: Tensor,
+        weight_TH: Tensor | None,
+        state_TW: Tensor,
     ) -> None:
         """Write the index states of the rows to the cache, and select; see `select`."""
         assert self.cache is not None, "a pass has begun"
@@ -97,9 +114,13 @@ class _Pools(NamedTuple):
 
 
 def select(
-    top_k: TopK, seen: Any, query_THK: Tensor, weight_TH: Tensor | None, state_SW: Tensor
+    top_k: TopK | TopBlocks,
+    seen: Any,
+    query_THK: Tensor,
+    weight_TH: Tensor | None,
+    state_SW: Tensor,
 ) -> Any:
-    """Return `seen` with the selection of its rows: `PathRows`, or a `BatchMask` of such.
+    """Return `seen` with the selection of its rows, see `Selection.selected`.
 
     Args:
         weight_TH: of the heads; None where all count the same.
@@ -113,6 +134,8 @@ def select(
             masks.append(select(top_k, mask, query_THK[part.rows], weight_PH, state_CW))
         return replace(seen, masks=masks)
     seen_TS = seen.once("seen", lambda: _seen(seen, len(state_SW)))
+    if isinstance(top_k, TopBlocks):
+        return _select_blocks(top_k, seen, seen_TS, query_THK, state_SW)
     size = top_k.pool.size if top_k.pool else 1
     num_keys = int(min(top_k.num_keys, _MOST_KEYS.get()))
     if int(seen.walk_TL[:, 0].max()) // size <= num_keys:
@@ -135,8 +158,45 @@ def select(
     return replace(seen, chosen_TS=((count_TS > 0) | pools.tail_TS) & is_sound_T1)
 
 
-def index_scores(query_THK: Tensor, weight_TH: Tensor | None, key_JK: Tensor) -> Tensor:
-    """Return (T, J), float32: products of a row's heads with a key, none below 0, weighted and summed."""
+def _select_blocks(
+    top: TopBlocks, seen: PathRows, seen_TS: Tensor, query_THK: Tensor, key_SK: Tensor
+) -> Any:
+    """Return the rows of each group of heads, whose index heads (H) they are."""
+    length_T1 = seen.walk_TL[:, :1].long()
+    num_blocks = -(-int(length_T1.max()) // top.size)
+    num_keys = max(int(min(top.num_keys, _MOST_KEYS.get())), top.num_last)
+    if num_blocks <= num_keys:
+        return seen
+    walk_TL, row_E, nth_E = _walked(seen)
+    position_S = np.arange(seen_TS.shape[1])
+    position_S[walk_TL[row_E, HEADER + nth_E]] = int(walk_TL[0, 1]) + nth_E
+    # a column of no row's path may have any
+    block_S = torch.from_numpy(position_S // top.size).clamp_(max=num_blocks - 1)
+    block_TS = block_S.to(seen_TS.device).expand(seen_TS.shape)
+    back_L = torch.arange(top.num_last, device=seen_TS.device)
+    last_TL = ((length_T1 - 1) // top.size - back_L).clamp(min=0)
+    is_block_TB = torch.zeros(len(seen_TS), num_blocks, dtype=torch.bool, device=seen_TS.device)
+    is_block_TB |= torch.arange(num_blocks, device=seen_TS.device) * top.size < length_T1
+    groups = []
+    for query_T1K in query_THK.split(1, dim=1):
+        score_TS = index_scores(query_T1K, None, key_SK, has_floor=False)
+        score_TS.masked_fill_(~seen_TS, -torch.inf)
+        score_TB = score_TS.new_full(is_block_TB.shape, -torch.inf)
+        score_TB.scatter_reduce_(1, block_TS, score_TS, "amax")
+        is_sound_T1 = ~score_TB.isnan().any(1, keepdim=True)
+        best_TB = _best(score_TB.scatter_(1, last_TL, torch.inf), is_block_TB, num_keys)
+        chosen_TS = best_TB.gather(1, block_TS) & seen_TS & is_sound_T1
+        groups.append(replace(seen, chosen_TS=chosen_TS))
+    return tuple(groups)
+
+
+def index_scores(
+    query_THK: Tensor, weight_TH: Tensor | None, key_JK: Tensor, *, has_floor: bool = True
+) -> Tensor:
+    """Return (T, J), float32: products of a row's heads with a key, weighted and summed.
+
+    With a floor none counts below 0.
+    """
     num_rows, num_heads, width = query_THK.shape
     score_TJ = key_JK.new_empty(num_rows, len(key_JK), dtype=torch.float32)
     step = max(1, _TILE_NUMBERS // (num_heads * _SPAN))
@@ -146,7 +206,9 @@ def index_scores(query_THK: Tensor, weight_TH: Tensor | None, key_JK: Tensor) ->
         for first in range(0, num_rows, step):
             rows = slice(first, first + step)
             query_1AK = query_THK[rows].float().reshape(1, -1, width)
-            head_THS = torch.bmm(query_1AK, key_1KS).view(-1, num_heads, _SPAN).relu_()
+            head_THS = torch.bmm(query_1AK, key_1KS).view(-1, num_heads, _SPAN)
+            if has_floor:
+                head_THS.relu_()
             if weight_TH is not None:
                 head_THS.mul_(weight_TH[rows, :, None].float())
             sum_TS = head_THS[:, 0]
