@@ -35,10 +35,13 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null in place of what `>&-` closed, lest the next file take its number."""
+    """Open /dev/null in place of what `>&-` closed, lest the next file take its number.
+
+    What is written to standard output then fails, as on a full disk: it is what was asked for.
+    """
     for descriptor, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
+            opened = os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR)
             if opened != descriptor:
                 os.dup2(opened, descriptor)
                 os.close(opened)

@@ -12,6 +12,15 @@ from difflib import get_close_matches
 TOLD = "every rank has been told"  # a note on an error that only rank 0 reports to the user
 # the machine lacks descriptors, memory or processes
 _LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
+REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "end other programs",
+    errno.ENOSPC: "free some room",
+    errno.EDQUOT: "free some room",
+    errno.ENOMEM: "lower --ram, or end other programs",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), or end other programs",
+}
 _MAX_CHARS = 560  # of a message
 # of words that may be meant by each other, as difflib measures it
 _ALIKE = 0.7
@@ -81,6 +90,12 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
+def system_reason(error: OSError) -> str:
+    """Return what the system says, and what helps where its error number tells that."""
+    remedy = REMEDIES.get(error.errno or 0)
+    return f"{error.strerror or reason(error)}{f': {remedy}' if remedy else ''}"
+
+
 def installing(*packages: str) -> str:
     """Return the command that installs packages beside this program, such as `offload[serve]`."""
     names = " ".join(f"'{one}'" if "[" in one else one for one in packages)
@@ -126,6 +141,7 @@ def told_by_system(what: str, remedy: str) -> Iterator[None]:
     except RunError:
         raise
     except OSError as error:
+        remedy = REMEDIES[error.errno] if error.errno in _LACKING else remedy
         raise UserError(f"{what} ({error.strerror or reason(error)}): {remedy}") from None
 
 

@@ -3,12 +3,17 @@
 import ctypes
 import math
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 MAX_THREADS = 4096  # of any machine
+
+
+# of a process with torch and transformers, which comes on top of any budget
+_LIBRARY_BYTES = 360 << 20
 
 
 class GroupFiles(NamedTuple):
@@ -61,6 +66,11 @@ def peak_rss_bytes(process: int | str = "self") -> int:
     return _kilobytes(f"/proc/{process}/status", "VmHWM:") * 1024
 
 
+def library_bytes() -> int:
+    """Return the memory that Python and the libraries of a run will take beyond what they hold."""
+    return max(0, _LIBRARY_BYTES - rss_bytes())
+
+
 def rss_bytes(process: int | str = "self") -> int:
     """Return the memory that a process holds now."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
@@ -72,6 +82,13 @@ def give_back_memory() -> None:
     # only GNU's C library has malloc_trim
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files as far as the system lets it: models have many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if soft != hard else soft, hard))
 
 
 @contextmanager

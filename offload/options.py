@@ -96,7 +96,8 @@ class ModelOptions:
         }},
         doc="budget for resident layers, slots, embeddings, head, keys and values, activations "
         "and the draft; the Python process with its imported libraries (about 0.35 GiB) "
-        "comes on top; default: what is free less a quarter of it, or less 1 GiB where that is more",
+        "comes on top; default: what is free less a quarter of it, "
+        "or less 1 GiB, half at most, where that is more",
     )
     tree: str = option(
         "--tree", default="auto", metavar="TREE", commands=(*_LOAD, "demo"), group="Guessing",

@@ -305,6 +305,9 @@ def metadata_of(config: PreTrainedConfig, arch: str) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.freq_base": float(theta),
         "attention.key_length": head_dim, "attention.value_length": head_dim, "vocab_size": config.vocab_size,
     }  # fmt: skip
+    if settings.get("kv_lora_rank"):  # of heads as they are computed
+        said["attention.key_length"] = config.qk_nope_head_dim + config.qk_rope_head_dim
+        said["attention.value_length"] = config.v_head_dim
     if num_experts:
         num_used = settings.get("num_experts_per_tok") or config.top_k_experts
         said |= {"expert_count": num_experts, "expert_used_count": num_used}

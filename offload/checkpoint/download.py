@@ -10,12 +10,14 @@ one commit.
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.files import hub_id_of, read_json
+from offload.checkpoint.files import hub_id_of, read_json, require_visible
 from offload.checkpoint.safetensors import damaged
+from offload.checkpoint.small_files import has_tokenizer
 from offload.errors import UserError, did_you_mean, reason
 
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.txt", "*.model")
@@ -33,7 +35,16 @@ def is_hub_id(model: str) -> bool:
 
 
 def download_small(repo: str, revision: str | None = None) -> Path:
-    """Fetch all but the weights into the hub's cache; return the folder. Raises `UserError`."""
+    """Fetch all but the weights into the hub's cache; return the folder. Raises `UserError`.
+
+    Of a commit that is here whole, as far as the cache knows, nothing is asked.
+    """
+    if revision is not None:
+        with suppress(OSError):
+            how = {"revision": revision, "local_files_only": True}
+            folder = Path(_snapshot(repo, _SMALL, ignore_patterns=list(_NEVER), **how))
+            if has_tokenizer(folder):
+                return folder
     return download(repo, _SMALL, revision=revision, ignore_patterns=list(_NEVER))
 
 
@@ -65,14 +76,19 @@ def cached_models() -> list[str]:
 
 def download(repo: str, wanted: Sequence[str], **options: Any) -> Path:
     """Fetch by patterns; return the folder, or the cached one offline. Raises `UserError`."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=list(wanted), **options))
+        return _snapshot(repo, wanted, **options)
     # the hub's own errors are all OSErrors but for that of a bad name
     except (OSError, HFValidationError) as error:
         raise not_on_the_hub(repo, error) from None
+
+
+def _snapshot(repo: str, wanted: Sequence[str], **options: Any) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(repo, allow_patterns=list(wanted), **options))
 
 
 def not_on_the_hub(repo: str, error: Exception) -> UserError:
@@ -96,6 +112,7 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
 def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
     """Return the folder of a model, fetched where it is on the hub. Raises `UserError`."""
     path = Path(os.path.expanduser(model))
+    require_visible(path)
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
@@ -110,13 +127,10 @@ def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pa
     if not with_weights:
         return small
     fetch = partial(download, str(model), revision=small.name, ignore_patterns=list(_NEVER))
-    if names is None:
-        # Others may be the same weights in another precision, so this name comes first, as in
-        # `find_shards`; config.json, since the hub's library warns of what matches nothing.
-        found = fetch([SINGLE, "config.json"])
-        if os.path.isfile(found / SINGLE):
-            return found
-    return fetch(names or ["*.safetensors"])
+    # Others may be the same weights in another precision, so this name comes first, as in
+    # `find_shards`; config.json, since the hub's library warns of what matches nothing.
+    found = fetch([SINGLE, "config.json"])
+    return found if os.path.isfile(found / SINGLE) else fetch(names or ["*.safetensors"])
 
 
 def _not_there(path: Path) -> UserError:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from offload.encoding.base import AGAIN
-from offload.errors import ReadError, UserError, reason, told_by_system
+from offload.errors import ReadError, UserError, reason, system_reason, told_by_system
 from offload.interrupts import held_back
 from offload.machine import num_cores
 from offload.units import format_bytes
@@ -68,6 +68,17 @@ def stamp_of(path: Path) -> Stamp | None:
 def readable(path: Path) -> AbstractContextManager[None]:
     """Raise `UserError` inside for a file that the system does not let us read."""
     return told_by_system(f"cannot read {path}", "check that it is a file and yours to read")
+
+
+def require_visible(path: Path) -> None:
+    """Raise `UserError` for a folder, or one on the way to it, that this user may not look into."""
+    for folder in (*reversed(path.absolute().parents), path):
+        wanted = os.X_OK | (os.R_OK if folder == path else 0)
+        if os.path.isdir(folder) and not os.access(folder, wanted):
+            what = f"{folder} may not be looked into by this user"
+            raise UserError(
+                f"{what}: let it read the folder (chmod, chown), or run as another user"
+            )
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -296,7 +307,9 @@ def read_part(fd: int, lo: int, hi: int) -> bytearray:
         try:
             count = os.preadv(fd, [view[done:]], lo + done)
         except OSError as error:
-            raise ReadError(f"reading failed at byte {lo + done}: {error.strerror}") from error
+            raise ReadError(
+                f"reading failed at byte {lo + done}: {system_reason(error)}"
+            ) from error
         if not count:
             raise ReadError(f"a file ends at byte {lo + done}: it was cut short while in use")
         done += count

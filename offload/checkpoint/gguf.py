@@ -22,6 +22,7 @@ from offload.checkpoint.gguf_config import (
     config_of,
     require_factors,
     require_same,
+    require_stated,
     stated_config,
 )
 from offload.checkpoint.gguf_header import Metadata, gguf_parts, read_gguf_header
@@ -124,6 +125,7 @@ def _checked_config(
         raise UserError(f"{what}: give `config` of its own model")
     own = of_text(settings)
     require_same(where, own, stated, str(source))
+    require_stated(where, own, metadata, str(source))
     if factors:
         require_factors(where, own, factors, stated)
     return {key: value for key, value in settings.items() if key != "quantization_config"}

@@ -26,6 +26,30 @@ _KNOWN = {*_SIZES.values(), "attention.head_count_kv", "attention.key_length", "
           "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
           "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "vocab_size",
           "rope.scaling.finetuned", "expert_count", "expert_used_count", "tensor_data_layout"}  # fmt: skip
+# every other number, with the names that configs of some families have for it
+_STATED = {
+    "vocab_size": ("vocab_size",),
+    "rope.freq_base": ("rope_theta",),
+    "attention.head_count_kv": ("num_key_value_heads", "num_global_key_value_heads"),
+    "attention.key_length": ("head_dim", "global_head_dim"),
+    "attention.value_length": ("head_dim", "global_head_dim"),
+    "attention.sliding_window": ("sliding_window",),
+    "attention.q_lora_rank": ("q_lora_rank",),
+    "attention.kv_lora_rank": ("kv_lora_rank",),
+    "feed_forward_length": ("intermediate_size", "moe_intermediate_size"),
+    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "expert_count": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
+    "expert_shared_count": ("n_shared_experts",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "leading_dense_block_count": ("first_k_dense_replace",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+}  # fmt: skip
+_OF_HEADS = ("attention.head_count_kv", "attention.key_length", "attention.value_length")
 _FEW_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _GEMMA_LOCAL_THETA = 10000.0
 _GEMMA_PATTERN = 6
@@ -148,6 +172,50 @@ def require_same(
             continue
         if not math.isclose(own, other, rel_tol=1e-6):
             raise UserError(f"{where}: {key} is {own} there and {other} in {source}: {GIVE_CONFIG}")
+
+
+def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, source: str) -> None:
+    """Raise `UserError` where a number of the header is none that this config has for it.
+
+    A number for each layer must be of the config, too. What a config does not say is not compared.
+    """
+    said = _ArchMetadata(where, metadata)
+    rope = config.get("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
+    nested = [own for own in rope.values() if isinstance(own, dict)]
+    places = [config, rope, *nested]
+    for key, names in _STATED.items():
+        value = said.get(key)
+        numbers = value if isinstance(value, list) else [value]
+        allowed = [
+            place[name]
+            for name in names
+            for place in places
+            if type(place.get(name)) in (int, float)
+        ]
+        if said.arch == "deepseek2" and key in _OF_HEADS:
+            allowed = _latent_sizes(config, key)
+        if key == "feed_forward_length":
+            # some layers of Gemma 4 are twice as wide
+            allowed += [2 * size for size in allowed if config.get("use_double_wide_mlp")]
+        for number in numbers:
+            is_number = type(number) in (int, float) and bool(allowed)
+            if is_number and not any(math.isclose(number, own, rel_tol=1e-6) for own in allowed):
+                rule = f"{said.arch}.{key} is {number} there and {allowed[0]} in {source}"
+                raise UserError(f"{where}: {rule}: {GIVE_CONFIG}")
+
+
+def _latent_sizes(config: Mapping[str, Any], key: str) -> list[int]:
+    """Return what sizes of heads may be of latent attention: expanded ones, or the latent's."""
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    sizes = [config.get(name) for name in names]
+    if not all(type(size) is int for size in sizes):
+        return []
+    latent, rotary, plain, value = (int(size or 0) for size in sizes)
+    heads = [config.get("num_attention_heads"), config.get("num_key_value_heads"), 1]
+    keys = [plain + rotary, latent + rotary]
+    choices = {"attention.head_count_kv": heads, "attention.key_length": keys}
+    return [size for size in choices.get(key, [value, latent]) if type(size) is int]
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> Iterator[float]:

@@ -9,6 +9,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +18,7 @@ from offload.checkpoint.safetensors import (
     FileHeader,
     check_extents,
     damaged,
+    in_file_order,
     lfs_pointer,
     require_few,
 )
@@ -46,7 +48,7 @@ _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8
           20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
           29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}  # fmt: skip
 # the name of one part of a split file
-SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 READ_TYPES = f"{', '.join(sorted(BLOCKS))}, F16, BF16 and F32"
 
 
@@ -55,10 +57,12 @@ def gguf_parts(file: Path) -> tuple[Path, ...]:
     match = SPLIT.fullmatch(file.name)
     if match is None:
         return (file,)
-    stem, part, count = match.groups()
+    stem, part, count, suffix = match.groups()
     if not 0 < int(part) <= int(count):
         raise UserError(f"{file.name}: part {int(part)} of {int(count)}: give it another name")
-    return tuple(file.with_name(f"{stem}-{n:05}-of-{count}.gguf") for n in range(1, int(count) + 1))
+    return tuple(
+        file.with_name(f"{stem}-{n:05}-of-{count}{suffix}") for n in range(1, int(count) + 1)
+    )
 
 
 def read_gguf_header(path: Path, shard: int = 0) -> FileHeader:
@@ -68,11 +72,23 @@ def read_gguf_header(path: Path, shard: int = 0) -> FileHeader:
         reader = _HeaderReader(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES))
         metadata, tensors = _read(reader, shard)
     check_extents(path, tensors, stamp.num_bytes)
+    _require_no_holes(path, tensors, metadata.get("general.alignment", 32))
     end = max((entry.hi for entry in tensors.values()), default=stamp.num_bytes)
     # padding is no longer than the largest alignment
     if stamp.num_bytes - end > _ALIGNMENTS[-1]:
         raise damaged(f"{path.name}: bytes {end} to {stamp.num_bytes} belong to no tensor")
     return FileHeader(tensors, stamp, metadata)
+
+
+def _require_no_holes(path: Path, entries: Mapping[str, TensorEntry], alignment: int) -> None:
+    """Raise `UserError` unless each tensor begins where the one before ends, but for padding.
+
+    A tensor of a false type has another size than was written.
+    """
+    for (before, entry), (_, following) in pairwise(in_file_order(entries)):
+        if following.lo - entry.hi >= alignment:
+            what = f"bytes {entry.hi} to {following.lo}, behind {before}, belong to no tensor"
+            raise damaged(f"{path.name}: {what}")
 
 
 class _HeaderReader:

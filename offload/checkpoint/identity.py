@@ -23,7 +23,7 @@ from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.small_files import TEMPLATE, TOKENIZER_CONFIG, is_template, text_files
 from offload.checkpoint.whole import hub_sum, is_as_downloaded, is_sha256
-from offload.errors import ReadError, UserError
+from offload.errors import ReadError, UserError, system_reason
 
 PARTS = ("weights", "config", "generation config", "tokenizer", "chat template")
 FILES = "files"
@@ -211,7 +211,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ReadError(f"reading {path} failed: {error.strerror}") from error
+        raise ReadError(f"reading {path} failed: {system_reason(error)}") from error
 
 
 def _changed(path: Path) -> ReadError:

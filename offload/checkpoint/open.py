@@ -37,6 +37,7 @@ from offload.errors import UserError, require
 # takes a model and what its GGUF file was made from
 ReadHeaders = Callable[..., Checkpoint]
 
+_GGUF = "*.[gG][gG][uU][fF]"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -68,7 +69,7 @@ def gguf_file(model: str | os.PathLike[str]) -> Path | None:
     if not os.path.isdir(path) or any(True for _ in path.glob("*.safetensors*")):
         return None
     # vision encoders (mmproj) are left out
-    files = sorted(one for one in path.glob("*.gguf") if not one.name.startswith("mmproj"))
+    files = sorted(one for one in path.glob(_GGUF) if "mmproj" not in one.name.lower())
     first = [
         one for one in files if (match := SPLIT.fullmatch(one.name)) is None or int(match[2]) == 1
     ]
@@ -194,7 +195,7 @@ def weights_of(
 def has_weights(directory: Path) -> bool:
     """Return whether a folder holds weights in any format, readable or not."""
     return any(
-        True for pattern in ("*.safetensors*", *_PICKLES, "*.gguf") for _ in directory.glob(pattern)
+        True for pattern in ("*.safetensors*", *_PICKLES, _GGUF) for _ in directory.glob(pattern)
     )
 
 
@@ -203,14 +204,13 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
 
     Raises `UserError` where there are no files, or the index makes no sense.
     """
-    is_single = os.path.isfile(directory / SINGLE)
+    # of two sets the one that transformers reads; it leaves an index behind as it saves one file
+    if os.path.isfile(directory / SINGLE):
+        return (directory / SINGLE,), None
     if os.path.isfile(directory / INDEX):
         weight_map = read_json(directory / INDEX).get("weight_map")
-        named = tuple(directory / name for name in shard_names(directory, weight_map))
-        # transformers leaves an index behind when it saves one file over several
-        if not is_single or any(map(os.path.isfile, named)):
-            return named, weight_map
-    shards = [directory / SINGLE] if is_single else sorted(directory.glob("*.safetensors"))
+        return tuple(directory / name for name in shard_names(directory, weight_map)), weight_map
+    shards = sorted(directory.glob("*.safetensors"))
     if len(shards) == 1:
         return tuple(shards), None
     if shards:

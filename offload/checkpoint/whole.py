@@ -47,6 +47,7 @@ from offload.checkpoint.files import (
     read_object,
     read_small,
     readable,
+    require_visible,
     write_whole,
 )
 from offload.checkpoint.gguf_header import gguf_parts, read_gguf_header
@@ -168,6 +169,7 @@ def open_whole(model: str) -> ModelSpans:
 def _local(model: str) -> Path:
     """Return the folder of a model, or the one in the hub's cache; nothing is downloaded."""
     path = Path(os.path.expanduser(model))
+    require_visible(path)
     if os.path.isdir(path):
         return path
     if not is_from_hub(model):

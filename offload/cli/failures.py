@@ -5,20 +5,15 @@ Where a refusal is expected it has a message of its own; what is left is one lin
 
 import errno
 import os
+import resource
 import sys
 from typing import NoReturn
 
-_REMEDIES = {
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "end other programs",
-    errno.ENOSPC: "free some room",
-    errno.EDQUOT: "free some room",
-    errno.ENOMEM: "lower --ram, or end other programs",
-    errno.ENAMETOOLONG: "give a shorter path",
-    errno.EAGAIN: "raise the limit of processes (ulimit -u), or end other programs",
-}
+from offload.errors import REMEDIES
+
 _LOOK = "look at the disk, and at who may read and write there"
-_NO_MEMORY = f"memory ran out, more was needed than there is: {_REMEDIES[errno.ENOMEM]}"
+_NO_MEMORY = "memory ran out, more was needed than there is"
+_LARGER_SPACE = "raise the limit of address space (ulimit -v)"
 _NO_DEVICE_MEMORY = (
     "device memory ran out, more was needed than planned: lower --context or take a smaller --tree; "
     "where other programs use the GPU, lower --gpu-mem"
@@ -35,14 +30,25 @@ def machine_failure(error: BaseException) -> str | None:
         return _NO_DEVICE_MEMORY
     is_torch = isinstance(error, RuntimeError) and any(one in text for one in _TORCH_NO_MEMORY)
     if isinstance(error, MemoryError) or is_torch:
-        return _NO_MEMORY
+        return f"{_NO_MEMORY}: {_space_remedy(errno.ENOMEM)}"
     if isinstance(error, RuntimeError) and _NO_THREAD in text:
-        return f"the system starts no more threads: {_REMEDIES[errno.EAGAIN]}"
+        return f"the system starts no more threads: {_space_remedy(errno.EAGAIN)}"
     if isinstance(error, OSError):
         what = error.strerror or " ".join(text.split()) or type(error).__name__
         where = f" ({error.filename!s:.200})" if error.filename else ""
-        return f"the system refused{where}: {what}; {_REMEDIES.get(error.errno or 0, _LOOK)}"
+        return f"the system refused{where}: {what}; {_remedy(error)}"
     return None
+
+
+def _remedy(error: OSError) -> str:
+    number = error.errno or 0
+    return _space_remedy(number) if number == errno.ENOMEM else REMEDIES.get(number, _LOOK)
+
+
+def _space_remedy(number: int) -> str:
+    """Return what helps where memory or threads lack: both also for want of address space."""
+    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return f"{_LARGER_SPACE}, or {REMEDIES[number]}" if is_limited else REMEDIES[number]
 
 
 def is_stuck() -> bool:

@@ -92,11 +92,15 @@ class Loading:
             check: called where a layer has run; what it raises ends the run.
         """
         from offload.engine.load import open_decoder
+        from offload.planning.budget import ram_warning
 
         def on_layer() -> None:
             console.layer_done()
             check()
 
+        # before anything is loaded: where memory runs out, the system ends the process
+        ram = self.options.ram
+        console.say(ram_warning(ram) or "" if ram is not None else "")
         hooks = console.hooks._replace(on_layer=on_layer)
         with open_decoder(self.options, request, read=self.read, hooks=hooks) as decoder:
             console.clear()

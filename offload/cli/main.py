@@ -17,6 +17,7 @@ from offload.cli.failures import is_stuck, leave, machine_failure
 from offload.cli.flags import error_line
 from offload.cli.terminal import print_error
 from offload.errors import RankError, RunError, UserError, did_you_mean, plain_rule
+from offload.machine import allow_open_files
 from offload.rank_roles import RankInfo
 
 EXIT_FAILED = 1
@@ -27,6 +28,7 @@ EXIT_INTERRUPTED = 130
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
     given = sys.argv[1:] or ["--help"]
+    allow_open_files()
     own = defaults.Defaults({}, {}, {}, [])
     place = None
     try:
@@ -50,6 +52,8 @@ def main() -> None:
         sys.stdout.flush()
         sys.exit(0)
     except typer.Exit as finished:
+        if is_stuck():
+            _fail_to_write(errno.EBADF)
         sys.exit(finished.exit_code)
     except UserError as error:
         _fail(own.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR, place, error)
@@ -63,9 +67,7 @@ def main() -> None:
         leave(0)
     except Exception as error:
         if isinstance(error, OSError) and is_stuck():
-            said = error_line(f"cannot write to standard output ({error.strerror})")
-            print(said, file=sys.stderr)
-            leave(EXIT_FAILED)
+            _fail_to_write(error.errno or errno.EIO)
         if (line := machine_failure(error)) is not None:
             # by who named the file
             is_given = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
@@ -79,6 +81,14 @@ def main() -> None:
         said = _said_of(error, given, own.by_command.get(given[0], {})).rstrip(".")
         said = f"{said} (see {command_path} --help)"
         _fail(own.blame(said, given), EXIT_USER_ERROR, place, error)
+
+
+def _fail_to_write(number: int) -> NoReturn:
+    """End for a standard output that is closed or full: the text that was asked for is lost."""
+    is_closed = number == errno.EBADF
+    why = "it is closed" if is_closed else os.strerror(number)
+    print(error_line(f"cannot write to standard output ({why})"), file=sys.stderr)
+    leave(EXIT_FAILED)
 
 
 def _named_command(command: Any, given: list[str]) -> str:

@@ -32,7 +32,9 @@ def opening_lines(
     Models go by the names that the user knows; no choice is told of where texts have trees of
     their own.
     """
-    lines = [*decoder.notes, place_line(model, decoder.plan, is_decimal=is_decimal)]
+    # that of memory was said before loading
+    notes = [note for note in decoder.notes if not note.startswith("`ram` ")]
+    lines = [*notes, place_line(model, decoder.plan, is_decimal=is_decimal)]
     sources = str(decoder.sources)
     if draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
         # a folder is often called so

@@ -16,7 +16,7 @@ from functools import partial
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError, require
-from offload.machine import available_gpu_bytes, available_ram_bytes
+from offload.machine import available_gpu_bytes, available_ram_bytes, library_bytes
 from offload.memory.plan import MemoryBudget
 from offload.memory.planner import plan_memory
 from offload.memory.prompt_rows import USUAL_GPU, row_s
@@ -77,13 +77,16 @@ def budget_of(
 
 
 def ram_warning(ram: str | int) -> str | None:
-    """Return a line for the user who allows more than there is."""
+    """Return a line for the user who allows more than there is, with what libraries will take."""
     wanted = ByteSize.parse(ram, "`ram`")
     free_bytes = available_ram_bytes()
-    if wanted <= free_bytes:
+    needed_bytes = library_bytes()
+    if wanted + needed_bytes <= free_bytes:
         return None
     free = format_bytes(free_bytes, is_decimal=wanted.is_decimal)
-    return f"`ram` {wanted} is more than the {free} free here: it may not hold"
+    libraries = format_bytes(needed_bytes, is_decimal=wanted.is_decimal)
+    what = f"`ram` {wanted}" + (f" and {libraries} for Python" if wanted <= free_bytes else "")
+    return f"{what} is more than the {free} free here: it may not hold"
 
 
 def traffic_in(

@@ -18,7 +18,7 @@ from offload.checkpoint.files import open_regular
 from offload.datastore.store import read_store
 from offload.declaration import check_values, options_of
 from offload.errors import UserError, require, told_by_system
-from offload.machine import available_ram_bytes
+from offload.machine import available_ram_bytes, library_bytes
 from offload.options import ModelChoice, ModelOptions, PathLike
 from offload.planning.profile import parse_profile
 from offload.planning.quantised_drafts import check_held, copy_bits, files_of
@@ -32,10 +32,11 @@ from offload.rank_roles import (
 )
 from offload.rules import check_lenience, drafting_of
 from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
-from offload.units import ByteSize, parse_rate
+from offload.units import ByteSize, format_bytes, parse_rate
 
 Found = TypeVar("Found")
-# Free memory that is left to other work on the machine: a quarter, 1 GiB at least.
+# Free memory that is left to other work on the machine: a quarter, 1 GiB at least where that is no
+# more than half, and always what Python and its libraries take.
 _RESERVE_SHARE = 0.25
 _RESERVE_BYTES = 1 << 30
 
@@ -149,7 +150,14 @@ class LoadOptions(ModelOptions, ModelChoice):
         if self.ram is not None:
             return ByteSize.parse(self.ram, "`ram`")
         free_bytes = available_ram_bytes()
-        return max(0, free_bytes - max(int(_RESERVE_SHARE * free_bytes), _RESERVE_BYTES))
+        needed_bytes = library_bytes()
+        least_bytes = max(needed_bytes, min(_RESERVE_BYTES, free_bytes // 2))
+        left_bytes = free_bytes - max(int(_RESERVE_SHARE * free_bytes), least_bytes)
+        if left_bytes <= 0:
+            rule = f"Python and its libraries take some {format_bytes(needed_bytes)} of memory"
+            what = f"{rule}, {format_bytes(free_bytes)} are free here"
+            raise UserError(f"{what}: end other programs, or raise the container's limit")
+        return left_bytes
 
     @property
     def ngram_is_store(self) -> bool:

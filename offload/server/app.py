@@ -52,15 +52,20 @@ def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
     app.add_middleware(Guard, settings=settings)
     app.add_exception_handler(HTTPException, _no_route)
     for path, method, route in _ROUTES:
-        app.add_api_route(path, _answering(route), methods=[method], response_model=None)
+        app.add_api_route(path, _answering(route), methods=_methods(method), response_model=None)
     # while a model loads, too
     page = read_page()
 
     async def send_page(request: HttpRequest) -> Response:
         return Response(page.body, headers=page.headers)
 
-    app.add_api_route("/", send_page, methods=["GET", "HEAD"], response_model=None)
+    app.add_api_route("/", send_page, methods=_methods("GET"), response_model=None)
     return app
+
+
+def _methods(method: str) -> list[str]:
+    """Return the methods of a route: by HTTP, what answers GET answers HEAD, without a body."""
+    return ["GET", "HEAD"] if method == "GET" else [method]
 
 
 def _answering(route: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:

@@ -22,6 +22,8 @@ from offload.server.listening import address_of
 _MOST_CONNECTIONS = 512
 _REQUEST_S = 20.0  # within which a new connection must have sent the head of its request
 _READ_S = 30.0  # within which a client must go on reading what it was sent
+# Clients forget a resting connection after 5 s (httpx) to 60 s; they must be the first to do so.
+_KEEP_ALIVE_S = 75
 _FAREWELL_S = 5  # for answers that are on their way when the server ends
 _POLL_S = 0.005
 
@@ -51,6 +53,7 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             limit_concurrency=_MOST_CONNECTIONS,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_FAREWELL_S,
         )
         _hear(say)

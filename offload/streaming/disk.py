@@ -24,7 +24,7 @@ import numpy as np
 
 from offload.checkpoint.files import Stamp
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
-from offload.errors import ReadError, UserError
+from offload.errors import ReadError, UserError, system_reason
 from offload.units import rounded_up
 
 
@@ -277,7 +277,7 @@ class DiskReader(ByteSource):
             try:
                 count = self._read_some(self._files[request.shard], view[done:], at)
             except OSError as error:
-                raise ReadError(f"reading {name} failed: {error.strerror}") from error
+                raise ReadError(f"reading {name} failed: {system_reason(error)}") from error
             if count == 0:
                 raise ReadError(f"{name} ends at byte {at}: it was cut short while in use")
             done += count
@@ -333,8 +333,9 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
                 os.close(fd)
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 rule = f"{len(shards)} files of weights must be open at once"
-                raise UserError(f"{rule}, {error.strerror}: raise `ulimit -n`") from None
-            raise ReadError(f"{path.name} cannot be opened any more: {error.strerror}") from error
+                raise UserError(f"{rule}, {system_reason(error)}") from None
+            what = f"{path.name} cannot be opened any more"
+            raise ReadError(f"{what}: {system_reason(error)}") from error
         os.posix_fadvise(buffered[-1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return buffered, False
 

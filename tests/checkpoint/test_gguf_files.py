@@ -12,11 +12,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import ARCH, CURRENT, LLAMA3, MODELS, write_gguf
+from gguf_files import ARCH, CURRENT, LLAMA3, MODELS, metadata_of, write_gguf
 from refusals import damaged
 from tiny import build
 
 from offload.checkpoint.gguf import open_gguf
+from offload.checkpoint.gguf_config import require_stated
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.gguf_names import _OUTER, ARCHITECTURES, tensors_of
 from offload.checkpoint.open import open_headers
@@ -79,6 +80,7 @@ BAD: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "offset between": (file(tensor(at=16)), ("begins at 16, no multiple of 32",)),
     "offset beyond": (file(tensor(at=1 << 40)), ("ends at byte", "truncated")),
     "overlap": (file(tensor(), tensor("b", at=128)), ("b and a overlap",)),
+    "a hole": (file(tensor(), tensor("b", at=512)), ("behind a, belong to no tensor",)),
     "far too long": (file(tensor()) + bytes((1 << 20) + 64), ("belong to no tensor",)),
     "cut short": (file(tensor(dims=(4096, 4))), ("truncated",)),
     "cut in the header": (SOUND[:40], ("its header needs", "again")),
@@ -305,6 +307,28 @@ def test_a_config_of_another_model_is_refused(name: str, changes: dict[str, Any]
     path = write_gguf(MODELS[name](), tmp_path / "m.gguf").path
     with pytest.raises(UserError, match=words):
         open_headers(path, config_folder(MODELS[name](), tmp_path / "original", **changes))
+
+
+STATED = ("vocab_size", "rope.freq_base", "attention.head_count_kv", "attention.key_length", "feed_forward_length",
+          "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_weights_scale")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*MODELS, *CURRENT])
+def test_every_number_of_a_header_is_held_against_the_config(name: str) -> None:
+    """Those of equal shapes, too: another base, or another number of experts a token."""
+    config = {**MODELS, **CURRENT}[name]()
+    arch, settings = ARCH[config.model_type], config.to_dict()
+    said = {**metadata_of(config, arch), "general.architecture": arch}
+    if settings.get("routed_scaling_factor"):
+        said[f"{arch}.expert_weights_scale"] = float(settings["routed_scaling_factor"])
+    require_stated("m.gguf", settings, said, "config.json")
+    num_refused = 0
+    for key in (f"{arch}.{one}" for one in STATED):
+        if key in said:
+            with pytest.raises(UserError, match=rf"{key} is .* there and .* in config.json: give `config`"):
+                require_stated("m.gguf", settings, {**said, key: said[key] * 2 + 1}, "config.json")
+            num_refused += 1
+    assert num_refused >= (7 if f"{arch}.expert_count" in said else 4)
 
 
 def test_parts_are_one_model(tmp_path: Path) -> None:

@@ -149,7 +149,26 @@ def test_a_commit_that_is_here_stays_though_the_hub_has_a_newer_one(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     (loaded,) = headers.fetch(["org/model"], [found], lambda phase: None)
-    assert loaded is found and asked == [COMMIT]
+    assert loaded is found and set(asked) == {COMMIT}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_of_what_is_here_whole_the_hub_is_asked_nothing(
+    is_whole: bool, cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of reach, it would be waited for."""
+    found = headers.open_headers("org/model")
+    asked = list[bool]()
+    if is_whole:
+        (cached / "tokenizer.json").write_text("{}")
+
+    def snapshot(repo: str, *, local_files_only: bool = False, **_: Any) -> str:
+        asked.append(not local_files_only)
+        return str(cached)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    headers.fetch(["org/model"], [found], lambda phase: None)
+    assert any(asked) is not is_whole
 
 
 def test_what_is_in_the_cache_in_part_is_asked_of_the_hub(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +234,7 @@ def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkey
     with pytest.raises(UserError, match=r"no config.json"):
         open_checkpoint("org/model")
     shards = {"a.safetensors", "b.safetensors"} | (set() if is_indexed else {"other.safetensors"})
-    assert set(fetched) == NEEDED | shards and len(fetched) == len(set(fetched)) + (not is_indexed)
+    assert set(fetched) == NEEDED | shards and len(fetched) == len(set(fetched)) + 1
 
 
 def test_a_file_here_is_not_asked_for_at_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
