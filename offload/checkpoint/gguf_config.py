@@ -195,6 +195,12 @@ def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, so
         ]
         if said.arch == "deepseek2" and key in _OF_HEADS:
             allowed = _latent_sizes(config, key)
+        elif key in _OF_HEADS and not allowed:
+            # what configs mean that do not say it
+            width: Any = config.get("hidden_size")
+            heads: Any = config.get("num_attention_heads")
+            is_known = type(width) is int and type(heads) is int and heads > 0
+            allowed = [width // heads if key != _OF_HEADS[0] else heads] if is_known else []
         if key == "feed_forward_length":
             # some layers of Gemma 4 are twice as wide
             allowed += [2 * size for size in allowed if config.get("use_double_wide_mlp")]
@@ -208,14 +214,16 @@ def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, so
 def _latent_sizes(config: Mapping[str, Any], key: str) -> list[int]:
     """Return what sizes of heads may be of latent attention: expanded ones, or the latent's."""
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    sizes = [config.get(name) for name in names]
-    if not all(type(size) is int for size in sizes):
+    sizes = [size for size in map(config.get, names) if type(size) is int]
+    if len(sizes) < len(names):
         return []
-    latent, rotary, plain, value = (int(size or 0) for size in sizes)
+    latent, rotary, plain, value = sizes
+    if key == "attention.key_length":
+        return [plain + rotary, latent + rotary]
+    if key == "attention.value_length":
+        return [value, latent]
     heads = [config.get("num_attention_heads"), config.get("num_key_value_heads"), 1]
-    keys = [plain + rotary, latent + rotary]
-    choices = {"attention.head_count_kv": heads, "attention.key_length": keys}
-    return [size for size in choices.get(key, [value, latent]) if type(size) is int]
+    return [size for size in heads if type(size) is int]
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> Iterator[float]:
