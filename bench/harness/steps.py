@@ -18,7 +18,6 @@ from offload.bench.harness.record import store
 from offload.calibration.threads import draft_curve
 from offload.calibration.trial import rows_of
 from offload.drafting.base import DraftText
-from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.planning.cost_model import Curve
 from offload.sampling_options import Sampling
@@ -83,11 +82,11 @@ def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -
     """Return seconds of a draft pass against its rows, recorded before as a run records them."""
     drafter = decoder.drafter
     text = decoder.begin(prompt_ids, Sampling())
-    assert isinstance(drafter, ModelDrafter), "there is a draft"
+    assert drafter.model is not None, "there is a draft"
     for width in _BURSTS:
         text.caches.clear()
         tokens = [prompt_ids[-1]] * width
-        drafter.grow([DraftText(chain(1), tokens, text.sampler, text.caches.draft)])
+        drafter.propose([DraftText(chain(1), tokens, text.sampler, text.caches.draft)])
     return draft_curve(drafter, text.sampler, prompt_ids, text.caches.draft, budget_s=budget_s)
 
 

@@ -16,7 +16,7 @@ import torch
 from offload.calibration.kernels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.threads import SWEEP_SIZES, draft_curve, sweep_curve
 from offload.checkpoint.layout import SlabLayout
-from offload.drafting.model_drafter import ModelDrafter
+from offload.drafting.registry import open_drafter
 from offload.kernels.jit import is_for_kernels
 from offload.memory.plan import MemoryPlan
 from offload.model.cuda_graphs import use_graphs
@@ -72,7 +72,8 @@ def calibrate(
         draft_step_s = NOTHING
         compute_s = sweep_curve(target, slab, sizes)
         if draft is not None:
-            drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, choice.kernels)
+            num_slots = 2 * MAX_TIMED_NODES
+            drafter = open_drafter(draft, target.vocab_size, num_slots, choice.kernels)
             how = (drafting_of(settings.rule), choice.kernels)
             sampler = Sampler(settings.sampling, target.vocab_size, *how)
             torch.set_num_threads(threads.start.draft.num_threads)

@@ -16,8 +16,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from offload import machine
-from offload.drafting.base import DraftText
-from offload.drafting.model_drafter import ModelDrafter
+from offload.drafting.base import DraftText, Proposer
 from offload.memory.sizes import num_logits_rows
 from offload.model.kv_cache import KVCache
 from offload.model.parts import causal
@@ -145,7 +144,7 @@ def sweep_curve(model: TreeModel, slab: np.ndarray, sizes: Sequence[int]) -> Cur
 
 
 def draft_curve(
-    drafter: ModelDrafter,
+    drafter: Proposer,
     sampler: Sampler,
     prompt: Sequence[int],
     cache: KVCache,
@@ -156,9 +155,9 @@ def draft_curve(
 
     def grow_s(topology: Topology) -> float:
         cache.clear()
-        drafter.grow([DraftText(chain(1), prompt, sampler, cache)])  # reads the prompt
+        drafter.propose([DraftText(chain(1), prompt, sampler, cache)])  # reads the prompt
         tokens = [*prompt, *[prompt[-1]] * _TOKENS_PER_STEP]
-        return timed(lambda: drafter.grow([DraftText(topology, tokens, sampler, cache)]))
+        return timed(lambda: drafter.propose([DraftText(topology, tokens, sampler, cache)]))
 
     def step_s(width: int) -> float:
         first_s = grow_s(chain(1))

@@ -48,6 +48,14 @@ def remembered(
     return ask
 
 
+class Carried(NamedTuple):
+    """What a draft that hangs on a target's hidden states is fed with."""
+
+    shared: frozenset[str]  # tensors that are the target's
+    is_fed_normed: bool  # a deeper guess goes on from the normed output, or from the bare one
+    is_hidden_first: bool = False  # in what is mixed
+
+
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A model whose headers have been read and found sound."""
@@ -65,6 +73,10 @@ class Checkpoint:
     # bytes of tensors that no text needs, by what they are of
     left_out: Mapping[str, int] = field(default_factory=dict)
     config_stamp: Stamp | None = None  # of config.json as it was read
+    # of layers that guess further ahead, as the file has them; coded ones have no coding yet
+    extra: Mapping[str, TensorEntry] = field(default_factory=dict)
+    draft_kind: str = "model"  # of a draft: its row among `planning.draft_kinds`
+    carried: Carried | None = None  # of a draft that hangs on the target's hidden states
 
     @property
     def is_here(self) -> bool:
@@ -75,6 +87,10 @@ class Checkpoint:
     def is_copy(self) -> bool:
         """Return whether it is a self draft: the target, quantised."""
         return self.held is not None and self.held.is_copy
+
+    def shares(self, name: str) -> bool:
+        """Return whether a tensor around the layers is the target's."""
+        return self.is_copy or (self.carried is not None and name in self.carried.shared)
 
     @property
     def has_encoder(self) -> bool:

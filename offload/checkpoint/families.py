@@ -89,12 +89,14 @@ class TextPart(NamedTuple):
 
     tensors: dict[str, TensorEntry]
     left_out: dict[str, int]
+    extra: dict[str, TensorEntry]  # of what guesses further ahead
 
 
 def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
     """Separate a language model from what is around it. Raises `UserError` where there is none."""
     kept = dict[str, TensorEntry]()
     left_out = Counter[str]()
+    extra = dict[str, TensorEntry]()
     num_layers = of_text(config).get("num_hidden_layers")
     is_around = is_wrapper(config)
     is_named = any(map(_INNER.match, tensors))
@@ -107,7 +109,10 @@ def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
         own = _text_model_name(renamed, is_named=named) if is_around else name
         if own is None or _is_for_multi_token_prediction(own, num_layers):
             kinds = (kind for kind, pattern in _KINDS.items() if pattern.search(name))
-            left_out[next(kinds, _OTHER) if own is None else _EXTRA] += entry.num_bytes
+            kind = next(kinds, _OTHER) if own is None else _EXTRA
+            left_out[kind] += entry.num_bytes
+            if kind == _EXTRA:
+                extra[own or name] = entry
         elif own in kept:
             what = f"{where}: {own} of the language model is stored twice"
             raise UserError(f"{what}: save it with save_pretrained")
@@ -116,7 +121,7 @@ def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
     if is_around and tensors and not any(map(layer_name, kept)):
         found = " and ".join(left_out) or "nothing"
         raise UserError(f"{where}: no tensors of a language model, {found} alone: {ANOTHER_FOLDER}")
-    return TextPart(kept, dict(left_out))
+    return TextPart(kept, dict(left_out), extra)
 
 
 def _text_model_name(name: str, *, is_named: bool) -> str | None:

@@ -155,7 +155,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         if name not in tensors:
             what = f"the index places {name} in {file}, which lacks it"
             raise damaged(f"{where}: {what}", directory)
-    weights, left_out = weights_of(where, config, tensors, formats)
+    weights, left_out, extra = weights_of(where, config, tensors, formats)
     return Checkpoint(
         directory,
         config,
@@ -164,6 +164,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         tuple(stamps),
         left_out=left_out,
         config_stamp=config_stamp,
+        extra=extra,
     )
 
 
@@ -266,7 +267,7 @@ def _on_the_hub(repo: str) -> Checkpoint:
                 tensors[name] = checked_entry(Path(file), name, meta, index, 0)
     settings = read_config(config)
     shards = tuple(Path(f"{repo}/{file}") for file in files)
-    weights, left_out = weights_of(repo, settings, tensors)
+    weights, left_out, _ = weights_of(repo, settings, tensors)
     return Checkpoint(Path(repo), settings, shards, weights, left_out=left_out)
 
 

@@ -102,7 +102,10 @@ class ModelShape:
     product_rows: int = 0  # up to so many rows a CPU multiplies without expanding them
     # whether functions that are compiled on the spot may expand its weights
     is_compiled: bool = False
-    shares_rest: bool = False  # with the target, whose embeddings, norm and head it uses
+    # with the target, whose embeddings and head it uses; of the rest these bytes are its own
+    shares_rest: bool = False
+    own_rest_bytes: int = 0
+    num_taps: int = 0  # hidden states of the target, of its own width, that a row is fed with
     index_bytes_per_token: int = 0  # of keys by which layers choose what they attend to
     # of a position that a pass may see, in the layer that runs: keys and values, expanded
     column_bytes: int = 0
@@ -173,6 +176,11 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         is_compiled=bool(coded),
     )
     held = checkpoint.held
+    if checkpoint.carried is not None:
+        named = checkpoint.tensors.items()
+        own = [entry for name, entry in named if entry in rest and not checkpoint.shares(name)]
+        own_bytes = _rest_bytes(own, computed)
+        shape = replace(shape, shares_rest=True, own_rest_bytes=own_bytes, num_taps=1)
     if held is None:
         return replace(shape, experts=expert_shape(checkpoint, config, num_layers, computed))
     return _held_shape(shape, held, held_sizes(checkpoint.tensors, layers, held, computed))

@@ -1,18 +1,24 @@
-"""What a decoder asks of a drafter.
+"""What a decoder asks of a proposer: anything that guesses what comes next.
 
-Drafters differ in how they find candidates; all of them grow a `TokenTree`, and none changes what
-is emitted. A drafter holds weights and what it has learned of acceptance, but no text: what it
-keeps of one text is a state, which the text's sequence owns and lends it for every call.
+Proposers differ in how they find candidates; all of them grow a `TokenTree`, and none changes what
+is emitted. One that reads the target's hidden states says which (`needs`); they lie in the log of
+the target's cache (`TapLog`), from which its state takes them. A proposer holds
+weights and what it has learned of acceptance, but no text: what it keeps of one text is a state,
+which the text's sequence owns and lends it for every call.
 
 Invariant: what is learned or forgotten here shapes later trees, never the emitted tokens.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
+from offload.model.kv_cache import KVCache
+from offload.model.taps import Taps
+from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import Shape, chain
@@ -20,10 +26,17 @@ from offload.trees.verification import Acceptance
 
 
 class DraftState(Protocol):
-    """What a drafter keeps of one text: a KV cache, an index of its tokens, or nothing."""
+    """What a proposer keeps of one text: a KV cache, an index of its tokens, or nothing."""
+
+    @property
+    def saved(self) -> KVCache | None:
+        """Return what a session keeps of it."""
 
     def copy_from(self, other: Any, num_tokens: int) -> None:
         """Take over what `other` knows of the first `num_tokens` tokens, and nothing else."""
+
+    def can_follow(self, num_positions: int) -> int:
+        """Return behind how many of the target's positions it can go on, so many at most."""
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text beyond its first `num_kept` tokens."""
@@ -40,20 +53,54 @@ class DraftText(NamedTuple):
     state: Any
 
 
-class Drafter(Protocol):
-    """What a decoder asks of a drafter; a `state` is always one that this drafter made."""
+class Proposer(Protocol):
+    """What a decoder asks of a proposer; a `state` is always one that this proposer made."""
 
-    def new_state(self) -> DraftState:
-        """Return the state of a text of which nothing is known yet."""
+    @property
+    def needs(self) -> Taps | None:
+        """Return which hidden states of the target it reads; None for none."""
+
+    @property
+    def model(self) -> TreeModel | None:
+        """Return the draft model that ranks candidates; None where there is none."""
+
+    def new_state(self, target: KVCache | None = None) -> Any:
+        """Return the state of a text of which nothing is known yet, see `DraftState`.
+
+        `target` has the text's keys and values; without one it is a state to time passes with.
+        """
 
     def share_states(self, states: Sequence[Any]) -> None:
         """Prepare these new states for texts that will be drafted together."""
 
-    def grow(self, batch: Sequence[DraftText]) -> list[TokenTree]:
+    def observe(self, tokens: Sequence[int], state: Any) -> None:
+        """Take in what the target has logged of a prompt so far, before more of it comes."""
+
+    def propose(self, batch: Sequence[DraftText]) -> list[TokenTree]:
         """Return a tree below each text's last token; dynamic trees compete for pooled nodes."""
 
-    def commit(self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: Any) -> None:
+    def accepted(self, tree: TokenTree, path: Acceptance, sampler: Sampler, state: Any) -> None:
         """Note the accepted path, as far as its text goes on, and what was emitted there."""
+
+    def score(self, tokens: Sequence[int], start: int, state: Any) -> Iterator[Tensor]:
+        """Yield the draft model's logits (1, V) for `tokens[start]` and every later one."""
+
+
+class WithoutModel:
+    """What proposers have in common that need neither a model nor the target's states."""
+
+    needs: Taps | None = None
+    model: TreeModel | None = None
+
+    def share_states(self, states: Sequence[Any]) -> None:
+        """Do nothing: the states have nothing in common."""
+
+    def observe(self, tokens: Sequence[int], state: Any) -> None:
+        """Do nothing: what is read are tokens."""
+
+    def score(self, tokens: Sequence[int], start: int, state: Any) -> Iterator[Tensor]:
+        """Fail: only a model ranks candidates."""
+        raise AssertionError("only a model ranks candidates")
 
 
 def root_alone(tokens: Sequence[int]) -> TokenTree:

@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.datastore.index import Trie, heaviest
-from offload.drafting.base import ByKind, DraftText, root_alone
+from offload.drafting.base import ByKind, DraftText, WithoutModel, root_alone
+from offload.model.kv_cache import KVCache
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.spec import MatchLength
@@ -314,6 +315,12 @@ class GuessState:
         self._token_T: Tokens = np.zeros(1024, dtype=np.int64)
         self._length = 0
 
+    saved = None
+
+    def can_follow(self, num_positions: int) -> int:
+        """Return all: it reads tokens alone."""
+        return num_positions
+
     def copy_from(self, other: "GuessState", num_tokens: int) -> None:
         """Start empty: the text is read anew when it is asked about."""
         self.clear()
@@ -364,21 +371,18 @@ NO_SOURCES = GuessSources(())
 PassSeconds = Callable[[int], float]
 
 
-class LookupDrafter:
+class LookupDrafter(WithoutModel):
     """Grows trees of guesses alone; without sources, the root alone: each pass yields one token."""
 
     def __init__(self, sources: GuessSources, pass_s: PassSeconds) -> None:
         self._sources = sources
         self._pass_s = pass_s
 
-    def new_state(self) -> GuessState:
+    def new_state(self, target: KVCache | None = None) -> GuessState:
         """Return the state of a text that was not read yet."""
         return GuessState()
 
-    def share_states(self, states: Sequence[GuessState]) -> None:
-        """Do nothing: the states have nothing in common."""
-
-    def grow(self, batch: Sequence[DraftText]) -> list[TokenTree]:
+    def propose(self, batch: Sequence[DraftText]) -> list[TokenTree]:
         """Return trees of point masses: within bounds what pays, of a fixed shape what is filled."""
         return [self._grow(text) for text in batch]
 
@@ -397,11 +401,11 @@ class LookupDrafter:
         _, *tokens = (guess.item[1] for guess in found)
         return TokenTree.listed([guess.parent for guess in found], [text.tokens[-1], *tokens])
 
-    def commit(
-        self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: GuessState
+    def accepted(
+        self, tree: TokenTree, path: Acceptance, sampler: Sampler, state: GuessState
     ) -> None:
         """Learn how good the guesses were."""
-        state.guesses.learn(accepted.tokens, [None] * len(accepted.tokens))
+        state.guesses.learn(path.tokens, [None] * len(path.tokens))
 
 
 _MOST_ENDS = 64  # matches of one length that are looked at: the latest

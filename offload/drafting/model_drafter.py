@@ -5,6 +5,7 @@ Both kinds of tree share one model and one cache, so they may alternate from ste
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.static import fill
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.model.kv_cache import KVCache
+from offload.model.taps import Taps
 from offload.model.tree_model import TreeModel
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
@@ -26,6 +28,23 @@ from offload.trees.verification import Acceptance
 
 # the kind of sampling: its settings apart from the seed
 _Kind = tuple[Sampling, ChildSampling]
+
+
+class DraftSetup(NamedTuple):
+    """What a proposer with a draft model is made of.
+
+    Args:
+        model: its weights are bound for good.
+        vocab_size: V of the target.
+        num_slots: of a cache: committed positions plus the rows that growing the largest tree may
+            take.
+    """
+
+    model: TreeModel
+    vocab_size: int
+    num_slots: int
+    kernels: KernelSet = REFERENCES
+    new_policy: Callable[[], DraftPassPolicy] = DraftPassPolicy
 
 
 class ModelDrafter:
@@ -46,7 +65,12 @@ class ModelDrafter:
         self._calibration = ByKind[_Kind, DraftCalibration](DraftCalibration)
         self._policy = ByKind[_Kind, DraftPassPolicy](new_policy)
 
-    def new_state(self) -> KVCache:
+    @property
+    def needs(self) -> Taps | None:
+        """Return none: it reads tokens alone."""
+        return None
+
+    def new_state(self, target: KVCache | None = None) -> KVCache:
         """Return an empty cache."""
         return self.model.new_cache(self._num_slots, self._kv_commit)
 
@@ -55,13 +79,18 @@ class ModelDrafter:
         self.model.share_passes()
         KVCache.side_by_side(states)
 
-    def grow(self, batch: Sequence[DraftText], guesses: Sequence[Guesses] = ()) -> list[TokenTree]:
+    def observe(self, tokens: Sequence[int], state: KVCache) -> None:
+        """Do nothing: a prompt is read when a tree is to be grown."""
+
+    def propose(
+        self, batch: Sequence[DraftText], guesses: Sequence[Guesses] = ()
+    ) -> list[TokenTree]:
         """Return a tree for each text; dynamic ones pool their nodes, and guesses are mixed in."""
         guesses = guesses or [NO_GUESSES] * len(batch)
         grown = dict[int, TokenTree]()
         growing = dict[int, GrowingTree]()
         for index, (shape, tokens, sampler, state) in enumerate(batch):
-            draft = Draft(self.model, self._vocab_size, state)
+            draft = self._draft(state)
             if not isinstance(shape, DynamicShape):
                 grown[index] = fill(draft, shape, tokens, sampler)
             elif not shape.depth:
@@ -84,27 +113,36 @@ class ModelDrafter:
             grown |= zip(growing, forest, strict=True)
         return [grown[index] for index in range(len(batch))]
 
-    def commit(
-        self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: KVCache
-    ) -> None:
+    def accepted(self, tree: TokenTree, path: Acceptance, sampler: Sampler, state: KVCache) -> None:
         """Keep the cache rows of the accepted path and learn from the emitted tokens."""
-        rows = tree.row_of_node
-        state.commit([rows[node] for node in accepted.nodes[1:] if node in rows])
-        emitted_after = dict(zip(accepted.nodes, accepted.tokens, strict=True))
-        seen = [node for node in accepted.nodes if node in tree.score_of_node]
+        state.commit(self._rows_to_keep(tree, path))
+        emitted_after = dict(zip(path.nodes, path.tokens, strict=True))
+        seen = [node for node in path.nodes if node in tree.score_of_node]
         if seen:
             scores_TV = torch.stack([tree.score_of_node[node] for node in seen])
             token_T = sampler.send(torch.tensor([emitted_after[node] for node in seen]), scores_TV)
             self._calibration[_kind(sampler)].learn(scores_TV, token_T)
-            self._policy[_kind(sampler)].learn(len(accepted.tokens))
+            self._policy[_kind(sampler)].learn(len(path.tokens))
+
+    def _rows_to_keep(self, tree: TokenTree, path: Acceptance) -> list[int]:
+        rows = tree.row_of_node
+        return [rows[node] for node in path.nodes[1:] if node in rows]
+
+    def _draft(self, state: KVCache) -> Draft:
+        return Draft(self.model, self._vocab_size, state)
 
     def score(self, tokens: Sequence[int], start: int, state: KVCache) -> Iterator[Tensor]:
         """Yield logits (1, V) for `tokens[start]` and every later one, each given all before it."""
-        return Draft(self.model, self._vocab_size, state).score(tokens, start)
+        return self._draft(state).score(tokens, start)
 
     def exponent(self, sampler: Sampler) -> float:
         """Return the exponent of the draft's distribution, see `DraftCalibration`."""
         return self._calibration[_kind(sampler)].exponent
+
+
+def open_proposer(setup: DraftSetup) -> ModelDrafter:
+    """Return the drafter of a model that is bound for good."""
+    return ModelDrafter(*setup)
 
 
 def _kind(sampler: Sampler) -> _Kind:

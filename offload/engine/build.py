@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from offload.calibration.expansions import KernelChoice, choose_expansion
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import counter
 from offload.checkpoint.sizes import context_note
+from offload.drafting.registry import open_model
 from offload.engine.decoder_config import TextRules
 from offload.engine.identities import Identities
 from offload.engine.request import Request
@@ -29,7 +29,6 @@ from offload.engine.tokenizer import (
     foreign_note,
     load_tokenizer,
 )
-from offload.model.encoder_decoder import EncoderDecoderModel
 from offload.model.tree_model import TreeModel
 from offload.streaming.device import HOST, Device
 from offload.streaming.disk import ByteSource, DiskReader, Watcher
@@ -53,17 +52,6 @@ class ModelPair:
     scans: tuple[WeightScan, ...]
     damage: list[str]
     identities: Identities
-
-
-def open_model(
-    checkpoint: Checkpoint,
-    dtype: str = "auto",
-    torch_device: torch.device = HOST.torch_device,
-    **more: Any,
-) -> TreeModel:
-    """Return the model without its layers' weights. Raises `UserError` for what cannot run."""
-    kind = EncoderDecoderModel if checkpoint.has_encoder else TreeModel
-    return kind(checkpoint, dtype, torch_device, **more)
 
 
 def open_pair(

@@ -14,7 +14,7 @@ from offload.calibration.invariance import prepare_invariance, settle_invariance
 from offload.calibration.startup import calibrate, pick_kernels
 from offload.calibration.threads import thread_policy
 from offload.checkpoint.files import counter
-from offload.drafting.hybrid import drafter_of
+from offload.drafting.registry import proposer_of
 from offload.drafting.retrieval import open_sources
 from offload.engine.build import (
     ModelPair,
@@ -78,7 +78,7 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
         device=setup.device,
     )
     pair.notes.extend([*setup.notes, *team.notes])
-    drafter = drafter_of(
+    drafter = proposer_of(
         pair.draft,
         pair.target.vocab_size,
         plan.draft_slots,

@@ -15,9 +15,9 @@ from offload.engine.setup import Setup
 from offload.engine.tokenizer import require_described_vocabulary
 from offload.model.headers import describe
 from offload.planning.budget import budget_of, ram_warning, with_experts
+from offload.planning.draft_kinds import check_draft
 from offload.planning.hardware import Assumptions
 from offload.planning.load_options import LoadOptions
-from offload.planning.quantised_drafts import check_held
 from offload.planning.shares import require_no_states
 from offload.streaming.device import HOST, Device, device_of
 from offload.streaming.disk import DiskReader, OpenSource
@@ -45,7 +45,7 @@ def resolve(
     Raises `UserError` for models or memory that cannot serve.
     """
     if assumed is not None:
-        check_held(options.draft, options.draft_dtype, assumed.ranks)
+        check_draft(options.draft, assumed.ranks)
     device = device or device_of(options, assumed)
     hooks.on_phase("reading headers")
     headers = options.headers(read or (open_headers if assumed is None else describe))

@@ -59,11 +59,21 @@ class Caches(NamedTuple):
         """Forget the text but for its first tokens."""
         self.target.clear(num_kept)
         self.draft.clear(num_kept)
+        self._rejoin()
 
     def copy_from(self, other: "Caches", num_tokens: int) -> None:
         """Hold what another text's hold of its first tokens, and nothing else."""
         self.target.copy_from(other.target, num_tokens)
         self.draft.copy_from(other.draft, num_tokens)
+
+    def _rejoin(self) -> None:
+        """Let the target run again what its drafter has missed, if it can go back there.
+
+        States of recurrent layers are there at few positions alone; what is missed then stays so.
+        """
+        num_joined = self.draft.can_follow(self.target.length)
+        if num_joined < self.target.length and self.target.keepable(num_joined) == num_joined:
+            self.target.clear(num_joined)
 
 
 class PassFigures(NamedTuple):

@@ -27,7 +27,6 @@ from offload.checkpoint.layer_sizes import index_layers, recurrent_layers
 from offload.checkpoint.safetensors import header_bytes, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.checkpoint.tensors import TensorEntry
-from offload.drafting.hybrid import HybridState
 from offload.encoding.base import PLAIN_OF, STORED
 from offload.engine.cache_pool import CachePool
 from offload.engine.identities import Identities
@@ -357,10 +356,8 @@ def _point(file: Any, part: str) -> Point:
 def _caches(pool: CachePool) -> dict[str, KVCache]:
     """Return the caches of both models; a drafter without one keeps nothing worth a file."""
     target, draft = pool.caches
-    found = zip(
-        _PARTS, (target, draft.cache if isinstance(draft, HybridState) else draft), strict=True
-    )
-    return {part: cache for part, cache in found if isinstance(cache, KVCache)}
+    parts = zip(_PARTS, (target, draft.saved), strict=True)
+    return {part: cache for part, cache in parts if cache is not None}
 
 
 def _name(part: str, kind: str, index: int) -> str:

@@ -10,10 +10,12 @@ one pass.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from offload.drafting.base import Drafter, DraftText
+from offload.drafting.base import DraftText, Proposer
 from offload.engine.sequence import PassFigures, TokenSequence, path_logprobs
 from offload.errors import RunError
+from offload.model.parts import BatchPart
 from offload.model.target import Target
 from offload.planning.seen import ObservedPass
 from offload.sampling.logits import Rows
@@ -42,7 +44,7 @@ class SpeculationStep:
     """Runs the steps of one decoder: grow, score, accept, commit."""
 
     _target: Target
-    _drafter: Drafter
+    _drafter: Proposer
     _threads: ThreadPolicy
     _compute_in: Callable[[Mode], None]  # from then on computes in this mode
     # committed tokens that a step takes in, of all texts together; a text alone has no limit
@@ -71,17 +73,14 @@ class SpeculationStep:
             DraftText(shape, text.tokens, text.sampler, text.caches.draft)
             for text, shape in zip(growing, shapes, strict=True)
         ]
-        trees = self._drafter.grow(drafts)
+        trees = self._drafter.propose(drafts)
 
         grown_s = time.perf_counter()
         num_rows = num_pending + sum(tree.num_nodes for tree in trees)
         modes = modes._replace(sweep=self._threads.modes(_rows_alike(num_rows)).sweep)
         self._compute_in(modes.sweep)
         tree_of = dict(zip(growing, trees, strict=True))
-        parts = [
-            self._target.part_of(text.tokens, text.caches.target, tree_of.get(text), num)
-            for text, num in batch
-        ]
+        parts = [self._part_of(text, tree_of.get(text), num) for text, num in batch]
         scored = self._target.score(parts)
         self._target.wait()
 
@@ -95,6 +94,7 @@ class SpeculationStep:
             text.stats.peak_device_bytes = self._target.peak_device_bytes
             if (tree := tree_of.get(text)) is None:
                 part.cache.commit(range(part.num_pending))
+                self._drafter.observe(text.tokens, text.caches.draft)
                 continue
             try:
                 accepted, gained[text] = self._verify(text, tree, rows, figures)
@@ -106,6 +106,12 @@ class SpeculationStep:
         if not num_pending and len(num_accepted) == len(shapes):
             self._learn_from(shapes, trees, num_accepted, figures)
         return [gained.get(text, []) for text in texts]
+
+    def _part_of(self, text: TokenSequence, tree: TokenTree | None, num_pending: int) -> BatchPart:
+        """Return what a text has in the pass; of a prompt that takes several, the drafter hears."""
+        caches = text.caches
+        observe = partial(self._drafter.observe, text.tokens, caches.draft)
+        return self._target.part_of(text.tokens, caches.target, tree, num_pending, observe)
 
     def _verify(
         self, text: TokenSequence, tree: TokenTree, rows: Rows, figures: PassFigures
@@ -131,7 +137,7 @@ class SpeculationStep:
         # a state cannot go back to where a text has ended
         kept = accepted.first(len(counted))
         self._target.commit(kept.nodes, num_tokens, caches.target)
-        self._drafter.commit(tree, kept, text.sampler, caches.draft)
+        self._drafter.accepted(tree, kept, text.sampler, caches.draft)
         text.stats.first_guess.add(kept.guesses)
         return counted
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
-from offload.drafting.base import Drafter
+from offload.drafting.base import Proposer
 from offload.engine.cache_pool import CachePool
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.decoder_lock import DecoderLock
@@ -46,7 +46,7 @@ class TokenDecoder:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter,
+        drafter: Proposer,
         config: DecoderConfig,
         *,
         resources: ExitStack,
@@ -76,7 +76,10 @@ class TokenDecoder:
         self._waiting = ThreadWaiting()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
-        sets = [Caches(target.new_cache(), drafter.new_state()) for _ in range(self.num_parallel)]
+        if drafter.needs is not None:
+            target.tap(drafter.needs)
+        new_caches = [target.new_cache() for _ in range(self.num_parallel)]
+        sets = [Caches(cache, drafter.new_state(cache)) for cache in new_caches]
         if self.num_parallel > 1:
             target.share_sweeps([one.target for one in sets])
             drafter.share_states([one.draft for one in sets])

@@ -75,6 +75,7 @@ def draft_bytes(
     weights_bytes += draft.scratch_bytes
     if draft.shares_rest:  # but for a table that the target keeps on the host
         weights_bytes -= draft.head_bytes if is_gpu else draft.rest_bytes
+        weights_bytes += draft.own_rest_bytes
     pass_bytes = activation_bytes(
         draft, max(PROMPT_ROWS, num_nodes), num_nodes, context, is_gpu=is_gpu
     )

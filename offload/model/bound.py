@@ -115,10 +115,7 @@ class BoundModel:
         self._layer_places = [below(places, names[block]) for block in self._blocks]
         self._rest_places = [(source, places[name]) for name, source in source_of.items()]
         self._lay_out([below(stored, names[block]) for block in self._blocks], on_demand=on_demand)
-        rest = {source: stored[source] for source in source_of.values()}
-        coded = {name: parts for name, (_, parts) in rest.items() if is_coded(parts)}
-        plain = {name: one for name, one in rest.items() if name not in coded}
-        self.rest_layout = slab_layout(plain)
+        coded = self._lay_out_rest({source: stored[source] for source in source_of.values()})
         self._expand_late(names, coded)
         self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
@@ -127,6 +124,16 @@ class BoundModel:
         is_plain = self.held is None and not any(one.coded for one in self._layouts)
         if torch_device.type == "cpu" and is_plain:
             take_rows_in_parts(self._layers)
+
+    def _lay_out_rest(self, rest: Mapping[str, Stack]) -> dict[str, Sequence[TensorPart]]:
+        """Lay out what lies around the layers and is not a target's; return what is coded of it."""
+        self._borrowed = _shared_sources(self.checkpoint, rest)
+        own = {name: stack for name, stack in rest.items() if name not in self._borrowed}
+        coded = {name: parts for name, (_, parts) in own.items() if is_coded(parts)}
+        self.rest_layout = slab_layout(
+            {name: stack for name, stack in own.items() if name not in coded}
+        )
+        return coded
 
     def _send_buffers(self) -> None:
         """Let what a family computes at construction (rotary frequencies) lie where it is used."""
@@ -186,7 +193,7 @@ class BoundModel:
     def read_rest(self, fetch: Fetch, target: "BoundModel | None" = None) -> int:
         """Read and bind all but layers, and what stays of coded ones; return the bytes read.
 
-        What lies around the layers of a self draft is its `target`'s. Raises `UserError` where
+        What a draft shares around its layers is its `target`'s. Raises `UserError` where
         scales and the like cannot be right, and what `fetch` raises.
         """
         layout = self._companions.layout
@@ -199,17 +206,18 @@ class BoundModel:
         self._expanded.keep(companions_of)
         # the rest is read into memory that these would take beside it
         del slab, companions_of
-        if target is not None and self.checkpoint.is_copy:
-            share(target._rest_places, self._rest_places, self.torch_device)
-            self._expanded_rest = {}
-        else:
+        if self._borrowed:
+            assert target is not None, "what it shares is a target's"
+            places = [(name, place) for name, place in self._rest_places if name in self._borrowed]
+            share(target._rest_places, places, self.torch_device)
+        if len(self._borrowed) < len({name for name, _ in self._rest_places}):
             self.bind_rest(fetch(self.rest_layout))
         return self.rest_bytes
 
     @property
     def rest_bytes(self) -> int:
         """Return the bytes that `read_rest` reads."""
-        own_bytes = 0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes
+        own_bytes = self.rest_layout.slab_bytes if self.rest_layout.parameters else 0
         return self._companions.layout.slab_bytes + own_bytes
 
     def bring_samples(self, fetch: Fetch) -> None:
@@ -271,7 +279,8 @@ class BoundModel:
         """Give embeddings, norm and head their weights for good; tied ones share one tensor."""
         flat = torch.from_numpy(slab)
         # the compute type, or fp32 where a family insists
-        dtypes = {source: place.empty.dtype for source, place in reversed(self._rest_places)}
+        places = [(name, place) for name, place in self._rest_places if name not in self._borrowed]
+        dtypes = {source: place.empty.dtype for source, place in reversed(places)}
         weights = {
             name: view_of(flat, self.rest_layout, name).to(dtypes[name])
             for name in self.rest_layout.parameters
@@ -279,7 +288,7 @@ class BoundModel:
         weights |= self._expanded_rest
         self._expanded_rest = {}
         sent: dict[tuple[str, bool], Tensor] = {}
-        for source, place in self._rest_places:
+        for source, place in places:
             is_table = any(place.table is table._parameters for table in self._tables)
             if (source, is_table) not in sent:
                 # A table that stays on the host is copied, so that the rest of its slab can go;
@@ -351,3 +360,17 @@ class BoundModel:
             self._hooks.pop().remove()
         self._views.clear()
         self.drop_experts()
+
+
+def _shared_sources(checkpoint: Checkpoint, rest: Mapping[str, Stack]) -> set[str]:
+    """Return the parameters around a draft's layers that are the target's."""
+    shared = {
+        (entry.shard, entry.lo)
+        for name, entry in checkpoint.tensors.items()
+        if checkpoint.shares(name)
+    }
+    return {
+        name
+        for name, (_, parts) in rest.items()
+        if any((part.entry.shard, part.entry.lo) in shared for part in parts)
+    }

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.kv_commit import kv_commit_reference
+from offload.model.taps import TapLog
 
 KEYS = "keys"
 VALUES = "values"
@@ -73,6 +74,7 @@ class KVCache:
     Attributes:
         length: P, the committed positions.
         num_uncommitted: U, the rows behind them: of the last commit, and of the passes since then.
+        taps: hidden states of the committed positions, where a drafter reads any.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class KVCache:
         self.num_layers = num_layers
         self.num_slots = num_slots
         self.length = self.num_uncommitted = 0
+        self.taps: TapLog | None = None
         self._lie_in(_Buffers(1, num_layers, num_slots), 0)
 
     def _lie_in(self, buffers: _Buffers, text: int) -> None:
@@ -200,7 +203,18 @@ class KVCache:
         if buffers and rows != list(range(len(rows))):
             row_A = self.send(torch.tensor(rows)).to(buffers[0].device)
             self._gather(buffers, self.length - self.num_elsewhere, row_A)
+        if self.taps is not None:
+            self.taps.commit(path, self.length)
         self._end_at(self.length + len(path), len(kept))
+
+    @property
+    def saved(self) -> "KVCache":
+        """Return what a session keeps of a draft whose state this is."""
+        return self
+
+    def can_follow(self, num_positions: int) -> int:
+        """Return all: as a draft's it takes tokens alone, which are there."""
+        return num_positions
 
     def states(self, most: int) -> dict[int, LayerStates]:
         """Return views of what each layer holds of at most so many positions, (1, G, P, K)."""
@@ -227,6 +241,8 @@ class KVCache:
     def clear(self, num_kept: int = 0) -> None:
         """Forget the sequence but for its first positions."""
         self._end_at(min(num_kept, self.length))
+        if self.taps is not None:
+            self.taps.clear(self.length)
 
     def _end_at(self, length: int, num_uncommitted: int = 0) -> None:
         self.length = length

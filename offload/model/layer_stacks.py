@@ -1,5 +1,6 @@
 """The layers of a meta model: where they stand, and how some of them are left alone."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -72,3 +73,39 @@ def _tell_kinds(config: Any, kinds: list[str] | None) -> None:
     if kinds:
         with suppress(AttributeError):
             config.layer_types = kinds
+
+
+class _Given(nn.Module):
+    """Stands in for a decoder that has run: it hands out what that has given."""
+
+    def __init__(self, decoder: nn.Module, out: Any) -> None:
+        super().__init__()
+        self.__dict__.update(_decoder=decoder, _out=out)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_decoder"], name)
+
+
+def head_alone(meta_model: PreTrainedModel, out: Any) -> PreTrainedModel:
+    """Return a model that computes scores from a decoder's output; it shares all other modules."""
+    decoder = meta_model.get_decoder()
+    path = next(name for name, module in meta_model.named_modules() if module is decoder)
+    if not path:
+        return meta_model
+    whole = _shallow(meta_model)
+    above: nn.Module = whole
+    *outer, last = path.split(".")
+    for name in outer:
+        above._modules[name] = _shallow(above._modules[name])
+        above = above._modules[name]
+    above._modules[last] = _Given(decoder, out)
+    return whole
+
+
+def _shallow(module: Any) -> Any:
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin

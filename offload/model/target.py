@@ -14,6 +14,7 @@ from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart, causal
+from offload.model.taps import TapLog, Taps, tapped
 from offload.model.tree_model import TreeModel
 from offload.sampling.logits import Logits
 from offload.stats import RankFigures, Transfers
@@ -59,6 +60,7 @@ class Target:
         self._cache_slots = plan.cache_slots
         self._gather = kernels.kv_commit
         self._device = device
+        self._taps: Taps | None = None
         # to be entered by every thread that computes with it
         self.computing = device.computing
         model.stream_layers(stream, on_layer)
@@ -90,7 +92,13 @@ class Target:
 
     def new_cache(self) -> KVCache:
         """Return an empty cache for one sequence."""
-        return self._model.new_cache(self._cache_slots, self._gather)
+        cache = self._model.new_cache(self._cache_slots, self._gather)
+        cache.taps = None if self._taps is None else TapLog()
+        return cache
+
+    def tap(self, taps: Taps | None) -> None:
+        """Let caches that are made from now on log these states of what they commit."""
+        self._taps = taps
 
     def share_sweeps(self, caches: Sequence[KVCache]) -> None:
         """Let sweeps serve the texts of these new caches. Raises `UserError` where they cannot."""
@@ -103,19 +111,22 @@ class Target:
         cache: KVCache,
         tree: TokenTree | None = None,
         most_pending: int = sys.maxsize,
+        on_chunk: Callable[[], None] = lambda: None,
     ) -> BatchPart:
         """Return what a text has in the next sweep: tokens that its cache lacks, at most so many,
         and where all are taken in, the tree below the last one, which is the root.
 
-        What an encoder makes of a prompt, and what is too much for one sweep, is taken in at once.
+        What an encoder makes of a prompt, and what is too much for one sweep, is taken in at once;
+        `on_chunk` is called behind each sweep of that.
         """
         self._model.take_in(tokens, cache, self.stream.begin_prompt)
         num_pending = min(most_pending, len(tokens) - 1 - cache.length)
         while num_pending > self._max_rows:
             num_pending -= self._max_rows
             cache.promise(self._max_rows)
-            self._sweep([self._part(tokens, cache, self._max_rows)], 1)
+            self._sweep([self._part(tokens, cache, self._max_rows)], 1, self._taps)
             cache.commit(range(self._max_rows))
+            on_chunk()
         return self._part(tokens, cache, num_pending, tree)
 
     def score(self, parts: Sequence[BatchPart]) -> list[Logits]:
@@ -130,7 +141,7 @@ class Target:
         # some rows have to be scored
         num_logits = max(1, own[-1].stop)
         laid = [*_prompts(parts), *_trees(parts)] if len(parts) > 1 else parts
-        logits = self._sweep(laid, num_logits)
+        logits = self._sweep(laid, num_logits, self._taps)
         return [logits.part(one.start, one.stop) for one in own]
 
     def score_rows(
@@ -142,7 +153,7 @@ class Target:
         """
         position_T = self._positions(torch.tensor(offsets), cache)
         rows = BatchPart(torch.tensor(tokens), position_T, sees_TT, cache)
-        return self._sweep([rows], len(tokens))
+        return self._sweep([rows], len(tokens), taps=None)
 
     def _part(
         self, tokens: Sequence[int], cache: KVCache, num_pending: int, tree: TokenTree | None = None
@@ -177,11 +188,15 @@ class Target:
         num_pending = num_tokens - 1 - cache.length
         cache.commit([*range(num_pending), *(num_pending + node for node in nodes)])
 
-    def _sweep(self, parts: Sequence[BatchPart], num_logits: int) -> Logits:
+    def _sweep(self, parts: Sequence[BatchPart], num_logits: int, taps: Taps | None) -> Logits:
         self.stream.begin_sweep()
         if self.experts is not None:
             self.experts.begin_pass(sum(len(part.token_T) for part in parts))
-        return self._model.score(parts, num_logits=num_logits, max_rows=self._max_logits)
+        with tapped(taps, self._model.meta_model) as states:
+            logits = self._model.score(parts, num_logits=num_logits, max_rows=self._max_logits)
+        if taps is not None:
+            _log(parts, states())
+        return logits
 
     def _positions(self, offset_T: Tensor, cache: KVCache) -> Tensor:
         return (offset_T + cache.length).clamp(max=self._last_position)
@@ -204,3 +219,14 @@ def _trees(parts: Sequence[BatchPart]) -> Iterator[BatchPart]:
             num = part.num_pending
             rows = (part.token_T[num:], part.position_U, part.ancestor_TU[num:])
             yield BatchPart(*rows, part.cache, part.num_nodes)
+
+
+def _log(parts: Sequence[BatchPart], hidden_TW: Tensor) -> None:
+    """Offer each text's rows of a pass to its log, which keeps those that are committed."""
+    lo = 0
+    for part in parts:
+        num_rows, num_uncommitted = part.ancestor_TU.shape
+        assert part.cache.taps is not None, "it was made with one"
+        rows_TW = hidden_TW[lo : lo + num_rows]
+        part.cache.taps.offer(rows_TW, is_first=num_rows == num_uncommitted)
+        lo += num_rows

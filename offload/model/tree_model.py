@@ -20,7 +20,7 @@ from offload.model import attention
 from offload.model.bound import BoundModel
 from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
-from offload.model.layer_stacks import cut_stack
+from offload.model.layer_stacks import cut_stack, head_alone
 from offload.model.mixers.indexed import selection_of, with_placeholders
 from offload.model.parts import BatchMask, BatchPart, PassCache, causal, lay
 from offload.model.path_attention import attend_along_paths, path_rows
@@ -134,12 +134,17 @@ class TreeModel(BoundModel):
         return self.run(token_T, self.send(position_T), masks, cache, num_logits=num_logits)
 
     @torch.inference_mode()
-    def score(self, parts: Sequence[BatchPart], *, num_logits: int, max_rows: int) -> Logits:
+    def score(
+        self,
+        parts: Sequence[BatchPart],
+        *,
+        num_logits: int,
+        max_rows: int,
+    ) -> Logits:
         """Run a pass, and score at most `max_rows` of its last `num_logits` rows at once.
 
         The first are scored now, others when they are looked at. What a family does to its logits
-        (soft caps, scales) is left to its own forward pass: for a later chunk it is called again,
-        with a decoder that does nothing but hand out the hidden states that this call computes.
+        (soft caps, scales) is left to its own forward pass, see `head_alone`.
         """
         decoder = self.meta_model.get_decoder()
         hidden = []
@@ -159,15 +164,20 @@ class TreeModel(BoundModel):
 
     @torch.inference_mode()
     def _score_hidden(self, out: Any, hidden_1ND: Tensor, lo: int, hi: int) -> Tensor:
-        decoder = self.meta_model.get_decoder()
         out.last_hidden_state = hidden_1ND[:, lo:hi]
-        decoder.forward = lambda *_, **__: out
+        nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_device)
+        with self._rules(hi - lo), self._call_head(out):
+            return self._call(nothing, logits_to_keep=hi - lo).logits[0]
+
+    @contextmanager
+    def _call_head(self, out: Any) -> Iterator[None]:
+        """Let passes meanwhile end with what the decoder has given, without running it."""
+        whole = self.meta_model
+        self.meta_model = head_alone(whole, out)
         try:
-            nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_device)
-            with self._rules(hi - lo):
-                return self._call(nothing, logits_to_keep=hi - lo).logits[0]
+            yield
         finally:
-            del decoder.forward
+            self.meta_model = whole
 
     def run(
         self,

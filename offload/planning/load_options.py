@@ -20,8 +20,9 @@ from offload.declaration import check_values, options_of
 from offload.errors import UserError, require, told_by_system
 from offload.machine import available_ram_bytes, library_bytes
 from offload.options import ModelChoice, ModelOptions, PathLike
+from offload.planning.draft_kinds import DraftSpec, check_draft, files_of, models_to_read
 from offload.planning.profile import parse_profile
-from offload.planning.quantised_drafts import check_held, copy_bits, files_of
+from offload.planning.quantised_drafts import check_held
 from offload.rank_roles import (
     PipelineOptions,
     Roles,
@@ -63,6 +64,7 @@ class LoadOptions(ModelOptions, ModelChoice):
         return cls(**{**own, **more})
 
     def __post_init__(self) -> None:
+        self._take_draft_apart()
         drafting_of(self.rule)
         roles = self.roles()
         is_text = isinstance(self.tree, str)
@@ -75,10 +77,27 @@ class LoadOptions(ModelOptions, ModelChoice):
         self._check_guesses()
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
-        check_held(self.draft, self.draft_dtype, self.ranks)
+        check_held(self.draft, self.draft_dtype)
+        check_draft(self.draft, self.ranks)
         self.tree_spec()
         if roles is not None and not roles.is_sharded:
             self.pipeline_roles()
+
+    def _take_draft_apart(self) -> None:
+        """Give each part of `draft` its option: `A+lookup+store:PATH` is one way to name three."""
+        if self.draft is None:
+            return
+        spec = DraftSpec.parse(self.draft)
+        parts: dict[str, Any] = {"draft": spec.draft}
+        if spec.looks_up:
+            require(self.lookup is not False, "`draft` lookup", "`lookup` off", "leave one out")
+            parts["lookup"] = True
+        if spec.store is not None:
+            rule = "a store is named once"
+            require(self.datastore is None, rule, f"{self.datastore}", "leave one out")
+            parts["datastore"] = Path(spec.store)
+        for name, value in parts.items():
+            object.__setattr__(self, name, value)
 
     def _check_ranks(self, roles: Roles | None) -> None:
         if roles is not None:
@@ -176,8 +195,7 @@ class LoadOptions(ModelOptions, ModelChoice):
     @property
     def models_to_read(self) -> list[PathLike]:
         """Return the models whose files are read, the target first; a self draft has its files."""
-        is_own = self.draft is None or copy_bits(self.draft) is not None
-        return [self.model] if self.draft is None or is_own else [self.model, self.draft]
+        return models_to_read(self.model, self.draft)
 
     def headers(self, read: Callable[[PathLike, PathLike | None], Found]) -> list[Found]:
         """Return what `read` finds of each of these by its name, and by the config of a GGUF file.

@@ -5,10 +5,9 @@ that would save nothing is refused before a weight is read, and the refusal name
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
-from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.held import Held
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.small_files import has_encoder
@@ -30,9 +29,7 @@ def copy_bits(draft: str | os.PathLike[str] | None) -> int | None:
     return BITS[kind]
 
 
-def check_held(
-    draft: str | os.PathLike[str] | None, draft_dtype: str | None, ranks: str | None
-) -> None:
+def check_held(draft: str | os.PathLike[str] | None, draft_dtype: str | None) -> None:
     """Raise `UserError` for options that no model could satisfy."""
     is_known = draft_dtype is None or (isinstance(draft_dtype, str) and draft_dtype in BITS)
     rule = f"`draft_dtype` must be {' or '.join(BITS)}"
@@ -42,23 +39,23 @@ def check_held(
     if copy_bits(draft) is not None:
         rule = f"`draft` {draft} says its bits itself"
         require(draft_dtype is None, rule, f"`draft_dtype` {draft_dtype}", "leave one of them out")
-        rule = f"`draft` {draft} works in one process alone"
-        require(ranks is None, rule, f"`ranks` {ranks}", "name a small draft")
 
 
-def files_of(
-    headers: Sequence[Checkpoint], draft: str | os.PathLike[str] | None, draft_dtype: str | None
-) -> ModelFiles:
-    """Return the checkpoints of a run. Raises `UserError` for a quantised draft not worth it."""
-    target = headers[0]
+def copied(target: Checkpoint, value: str) -> Checkpoint:
+    """Return the target as its own draft, in so many bits. Raises `UserError`."""
+    draft = f"{_OWN}:{value}"
     bits = copy_bits(draft)
-    if bits is not None:
-        _check_copy(target, str(draft), bits)
-        return ModelFiles(target, replace(target, held=Held(bits, is_copy=True)))
-    if draft_dtype is not None and len(headers) > 1:
-        _check_draft(headers[1], draft_dtype)
-        return ModelFiles(target, replace(headers[1], held=Held(BITS[draft_dtype])))
-    return ModelFiles(*headers)
+    assert bits is not None, "another form is refused"
+    _check_copy(target, draft, bits)
+    return replace(target, held=Held(bits, is_copy=True))
+
+
+def held_draft(draft: Checkpoint, draft_dtype: str | None) -> Checkpoint:
+    """Return a small draft in the bits that are asked for. Raises `UserError`."""
+    if draft_dtype is None:
+        return draft
+    _check_draft(draft, draft_dtype)
+    return replace(draft, held=Held(BITS[draft_dtype]))
 
 
 def _check_copy(target: Checkpoint, draft: str, bits: int) -> None:

@@ -18,7 +18,6 @@ from offload.calibration.link import (
     locked_bytes_per_s,
 )
 from offload.calibration.threads import draft_curve
-from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Counted
 from offload.planning.cost_model import (
@@ -77,7 +76,7 @@ def measure_costs(
     draft_s = [median(step.draft_s for step in steps) for steps in by_size[1:]]
     sequence = decoder.begin(prompt, sampling)
     torch.set_num_threads(decoder.threads.modes(largest).draft.num_threads)
-    assert isinstance(decoder.drafter, ModelDrafter), "a tune has a draft model"
+    assert decoder.drafter.model is not None, "a tune has a draft model"
     curve = draft_curve(decoder.drafter, sequence.sampler, prompt, sequence.caches.draft)
     costs = Costs(
         compute_s=Curve((1, *sizes), tuple(compute_s.tolist())),

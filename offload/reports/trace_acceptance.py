@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from offload.drafting.base import DraftText
-from offload.drafting.model_drafter import ModelDrafter
 from offload.drafting.static import draw_children
 from offload.engine.decoder import Decoder
 from offload.engine.sequence import TokenSequence
@@ -77,12 +76,12 @@ def dynamic_again(
     sampler = sequence.sampler
     state = sequence.caches.draft
     while at + bounds.depth < len(tokens):
-        (tree,) = decoder.drafter.grow([DraftText(bounds, tokens[:at], sampler, state)])
+        (tree,) = decoder.drafter.propose([DraftText(bounds, tokens[:at], sampler, state)])
         nodes = [0]
         while (child := tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
             nodes.append(child)
         accepted = Acceptance(nodes, tokens[at : at + len(nodes)])
-        decoder.drafter.commit(tree, accepted, sampler, state)
+        decoder.drafter.accepted(tree, accepted, sampler, state)
         bursts.append(len(nodes))
         at += len(nodes)
     return bursts
@@ -124,7 +123,7 @@ def _accepted_rank(
 
 def _stars(decoder: Decoder, text: TokenSequence, start: int) -> Iterator[DrawStar]:
     """Yield for every position from `start` on a way to draw the children of the token before."""
-    assert isinstance(decoder.drafter, ModelDrafter), "only a model ranks candidates"
+    assert decoder.drafter.model is not None, "only a model ranks candidates"
     rows = decoder.drafter.score(text.tokens, start, text.caches.draft)
     for position, logits_1V in enumerate(rows, start):
         yield partial(_draw_star, logits_1V, text.sampler, position, decoder.target.vocab_size)

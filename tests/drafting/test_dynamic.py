@@ -119,7 +119,7 @@ def test_a_grown_tree_of_few_passes() -> None:
     # The root alone asks nothing.
     model = BigramModel()
     text = DraftText(DynamicShape(1, 0), [4, 0], Sampler(GREEDY, NUM_TOKENS), None)
-    (tree,) = ModelDrafter(model, NUM_TOKENS, 8).grow([text])  # type: ignore[arg-type]
+    (tree,) = ModelDrafter(model, NUM_TOKENS, 8).propose([text])  # type: ignore[arg-type]
     assert tree.tokens == [0]
     assert model.num_rows == []
 
@@ -215,7 +215,7 @@ def gap_after_commit(model: TreeModel, *, takes_another: bool) -> float:
     """Between what the draft says next after a dynamic tree's deepest path was kept, and what a fresh one says."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
     cache = drafter.new_state()
-    tree = drafter.grow([DraftText(DynamicShape(48, 8), PROMPT, sampler, cache)])[0]
+    tree = drafter.propose([DraftText(DynamicShape(48, 8), PROMPT, sampler, cache)])[0]
     rows = tree.row_of_node
     nodes = [tree.num_nodes - 1]
     while nodes[0]:
@@ -223,7 +223,7 @@ def gap_after_commit(model: TreeModel, *, takes_another: bool) -> float:
     assert [rows[node] for node in nodes[1:] if node in rows] != list(range(len(nodes) - 1)), "no row has to move"
     if takes_another:
         rows[nodes[1]] = next(row for node, row in rows.items() if node not in nodes)
-    drafter.commit(tree, Acceptance(nodes, [*(tree.tokens[node] for node in nodes[1:]), 9]), sampler, cache)
+    drafter.accepted(tree, Acceptance(nodes, [*(tree.tokens[node] for node in nodes[1:]), 9]), sampler, cache)
     text = [*PROMPT, *path_of(tree, nodes[-1]), 9]
     return float((draft_of(model, cache).catch_up(text) - draft_of(model).catch_up(text)).abs().max())
 
@@ -237,10 +237,10 @@ def test_a_fixed_tree_after_a_grown_one_forgets_it(model: TreeModel) -> None:
     """Both kinds share one cache."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
     used, tree = drafter.new_state(), k_ary(2, 31)
-    (grown,) = drafter.grow([DraftText(DynamicShape(32, 6), PROMPT, sampler, used)])
-    drafter.commit(grown, Acceptance([0], [9]), sampler, used)
+    (grown,) = drafter.propose([DraftText(DynamicShape(32, 6), PROMPT, sampler, used)])
+    drafter.accepted(grown, Acceptance([0], [9]), sampler, used)
     text = DraftText(tree, [*PROMPT, 9], sampler, used)
-    (again,), (fresh,) = drafter.grow([text]), drafter.grow([text._replace(state=drafter.new_state())])
+    (again,), (fresh,) = drafter.propose([text]), drafter.propose([text._replace(state=drafter.new_state())])
     assert again.tokens == fresh.tokens
 
 
@@ -287,7 +287,7 @@ def test_a_growth_takes_no_more_draft_steps_than_are_planned_for(
     with load(*pair, "1GiB", f"grown:{num_nodes}x{depth}", context=64, threads=1) as decoder:
         text, run = decoder.begin(PROMPT, Sampling()), Draft.run
         monkeypatch.setattr(Draft, "run", lambda self, *rows: widths.append(len(rows[0])) or run(self, *rows))
-        decoder.drafter.grow([DraftText(bounds, text.tokens, text.sampler, text.caches.draft)])[0]
+        decoder.drafter.propose([DraftText(bounds, text.tokens, text.sampler, text.caches.draft)])[0]
     # A draft that is sure of nothing fills a tree by its rows alone; the packaged pair, below, is sure of much.
     assert bounds.pace.num_parts <= len(widths) + 1 <= len(bounds.draft_widths) + 1
     assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.4)

@@ -12,7 +12,6 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from offload.checkpoint.open import open_checkpoint
 from offload.datastore.index import SuffixIndex, heaviest
 from offload.drafting.base import MOST_KINDS, ByKind, DraftText
-from offload.drafting.hybrid import drafter_of
 from offload.drafting.lookup import (
     Copying,
     Guess,
@@ -25,6 +24,7 @@ from offload.drafting.lookup import (
     TrieCursor,
     TrieGuesses,
 )
+from offload.drafting.registry import proposer_of
 from offload.drafting.retrieval import Ngrams, Retrieval
 from offload.engine.build import resident_model
 from offload.kernels.registry import REFERENCES
@@ -240,7 +240,7 @@ def lookup(pass_s: PassSeconds = lambda _: 1.0) -> LookupDrafter:
 
 def grown(shape: Shape, tokens: list[int], pass_s: PassSeconds = lambda _: 1.0) -> TokenTree:
     drafter = lookup(pass_s)
-    return drafter.grow([DraftText(shape, tokens, Sampler(Sampling(), 16), drafter.new_state())])[0]
+    return drafter.propose([DraftText(shape, tokens, Sampler(Sampling(), 16), drafter.new_state())])[0]
 
 
 def test_a_text_that_repeats_is_foretold_and_where_nothing_is_known_is_the_root_alone() -> None:
@@ -273,12 +273,12 @@ def test_what_was_wrong_is_guessed_less() -> None:
     drafter, sampler, sizes = lookup(lambda rows: 1 + 0.2 * rows), Sampler(Sampling(), 16), []
     state = drafter.new_state()
     for _ in range(40):
-        tree = drafter.grow([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])[0]
+        tree = drafter.propose([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])[0]
         sizes.append(tree.num_nodes)
-        drafter.commit(tree, Acceptance([0], [15]), sampler, state)
+        drafter.accepted(tree, Acceptance([0], [15]), sampler, state)
     assert sizes[0] > 4 and sizes[-1] == 1
     warm = Sampler(Sampling(temperature=1.0), 16)
-    (tree,) = drafter.grow([DraftText(DynamicShape(64, 16), REPEATED, warm, state)])
+    (tree,) = drafter.propose([DraftText(DynamicShape(64, 16), REPEATED, warm, state)])
     assert tree.num_nodes == sizes[0], "learned by itself"
 
 
@@ -286,11 +286,11 @@ def test_guesses_of_a_step_before_teach_nothing() -> None:
     """A step without a tree asks no source: what it emits says nothing of what was asked earlier."""
     drafter, sampler = lookup(), Sampler(Sampling(), 16)
     state = drafter.new_state()
-    (before,) = drafter.grow([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])
+    (before,) = drafter.propose([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])
     for _ in range(40):
-        (root,) = drafter.grow([DraftText(chain(0), REPEATED, sampler, state)])
-        drafter.commit(root, Acceptance([0], [15]), sampler, state)
-    (after,) = drafter.grow([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])
+        (root,) = drafter.propose([DraftText(chain(0), REPEATED, sampler, state)])
+        drafter.accepted(root, Acceptance([0], [15]), sampler, state)
+    (after,) = drafter.propose([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])
     assert root.num_nodes == 1 and repr(drafter._sources._weights[sampler.sampling.kind]) == "SourceWeights({})"
     assert after.tokens == before.tokens
 
@@ -305,16 +305,16 @@ def test_a_drafter_keeps_a_text_in_its_state_alone(has_draft: bool, has_sources:
     model = resident_model(open_checkpoint(save_pair(FAMILIES["llama"](), tmp_path)[1]), "float32")
     sources = GuessSources([Copying(MatchLength(1, 8))] if has_sources else [])
     draft = model if has_draft else None
-    drafter = drafter_of(draft, VOCAB_SIZE, 64, REFERENCES, sources, lambda *_: 1.0)
+    drafter = proposer_of(draft, VOCAB_SIZE, 64, REFERENCES, sources, lambda *_: 1.0)
     sampler, shape = Sampler(Sampling(), VOCAB_SIZE), k_ary(2, 7) if (has_draft or has_sources) else chain(0)
     one, other, fresh = (drafter.new_state() for _ in range(3))
 
     def proposed(text: list[int], state: Any) -> list[int]:
-        return drafter.grow([DraftText(shape, text, sampler, state)])[0].tokens
+        return drafter.propose([DraftText(shape, text, sampler, state)])[0].tokens
 
-    first = drafter.grow([DraftText(shape, PROMPT, sampler, one)])[0]
+    first = drafter.propose([DraftText(shape, PROMPT, sampler, one)])[0]
     proposed([5, 6, 7, 8], other)
-    drafter.commit(first, Acceptance([0], [9]), sampler, one)
+    drafter.accepted(first, Acceptance([0], [9]), sampler, one)
     again = proposed([*PROMPT, 9], one)
     assert again == proposed([*PROMPT, 9], fresh)
     assert again[0] == 9 and (len(again) > 1) == (has_draft or has_sources)

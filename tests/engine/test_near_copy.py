@@ -20,7 +20,8 @@ from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.packing.pack import pack
-from offload.planning.quantised_drafts import copy_bits, files_of
+from offload.planning.draft_kinds import files_of
+from offload.planning.quantised_drafts import copy_bits
 
 PROMPT, TREE, CONTEXT = list(range(3, 15)), "dynamic:16x15", 256
 FAMILY = ("llama", "llama-tied", "qwen3", "gemma2", "phi3")

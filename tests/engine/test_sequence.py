@@ -113,7 +113,7 @@ def resumed(
 
 
 MOMENTS = [
-    (Target, "commit", 2), (ModelDrafter, "commit", 1), (ModelDrafter, "commit", 3), (TokenSequence, "extend", 2),
+    (Target, "commit", 2), (ModelDrafter, "accepted", 1), (ModelDrafter, "accepted", 3), (TokenSequence, "extend", 2),
     (Draft, "run", 4), (Target, "score", 4), (LayerStream, "release", 4),
 ]  # fmt: skip
 
@@ -152,7 +152,7 @@ def test_a_text_that_begins_like_the_one_before_keeps_what_was_computed(decoder:
 
 def test_a_text_keeps_its_last_token_to_begin_with() -> None:
     """The root of the first tree is computed with the tree, whatever the caches hold."""
-    cache = SimpleNamespace(length=0, keepable=lambda num: num)
+    cache = SimpleNamespace(length=0, keepable=lambda num: num, can_follow=lambda num: num)
     cache.clear = lambda num_kept: setattr(cache, "length", min(num_kept, cache.length))
     caches: Any = Caches(cache, cache)  # type: ignore[arg-type]
     pool = CachePool([caches])

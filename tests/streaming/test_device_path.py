@@ -262,7 +262,7 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
         assert 0 < got.stats.peak_device_bytes <= 2 << 30
 
 
-COMPUTES = ((TreeModel, "_call"), (KVCache, "commit"), (KVCache, "copy_from"), (ModelDrafter, "commit"))
+COMPUTES = ((TreeModel, "_call"), (KVCache, "commit"), (KVCache, "copy_from"), (ModelDrafter, "accepted"))
 
 
 class OneDevice(FakeDevice):

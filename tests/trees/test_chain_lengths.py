@@ -12,7 +12,7 @@ import pytest
 import torch
 from tables import LEAST_P, ROOT, VOCAB_SIZE, WRONG_P, TableSampler, distributions, grow, p_value, pair
 
-from offload.drafting.hybrid import graft
+from offload.drafting.join import graft
 from offload.drafting.lookup import Guess, TrieCursor
 from offload.planning.chains import ChainPolicy
 from offload.rules import ChildSampling

@@ -121,7 +121,7 @@ NARROW = BigramModel(4, 1.0)  # a draft of four tokens beside a target of six
 
 def grow_bigrams(topology: Topology, tokens: list[int], sampler: Sampler, vocab_size: int = 6) -> TokenTree:
     drafter = ModelDrafter(NARROW, vocab_size, 64)  # type: ignore[arg-type]
-    return drafter.grow([DraftText(topology, tokens, sampler, drafter.new_state())])[0]
+    return drafter.propose([DraftText(topology, tokens, sampler, drafter.new_state())])[0]
 
 
 @pytest.mark.parametrize("drafting", [ChildSampling.WITHOUT_REPLACEMENT, ChildSampling.WITH_REPLACEMENT])

@@ -6,29 +6,26 @@ grafted on as point masses behind the children that were drawn.
 
 Invariant: which nodes are given up is settled before anything is drawn, and a guess hangs from what
 was drawn before it; so growth stays predictable, and the tree exact with every rule.
-
-`drafter_of` chooses among the drafters by what there is to draft with.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from offload.drafting.base import Drafter, DraftText
-from offload.drafting.dynamic import DraftPassPolicy, StepSeconds
+from offload.drafting.base import DraftText
 from offload.drafting.lookup import (
     Guess,
     GuessSources,
     GuessState,
     Judged,
-    LookupDrafter,
     sureness,
 )
 from offload.drafting.model_drafter import ModelDrafter
-from offload.kernels.registry import KernelSet
 from offload.model.kv_cache import KVCache
+from offload.model.taps import Taps
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import TokenTree
@@ -45,13 +42,23 @@ _STEPS = 8
 
 
 @dataclass(frozen=True)
-class HybridState:
+class JoinedState:
     """What the draft model and the sources keep of one text."""
 
-    cache: KVCache
+    cache: Any  # that of the draft, see `DraftState`
     text: GuessState
 
-    def copy_from(self, other: "HybridState", num_tokens: int) -> None:
+    @property
+    def saved(self) -> KVCache | None:
+        """Return what a session keeps of the draft."""
+        kept: KVCache | None = self.cache.saved
+        return kept
+
+    def can_follow(self, num_positions: int) -> int:
+        """Return what the draft says, see `DraftState`."""
+        return int(self.cache.can_follow(num_positions))
+
+    def copy_from(self, other: "JoinedState", num_tokens: int) -> None:
         """Take over the first `num_tokens` tokens of another text."""
         self.cache.copy_from(other.cache, num_tokens)
         self.text.copy_from(other.text, num_tokens)
@@ -62,22 +69,40 @@ class HybridState:
         self.text.clear(num_kept)
 
 
-class HybridDrafter:
+class JoinedDrafter:
     """Grows trees with a draft model and with guesses."""
 
     def __init__(self, model: ModelDrafter, sources: GuessSources) -> None:
         self._model = model
         self._sources = sources
 
-    def new_state(self) -> HybridState:
-        """Return an empty cache, and the state of a text that was not read yet."""
-        return HybridState(self._model.new_state(), GuessState())
+    @property
+    def needs(self) -> Taps | None:
+        """Return what the draft reads of the target."""
+        return self._model.needs
 
-    def share_states(self, states: Sequence[HybridState]) -> None:
+    @property
+    def model(self) -> TreeModel:
+        """Return the draft."""
+        return self._model.model
+
+    def new_state(self, target: KVCache | None = None) -> JoinedState:
+        """Return an empty cache, and the state of a text that was not read yet."""
+        return JoinedState(self._model.new_state(target), GuessState())
+
+    def observe(self, tokens: Sequence[int], state: JoinedState) -> None:
+        """Let the draft take in a prompt, see `Proposer`."""
+        self._model.observe(tokens, state.cache)
+
+    def score(self, tokens: Sequence[int], start: int, state: JoinedState) -> Iterator[Tensor]:
+        """Yield the draft's logits, see `Proposer`."""
+        return self._model.score(tokens, start, state.cache)
+
+    def share_states(self, states: Sequence[JoinedState]) -> None:
         """Let the draft's passes be shared, see `ModelDrafter`."""
         self._model.share_states([state.cache for state in states])
 
-    def grow(self, batch: Sequence[DraftText]) -> list[TokenTree]:
+    def propose(self, batch: Sequence[DraftText]) -> list[TokenTree]:
         """Return a tree within each text's shape; dynamic trees are grown together."""
         guesses = [self._sources.ask(text, text.state.text) for text in batch]
         grafts = list[Sequence[Guess]]()
@@ -90,19 +115,19 @@ class HybridDrafter:
                 shape = _without_least(shape, found) if found else shape
             grafts.append(found)
             texts.append(text._replace(shape=shape, state=text.state.cache))
-        trees = zip(self._model.grow(texts, guesses), grafts, batch, strict=True)
+        trees = zip(self._model.propose(texts, guesses), grafts, batch, strict=True)
         return [
             graft(tree, found, text.shape.num_nodes) if found else tree
             for tree, found, text in trees
         ]
 
-    def commit(
-        self, tree: TokenTree, accepted: Acceptance, sampler: Sampler, state: HybridState
+    def accepted(
+        self, tree: TokenTree, path: Acceptance, sampler: Sampler, state: JoinedState
     ) -> None:
         """Keep the accepted path, and learn how good the draft and the guesses were."""
-        judged = list(self._judged(tree, accepted, sampler))
-        state.text.guesses.learn(accepted.tokens, judged)
-        self._model.commit(tree, accepted, sampler, state.cache)
+        judged = list(self._judged(tree, path, sampler))
+        state.text.guesses.learn(path.tokens, judged)
+        self._model.accepted(tree, path, sampler, state.cache)
 
     def _judged(
         self, tree: TokenTree, accepted: Acceptance, sampler: Sampler
@@ -149,26 +174,3 @@ def _without_least(shape: Topology, found: Sequence[Guess]) -> Topology:
     num_kept = shape.num_nodes - min(num_likelier // step, _STEPS - 1) * step
     kept = np.sort(np.argsort(-score_N, kind="stable")[: max(num_kept, 1)])
     return Topology.from_parents([-1, *np.searchsorted(kept, shape.parent_N[kept[1:]]).tolist()])
-
-
-def drafter_of(
-    draft: TreeModel | None,
-    vocab_size: int,
-    num_slots: int,
-    kernels: KernelSet,
-    sources: GuessSources,
-    step_s: StepSeconds,
-) -> Drafter:
-    """Return what grows trees: a draft model, other sources, both, or without either the root alone.
-
-    Args:
-        draft: its weights are bound for good.
-        vocab_size: V of the target.
-        num_slots: of a cache: committed positions plus the rows that growing the largest tree may
-            take.
-    """
-    if draft is None:
-        return LookupDrafter(sources, lambda num_rows: step_s(num_rows, ()))
-    policy = partial(DraftPassPolicy, step_s)
-    drafter = ModelDrafter(draft, vocab_size, num_slots, kernels, policy)
-    return HybridDrafter(drafter, sources) if sources else drafter

@@ -12,7 +12,7 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from offload.checkpoint.open import open_checkpoint
 from offload.datastore.index import heaviest
 from offload.drafting.base import DraftText
-from offload.drafting.hybrid import HybridDrafter, _without_least, graft
+from offload.drafting.join import JoinedDrafter, _without_least, graft
 from offload.drafting.lookup import (
     Copying,
     Guess,
@@ -46,8 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeModel]:
     model.close()
 
 
-def hybrid(model: TreeModel) -> HybridDrafter:
-    return HybridDrafter(ModelDrafter(model, VOCAB_SIZE, 256), GuessSources([Copying(MatchLength(2, 16))]))
+def hybrid(model: TreeModel) -> JoinedDrafter:
+    return JoinedDrafter(ModelDrafter(model, VOCAB_SIZE, 256), GuessSources([Copying(MatchLength(2, 16))]))
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
@@ -62,17 +62,17 @@ def guessed_paths(depth: int) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_a_long_match_is_in_every_tree(model: TreeModel, shape, sampling: Sampling) -> None:
     drafter, sampler = hybrid(model), Sampler(sampling, VOCAB_SIZE)
-    tree = drafter.grow([DraftText(shape, PROMPT, sampler, drafter.new_state())])[0]
+    tree = drafter.propose([DraftText(shape, PROMPT, sampler, drafter.new_state())])[0]
     assert guessed_paths(3) <= paths(tree) and tree.num_nodes <= shape.num_nodes and tree.topology.depth <= shape.depth
     alone = ModelDrafter(model, VOCAB_SIZE, 256)
-    assert not guessed_paths(3) <= paths(alone.grow([DraftText(shape, PROMPT, sampler, alone.new_state())])[0])
+    assert not guessed_paths(3) <= paths(alone.propose([DraftText(shape, PROMPT, sampler, alone.new_state())])[0])
 
 
 def test_without_a_guess_the_tree_is_the_models_own(model: TreeModel) -> None:
     drafter, alone, sampler = hybrid(model), ModelDrafter(model, VOCAB_SIZE, 256), Sampler(GREEDY, VOCAB_SIZE)
     for shape in (DynamicShape(24, 6), best_first([0.5, 0.2], 24, 6)):
-        got = drafter.grow([DraftText(shape, [1, 2, 3, 4], sampler, drafter.new_state())])[0]
-        wanted = alone.grow([DraftText(shape, [1, 2, 3, 4], sampler, alone.new_state())])[0]
+        got = drafter.propose([DraftText(shape, [1, 2, 3, 4], sampler, drafter.new_state())])[0]
+        wanted = alone.propose([DraftText(shape, [1, 2, 3, 4], sampler, alone.new_state())])[0]
         assert got.topology == wanted.topology and got.tokens == wanted.tokens
 
 
@@ -113,10 +113,10 @@ def test_a_commit_keeps_the_accepted_path(model: TreeModel) -> None:
     for shape in (DynamicShape(32, 6), best_first([0.5, 0.2], 32, 6)):
         drafter, sampler = hybrid(model), Sampler(GREEDY, VOCAB_SIZE)
         state = drafter.new_state()
-        tree = drafter.grow([DraftText(shape, PROMPT, sampler, state)])[0]
+        tree = drafter.propose([DraftText(shape, PROMPT, sampler, state)])[0]
         node_of = {path_of(tree, node): node for node in reversed(range(tree.num_nodes))}
         nodes = [node_of[tuple(GUESSED[:length])] for length in range(4)]
-        drafter.commit(tree, Acceptance(nodes, [*GUESSED[:3], 9]), sampler, state)
+        drafter.accepted(tree, Acceptance(nodes, [*GUESSED[:3], 9]), sampler, state)
         text = [*PROMPT, *GUESSED[:3], 9]
         again, fresh = (draft_of(model, cache).catch_up(text) for cache in (state.cache, None))
         assert (again - fresh).abs().max() < 1e-4

@@ -1,0 +1,103 @@
+"""MTP layers as a proposer: a draft model that starts from the target's hidden states.
+
+It is a `ModelDrafter` in all but three things. A tree needs the target's state behind its last
+token but the root, so beside a prompt that the target has yet to read there is the root alone. A
+prompt's states are taken in chunk by chunk. And no row of a tree stays: it holds a guess's state,
+and comes again with the target's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.drafting.base import DraftText, root_alone
+from offload.drafting.draft_model import Draft
+from offload.drafting.lookup import NO_GUESSES, Guesses
+from offload.drafting.model_drafter import DraftSetup, ModelDrafter
+from offload.memory.sizes import PROMPT_ROWS
+from offload.model.carried_model import CarriedCache, CarriedModel
+from offload.model.kv_cache import KVCache
+from offload.model.parts import BatchPart
+from offload.model.taps import Taps
+from offload.trees.token_tree import TokenTree
+from offload.trees.verification import Acceptance
+
+MODEL = CarriedModel
+
+
+@dataclass(frozen=True)
+class _CarriedDraft(Draft):
+    """Rows of a carried draft: row i has token i + 1, at position i."""
+
+    _cache: CarriedCache
+
+    def _missing(self, tokens: Sequence[int]) -> Tensor:
+        missing = torch.tensor(tokens[self._cache.length + 1 :])
+        self._cache.take_taps(len(missing))
+        assert len(missing), "the root is cached already, and its scores are gone"
+        return missing
+
+    def run(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> Tensor:
+        return super().run(token_W, position_U - 1, ancestor_WU)
+
+    def part(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> BatchPart:
+        return super().part(token_W, position_U - 1, ancestor_WU)
+
+
+class MtpDrafter(ModelDrafter):
+    """Grows trees with layers that the target's files carry."""
+
+    @property
+    def needs(self) -> Taps:
+        """Return the state behind the final norm."""
+        return Taps(is_normed=True)
+
+    def new_state(self, target: KVCache | None = None) -> KVCache:
+        """Return an empty cache that reads the log of the target's."""
+        state = super().new_state()
+        assert isinstance(state, CarriedCache), "a cache of this model's"
+        state.target = target
+        return state
+
+    def observe(self, tokens: Sequence[int], state: KVCache) -> None:
+        """Take in rows whose state and whose next token are known."""
+        assert isinstance(state, CarriedCache), "a cache of this drafter's"
+        num_rows = min(state.num_ready, len(tokens) - 1) - state.length
+        if num_rows > 0:
+            first = state.length
+            state.take_taps(num_rows)
+            token_T = torch.tensor(tokens[first + 1 : first + 1 + num_rows])
+            for chunk in token_T.split(PROMPT_ROWS):
+                self._draft(state)._run_committed(chunk, num_logits=1)
+
+    def propose(
+        self, batch: Sequence[DraftText], guesses: Sequence[Guesses] = ()
+    ) -> list[TokenTree]:
+        """Return a tree for each text; that of one whose prompt is not read yet is the root."""
+        guesses = guesses or [NO_GUESSES] * len(batch)
+        is_ready = [self._is_ready(text) for text in batch]
+        texts = [text for text, ready in zip(batch, is_ready, strict=True) if ready]
+        theirs = [guess for guess, ready in zip(guesses, is_ready, strict=True) if ready]
+        trees = iter(super().propose(texts, theirs) if texts else [])
+        return [
+            next(trees) if ready else root_alone(text.tokens)
+            for text, ready in zip(batch, is_ready, strict=True)
+        ]
+
+    def _is_ready(self, text: DraftText) -> bool:
+        state = text.state
+        return state.target is None or state.num_ready >= len(text.tokens) - 1 > state.length
+
+    def _rows_to_keep(self, tree: TokenTree, path: Acceptance) -> list[int]:
+        return []
+
+    def _draft(self, state: KVCache) -> Draft:
+        assert isinstance(state, CarriedCache), "a cache of this drafter's"
+        return _CarriedDraft(self.model, self._vocab_size, state)
+
+
+def open_proposer(setup: DraftSetup) -> MtpDrafter:
+    """Return the drafter of a model that is bound for good."""
+    return MtpDrafter(*setup)

@@ -1,0 +1,68 @@
+"""From the kind of a draft to what proposes with it, see `planning.draft_kinds`."""
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.drafting.base import Proposer
+from offload.drafting.dynamic import DraftPassPolicy, StepSeconds
+from offload.drafting.join import JoinedDrafter
+from offload.drafting.lookup import GuessSources, LookupDrafter
+from offload.drafting.model_drafter import DraftSetup
+from offload.kernels.registry import KernelSet
+from offload.model.encoder_decoder import EncoderDecoderModel
+from offload.model.tree_model import TreeModel
+from offload.planning.draft_kinds import KINDS
+from offload.streaming.device import HOST
+
+
+def open_model(
+    checkpoint: Checkpoint,
+    dtype: str = "auto",
+    torch_device: torch.device = HOST.torch_device,
+    **more: Any,
+) -> TreeModel:
+    """Return a target or a draft without its layers' weights. Raises `UserError`."""
+    usual = EncoderDecoderModel if checkpoint.has_encoder else TreeModel
+    kind: type[TreeModel] = getattr(_module(checkpoint), "MODEL", usual)
+    return kind(checkpoint, dtype, torch_device, **more)
+
+
+def open_drafter(
+    draft: TreeModel,
+    vocab_size: int,
+    num_slots: int,
+    kernels: KernelSet,
+    new_policy: Callable[[], DraftPassPolicy] = DraftPassPolicy,
+) -> Any:
+    """Return the proposer of a draft model, without sources beside it; see `DraftSetup`."""
+    setup = DraftSetup(draft, vocab_size, num_slots, kernels, new_policy)
+    return _module(draft.checkpoint).open_proposer(setup)
+
+
+def proposer_of(
+    draft: TreeModel | None,
+    vocab_size: int,
+    num_slots: int,
+    kernels: KernelSet,
+    sources: GuessSources,
+    step_s: StepSeconds,
+) -> Proposer:
+    """Return what grows trees: a draft, other sources, both, or without either the root alone.
+
+    See `DraftSetup`.
+    """
+    if draft is None:
+        return LookupDrafter(sources, lambda num_rows: step_s(num_rows, ()))
+    policy = partial(DraftPassPolicy, step_s)
+    drafter = open_drafter(draft, vocab_size, num_slots, kernels, policy)
+    joined: Proposer = JoinedDrafter(drafter, sources) if sources else drafter
+    return joined
+
+
+def _module(draft: Checkpoint) -> Any:
+    return import_module(KINDS[draft.draft_kind].opens)

@@ -1,0 +1,208 @@
+"""A draft whose rows mix a token's embedding with a hidden state: MTP layers, as a decoder of theirs.
+
+Row i has the embedding of token i + 1 and the target's hidden state of token i, and scores token
+i + 2. The row of a guess has what this model made of its parent's row in place of the target's
+state. So rows of guesses are of no use once the target has run: `CarriedCache` keeps none of them.
+
+Invariant: between steps the cache has row i only where tokens i and i + 1 are committed, made of
+the target's own state of token i.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.checkpoint.carried import MIXER
+from offload.checkpoint.checkpoint import Carried, Checkpoint
+from offload.model.kv_cache import KVCache
+from offload.model.parts import BatchPart
+from offload.model.taps import final_norm
+from offload.model.tree_model import Replay, TreeModel
+
+_HOST = torch.device("cpu")
+
+
+class CarriedCache(KVCache):
+    """Keys and values of one text's rows, and what is fed to the next ones.
+
+    Attributes:
+        target: the cache of the target, with its log of hidden states; None where passes are timed.
+    """
+
+    target: KVCache | None = None
+
+    def __init__(self, width: int, like: Tensor, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self._nothing_1D = like.new_zeros(1, width)
+        self._taps_TD = self._nothing_1D[:0]  # of rows from `length` on
+        self._outputs_UD = list[Tensor]()
+        self._root_1D = self._nothing_1D
+
+    @property
+    def num_ready(self) -> int:
+        """Return up to which row the target's states are there."""
+        log = None if self.target is None else self.target.taps
+        return self.length + len(self._taps_TD) if log is None else max(log.end, self.length)
+
+    def take_taps(self, num_rows: int) -> None:
+        """Take the target's states of the next `num_rows` rows out of its log.
+
+        States that it has not are zeros: a row without sense costs guesses and nothing else.
+        """
+        log = None if self.target is None else self.target.taps
+        self._taps_TD = self._nothing_1D.expand(num_rows, -1)
+        if log is not None and log.end > self.length:
+            first = max(log.first, self.length)
+            known_TD = log.take(first)[: self.length + num_rows - first].to(self._nothing_1D)
+            missing_TD = self._taps_TD[: first - self.length]
+            self._taps_TD = torch.cat([missing_TD, known_TD])
+
+    def fed(self, part: BatchPart) -> Tensor:
+        """Return (T, D): what is mixed into the rows of a part, the target's states or outputs."""
+        num_rows, num_uncommitted = part.ancestor_TU.shape
+        first = num_uncommitted - num_rows
+        num_taps = max(0, min(len(self._taps_TD) - first, num_rows))
+        fed = [self._taps_TD[first : first + num_taps]]
+        if num_taps < num_rows:
+            parents = [_parent(part.ancestor_TU, row) for row in range(num_taps, num_rows)]
+            outputs_UD = torch.cat([self._root_1D, *self._outputs_UD])
+            place_T = torch.tensor(parents, device=outputs_UD.device) + 1
+            fed.append(outputs_UD[place_T])
+        return torch.cat(fed)
+
+    def note(self, part: BatchPart, output_TD: Tensor) -> None:
+        """Keep what came out of a part's rows, for the rows below them."""
+        num_rows, num_uncommitted = part.ancestor_TU.shape
+        if num_rows == num_uncommitted:
+            self._outputs_UD.clear()
+        self._outputs_UD.append(output_TD)
+
+    def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
+        """See `KVCache`; the last row's output stays, as that of the next tree's root."""
+        if path:
+            self._root_1D = torch.cat(self._outputs_UD)[path[-1]][None]
+            self._taps_TD = self._taps_TD[len(path) :]
+        self._outputs_UD.clear()
+        super().commit(path, kept)
+
+    def clear(self, num_kept: int = 0) -> None:
+        """Forget rows that hang on a token beyond the first `num_kept`."""
+        self._taps_TD = self._nothing_1D[:0]
+        self._outputs_UD.clear()
+        super().clear(max(0, num_kept - 1))
+
+    def copy_from(self, other: KVCache, num_positions: int) -> None:
+        """See `KVCache`."""
+        super().copy_from(other, max(0, num_positions - 1))
+
+    def can_follow(self, num_positions: int) -> int:
+        """Return all where the target's log goes on from the last row, else where it has to."""
+        log = None if self.target is None else self.target.taps
+        assert log is not None, "a text has a target"
+        is_joined = log.first <= self.length and log.end >= num_positions
+        return num_positions if is_joined else min(num_positions, self.length)
+
+
+def _parent(ancestor_TU: Tensor, row: int) -> int:
+    """Return the uncommitted row above a row of this part; -1 for the committed root."""
+    own = ancestor_TU.shape[1] - ancestor_TU.shape[0] + row
+    above = ancestor_TU[row, :own].nonzero()
+    return int(above[-1]) if len(above) else -1
+
+
+class _Mixer(nn.Module):
+    """Mixes an embedding with a hidden state: both normed, beside each other, times (D, 2D)."""
+
+    def __init__(self, norm: nn.Module, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.enorm = _twin(norm)
+        self.hnorm = _twin(norm)
+        self.eh_proj = nn.Linear(2 * width, width, bias=False, device="meta", dtype=dtype)
+
+    def forward(self, embedded_1TD: Tensor, fed_1TD: Tensor, *, is_hidden_first: bool) -> Tensor:
+        halves = [self.enorm(embedded_1TD), self.hnorm(fed_1TD)]
+        mixed_1TD: Tensor = self.eh_proj(torch.cat(halves[::-1] if is_hidden_first else halves, 2))
+        return mixed_1TD
+
+
+def _twin(norm: nn.Module) -> nn.Module:
+    """Return a norm of the same kind with parameters of its own, which are empty."""
+    twin = type(norm).__new__(type(norm))
+    twin.__dict__.update(norm.__dict__)
+    twin._parameters = {
+        name: nn.Parameter(torch.empty_like(weight), requires_grad=False)
+        for name, weight in norm._parameters.items()
+        if weight is not None
+    }
+    return twin
+
+
+class CarriedModel(TreeModel):
+    """The layers that a target carries, between its embedding table and its head."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str = "auto",
+        torch_device: torch.device = _HOST,
+        **bound: Any,
+    ) -> None:
+        assert checkpoint.carried is not None, "such a draft says what it shares"
+        self._carried: Carried = checkpoint.carried
+        super().__init__(checkpoint, dtype, torch_device, adapt=_add_mixer, **bound)
+        self._fed_TD = torch.empty(0)
+        self._output_TD = torch.empty(0)
+        decoder = self.meta_model.get_decoder()
+        self._hooks += [
+            self.meta_model.get_input_embeddings().register_forward_hook(self._mix),
+            final_norm(decoder).register_forward_hook(self._keep_output),
+        ]
+
+    def forward_parts(self, parts: Sequence[BatchPart], *, num_logits: int = 0) -> Tensor:
+        """See `TreeModel`; what the rows are fed with lies in their caches."""
+        caches = [part.cache for part in parts]
+        self._fed_TD = torch.cat(
+            [
+                cache.fed(part)
+                for cache, part in zip(caches, parts, strict=True)
+                if isinstance(cache, CarriedCache)
+            ]
+        )
+        logits = super().forward_parts(parts, num_logits=num_logits)
+        lo = 0
+        for part in parts:
+            assert isinstance(part.cache, CarriedCache), "a cache of this model's"
+            num_rows = len(part.token_T)
+            part.cache.note(part, self._output_TD[lo : lo + num_rows])
+            lo += num_rows
+        return logits
+
+    def new_cache(self, num_slots: int, gather: Callable[..., None] | None = None) -> CarriedCache:
+        """Return an empty cache for one text."""
+        width = int(self.meta_model.config.hidden_size)
+        like = torch.empty(0, dtype=self.dtype, device=self.torch_device)
+        return CarriedCache(width, like, self.num_layers, num_slots, gather, self.send)
+
+    def replay_with(self, replay: Replay) -> None:
+        """Do nothing: recordings know of no rows that are fed."""
+
+    def _mix(self, _: nn.Module, __: Any, embedded_1TD: Tensor) -> Tensor:
+        mixer = self.meta_model.get_decoder().mixer
+        is_hidden_first = self._carried.is_hidden_first
+        mixed_1TD: Tensor = mixer(
+            embedded_1TD, self._fed_TD[None].to(embedded_1TD), is_hidden_first=is_hidden_first
+        )
+        return mixed_1TD
+
+    def _keep_output(self, _: nn.Module, args: Any, normed_1TD: Tensor) -> None:
+        self._output_TD = (normed_1TD if self._carried.is_fed_normed else args[0])[0]
+
+
+def _add_mixer(meta_model: nn.Module) -> None:
+    decoder: Any = meta_model.get_decoder()  # type: ignore[operator]
+    norm = final_norm(decoder)
+    weight = next(norm.parameters())
+    name = MIXER.split(".")[1]
+    decoder.add_module(name, _Mixer(norm, weight.shape[0], weight.dtype))

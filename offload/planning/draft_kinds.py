@@ -1,0 +1,121 @@
+"""What `draft` may name: the kinds of drafts, one row each, and the parts that are joined by `+`.
+
+A draft has headers of its own (a small model's folder), or headers made of the target's (a copy in
+fewer bits, layers that the target's files carry). Which class runs it is the module's that the row
+names, see `offload.drafting.registry`. Invariant: a name is parsed here and nowhere else.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from offload.checkpoint.carried import mtp_checkpoint
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
+from offload.errors import UserError, require
+from offload.planning.quantised_drafts import copied, held_draft
+
+PathLike = str | os.PathLike[str]
+MODEL = "model"
+_LOOKUP = "lookup"
+_STORE = "store"
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """How a kind of draft comes about.
+
+    Args:
+        opens: the module of `offload.drafting` that has its `open_proposer`.
+        of_target: makes the draft's headers of the target's, and of what stands behind the colon;
+            None where a folder of its own has them.
+        adapt: changes headers of a folder of its own to those that are loaded beside the target's.
+        works_in_ranks: whether several processes can share the target.
+    """
+
+    opens: str
+    of_target: Callable[[Checkpoint, str], Checkpoint] | None = None
+    adapt: Callable[[Checkpoint, Checkpoint], Checkpoint] = lambda _, draft: draft
+    works_in_ranks: bool = False
+
+
+KINDS = {
+    MODEL: DraftKind("offload.drafting.model_drafter", works_in_ranks=True),
+    "self": DraftKind("offload.drafting.model_drafter", of_target=copied),
+    "mtp": DraftKind("offload.drafting.mtp", of_target=mtp_checkpoint),
+}
+
+
+class DraftSpec(NamedTuple):
+    """What is named by `draft`: one draft with weights, and sources of guesses beside it."""
+
+    draft: str | None
+    looks_up: bool
+    store: str | None
+
+    @classmethod
+    def parse(cls, text: PathLike) -> "DraftSpec":
+        """Return the parts of `A+B`. Raises `UserError` for two drafts, or two stores."""
+        whole = str(text)
+        parts = [whole] if os.path.exists(whole) else whole.split("+")
+        drafts = list[str]()
+        stores = list[str]()
+        for part in parts:
+            kind, colon, path = part.partition(":")
+            if kind == _STORE and colon:
+                require(bool(path), f"`draft` {_STORE}:PATH names a store", repr(part), "add it")
+                stores.append(path)
+            elif part != _LOOKUP:
+                drafts.append(part)
+        rule = "`draft` joins one draft with lookup and one store:PATH"
+        for named in (drafts, stores):
+            require(len(named) < 2, rule, " and ".join(named), "leave all but one of them out")
+        require("" not in drafts, rule, repr(whole), "name each, such as mtp+lookup")
+        return cls(next(iter(drafts), None), _LOOKUP in parts, next(iter(stores), None))
+
+
+def kind_of(draft: PathLike) -> tuple[str, str]:
+    """Return the kind that a draft is of, and the folder or value behind its name.
+
+    A folder of the name is a small model, whatever the name is.
+    """
+    name, colon, value = str(draft).partition(":")
+    if name in KINDS and name != MODEL and (colon or not os.path.isdir(str(draft))):
+        return name, value
+    return MODEL, str(draft)
+
+
+def files_of(
+    headers: Sequence[Checkpoint], draft: PathLike | None, draft_dtype: str | None
+) -> ModelFiles:
+    """Return the checkpoints of a run. Raises `UserError` for a draft that cannot be, or not pay."""
+    target = headers[0]
+    if draft is None:
+        return ModelFiles(target)
+    name, value = kind_of(draft)
+    kind = KINDS[name]
+    if kind.of_target is not None:
+        made = kind.of_target(target, value)
+    elif len(headers) > 1:
+        made = kind.adapt(target, held_draft(headers[1], draft_dtype))
+    else:
+        return ModelFiles(target)
+    return ModelFiles(target, replace(made, draft_kind=name))
+
+
+def models_to_read(model: PathLike, draft: PathLike | None) -> list[PathLike]:
+    """Return the models whose files are read, the target first; some drafts have its files."""
+    if draft is None:
+        return [model]
+    name, value = kind_of(draft)
+    return [model] if KINDS[name].of_target else [model, value]
+
+
+def check_draft(draft: PathLike | None, ranks: str | None) -> None:
+    """Raise `UserError` for a draft that does not work among ranks."""
+    if draft is None or ranks is None:
+        return
+    name, _ = kind_of(draft)
+    if not KINDS[name].works_in_ranks:
+        rule = f"`draft` {draft} works in one process alone"
+        raise UserError(f"{rule}, got `ranks` {ranks}: name a small draft")
