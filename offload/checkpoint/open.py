@@ -267,8 +267,8 @@ def _on_the_hub(repo: str) -> Checkpoint:
                 tensors[name] = checked_entry(Path(file), name, meta, index, 0)
     settings = read_config(config)
     shards = tuple(Path(f"{repo}/{file}") for file in files)
-    weights, left_out, _ = weights_of(repo, settings, tensors)
-    return Checkpoint(Path(repo), settings, shards, weights, left_out=left_out)
+    weights, left_out, extra = weights_of(repo, settings, tensors)
+    return Checkpoint(Path(repo), settings, shards, weights, left_out=left_out, extra=extra)
 
 
 def _in_cache(repo: str) -> Checkpoint | None:
