@@ -25,7 +25,7 @@ from offload.engine.tokenizer import TOKENIZER_FAILED, Tokenizer, tokenizer_end_
 from offload.engine.tokenizer import load_tokenizer as load_tokenizer
 from offload.errors import UserError, refusing, require
 from offload.guarded_process import MOST_CHARS, GuardedProcess, ProgramExceeded, ProgramFailed
-from offload.words.probe import ModelWords, probe, with_content_form
+from offload.words.probe import ModelWords, Render, probe, with_content_form
 
 # Seconds of a processor for one rendering, which takes milliseconds, and of the clock.
 _CPU_S = 5
@@ -151,10 +151,27 @@ def words_of(tokenizer: Tokenizer) -> ModelWords:
     if kept is not None and kept[0] == source:
         return kept[1]
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    words = probe(lambda told, more: render_chat(tokenizer, told, **more), source, added)
+    words = probe(_render_until_exceeded(tokenizer), source, added)
     with _words_lock:
         _words[tokenizer] = (source, words)
     return words
+
+
+def _render_until_exceeded(tokenizer: Tokenizer) -> Render:
+    """Return what renders a probe; once a template takes more than it may, no further is tried."""
+    has_exceeded = False
+
+    def render(messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        nonlocal has_exceeded
+        if has_exceeded:
+            raise ProgramFailed("it has taken more than it may")
+        try:
+            return render_chat(tokenizer, messages, **variables)
+        except ProgramExceeded:
+            has_exceeded = True
+            raise
+
+    return render
 
 
 def template_source(tokenizer: Tokenizer) -> str:

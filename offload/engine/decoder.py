@@ -199,7 +199,10 @@ class Decoder(TokenDecoder):
         # by the thread that asks: passes do not wait for what is compiled or chosen here
         kept = None if request.grammar is None else self._grammars.compiled(request.grammar)
         self._tree_of(request)
-        return request.prepared(prompt_ids, self, kept)
+        prepared = request.prepared(prompt_ids, self, kept)
+        # probes the template, which passes would wait for
+        prepared.end_ids(self.tokenizer, self.end_ids)
+        return prepared
 
     def step_all(self, runs: Sequence[Run]) -> list[Exception | None]:
         """Run one pass over the weights for all of these; what each gains is there to `take`.

@@ -174,9 +174,10 @@ def test_heads_ends_and_scaling_come_from_the_file(tmp_path: Path) -> None:
         tensors = open_gguf(write_gguf(MODELS[name](), tmp_path / f"{name}.gguf").path).tensors
         coded = {part: tensors[f"model.layers.0.self_attn.{part}_proj.weight"].coded for part in "qk"}
         assert {part: one and one.coding.num_heads for part, one in coded.items()} == wanted
-    # Ends of texts and of turns.
-    path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf", says={"tokenizer.ggml.eot_token_id": 7}).path
-    assert open_gguf(path).config["eos_token_id"] == [2, 7]
+    # Ends of texts, of turns and of messages.
+    ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9}
+    path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf", says=ends).path
+    assert open_gguf(path).config["eos_token_id"] == [2, 7, 9]
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

@@ -86,6 +86,7 @@ BAD = {
     "chain that overflows a stack": ("lark", chained(20_000), "more than its compiler can take"),
     "schema that overflows a stack": ("json_schema", chained_schema(15_000), "more than its compiler can take"),
     "unknown keyword": ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+    "alternatives": ("json_schema", '{"oneOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}', "take anyOf"),
     "false": ("json_schema", "false", "Unsatisfiable"),
     "contradiction": ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 1}', "Unsatisfiable"),
     "itself": ("json_schema", '{"$ref": "#"}', "must allow something"),
