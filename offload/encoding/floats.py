@@ -94,10 +94,10 @@ class Float8:
         ((suffix, stored),) = companions.items()
         if self.has_exponents:
             return exponents(suffix, stored.view(torch.uint8), self.grid(shape))
-        scale = stored.float()
+        scale = checked_scale(suffix, stored.float(), self.grid(shape))
         if self.is_inverse:
             scale = checked_scale(f"the inverse of {suffix}", scale.reciprocal(), scale.shape)
-        return {"scale": checked_scale(suffix, scale, self.grid(shape))}
+        return {"scale": scale}
 
     def expand(
         self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
