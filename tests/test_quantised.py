@@ -27,6 +27,12 @@ from offload.memory.planner import least_budget
 from offload.memory.tiers import LayerTier
 
 FORMATS = [name for name in RECIPES if name != "mxfp4"]  # which only stacks of experts are stored in
+ROWS = [  # MLX is read of families whose tensors mlx-lm leaves alone
+    pytest.param(format, family, id=f"{format}-{family}")
+    for format in FORMATS
+    for family in ("qwen2", "qwen3-moe", "mamba", "jamba")
+    if not (format.startswith("mlx") and family in ("mamba", "jamba"))
+]
 
 
 def expanded(model: Quantised, plain: Path, directory: Path) -> Path:
@@ -40,8 +46,7 @@ def expanded(model: Quantised, plain: Path, directory: Path) -> Path:
     return directory
 
 
-@matrix("format", FORMATS, daily=4)
-@matrix("family", ["qwen2", "qwen3-moe", "mamba", "jamba"], daily=1)
+@matrix("format,family", ROWS, daily=4)
 def test_streamed_ids_and_logits_are_those_of_the_expanded_weights(format: str, family: str, tmp_path: Path) -> None:
     # widths that blocks of 16 divide, where a family has narrow ones
     rank = {"time_step_rank": 32, "mamba_dt_rank": 32}

@@ -10,12 +10,13 @@ from model_files import generate, save_files
 from quantised import save_quantised
 
 _FORMATS = ("fp8-block", "fp8-channel", "ct-w4-zeros", "ct-w4-order", "ct-int8", "awq", "gptq-order", "nf4-nested",
-    "nvfp4", "mxfp4")  # fmt: skip
+    "nvfp4", "mxfp4", "fp8-inverse", "gptq-3", "ct-w3", "mx-fp8", "mlx-3", "mlx-mxfp4", "torchao")  # fmt: skip
 _QC = "quantization_config"
 _KEYS = tuple(f"{_QC}.{key}" for key in ("quant_method", "fmt", "activation_scheme", "weight_block_size", "format",
     "config_groups", "ignore", "bits", "group_size", "zero_point", "version", "desc_act", "sym", "checkpoint_format",
     "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "modules_to_not_convert",
-    "kv_cache_scheme", "quantization_status", "bnb_4bit_compute_dtype", "modules_in_block_to_quantize"))  # fmt: skip
+    "kv_cache_scheme", "quantization_status", "bnb_4bit_compute_dtype", "modules_in_block_to_quantize",
+    "weight_scale_semantics", "mode"))  # fmt: skip
 
 
 def _save(folder: Path, *, format: str) -> None:
