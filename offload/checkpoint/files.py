@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from offload.encoding.base import AGAIN
-from offload.errors import ReadError, UserError, reason, system_reason, told_by_system
+from offload.errors import ReadError, UserError, ensure, reason, system_reason, told_by_system
 from offload.interrupts import held_back
 from offload.machine import num_cores
 from offload.units import format_bytes
@@ -139,12 +139,18 @@ def text_of(raw: bytes, what: str, source: object) -> str:
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raises `OSError`, and `UserError` for other content."""
     try:
-        value = json.loads(read_small(path))
+        value = json.loads(read_small(path), parse_constant=_constant)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({reason(error)}): {remedy}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object: {remedy}")
     return value
+
+
+def _constant(name: str) -> float:
+    """Return an infinity, which configs have as limits. Raises `ValueError` for NaN."""
+    ensure(name != "NaN", "NaN is no number")
+    return float(name)
 
 
 def read_json(path: Path) -> dict[str, Any]:

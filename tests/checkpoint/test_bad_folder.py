@@ -220,6 +220,13 @@ def test_random_damage_to_a_config_never_surprises(broken_file: Path) -> None:
     assert 20 < num_refused < 100
 
 
+def test_nan_in_a_config_is_not_blamed_on_weights(broken_file: Path) -> None:
+    path = broken_file / "config.json"
+    path.write_text(path.read_text().replace("{", '{"rope_theta": NaN, "limit": [0, Infinity],', 1))
+    with pytest.raises(UserError, match=r"config.json is not valid JSON \(NaN is no number\)"):
+        open_checkpoint(broken_file)
+
+
 def test_an_index_that_a_later_save_has_left_behind_counts_for_nothing(broken_file: Path, sound: Path) -> None:
     """As transformers leaves it; where its own files are there as well, transformers reads the single file."""
     wanted = open_checkpoint(broken_file).tensors
