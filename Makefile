@@ -12,6 +12,7 @@
 #   make check   linters only
 #   make fuzz CASES=10000 SEED=0   damaged files against all that reads them, see tests/fuzz
 #   make test-floor   tests with the oldest versions that pyproject.toml admits, in an environment of their own (Python 3.12)
+#   make test-newest  tests with the newest releases of all that pyproject.toml admits, likewise; TORCH='torch==2.13.0' picks one
 #   make audit   known holes in all that is installed, by pip-audit; fails where the advisory database is out of reach
 #   make licences   of what the wheel needs; make sbom   the same as a CycloneDX list in build/sbom.json
 #   make pictures   record the demo and the chat page for README and docs anew
@@ -22,6 +23,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FLOOR := .venv-floor
+NEWEST := .venv-newest
+TORCH ?= torch# an index may have a newer one for CUDA alone, of gigabytes
 EVAL := .venv-eval
 AUDIT := .venv-audit# tools that look at the environment from outside
 # On a terminal pip shows what it fetches: torch takes minutes.
@@ -36,7 +39,7 @@ PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there mypy and the contract see the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-full test-rest test-slice test-isa test-costs test-eval planted fuzz faults test-floor check lint types audit licences sbom pictures clean
+.PHONY: demo test test-full test-rest test-slice test-isa test-costs test-eval planted fuzz faults test-floor test-newest check lint types audit licences sbom pictures clean
 
 demo: $(VENV)/.installed-run
 	@echo "== offload demo"
@@ -129,6 +132,13 @@ test-floor: $(FLOOR)/.installed
 	@echo "== pytest with $$($(FLOOR)/bin/python -V) and the versions of constraints-floor.txt"
 	@$(FLOOR)/bin/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal --full -o filterwarnings=default
 
+# A failure there is an issue, not a fault of the commit. To try a minor version beyond the bound of pyproject.toml:
+# .venv-newest/bin/pip install --no-deps 'transformers==X.Y.*'
+test-newest: $(NEWEST)/.installed
+	@echo "== pytest with the newest releases: $$($(NEWEST)/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)')"
+	@failed=; run="$(NEWEST)/bin/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal"; \
+	$$run tests/contract && $$run || failed=1; $$run --full tests/model || failed=1; test -z "$$failed"
+
 # What pip-audit ends with is not asked: it ends well where it has audited nothing.
 audit: $(VENV)/.installed-dev $(AUDIT)/.installed
 	@mkdir -p build && rm -f build/audit.json
@@ -151,7 +161,7 @@ pictures: $(VENV)/.installed-dev
 	@$(BIN)/python .ci/pictures.py
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(EVAL) $(AUDIT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) $(FLOOR) $(NEWEST) $(EVAL) $(AUDIT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	find offload kernels bench tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are newer than what decides their content; a development install serves `make demo` too.
@@ -172,6 +182,11 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt | $(FLOOR)/bin/pip
 	@echo "== installing the oldest versions into $(FLOOR) (once; torch may come as its CUDA build of some 3 GB)"
 	@$(FLOOR)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-floor.txt -e '.[bench,test]' \
 	  || { echo "the oldest versions cannot be installed here, see above: NOT tested with $$($(FLOOR)/bin/python -V)" >&2; exit 1; }
+	@touch $@
+
+$(NEWEST)/.installed: pyproject.toml | $(NEWEST)/bin/pip
+	@echo "== installing the newest versions into $(NEWEST) (once; torch is large, this takes minutes)"
+	@$(NEWEST)/bin/python -m pip install -qq -U --disable-pip-version-check -e '.[bench,test]' '$(TORCH)'
 	@touch $@
 
 $(EVAL)/.installed: $(VENV)/.installed-dev | $(EVAL)/bin/pip

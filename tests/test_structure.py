@@ -19,6 +19,12 @@ MAX_FUNCTION_LINES = 60
 MAX_IMPORTS = 15
 MAX_POSITIONAL = 6
 MAX_PARAMETERS = 8
+MOVED = {"past_key_values", "cache_params"}
+LIBRARY = PurePosixPath("offload/model/library.py")
+# Small, public, older than the oldest version that is admitted, or `transformers.__version__` alone.
+ASK_TRANSFORMERS = {PurePosixPath(f"offload/{name}.py") for name in (
+    "checkpoint/small_files", "engine/load", "engine/text_stream", "engine/tokenizer", "guarded_worker", "model/meta",
+    "sampling/sampler")}  # fmt: skip
 PERSONS = re.compile(r"\b(?:whoever|whomever|nobody|somebody)\b", re.IGNORECASE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -128,8 +134,22 @@ def kernels_stand_alone(path: PurePosixPath, source: str) -> Iterator[str]:
                 yield f"{path}:{node.lineno} a kernel imports {name}: kernels/ stands at the bottom"
 
 
+def one_file_knows_the_library(path: PurePosixPath, source: str) -> Iterator[str]:
+    """What transformers may rename between minor versions is named in `model/library.py` alone."""
+    if path.parts[0] != "offload" or path == LIBRARY:
+        return
+    for node in nodes(source):
+        name = getattr(node, "value" if isinstance(node, ast.Constant) else "arg", None)
+        if isinstance(name, str) and name in MOVED:
+            yield f"{path}:{node.lineno} a name of transformers that moves: take it from {LIBRARY}"
+        for name in imported_names(node) if path not in ASK_TRANSFORMERS else ():
+            if f"{name}.".startswith("transformers."):
+                yield f"{path}:{node.lineno} imports {name}: take it from {LIBRARY}"
+
+
 RULES: list[Rule] = [short_files, short_functions, few_imports, nothing_packed, few_parameters, nothing_swallowed]
 RULES += [named_by_its_job, docstrings, plain_words, no_package_at_top_level, kernels_stand_alone]
+RULES += [one_file_knows_the_library]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -226,6 +246,9 @@ PLANTED = [
     planted(plain_words, "bench/a.py", "def f():\n    '''The same for a list.'''", "the_same"),
     planted(plain_words, "offload/a.py", "# nobody reads it", "persons"),
     planted(no_package_at_top_level, "kernels/__init__.py", ""),
+    planted(one_file_knows_the_library, "offload/a.py", "run(past_key_values=cache)", "argument"),
+    planted(one_file_knows_the_library, "offload/a.py", "NAMES = ('cache_params',)", "text"),
+    planted(one_file_knows_the_library, "offload/a.py", "from transformers.cache_utils import Cache", "import"),
     planted(kernels_stand_alone, "kernels/a.py", "from offload.units import Config", "from"),
     planted(kernels_stand_alone, "kernels/a.py", "import offload", "import"),
 ]

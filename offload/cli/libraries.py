@@ -23,6 +23,8 @@ from offload.machine import has_cuda_driver
 # Used where they are installed: by losses, by candidates of assisted generation, by pictures and by
 # quantisers.
 _UNUSED = ("scipy", "sklearn", "torchvision", "torchao")
+# What a library says to those who write programs, and no user can mend. Tests take them for errors.
+_DEPRECATIONS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
 _PHASE = "importing torch and transformers"
 _COMPILER = "torch._dynamo"
 # What every model class and every tokenizer of transformers imports, and any pass over a model
@@ -51,6 +53,10 @@ def libraries(
             said.add(line)
             console.say(line)
 
+    # for as long as the process lives; `-W` and PYTHONWARNINGS go before
+    if "torch" not in sys.modules and not sys.warnoptions:
+        for category in _DEPRECATIONS:
+            warnings.simplefilter("ignore", category)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, category, *_, **__: tell(category.__name__, message)
         if "torch" in sys.modules:
@@ -113,9 +119,6 @@ def _import_parts() -> None:
         compiler.__path__ = [os.path.join(torch.__path__[0], "_dynamo")]
         # and stays: any product on the meta device asks for it
         sys.modules.setdefault(_COMPILER, compiler)
-        # As on systems where torch comes without it; for as long as the process lives, because
-        # modules that are imported later must find what they expect in those that are imported now.
-        torch.distributed.is_available = lambda: False
         for name in _PARTS:
             importlib.import_module(name)
     finally:

@@ -22,6 +22,7 @@ from offload.engine.opening import open_setup
 from offload.engine.request import Request, require_request
 from offload.engine.resolve import resolve
 from offload.errors import require
+from offload.model.library import version_notes
 from offload.options import ModelChoice, ModelOptions
 from offload.planning.load_options import LoadOptions
 from offload.rules import check_lenience
@@ -135,4 +136,6 @@ def open_decoder(
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
     setup = resolve(options, device=device, read=read, open_source=open_source, hooks=hooks)
-    return open_setup(setup, request, transport)
+    decoder = open_setup(setup, request, transport)
+    decoder.notes.extend(version_notes())
+    return decoder

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from offload.errors import UserError
 from offload.kernels.path_attention import AttentionChunk, PathRows, ScoreTerms, Window, first_seen
+from offload.model.library import AttentionInterface
 from offload.model.parts import BatchMask
 
 NAME = "offload_tree"

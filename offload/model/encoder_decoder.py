@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.generation_config import start_ids_of
@@ -23,7 +22,7 @@ from offload.errors import UserError, require
 from offload.kernels.path_attention import Window
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
-from offload.model.library import CACHE, cache_in
+from offload.model.library import CACHE, DynamicCache, EncoderDecoderCache, cache_in
 from offload.model.parts import PassCache
 from offload.model.tree_model import Masks, TreeModel
 

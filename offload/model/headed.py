@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from offload.model.library import MODEL_MAPPING, CausalLMOutputWithPast, PreTrainedModel
 
 
 def headed_model(config: Any, dtype: torch.dtype, **_: Any) -> PreTrainedModel:

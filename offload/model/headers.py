@@ -47,8 +47,8 @@ def _of_built_model(config: dict[str, Any], path: Path) -> Checkpoint:
         require(value < most, f"{path}: {key} must be a whole number below {most}", value, "fix it")
 
     import torch
-    from transformers.core_model_loading import revert_weight_conversion
 
+    from offload.model.library import revert_weight_conversion
     from offload.model.meta import build_meta_model
 
     model = build_meta_model(known, getattr(torch, dtype))

@@ -6,11 +6,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.cuts import Section
 from offload.errors import UserError
+from offload.model.library import PreTrainedModel
 
 _INSEPARABLE = {
     "is_encoder_decoder": "its encoder is run by the rank that has the prompt",

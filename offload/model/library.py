@@ -1,19 +1,121 @@
-"""The names of transformers that have moved, or may move, between its minor versions.
+"""Everything that the models ask of transformers by a name that may move between minor versions.
 
-Everything else that the program asks of transformers is public and older than the oldest version
-that it admits. A rename is mended here, and nowhere else. `tests/contract` asks each name of the
-version that is installed.
+A rename is mended here, and nowhere else. What is missing is told as it is: no family is refused,
+and no wrong number computed, for a name that the library has given up. `tests/contract` asks each
+of these names of the version that is installed, and says from which version it holds.
 """
 
+import traceback
 from collections.abc import Iterable
 from inspect import Signature, signature
+from pathlib import Path
 from typing import Any
 
 import transformers
 from torch import nn
-from transformers.masking_utils import create_causal_mask
+
+from offload.errors import UserError, reason
 
 TESTED = ("5.17", "5.24")  # the oldest and the newest minor version that the tests were run with
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+# what code that calls a thing by a name of before ends in
+_RENAMED = (TypeError, AttributeError, KeyError, ImportError, StopIteration, NotImplementedError)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def library_error(missing: str) -> UserError:
+    """Return the error for a transformers that lacks what the program asks of it."""
+    oldest, newest = TESTED
+    major, minor = _minor(newest)
+    return UserError(
+        f"transformers {transformers.__version__} has no {missing}, which transformers {oldest} to "
+        f"{newest} have: pip install 'transformers>={oldest},<{major}.{minor + 1}'"
+    )
+
+
+def version_notes() -> list[str]:
+    """Return a line for the user where transformers is newer than what was tested, else none."""
+    newest = TESTED[1]
+    installed = transformers.__version__
+    if _minor(installed) <= _minor(newest):
+        return []
+    return [f"transformers {installed} is newer than {newest}, up to which this was tested"]
+
+
+def version_error(error: Exception) -> UserError | None:
+    """Return what an error comes to that a newer transformers has caused; None for any other.
+
+    These are errors out of the program's own frames, and of the kinds that a rename ends in.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    is_own = bool(frames) and frames[-1].filename.startswith(_PACKAGE)
+    notes = version_notes()
+    if not notes or not (is_own or isinstance(error, _RENAMED)):
+        return None
+    major, minor = _minor(TESTED[1])
+    remedy = f"pip install 'transformers<{major}.{minor + 1}'"
+    return UserError(f"{notes[0]}, and fails ({type(error).__name__}: {reason(error)}): {remedy}")
+
+
+try:
+    # What the models are built of, and by which tables files become parameters.
+    from transformers import (  # noqa: F401  (handed on from here)
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_MAPPING,
+        AttentionInterface,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+        AutoModelForSeq2SeqLM,
+        PreTrainedModel,
+    )
+    from transformers.activations import ACT2FN  # noqa: F401
+    from transformers.cache_utils import (  # noqa: F401
+        Cache,
+        DynamicCache,
+        DynamicLayer,
+        EncoderDecoderCache,
+    )
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES  # noqa: F401
+    from transformers.conversion_mapping import (  # noqa: F401
+        get_checkpoint_conversion_mapping,
+        get_model_conversion_mapping,
+    )
+    from transformers.core_model_loading import (  # noqa: F401
+        Concatenate,
+        MergeModulelist,
+        WeightConverter,
+        WeightRenaming,
+        WeightTransform,
+        rename_source_key,
+        revert_weight_conversion,
+    )
+    from transformers.masking_utils import create_causal_mask
+    from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: F401
+except ImportError as missing_name:
+    raise library_error(str(missing_name.msg).removeprefix("cannot import name ")) from None
+
+# by owner: what a pass's cache stands in for, and layers call
+_METHODS = (
+    (Cache, ("update", "get_seq_length")),
+    (DynamicLayer, ("update", "get_seq_length")),
+)
+# what models are built by and asked for, beside their forward pass
+_MODEL_METHODS = (
+    "get_decoder",
+    "get_encoder",
+    "get_output_embeddings",
+    "set_attn_implementation",
+    "set_experts_implementation",
+    "base_model_prefix",
+    "_get_dtype_plan",
+    "_from_config",
+    "_supports_sdpa",
+)
 _CACHE_NAMES = ("cache", "past_key_values")  # newest first: `cache` from 5.24
 # of recurrent layers and models, where they have a name of their own: until 5.23
 STATE_CACHE = "cache_params"
@@ -25,6 +127,8 @@ POSITIONS = "position_ids"
 ROTARY_TABLES = "position_embeddings"
 QUERY_INPUT = "q_resid"
 EARLIER_INDICES = "prev_topk_indices"
+# by which decoders are given the rows of a pass; what a signature lacks, some would swallow
+_ROWS = ("input_ids", "position_ids")
 
 
 def _cache_name() -> str:
@@ -32,9 +136,14 @@ def _cache_name() -> str:
     parameters = signature(create_causal_mask).parameters
     known = [name for name in _CACHE_NAMES if name in parameters]
     if not known:
-        raise ImportError(f"create_causal_mask of transformers has none of {_CACHE_NAMES}")
+        raise library_error(f"argument {' or '.join(_CACHE_NAMES)} of create_causal_mask")
     return known[0]
 
+
+for owner, names in (*_METHODS, (PreTrainedModel, _MODEL_METHODS)):
+    for name in names:
+        if not hasattr(owner, name) and name not in getattr(owner, "__annotations__", ()):
+            raise library_error(f"{owner.__name__}.{name}")
 
 CACHE = _cache_name()
 LAYER_CACHES = (STATE_CACHE, *_CACHE_NAMES)
@@ -48,6 +157,18 @@ def require_arguments(module: nn.Module, names: Iterable[str]) -> Signature:
         name = f"{type(module).__name__} of transformers {transformers.__version__}"
         raise ValueError(f"{name} is given no {' and no '.join(missing)}")
     return arguments
+
+
+def require_rows(decoder: Any) -> None:
+    """Raise `UserError` for a decoder that takes no positions, or no cache, by these names."""
+    known = signature(type(decoder).forward).parameters
+    rows = _ROWS if hasattr(decoder, "rotary_emb") else _ROWS[:1]
+    for name in rows:
+        if name not in known:
+            raise library_error(f"argument {name} of {type(decoder).__name__}.forward")
+    if not known.keys() & {*LAYER_CACHES}:
+        names = " or ".join(_CACHE_NAMES)
+        raise library_error(f"argument {names} of {type(decoder).__name__}.forward")
 
 
 def cache_in(arguments: dict[str, Any]) -> Any:

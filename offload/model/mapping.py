@@ -10,26 +10,23 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    get_model_conversion_mapping,
-)
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    rename_source_key,
-)
-
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import TensorPart, slice_of
 from offload.checkpoint.small_files import is_wrapper
 from offload.checkpoint.tensors import ROWS, TensorEntry
 from offload.encoding.base import AGAIN, ENCODINGS
 from offload.errors import UserError
+from offload.model.library import (
+    Concatenate,
+    MergeModulelist,
+    PreTrainedModel,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    rename_source_key,
+)
 
 _COMPUTED = "in a form that must be computed, which cannot be streamed"
 _UNKNOWN = "use another checkpoint of this model"

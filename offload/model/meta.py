@@ -20,16 +20,6 @@ import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedModel,
-)
-from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from offload.checkpoint.checkpoint import Checkpoint, unsupported
 from offload.checkpoint.families import SHARED_LAYERS
@@ -38,7 +28,20 @@ from offload.errors import UserError, reason
 from offload.model import attention
 from offload.model.headed import headed_model
 from offload.model.layer_stacks import cut_stack, layer_stacks
-from offload.model.library import CACHE, STATE_CACHE
+from offload.model.library import (
+    ALLOWED_LAYER_TYPES,
+    CACHE,
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    STATE_CACHE,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+    require_rows,
+    version_error,
+)
 from offload.model.mixers.indexed import follow_indices, selection_of
 from offload.model.parts import BatchPart, causal, lay
 from offload.model.path_attention import path_rows
@@ -111,6 +114,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         build = AutoModelForCausalLM.from_config if is_known else headed_model
         meta_model = _instantiate(build, config, dtype)
         decoder = meta_model.get_decoder()
+    require_rows(decoder)
     found = getattr(decoder, "layers", None)
     layers = found if isinstance(found, nn.ModuleList) else nn.ModuleList()
     is_following = follow_trees(layers)
@@ -274,9 +278,14 @@ def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
     """Refuse what transformers raises about a config; `likely` explains what has no value."""
     try:
         yield
-    except KeyError as error:
-        raise unsupported(checkpoint, f"config.json has no {reason(error)}") from None
     except Exception as error:
+        if isinstance(error, UserError):
+            raise
+        of_version = version_error(error)
+        if of_version is not None:
+            raise UserError(f"{checkpoint.name}: {of_version}") from None
+        if isinstance(error, KeyError):
+            raise unsupported(checkpoint, f"config.json has no {reason(error)}") from None
         is_likely = bool(likely) and isinstance(error, (TypeError, AttributeError))
         raise unsupported(checkpoint, likely if is_likely else reason(error)) from None
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
 from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache, LayerStates
-from offload.model.library import CACHE
+from offload.model.library import CACHE, Cache, DynamicLayer
 
 
 class BatchPart(NamedTuple):

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from offload.model.kv_cache import KVCache
-from offload.model.library import LAYER_CACHES, cache_in
+from offload.model.library import ACT2FN, LAYER_CACHES, cache_in
 from offload.model.parts import BatchPart, PassCache
 from offload.model.recurrences import CONVOLUTION, KINDS, Gated, Lightning, Recurrence
 from offload.model.recurrent_cache import RecurrentCache
