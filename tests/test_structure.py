@@ -24,7 +24,7 @@ LIBRARY = PurePosixPath("offload/model/library.py")
 # Small, public, older than the oldest version that is admitted, or `transformers.__version__` alone.
 ASK_TRANSFORMERS = {PurePosixPath(f"offload/{name}.py") for name in (
     "checkpoint/small_files", "engine/load", "engine/text_stream", "engine/tokenizer", "guarded_worker", "model/meta",
-    "sampling/sampler")}  # fmt: skip
+    "sampling/model_rules", "sampling/sampler")}  # fmt: skip
 PERSONS = re.compile(r"\b(?:whoever|whomever|nobody|somebody)\b", re.IGNORECASE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -17,9 +17,9 @@ import numpy as np
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import replacing
-from offload.checkpoint.gguf_names import ARCHITECTURES, Architecture
 from offload.checkpoint.open import open_checkpoint
 from offload.errors import UserError
+from offload.families.gguf import ARCHITECTURES, Architecture
 
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")

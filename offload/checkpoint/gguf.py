@@ -26,12 +26,13 @@ from offload.checkpoint.gguf_config import (
     stated_config,
 )
 from offload.checkpoint.gguf_header import Metadata, gguf_parts, read_gguf_header
-from offload.checkpoint.gguf_names import ARCHITECTURES, FACTORS, tensors_of
+from offload.checkpoint.gguf_names import tensors_of
 from offload.checkpoint.safetensors import FileHeader, damaged
 from offload.checkpoint.small_files import has_tokenizer, of_text, read_config
 from offload.checkpoint.tensors import Entries, TensorEntry
 from offload.encoding.base import Settings
 from offload.errors import UserError, installing
+from offload.families.gguf import ARCHITECTURES, FACTORS
 
 _KNOWN = f"those of {', '.join(ARCHITECTURES)} are: take this model in safetensors"
 

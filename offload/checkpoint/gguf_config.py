@@ -12,9 +12,14 @@ from itertools import zip_longest
 from typing import Any
 
 from offload.checkpoint.gguf_header import Metadata
-from offload.checkpoint.gguf_names import ARCHITECTURES
 from offload.checkpoint.small_files import check_counts
 from offload.errors import UserError
+from offload.families.gguf import (
+    ARCHITECTURES,
+    CONFIG_TYPES,
+    MIXTURE_TYPES,
+    WINDOWED_TYPES,
+)
 
 Config = dict[str, Any]
 _SIZES = {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
@@ -102,14 +107,14 @@ def config_of(
     if said.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         what = f"{where}: rotary positions of part of a head are not known here"
         raise UserError(f"{what}: {GIVE_CONFIG}")
-    config["model_type"] = {"gemma3": "gemma3_text"}.get(said.arch, said.arch)
+    config["model_type"] = CONFIG_TYPES.get(said.arch, said.arch)
     config["rope_scaling"] = _rope_scaling(said, config, factors)
     if said.arch == "gemma3":
         return config | _gemma_config(said, config)
     if said.get("expert_count"):
         return config | _mixture_config(said)
-    if said.arch == "llama" and config.get("sliding_window"):
-        return config | {"model_type": "mistral"}
+    if said.arch in WINDOWED_TYPES and config.get("sliding_window"):
+        return config | {"model_type": WINDOWED_TYPES[said.arch]}
     if said.arch == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in names
     return config
@@ -124,10 +129,9 @@ def _mixture_config(said: "_ArchMetadata") -> Config:
         counts["num_experts"] = said.size("expert_count")
         counts["moe_intermediate_size"] = said.size("expert_feed_forward_length")
     missing = next((key for key, value in counts.items() if value is None), None)
-    if missing or said.arch not in ("llama", "qwen3moe"):
+    if missing or said.arch not in MIXTURE_TYPES:
         raise UserError(f"{said.where}: its header does not say {missing or 'all'}: {GIVE_CONFIG}")
-    names = {"llama": "mixtral", "qwen3moe": "qwen3_moe"}
-    return {**counts, "model_type": names[said.arch], "norm_topk_prob": True}
+    return {**counts, "model_type": MIXTURE_TYPES[said.arch], "norm_topk_prob": True}
 
 
 def stated_config(where: str, metadata: Metadata) -> Config:

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.families import with_shared_layers
 from offload.checkpoint.small_files import stored_dtype
 from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.text_part import with_shared_layers
 from offload.encoding.base import PLAIN_OF
 from offload.errors import UserError
+from offload.families.types import BIASED_QUERIES, LLAMA_LIKE, NORMED_HEADS
 
-# families that share one layer structure, but for biases and norms of heads
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 _HEADS = "num_attention_heads"
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", _HEADS, "vocab_size")
 _DEFAULTED = ("num_key_value_heads", "head_dim")
@@ -74,11 +73,11 @@ def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, width),
         "mlp.down_proj.weight": (width, inner),
     }
-    if config["model_type"] == "qwen2" or config.get("attention_bias"):
+    if config["model_type"] in BIASED_QUERIES or config.get("attention_bias"):
         shapes |= {
             f"self_attn.{name}_proj.bias": (size,)
             for name, size in (("q", queries), ("k", keys), ("v", keys))
         }
-    if config["model_type"] == "qwen3":
+    if config["model_type"] in NORMED_HEADS:
         shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
     return shapes

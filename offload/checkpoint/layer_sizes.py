@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.families import ON_DEMAND
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound, slice_of
 from offload.checkpoint.small_files import first_size
 from offload.checkpoint.tensors import (
@@ -27,6 +26,7 @@ from offload.checkpoint.tensors import (
 )
 from offload.encoding.base import ENCODINGS, Encoding, Settings
 from offload.errors import UserError
+from offload.families.types import EXPERTS_ONE_BY_ONE, GATED_STATES, LIGHTNING
 
 # within a layer; not `shared_experts.`, which every row meets
 _ROUTED = re.compile(rf".*?{MIXTURE}(?:(\d{{1,9}})\.)?(.+)$")
@@ -81,7 +81,7 @@ def expert_shape(
     Raises `UserError` where config and tensors disagree on their number.
     """
     num_chosen = first_size(config, *_CHOSEN, most=math.inf)
-    if config.get("model_type") not in ON_DEMAND or not num_chosen:
+    if config.get("model_type") not in EXPERTS_ONE_BY_ONE or not num_chosen:
         return None
     names = {name: routed_name(name) for name in checkpoint.tensors}
     routed = {name: one for name, one in names.items() if one and one[0] < num_layers}
@@ -283,7 +283,7 @@ def recurrent_layers(
     layers = sorted({*convolutions, *decays})
     found = {layer: _layer(config, convolutions[layer], decays.get(layer)) for layer in layers}
     # linear attention, whose heads are as wide together as its gate
-    is_linear = config.get("model_type") == "minimax"
+    is_linear = config.get("model_type") in LIGHTNING
     for layer, name, entry in in_layers(tensors, num_layers if is_linear else 0):
         if name == _GATE:
             width = entry.shape[0]
@@ -304,7 +304,7 @@ def _layer(
     taps = max((shape[2] for shape in convolutions), default=1)
     if decays is None:
         return RecurrentLayer(taps, channels, kept=channels, row_floats=4 * channels)
-    if config.get("model_type") == "recurrent_gemma":
+    if config.get("model_type") in GATED_STATES:
         return RecurrentLayer(taps, channels, channels, 3 * channels, 0, 12 * channels)
     if len(decays) == 2:  # Mamba has a decay for each channel and state
         width, num_states = decays

@@ -22,7 +22,6 @@ from offload.checkpoint.download import (
     not_on_the_hub,
     shard_names,
 )
-from offload.checkpoint.families import TextPart, text_part, with_shared_layers, with_turned_stacks
 from offload.checkpoint.files import Stamp, name_of_folder, read_json, stamp_of
 from offload.checkpoint.gguf import open_gguf
 from offload.checkpoint.gguf_header import SPLIT
@@ -31,6 +30,7 @@ from offload.checkpoint.mlx import as_in_transformers, is_of_mlx, require_known
 from offload.checkpoint.safetensors import checked_entry, damaged, read_header, require_few
 from offload.checkpoint.small_files import read_config
 from offload.checkpoint.tensors import TensorEntry, with_codings
+from offload.checkpoint.text_part import TextPart, text_part, with_shared_layers, with_turned_stacks
 from offload.encoding.base import AGAIN
 from offload.errors import UserError, require
 

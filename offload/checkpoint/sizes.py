@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name, remembered, unsupported
-from offload.checkpoint.families import REFUSED
 from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
 from offload.checkpoint.layer_sizes import (
     NO_STATES,
@@ -34,6 +33,7 @@ from offload.checkpoint.small_files import decoder_config, first_size, has_encod
 from offload.checkpoint.tensors import TensorEntry, in_layers
 from offload.encoding.base import PLAIN_OF, Encoding, Settings
 from offload.errors import UserError
+from offload.families.types import MISCOMPUTED, REFUSED
 
 _KV_NAME = re.compile(r"(.*\.)?(?<!indexer\.)[kv]_proj\.weight$")
 # Gemma 3n and 4 have a table of inputs to every layer.
@@ -231,7 +231,9 @@ def text_config(checkpoint: Checkpoint) -> Settings:
 
 def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the numbers that memory depends on; of a list with one per layer, the largest."""
-    why = REFUSED.get(str(checkpoint.config.get("model_type")))
+    kinds = (str(one.get("model_type")) for one in (checkpoint.config, of_text(checkpoint.config)))
+    reasons = REFUSED | MISCOMPUTED
+    why = next((reasons[kind] for kind in kinds if kind in reasons), None)
     if why is not None:
         raise unsupported(checkpoint, why)
     where = checkpoint.name

@@ -21,8 +21,8 @@ from typing import Any
 from offload.checkpoint.files import name_of_folder, read_json, read_small
 from offload.encoding.base import PLAIN_OF, Settings
 from offload.errors import UserError, ensure, reason, require
+from offload.families.types import ENCODER_DECODERS, SIZES_OUTSIDE
 
-ENCODER_DECODERS = ("t5", "mt5")
 TRAINED_CONTEXT = 512  # of both stacks; positions are relative, so longer texts are allowed
 _USUAL_NAMES = {
     "hidden_size": "d_model",
@@ -32,8 +32,6 @@ _USUAL_NAMES = {
 }
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads",
           "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
-# model types whose config has the sizes of text at the top, beside `vision_config`
-_SIZES_OUTSIDE = ("qwen2_vl", "qwen2_5_vl")
 ANOTHER_FOLDER = "give the folder of a model that transformers has, or of its language model alone"
 # classifiers of 20,000 labels are common
 _MOST_LAYERS = 10_000
@@ -147,7 +145,7 @@ def first_size(config: Settings, *names: str, most: float = (1 << 31) - 1) -> in
 
 def is_wrapper(config: Settings) -> bool:
     """Return whether a config is of a model around a language model."""
-    return isinstance(config.get("text_config"), dict) or config.get("model_type") in _SIZES_OUTSIDE
+    return isinstance(config.get("text_config"), dict) or config.get("model_type") in SIZES_OUTSIDE
 
 
 def has_encoder(config: Settings) -> bool:

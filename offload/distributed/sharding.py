@@ -25,6 +25,7 @@ from offload.checkpoint.sizes import config_sizes, head_dim, text_config
 from offload.checkpoint.small_files import has_encoder
 from offload.encoding.base import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
+from offload.families.types import BY_HEADS
 from offload.planning.cluster import Gathers
 
 # rows that a share of a matrix is a multiple of, where a rank has so many times that many
@@ -32,8 +33,6 @@ _STEP = 16
 _MANY = 4
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-# Families whose heads can be computed apart: all that attention does there, it does head by head.
-_BY_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 _EXPERTS = ("expert", "router", "mlp.gate.", "block_sparse_moe")
 
 
@@ -170,7 +169,7 @@ def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) 
         for name, found in shapes.items()
         if name.endswith(".weight") and len(next(iter(found))) == 2
     }
-    is_known = text_config(checkpoint).get("model_type") in _BY_HEADS
+    is_known = text_config(checkpoint).get("model_type") in BY_HEADS
     if not is_known or set(matrices) != {*_ATTENTION, *_FEED_FORWARD} or num_groups is None:
         return False
     expected = {"q": num_heads * width, "k": num_groups * width, "v": num_groups * width}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from offload.errors import UserError
+from offload.families.types import CALCULATE_WITH_MASKS, LIGHTNING
 from offload.kernels.path_attention import AttentionChunk, PathRows, ScoreTerms, Window, first_seen
 from offload.model.library import AttentionInterface
 from offload.model.parts import BatchMask
@@ -25,15 +26,13 @@ BIASED = "offload_tree_biased"
 _MAX_WINDOW = 1 << 31
 # size of a mask repeated for the heads of a group
 _MAX_MASK_BYTES = 64 << 20
-# families whose layers add to their mask before they pass it on
-_CALCULATE_WITH_MASKS = ("doge",)
 # families that need one of these take their own eager attention
 _SCORE_TERMS = ("softcap", "s_aux", "position_bias")
 
 
 def is_for_rows(config: Any) -> bool:
     """Return whether a model's layers pass their mask on to our attention function untouched."""
-    return config._attn_implementation == NAME and config.model_type not in _CALCULATE_WITH_MASKS
+    return config._attn_implementation == NAME and config.model_type not in CALCULATE_WITH_MASKS
 
 
 def windows_of(config: Any, num_layers: int) -> list[Window]:
@@ -46,7 +45,7 @@ def windows_of(config: Any, num_layers: int) -> list[Window]:
         "sliding_attention": window,
         "chunked_attention": AttentionChunk(chunk) if chunk else None,
     }
-    if config.model_type == "minimax":  # calls them so whatever their window
+    if config.model_type in LIGHTNING:  # calls them so whatever their window
         reach["full_attention"] = window
     return [reach.get(kind) for kind in kinds]
 

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.imagined import LLAMA_LIKE, checkpoint_of_config, imagined
+from offload.checkpoint.imagined import checkpoint_of_config, imagined
 from offload.checkpoint.open import config_alone, open_headers
 from offload.checkpoint.sizes import config_sizes
 from offload.checkpoint.small_files import read_config, stored_dtype
 from offload.errors import UserError, require
+from offload.families.types import LLAMA_LIKE
 from offload.options import PathLike
 
 # layers or experts to build, and any other size: beyond every model

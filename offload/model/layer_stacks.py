@@ -10,13 +10,8 @@ from torch import nn
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.cuts import Section
 from offload.errors import UserError
+from offload.families.types import INSEPARABLE
 from offload.model.library import PreTrainedModel
-
-_INSEPARABLE = {
-    "is_encoder_decoder": "its encoder is run by the rank that has the prompt",
-    "num_kv_shared_layers": "layers that share keys and values of others",
-    "hidden_size_per_layer_input": "inputs of their own for every layer",
-}
 
 
 def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
@@ -52,7 +47,7 @@ def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: S
     """Leave the decoder these layers alone, for good, numbered from 0. Raises `UserError`."""
     config = meta_model.config
     decoder = meta_model.get_decoder()
-    for name, what in _INSEPARABLE.items():
+    for name, what in INSEPARABLE.items():
         if getattr(config, name, None):
             kind = f"{checkpoint.name}: model type {config.model_type}"
             rule = f"cannot be divided by layers ({what})"

@@ -22,9 +22,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from offload.checkpoint.checkpoint import Checkpoint, unsupported
-from offload.checkpoint.families import SHARED_LAYERS
-from offload.checkpoint.small_files import ENCODER_DECODERS, check_counts
+from offload.checkpoint.small_files import check_counts
 from offload.errors import UserError, reason
+from offload.families.types import (
+    BUILT_AS,
+    ENCODER_DECODERS,
+    LIGHTNING,
+    MISCOMPUTED,
+    NEEDED_OF_CONFIGS,
+    SHARED_LAYERS,
+)
 from offload.model import attention
 from offload.model.headed import headed_model
 from offload.model.layer_stacks import cut_stack, layer_stacks
@@ -47,19 +54,6 @@ from offload.model.parts import BatchPart, causal, lay
 from offload.model.path_attention import path_rows
 from offload.model.recurrent import follow_trees, new_cache
 
-# by the type of the text; these would be built, and then not compute what they are for
-_OTHER_WAYS = {
-    "longcat_flash": "two attentions in each of its layers",
-    "phi4_multimodal": "towers inside of its language model",
-    "mllama_text_model": "layers that attend to pictures alone",
-    "diffusion_gemma_text": "it takes noise away from whole passages instead of writing token by token",
-    "ernie4_5_vl_moe_text": "experts for pictures in the layers of its text",
-    "deepseek_v4": "keys that stand for several tokens, made by a cache of its own as a text grows",
-}
-# what families need of a config and transformers gives no value to
-_NEEDED = ("layer_types", "mlp_layer_types", "head_dim", "num_key_value_heads", "num_experts_per_tok",
-           "n_routed_experts", "num_experts", "vocabulary_map", "indexer_n_heads", "indexer_kv_heads",
-           "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")  # fmt: skip
 # models around a language model, of any senses
 _WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
@@ -101,8 +95,8 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         _ = mappings[0][type(whole)]  # loads the module in which its text model is
         if hasattr(whole, "tie_word_embeddings"):  # some have it inside alone
             config.tie_word_embeddings = whole.tie_word_embeddings
-    if config.model_type in _OTHER_WAYS:
-        raise unsupported(checkpoint, _OTHER_WAYS[config.model_type])
+    if config.model_type in MISCOMPUTED:
+        raise unsupported(checkpoint, MISCOMPUTED[config.model_type])
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise unsupported(checkpoint, "attention that looks ahead")
     if getattr(config, "ple_layer_ids", None):
@@ -138,8 +132,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
 def _config(settings: dict[str, Any]) -> Any:
     """Return what `AutoConfig` makes of a config.json; it reads folders, and a GGUF file has none."""
     kind = settings.get("model_type")
-    if kind == "mistral" and "layer_types" in settings:  # as there
-        kind = "ministral"
+    kind = next((BUILT_AS[kind, key] for key in settings if (kind, key) in BUILT_AS), kind)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         has_code = "auto_map" in settings
         code = "it needs code of its own, which is not run"
@@ -180,7 +173,7 @@ def _instantiate(
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
     if STATE_CACHE in signature(type(meta_model).forward).parameters:
         meta_model.register_forward_pre_hook(_hand_on_cache, with_kwargs=True)
-    if config.model_type == "minimax":
+    if config.model_type in LIGHTNING:
         # it refuses any cache but its own, and hands on what is given it
         meta_model.register_forward_pre_hook(
             lambda _, args, kwargs: (args, {**kwargs, "use_cache": False}), with_kwargs=True
@@ -293,7 +286,7 @@ def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
 def _missing(config: Any) -> str:
     """Return what a family stumbles over where its config has no value for it."""
     settings = config.to_dict()
-    missing = [name for name in _NEEDED if name in settings and settings[name] is None]
+    missing = [name for name in NEEDED_OF_CONFIGS if name in settings and settings[name] is None]
     return f"config.json has no {' and no '.join(missing)}" if missing else ""
 
 

@@ -19,10 +19,11 @@ from tiny import build
 from offload.checkpoint.gguf import open_gguf
 from offload.checkpoint.gguf_config import require_stated
 from offload.checkpoint.gguf_header import read_gguf_header
-from offload.checkpoint.gguf_names import _OUTER, ARCHITECTURES, tensors_of
+from offload.checkpoint.gguf_names import _OUTER, tensors_of
 from offload.checkpoint.open import open_headers
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import ReadError, UserError
+from offload.families.gguf import ARCHITECTURES
 from offload.model.meta import build_meta_model
 
 

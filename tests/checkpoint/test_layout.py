@@ -20,12 +20,12 @@ from tiny import VOCAB_SIZE, save
 from torch import Tensor
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.families import text_part
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, TensorPart, group_by_layer, slab_bytes_bound, slab_layout
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.safetensors import read_header
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.text_part import text_part
 
 SEEDS = range(25)
 

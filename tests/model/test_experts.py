@@ -20,10 +20,10 @@ from tiny import save
 from transformers import AutoModelForCausalLM
 from transformers.models.aria import modeling_aria as aria
 
-from offload.checkpoint.families import ON_DEMAND
 from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.open import open_checkpoint
 from offload.errors import ReadError, UserError
+from offload.families.types import EXPERTS_ONE_BY_ONE
 from offload.model.experts import bring_to
 from offload.model.library import CACHE
 from offload.model.tree_model import TreeModel
@@ -34,9 +34,9 @@ from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.experts import ExpertPool, open_pool
 
 # language models inside of others
-WRAPPED = sorted(one for one in ON_DEMAND - {*INDEXED} if one.endswith("_text") or one == "step3p5")
+WRAPPED = sorted(one for one in EXPERTS_ONE_BY_ONE - {*INDEXED} if one.endswith("_text") or one == "step3p5")
 WRAPPERS = {"qwen3_omni_moe": "qwen3_omni_moe_thinker", "step3p5": "step3p7"}
-FAMILIES = sorted(ON_DEMAND - {*WRAPPED})
+FAMILIES = sorted(EXPERTS_ONE_BY_ONE - {*WRAPPED})
 # Some have layers without experts, too, unless told otherwise.
 MIXED = {"gemma4": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}}
 _NUM_ROWS = 24

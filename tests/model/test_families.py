@@ -28,7 +28,7 @@ from transformers import (
 
 import offload
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.families import REFUSED as REFUSED_BY_NAME
+from offload.families.types import REFUSED as REFUSED_BY_NAME
 from offload.model.attention import windows_of
 from offload.model.meta import build_meta_model
 from offload.sampling_options import Sampling

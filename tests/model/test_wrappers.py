@@ -22,12 +22,12 @@ from wrappers import wrapper_config, wrapper_model
 
 import offload
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.families import text_part
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.safetensors import read_header
 from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.text_part import text_part
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import AttentionChunk
 from offload.model.attention import windows_of

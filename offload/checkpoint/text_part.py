@@ -1,8 +1,5 @@
-"""What is known of families before transformers is imported, and what they call tensors.
+"""The tensors of a language model, wherever its files have them, by its own names.
 
-- Refused families, and mixtures whose experts run one by one. That some families cannot be decoded
-  with trees spares a user the seconds that importing takes; `model/meta.py` finds the same by
-  building the model, and refuses many more.
 - Checkpoints with other parts beside the language model, which lies under a prefix
   (`language_model.model.layers.0`, `model.language_model.layers.0`) or beside towers
   (`model.layers.0`, `visual.blocks.0`). Some have more layers, for multi-token prediction.
@@ -11,8 +8,8 @@
 - Zamba2's few blocks of attention, which stand in many layers by turns and in files once. Here
   every layer that has one has its tensors, in the same bytes, and is read as any other is.
 
-Invariants: a family is refused here only if building refuses it, too; what is left out is neither
-read nor counted in any size, and what is kept has the names of the language model on its own.
+Invariant: what is left out is neither read nor counted in any size, and what is kept has the names
+of the language model on its own.
 """
 
 import re
@@ -25,31 +22,7 @@ from offload.checkpoint.tensors import Coded, Entries, TensorEntry, layer_name
 from offload.encoding.base import ENCODINGS, Settings
 from offload.encoding.floats import Turned
 from offload.errors import UserError
-
-_NO_LAYERS = "its decoder has no layers[i] with rotary positions"
-_NO_TEXT = "it does not write text"
-REFUSED = {
-    "bart": "of encoder-decoder models t5 and mt5 are known",
-    "bloom": _NO_LAYERS,
-    "clip": _NO_TEXT,
-    "falcon": _NO_LAYERS,
-    "gpt2": _NO_LAYERS,
-    "opt": _NO_LAYERS,
-    "rwkv": _NO_LAYERS,
-    "umt5": "of encoder-decoder models t5 and mt5 are known",
-}
-# Model types whose experts run one by one, for their own rows; the others multiply every row with
-# every expert.
-_ONE_BY_ONE = """
-afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1
-dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint gemma4_text glm4_moe glm4_moe_lite
-glm4v_moe_text glm5_next_text glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid
-granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 jamba kimi_linear kolibri1 laguna lfm2_moe llama4_text
-mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text mistral_large4_text mixtral nemotron_h
-olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen3_omni_moe_text qwen3_vl_moe_text
-qwen4_exp_text solar_open step3p5
-"""
-ON_DEMAND = frozenset(_ONE_BY_ONE.split())
+from offload.families.types import SHARED_LAYERS, TURNED_STACKS
 
 _INNER = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(lm_head\.)?")
 # tensors of a language model that lies beside the towers
@@ -77,9 +50,7 @@ _KINDS = {
     "vision": re.compile("vis|vit|image|pixel|patch|multi_modal|mm_"),
 }
 
-_TURNED = ("qwen3_vl_moe", "qwen3_vl_moe_text")
 _STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-SHARED_LAYERS = ("zamba2",)
 _SHARED = "shared_transformer."
 _HYBRID = "linear.weight"
 
@@ -148,7 +119,7 @@ def with_turned_stacks(config: Settings, tensors: Entries) -> dict[str, TensorEn
     text = of_text(config)
     hidden = text.get("hidden_size")
     width = text.get("moe_intermediate_size")
-    is_known = config.get("model_type") in _TURNED
+    is_known = config.get("model_type") in TURNED_STACKS
     if not is_known or type(hidden) is not int or type(width) is not int:
         return dict(tensors)
     wanted = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}

@@ -1,0 +1,88 @@
+"""Every model type that the program has to know by its name, and what for.
+
+Most run without a line here: transformers builds them, and their files tell their sizes. A mixture
+whose experts are to come one by one is a word in `EXPERTS_ONE_BY_ONE`, and a type that cannot run
+a line in `REFUSED`, with its true reason. No torch, and nothing that computes.
+"""
+
+_NO_LAYERS = "its decoder has no layers[i] with rotary positions"
+_NO_TEXT = "it does not write text"
+_OTHER_ENCODERS = "of encoder-decoder models t5 and mt5 are known"
+# By the type of the whole: it spares a user the seconds that importing takes. Building finds the
+# same, and refuses many more.
+REFUSED = {
+    "bart": _OTHER_ENCODERS,
+    "bloom": _NO_LAYERS,
+    "clip": _NO_TEXT,
+    "falcon": _NO_LAYERS,
+    "gpt2": _NO_LAYERS,
+    "opt": _NO_LAYERS,
+    "rwkv": _NO_LAYERS,
+    "umt5": _OTHER_ENCODERS,
+}
+# By the type of the text: these would be built, and then not compute what they are for.
+MISCOMPUTED = {
+    "deepseek_v4": "keys that stand for several tokens, made by a cache of its own as a text grows",
+    "diffusion_gemma_text": "it takes noise away from whole passages instead of writing token by token",
+    "ernie4_5_vl_moe_text": "experts for pictures in the layers of its text",
+    "longcat_flash": "two attentions in each of its layers",
+    "mllama_text_model": "layers that attend to pictures alone",
+    "phi4_multimodal": "towers inside of its language model",
+}
+# What keeps layers from being shared among ranks as stages, by the name in the config.
+INSEPARABLE = {
+    "is_encoder_decoder": "its encoder is run by the rank that has the prompt",
+    "num_kv_shared_layers": "layers that share keys and values of others",
+    "hidden_size_per_layer_input": "inputs of their own for every layer",
+}
+# What families need of a config and transformers gives no value to.
+NEEDED_OF_CONFIGS = (
+    "layer_types",
+    "mlp_layer_types",
+    "head_dim",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "n_routed_experts",
+    "num_experts",
+    "vocabulary_map",
+    "indexer_n_heads",
+    "indexer_kv_heads",
+    "indexer_head_dim",
+    "indexer_budget",
+    "indexer_compress_ratio",
+)
+# Mixtures whose experts run one by one, for their own rows; all others multiply every row with
+# every expert.
+_ONE_BY_ONE = """
+afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2_text deepseek_v2
+deepseek_v3 deepseek_v32 dots1 dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint gemma4_text
+glm4_moe glm4_moe_lite glm4v_moe_text glm5_next_text glm_moe_dsa gpt_oss granitemoe granitemoe_swa
+granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 jamba kimi_linear kolibri1 laguna
+lfm2_moe llama4_text mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text
+mistral_large4_text mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe
+qwen3_next qwen3_omni_moe_text qwen3_vl_moe_text qwen4_exp_text solar_open step3p5
+"""
+EXPERTS_ONE_BY_ONE = frozenset(_ONE_BY_ONE.split())
+# Stacks of experts that files may hold with their dimensions exchanged.
+TURNED_STACKS = ("qwen3_vl_moe", "qwen3_vl_moe_text")
+# Blocks of attention that stand in many layers by turns and in files once.
+SHARED_LAYERS = ("zamba2",)
+# An encoder reads the prompt.
+ENCODER_DECODERS = ("t5", "mt5")
+# The config has the sizes of text at the top, beside `vision_config`.
+SIZES_OUTSIDE = ("qwen2_vl", "qwen2_5_vl")
+# One layer structure, but for biases and norms of heads: a config alone tells all tensors.
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+BIASED_QUERIES = ("qwen2",)
+NORMED_HEADS = ("qwen3",)
+# All that attention does is done head by head, so that ranks may have heads of their own.
+BY_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+# Layers that add to their mask before they pass it on.
+CALCULATE_WITH_MASKS = ("doge",)
+# Layers of linear attention that an `output_gate` tells, with a cache that the model would make
+# itself; their `full_attention` sees as far as the window.
+LIGHTNING = ("minimax",)
+# States that are gated channel by channel.
+GATED_STATES = ("recurrent_gemma",)
+# Types that configs of before give, by what the config has that the type of today has.
+BUILT_AS = {("mistral", "layer_types"): "ministral"}
