@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.files import name_of_folder, read_json, read_small
+from offload.checkpoint.spec import ModelSpec, keep_spec, kept_spec, spec_key
 from offload.encoding.base import PLAIN_OF, Settings
 from offload.errors import UserError, ensure, reason, require
 from offload.families.types import ENCODER_DECODERS, SIZES_OUTSIDE
@@ -32,6 +33,7 @@ _USUAL_NAMES = {
 }
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads",
           "num_key_value_heads", "head_dim", "max_position_embeddings")  # fmt: skip
+_NO_TEXT_CONFIG = "text_config in config.json must describe a language model"
 ANOTHER_FOLDER = "give the folder of a model that transformers has, or of its language model alone"
 # classifiers of 20,000 labels are common
 _MOST_LAYERS = 10_000
@@ -76,23 +78,32 @@ def _with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config")
     if inner is None or (isinstance(inner, dict) and all(key in inner for key in _SIZES)):
         return config
-    kind = config.get("model_type", "unknown")
-    rule = "text_config in config.json must describe a language model"
     if not isinstance(inner, dict) or not inner:
-        raise UserError(f"{where}: {rule} (model type {kind}), got {inner!r:.80}: {ANOTHER_FOLDER}")
+        kind = config.get("model_type", "unknown")
+        what = f"{where}: {_NO_TEXT_CONFIG} (model type {kind}), got {inner!r:.80}"
+        raise UserError(f"{what}: {ANOTHER_FOLDER}")
     check_counts(where, config)
+    key = spec_key(config)
+    spec = kept_spec(key)
+    if spec is None:
+        spec = keep_spec(key, ModelSpec(text_sizes=_usual_text_sizes(where, config, inner)))
+    return {**config, "text_config": {**inner, **spec.text_sizes}}
+
+
+def _usual_text_sizes(where: str, config: dict[str, Any], inner: Settings) -> dict[str, Any]:
+    """Return the sizes that a family has where its config leaves them out. Raises `UserError`."""
     # this import takes seconds, so it waits until it is needed
     from transformers import CONFIG_MAPPING
 
+    kind = config.get("model_type", "unknown")
     try:
         known = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(config)).get_text_config(decoder=True)
     # transformers rejects a config with exceptions of any type
     except Exception as error:
-        what = f"{where}: {rule} (model type {kind}; {reason(error)})"
+        what = f"{where}: {_NO_TEXT_CONFIG} (model type {kind}; {reason(error)})"
         raise UserError(f"{what}: {ANOTHER_FOLDER}") from None
     usual = {key: getattr(known, key, None) for key in _SIZES if key not in inner}
-    given = {key: size for key, size in usual.items() if size is not None}
-    return {**config, "text_config": {**inner, **given}}
+    return {key: size for key, size in usual.items() if size is not None}
 
 
 def check_counts(where: str, config: Settings, file: str = "config.json") -> None:

@@ -1,7 +1,7 @@
 """The command `plan`."""
 
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 
 from offload.cli import flags
 from offload.cli.app import app
@@ -28,6 +28,7 @@ def plan(
     models: ModelChoice, model_options: ModelOptions, machine: PlanOptions, output: OutputOptions
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
+    from offload.checkpoint.open import open_headers
     from offload.model.headers import describe, is_built
     from offload.planning.load_options import LoadOptions
 
@@ -37,9 +38,11 @@ def plan(
     options = LoadOptions.of(model_options, model=model, draft=draft)
     tokens_per_sweep = machine.tokens_per_sweep
     with Console(output, *model_options.budgets) as console, ExitStack() as resources:
-        if any(map(is_built, options.models_to_read)):
-            resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked
+        headers = cache(open_headers)
+        if any(options.headers(partial(is_built, read=headers))):
+            resources.enter_context(libraries(console))
+            console.wait("reading headers")
         if machine.cluster is not None:
             from offload.cli.plan_lines import cluster_lines
             from offload.reports.forecast import forecast
@@ -52,7 +55,7 @@ def plan(
             from offload.reports.drafts import compare_drafts
             from offload.reports.estimate import estimate
 
-            read = cache(describe)  # all estimates are of the same models
+            read = cache(partial(describe, read=headers))  # all estimates are of the same models
             where = (machine.hardware, machine.disk_speed)
             found = estimate(options, *where, tokens_per_sweep=tokens_per_sweep, read=read)
             drafts = [] if tokens_per_sweep else compare_drafts(options, *where, read)
