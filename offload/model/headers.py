@@ -80,12 +80,15 @@ def _require_parameters(checkpoint: Checkpoint) -> None:
 
     import torch
 
+    from offload.model.attention import windows_of
+    from offload.model.layer_stacks import layer_stacks
     from offload.model.mapping import sources_of_parameters
     from offload.model.meta import build_meta_model
     from offload.model.parameters import parameter_places
 
     dtype = getattr(torch, compute_dtype_name(checkpoint, "auto"))
     meta_model = build_meta_model(checkpoint, dtype)
+    windows_of(meta_model.config, len(layer_stacks(meta_model)[0]))
     places = parameter_places(meta_model)
     shapes = {name: tuple(place.empty.shape) for name, place in places.items()}
     sources_of_parameters(checkpoint, meta_model, shapes)

@@ -143,13 +143,13 @@ HEADERS = [
         "overlap",
         "again",
     ),
-    case("tensor missing", renamed(UP, "spare"), f"tensor {UP} is missing", by_plan=False),
-    case("norm missing", renamed(NORM, "spare"), f"tensor {NORM} is missing", by_plan=False),
-    case("tensor of wrong shape", entry(UP, shape=[64, 96]), UP, "must have shape [96, 64]", "[64, 96]", by_plan=False),
+    case("tensor missing", renamed(UP, "spare"), f"tensor {UP} is missing"),
+    case("norm missing", renamed(NORM, "spare"), f"tensor {NORM} is missing"),
+    case("tensor of wrong shape", entry(UP, shape=[64, 96]), UP, "must have shape [96, 64]", "[64, 96]"),
     case("endless name", renamed(UP, "layers." * 30_000), "layers.layers.", "name of 210000 characters", "again"),
-    case("scalar", entry(UP, shape=[64 * 96]), UP, "must have shape [96, 64]", "[6144]", by_plan=False),
+    case("scalar", entry(UP, shape=[64 * 96]), UP, "must have shape [96, 64]", "[6144]"),
     case("type of 8 bits", entry(UP, dtype="F8_E4M3"), f"{UP} of shape [96, 64]", "needs 6144 bytes, has 24576"),
-    case("unknown type", entry(UP, dtype="\x1b[2J\nX"), UP, "bf16, fp16, fp32 or quantised", by_plan=False),
+    case("unknown type", entry(UP, dtype="\x1b[2J\nX"), UP, "bf16, fp16, fp32 or quantised"),
 ]
 
 
