@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from offload.model.layer_stacks import layer_stacks
+from offload.model.library import PreTrainedModel
 
 
 class Taps(NamedTuple):
