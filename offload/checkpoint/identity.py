@@ -28,7 +28,8 @@ from offload.errors import ReadError, UserError, system_reason
 PARTS = ("weights", "config", "generation config", "tokenizer", "chat template")
 FILES = "files"
 HUB = "hub"
-SUM = "sum"
+# names how it is made: a sum that was made in another way says nothing
+SUM = "xxh3"
 # Two models whose sums differ are different; files may differ for the same model.
 _DECISIVE = (SUM, HUB)
 # Samples of each tensor.

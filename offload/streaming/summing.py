@@ -1,33 +1,30 @@
 """A checksum over all bytes that a text needs of a model, added up in any order of reading.
 
-It is taken while readers bring the weights, or by reading what is left of them. Each block of 4 KiB
-adds its 512 words of 64 bits to 512 column sums, and the sum of its words, times a key that depends
-on the block's number, to one total of the file. The columns and totals are hashed into one name. A
-change within a single block always changes the name, and so do words that change places within a
-block and blocks that change places; any other change goes unseen in one case of 2^64. It is no
-protection against forgery. Invariant: each block counts once, however often and by however many
-threads it is read.
+It is taken while readers bring the weights, or by reading what is left of them. Each block of
+128 KiB has an XXH3 of 128 bits, seeded with the block's place, and the sum of all of them names
+the weights. XXH3 mixes words with one another, so no structure of a change makes it likelier to be
+missed: one case in 2^64 at most. It is no protection against forgery. Invariant: each block counts
+once, however often, in whatever pieces and by however many threads it is read.
 """
 
-import hashlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from threading import Lock
 
 import numpy as np
+from xxhash import xxh3_128_intdigest
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.identity import ModelIdentity, keep_sum
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.streaming.disk import ByteSource, DiskReader, OpenSource, allocate, finish
 
-_WORDS = BLOCK_BYTES // 8
-_CACHED_BLOCKS = 128  # a batch that stays in a processor's cache while it is added
-_ODD = np.uint64(0x9E37_79B9_7F4A_7C15)
-_SHIFT = np.uint64(29)
-_DIGEST_CHARS = 32
-_Range = tuple[int, int]
+# A block has a mask with a bit for each of its sectors, which readers bring whole.
+_SECTORS = 32
+_WHOLE = (1 << _SECTORS) - 1
+_HASHED_BYTES = _SECTORS * BLOCK_BYTES
+# Blocks that are kept in part until the rest is read; of others the bytes are read again.
+_MOST_PARTS = 256
 
 # bytes in memory at a time
 _PART_BYTES = 16 << 20
@@ -35,102 +32,102 @@ OnBytes = Callable[[int, int], None]
 
 
 class BlockSum:
-    """The sum of the blocks that have been read so far; any thread may add to it."""
+    """The sum of the blocks that have been read so far; any thread may add to it.
+
+    Attributes:
+        total_bytes: of all sectors that hold weights.
+        left_bytes: of those that were not added yet.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        sizes = [stamp.num_bytes for stamp in checkpoint.stamps]
-        self._left = _blocks_of_tensors(checkpoint, sizes)
-        self.total_bytes = sum(hi - lo for own in self._left for lo, hi in own)
-        self._left_bytes = self.total_bytes
-        # columns, then the total
-        self._sums = np.zeros((len(sizes), _WORDS + 1), np.uint64)
+        self._sizes = [stamp.num_bytes for stamp in checkpoint.stamps]
+        self._needed = _sectors_of_tensors(checkpoint, self._sizes)
+        self._left = [masks.copy() for masks in self._needed]
+        self._parts = dict[tuple[int, int], np.ndarray]()
+        self._sum = 0
         self._lock = Lock()
+        self.total_bytes = sum(int(np.bitwise_count(own).sum()) for own in self._needed)
+        self.total_bytes *= BLOCK_BYTES
+        self.left_bytes = self.total_bytes
 
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
-        """Add those blocks of a file's bytes from `lo` on that have not counted yet."""
-        if not self._left[shard]:
-            return
-        for first, end in self._claim(shard, lo, lo + len(stored)):
-            sums = _sums_of(stored[first - lo : end - lo], first // BLOCK_BYTES)
-            with self._lock:
-                self._sums[shard] += sums
-                self._left_bytes -= end - first
-
-    @property
-    def left_bytes(self) -> int:
-        """Return how many bytes have not been added yet."""
-        return self._left_bytes
+        """Add those sectors of a file's bytes from `lo` on that have not counted yet."""
+        hi = lo + len(stored)
+        for block in range(lo // _HASHED_BYTES, -(-hi // _HASHED_BYTES)):
+            first = max(lo, block * _HASHED_BYTES)
+            end = min(hi, (block + 1) * _HASHED_BYTES)
+            content = self._claim(shard, block, first, stored[first - lo : end - lo])
+            if content is not None:
+                # other threads run meanwhile
+                hashed = xxh3_128_intdigest(content, seed=shard << 40 | block)
+                with self._lock:
+                    self._sum += hashed
 
     def left(self) -> list[tuple[int, int, int]]:
         """Return the byte ranges that have not been read yet: (shard, lo, hi) for [lo, hi)."""
         with self._lock:
-            return [(shard, lo, hi) for shard, own in enumerate(self._left) for lo, hi in own]
+            return [
+                (shard, lo * BLOCK_BYTES, min(hi * BLOCK_BYTES, self._sizes[shard]))
+                for shard, masks in enumerate(self._left)
+                for lo, hi in _runs(masks)
+            ]
 
     @property
     def result(self) -> str | None:
         """Return the checksum, or None until all bytes have been added."""
-        if self._left_bytes:
-            return None
-        return hashlib.sha256(self._sums.astype("<u8").tobytes()).hexdigest()[:_DIGEST_CHARS]
+        return None if self.left_bytes else f"{self._sum % (1 << 128):032x}"
 
-    def _claim(self, shard: int, lo: int, hi: int) -> list[_Range]:
-        """Take the blocks in [lo, hi), or the end of the file, that no thread has taken."""
+    def _claim(self, shard: int, block: int, lo: int, stored: np.ndarray) -> np.ndarray | None:
+        """Return the block's content once all of it is here, for this thread alone.
+
+        `stored` are bytes of the block from byte `lo` of the file on. Sectors that hold no weights,
+        and what lies beyond the file's end, count as zeros.
+        """
+        start = block * _HASHED_BYTES
+        hi = lo + len(stored)
+        first = -(-(lo - start) // BLOCK_BYTES)
+        is_end = hi == self._sizes[shard]
+        end = -(-(hi - start) // BLOCK_BYTES) if is_end else (hi - start) // BLOCK_BYTES
+        covered = (1 << max(first, end)) - (1 << first)
         with self._lock:
-            left = self._left[shard]
-            claimed = list[_Range]()
-            index = max(0, bisect_right(left, (lo, lo)) - 1)
-            lo = -(-lo // BLOCK_BYTES) * BLOCK_BYTES
-            while index < len(left) and left[index][0] < hi:
-                own_lo, own_hi = left[index]
-                first = max(lo, own_lo)
-                end = own_hi if own_hi <= hi else hi // BLOCK_BYTES * BLOCK_BYTES
-                if first >= end:
-                    index += 1
-                    continue
-                claimed.append((first, end))
-                rest = [one for one in ((own_lo, first), (end, own_hi)) if one[0] < one[1]]
-                left[index : index + 1] = rest
-                index += len(rest)
-            return claimed
+            left = int(self._left[shard][block])
+            fresh = left & covered
+            if not fresh:
+                return None
+            if fresh == _WHOLE and len(stored) == _HASHED_BYTES:
+                content = stored
+            elif (shard, block) in self._parts or len(self._parts) < _MOST_PARTS:
+                empty = np.zeros(_HASHED_BYTES, np.uint8)
+                content = self._parts.setdefault((shard, block), empty)
+                for run_lo, run_hi in _runs(np.array([fresh], "<u4")):
+                    piece = stored[start - lo + run_lo * BLOCK_BYTES :][
+                        : (run_hi - run_lo) * BLOCK_BYTES
+                    ]
+                    content[run_lo * BLOCK_BYTES :][: len(piece)] = piece
+            else:
+                return None
+            self._left[shard][block] = left & ~fresh
+            self.left_bytes -= fresh.bit_count() * BLOCK_BYTES
+            if left & ~fresh:
+                return None
+            self._parts.pop((shard, block), None)
+            return content
 
 
-def _blocks_of_tensors(checkpoint: Checkpoint, sizes: list[int]) -> list[list[_Range]]:
-    """Return the blocks that hold bytes of tensors, as disjoint ranges for each file."""
-    entries = (one for _, one in checkpoint.stored_entries if one.num_bytes)
-    spans = sorted((one.shard, one.lo, one.hi) for one in entries)
-    needed: list[list[_Range]] = [[] for _ in sizes]
-    for shard, lo, hi in spans:
-        lo = lo // BLOCK_BYTES * BLOCK_BYTES
-        hi = min(-(-hi // BLOCK_BYTES) * BLOCK_BYTES, sizes[shard])
-        own = needed[shard]
-        if own and lo <= own[-1][1]:
-            own[-1] = own[-1][0], max(hi, own[-1][1])
-        else:
-            own.append((lo, hi))
-    return needed
+def _sectors_of_tensors(checkpoint: Checkpoint, sizes: list[int]) -> list[np.ndarray]:
+    """Return the masks (uint32) of all blocks of each file: sectors with bytes of tensors."""
+    sectors = [np.zeros(-(-size // _HASHED_BYTES) * _SECTORS, np.bool_) for size in sizes]
+    for _, entry in checkpoint.stored_entries:
+        if entry.num_bytes:
+            sectors[entry.shard][entry.lo // BLOCK_BYTES : -(-entry.hi // BLOCK_BYTES)] = True
+    return [np.packbits(flags, bitorder="little").view("<u4") for flags in sectors]
 
 
-def _sums_of(stored: np.ndarray, first_block: int) -> np.ndarray:
-    """Return column sums and total of bytes that begin at a block, filled up with zeros."""
-    sums = np.zeros(_WORDS + 1, np.uint64)
-    for block, words in _cached_batches(stored, first_block):
-        keys = np.arange(block + 1, block + 1 + len(words), dtype=np.uint64) * _ODD
-        keys = (keys ^ (keys >> _SHIFT)) * _ODD
-        sums[:_WORDS] += words.sum(axis=0)
-        sums[_WORDS:] += (words.sum(axis=1) * keys).sum(keepdims=True)
-    return sums
-
-
-def _cached_batches(stored: np.ndarray, first_block: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield batches of blocks that fit a cache: number of the first, words (blocks, 512)."""
-    num_whole = len(stored) // BLOCK_BYTES
-    words = stored[: num_whole * BLOCK_BYTES].view(np.uint64).reshape(num_whole, _WORDS)
-    for at in range(0, num_whole, _CACHED_BLOCKS):
-        yield first_block + at, words[at : at + _CACHED_BLOCKS]
-    if cut := len(stored) - num_whole * BLOCK_BYTES:
-        last = np.zeros(BLOCK_BYTES, np.uint8)
-        last[:cut] = stored[num_whole * BLOCK_BYTES :]
-        yield first_block + num_whole, last.view(np.uint64).reshape(1, _WORDS)
+def _runs(masks: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield [lo, hi) of sectors that follow one another, of masks in a row."""
+    flags = np.unpackbits(masks.view(np.uint8), bitorder="little").view(np.int8)
+    edges = np.flatnonzero(np.diff(flags, prepend=0, append=0))
+    yield from edges.reshape(-1, 2).tolist()
 
 
 def read_left(

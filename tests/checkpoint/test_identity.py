@@ -1,6 +1,7 @@
 """A model is taken for the same where its weights are the same to the last byte, and for another where anything is."""
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from flipping import flip
+from gguf_files import write_gguf
+from quantised import RECIPES, save_quantised
 from safetensors.torch import load_file, save_file
 from tiny import Pair
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved, same_model
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.open import open_checkpoint, open_headers
 from offload.engine.identities import Identities
 from offload.errors import ReadError
 from offload.streaming import summing
@@ -155,12 +158,13 @@ def test_what_was_never_summed_is_no_copy(folder: Path) -> None:
     [
         ({"files": "a"}, {"files": "a"}, True),
         ({"files": "a"}, {"files": "b"}, None),
-        ({"files": "a", "sum": "1"}, {"files": "a", "sum": "2"}, False),
-        ({"files": "a", "sum": "1"}, {"files": "b", "sum": "1"}, True),
+        ({"files": "a", "xxh3": "1"}, {"files": "a", "xxh3": "2"}, False),
+        ({"files": "a", "xxh3": "1"}, {"files": "b", "xxh3": "1"}, True),
         ({"files": "a", "hub": "1"}, {"files": "b", "hub": "2"}, False),
-        ({"files": "a", "hub": "1"}, {"files": "b", "sum": "1"}, None),
+        ({"files": "a", "hub": "1"}, {"files": "b", "xxh3": "1"}, None),
         ({"files": "a", "hub": "1"}, {"files": "b", "hub": "1"}, True),
-        ({"files": "a", "hub": "1", "sum": "1"}, {"files": "b", "hub": "1"}, None),
+        ({"files": "a", "hub": "1", "xxh3": "1"}, {"files": "b", "hub": "1"}, None),
+        ({"files": "a", "sum": "1"}, {"files": "b", "xxh3": "2"}, None),
     ],
 )
 def test_proofs_agree_contradict_or_say_nothing(told: Any, mine: Any, is_same: bool | None) -> None:
@@ -181,8 +185,8 @@ def test_a_file_that_has_gone_or_changed_is_one_line(name: str, folder: Path) ->
 @pytest.mark.parametrize("told", [None, 5, [], {}, {"weights": "a"}, {"proofs": {}}, {**dict.fromkeys(PARTS, "a")}])
 def test_what_is_no_identity_is_none(told: Any) -> None:
     assert ModelIdentity.parse(told) is None
-    assert ModelIdentity.parse({**dict.fromkeys(PARTS, "a"), "proofs": {"sum": 5}}) is None
-    good = ModelIdentity(dict.fromkeys(PARTS, "a"), {"sum": "b"})
+    assert ModelIdentity.parse({**dict.fromkeys(PARTS, "a"), "proofs": {"xxh3": 5}}) is None
+    good = ModelIdentity(dict.fromkeys(PARTS, "a"), {"xxh3": "b"})
     assert ModelIdentity.parse(json.loads(json.dumps(good.as_dict()))) == good
 
 
@@ -222,17 +226,94 @@ def test_the_sum_does_not_depend_on_how_it_was_read(folder: Path) -> None:
     assert total.result == whole
 
 
-@pytest.mark.parametrize(("first", "second", "size"), [(0, 8, 8), (0, 4096, 8), (0, 4096, 4096), (3, 8, 2), (0, 12, 4)])
-def test_what_has_changed_its_place_changes_the_sum(first: int, second: int, size: int, folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    content = bytes_of(checkpoint)
-    lo = max(one.lo for one in checkpoint.tensors.values() if one.num_bytes > 3 * BLOCK_BYTES)
-    lo = -(-lo // BLOCK_BYTES) * BLOCK_BYTES
-    other, one, two = content.copy(), slice(lo + first, lo + first + size), slice(lo + second, lo + second + size)
-    other[one], other[two] = content[two], content[one]
-    assert (other != content).any()
-    parts = cut(len(content), BLOCK_BYTES)
-    assert sum_of(checkpoint, content, parts) != sum_of(checkpoint, other, parts)
+Rows = np.ndarray  # bytes of a matrix, (rows, bytes a row)
+Edit = Callable[[Rows, int, np.random.Generator], None]
+
+
+def _negate_column(rows: Rows, item_bytes: int, draws: np.random.Generator) -> None:
+    """As a tool folds a sign into weights: the top bit of a column's numbers, an even number of them."""
+    at = int(draws.integers(rows.shape[1] // item_bytes)) * item_bytes + item_bytes - 1
+    rows[: len(rows) // 2 * 2, at] ^= 0x80
+
+
+def _scale_column(rows: Rows, item_bytes: int, draws: np.random.Generator) -> None:
+    at = int(draws.integers(rows.shape[1] // item_bytes)) * item_bytes + item_bytes - 1
+    rows[:, at] += 1
+
+
+def _exchange_rows(rows: Rows, item_bytes: int, draws: np.random.Generator) -> None:
+    first, second = draws.choice(len(rows), 2, replace=False)
+    rows[[first, second]] = rows[[second, first]]
+
+
+def _exchange_columns(rows: Rows, item_bytes: int, draws: np.random.Generator) -> None:
+    first, second = draws.choice(rows.shape[1], 2, replace=False)
+    rows[:, [first, second]] = rows[:, [second, first]]
+
+
+def _flip_pair(rows: Rows, item_bytes: int, draws: np.random.Generator) -> None:
+    """The top bits of two words, a whole number of sectors apart where the matrix is so large."""
+    raw = rows.reshape(-1)
+    first = int(draws.integers(len(raw) // 8)) * 8 + 7
+    apart = BLOCK_BYTES * int(draws.integers(1, 9))
+    second = (first + (apart if apart < len(raw) // 2 else 8)) % len(raw)
+    raw[[first, second]] ^= 0x80
+
+
+EDITS: tuple[Edit, ...] = (_negate_column, _scale_column, _exchange_rows, _exchange_columns, _flip_pair)
+FORMATS = ("float32", "bfloat16", "gguf", *(name for name in RECIPES if name != "mxfp4"))[:10]
+
+
+def _stored(name: str, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 131}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    plain = tmp_path / "plain"
+    if name == "gguf":
+        config.save_pretrained(plain)
+        return write_gguf(config, plain / "model.gguf", "Q8_0").path.parent
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    LlamaForCausalLM(config).to(dtype).save_pretrained(plain)
+    if name in RECIPES:
+        return save_quantised(plain, name, tmp_path / name, max_shard_size="1GB").directory
+    return plain
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_structure_of_an_edit_hides_it(name: str, tmp_path: Path) -> None:
+    """Twenty edits of each format, to some of which sums of columns are blind."""
+    checkpoint = open_headers(_stored(name, tmp_path))
+    (path,) = checkpoint.shards
+    content, draws = np.fromfile(path, np.uint8), np.random.default_rng(51)
+    whole = sum_of(checkpoint, content, [(0, len(content))])
+    large = sorted(
+        {(entry.lo, entry.hi, len(entry.shape) and entry.shape[0]) for _, entry in checkpoint.stored_entries}
+    )
+    large = [(lo, hi, num_rows) for lo, hi, num_rows in large if hi - lo >= 4 * BLOCK_BYTES and num_rows > 1]
+    sums = [whole]
+    for turn in range(18):
+        lo, hi, num_rows = large[int(draws.integers(len(large)))]
+        other = content.copy()
+        num_rows = num_rows if (hi - lo) % num_rows == 0 else 1
+        EDITS[turn % len(EDITS)](other[lo:hi].reshape(num_rows, -1), 4 if name == "float32" else 2, draws)
+        assert (other != content).any()
+        sums.append(sum_of(checkpoint, other, [(0, len(other))]))
+    (first_lo, first_hi), (second_lo, second_hi) = _twins(checkpoint)
+    moved = content.copy()
+    moved[first_lo:first_hi], moved[second_lo:second_hi] = content[second_lo:second_hi], content[first_lo:first_hi]
+    sums.append(sum_of(checkpoint, moved, [(0, len(moved))]))
+    lo = -(-large[0][0] // BLOCK_BYTES) * BLOCK_BYTES
+    turned = content.copy()
+    turned[lo : lo + 2 * BLOCK_BYTES] = np.roll(content[lo : lo + 2 * BLOCK_BYTES], BLOCK_BYTES)
+    sums.append(sum_of(checkpoint, turned, [(0, len(turned))]))
+    assert len(set(sums)) == 21 and None not in sums
+
+
+def _twins(checkpoint: Checkpoint) -> list[tuple[int, int]]:
+    """Where the largest matrices of both layers lie that have one name."""
+    by_name = {name: (entry.lo, entry.hi) for name, entry in checkpoint.stored_entries if entry.num_bytes > 256}
+    name = next(own for own in sorted(by_name) if re.search(r"(layers|blk)\.0\..*(q_proj|attn_q)", own))
+    return [by_name[name], by_name[re.sub(r"\.0\.", ".1.", name, count=1)]]
 
 
 def test_equal_times_of_an_archive_do_not_hide_another_model(folder: Path) -> None:
@@ -266,7 +347,7 @@ def test_weights_are_summed_as_they_are_read(pair: Pair, tmp_path: Path, monkeyp
     from offload.engine.request import Request
     from offload.planning.load_options import LoadOptions
 
-    wanted = [summed(one).proofs["sum"] for one in pair]
+    wanted = [summed(one).proofs["xxh3"] for one in pair]
     shutil.rmtree(tmp_path / "cache")
     monkeypatch.setattr(identities, "_LITTLE_BYTES", 0)
     monkeypatch.setattr(summing, "read_left", None)
@@ -274,6 +355,6 @@ def test_weights_are_summed_as_they_are_read(pair: Pair, tmp_path: Path, monkeyp
     with open_decoder(options, Request(is_named=True)) as decoder:
         decoder.generate([5, 6], max_new_tokens=1)
         found = [decoder.identities.of(part) for part in ("target", "draft")]
-    assert [one and one.proofs.get("sum") for one in found] == wanted
+    assert [one and one.proofs.get("xxh3") for one in found] == wanted
     with open_decoder(options) as decoder:
         assert decoder.identities.target.has_sum, "it is kept"

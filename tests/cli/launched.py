@@ -34,7 +34,7 @@ def write_text(loading: Any, console: Any, request: Any, **_: object) -> None:
         raise UserError("`ram` 1 is too small here: give more")
     num_words, failure = NUM_WORDS if what else FATAL_WORD, None
     silence_s = 4 if what == "stop" else 20
-    same = ModelIdentity(dict.fromkeys(PARTS, "same"), {"sum": "same"})
+    same = ModelIdentity(dict.fromkeys(PARTS, "same"), {"xxh3": "same"})
     with joined(place, same, loading.options.ranks, [], limit_s=30, exchange_limit_s=silence_s) as ranks:
         print(f"pid {place.rank} {os.getpid()}", file=sys.stderr, flush=True)
         try:

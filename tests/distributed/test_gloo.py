@@ -24,7 +24,7 @@ from offload.streaming.device import HOST
 
 NUM_MESSAGES = 40
 
-SAME = ModelIdentity(dict.fromkeys(PARTS, "same"), {"sum": "same"})
+SAME = ModelIdentity(dict.fromkeys(PARTS, "same"), {"xxh3": "same"})
 
 
 def test_everything_arrives_whole_and_in_order():

@@ -106,21 +106,21 @@ def test_each_difference_is_named_with_both_values(what: str) -> None:
 
 def test_other_weights_are_refused_as_soon_as_that_is_known() -> None:
     """Files that differ may hold the same; sums that differ do not, and in the end one of them must prove it."""
-    first, copy, other = {"files": "a", "sum": "1"}, {"files": "b"}, {"files": "c", "sum": "2"}
+    first, copy, other = {"files": "a", "xxh3": "1"}, {"files": "b"}, {"files": "c", "xxh3": "2"}
     cards = [RankHandshake.of_this(model("abc", **own), "", []) for own in (first, copy, other)]
     compare(cards[:2])
     with pytest.raises(UserError, match="same weights, to the last byte, got others on rank 2 than on rank 0"):
         compare(cards)
     with pytest.raises(UserError, match="others on rank 1"):
         require_same_weights([first, copy], is_final=True)
-    require_same_weights([first, {**copy, "sum": "1"}, {"files": "a"}], is_final=True)
+    require_same_weights([first, {**copy, "xxh3": "1"}, {"files": "a"}], is_final=True)
 
 
 def test_cards_of_strangers_are_checked() -> None:
     card = RankHandshake.of_this(model("abc"), "text", [])
     told = structs.asdict(card)
     assert RankHandshake.parse(json.dumps(told).encode(), 1) == card
-    odd = [{"more": 1}, {"host": 7}, {"disks": {}}, {"disks": [["1"]]}, {"proofs": []}, {"proofs": {"sum": []}},
+    odd = [{"more": 1}, {"host": 7}, {"disks": {}}, {"disks": [["1"]]}, {"proofs": []}, {"proofs": {"xxh3": []}},
            {"must_agree": {"torch": 2}}, {"host": "x" * 70_000}]  # fmt: skip
     cards = [json.dumps({**told, **one}).encode() for one in odd]
     for content in (b"", b"\xff", b"[]", b"{}", b"null", b"[" * 50_000, *cards):

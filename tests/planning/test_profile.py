@@ -145,7 +145,7 @@ COSTS = json.loads(format_json(profile().as_dict()))["costs"]
             ({"schema": one}, f"has schema {one}, this version reads {SCHEMA}: run offload tune again")
             for one in (1, 2, SCHEMA + 1, None)
         ),
-        *(({"identity": {"proofs": one}}, "malformed") for one in ({"target": 5}, {"target": {"sum": 5}}, [], 7)),
+        *(({"identity": {"proofs": one}}, "malformed") for one in ({"target": 5}, {"target": {"xxh3": 5}}, [], 7)),
         ({"acceptance": [1.5, 0.0]}, r"must lie in \[0, 1\]"),
         ({"acceptance": [0.9, 0.2]}, "sum to 1 at most"),
         ({"acceptance": [float("nan"), 0.0]}, r"must lie in \[0, 1\]"),
@@ -245,11 +245,11 @@ def test_a_copy_of_a_model_has_its_profile_until_sums_tell_them_apart(tmp_path: 
     path = save_profile(profile(identity=mine))
     assert mine.proofs != copy.proofs, "the files are others"
     assert find_profile(copy) == (profile(identity=mine), str(path))
-    proofs = {part: {**own, "sum": "a"} for part, own in mine.proofs.items()}
+    proofs = {part: {**own, "xxh3": "a"} for part, own in mine.proofs.items()}
     save_profile(profile(identity=replace(mine, proofs=proofs)))
-    copied = {part: {**own, "sum": "a"} for part, own in copy.proofs.items()}
+    copied = {part: {**own, "xxh3": "a"} for part, own in copy.proofs.items()}
     assert find_profile(replace(copy, proofs=copied))[0] is not None
-    copied["target"]["sum"] = "b"
+    copied["target"]["xxh3"] = "b"
     found, why = find_profile(replace(copy, proofs=copied))
     assert found is None and "other target weights, by their checksums" in why
 
