@@ -25,6 +25,7 @@ LIBRARY = PurePosixPath("offload/model/library.py")
 ASK_TRANSFORMERS = {PurePosixPath(f"offload/{name}.py") for name in (
     "checkpoint/small_files", "engine/load", "engine/text_stream", "engine/tokenizer", "guarded_worker", "model/meta",
     "sampling/model_rules", "sampling/sampler")}  # fmt: skip
+STILL_PATCHING = (PurePosixPath("offload/model/recurrent.py"),)
 PERSONS = re.compile(r"\b(?:whoever|whomever|nobody|somebody)\b", re.IGNORECASE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -147,9 +148,29 @@ def one_file_knows_the_library(path: PurePosixPath, source: str) -> Iterator[str
                 yield f"{path}:{node.lineno} imports {name}: take it from {LIBRARY}"
 
 
+def library_left_alone(path: PurePosixPath, source: str) -> Iterator[str]:
+    """A library's code is called by public names: not cloned, inspected, given another class or other methods.
+
+    Its names that may move stand in one file, which `test_the_library_is_patched_in_three_places_at_most` counts.
+    """
+    if path.parts[0] == "offload" and path not in (LIBRARY, *STILL_PATCHING):
+        yield from patches(path, source)
+
+
+def patches(path: PurePosixPath, source: str) -> Iterator[str]:
+    for node in nodes(source):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        written = {target.attr for target in targets if isinstance(target, ast.Attribute)}
+        written |= {key.value for target in targets if isinstance(key := getattr(target, "slice", None), ast.Constant)}
+        seen = {getattr(node, name, None) for name in ("id", "attr", "name")}
+        if written & {"__class__", "forward"} or seen & {"FunctionType", "TorchFunctionMode", "__code__"}:
+            yield f"{path}:{getattr(node, 'lineno', 1)} code of a library is patched or looked into"
+
+
 RULES: list[Rule] = [short_files, short_functions, few_imports, nothing_packed, few_parameters, nothing_swallowed]
 RULES += [named_by_its_job, docstrings, plain_words, no_package_at_top_level, kernels_stand_alone]
 RULES += [one_file_knows_the_library]
+RULES += [library_left_alone]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,6 +185,11 @@ def _forgotten_afterwards() -> Iterator[None]:
 def test_rule_holds(rule: Rule) -> None:
     breaches = [breach for path, source in sources() for breach in rule(path, source)]
     assert not breaches, "\n" + "\n".join(breaches)
+
+
+@pytest.mark.always
+def test_the_library_is_patched_in_three_places_at_most() -> None:
+    assert len([*patches(LIBRARY, (ROOT / LIBRARY).read_text(encoding="utf-8"))]) <= 3
 
 
 @pytest.mark.always
@@ -224,6 +250,12 @@ def planted(rule: Rule, path: str, source: str, case: str = "") -> object:
 
 
 PLANTED = [
+    planted(library_left_alone, "offload/a.py", "module.forward = partial(other, module)", "forward"),
+    planted(library_left_alone, "offload/a.py", "vars(module)['forward'] = other", "by_name"),
+    planted(library_left_alone, "offload/a.py", "module.__class__ = Other", "class"),
+    planted(library_left_alone, "offload/a.py", "names = function.__code__", "code"),
+    planted(library_left_alone, "offload/a.py", "class Mode(TorchFunctionMode): ...", "mode"),
+    planted(library_left_alone, "offload/a.py", "from types import FunctionType", "function"),
     planted(short_files, "offload/a.py", "x = 1\n" * 601),
     planted(short_functions, "offload/a.py", "def f():\n" + "    x = 1\n" * 61),
     planted(few_imports, "offload/a.py", "".join(f"from offload.room{num} import x\n" for num in range(16))),

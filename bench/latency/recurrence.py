@@ -8,7 +8,7 @@ ratio.
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -61,9 +61,9 @@ def timed(layer: nn.Module) -> Iterator[dict[str, float]]:
 @torch.inference_mode()
 def one_pass(layer: nn.Module, width: int, num_nodes: int) -> dict[str, float]:
     """Time a pass over a tree, behind a committed token; each node has two children."""
+    from offload.model.linear import PLAIN, choose_products
     from offload.model.parts import BatchPart, lay
     from offload.model.recurrent_cache import RecurrentCache
-    from offload.model.thread_team import TEAM
     from offload.model.wide_products import WideProducts, lacks_products
 
     own = RecurrentCache(1, num_nodes + 1)
@@ -74,9 +74,9 @@ def one_pass(layer: nn.Module, width: int, num_nodes: int) -> dict[str, float]:
     row_N = torch.arange(num_nodes)
     cache = lay([BatchPart(row_N, row_N, sees_NN, own)], None)
     is_narrow = lacks_products(torch.bfloat16)
-    mode = WideProducts() if is_narrow else nullcontext()
-    team = TEAM.in_place_of_torch() if is_narrow else nullcontext()
-    with timed(layer) as seconds, mode, team:
+    products = WideProducts() if is_narrow else PLAIN
+    choose_products(layer, products)
+    with timed(layer) as seconds, products.during(num_nodes):
         layer(hidden, position_embeddings=None, attention_mask=None, past_key_values=cache)
     return seconds
 
@@ -85,10 +85,12 @@ def measure(num_rounds: int, trees: tuple[int, ...], shape: dict[str, Any]) -> l
     from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
+    from offload.model.linear import replace_linears
     from offload.model.recurrent import follow_trees
 
     torch.manual_seed(0)
     layer = qwen3_5.Qwen3_5DecoderLayer(Qwen3_5TextConfig(**shape), 0).bfloat16().eval()
+    replace_linears(layer)
     assert follow_trees(nn.ModuleList([layer])) == [True], "a recurrent layer"
     layer.requires_grad_(False)
     found = []

@@ -1,17 +1,19 @@
 """Whether a row has the same bits on this machine whatever stands beside it.
 
 No library promises that. Row sizes of products are found by trial (`model/invariant.py`); here one
-layer is run with its real weights, once with all rows and in parts, and its activation functions
-are computed again for fewer rows. Of a model with recurrent layers, or layers that choose by an index,
+layer is run with its real weights, once with all rows and in parts, and what it computes number by
+number is repeated for fewer rows. Of a model with recurrent layers, or layers that choose by an index,
 one of each kind is run, with a tree as well.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.checkpoint.layout import SlabLayout
 from offload.errors import UserError
@@ -19,7 +21,7 @@ from offload.kernels.machine_code import ORDER, fused_lanes
 from offload.kernels.path_attention_cpu import compile_for
 from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryPlan
-from offload.model.invariant import InvariantRows, Work
+from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KEYS, VALUES, KVCache
 from offload.model.mixers.selection import selecting_few
 from offload.model.path_attention import try_scores
@@ -37,6 +39,10 @@ _CUTS = ((1, 1, 5), (12,))
 _NUM_LEVELS = (12, 2)
 _NUM_KEYS = 2  # of an index: so few that rows of a trial choose
 _LENGTH_ROPES = ("dynamic", "longrope")
+# what torch computes otherwise for the last numbers of many, or adds up by how many rows there are
+_BY_ROW = {f"aten::{name}" for name in ("silu", "gelu", "sigmoid", "tanh", "softplus", "mish", "elu", "exp", "mean",
+                                        "sum", "var", "log_sigmoid_forward", "mm", "addmm", "bmm")}  # fmt: skip
+_FEWER_ROWS = ((0, 1), (1, 5), (69, 72))  # of the longest pass
 
 
 class Invariance(NamedTuple):
@@ -161,7 +167,7 @@ def make_invariant(
     if _turns_by_length(model, context):
         return Invariance(reason="its rotary embeddings depend on the length of the text")
     found = Invariance()
-    rows = _CheckedRows(thread_counts)
+    rows = InvariantRows(thread_counts)
     try:
         for layer in model.layers_to_try:
             _try_layer(model, fetch, rows, layer)
@@ -177,7 +183,7 @@ def make_invariant(
 def _try_layer(
     model: TreeModel,
     fetch: Callable[[SlabLayout], np.ndarray],
-    rows: "_CheckedRows",
+    rows: InvariantRows,
     layer: int,
 ) -> None:
     """Raises `_DifferError`."""
@@ -210,15 +216,15 @@ def _length(stated: Any) -> int:
     return stated if type(stated) is int else 0
 
 
-def _require_invariance(model: TreeModel, rows: "_CheckedRows") -> None:
+def _require_invariance(model: TreeModel, rows: InvariantRows) -> None:
     """Make the model invariant from now on, by `rows`. Raises `_DifferError`."""
     most = _length(getattr(model.meta_model.config, "max_position_embeddings", None)) or _NUM_ROWS
     generator = torch.Generator().manual_seed(0)
     token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, most),), generator=generator)
-    rows.is_checking = True
     model.be_invariant(rows)
     cache = model.new_cache(len(token_T))
-    wanted_TV = _logits(model, token_T, (len(token_T),), cache)
+    with _ByFewerRows(len(token_T)) if len(token_T) == _NUM_ROWS else nullcontext():
+        wanted_TV = _logits(model, token_T, (len(token_T),), cache)
     filled = [held for held in cache.states(cache.length).values() if KEYS in held]
     if filled and model.kernel is None:
         try_scores(rows.multiply, filled[-1][KEYS][0], filled[-1][VALUES][0])
@@ -227,7 +233,6 @@ def _require_invariance(model: TreeModel, rows: "_CheckedRows") -> None:
         raise _DifferError(
             f"a product has other bits for each number of rows, with {counts} threads"
         )
-    rows.is_checking = False
     for cut in _CUTS:
         if sum(cut) <= len(token_T):
             logits = _logits(model, token_T[: sum(cut)], cut, model.new_cache(sum(cut)))
@@ -266,27 +271,45 @@ def _logits(model: TreeModel, token_T: Tensor, cut: Sequence[int], cache: KVCach
     return torch.cat(parts)
 
 
-class _CheckedRows(InvariantRows):
-    """Computes activations again: fewer rows, beside others, every number of threads."""
+class _ByFewerRows(TorchDispatchMode):
+    """Repeats what is computed number by number, or added up, for fewer of the rows.
 
-    is_checking = True
+    Before anything is rounded: in 16 bits one row in hundreds would show another order.
+    """
 
-    def activate(self, work: Work, rows: Tensor) -> Tensor:
-        out = work(rows)
-        if self.is_checking and out.numel():
-            for part in (slice(1), slice(1, 5), slice(-3, None)):
-                _require_equal(work(rows[..., part, :]), out[..., part, :], "beside other rows")
-            before = torch.get_num_threads()
-            try:
-                for num_threads in {*self.thread_counts} - {before}:
-                    torch.set_num_threads(num_threads)
-                    _require_equal(work(rows), out, f"with {num_threads} threads")
-            finally:
-                torch.set_num_threads(before)
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self._num_rows = num_rows
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket._qualified_op_name
+        factors = args[1:] if name == "aten::addmm" else args
+        if name in _BY_ROW and isinstance(out, Tensor):
+            rows = factors[0]
+            # what is made in parts, or padded, has other numbers of rows
+            dims = [dim for dim, size in enumerate(rows.shape[:-1]) if size == self._num_rows]
+            is_by_row = dims and out.shape[: dims[0] + 1] == rows.shape[: dims[0] + 1]
+            for lo, hi in _FEWER_ROWS if is_by_row else ():
+                span = (dims[0], lo, hi - lo)
+                given = [
+                    arg.narrow(*span)
+                    if isinstance(arg, Tensor) and _goes_with(arg, rows, dims[0])
+                    else arg
+                    for arg in args
+                ]
+                _require_equal(func(*given, **kwargs), out.narrow(*span))
         return out
 
 
-def _require_equal(got: Tensor, wanted: Tensor, where: str) -> None:
-    if not torch.equal(got, wanted):
-        shape = "x".join(map(str, got.shape))
-        raise _DifferError(f"an activation of {shape} numbers has other bits {where}")
+def _goes_with(tensor: Tensor, rows: Tensor, dim: int) -> bool:
+    """Tell whether a tensor has the same rows: as many in that place, or a factor for each."""
+    is_stack_of_rows = dim < rows.ndim - 2 and tensor.ndim == rows.ndim
+    return tensor.shape == rows.shape or (is_stack_of_rows and tensor.shape[dim] == rows.shape[dim])
+
+
+def _require_equal(few: Tensor, many: Tensor) -> None:
+    if not torch.equal(few, many):
+        shape = "x".join(map(str, many.shape))
+        raise _DifferError(f"an activation of {shape} numbers has other bits beside other rows")

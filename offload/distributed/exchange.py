@@ -22,7 +22,7 @@ from offload.errors import UserError
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.model.layer_stacks import layer_stacks
-from offload.model.parameters import is_plain_product
+from offload.model.linear import Linear
 from offload.planning.cluster import Gathers
 from offload.planning.cost_model import Curve
 from offload.stats import RankFigures
@@ -119,7 +119,7 @@ def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange) -> 
     for layer in layers:
         for name, matrix in sharding.matrices.items():
             module = layer.get_submodule(name)
-            if not is_plain_product(module):
+            if not isinstance(module, Linear):
                 raise UserError(
                     f"layers cannot be shared, {name} is no plain product: run it on one rank, or as stages"
                 )

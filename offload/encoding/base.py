@@ -10,7 +10,7 @@ further way of storing weights is one more module here and one more entry in `te
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # planning does without torch
     from torch import Tensor
@@ -38,6 +38,10 @@ class Encoding:
         import torch
 
         return stored_B.view(getattr(torch, self.dtype)).view(tuple(shape))
+
+
+# that a product by words is asked for at most
+FUSED_ROWS = 8
 
 
 class Coding(Protocol):
@@ -82,6 +86,20 @@ class Coding(Protocol):
         """Fill `out` from words (uint8) on its device.
 
         `out` is contiguous, of the weight's shape and of a floating-point type.
+        """
+
+
+@runtime_checkable
+class FusedCoding(Coding, Protocol):
+    """A coding by whose words a few rows are multiplied faster than the weight is expanded."""
+
+    def matmul(
+        self, rows: "Tensor", stored_B: "Tensor", companions: Tensors, shape: Sequence[int]
+    ) -> "Tensor | None":
+        """Return rows (..., K) times the transposed weight (N, K), by reading the words once.
+
+        It is asked for at most `FUSED_ROWS` rows, whose bits are not promised. None where this
+        weight is better expanded.
         """
 
 

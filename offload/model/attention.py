@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from offload.errors import UserError
 from offload.families.types import CALCULATE_WITH_MASKS, LIGHTNING
 from offload.kernels.path_attention import AttentionChunk, PathRows, ScoreTerms, Window, first_seen
+from offload.model import wide_products
 from offload.model.library import AttentionInterface
 from offload.model.parts import BatchMask
 
@@ -114,9 +114,7 @@ def folded_attention(
         terms = ScoreTerms(scale, more.get("softcap"), more.get("s_aux"))
         given = (query[0], key[0], value[0])
         states = (one if one.stride(2) == 1 else one.contiguous() for one in given)
-        # it pads its products itself
-        with torch._C.DisableTorchFunction():
-            return attention_mask.attend(*states, attention_mask, terms)[None].contiguous(), None
+        return attention_mask.attend(*states, attention_mask, terms)[None].contiguous(), None
     wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
     if wanted:
         what = f"token trees do not support attention with {' and '.join(wanted)}"
@@ -126,7 +124,7 @@ def folded_attention(
     # head g * group + i becomes the rows i * T + t
     folded = query.reshape(num_batch, key.shape[1], group * num_rows, head_dim)
     parts = [
-        scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+        wide_products.attend(rows, key, value, attn_mask=mask, scale=scaling)
         for rows, mask in _parts(folded, attention_mask, group)
     ]
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -27,8 +27,8 @@ from offload.model.experts import (
     Fetch,
     RoutedExperts,
     bring_to,
+    drop_source,
     find_experts,
-    let_experts_choose_rows,
     sample_of,
 )
 from offload.model.feed_forward import take_rows_in_parts
@@ -85,7 +85,6 @@ class BoundModel:
         self.meta_model = build_meta_model(checkpoint, self.dtype)
         if adapt is not None:
             adapt(self.meta_model)
-        let_experts_choose_rows(self.meta_model)
 
         # what each parameter is called in the model, and which tensors of the files it comes from
         names = {module: f"{name}." for name, module in self.meta_model.named_modules()}
@@ -233,7 +232,7 @@ class BoundModel:
     def drop_experts(self) -> None:
         """Let go of what experts came from: without `bring_experts` their layers cannot run."""
         for experts in self.experts:
-            experts.module.__dict__.pop("forward", None)
+            drop_source(experts)
 
     def expand_with(self, expansion: Expansion) -> None:
         """Let coded weights of layers be expanded by these functions from now on."""

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from offload.checkpoint.layout import SlabLayout, TensorPart, slab_layout
 from offload.checkpoint.tensors import Coded
-from offload.encoding.base import Coding
+from offload.encoding.base import FUSED_ROWS, Coding, FusedCoding
 from offload.errors import UserError
 from offload.kernels.expansion import REFERENCE, Expansion
+from offload.model.linear import Linear, Products
 from offload.model.parameters import ParameterPlace, view_of
 from offload.units import rounded_up
 
@@ -142,17 +143,15 @@ class ExpandedWeights:
 
     def numbers(self, record: SlabLayout, sent: Tensor) -> dict[str, Tensor]:
         """Return all parameters of a record, valid until anything else is expanded."""
-        # none of this is a product for a torch-function mode to watch
-        with torch._C.DisableTorchFunction():
-            plain = record.parameters
-            weights = {name: view_of(sent, record, name).to(self._dtype) for name in plain}
-            lo = 0
-            for name in record.coded:
-                parts = _placed(record, name)
-                num_bytes = self._dtype.itemsize * _num_weights(parts)
-                out = self._scratch_B[lo : lo + num_bytes].view(self._dtype)
-                weights[name] = _expanded(parts, sent, self._companions, out, self._expansion)
-                lo += rounded_up(num_bytes, _ALIGN_BYTES)
+        plain = record.parameters
+        weights = {name: view_of(sent, record, name).to(self._dtype) for name in plain}
+        lo = 0
+        for name in record.coded:
+            parts = _placed(record, name)
+            num_bytes = self._dtype.itemsize * _num_weights(parts)
+            out = self._scratch_B[lo : lo + num_bytes].view(self._dtype)
+            weights[name] = _expanded(parts, sent, self._companions, out, self._expansion)
+            lo += rounded_up(num_bytes, _ALIGN_BYTES)
         return weights
 
     def _end_of(self, record: SlabLayout) -> int:
@@ -167,6 +166,8 @@ class ExpandedWeights:
         if module in self._owned:
             fill, hooks = self._owned.pop(module)
             fill()
+            if isinstance(module, Linear):
+                module.stored = None
             for hook in hooks:
                 hook.remove()
 
@@ -193,6 +194,10 @@ class ExpandedWeights:
                 self._around_bytes = max(self._around_bytes, end)
             else:
                 self._inner_bytes = max(self._inner_bytes, end)
+            if isinstance(module, Linear) and [place.key for _, place in named] == ["weight"]:
+                module.stored = CodedMatrix(self, layer, parameters[0])
+                self._owned[module] = partial(self._fill, layer, parameters), []
+                continue
             fill = partial(self._fill, layer, parameters)
             clear = partial(self._clear, parameters)
             hooks = [
@@ -203,20 +208,47 @@ class ExpandedWeights:
             self._owned[module] = fill, hooks
 
     def _fill(self, layer: int, parameters: Sequence[_Parameter], *_: Any) -> None:
+        for parameter in parameters:
+            place = parameter.place
+            place.table[place.key] = self.expanded(layer, parameter)
+
+    def expanded(self, layer: int, parameter: _Parameter) -> Tensor:
+        """Return a parameter's numbers, valid until those of another module are expanded."""
+        place, parts, lo, is_around = parameter
+        lo += self._inner_bytes if is_around else 0
+        out = self._scratch_B[lo : lo + place.empty.nbytes].view(place.empty.dtype)
+        shape = tuple(place.empty.shape)
         sent = self._sent[layer]
-        # none of this is a product for a torch-function mode to watch
-        with torch._C.DisableTorchFunction():
-            for place, parts, lo, is_around in parameters:
-                lo += self._inner_bytes if is_around else 0
-                out = self._scratch_B[lo : lo + place.empty.nbytes].view(place.empty.dtype)
-                shape = tuple(place.empty.shape)
-                place.table[place.key] = _expanded(
-                    parts, sent, self._companions, out, self._expansion, shape
-                )
+        return _expanded(parts, sent, self._companions, out, self._expansion, shape)
+
+    def product(self, layer: int, parameter: _Parameter, rows: Tensor) -> Tensor | None:
+        """Return the product of a few rows with a matrix by its words; None where it is expanded."""
+        part, words = parameter.parts[0]
+        coding = _coded(part).coding
+        if len(parameter.parts) > 1 or not isinstance(coding, FusedCoding):
+            return None
+        stored_B = self._sent[layer][words]
+        return coding.matmul(rows, stored_B, self._companions[part], part.entry.shape)
 
     def _clear(self, parameters: Sequence[_Parameter], *_: Any) -> None:
         for place, *_rest in parameters:
             place.table[place.key] = place.empty
+
+
+class CodedMatrix(NamedTuple):
+    """A coded matrix in the place of a module's own weight; see `StoredMatrix`."""
+
+    weights: ExpandedWeights
+    layer: int
+    parameter: _Parameter
+
+    def matmul(self, rows: Tensor, products: Products, bias: Tensor | None) -> Tensor:
+        """See `StoredMatrix`: few rows read the words once, others multiply with the numbers."""
+        if not products.is_invariant and rows.numel() <= FUSED_ROWS * rows.shape[-1]:
+            out = self.weights.product(self.layer, self.parameter, rows)
+            if out is not None:
+                return out if bias is None else out + bias
+        return products.linear(rows, self.weights.expanded(self.layer, self.parameter), bias)
 
 
 class CompanionSlab:

@@ -1,25 +1,23 @@
-"""Experts that come when a router asks for them: each by itself, in any order of arrival.
+"""Routed experts, each multiplied by itself: those of whole layers, and those that come on demand.
 
-transformers multiplies with all experts of a layer as one stack. Here its module is asked for the
-same sums, expert by expert, with weights that are brought for this pass alone.
-
-Invariant: what experts contribute is added in their order, so that bits do not depend on what was
-there already; they are those of transformers' own loop over experts.
+transformers has several ways to multiply rows with the experts of a layer, and asks for ours by
+name (`ExpertsInterface`). Invariant: what experts contribute is added in their order, so that bits
+do not depend on what was there already; they are those of transformers' own loop over experts.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from offload.checkpoint.layout import SlabLayout, Stack, split_experts
 from offload.errors import HostFault
+from offload.model import library
+from offload.model.linear import PLAIN, Products, replace_child
 from offload.model.parameters import below
 from offload.sampling.sampler import NOT_NUMBERS
 
@@ -32,51 +30,110 @@ Fetch = Callable[[SlabLayout], np.ndarray]
 Bring = Callable[[int, Sequence[int], Sequence[int]], Iterator[tuple[int, SlabLayout, Tensor]]]
 # Takes a record and its slab; returns the numbers, valid until it is called again.
 Open = Callable[[SlabLayout, Tensor], Weights]
+# Takes experts, rising, and how many rows want each; yields the weights of each.
+Source = Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Weights]]]
 # more than processors cache, so that numbers come from memory as in a pass
 _SAMPLE_BYTES = 64 << 20
 _FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "_apply_gate")
+# families that add up in the type of the router's shares, and round once
+_SUMS_BY_SHARES = ("nemotron_h",)
 
 
-def let_experts_choose_rows(meta_model: nn.Module) -> None:
-    """Let a family whose experts multiply all rows multiply their own alone.
+class StackedExperts(nn.Module):
+    """Experts of a family that does not let transformers' interface choose how they multiply.
 
-    Llama 4 gives every expert all rows, of which those of others are zeros. With the same products
-    for what comes whole and for what comes one by one, both have the same bits.
+    Parameters and gate are those of the module that it replaces.
     """
-    block: Any
-    for block in meta_model.modules():
-        if type(block).__name__ == "Llama4TextMoe":
-            experts = block.experts
-            # what transformers tells of experts of other families
-            experts.is_transposed = experts.has_gate = experts.scales_rows = True
-            experts.has_bias = False
-            experts._apply_gate = partial(_gated, experts)
-            block.forward = partial(_choose, block)
-            experts.forward = partial(_forward, experts, partial(_own, experts))
-        elif type(block).__name__ == "Step3p7Experts":
-            block.is_transposed = block.has_bias = False
-            block.has_gate = True
+
+    def __init__(
+        self, theirs: Any, *, is_transposed: bool, apply_gate: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self.num_experts = theirs.num_experts
+        self.is_transposed = self.scales_rows = is_transposed
+        self.has_bias = False
+        self.has_gate = True
+        self._apply_gate = apply_gate
+        for name, parameter in theirs.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    def forward(self, hidden_ND: Tensor, expert_NK: Tensor, share_NK: Tensor) -> Tensor:
+        """See `multiply_experts`."""
+        return multiply_experts(self, hidden_ND, expert_NK, share_NK)
 
 
-def _gated(experts: Any, gate_up_RF: Tensor) -> Tensor:
-    gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
-    return up_RF * experts.act_fn(gate_RF)
+class ChosenRows(nn.Module):
+    """The mixture of Llama 4, whose experts multiply the rows that chose them alone.
+
+    transformers gives every expert all rows, of which those of others are zeros. With the same
+    products for what comes whole and for what comes one by one, both have the same bits.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.top_k = theirs.top_k
+        self.hidden_dim = theirs.hidden_dim
+        activate = theirs.experts.act_fn
+
+        def apply_gate(gate_up_RF: Tensor) -> Tensor:
+            gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+            return up_RF * activate(gate_RF)
+
+        self.experts = StackedExperts(theirs.experts, is_transposed=True, apply_gate=apply_gate)
+        self.router = theirs.router
+        self.shared_expert = theirs.shared_expert
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what transformers' module does, with the scores of its router."""
+        hidden_ND = hidden_states.reshape(-1, self.hidden_dim)
+        score_NE, logits_NE = self.router(hidden_ND)
+        share_NK, expert_NK = score_NE.topk(self.top_k, dim=1)
+        out_ND = self.shared_expert(hidden_ND)
+        return out_ND.add_(self.experts(hidden_ND, expert_NK, share_NK)), logits_NE
 
 
-def _choose(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what Llama 4's mixture does to rows, with the scores of its router."""
-    hidden_ND = hidden_states.reshape(-1, block.hidden_dim)
-    score_NE, logits_NE = block.router(hidden_ND)
-    share_NK, expert_NK = score_NE.topk(block.top_k, dim=1)
-    out_ND = block.shared_expert(hidden_ND)
-    return out_ND.add_(block.experts(hidden_ND, expert_NK, share_NK)), logits_NE
+class ParallelExperts(nn.Module):
+    """The matrices of JetMoe, one for each expert, by which rows are multiplied in turn."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.weight = theirs.weight
+        self.products: Products = PLAIN
+
+    def forward(self, rows: Tensor, num_rows_E: Sequence[int]) -> Tensor:
+        """Return the products of rows that stand in the order of their experts."""
+        parts = rows.split([*num_rows_E], dim=0)
+        outs = (
+            self.products.linear(part, weight)
+            for part, weight in zip(parts, self.weight, strict=True)
+            if len(part)
+        )
+        return torch.cat([*outs], dim=0)
 
 
-def _own(experts: Any, needed: Sequence[int], _: Sequence[int]) -> Iterator[tuple[int, Weights]]:
-    """Yield the weights of experts that are there."""
-    for expert in needed:
-        names = ("gate_up_proj", "down_proj")
-        yield expert, {name: getattr(experts, name)[expert] for name in names}
+def prepare_experts(meta_model: nn.Module) -> None:
+    """Let all experts multiply as a model is asked to, see `choose_products`.
+
+    Those that transformers' interface does not reach are replaced by modules of our own.
+    """
+    replaced: Any
+    for name, replaced in [*meta_model.named_modules()]:
+        kind = type(replaced).__name__
+        if kind == "Llama4TextMoe":
+            replace_child(meta_model, name, ChosenRows(replaced))
+        elif kind == "Step3p7Experts":
+            gate = replaced._apply_gate
+            experts = StackedExperts(replaced, is_transposed=False, apply_gate=gate)
+            replace_child(meta_model, name, experts)
+        elif kind == "JetMoeParallelExperts":
+            replace_child(meta_model, name, ParallelExperts(replaced))
+    for module in meta_model.modules():
+        if _are_experts(module):
+            module.products = PLAIN  # type: ignore[assignment]
+
+
+def _are_experts(module: nn.Module) -> bool:
+    return all(hasattr(module, flag) for flag in _FLAGS)
 
 
 class RoutedExperts(NamedTuple):
@@ -96,7 +153,7 @@ def find_experts(
 ) -> tuple[RoutedExperts | None, set[str]]:
     """Return a layer's experts, None where it has none, and the names of their stacks."""
     for name, module in block.named_modules():
-        if not all(hasattr(module, flag) for flag in _FLAGS):
+        if not _are_experts(module):
             continue
         prefix = f"{name}."
         stacks = below(stored, prefix)
@@ -105,7 +162,9 @@ def find_experts(
         is_known = not getattr(module, "has_post_expert_norm", False)
         is_known = is_known and all(shape[0] == count for shape, _ in stacks.values())
         assert is_known, "a family that was tried"
-        return RoutedExperts(module, split_experts(stacks, count)), {prefix + one for one in stacks}
+        return RoutedExperts(module, split_experts(stacks, count)), {
+            prefix + stack for stack in stacks
+        }
     return None, set()
 
 
@@ -124,20 +183,34 @@ def bring_to(experts: RoutedExperts, layer: int, bring: Bring, open_record: Open
         for expert, record, sent in bring(layer, needed, num_rows):
             yield expert, open_record(record, sent)
 
-    experts.module.forward = partial(_forward, experts.module, weights)
+    experts.module.weight_source = weights  # type: ignore[assignment]
 
 
-def _forward(
-    module: Any,
-    weights: Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Weights]]],
-    hidden_ND: Tensor,
-    expert_NK: Tensor,
-    share_NK: Tensor,
-) -> Tensor:
+def drop_source(experts: RoutedExperts) -> None:
+    """Let go of what experts came from: without another their layer cannot run."""
+    vars(experts.module).pop("weight_source", None)
+
+
+def _stacked(module: Any) -> Source:
+    """Return the weights of experts that are there as one stack."""
+    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    names += [f"{name}_bias" for name in names if module.has_bias]
+
+    def weights(needed: Sequence[int], _: Sequence[int]) -> Iterator[tuple[int, Weights]]:
+        stacks = {name: getattr(module, name) for name in names}
+        for expert in needed:
+            yield expert, {name: stack[expert] for name, stack in stacks.items()}
+
+    return weights
+
+
+def multiply_experts(module: Any, hidden_ND: Tensor, expert_NK: Tensor, share_NK: Tensor) -> Tensor:
     """Compute what transformers' own loop over experts does; each row meets K experts.
 
     A device is waited for once: choices are sorted on it, so that nothing has to be sent back.
     """
+    if hidden_ND.is_meta:
+        return hidden_ND
     # rows of an expert come in the order of that loop
     num_rows = len(hidden_ND)
     by_expert = expert_NK.T.flatten()
@@ -152,34 +225,44 @@ def _forward(
     # an index of `num_experts` stands for no expert
     uses = Counter(expert for expert in chosen if expert < module.num_experts)
     ends = dict(zip(uses, accumulate(uses.values()), strict=True))
+    config = getattr(module, "config", None)
+    is_by_shares = getattr(config, "model_type", None) in _SUMS_BY_SHARES
+    out_ND = torch.zeros_like(hidden_ND, dtype=share_NK.dtype if is_by_shares else None)
+    weights = vars(module).get("weight_source") or _stacked(module)
     parts = dict[int, tuple[Tensor, Tensor]]()
-    for expert, own in weights([*uses], [*uses.values()]):
+    for expert, matrices in weights([*uses], [*uses.values()]):
         span = slice(ends[expert] - uses[expert], ends[expert])
         row_R = row_C[span]
-        out_RD = _multiply(module, hidden_ND[row_R], own, share_C[span, None])
-        parts[expert] = row_R, out_RD.to(hidden_ND.dtype)
+        out_RD = _multiply(module, hidden_ND[row_R], matrices, share_C[span, None])
+        parts[expert] = row_R, out_RD.to(out_ND.dtype)
         # its numbers may be copies, and memory is planned for those of one expert
-        del own
-    out_ND = torch.zeros_like(hidden_ND)
+        del matrices
     for expert in uses:
         out_ND.index_add_(0, *parts[expert])
-    return out_ND
+    return out_ND.to(hidden_ND.dtype)
 
 
-def _multiply(module: Any, row_RD: Tensor, own: Weights, share_R1: Tensor) -> Tensor:
+def _multiply(module: Any, row_RD: Tensor, matrices: Weights, share_R1: Tensor) -> Tensor:
     """Return what an expert adds to rows; Llama 4 weighs what comes in, others what goes out."""
     scales_rows = getattr(module, "scales_rows", False)
     row_RD = row_RD * share_R1 if scales_rows else row_RD
     if module.has_gate:
-        gated = module._apply_gate(_linear(module, row_RD, own, "gate_up_proj"))
+        gated = module._apply_gate(_linear(module, row_RD, matrices, "gate_up_proj"))
     else:
-        gated = module.act_fn(_linear(module, row_RD, own, "up_proj"))
-    out_RD = _linear(module, gated, own, "down_proj")
+        gated = module.act_fn(_linear(module, row_RD, matrices, "up_proj"))
+    out_RD = _linear(module, gated, matrices, "down_proj")
+    if getattr(module, "has_post_expert_norm", False):
+        out_RD = module.post_expert_norm(out_RD)
     return out_RD if scales_rows else out_RD * share_R1
 
 
-def _linear(module: Any, row_RD: Tensor, own: Weights, name: str) -> Tensor:
+def _linear(module: Any, row_RD: Tensor, matrices: Weights, name: str) -> Tensor:
+    products: Products = module.products
+    bias = matrices[f"{name}_bias"] if module.has_bias else None
     if module.is_transposed:
-        out = row_RD @ own[name]
-        return out + own[f"{name}_bias"] if module.has_bias else out
-    return functional.linear(row_RD, own[name], own[f"{name}_bias"] if module.has_bias else None)
+        out = products.multiply(torch.matmul, row_RD, matrices[name])
+        return out if bias is None else out + bias
+    return products.linear(row_RD, matrices[name], bias)
+
+
+library.register_experts(multiply_experts)

@@ -1,26 +1,28 @@
-"""Products, sums and activation functions whose result for a row depends on no row beside it.
+"""Products whose result for a row depends on no row beside it, and what else a pass needs for that.
 
 Matrix libraries take other ways for a few rows than for many, torch rounds the last numbers of a
 thread's share of an activation function differently, and on a GPU it gives a row's sum fewer
-threads the more rows there are, up to 16. So within `InvariantRows` a product is made in parts
-whose sizes are found by trial (`row_sizes.py`), the last one padded, sums on a GPU are of at least
-16 rows, and threads share elementwise work in whole vectors.
-What machine code of our own multiplies (`wide_products.py`) needs none of that.
+threads the more rows there are, up to 16. So a product is made in parts whose sizes are found by
+trial (`row_sizes.py`), the last one padded; what a library computes row by row is given as many
+rows; on a CPU one thread does what lies between products, and rows that are no whole vectors lie
+apart from each other, so that torch takes each by itself.
+What machine code of our own multiplies (`wide_products.py`) needs no padding.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.backends import mkldnn
 from torch.nn import functional
 from torch.nn.functional import pad
-from torch.overrides import TorchFunctionMode
 
 from offload.model import wide_products
+from offload.model.linear import Products, own_matrices
 from offload.model.row_sizes import (
     DEVICE_LADDER,
     LADDER,
@@ -30,9 +32,10 @@ from offload.model.row_sizes import (
     is_tried_by_likeness,
     parts_of,
 )
+from offload.model.thread_team import TEAM
 from offload.model.wide_products import product_for
+from offload.units import rounded_up
 
-Work = Callable[[Tensor], Tensor]
 _VECTOR = 64  # numbers: no processor that torch knows handles more at once
 # torch shares elementwise work among threads by 32768 numbers (at::internal::GRAIN_SIZE), gelu
 # evenly from 16384 on.
@@ -44,19 +47,14 @@ _LEAST_STACKED = 32  # the same for stacks
 # at once on a GPU: from there on each gets the same threads (ATen's Reduce.cuh,
 # set_block_dimension)
 _LEAST_SUMS = 16
-_ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid, functional.sigmoid, torch.tanh,
-                Tensor.tanh, functional.tanh, functional.softplus, functional.mish, functional.elu, torch.exp,
-                Tensor.exp)  # fmt: skip
-_SUMS = (torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var)
+_LEAST_BATCHED = 2  # dimensions of rows beyond these begin with that of texts
 # By product, and by what decides how it is tried: what a library does with a shape stays what it
 # is, for any model.
 _TRIED: dict[Any, RowSizes] = {}
 
 
-class InvariantRows(TorchFunctionMode):
-    """A mode in which every product of a library has rows of sizes that give the same bits.
-
-    It holds whatever model code asks for the product.
+class InvariantRows(Products):
+    """Products in which a row has the same bits whatever rows are beside it.
 
     Args:
         thread_counts: that products may be computed with.
@@ -66,34 +64,34 @@ class InvariantRows(TorchFunctionMode):
         num_refused: products whose rows have other bits with every number of rows.
     """
 
+    is_invariant = True
+
     def __init__(self, thread_counts: Sequence[int]) -> None:
-        super().__init__()
         self.num_refused = 0
         self.thread_counts = tuple(thread_counts)
         self._found: dict[Any, RowSizes] = {}  # by product
         # of a CPU's weights: as many rows need no padding, nor to be cut
         self._plain: dict[Any, RowSizes] = {}
-        self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
-        self._own |= {one: partial(self._multiply_whole, one) for one in wide_products.MULTIPLY}
-        self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
-        self._own |= {function: partial(self._sum, function) for function in _SUMS}
+        self._by_row: dict[Any, RowSizes] = {}  # by matrix of a module that multiplies by itself
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._own.get(func, func)(*args, **(kwargs or {}))
+    def during(self, num_rows: int) -> AbstractContextManager[Any]:
+        """See `Products`: torch's own threads would share what lies between products."""
+        return TEAM.in_place_of_torch()
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if wide_products.is_widened(input, weight):
-            return wide_products.linear(input, weight, bias)
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Products`."""
+        if wide_products.is_widened(rows, weight):
+            return _apart(wide_products.linear(rows, weight, bias))
         key = (weight.shape, weight.stride(), weight.dtype, bias is None, weight.device)
         sizes = self._plain.get(key)
-        is_text = input.ndim == 3 and input.shape[0] == 1
-        if sizes is not None and is_text and input.shape[1] in sizes:
-            return product_for(functional.linear, input)(input, weight, bias)
+        is_text = rows.ndim == 3 and rows.shape[0] == 1
+        if sizes is not None and is_text and rows.shape[1] in sizes:
+            return _apart(TEAM.lend(product_for(functional.linear, rows), rows, weight, bias))
         num_columns = weight.shape[0]
-        left = widened(input, _LEAST_WIDTH)
+        left = widened(rows, _LEAST_WIDTH)
         wide = widened(_lengthened(weight, _LEAST_WIDTH), _LEAST_WIDTH)
         bias = None if bias is None else widened(bias, _LEAST_WIDTH)
-        rows = left.reshape(-1, left.shape[-1])
+        left_TK = left.reshape(-1, left.shape[-1])
         is_host = left.device.type == "cpu"
         multiply: Callable[..., Tensor] = _linear_into
         if is_host:
@@ -101,14 +99,48 @@ class InvariantRows(TorchFunctionMode):
         sizes = self._sizes_of(multiply, wide, bias, is_transposed=True)
         if is_host and wide is weight:
             self._plain[key] = sizes
-        work = lambda part, **out: multiply(part, wide, bias, **out)  # noqa: E731
-        whole = in_parts(work, rows, sizes, None if is_host else len(wide))
+        work = lambda part, **out: TEAM.lend(multiply, part, wide, bias, **out)  # noqa: E731
+        whole = in_parts(work, left_TK, sizes, None if is_host else len(wide))
         out = whole[:, :num_columns]
-        return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
+        out = out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
+        return _apart(out) if is_host else out
 
-    def _multiply_whole(self, product: Multiply, *args: Tensor, **kwargs: Any) -> Tensor:
-        """Multiply, and leave no gaps where padding was: model code looks at it in other shapes."""
-        return self.multiply(product, *args, **kwargs).contiguous()
+    def run_by_row(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """See `Products`: in parts of as many rows as its products agree with, the last one padded.
+
+        A module without a matrix adds up rows alone, which takes 16 of them on a GPU.
+        """
+        rows = args[0]
+        num_rows = rows.shape[_row_dim(rows)]
+        if matrices := own_matrices(module):
+            sizes = self._sizes_by_row(matrices[0])
+        elif rows.device.type == "cpu":
+            return module(*args, **kwargs)
+        else:
+            sizes = (rounded_up(num_rows, _LEAST_SUMS),)
+        spans = _spans(num_rows, sizes)
+        parts = [
+            module(*(_rows_of(arg, rows, lo, size) for arg in args), **kwargs) for lo, size in spans
+        ]
+        return _joined(parts, [size for _, size in spans], num_rows)
+
+    def _sizes_by_row(self, matrix: Tensor) -> RowSizes:
+        """Return the row counts for a module that multiplies by this matrix, in its type or float32."""
+        key = (matrix.shape, matrix.dtype, matrix.device)
+        if key not in self._by_row:
+            if matrix.device.type != "cpu":
+                return DEVICE_LADDER[:1]
+            # within a pass one thread makes it
+            one_thread = InvariantRows((1,))
+            both = [
+                {*one_thread._sizes_of(functional.linear, like, is_transposed=True)}
+                for like in (matrix, matrix.float())
+            ]
+            agreed = tuple(sorted(both[0] & both[1]))
+            whole = tuple(size for size in agreed if size * len(matrix) % _VECTOR == 0)
+            self.num_refused += not agreed
+            self._by_row[key] = whole or agreed or LADDER[-1:]
+        return self._by_row[key]
 
     def multiply(self, product: Multiply, *args: Tensor, **kwargs: Any) -> Tensor:
         """Multiply by `matmul` or what is like it; of a stack the rows are those of each factor.
@@ -131,7 +163,8 @@ class InvariantRows(TorchFunctionMode):
         rows = left if is_stack or left.ndim == 2 else left.reshape(-1, left.shape[-1])
         product = product_for(product, left)
         sizes = self._sizes_of(product, right)
-        out = in_parts(lambda part: product(part, right), rows, sizes)[..., :num_columns]
+        out = in_parts(lambda part: TEAM.lend(product, part, right), rows, sizes)
+        out = out[..., :num_columns]
         return out if is_stack or left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
     def _sizes_of(
@@ -162,33 +195,6 @@ class InvariantRows(TorchFunctionMode):
             self._found[key] = tried[settings]
         self.num_refused += not self._found[key]
         return self._found[key] or LADDER[-1:]
-
-    def _activate(
-        self, function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        work = lambda part: in_whole_vectors(function, part, *args, **kwargs)  # noqa: E731
-        return self.activate(work, numbers) if numbers.ndim > 1 else work(numbers)
-
-    def _sum(
-        self, function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Add up over the last dimension, of at least 16 rows on a GPU.
-
-        On a CPU a row's sum is one thread's, whatever stands beside it.
-        """
-        dim = args[0] if len(args) == 1 else kwargs.get("dim")
-        dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-        if dim not in (-1, numbers.ndim - 1) or numbers.ndim < 2 or numbers.device.type == "cpu":
-            return function(numbers, *args, **kwargs)
-        more = {name: value for name, value in kwargs.items() if name not in ("dim", "keepdim")}
-        work = partial(_at_least, _LEAST_SUMS, partial(function, dim=-1, keepdim=True, **more))
-        sums = self.activate(work, numbers.reshape(-1, numbers.shape[-1]))
-        out = sums.reshape(*numbers.shape[:-1], 1)
-        return out if kwargs.get("keepdim") else out[..., 0]
-
-    def activate(self, work: Work, rows: Tensor) -> Tensor:
-        """Do what is done with rows one by one; a check looks at it here."""
-        return work(rows)
 
 
 @cache
@@ -229,10 +235,48 @@ def in_parts(
     return torch.cat([work(part) for part in rows.split(parts, -2)], -2)[..., :num_rows, :]
 
 
-def _at_least(num_rows: int, work: Work, rows: Tensor) -> Tensor:
-    """Do `work` on that many rows or more, those that are missing being zeros."""
-    num_missing = max(0, num_rows - len(rows))
-    return work(pad(rows, (0, 0, 0, num_missing)))[: len(rows)] if num_missing else work(rows)
+def _apart(rows: Tensor) -> Tensor:
+    """Return rows that lie apart from each other where they are no whole vectors.
+
+    What torch then does to their numbers it does row by row, in the same way for each.
+    """
+    width = rows.shape[-1]
+    return pad(rows, (0, -width % _VECTOR))[..., :width] if width % _VECTOR else rows
+
+
+def _spans(num_rows: int, sizes: RowSizes) -> list[tuple[int, int]]:
+    """Return where each part of so many rows begins, and its size."""
+    parts = parts_of(num_rows, sizes) or [sizes[0]]
+    return [(sum(parts[:nth]), size) for nth, size in enumerate(parts)]
+
+
+def _row_dim(numbers: Tensor) -> int:
+    """Return the dimension of a pass's rows: (T, ...), or (1, T, ...)."""
+    return 1 if numbers.ndim > _LEAST_BATCHED and numbers.shape[0] == 1 else 0
+
+
+def _rows_of(argument: Any, rows: Tensor, lo: int, size: int) -> Any:
+    """Return some rows of an argument that has all, with zeros behind the last; others as they are."""
+    dim = _row_dim(rows)
+    shape = rows.shape[: dim + 1]
+    if not isinstance(argument, Tensor) or argument.ndim == 1 or argument.shape[: dim + 1] != shape:
+        return argument
+    some = argument.narrow(dim, lo, min(size, shape[dim] - lo))
+    missing = size - some.shape[dim]
+    return pad(some, (0, 0) * (some.ndim - 1 - dim) + (0, missing)) if missing else some
+
+
+def _joined(parts: Sequence[Any], sizes: Sequence[int], num_rows: int) -> Any:
+    """Return what parts of these sizes give for all rows, without those that were padded."""
+    first = parts[0]
+    if isinstance(first, tuple):
+        return tuple(_joined(outs, sizes, num_rows) for outs in zip(*parts, strict=True))
+    dim = _row_dim(first)
+    if first.shape[dim] != sizes[0]:
+        return first
+    whole = first if len(parts) == 1 else torch.cat([*parts], dim)
+    whole = whole.narrow(dim, 0, num_rows)
+    return _apart(whole) if whole.is_floating_point() and whole.device.type == "cpu" else whole
 
 
 def widened(numbers: Tensor, least: int) -> Tensor:

@@ -13,13 +13,13 @@ them and hand all of them on to attention.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.kernels.kv_commit import kv_commit_reference
+from offload.model.linear import Products
 from offload.model.taps import TapLog
 
 KEYS = "keys"
@@ -168,11 +168,11 @@ class KVCache:
         and values alone do not care.
         """
 
-    def take_rows(self, sees_TU: Tensor, mode: AbstractContextManager[Any] | None) -> Any:
+    def take_rows(self, sees_TU: Tensor, products: Products | None) -> Any:
         """Note what a pass whose rows are reserved will run: (T, U), which uncommitted rows its rows see.
 
-        `mode` is what passes are computed in where their bits are the same for any tree. Returns
-        what recurrent layers have to know of it.
+        `products` are those that give the same bits for any tree, where passes have them.
+        Returns what recurrent layers have to know of it.
         """
 
     def keepable(self, num_positions: int) -> int:

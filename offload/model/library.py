@@ -6,13 +6,14 @@ of these names of the version that is installed, and says from which version it 
 """
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from inspect import Signature, signature
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from offload.errors import UserError, reason
 
@@ -94,6 +95,7 @@ try:
         rename_source_key,
         revert_weight_conversion,
     )
+    from transformers.integrations.moe import ExpertsInterface
     from transformers.masking_utils import create_causal_mask
     from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: F401
 except ImportError as missing_name:
@@ -111,6 +113,7 @@ _MODEL_METHODS = (
     "get_output_embeddings",
     "set_attn_implementation",
     "set_experts_implementation",
+    "initialize_weights",
     "base_model_prefix",
     "_get_dtype_plan",
     "_from_config",
@@ -174,3 +177,31 @@ def require_rows(decoder: Any) -> None:
 def cache_in(arguments: dict[str, Any]) -> Any:
     """Return the cache among the arguments of a layer's forward pass, None where it has none."""
     return next((arguments[name] for name in LAYER_CACHES if name in arguments), None)
+
+
+EXPERTS = "offload_rows"  # the name by which experts are called here; from 5.17
+
+
+def register_experts(multiply: Callable[..., Tensor]) -> None:
+    """Let experts of the library be multiplied by this function where a model asks for `EXPERTS`.
+
+    It is given the module of the experts, rows, and the choice and the shares of each row.
+    """
+    ExpertsInterface.register(EXPERTS, multiply)
+
+
+def build_without_storage(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Return a model whose parameters take no memory; what it computes of its config is there.
+
+    As the library does before it reads weights: from 5.17 each family's `_init_weights` fills the
+    buffers that are not saved.
+    """
+    with torch.device("meta"):
+        model = build()
+    for module in model.modules():
+        for key in module._non_persistent_buffers_set:
+            buffer = module._buffers[key]
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+    return model

@@ -7,9 +7,7 @@ its own, also where the family is built here (`headed.py`), and no rule of the f
 """
 
 import copy
-import math
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -17,9 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from offload.checkpoint.checkpoint import Checkpoint, unsupported
 from offload.checkpoint.small_files import check_counts
@@ -33,12 +29,14 @@ from offload.families.types import (
     SHARED_LAYERS,
 )
 from offload.model import attention
+from offload.model.experts import prepare_experts
 from offload.model.headed import headed_model
 from offload.model.layer_stacks import cut_stack, layer_stacks
 from offload.model.library import (
     ALLOWED_LAYER_TYPES,
     CACHE,
     CONFIG_MAPPING,
+    EXPERTS,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     STATE_CACHE,
     AutoModelForCausalLM,
@@ -46,9 +44,11 @@ from offload.model.library import (
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
+    build_without_storage,
     require_rows,
     version_error,
 )
+from offload.model.linear import replace_linears
 from offload.model.mixers.indexed import follow_indices, selection_of
 from offload.model.parts import BatchPart, causal, lay
 from offload.model.path_attention import path_rows
@@ -60,12 +60,6 @@ _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_att
 # A checkpoint may name a kernel of the hub there, and transformers would fetch that code and run
 # it.
 _NAMED_CODE = ("_attn_implementation", "_experts_implementation")
-# accelerate changes how all modules, of whatever thread, are made meanwhile
-_ONE_AT_A_TIME = threading.Lock()
-# parameters alone begin as so many zeros, such as the experts of Llama 4; buffers stay real
-_MANY_ZEROS = 1 << 24
-# of torch and of transformers
-_RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 # `recurrent` is what RecurrentGemma's are called in transformers 5.17
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
@@ -163,8 +157,9 @@ def _instantiate(
         setattr(config, flag, value)
     for name in _NAMED_CODE:
         setattr(config, name, None)
-    with _ONE_AT_A_TIME, init_empty_weights(), EmptyOnMeta():
-        meta_model = build(config, dtype=dtype, trust_remote_code=False)
+    meta_model = build_without_storage(lambda: build(config, dtype=dtype, trust_remote_code=False))
+    replace_linears(meta_model)
+    prepare_experts(meta_model)
     if meta_model.get_decoder() is meta_model and hasattr(meta_model, "model"):
         meta_model.base_model_prefix = "model"  # Llama 4 has it from when it lies inside of another
     _keep_in_float32(meta_model, meta_model._get_dtype_plan(dtype))
@@ -181,27 +176,6 @@ def _instantiate(
     is_ours = meta_model._supports_sdpa and not is_capped
     meta_model.set_attn_implementation(attention.NAME if is_ours else "eager")
     return meta_model.eval().requires_grad_(False)
-
-
-class EmptyOnMeta(TorchFunctionMode):
-    """Parameters begin as `torch.empty`, without memory, and are not drawn, which takes long."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", None) in _RANDOM_FILLS:
-            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
-            if tensor.is_meta:
-                return tensor
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
-        if func is torch.zeros and kwargs.get("device") is None and _num_zeros(args) > _MANY_ZEROS:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-
-def _num_zeros(sizes: Any) -> int:
-    sizes = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
-    return math.prod(size for size in sizes if type(size) is int)
 
 
 def _hand_on_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -259,10 +233,9 @@ def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
     ]
     with cut_stack(meta_model, slice(max(map(kinds.index, kinds)) + 1)):
         trial = copy.deepcopy(meta_model)
-    for name, module in trial.named_modules():
-        # their fused products want types and processors that the real ones are not of
-        if name.endswith(".experts"):
-            module.forward = lambda hidden, *_, **__: hidden
+    # their fused products want types and processors that the real ones are not of
+    if getattr(trial.config, "_experts_implementation", None) is not None:
+        trial.set_experts_implementation(EXPERTS)
     return trial
 
 

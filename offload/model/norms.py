@@ -7,17 +7,16 @@ differently.
 
 from collections.abc import Callable
 from copy import copy
-from functools import partial
 from inspect import signature
 
 import torch
 from torch import Tensor, nn
 
 from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_reference
+from offload.model.linear import Around, eps_of, inner_of, replace_child
 
 # `rms_norm_kernel` or its reference
 Normalize = Callable[..., Tensor]
-_EPS_NAMES = ("variance_epsilon", "eps")
 # width of the rows that try norms without a weight, which take any width
 _WIDTH_WITHOUT_WEIGHT = 64
 _NUM_ROWS = 16
@@ -27,10 +26,10 @@ def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
     """Return all norms of a model whose forms are known, whether their weights are there or not."""
     found = list[tuple[nn.Module, NormForm]]()
     form_of = dict[object, NormForm | None]()
-    for module in model.modules():
+    for module in map(inner_of, model.modules()):
         weight = getattr(module, "weight", None)
         is_other = set(dict(module.named_parameters())) - {"weight"} or list(module.children())
-        if _eps_of(module) is None or is_other or (weight is not None and weight.ndim != 1):
+        if eps_of(module) is None or is_other or (weight is not None and weight.ndim != 1):
             continue
         kind = (type(module), None if weight is None else weight.shape[-1])
         if kind not in form_of:
@@ -41,32 +40,31 @@ def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
     return found
 
 
+class KernelNorm(Around):
+    """A norm that a kernel computes; rows of another type than its weight are left to the library's."""
+
+    def __init__(self, inner: nn.Module, form: NormForm, normalize: Normalize) -> None:
+        super().__init__(inner)
+        self._form = form
+        self._normalize = normalize
+        self._eps = eps_of(inner)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the rows, each divided by its root mean square."""
+        weight = self._parameters.get("weight")
+        if weight is not None and weight.dtype != rows.dtype:
+            return self.inner(rows)
+        return self._normalize(rows, weight, self._eps, self._form)
+
+
 def normalize_with(model: nn.Module, normalize: Normalize | None) -> None:
     """Let `normalize` compute every norm whose form is known; with None they stay as they are."""
     if normalize is None:
         return
+    names = {inner_of(module): name for name, module in model.named_modules()}
     for module, form in find_norms(model):
-        # The module's own code stays for rows and weights of different types.
-        module.forward = partial(_forward, module, form, normalize, type(module).forward)
-
-
-def _forward(
-    module: nn.Module,
-    form: NormForm,
-    normalize: Normalize,
-    usual: Callable[..., Tensor],
-    rows: Tensor,
-) -> Tensor:
-    weight = getattr(module, "weight", None)
-    eps = _eps_of(module)
-    if weight is not None and weight.dtype != rows.dtype:
-        return usual(module, rows)
-    return normalize(rows, weight, eps, form)
-
-
-def _eps_of(module: nn.Module) -> float | None:
-    found = next((getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)), None)
-    return found if isinstance(found, float) else None
+        # a kernel gives a row the same bits by itself
+        replace_child(model, names[module], KernelNorm(module, form, normalize))
 
 
 @torch.inference_mode()
@@ -81,7 +79,7 @@ def _form_of(module: nn.Module) -> NormForm | None:
     rows = torch.randn(_NUM_ROWS, width, generator=chance).bfloat16()
     weight_D = torch.randn(width, generator=chance).bfloat16()
     sample = copy(module)
-    eps = _eps_of(module)
+    eps = eps_of(module)
     assert eps is not None, "a norm has one"
     made_up = None if weight is None else nn.Parameter(weight_D, requires_grad=False)
     sample._parameters = dict.fromkeys(module._parameters, made_up)

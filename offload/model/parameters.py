@@ -5,7 +5,7 @@ was sent.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,19 +47,6 @@ def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn
         for module in meta_model.modules()
         if isinstance(module, nn.Embedding) and module not in inside
     ]
-
-
-def is_plain_product(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module does what `nn.Linear` does and nothing else.
-
-    Then another way to multiply may stand in its place. Routers and grouped projections of some
-    families are derived from it, and return something else.
-    """
-    return (
-        isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and "forward" not in vars(module)
-    )
 
 
 def share(

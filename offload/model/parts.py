@@ -6,7 +6,6 @@ for the rounding of products of more rows (and not even that where rows are `Inv
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache, LayerStates
 from offload.model.library import CACHE, Cache, DynamicLayer
+from offload.model.linear import Products
 
 
 class BatchPart(NamedTuple):
@@ -54,10 +54,10 @@ class BatchPart(NamedTuple):
         return slice(slot, slot + self.end)
 
 
-def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None) -> "PassCache":
+def lay(parts: Sequence[BatchPart], products: Products | None) -> "PassCache":
     """Return the cache of a pass in which the parts lie one behind the other.
 
-    Every part is given its rows of the pass, and its own cache their places. `mode` is for
+    Every part is given its rows of the pass, and its own cache their places. `products` are for
     `KVCache.take_rows`.
     """
     laid = list[BatchPart]()
@@ -65,7 +65,7 @@ def lay(parts: Sequence[BatchPart], mode: AbstractContextManager[Any] | None) ->
     for part in parts:
         num_rows, num_uncommitted = part.ancestor_TU.shape
         first = part.cache.reserve(num_uncommitted - num_rows, num_rows)
-        states = part.cache.take_rows(part.ancestor_TU, mode)
+        states = part.cache.take_rows(part.ancestor_TU, products)
         laid.append(part._replace(lo=lo, first=first, states=states))
         lo += num_rows
     return PassCache(laid)

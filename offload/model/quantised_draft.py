@@ -24,7 +24,8 @@ from offload.kernels.int4_blocks import (
     least_step,
 )
 from offload.model.expanded import ExpandedWeights
-from offload.model.parameters import ParameterPlace, is_plain_product
+from offload.model.linear import Linear, Products, inner_of
+from offload.model.parameters import ParameterPlace
 from offload.timer import timed
 
 _MOST_8_BITS = 127
@@ -131,6 +132,17 @@ def matrix_of(weight_NK: Tensor, bits: int) -> Int4 | Int8:
     return Int4(words.word_NK, words.scale_GN2, layout, len(weight_NK))
 
 
+class _HeldMatrix(NamedTuple):
+    """A matrix in the place of a module's own; see `StoredMatrix`."""
+
+    held: "HeldWeights"
+    matrix: Int4 | Int8
+
+    def matmul(self, rows: Tensor, products: Products, bias: Tensor | None) -> Tensor:
+        """See `StoredMatrix`: a draft's rows may have other bits beside others."""
+        return self.held.multiply(self.matrix, rows, bias)
+
+
 class HeldWeights:
     """The matrices of a model's layers at 4 or 8 bits."""
 
@@ -144,21 +156,22 @@ class HeldWeights:
     def num_bytes(self) -> int:
         return sum(one.num_bytes for one in self._matrices) + self._scratch_B.nbytes
 
-    def take(self, linear: nn.Linear) -> None:
+    def take(self, linear: Linear) -> None:
         """Let a module multiply with a matrix that is held here; its own weight goes."""
         matrix = matrix_of(linear.weight.detach(), self._bits)
         self._matrices.append(matrix)
         empty = torch.empty(matrix.shape, dtype=linear.weight.dtype, device="meta")
         linear._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
-        vars(linear)["forward"] = partial(self._forward, matrix, linear)
+        linear.stored = _HeldMatrix(self, matrix)
 
     def take_layer(
         self, layer: nn.Module, places: Collection[ParameterPlace], expanded: ExpandedWeights
     ) -> None:
         """Hold all matrices of a bound layer, and copies of all else, so that its slab can go."""
-        for name, module in layer.named_modules():
+        for name, around in layer.named_modules():
+            module = inner_of(around)
             expanded.release(module)
-            if is_plain_product(module) and is_held(f"{name}.weight", tuple(module.weight.shape)):
+            if isinstance(module, Linear) and is_held(f"{name}.weight", tuple(module.weight.shape)):
                 self.take(module)
             for place in places:
                 own = place.table[place.key]
@@ -176,14 +189,15 @@ class HeldWeights:
                 largest = max(own, key=lambda one: one.num_bytes)
                 self._most_rows[bits] = self._tried(largest) if largest.has_product else 0
 
-    def _forward(self, matrix: Int4 | Int8, linear: nn.Linear, row: Tensor) -> Tensor:
-        row_MK = row.reshape(-1, row.shape[-1])
+    def multiply(self, matrix: Int4 | Int8, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """Return rows times the transposed matrix, by whichever way is quicker for as many."""
+        row_MK = rows.reshape(-1, rows.shape[-1])
         if len(row_MK) <= self._most_rows[matrix.bits] and matrix.has_product:
             out_MN = matrix.product(row_MK)
         else:
             out_MN = matrix.expanded(row_MK, partial(self._room, row_MK))
-        out_MN = out_MN if linear.bias is None else out_MN + linear.bias
-        return out_MN.view(*row.shape[:-1], matrix.shape[0])
+        out_MN = out_MN if bias is None else out_MN + bias
+        return out_MN.view(*rows.shape[:-1], matrix.shape[0])
 
     def _room(self, like: Tensor, count: int) -> Tensor:
         num_bytes = count * like.element_size()

@@ -21,6 +21,7 @@ from offload.kernels.gated_delta import (
     walk_heads_compiled,
     walk_heads_reference,
 )
+from offload.model.invariant import in_whole_vectors
 from offload.model.thread_team import TEAM
 
 RowInputs = dict[str, Tensor]  # (T, ...) each
@@ -203,7 +204,7 @@ def _delta_rows(rows: RowInputs, num_heads: int, *, use_qk_l2norm_in_kernel: boo
     if use_qk_l2norm_in_kernel:
         query, key = (_l2norm(one) for one in (query, key))
     query = query / (query.shape[-1] ** 0.5)
-    return DeltaRows(query, key, value, beta, decay.exp())
+    return DeltaRows(query, key, value, beta, in_whole_vectors(torch.exp, decay))
 
 
 def _l2norm(rows: Tensor) -> Tensor:
@@ -380,7 +381,7 @@ class Gated(Recurrence):
 def _settled(dt: Tensor, bias: Tensor | None, *, is_soft: bool | None) -> Tensor:
     """Return time steps as a scan would take them."""
     dt = dt if bias is None else dt + bias.to(dt.dtype)
-    return functional.softplus(dt) if is_soft else dt
+    return in_whole_vectors(functional.softplus, dt) if is_soft else dt
 
 
 class Functions(NamedTuple):

@@ -9,13 +9,15 @@ what a layer does across rows goes through these two; a layer of another make is
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from offload.model.invariant import in_whole_vectors
 from offload.model.kv_cache import KVCache
 from offload.model.library import ACT2FN, LAYER_CACHES, cache_in
 from offload.model.parts import BatchPart, PassCache
@@ -89,7 +91,7 @@ def _follower_of(own: Any) -> Any:
     is_convolution_alone = not kinds and not any(name in names for name in _MIXING)
     if CONVOLUTION not in known or len(kinds) != (not is_convolution_alone):
         return None
-    replaced = {CONVOLUTION: _convolve}
+    replaced: dict[str, Any] = {CONVOLUTION: _convolve, "F": _WholeVectors()}
     recurrence = None
     for scan, step, kind in kinds:
         replaced[scan] = _scan
@@ -104,6 +106,14 @@ def with_functions(forward: FunctionType, replaced: Mapping[str, Any]) -> Functi
     clone = FunctionType(forward.__code__, known, *more)
     clone.__kwdefaults__ = forward.__kwdefaults__
     return clone
+
+
+class _WholeVectors:
+    """torch's functions on numbers, of which one is computed in whole vectors."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(functional, name)
+        return partial(in_whole_vectors, function) if name == "softplus" else function
 
 
 def _subclass(own: Any, forward: Callable[..., Any]) -> type[nn.Module]:

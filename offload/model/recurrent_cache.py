@@ -11,7 +11,7 @@ has it for good. Invariant: a state is that of exactly the positions that its `l
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from offload.model.kv_cache import KVCache, LayerStates
+from offload.model.linear import Products
 from offload.model.recurrences import STAND_IN, Inputs, Recurrence, RowInputs
 from offload.model.recurrent_rows import RowTree, TreeRows, scan_tree
 
@@ -54,7 +55,7 @@ class RecurrentCache(KVCache):
         self._here = Point(0)
         self._mark = Point(0)
         self._begin_anew()
-        self._mode: AbstractContextManager[Any] | None = None
+        self._products: Products | None = None
         self._kept = dict[int, RowInputs]()
         self._num_taps = dict[int, int]()
         self._recurrences = dict[int, tuple[Recurrence, dict[str, Any]]]()
@@ -64,14 +65,14 @@ class RecurrentCache(KVCache):
         self._num_promised = num_rows
         self._keeps_open = keeps_others
 
-    def take_rows(self, sees_TU: Tensor, mode: AbstractContextManager[Any] | None) -> PassRows:
+    def take_rows(self, sees_TU: Tensor, products: Products | None) -> PassRows:
         """See `KVCache`."""
         num_rows, num_uncommitted = sees_TU.shape
         if num_rows == num_uncommitted:
             self._trunk = Point(0)
             self._num_certain = 0
             self._tree = RowTree()
-        self._mode = mode
+        self._products = products
         num_before = self._num_certain
         base = self._trunk if num_before else self._here
         behind = self._trunk
@@ -126,7 +127,7 @@ class RecurrentCache(KVCache):
         self._recurrences[layer] = recurrence, inputs.fixed
         if num_certain:
             certain = inputs.part(slice(num_certain))
-            out, state = recurrence.run(state, certain, is_exact=self._mode is not None)
+            out, state = recurrence.run(state, certain, is_exact=self._products is not None)
             rows.behind.states[layer] = state
             outs.append(out)
         if rows.tree:
@@ -172,7 +173,7 @@ class RecurrentCache(KVCache):
             rest = [row - num_certain for row in path[num_certain:]]
             assert not rest or self._keeps_open, "inputs of these rows were not kept"
             base = self._trunk if num_certain else self._here
-            with self._mode or nullcontext():
+            with self._products.during(len(path)) if self._products else nullcontext():
                 here = self._behind(base, rest, self.length + len(path))
             mark = base if num_certain else mark
         super().commit(path)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Lock, Thread, local
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from offload.memory.sizes import PATH_SCRATCH_BYTES
 
 # products of numbers that one thread makes at least before it asks for more
 _SHARE = 1 << 21
+_LEAST_SHARED_THREADS = 2
 _NUM_CORES = num_cores()
 _MOST_SHARES = 8 * _NUM_CORES
 # that a thread keeps to compute in
@@ -80,6 +82,17 @@ class ThreadTeam:
                 with self._taking:
                     torch.set_num_threads(num_threads)
                     self._num_threads = 0
+
+    def lend(self, work: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Call `work` with torch's own threads, which it has back meanwhile."""
+        num_threads = self._num_threads
+        if num_threads < _LEAST_SHARED_THREADS:
+            return work(*args, **kwargs)
+        torch.set_num_threads(num_threads)
+        try:
+            return work(*args, **kwargs)
+        finally:
+            torch.set_num_threads(1)
 
     def run(self, work: Callable[[], None], most: int) -> None:
         """Call `work` in every thread at once, at most in `most` of them, and wait for all.

@@ -18,14 +18,14 @@ from offload.errors import UserError
 from offload.kernels.path_attention import PathRows, Window, first_seen
 from offload.model import attention
 from offload.model.bound import BoundModel
-from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.layer_stacks import cut_stack, head_alone
+from offload.model.library import EXPERTS
+from offload.model.linear import PLAIN, Products, choose_products, wrap_by_row
 from offload.model.mixers.indexed import selection_of, with_placeholders
 from offload.model.parts import BatchMask, BatchPart, PassCache, causal, lay
 from offload.model.path_attention import attend_along_paths, path_rows
 from offload.model.recurrent import has_states, new_cache
-from offload.model.thread_team import TEAM
 from offload.model.wide_products import WideProducts, lacks_products
 from offload.sampling.logits import Logits
 
@@ -36,8 +36,6 @@ Attend = Callable[..., Tensor]
 # the rows of one text, num_logits -> logits, or None to decline
 Replay = Callable[[BatchPart, int], Tensor | None]
 _HOST = torch.device("cpu")
-# Up to so many rows one thread does what lies between products sooner than others would wake up.
-_TEAM_ROWS = 256
 
 
 class TreeModel(BoundModel):
@@ -65,15 +63,20 @@ class TreeModel(BoundModel):
         self._masks: Masks = {}
         self._replay: Replay | None = None
         self.kernel: Attend | None = None
-        self._invariant: InvariantRows | None = None
+        self._invariant: Products | None = None
         self._selections = [selection_of(layer) for layer in self._layers]
         # layers that choose do so among the positions of paths
         self._is_by_path = self.has_index
         self._is_narrow = torch_device.type == "cpu" and lacks_products(self.dtype)
-        self._products = WideProducts() if self._is_narrow else nullcontext()
+        self._usual_products: Products = WideProducts() if self._is_narrow else PLAIN
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
         self._usual_experts = getattr(config, "_experts_implementation", None)
+        wrap_by_row(self.meta_model, has_sums=torch_device.type != "cpu")
+        self._multiply_by(None)
+        if self._is_narrow:
+            # an eager one of the library would add up number after number
+            self._is_by_path |= not attention.is_for_rows(config) and self._takes_paths()
         for index, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
             give = partial(self._give_mask, window, index)
             self._hooks.append(layer.register_forward_pre_hook(give, with_kwargs=True))
@@ -166,7 +169,7 @@ class TreeModel(BoundModel):
     def _score_hidden(self, out: Any, hidden_1ND: Tensor, lo: int, hi: int) -> Tensor:
         out.last_hidden_state = hidden_1ND[:, lo:hi]
         nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_device)
-        with self._rules(hi - lo), self._call_head(out):
+        with self._during(hi - lo), self._call_head(out):
             return self._call(nothing, logits_to_keep=hi - lo).logits[0]
 
     @contextmanager
@@ -197,7 +200,7 @@ class TreeModel(BoundModel):
             if selection is not None:
                 selection.begin(masks[window], cache)
         first = masks[self._windows[0]]
-        with self._rules(len(token_T)):
+        with self._during(len(token_T)):
             out = self._call(
                 (token_T.to(_HOST) if self._table_device == _HOST else self.send(token_T))[None],
                 # layers get their own from `_give_mask`
@@ -210,15 +213,10 @@ class TreeModel(BoundModel):
         # some families score every row whatever they are asked; -0 is all of them
         return out.logits[0, -num_logits:]
 
-    @contextmanager
-    def _rules(self, num_rows: int) -> Iterator[None]:
-        """Settle how numbers are computed while the body runs a pass of so many rows."""
-        is_by_team = self._is_narrow and num_rows <= _TEAM_ROWS
-        with (
-            self._invariant or self._products,
-            TEAM.in_place_of_torch() if is_by_team else nullcontext(),
-        ):
-            yield
+    def _during(self, num_rows: int) -> AbstractContextManager[Any]:
+        """Return what is entered while a pass of so many rows is computed."""
+        is_host = self.torch_device.type == "cpu"
+        return self._products.during(num_rows) if is_host else nullcontext()
 
     def _call(self, token_1T: Tensor, **more: Any) -> Any:
         """Run transformers' own forward pass."""
@@ -237,7 +235,7 @@ class TreeModel(BoundModel):
     ) -> None:
         """Let `cache` have what an encoder makes of a prompt; `begin` is called before it runs."""
 
-    def be_invariant(self, rows: InvariantRows | None) -> None:
+    def be_invariant(self, rows: Products | None) -> None:
         """Let a row's numbers not depend on other rows from now on; None is the quickest way again.
 
         Raises `UserError` where this family's attention cannot be ours.
@@ -247,11 +245,20 @@ class TreeModel(BoundModel):
             raise UserError(f"{kind} models calculate with masks of their own")
         if rows is None and self.kernel is None:
             self.meta_model.set_attn_implementation(self._usual_attention)
-        # one product for each, whose rows can be padded
-        experts = self._usual_experts if rows is None else "eager"
-        if experts is not None:
-            self.meta_model.set_experts_implementation(experts)
+        self._multiply_by(rows)
+
+    def _multiply_by(self, rows: Products | None) -> None:
+        # a GPU has quicker ways than expert by expert
+        is_usual = rows is None and self.torch_device.type != "cpu"
+        if self._usual_experts is not None:
+            usual = self._usual_experts if is_usual else EXPERTS
+            self.meta_model.set_experts_implementation(usual)
         self._invariant = rows
+        self._products: Products = self._usual_products if rows is None else rows
+        choose_products(self.meta_model, self._products)
+        for selection in self._selections:
+            if selection is not None:
+                selection.products = self._products
 
     def share_passes(self) -> None:
         """Let several texts share a pass; families with attention of their own follow paths then.

@@ -10,6 +10,7 @@ library does it. What is held and read stays 16 bits wide.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.backends import mkldnn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from offload.kernels.machine_code import fused_lanes
 from offload.kernels.widened_products import can_multiply, product_of
 from offload.memory.sizes import INNER_ROWS, PATH_SCRATCH_BYTES
-from offload.model.thread_team import compute
+from offload.model.linear import Products
+from offload.model.thread_team import TEAM, compute
 
 MULTIPLY = (
     torch.matmul,
@@ -34,6 +35,8 @@ MULTIPLY = (
     Tensor.mm,
 )
 _ROWS_BYTES = PATH_SCRATCH_BYTES // 4  # of rows in float32: the plan keeps room for a scratch free
+# Up to so many rows one thread does what lies between products sooner than others would wake up.
+_TEAM_ROWS = 256
 _MASK_BYTES = PATH_SCRATCH_BYTES // 2  # of a mask in float32, in the same room
 _STEP_ROWS = 16
 # of a weight that the library multiplies, in float32 at once
@@ -133,28 +136,30 @@ _WIDE: dict[Any, Callable[..., Tensor]] = {one: _widened(one) for one in MULTIPL
 _WIDE[functional.linear] = linear
 
 
-class WideProducts(TorchFunctionMode):
-    """A mode in which products of several rows are wide, and attention is computed in float32."""
+class WideProducts(Products):
+    """Products of several rows in float32."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = _OWN.get(func)
-        return func(*args, **(kwargs or {})) if own is None else own(func, *args, **(kwargs or {}))
+    def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `Products`; for one row torch has a quick way."""
+        is_row = rows.numel() == rows.shape[-1]
+        product = functional.linear if is_row else product_for(functional.linear, rows)
+        return product(rows, weight, bias)
+
+    def multiply(self, product: Callable[..., Tensor], left: Tensor, right: Tensor) -> Tensor:
+        """See `Products`."""
+        return product_for(product, left)(left, right)
+
+    def during(self, num_rows: int) -> AbstractContextManager[Any]:
+        """See `Products`."""
+        return TEAM.in_place_of_torch() if num_rows <= _TEAM_ROWS else nullcontext()
 
 
-def _product(
-    product: Callable[..., Tensor], left: Tensor, right: Tensor, *more: Any, **named: Any
-) -> Tensor:
-    # for which torch has a quick way
-    is_row = product is functional.linear and left.numel() == left.shape[-1]
-    return (product if is_row else product_for(product, left))(left, right, *more, **named)
-
-
-def _attend(
-    attention: Callable[..., Tensor], *states: Tensor, attn_mask: Tensor | None = None, **more: Any
-) -> Tensor:
+def attend(*states: Tensor, attn_mask: Tensor | None = None, **more: Any) -> Tensor:
+    """Compute torch's `scaled_dot_product_attention`, in float32 where products are wide."""
+    attention = functional.scaled_dot_product_attention
     dtype = states[0].dtype
     mask = attn_mask
-    if not lacks_products(dtype):
+    if states[0].device.type != "cpu" or not lacks_products(dtype):
         return attention(*states, attn_mask=mask, **more)
     query, *others = (one.float() for one in states)
     if mask is None or not mask.is_floating_point() or mask.shape[-2] != query.shape[-2]:
@@ -167,7 +172,3 @@ def _attend(
         for some, seen in zip(query.split(at_once, -2), mask.split(at_once, -2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-
-
-_OWN: dict[Any, Callable[..., Tensor]] = dict.fromkeys(_WIDE, _product)
-_OWN[functional.scaled_dot_product_attention] = _attend

@@ -35,7 +35,7 @@ def test_samples_are_gone_before_layers_are_read(target: Path, monkeypatch: pyte
     start, bring, pairs, held = loading.open_layers, loading.read_pair, list[Any](), list[bool]()
 
     def started(*args: Any) -> Any:
-        held.extend("forward" in experts.module.__dict__ for experts in pairs[0].target.experts)
+        held.extend("weight_source" in vars(experts.module) for experts in pairs[0].target.experts)
         return start(*args)
 
     monkeypatch.setattr(loading, "read_pair", lambda pair, *args: pairs.append(pair) or bring(pair, *args))

@@ -114,7 +114,7 @@ def test_a_mask_too_large_to_repeat_is_used_in_parts(monkeypatch: pytest.MonkeyP
             return torch.nn.functional.scaled_dot_product_attention(rows, *args, **more)
 
         monkeypatch.setattr(attention, "_MAX_MASK_BYTES", num_heads * mask.nbytes)
-        monkeypatch.setattr(attention, "scaled_dot_product_attention", count)
+        monkeypatch.setattr(attention.wide_products, "attend", count)
         torch.testing.assert_close(folded_attention(nn.Module(), query, key, value, mask)[0], whole)
         assert max(calls) == max(1, num_heads) * 5 and sum(calls) == 30
         monkeypatch.undo()

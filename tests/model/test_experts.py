@@ -51,11 +51,17 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @contextmanager
 def opened(
-    folder: Path, num_slots: int, *, ahead_rows: int = NEVER, device: Device = HOST, **more: int
+    folder: Path,
+    num_slots: int,
+    *,
+    ahead_rows: int = NEVER,
+    device: Device = HOST,
+    dtype: str = "float32",
+    **more: int,
 ) -> Iterator[tuple[TreeModel, ExpertPool]]:
     """The model with its layers bound, on a device if there is one, and its pool of experts."""
     with ExitStack() as resources:
-        model = TreeModel(open_checkpoint(folder), "float32", device.torch_device, on_demand=True)
+        model = TreeModel(open_checkpoint(folder), dtype, device.torch_device, on_demand=True)
         resources.callback(model.close)
         store = DiskReader(model.checkpoint.shards)
         resources.callback(store.close)
@@ -87,9 +93,8 @@ def reference(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def whole_layers(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
-    model = with_weights(TreeModel(open_checkpoint(folder), "float32"))
-    model.meta_model.set_experts_implementation("eager")
+def whole_layers(folder: Path, cuts: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
+    model = with_weights(TreeModel(open_checkpoint(folder), dtype))
     return text_scores(model, _TOKEN_T, cuts)
 
 
@@ -110,6 +115,26 @@ def test_bits_are_those_of_all_experts_at_once(folder: Path, cuts: tuple[int, ..
         with opened(folder, num_slots, ahead_rows=ahead_rows) as (model, pool):
             assert_same_bits(logits_of(model, pool, cuts), wanted, Promise.SAME_PRODUCTS, "cold")
             assert_same_bits(logits_of(model, pool, cuts), wanted, Promise.SAME_PRODUCTS, "warm")
+
+
+@torch.inference_mode()
+def test_experts_add_up_in_16_bits_as_in_the_familys_own_loop(folder: Path) -> None:
+    """Whether they come one by one or with their layers: some round once, others for each expert."""
+    cuts = (9, 1, 14)
+    with opened(folder, 5, dtype="bfloat16") as (model, pool):
+        got = logits_of(model, pool, cuts)
+    assert_same_bits(got, whole_layers(folder, cuts, "bfloat16"), Promise.SAME_PRODUCTS)
+    whole = with_weights(TreeModel(open_checkpoint(folder), "bfloat16"))
+    experts = next(module for module in whole.meta_model.modules() if hasattr(module, "_apply_gate"))
+    if not hasattr(experts, "config"):
+        pytest.skip("experts of our own stand for those of this family")
+    rows_ND = torch.randn(7, experts.down_proj.shape[-1 if experts.is_transposed else -2]).bfloat16()
+    expert_NK = torch.randint(experts.num_experts, (7, 1)).expand(-1, 2).contiguous()
+    expert_NK[:, 1] = (expert_NK[:, 0] + 1) % experts.num_experts
+    given = (rows_ND, expert_NK, torch.rand(7, 2))
+    ours = experts(*given)
+    whole.meta_model.set_experts_implementation("eager")
+    assert_same_bits(ours, experts(*given), Promise.SAME_PRODUCTS)
 
 
 def test_only_what_a_router_chose_is_read(folder: Path) -> None:

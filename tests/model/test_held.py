@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.held import group_of, held_bytes, is_held
+from offload.model.linear import Linear
 from offload.model.quantised_draft import HeldWeights, Int8, matrix_of
 
 SHAPES = ((64, 128), (70, 96), (5, 50), (192, 512))
@@ -51,7 +52,7 @@ def test_a_group_of_equal_numbers_and_a_row_of_zeros_stay_what_they_are() -> Non
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_linear_that_is_taken_over_computes_the_same_for_any_number_of_rows(bits: int) -> None:
-    linear, held = nn.Linear(128, 70), HeldWeights(bits)
+    linear, held = Linear(nn.Linear(128, 70)), HeldWeights(bits)
     row = torch.randn(1, 90, 128)
     before = linear(row)
     held.take(linear)

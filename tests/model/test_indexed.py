@@ -124,7 +124,7 @@ def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
 def test_scores_that_depend_on_others_are_found_out(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what a pass of many rows scores differs in the last bits from what one of few does."""
     scores = selection.index_scores
-    other = lambda *what: scores(*what) * (1 if len(what[0]) < 9 else -1)  # noqa: E731
+    other = lambda *what, **more: scores(*what, **more) * (1 if len(what[0]) < 9 else -1)  # noqa: E731
     monkeypatch.setattr(selection, "index_scores", other)
     with opened(glm, tree="chain:8", context=720, ram="2GiB", invariant=True) as decoder:
         assert not decoder.invariance.holds

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from offload.calibration.invariance import _CheckedRows, _DifferError
+from offload.calibration.invariance import _NUM_ROWS as MOST
+from offload.calibration.invariance import _ByFewerRows, _DifferError
 from offload.model import invariant as invariance
 from offload.model.invariant import InvariantRows
+from offload.model.linear import ByRow
 
 VECTOR, MOST_THREADS, WARP = 4, 512, 32  # numbers that a thread loads at once; threads of a block; of a warp
-MANY = 64  # rows
+MANY = 80  # rows
 
 
 def power_of_two_up_to(number: int) -> int:
@@ -93,46 +95,28 @@ def test_a_norm_has_the_same_bits_beside_any_rows(kind: type[nn.Module], width: 
     with Reducing(), torch.inference_mode():
         module, rows = norm_of(kind, width), rows_of(width)
         assert differing(module, rows), "as it is, it has not"
-        with InvariantRows((1,)):
-            assert differing(module, rows) == []
+        assert differing(by_row(module), rows) == []
+
+
+def by_row(module: nn.Module) -> ByRow:
+    wrapped = ByRow(module)
+    wrapped.products = InvariantRows((1,))
+    return wrapped
 
 
 def test_the_check_at_load_looks_before_numbers_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 one normed row in two hundred would show it."""
     with Reducing(), torch.inference_mode():
-        module, rows = norm_of(LlamaRMSNorm, 2048), rows_of(2048).bfloat16()
-        with _CheckedRows((1,)):
+        module, rows = norm_of(LlamaRMSNorm, 2048), rows_of(2048)[:, :MOST].bfloat16()
+        with _ByFewerRows(MOST):
+            by_row(module)(rows)
+        with pytest.raises(_DifferError, match="beside other rows"), _ByFewerRows(MOST):
             module(rows)
-        monkeypatch.setattr(invariance, "_LEAST_SUMS", 1)
-        with pytest.raises(_DifferError, match="beside other rows"), _CheckedRows((1,)):
-            module(rows)
-
-
-@pytest.mark.parametrize(
-    "reduce",
-    [
-        lambda x: x.mean(-1),
-        lambda x: x.mean(dim=-1, keepdim=True),
-        lambda x: torch.mean(x, 2),
-        lambda x: x.sum([-1], keepdim=True),
-        lambda x: x.var(-1, unbiased=False),
-        lambda x: x.sum(-1, dtype=torch.float64),
-        lambda x: x.mean(1),
-        lambda x: x.sum(),
-    ],
-)
-def test_what_is_padded_has_the_same_shape_and_numbers(reduce: Any) -> None:
-    numbers = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(3))
-    wanted = reduce(numbers)
-    with StrictDevice(), torch.inference_mode(), InvariantRows((1,)):
-        got = reduce(numbers.to(place()))
-    assert got.dtype == wanted.dtype
-    torch.testing.assert_close(got.held, wanted)
 
 
 def test_products_of_one_number_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary angles are such: there is no order in which a lone product could be added up."""
     monkeypatch.setattr(invariance, "find_sizes", lambda *_, **__: pytest.fail("a trial"))
-    with InvariantRows((1,)):
-        got = torch.arange(64.0)[None, :, None] @ torch.arange(300.0)[None, None, :]
-    assert torch.equal(got, torch.arange(64.0)[None, :, None] * torch.arange(300.0))
+    angle = torch.arange(64.0)[None, :, None]
+    got = InvariantRows((1,)).multiply(torch.matmul, angle, torch.arange(300.0)[None, None, :])
+    assert torch.equal(got, angle * torch.arange(300.0))

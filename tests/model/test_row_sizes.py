@@ -14,8 +14,9 @@ from transformers import LlamaConfig, MixtralConfig, Phi3Config
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.memory.sizes import INNER_ROWS
-from offload.model.feed_forward import take_rows_in_parts
+from offload.model.feed_forward import InParts, take_rows_in_parts
 from offload.model.invariant import InvariantRows
+from offload.model.linear import Linear, choose_products, replace_linears
 from offload.model.row_sizes import LADDER, find_sizes, parts_of
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -150,16 +151,19 @@ def rows_seen(inner: nn.Module) -> list[int]:
 @torch.inference_mode()
 def test_rows_in_parts_have_the_bits_of_all_rows_at_once(kind: Any, dtype: torch.dtype) -> None:
     model = tiny.build(kind(**_SIZES)).to(dtype)
+    replace_linears(model)
     inner = model.model.layers[0].mlp
     rows_1TD = torch.randn(1, 3 * INNER_ROWS + 17, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with InvariantRows([torch.get_num_threads()]):
+    products = InvariantRows([torch.get_num_threads()])
+    choose_products(model, products)
+    with products.during(rows_1TD.shape[1]):
         wanted = inner(rows_1TD)
         take_rows_in_parts(model.model.layers)
-        seen = rows_seen(inner)
-        assert torch.equal(inner(rows_1TD), wanted)
+        in_parts, seen = model.model.layers[0].mlp, rows_seen(inner)
+        assert torch.equal(in_parts(rows_1TD), wanted)
         assert max(seen) <= INNER_ROWS < sum(seen) == rows_1TD.shape[1]
         seen.clear()
-        assert torch.equal(inner(rows_1TD[:, :9]), wanted[:, :9]) and seen == [9], "few rows are one part"
+        assert torch.equal(in_parts(rows_1TD[:, :9]), wanted[:, :9]) and seen == [9], "few rows are one part"
 
 
 @pytest.mark.parametrize("kind", [*DENSE, MixtralConfig])
@@ -167,8 +171,9 @@ def test_a_plan_counts_on_parts_only_where_there_are_some(kind: Any, tmp_path: P
     config = kind(**_SIZES)
     model = tiny.build(config)
     shape = model_shape(open_checkpoint(tiny.save(model, tmp_path)))
+    replace_linears(model)
     take_rows_in_parts(model.model.layers)
-    is_in_parts = all("forward" in vars(layer.mlp) for layer in model.model.layers)
+    is_in_parts = all(isinstance(getattr(layer, "mlp", None), InParts) for layer in model.model.layers)
     assert bool(shape.inner_row_bytes) == is_in_parts == (kind in DENSE)
     assert 0 <= shape.inner_row_bytes < shape.row_bytes
 
@@ -177,7 +182,7 @@ def test_a_feed_forward_that_is_given_more_than_rows_is_left_alone() -> None:
     class Guided(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate_proj, self.down_proj = nn.Linear(4, 8), nn.Linear(8, 4)
+            self.gate_proj, self.down_proj = Linear(nn.Linear(4, 8)), Linear(nn.Linear(8, 4))
 
         def forward(self, rows: torch.Tensor, guide: torch.Tensor) -> torch.Tensor:
             return self.down_proj(self.gate_proj(rows) * guide)
@@ -185,4 +190,4 @@ def test_a_feed_forward_that_is_given_more_than_rows_is_left_alone() -> None:
     layer = nn.Module()
     layer.mlp = Guided()
     take_rows_in_parts([layer])
-    assert "forward" not in vars(layer.mlp)
+    assert isinstance(layer.mlp, Guided)

@@ -14,7 +14,7 @@ from offload.memory.sizes import PATH_SCRATCH_BYTES
 from offload.model import thread_team, wide_products
 from offload.model.invariant import InvariantRows
 from offload.model.thread_team import ThreadRoom
-from offload.model.wide_products import WideProducts, linear, product_for
+from offload.model.wide_products import WideProducts, attend, linear, product_for
 
 CHANCE = torch.Generator().manual_seed(3)
 
@@ -95,23 +95,23 @@ def test_all_products_of_a_model_are_wide_there(monkeypatch: pytest.MonkeyPatch)
     wanted = [linear(rows, weight), (rows.float() @ stack.float()).bfloat16()]
     states = [numbers(1, 2, 5, 32) for _ in range(3)]
     wanted.append(functional.scaled_dot_product_attention(*(one.float() for one in states)).bfloat16())
-    with WideProducts():
-        got = [functional.linear(rows, weight), rows @ stack, functional.scaled_dot_product_attention(*states)]
+    products = WideProducts()
+    got = [products.linear(rows, weight), products.multiply(torch.matmul, rows, stack), attend(*states)]
     assert all(torch.equal(*both) for both in zip(got, wanted, strict=True))
-    with WideProducts():  # planted mistake: the library's own, which add up in another way or are rounded in between
-        monkeypatch.setattr(wide_products, "lacks_products", lambda dtype: False)
-        assert product_for(functional.linear, rows) is functional.linear
+    # planted mistake: the library's own, which add up in another way or are rounded in between
+    monkeypatch.setattr(wide_products, "lacks_products", lambda dtype: False)
+    assert product_for(functional.linear, rows) is functional.linear
 
 
 @pytest.mark.usefixtures("narrow")
 def test_a_mask_is_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     states, mask = [numbers(1, 2, 50, 32) for _ in range(3)], torch.zeros(1, 2, 50, 50, dtype=torch.bfloat16)
     mask.masked_fill_(~torch.ones(50, 50, dtype=torch.bool).tril(), torch.finfo(mask.dtype).min)
-    attend = functional.scaled_dot_product_attention
-    wanted = attend(*(one.float() for one in states), attn_mask=mask.float())
+    wide = [states.float() for states in states]
+    wanted = functional.scaled_dot_product_attention(*wide, attn_mask=mask.float())
     for num_rows in (1, 7, 50):
         monkeypatch.setattr(wide_products, "_MASK_BYTES", num_rows * 2 * 50 * 4)
-        with Largest(torch.float32) as largest, WideProducts():
+        with Largest(torch.float32) as largest:
             got = attend(*states, attn_mask=mask)
         torch.testing.assert_close(got, wanted.bfloat16())
         assert largest.num_bytes == max(num_rows * 2 * 50 * 4, 2 * 50 * 32 * 4), "no more than the states themselves"
@@ -121,9 +121,11 @@ def test_a_mask_is_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 70])
 def test_rows_of_wide_products_have_the_same_bits(num_rows: int) -> None:
     rows, weight, factor = numbers(1, 300, 96), numbers(200, 96), numbers(96, 72)
-    with InvariantRows([1]) as invariant:
-        whole = functional.linear(rows, weight), rows @ factor
-        some = functional.linear(rows[:, :num_rows], weight), rows[:, :num_rows] @ factor
+    invariant = InvariantRows([1])
+    whole, some = (
+        (invariant.linear(own, weight), invariant.multiply(torch.matmul, own, factor))
+        for own in (rows, rows[:, :num_rows])
+    )
     if invariant.num_refused:
         pytest.skip("this processor: float32 has other bits for each number of rows")
     assert all(torch.equal(one[:, :num_rows], other) for one, other in zip(whole, some, strict=True))

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from offload.model.library import (
     EARLIER_INDICES,
@@ -216,7 +215,8 @@ class GatedPoolIndexer(TokenIndexer):
     def index(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor]:
         """See `Indexer.index`."""
         query_THK, weight_TH, key_TK = super().index(inputs)
-        gate_TK = functional.linear(inputs[HIDDEN], self.index_kpool_compress_gate)[0]
+        products = self._selection.products
+        gate_TK = products.linear(inputs[HIDDEN], self.index_kpool_compress_gate)[0]
         return query_THK, weight_TH, torch.cat([key_TK, gate_TK], dim=-1)
 
     def _pool_keys(self, state_JRW: Tensor, _: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch.nn.functional import pad
 
 from offload.kernels.path_attention import HEADER, PathRows
 from offload.memory.sizes import PATH_SCRATCH_BYTES
+from offload.model.linear import PLAIN, Products
 from offload.model.parts import BatchMask, PassCache
 
 _SPAN = 512  # keys whose scores are one product
@@ -67,12 +69,14 @@ class Selection:
         selected: the same with the selection of the last indexer that ran; a tuple of such where
             each group of heads has its own.
         cache: of the pass; None outside of passes.
+        products: of the model.
     """
 
     def __init__(self) -> None:
         self.seen: Any = None
         self.selected: Any = None
         self.cache: PassCache | None = None
+        self.products: Products = PLAIN
 
     def begin(self, seen: Any, cache: PassCache) -> None:
         """Begin a pass, in which rows see everything until an indexer has run."""
@@ -91,7 +95,8 @@ class Selection:
         """Write the index states of the rows to the cache, and select; see `select`."""
         assert self.cache is not None, "a pass has begun"
         state_SW = self.cache.write_index(layer, state_TW)
-        self.selected = select(top_k, self.seen, query_THK, weight_TH, state_SW)
+        scores = partial(index_scores, products=self.products)
+        self.selected = select(top_k, self.seen, query_THK, weight_TH, state_SW, scores)
 
 
 @contextmanager
@@ -119,36 +124,39 @@ def select(
     query_THK: Tensor,
     weight_TH: Tensor | None,
     state_SW: Tensor,
+    scores: Callable[..., Tensor] | None = None,
 ) -> Any:
     """Return `seen` with the selection of its rows, see `Selection.selected`.
 
     Args:
         weight_TH: of the heads; None where all count the same.
         state_SW: index keys of all columns, or the states that keys of pools are made of.
+        scores: computes `index_scores`, which it is by default.
     """
+    scores = scores or index_scores
     if isinstance(seen, BatchMask):
         masks = []
         for part, mask in zip(seen.parts, seen.masks, strict=True):
             weight_PH = None if weight_TH is None else weight_TH[part.rows]
             state_CW = state_SW[part.columns]
-            masks.append(select(top_k, mask, query_THK[part.rows], weight_PH, state_CW))
+            masks.append(select(top_k, mask, query_THK[part.rows], weight_PH, state_CW, scores))
         return replace(seen, masks=masks)
     seen_TS = seen.once("seen", lambda: _seen(seen, len(state_SW)))
     if isinstance(top_k, TopBlocks):
-        return _select_blocks(top_k, seen, seen_TS, query_THK, state_SW)
+        return _select_blocks(top_k, seen, seen_TS, query_THK, state_SW, scores)
     size = top_k.pool.size if top_k.pool else 1
     num_keys = int(min(top_k.num_keys, _MOST_KEYS.get()))
     if int(seen.walk_TL[:, 0].max()) // size <= num_keys:
         return seen
     if top_k.pool is None:
-        score_TS = index_scores(query_THK, weight_TH, state_SW)
+        score_TS = scores(query_THK, weight_TH, state_SW)
         return replace(seen, chosen_TS=_best(score_TS, seen_TS, num_keys))
     pools = seen.once(size, lambda: _pools(seen, seen_TS, size))
     step = max(1, _POOLED_TOKENS // size)
     spans = zip(pools.token_JR.split(step), pools.first_J.split(step), strict=True)
     keys = top_k.pool.keys
     key_JK = torch.cat([keys(state_SW[token_JR], first_J) for token_JR, first_J in spans])
-    score_TJ = index_scores(query_THK, weight_TH, key_JK)
+    score_TJ = scores(query_THK, weight_TH, key_JK)
     best_TJ = _best(score_TJ, pools.seen_TJ, num_keys)
     # the tokens of selected pools, of which several may share their first ones
     count_TS = torch.zeros_like(pools.tail_TS, dtype=torch.int8)
@@ -159,7 +167,12 @@ def select(
 
 
 def _select_blocks(
-    top: TopBlocks, seen: PathRows, seen_TS: Tensor, query_THK: Tensor, key_SK: Tensor
+    top: TopBlocks,
+    seen: PathRows,
+    seen_TS: Tensor,
+    query_THK: Tensor,
+    key_SK: Tensor,
+    scores: Callable[..., Tensor],
 ) -> Any:
     """Return the rows of each group of heads, whose index heads (H) they are."""
     length_T1 = seen.walk_TL[:, :1].long()
@@ -179,7 +192,7 @@ def _select_blocks(
     is_block_TB |= torch.arange(num_blocks, device=seen_TS.device) * top.size < length_T1
     groups = []
     for query_T1K in query_THK.split(1, dim=1):
-        score_TS = index_scores(query_T1K, None, key_SK, has_floor=False)
+        score_TS = scores(query_T1K, None, key_SK, has_floor=False)
         score_TS.masked_fill_(~seen_TS, -torch.inf)
         score_TB = score_TS.new_full(is_block_TB.shape, -torch.inf)
         score_TB.scatter_reduce_(1, block_TS, score_TS, "amax")
@@ -191,7 +204,12 @@ def _select_blocks(
 
 
 def index_scores(
-    query_THK: Tensor, weight_TH: Tensor | None, key_JK: Tensor, *, has_floor: bool = True
+    query_THK: Tensor,
+    weight_TH: Tensor | None,
+    key_JK: Tensor,
+    *,
+    has_floor: bool = True,
+    products: Products = PLAIN,
 ) -> Tensor:
     """Return (T, J), float32: products of a row's heads with a key, weighted and summed.
 
@@ -206,7 +224,8 @@ def index_scores(
         for first in range(0, num_rows, step):
             rows = slice(first, first + step)
             query_1AK = query_THK[rows].float().reshape(1, -1, width)
-            head_THS = torch.bmm(query_1AK, key_1KS).view(-1, num_heads, _SPAN)
+            head_1AS = products.multiply(torch.bmm, query_1AK, key_1KS)
+            head_THS = head_1AS.view(-1, num_heads, _SPAN)
             if has_floor:
                 head_THS.relu_()
             if weight_TH is not None:
