@@ -132,9 +132,9 @@ def expand_integers_compiled(
     """Do what the reference does, with numba; it is left odd sizes, which no known model has."""
     is_ordered = isinstance(group, Tensor)
     num_columns = out_NK.shape[1]
-    if is_ordered:
-        is_even = words_NW.dtype == torch.int32 and 32 % bits == num_columns % (32 // bits) == 0
-        is_even = is_even and added_NG is None
+    if isinstance(group, Tensor):
+        has_whole_words = 32 % bits == 0 and num_columns % (32 // bits) == 0
+        is_even = words_NW.dtype == torch.int32 and has_whole_words and added_NG is None
     else:
         # how many codes are unpacked at once, by `_expand_rows`
         unit = {4: 2, 8: 1}.get(bits, 8)

@@ -34,6 +34,7 @@ from offload.interrupts import held_back
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
+from offload.model.taps import Taps
 from offload.model.target import Target
 from offload.model.tree_model import TreeModel
 from offload.sampling.logits import Logits
@@ -82,7 +83,7 @@ class ShardedTarget(Target):
         with suppress(RankError, UserError):
             self._tell(Stop())
 
-    def _sweep(self, parts: Sequence[BatchPart], num_logits: int) -> Logits:
+    def _sweep(self, parts: Sequence[BatchPart], num_logits: int, taps: Taps | None) -> Logits:
         self._require_whole()
         # several texts are of one process
         (part,) = parts
@@ -90,7 +91,7 @@ class ShardedTarget(Target):
             rows = (part.token_T.tolist(), part.position_U.tolist(), packed(part.ancestor_TU))
             self._tell(RunOrder(self._exchange.num_passes, *rows, num_drawn=0))
             with self._exchange.opened():
-                logits = super()._sweep(parts, num_logits)
+                logits = super()._sweep(parts, num_logits, taps)
         return logits
 
     def _require_whole(self) -> None:

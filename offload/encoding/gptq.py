@@ -146,7 +146,8 @@ def _recognise_gptq(
     shapes = packed_shapes(stored)
     if shapes is None or shapes[0][1] != shapes[2][1]:
         return None
-    (num_words, num_rows), zeros, (num_groups, _) = shapes
+    (num_words, num_rows), zeros, scales = shapes
+    num_groups = scales[0]
     bits = zeros[1] * 32 / num_rows
     rule = f"GPTQ weights must have {_BITS} bits"
     must(bits in _BITS, rule, f"have {bits:g}", "take a checkpoint of these")

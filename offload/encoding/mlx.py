@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from offload.encoding.base import (
     NOWHERE,
+    Coding,
     Format,
     Headers,
     RecognisedWeight,
@@ -33,7 +34,7 @@ _WHOLE = ".global_scale"
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (16, 32, 64, 128)
 _WORD_BITS = 32
-_FLOATS = {  # by the words of a group
+_FLOATS: Mapping[int, Coding] = {  # by the words of a group
     2: Nvfp4(scales=_SCALES),
     4: Mxfp4(_SCALES),
     8: Float8("F8_E4M3", (1, 32), has_exponents=True),

@@ -4,6 +4,7 @@ A weight X has `X._weight_qdata` and `X._weight_scale`, and integers `X._weight_
 scale for each row or group of columns. What is told of activations is not heeded.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.encoding.base import (
@@ -31,7 +32,7 @@ _FLOATS = ("F8_E4M3", "F8_E5M2")
 class TorchaoBytes(ByteIntegers):
     """See `Coding`."""
 
-    def prepare(self, companions: Tensors, shape: tuple[int, ...]) -> Tensors:
+    def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
         named = {suffix.replace("._", "."): each for suffix, each in companions.items()}
         return super().prepare(named, shape)

@@ -94,8 +94,9 @@ def head_alone(meta_model: PreTrainedModel, out: Any) -> PreTrainedModel:
     above: nn.Module = whole
     *outer, last = path.split(".")
     for name in outer:
-        above._modules[name] = _shallow(above._modules[name])
-        above = above._modules[name]
+        inner = _shallow(above._modules[name])
+        above._modules[name] = inner
+        above = inner
     above._modules[last] = _Given(decoder, out)
     return whole
 

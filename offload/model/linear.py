@@ -197,4 +197,4 @@ def choose_products(model: nn.Module, products: Products) -> None:
     """Let all matrices of a model be multiplied so from now on."""
     for module in model.modules():
         if hasattr(module, "products"):
-            module.products = products
+            setattr(module, "products", products)  # noqa: B010

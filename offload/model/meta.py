@@ -125,7 +125,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
 
 def _config(settings: dict[str, Any]) -> Any:
     """Return what `AutoConfig` makes of a config.json; it reads folders, and a GGUF file has none."""
-    kind = settings.get("model_type")
+    kind: Any = settings.get("model_type")
     kind = next((BUILT_AS[kind, key] for key in settings if (kind, key) in BUILT_AS), kind)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         has_code = "auto_map" in settings

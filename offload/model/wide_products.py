@@ -154,21 +154,25 @@ class WideProducts(Products):
         return TEAM.in_place_of_torch() if num_rows <= _TEAM_ROWS else nullcontext()
 
 
-def attend(*states: Tensor, attn_mask: Tensor | None = None, **more: Any) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = None, **settings: Any
+) -> Tensor:
     """Compute torch's `scaled_dot_product_attention`, in float32 where products are wide."""
     attention = functional.scaled_dot_product_attention
-    dtype = states[0].dtype
+    dtype = query.dtype
     mask = attn_mask
-    if states[0].device.type != "cpu" or not lacks_products(dtype):
-        return attention(*states, attn_mask=mask, **more)
-    query, *others = (one.float() for one in states)
+    if query.device.type != "cpu" or not lacks_products(dtype):
+        return attention(query, key, value, attn_mask=mask, **settings)
+    query = query.float()
+    key = key.float()
+    value = value.float()
     if mask is None or not mask.is_floating_point() or mask.shape[-2] != query.shape[-2]:
         mask = mask.float() if mask is not None and mask.is_floating_point() else mask
-        return attention(query, *others, attn_mask=mask, **more).to(dtype)
+        return attention(query, key, value, attn_mask=mask, **settings).to(dtype)
     num_rows = query.shape[-2]
     at_once = max(1, _MASK_BYTES // (4 * max(1, mask.numel() // max(1, num_rows))))
     parts = [
-        attention(some, *others, attn_mask=seen.float(), **more).to(dtype)
-        for some, seen in zip(query.split(at_once, -2), mask.split(at_once, -2), strict=True)
+        attention(rows, key, value, attn_mask=seen.float(), **settings).to(dtype)
+        for rows, seen in zip(query.split(at_once, -2), mask.split(at_once, -2), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)

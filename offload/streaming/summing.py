@@ -59,7 +59,7 @@ class BlockSum:
             content = self._claim(shard, block, first, stored[first - lo : end - lo])
             if content is not None:
                 # other threads run meanwhile
-                hashed = xxh3_128_intdigest(content, seed=shard << 40 | block)
+                hashed = xxh3_128_intdigest(content.data, seed=shard << 40 | block)
                 with self._lock:
                     self._sum += hashed
 
@@ -127,7 +127,7 @@ def _runs(masks: np.ndarray) -> Iterator[tuple[int, int]]:
     """Yield [lo, hi) of sectors that follow one another, of masks in a row."""
     flags = np.unpackbits(masks.view(np.uint8), bitorder="little").view(np.int8)
     edges = np.flatnonzero(np.diff(flags, prepend=0, append=0))
-    yield from edges.reshape(-1, 2).tolist()
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 def read_left(
