@@ -11,7 +11,7 @@ NUM_TOKENS = 5
 class BigramModel:
     """Remembers how many rows its passes had."""
 
-    num_layers, send = 1, None
+    num_layers, send, foreign_ids = 1, None, ()
 
     def __init__(self, num_tokens: int = NUM_TOKENS, spread: float = 2.0) -> None:
         self.vocab_size, self.num_rows = num_tokens, list[int]()

@@ -79,6 +79,13 @@ def gguf_file(model: str | os.PathLike[str]) -> Path | None:
     return next(iter(first or files), None)
 
 
+def require_name(model: str | os.PathLike[str]) -> None:
+    """Raise `UserError` for what cannot name a model."""
+    rule = "a model must be a folder, a GGUF file or a hub id"
+    is_name = isinstance(model, str | os.PathLike) and bool(os.fspath(model))
+    require(is_name, rule, f"{model!r:.80}", "give its path or name")
+
+
 def open_headers(
     model: str | os.PathLike[str], config: str | os.PathLike[str] | None = None
 ) -> Checkpoint:
@@ -87,9 +94,7 @@ def open_headers(
     `config` is the folder or hub id of the model that a GGUF file was made from, for its config and
     tokenizer. Raises `UserError` for anything else.
     """
-    rule = "a model must be a folder, a GGUF file or a hub id"
-    is_name = isinstance(model, str | os.PathLike) and bool(os.fspath(model))
-    require(is_name, rule, f"{model!r:.80}", "give its path or name")
+    require_name(model)
     file = gguf_file(model)
     if file is not None:
         return open_gguf(file, config)

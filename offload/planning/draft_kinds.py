@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from offload.checkpoint.carried import mtp_checkpoint
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
+from offload.checkpoint.open import require_name
 from offload.errors import UserError, require
 from offload.planning.quantised_drafts import copied, held_draft
 
@@ -56,7 +57,8 @@ class DraftSpec(NamedTuple):
     @classmethod
     def parse(cls, text: PathLike) -> "DraftSpec":
         """Return the parts of `A+B`. Raises `UserError` for two drafts, or two stores."""
-        whole = str(text)
+        require_name(text)
+        whole = os.fspath(text)
         parts = [whole] if os.path.exists(whole) else whole.split("+")
         drafts = list[str]()
         stores = list[str]()
@@ -95,6 +97,8 @@ def files_of(
     name, value = kind_of(draft)
     kind = KINDS[name]
     if kind.of_target is not None:
+        rule = f"`draft_dtype` goes with a draft that has files of its own, not with {draft}"
+        require(draft_dtype is None, rule, f"{draft_dtype}", "leave it out")
         made = kind.of_target(target, value)
     elif len(headers) > 1:
         made = kind.adapt(target, held_draft(headers[1], draft_dtype))

@@ -53,8 +53,8 @@ def test_what_agrees_is_used_for_the_kinds_that_the_model_has(recipe: str, tmp_p
 
 
 def test_one_bit_is_one_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def almost(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
-        REFERENCE.float8(weight_NK, scale_AB, block, out_NK)
+    def almost(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor, *form: bool) -> None:
+        REFERENCE.float8(weight_NK, scale_AB, block, out_NK, *form)
         out_NK.view(torch.int16)[-1, -1] ^= 1
 
     monkeypatch.setattr(expansion_choice, "COMPILED", COMPILED._replace(float8=almost))
