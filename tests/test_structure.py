@@ -25,7 +25,6 @@ LIBRARY = PurePosixPath("offload/model/library.py")
 ASK_TRANSFORMERS = {PurePosixPath(f"offload/{name}.py") for name in (
     "checkpoint/small_files", "engine/load", "engine/text_stream", "engine/tokenizer", "guarded_worker", "model/meta",
     "sampling/model_rules", "sampling/sampler")}  # fmt: skip
-STILL_PATCHING = (PurePosixPath("offload/model/recurrent.py"),)
 PERSONS = re.compile(r"\b(?:whoever|whomever|nobody|somebody)\b", re.IGNORECASE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -153,7 +152,7 @@ def library_left_alone(path: PurePosixPath, source: str) -> Iterator[str]:
 
     Its names that may move stand in one file, which `test_the_library_is_patched_in_three_places_at_most` counts.
     """
-    if path.parts[0] == "offload" and path not in (LIBRARY, *STILL_PATCHING):
+    if path.parts[0] == "offload" and path != LIBRARY:
         yield from patches(path, source)
 
 

@@ -76,8 +76,8 @@ def one_pass(layer: nn.Module, width: int, num_nodes: int) -> dict[str, float]:
     is_narrow = lacks_products(torch.bfloat16)
     products = WideProducts() if is_narrow else PLAIN
     choose_products(layer, products)
-    with timed(layer) as seconds, products.during(num_nodes):
-        layer(hidden, position_embeddings=None, attention_mask=None, past_key_values=cache)
+    with timed(layer) as seconds, products.during(num_nodes), cache.running():
+        layer(hidden, position_embeddings=None, attention_mask=None)
     return seconds
 
 
@@ -86,12 +86,13 @@ def measure(num_rounds: int, trees: tuple[int, ...], shape: dict[str, Any]) -> l
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
     from offload.model.linear import replace_linears
-    from offload.model.recurrent import follow_trees
+    from offload.model.mixers.table import replace_mixers
 
     torch.manual_seed(0)
-    layer = qwen3_5.Qwen3_5DecoderLayer(Qwen3_5TextConfig(**shape), 0).bfloat16().eval()
+    config = Qwen3_5TextConfig(**shape)
+    layer = qwen3_5.Qwen3_5DecoderLayer(config, 0).bfloat16().eval()
     replace_linears(layer)
-    assert follow_trees(nn.ModuleList([layer])) == [True], "a recurrent layer"
+    assert replace_mixers(nn.ModuleList([layer]), config) == [True], "a recurrent layer"
     layer.requires_grad_(False)
     found = []
     for num_nodes in trees:

@@ -16,19 +16,17 @@ from typing import NamedTuple
 from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name, remembered, unsupported
 from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
 from offload.checkpoint.layer_sizes import (
-    NO_STATES,
     ExpertShape,
     IndexShape,
-    RecurrentShape,
     cast_bytes_of,
     expert_shape,
     index_shape,
-    recurrent_shape,
     routed_name,
     routed_share,
     scratch_bytes_of,
 )
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
+from offload.checkpoint.recurrent_sizes import NO_STATES, RecurrentShape, recurrent_shape
 from offload.checkpoint.small_files import decoder_config, first_size, has_encoder, of_text
 from offload.checkpoint.tensors import TensorEntry, in_layers
 from offload.encoding.base import PLAIN_OF, Encoding, Settings

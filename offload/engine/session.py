@@ -23,7 +23,8 @@ from torch import Tensor
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import open_regular, replacing
 from offload.checkpoint.identity import ModelIdentity, same_model
-from offload.checkpoint.layer_sizes import index_layers, recurrent_layers
+from offload.checkpoint.layer_sizes import index_layers
+from offload.checkpoint.recurrent_sizes import recurrent_layers
 from offload.checkpoint.safetensors import header_bytes, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.checkpoint.tensors import TensorEntry

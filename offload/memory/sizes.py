@@ -24,6 +24,8 @@ PATH_SCRATCH_BYTES = 16 << 20
 _RANKING_COPIES = 4
 # States of all rows of a pass up to which they take steps together; else row by row.
 WIDE_STATES_BYTES = 16 << 20
+# States that rows of a chain leave at once, before outputs are read from them.
+STEPPED_STATES_BYTES = 1 << 20
 # A text keeps a state behind its committed rows, one behind its last prompt, and a new one.
 _KEPT_STATES = 3
 # Copies of a state while it takes a step.
@@ -57,7 +59,8 @@ def stepping_bytes(shape: ModelShape, num_rows: int) -> int:
     largest_bytes = shape.recurrent.largest_bytes
     if num_rows * largest_bytes <= WIDE_STATES_BYTES:
         return _STATE_COPIES * num_rows * largest_bytes
-    return (num_rows.bit_length() + 2 + _STATE_COPIES) * largest_bytes
+    held_bytes = (num_rows.bit_length() + 2 + _STATE_COPIES) * largest_bytes
+    return held_bytes + _STATE_COPIES * STEPPED_STATES_BYTES
 
 
 def draft_bytes(

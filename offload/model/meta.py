@@ -50,9 +50,9 @@ from offload.model.library import (
 )
 from offload.model.linear import replace_linears
 from offload.model.mixers.indexed import follow_indices, selection_of
+from offload.model.mixers.table import new_cache, replace_mixers
 from offload.model.parts import BatchPart, causal, lay
 from offload.model.path_attention import path_rows
-from offload.model.recurrent import follow_trees, new_cache
 
 # models around a language model, of any senses
 _WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
@@ -105,7 +105,8 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     require_rows(decoder)
     found = getattr(decoder, "layers", None)
     layers = found if isinstance(found, nn.ModuleList) else nn.ModuleList()
-    is_following = follow_trees(layers)
+    with _refusing(checkpoint, _missing(config)):
+        is_following = replace_mixers(layers, config)
     if is_following:
         with _refusing(checkpoint):
             is_choosing = follow_indices(layers, config)
@@ -210,7 +211,7 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     more["attention_mask"] = mask
     more = {"decoder_input_ids": rows} if meta_model.config.is_encoder_decoder else more
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), cache.running():
             logits = trial(input_ids=rows, **more).logits
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():  # what looks at numbers cannot be tried without them

@@ -5,7 +5,9 @@ rows at once, attention takes part by part: so what a row gets does not depend o
 for the rounding of products of more rows (and not even that where rows are `InvariantRows`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,6 +73,14 @@ def lay(parts: Sequence[BatchPart], products: Products | None) -> "PassCache":
     return PassCache(laid)
 
 
+_RUNNING: ContextVar[Sequence[BatchPart]] = ContextVar("parts")
+
+
+def running_parts() -> Sequence[BatchPart]:
+    """Return the parts of the pass that runs in this thread, see `PassCache.running`."""
+    return _RUNNING.get()
+
+
 class PassCache(Cache):
     """What a pass takes for its cache: each row goes to that of its own text.
 
@@ -93,6 +103,15 @@ class PassCache(Cache):
     def write_index(self, layer: int, state_TW: Tensor) -> Tensor:
         """Write index states (T, W) of the pass, and return those (S, W) of all rows so far."""
         return self.layers[layer].write_index(state_TW)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let mixers that run meanwhile in this thread take their rows for those of this pass."""
+        token = _RUNNING.set(self.parts)
+        try:
+            yield
+        finally:
+            _RUNNING.reset(token)
 
     def as_argument(self) -> dict[str, "PassCache"]:
         """Return this cache under the name by which the library's models are given theirs."""

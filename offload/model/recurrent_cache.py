@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offload.model.kv_cache import KVCache, LayerStates
 from offload.model.linear import Products
-from offload.model.recurrences import STAND_IN, Inputs, Recurrence, RowInputs
+from offload.model.mixers.base import LEAST_CHUNK, Inputs, Recurrence, RowInputs, joined
 from offload.model.recurrent_rows import RowTree, TreeRows, scan_tree
 
 _CONVOLVED = "convolved"
@@ -39,11 +39,14 @@ class Point:
 class PassRows(NamedTuple):
     """The rows of one text in one pass: first those that are certain, then those of the tree."""
 
-    num_certain: int
     tree: TreeRows
     # what layers hold before them, and what the certain rows leave
     base: Point
     behind: Point
+
+    @property
+    def num_certain(self) -> int:
+        return self.tree.num_certain
 
 
 class RecurrentCache(KVCache):
@@ -88,77 +91,79 @@ class RecurrentCache(KVCache):
         assert sees[num_certain:, : self._num_certain].all(), "what is certain lies on every path"
         first = len(self._tree)
         self._tree.add(sees[num_certain:, self._num_certain :])
-        return PassRows(num_certain, TreeRows(self._tree, first), base, behind)
+        return PassRows(TreeRows(self._tree, first, num_certain), base, behind)
 
     def convolve(
-        self, layer: int, rows: PassRows, own_TC: Tensor, weight_CR: Tensor, bias_C: Tensor | None
+        self, layer: int, rows: PassRows, input_TC: Tensor, weight_CR: Tensor, bias_C: Tensor | None
     ) -> Tensor:
         """Return (T, C): rows with those before them on their paths, in float32, oldest first."""
         num_taps = weight_CR.shape[1]
-        num_certain = rows.num_certain
         self._num_taps[layer] = num_taps
-        tail = self._tail_of(rows.base, layer, own_TC)
-        outs = list[Tensor]()
+        tail = self._tail_of(rows.base, layer, input_TC)
+        earlier = self._earlier(layer, _CONVOLVED, rows.tree)
+        # [0, taps - 1) tail   then rows: of earlier passes, certain, of the tree
+        source = torch.cat([tail, *earlier, input_TC])
+        num_certain = rows.num_certain
         if num_certain:
-            source = torch.cat([tail, own_TC[:num_certain]])
-            taps = [source[tap : tap + num_certain] for tap in range(num_taps)]
-            outs.append(_sum_taps(taps, weight_CR, bias_C))
-            tail = rows.behind.tails[layer] = source[num_certain:].clone()
+            rows.behind.tails[layer] = source[num_certain : num_certain + num_taps - 1].clone()
         if rows.tree:
-            earlier = self._earlier(layer, _CONVOLVED, rows.tree)
-            source = torch.cat([tail, *earlier, own_TC[num_certain:]])
-            places = rows.tree.places(num_taps, own_TC.device)
-            taps = [source[places[:, tap]] for tap in range(num_taps)]
-            outs.append(_sum_taps(taps, weight_CR, bias_C))
-            self._keep(layer, {_CONVOLVED: own_TC[num_certain:]}, rows.tree)
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+            self._keep(layer, {_CONVOLVED: source[num_taps - 1 + num_certain :]})
+        places = rows.tree.places(num_taps, input_TC.device)
+        wide = source.float()
+        if places is None:
+            lo = len(source) - len(input_TC)
+            taps = [wide[lo - back : len(wide) - back] for back in range(num_taps - 1, -1, -1)]
+        else:
+            taps = [*wide.index_select(0, places.flatten()).view(*places.shape, -1)]
+        return _sum_taps(taps, weight_CR, bias_C)
 
-    def _tail_of(self, point: Point, layer: int, own_TC: Tensor) -> Tensor:
+    def _tail_of(self, point: Point, layer: int, like_TC: Tensor) -> Tensor:
         """Return the last inputs of a layer's convolution, zeros before any position."""
         tail = point.tails.get(layer)
         num_before = self._num_taps[layer] - 1
-        return own_TC.new_zeros(num_before, own_TC.shape[1]) if tail is None else tail
+        return like_TC.new_zeros(num_before, like_TC.shape[1]) if tail is None else tail
 
     def scan(self, layer: int, rows: PassRows, recurrence: Recurrence, inputs: Inputs) -> Tensor:
         """Return outputs (T, ...) of all rows, each behind the state of its parent."""
         num_certain = rows.num_certain
-        outs = list[Tensor]()
         state = _state_of(rows.base, layer, recurrence, inputs)
         self._recurrences[layer] = recurrence, inputs.fixed
+        is_exact = self._products is not None
+        known = inputs
+        if rows.tree:
+            own = {name: row_T[num_certain:] for name, row_T in inputs.rows.items()}
+            if rows.tree.first:
+                own = {
+                    name: torch.cat([*self._earlier(layer, name, rows.tree), row_T])
+                    for name, row_T in own.items()
+                }
+                known = Inputs(own, inputs.fixed)
+            self._keep(layer, own)
+        is_few = is_exact or num_certain < LEAST_CHUNK
+        if is_few and recurrence.walks(state.device):
+            out, after = recurrence.walk(state, known, rows.tree.steps())
+            if num_certain:
+                rows.behind.states[layer] = after
+            return out[rows.tree.first :]
+        outs = list[Tensor]()
         if num_certain:
             certain = inputs.part(slice(num_certain))
-            out, state = recurrence.run(state, certain, is_exact=self._products is not None)
+            out, state = recurrence.run(state, certain, is_exact=is_exact)
             rows.behind.states[layer] = state
             outs.append(out)
         if rows.tree:
-            own = inputs.part(slice(num_certain, None)).rows
-            known = {
-                name: torch.cat([*self._earlier(layer, name, rows.tree), row_T])
-                for name, row_T in own.items()
-            }
-            outs.append(scan_tree(recurrence, state, Inputs(known, inputs.fixed), rows.tree))
-            self._keep(layer, {name: own[name] for name in recurrence.kept}, rows.tree)
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+            known = known.part(slice(num_certain, None)) if num_certain else known
+            outs.append(scan_tree(recurrence, state, known, rows.tree))
+        return joined(outs)
 
     def _earlier(self, layer: int, name: str, rows: TreeRows) -> list[Tensor]:
-        """Return inputs of the tree's rows of earlier passes, whose outputs do not matter."""
-        if not rows.first:
-            return []
-        kept = self._kept[layer]
-        return [kept[name if name in kept else STAND_IN[name]][: rows.first]]
+        """Return inputs of the tree's rows of earlier passes."""
+        return [self._kept[layer][name][: rows.first]] if rows.first else []
 
-    def _keep(self, layer: int, inputs: RowInputs, rows: TreeRows) -> None:
-        if not self._keeps_open:
-            return
-        kept = self._kept.setdefault(layer, {})
-        num_rows = rows.end
-        for name, row_T in inputs.items():
-            buffer = kept.get(name)
-            if buffer is None or len(buffer) < num_rows:
-                kept[name] = row_T.new_empty(num_rows, *row_T.shape[1:])
-                if buffer is not None:
-                    kept[name][: rows.first] = buffer[: rows.first]
-            kept[name][rows.first : num_rows] = row_T
+    def _keep(self, layer: int, inputs: RowInputs) -> None:
+        """Keep the inputs of all rows of the tree, as long as a commit may ask for them."""
+        if self._keeps_open:
+            self._kept.setdefault(layer, {}).update(inputs)
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
@@ -195,7 +200,8 @@ class RecurrentCache(KVCache):
                 point.tails[layer] = torch.cat([tail, own_AC])[len(path) :].clone()
             if layer in self._recurrences:
                 recurrence, fixed = self._recurrences[layer]
-                own = Inputs({name: inputs[name][row_A] for name in recurrence.kept}, fixed)
+                rows = {name: row_T[row_A] for name, row_T in inputs.items() if name != _CONVOLVED}
+                own = Inputs(rows, fixed)
                 state = _state_of(base, layer, recurrence, own)
                 _, point.states[layer] = recurrence.run(state, own, is_exact=True)
         return point
@@ -260,10 +266,14 @@ def _state_of(point: Point, layer: int, recurrence: Recurrence, inputs: Inputs) 
 
 
 def _sum_taps(taps: Sequence[Tensor], weight_CR: Tensor, bias_C: Tensor | None) -> Tensor:
-    """Return what `conv1d` computes, in the type of the weight; each tap is (T, C)."""
-    sum_TC = taps[0].float() * weight_CR[:, 0].float()
-    for tap in range(1, len(taps)):
-        sum_TC += taps[tap].float() * weight_CR[:, tap].float()
+    """Return what `conv1d` computes, in the type of the weight; each tap is (T, C), in float32.
+
+    Products are rounded before they are added, on any device.
+    """
+    weight_RC = weight_CR.float().T.contiguous()
+    sum_TC = taps[0] * weight_RC[0]
+    for tap_TC, weight_C in zip(taps[1:], weight_RC[1:], strict=True):
+        sum_TC += tap_TC * weight_C
     if bias_C is not None:
         sum_TC += bias_C.float()
     return sum_TC.to(weight_CR.dtype)

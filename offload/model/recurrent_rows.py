@@ -10,19 +10,26 @@ Rows are numbered as they were run; -1 is the state behind which all of them lie
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.kernels.gated_delta import BASE
+from offload.kernels.gated_delta import AFTER, BASE
 from offload.memory.sizes import WIDE_STATES_BYTES
-from offload.model.recurrences import GatedDelta, Inputs, Recurrence
+from offload.model.mixers.base import Inputs, Recurrence, joined
 
-# rows that take a step together, and the same as a tensor
-Levels = list[tuple[list[int], Tensor]]
+
+class Levels(NamedTuple):
+    """Rows level by level, as `_level_by_level` needs them."""
+
+    order_R: Tensor  # the rows, the least deep first
+    sizes: list[int]  # of levels
+    # for each level, where its parents are in the one before; None where they are all of it
+    parents: list[Tensor | None]
+    back_T: Tensor  # where the rows of the pass are in that order
 
 
 class RowTree:
@@ -124,7 +131,7 @@ def _by_branches(rows: Sequence[int], parents: Sequence[int]) -> Iterator[int]:
 
 
 def previous_inputs(parents: Sequence[int], num_taps: int) -> NDArray[np.int64]:
-    """Return what a convolution of so many taps sees, (U, taps), the row itself last.
+    """Return what a convolution of so many taps sees, (taps, U), the row itself last.
 
     These are places in the last taps - 1 inputs of the base, then in those of rows; the oldest
     comes first.
@@ -137,42 +144,83 @@ def previous_inputs(parents: Sequence[int], num_taps: int) -> NDArray[np.int64]:
     places = [place_U]
     for _ in range(num_before):
         places.insert(0, before[places[0]])
-    return np.stack(places, 1)
+    return np.stack(places)
 
 
 class TreeRows:
-    """The rows of a tree from `first` on, as it is now: those that one pass runs."""
+    """The rows of a tree from `first` on, as it is now: those that one pass runs.
 
-    def __init__(self, tree: RowTree, first: int) -> None:
+    A chain of `num_certain` rows may stand before all of them, in the same pass.
+    """
+
+    def __init__(self, tree: RowTree, first: int, num_certain: int = 0) -> None:
         self.tree = tree
         self.first = first
         self.end = len(tree)
+        self.num_certain = num_certain
+        assert not (first and num_certain), "what is certain stands before all that is not"
         self._levels = dict[torch.device, Levels]()
-        self._places = dict[tuple[int, torch.device], Tensor]()
+        self._places = dict[tuple[int, torch.device], Tensor | None]()
+        self._steps = dict[bool, Tensor]()
 
     def __len__(self) -> int:
         return self.end - self.first
 
-    def places(self, num_taps: int, device: torch.device) -> Tensor:
-        """See `previous_inputs`."""
-        if (num_taps, device) not in self._places:
-            places = previous_inputs(self.tree.parents, num_taps)[self.first : self.end]
-            self._places[num_taps, device] = torch.from_numpy(places).to(device)
-        return self._places[num_taps, device]
+    def places(self, num_taps: int, device: torch.device) -> Tensor | None:
+        """Return what a convolution sees, (taps, T), see `previous_inputs`; None for a chain.
+
+        Rows of earlier passes lie before those of this one.
+        """
+        key = (num_taps, device)
+        if key not in self._places:
+            last = self.num_certain - 1
+            parents = [*range(-1, last)]
+            parents += [
+                last if parent == BASE else parent + last + 1 for parent in self.tree.parents
+            ]
+            if parents == [*range(-1, len(parents) - 1)]:
+                self._places[key] = None
+            else:
+                places = previous_inputs(parents, num_taps)[:, self.first :]
+                self._places[key] = torch.from_numpy(places.copy()).to(device)
+        return self._places[key]
 
     def levels(self, device: torch.device) -> Levels:
         """See `RowTree.levels`; with rows of earlier passes where these need them."""
         if device not in self._levels:
-            needed = self.tree.with_ancestors(range(self.first, self.end))
-            found = self.tree.levels(needed)
-            self._levels[device] = [(rows, torch.tensor(rows).to(device)) for rows in found]
+            rows = self.tree.with_ancestors(range(self.first, self.end))
+            parents = list[Tensor | None]()
+            before = [BASE]
+            levels = self.tree.levels(rows)
+            for level in levels:
+                place = {row: index for index, row in enumerate(before)}
+                chosen = [place[self.tree.parents[row]] for row in level]
+                is_all = chosen == [*range(len(before))] or before == [BASE]
+                parents.append(None if is_all else torch.tensor(chosen).to(device))
+                before = level
+            order = [row for level in levels for row in level]
+            index_of = {row: index for index, row in enumerate(order)}
+            back = [index_of[row] for row in range(self.first, self.end)]
+            order_R, back_T = (torch.tensor(places).to(device) for places in (order, back))
+            self._levels[device] = Levels(order_R, [*map(len, levels)], parents, back_T)
         return self._levels[device]
 
-    @cached_property
-    def walk(self) -> Tensor:
-        """See `RowTree.slots`; with rows of earlier passes where these need them."""
-        needed = self.tree.with_ancestors(range(self.first, self.end))
-        return torch.tensor(self.tree.slots(needed))
+    def steps(self, *, with_certain: bool = True) -> Tensor:
+        """Return the steps of all rows, see `RowTree.slots`, with rows of earlier passes.
+
+        What is certain leaves its states in `AFTER`; without it that is the base of the tree.
+        """
+        num_certain = self.num_certain if with_certain else 0
+        if with_certain not in self._steps:
+            rows = self.tree.with_ancestors(range(self.first, self.end))
+            chain = [(row, AFTER if row else BASE, AFTER) for row in range(num_certain)]
+            root = AFTER if num_certain else BASE
+            slots = [
+                (row + num_certain, root if source == BASE else source, target)
+                for row, source, target in self.tree.slots(rows)
+            ]
+            self._steps[with_certain] = torch.tensor(chain + slots)
+        return self._steps[with_certain]
 
 
 def scan_tree(recurrence: Recurrence, state: Tensor, known: Inputs, rows: TreeRows) -> Tensor:
@@ -180,48 +228,39 @@ def scan_tree(recurrence: Recurrence, state: Tensor, known: Inputs, rows: TreeRo
 
     `state` is the one behind which the tree lies.
     """
-    if isinstance(recurrence, GatedDelta) and recurrence.walks(state):
-        return recurrence.walk(state, known, rows.walk)[rows.first : rows.end]
-    run = _branch_by_branch
+    if recurrence.walks(state.device):
+        steps_R3 = rows.steps(with_certain=False)
+        return recurrence.walk(state, known, steps_R3)[0][rows.first : rows.end]
     if known.num_rows * state.nbytes <= WIDE_STATES_BYTES:
-        run = _level_by_level
-    return run(recurrence, state, known, rows)[rows.first : rows.end]
+        return _level_by_level(recurrence, state, known, rows)
+    return _branch_by_branch(recurrence, state, known, rows)[rows.first : rows.end]
 
 
-def _level_by_level(recurrence: Recurrence, base: Tensor, inputs: Inputs, tree: TreeRows) -> Tensor:
-    """Return the outputs of all rows; those of a level take one step together."""
-    parents = tree.tree.parents
-    outs = list[tuple[Tensor, Tensor]]()
-    rows_before = [BASE]
-    before = base
-    for rows, row_W in tree.levels(base.device):
-        place = {row: index for index, row in enumerate(rows_before)}
-        chosen = torch.tensor([place[parents[row]] for row in rows]).to(base.device)
-        # the level before goes now, so that two are held and not three
-        before = before[chosen]
-        out, before = recurrence.step(before, inputs.part(row_W))
-        outs.append((row_W, out))
-        rows_before = rows
-    return _in_place(outs, inputs.num_rows)
+def _level_by_level(recurrence: Recurrence, base: Tensor, inputs: Inputs, rows: TreeRows) -> Tensor:
+    """Return the outputs of the rows; those of a level take one step together."""
+    levels = rows.levels(base.device)
+    ready = recurrence.prepare(inputs.part(levels.order_R))
+    parts = zip(*(row_R.split(levels.sizes) for row_R in ready.values()), strict=True)
+    states = list[Tensor]()
+    state = base
+    for parent_W, values in zip(levels.parents, parts, strict=True):
+        state = state if parent_W is None else state[parent_W]
+        state = recurrence.advance(state, dict(zip(ready, values, strict=True)))
+        states.append(state)
+    return recurrence.read(joined(states), ready)[levels.back_T]
 
 
 def _branch_by_branch(
-    recurrence: Recurrence, base: Tensor, inputs: Inputs, tree: TreeRows
+    recurrence: Recurrence, base: Tensor, inputs: Inputs, rows: TreeRows
 ) -> Tensor:
-    """Return the outputs of all rows, one by one."""
-    outs = list[tuple[slice, Tensor]]()
+    """Return the outputs of all rows, computed one by one; zeros for rows that did not run."""
     states = {BASE: base}
-    for row, source, target in tree.walk.tolist():
-        own = slice(row, row + 1)
-        out, states[target] = recurrence.step(states[source], inputs.part(own))
-        outs.append((own, out))
-    return _in_place(outs, inputs.num_rows)
-
-
-def _in_place(outs: Sequence[tuple[Tensor | slice, Tensor]], num_rows: int) -> Tensor:
-    """Return outputs (T, ...), each where its row is; zeros for rows that did not run."""
-    first = outs[0][1]
-    whole = first.new_zeros(num_rows, *first.shape[1:])
-    for row_W, out in outs:
-        whole[row_W] = out
+    whole = None
+    for row, source, target in rows.steps(with_certain=False).tolist():
+        ready = recurrence.prepare(inputs.part(slice(row, row + 1)))
+        state = states[target] = recurrence.advance(states[source], ready)
+        out = recurrence.read(state, ready)
+        whole = out.new_zeros(inputs.num_rows, *out.shape[1:]) if whole is None else whole
+        whole[row] = out[0]
+    assert whole is not None, "a tree has rows"
     return whole

@@ -23,9 +23,9 @@ from offload.model.layer_stacks import cut_stack, head_alone
 from offload.model.library import EXPERTS
 from offload.model.linear import PLAIN, Products, choose_products, wrap_by_row
 from offload.model.mixers.indexed import selection_of, with_placeholders
+from offload.model.mixers.table import has_states, new_cache
 from offload.model.parts import BatchMask, BatchPart, PassCache, causal, lay
 from offload.model.path_attention import attend_along_paths, path_rows
-from offload.model.recurrent import has_states, new_cache
 from offload.model.wide_products import WideProducts, lacks_products
 from offload.sampling.logits import Logits
 
@@ -200,7 +200,7 @@ class TreeModel(BoundModel):
             if selection is not None:
                 selection.begin(masks[window], cache)
         first = masks[self._windows[0]]
-        with self._during(len(token_T)):
+        with self._during(len(token_T)), cache.running():
             out = self._call(
                 (token_T.to(_HOST) if self._table_device == _HOST else self.send(token_T))[None],
                 # layers get their own from `_give_mask`

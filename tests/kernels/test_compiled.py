@@ -14,7 +14,7 @@ from shell import ROOT, run_python
 
 from offload.kernels import gated_delta
 from offload.kernels.compiled import Compiled, compiled, share_rows
-from offload.kernels.gated_delta import BASE, DeltaRows, agrees, walk_heads_compiled, walk_heads_reference
+from offload.kernels.gated_delta import AFTER, BASE, DeltaRows, agrees, walk_heads_compiled, walk_heads_reference
 from offload.kernels.rounding import ByType, numbers, pairs, rounded, rounded_pair, widened
 
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -187,27 +187,30 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     run_python("-c", _FORK)
 
 
-STEPS = torch.tensor([[0, BASE, 0], [1, 0, 1], [2, BASE, 2], [3, 1, 1], [4, 0, 0]])
+STEPS = torch.tensor([[5, BASE, AFTER], [0, BASE, 0], [1, 0, 1], [2, AFTER, 2], [3, 1, 1], [4, 0, 0]])
 
 
-def rows_of(key_size: int, value_size: int) -> DeltaRows:
+def rows_of(key_size: int, value_size: int, num_decays: int) -> DeltaRows:
+    """Four heads of values, two of keys."""
     generator = torch.Generator().manual_seed(5)
-    shapes = ((5, 4, key_size), (5, 4, key_size), (5, 4, value_size), (5, 4), (5, 4))
+    shapes = ((6, 2, key_size), (6, 2, key_size), (6, 4, value_size), (6, 4), (6, 4, num_decays))
     return DeltaRows(*(torch.randn(*shape, generator=generator) for shape in shapes))
 
 
+@pytest.mark.parametrize("is_by_channel", [False, True])
 @pytest.mark.parametrize(("key_size", "value_size"), [(128, 128), (64, 64), (72, 128), (256, 128), (16, 12), (300, 64)])
-def test_where_forms_agree_any_rows_have_the_same_bits(key_size: int, value_size: int) -> None:
-    base, rows = torch.randn(4, key_size, value_size), rows_of(key_size, value_size)
-    found = []
-    for walk, num_held in ((walk_heads_reference, 4), (walk_heads_compiled, 4), (walk_heads_compiled, 1)):
-        states, out = torch.empty(3, num_held, *base.shape[1:]), torch.full_like(rows.value_THV, torch.nan)
+def test_where_forms_agree_any_rows_have_the_same_bits(key_size: int, value_size: int, is_by_channel: bool) -> None:
+    base = torch.randn(4, key_size, value_size)
+    rows = rows_of(key_size, value_size, key_size if is_by_channel else 1)
+    results = []
+    for walk in (walk_heads_reference, walk_heads_compiled):
+        out, after = torch.full_like(rows.value_THV, torch.nan), torch.empty_like(base)
         for lo in range(0, 4, 2):
-            walk(base, rows, STEPS, (lo, lo + 2), states, out)
-        found.append((out, states[:, -1]))
-    for one in found[1:]:
-        assert agrees(key_size, value_size) == all(map(torch.equal, one, found[0]))
-        assert all(torch.allclose(*both, rtol=1e-3, atol=1e-3) for both in zip(one, found[0], strict=True))
+            states = torch.empty(3, *base.shape[1:])
+            walk((base, after), rows, STEPS, (lo, lo + 2), states, out)
+        results.append((out, after, states))
+    assert agrees(key_size, value_size) == all(map(torch.equal, *results))
+    assert all(torch.allclose(*both, rtol=1e-3, atol=1e-3) for both in zip(*results, strict=True))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="how torch adds up differs elsewhere")
@@ -219,8 +222,12 @@ def test_another_order_of_sums_is_found_out(monkeypatch: pytest.MonkeyPatch) -> 
     """Planted: a torch that adds up from the other end."""
     walk = gated_delta.walk_heads_reference
 
-    def other(base: torch.Tensor, rows: DeltaRows, *more: object) -> None:
-        walk(base.flip(1), rows._replace(query_THK=rows.query_THK.flip(2), key_THK=rows.key_THK.flip(2)), *more)
+    def other(ends: tuple[torch.Tensor, torch.Tensor], rows: DeltaRows, *more: object) -> None:
+        walk(
+            (ends[0].flip(1), ends[1]),
+            rows._replace(query_TGK=rows.query_TGK.flip(2), key_TGK=rows.key_TGK.flip(2)),
+            *more,
+        )
 
     monkeypatch.setattr(gated_delta, "walk_heads_reference", other)
     assert not agrees.__wrapped__(64, 64)

@@ -1,6 +1,5 @@
 """Hybrids: layers with a state follow token trees, step by step, and every promise of a decoder holds for them."""
 
-import inspect
 import json
 import math
 import shutil
@@ -18,10 +17,9 @@ from passes import sees, tree_scores
 from rounding import choices_beyond_doubt
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_families import config_of, greedy_choices, meta_model_of, tiny_model
+from test_families import HYBRIDS, config_of, greedy_choices, meta_model_of, tiny_model
 from tiny import random_ids, save, streaming_ram
 from transformers import AutoModelForCausalLM
-from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import offload
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
@@ -29,9 +27,12 @@ from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
-from offload.model import recurrences, recurrent
+from offload.model import recurrent_rows
+from offload.model.linear import PLAIN
 from offload.model.meta import build_meta_model
-from offload.model.recurrent import _by_device
+from offload.model.mixers import gated_delta, table
+from offload.model.mixers.base import Inputs
+from offload.model.parts import BatchPart, causal, lay
 from offload.model.recurrent_cache import RecurrentCache
 from offload.model.recurrent_rows import (
     BASE,
@@ -129,97 +130,111 @@ def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
     assert all(one == texts[0] for one in texts) and len({*texts[0][0]}) > 3
 
 
-def delta_rows(num_rows: int, key_size: int = 16, value_size: int = 12) -> recurrences.RowInputs:
-    """What rows bring to a gated delta rule of 6 value heads and 2 key heads."""
+def delta_inputs(num_rows: int, rule: gated_delta.GatedDelta) -> Inputs:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"query": (2, key_size), "key": (2, key_size), "value": (6, value_size), "g": (6,), "beta": (6,)}
+    width = 2 * rule.num_key_heads * rule.key_size + rule.num_heads * rule.value_size
+    shapes = {"mixed": (width,), "g": (rule.num_heads,), "beta": (rule.num_heads,)}
     rows = {name: torch.randn(num_rows, *shape, generator=generator) for name, shape in shapes.items()}
-    rows = {name: -row.abs() if name == "g" else row.bfloat16() for name, row in rows.items()}
-    rule = inspect.unwrap(qwen3_5.torch_recurrent_gated_delta_rule)
-    if "repeat_interleave" not in rule.__code__.co_names:  # in transformers 5.17 a layer does it before the rule
-        rows |= {name: rows[name].repeat_interleave(3, dim=1) for name in ("query", "key")}
-    return rows
+    return Inputs({name: -row.abs() if name == "g" else row.bfloat16() for name, row in rows.items()}, {})
 
 
-# 12 columns are too few for vectors, and numba is asked about those of 64 alone
-@pytest.mark.parametrize(("key_size", "value_size"), [(16, 12), (40, 64)])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_steps_of_large_states_have_the_bits_of_transformers(
-    key_size: int, value_size: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A few heads at a time, and the last of them fewer; down a tree whose slots are used again, and along a path."""
-    own = recurrences.GatedDelta(
-        *(_by_device(getattr(qwen3_5, f"torch_{how}_gated_delta_rule")) for how in ("chunk", "recurrent"))
-    )
+def test_compiled_steps_have_the_bits_of_the_plain_ones(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down a tree whose slots are used again, behind rows that are certain, and along a path."""
+    rule = gated_delta.GatedDelta(2, 6, 40, 64)
     tree = RowTree()
     tree.parents = [BASE, BASE, 0, 1, 0, 2, 2, 5]
-    base = torch.randn(1, 6, key_size, value_size)
-    rows = delta_rows(len(tree.parents), key_size, value_size)
-    inputs = recurrences.Inputs(rows, {"use_qk_l2norm_in_kernel": True})
-    states, wanted = {BASE: base}, []
-    for row, parent in enumerate(tree.parents):
-        out, states[row] = own.step(states[parent], inputs.part(slice(row, row + 1)))
-        wanted.append(out)
-    path = [0, 2, 5, 7]
-    brought = recurrences.Inputs({name: rows[name][path] for name in own.kept}, inputs.fixed)
-    kept = base.clone()
-    monkeypatch.setattr(recurrences, "LARGE_STATE_BYTES", 0)
-    monkeypatch.setattr(recurrences, "_HEADS_BYTES", 4 * 4 * key_size * value_size)
+    tree._depths = [0, 0, 1, 1, 1, 2, 2, 3]
+    base = torch.randn(1, 6, 40, 64)
+    inputs = delta_inputs(10, rule)
+    ready = rule.prepare(inputs)
+    parents, states, wanted = [BASE, 0, *(max(1, parent + 2) for parent in tree.parents)], {BASE: base}, []
+    for row, parent in enumerate(parents):
+        own = {name: row_T[row : row + 1] for name, row_T in ready.items()}
+        states[row] = rule.advance(states[parent], own)
+        wanted.append(rule.read(states[row], own))
+    before = base.clone()
+    monkeypatch.setattr(gated_delta, "_LEAST_SHARED", 0)
     monkeypatch.setattr(TEAM, "_num_threads", num_threads)
-    steps = torch.tensor(tree.slots(range(len(tree.parents))))
-    assert torch.equal(own.walk(base, inputs, steps), torch.cat(wanted)) and torch.equal(base, kept)
-    assert torch.equal(own.run(base, brought, is_exact=True)[1], states[7]) and torch.equal(base, kept)
-    steps[3, 1] = steps[2, 1]
-    assert not torch.equal(own.walk(base, inputs, steps), torch.cat(wanted)), "a mistake would be seen"
+    if not rule.walks(base.device):
+        pytest.skip("nothing is compiled here")
+    steps = TreeRows(tree, 0, num_certain=2).steps()
+    out, after = rule.walk(base, inputs, steps)
+    assert torch.equal(out, torch.cat(wanted)) and torch.equal(after, states[1]) and torch.equal(base, before)
+    brought = inputs.part(torch.tensor([0, 1, 2, 4, 7, 9]))
+    assert torch.equal(rule.run(base, brought, is_exact=True)[1], states[9])
+    steps[5, 1] = steps[4, 1]
+    assert not torch.equal(rule.walk(base, inputs, steps)[0], torch.cat(wanted)), "a mistake would be seen"
 
 
-def test_trees_of_large_states_equal_plain_decoding(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrences, "LARGE_STATE_BYTES", 0)
-    monkeypatch.setattr(recurrences, "_HEADS_BYTES", 4 * 16 * 12 * 3)
-    assert_follows_trees(qwen)
-    with opened(qwen, dtype="bfloat16") as decoder:
-        assert decoder.invariance.holds, decoder.invariance.reason
-
-
-def test_a_wide_tree_holds_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For 256 nodes these are those of two levels at most where they are small, else log2(N) + 2 at a time."""
-    own = recurrences.GatedDelta(qwen3_5.torch_chunk_gated_delta_rule, qwen3_5.torch_recurrent_gated_delta_rule)
+def test_a_wide_tree_holds_few_states() -> None:
+    """For 256 nodes, branch by branch, log2(N) + 2 at a time."""
+    rule = gated_delta.GatedDelta(2, 6, 16, 12)
     parents = [*[-1] * 64, *range(192)]  # four levels of 64
-    tree = tree_of(parents)
-    rows = TreeRows(tree, 0)
-    inputs = recurrences.Inputs(delta_rows(len(parents)), {"use_qk_l2norm_in_kernel": True})
-    base, alive, most = own.start(inputs), list[weakref.ref[torch.Tensor]](), 0
-    step = own.step
+    rows, inputs = TreeRows(tree_of(parents), 0), delta_inputs(len(parents), rule)
+    base, alive, most = rule.start(inputs), list[weakref.ref[torch.Tensor]](), 0
+    outs = [_level_by_level(rule, base, inputs, rows)]
+    advance = rule.advance
 
     def counted(state: torch.Tensor, *more: Any) -> Any:
         nonlocal most
-        out, after = step(state, *more)
+        after = advance(state, *more)
         alive.append(weakref.ref(after))
-        held = [one for ref in alive if (one := ref()) is not None]
-        most = max(most, sum(map(len, held)) + len(state))
-        return out, after
+        most = max(most, sum(ref() is not None for ref in alive) + 1)
+        return after
 
-    monkeypatch.setattr(own, "step", counted)
-    outs = []
-    for run, limit in ((_level_by_level, 2 * 64), (_branch_by_branch, 8 + 2)):
-        alive.clear()
-        most = 0
-        outs.append(run(own, base, inputs, rows))
-        assert 0 < most <= limit, f"{most} states at a time"
+    rule.advance = counted  # type: ignore[method-assign]
+    outs.append(_branch_by_branch(rule, base, inputs, rows))
+    assert 0 < most <= 8 + 2, f"{most} states at a time"
     assert torch.allclose(*outs, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["_level_by_level", "_branch_by_branch"])
+def test_either_way_through_a_tree_is_plain_decoding(way: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated_delta.GatedDelta, "walks", lambda *_: False)
+    most = 0 if way == "_branch_by_branch" else 1 << 40
+    monkeypatch.setattr(recurrent_rows, "WIDE_STATES_BYTES", most)
+    assert_follows_trees(folder)
 
 
 def test_a_step_that_depends_on_others_is_found_out(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what two rows get in one step differs in the last bit from what one gets."""
-    step = recurrences.GatedDelta.step
+    advance = gated_delta.GatedDelta.advance
 
     def other(self: Any, state: torch.Tensor, *more: Any) -> Any:
-        out, after = step(self, state, *more)
-        return (out if len(out) == 1 else out * (1 + 1e-6)), after
+        after = advance(self, state, *more)
+        return after if len(after) == 1 else after * (1 + 1e-6)
 
-    monkeypatch.setattr(recurrences.GatedDelta, "step", other)
+    monkeypatch.setattr(gated_delta.GatedDelta, "walks", lambda *_: False)
+    monkeypatch.setattr(gated_delta.GatedDelta, "advance", other)
     with opened(qwen, dtype="float32") as decoder:
         assert not decoder.invariance.holds and "tree" in decoder.invariance.reason
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_each_mixer_does_what_the_library_does(kind: str) -> None:
+    """A module by itself: a chain of rows, against the library's forward on the same numbers."""
+    config = config_of(kind)
+    model = tiny_model(config)
+    layers = model.get_decoder().layers
+    found = [m for layer in layers for m in layer.modules() if table.kind_of(m) is not None]
+    assert found, "every family has one"
+    rows = torch.randn(1, 40, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    position_T = torch.arange(40)
+    more = {"position_ids": position_T[None], "attention_mask": None, "position_embeddings": None}
+    more = more if kind in ("minimax", "recurrent_gemma") else {}
+    index = next(at for at, layer in enumerate(layers) if found[0] in [*layer.modules()])
+    ours = table.kind_of(found[0])(found[0], config, index)  # type: ignore[misc]
+    for is_exact in (False, True):
+        cache = RecurrentCache(len(layers), 80)
+        cache.promise(40)
+        part = BatchPart(position_T, position_T, causal(40), cache)
+        with torch.inference_mode(), lay([part], PLAIN if is_exact else None).running():
+            got = ours(rows)
+        with torch.inference_mode():
+            wanted = found[0](rows, **more)
+        got, wanted = (one[0] if isinstance(one, tuple) else one for one in (got, wanted))
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_resident", [True, False])
@@ -369,20 +384,9 @@ def test_an_unknown_kind_of_layer_is_named(tmp_path: Path) -> None:
         build_meta_model(Checkpoint(tmp_path, config, (), {}), torch.float32)
 
 
-@contextmanager
-def known(module: Any, kinds: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No kinds of layers, as with a transformers that is older or newer."""
-    patch.setattr(module, kinds, ())
-    module._follower_of.cache_clear()
-    try:
-        yield
-    finally:
-        module._follower_of.cache_clear()
-
-
-def test_a_family_without_the_functions_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = pytest.raises(offload.UserError, match="linear_attention, whose state cannot be rolled back")
-    with known(recurrent, "KINDS", monkeypatch), told:
+def test_a_family_whose_mixer_is_of_no_kind_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "MIXERS", ())
+    with pytest.raises(offload.UserError, match="linear_attention, whose state cannot be rolled back"):
         meta_model_of(config_of("qwen3_next"), tmp_path)
 
 
@@ -493,7 +497,7 @@ def test_a_convolution_sees_its_path(num_taps: int) -> None:
             path.insert(0, node)
             node = parents[node]
         seen = [*range(num_taps - 1), *(num_taps - 1 + one for one in path)][-num_taps:]
-        assert places[row].tolist() == seen
+        assert places[:, row].tolist() == seen
 
 
 def test_what_is_committed_is_a_path() -> None:

@@ -1,0 +1,210 @@
+"""What mixers have in common: their place in a layer, their convolution, and how states take steps.
+
+A mixer lets rows of a text see what came before them by a state. A library's follows one chain of
+tokens, so a module of ours takes its place as a child of the layer: it has the same children and
+parameters under the same names, and follows the trees of a pass (`PassCache.running`). Projections, norms and
+gates that do nothing across rows are the library's children, called as modules. Invariant: what a
+mixer does across rows goes through `convolve` and `scan`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offload.checkpoint.recurrent_sizes import RecurrentLayer
+from offload.memory.sizes import STEPPED_STATES_BYTES
+from offload.model.invariant import in_whole_vectors
+from offload.model.library import ACT2FN
+from offload.model.linear import PLAIN, Products
+from offload.model.parts import BatchPart, running_parts
+
+RowInputs = dict[str, Tensor]  # (T, ...) each
+Stepped = tuple[Tensor, Tensor]  # outputs of rows, and states behind them
+LEAST_CHUNK = 16  # rows: fewer are as quick one by one
+
+
+class Inputs(NamedTuple):
+    """What rows bring to a recurrence."""
+
+    rows: RowInputs
+    fixed: RowInputs  # what all rows have in common, no view of a weight
+
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self.rows.values())))
+
+    def part(self, some: slice | Tensor) -> "Inputs":
+        """Return those of some rows."""
+        return self._replace(rows={name: row_T[some] for name, row_T in self.rows.items()})
+
+
+class Recurrence(ABC):
+    """How states take steps. It knows sizes and no weights, so that `commit` needs none.
+
+    A step takes the operations of the library's function for one token, with the rows of one level
+    of a tree as its batch.
+
+    Attributes:
+        products: how outputs are multiplied, see `Mixer`.
+    """
+
+    products: Products = PLAIN
+
+    @abstractmethod
+    def start(self, inputs: Inputs) -> Tensor:
+        """Return the state before any row, (1, ...), in float32."""
+
+    @abstractmethod
+    def prepare(self, inputs: Inputs) -> RowInputs:
+        """Return what `advance` and `read` need of each row, computed for all of them at once."""
+
+    @abstractmethod
+    def advance(self, state: Tensor, ready: RowInputs) -> Tensor:
+        """Return new states (W, ...) of W rows, each behind one of its own, which stays as it is."""
+
+    @abstractmethod
+    def read(self, state: Tensor, ready: RowInputs) -> Tensor:
+        """Return the outputs (W, ...) of W rows by the states behind them."""
+
+    def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
+        """Return outputs (T, ...) and the last state (1, ...) of T rows, one behind the other.
+
+        `is_exact` asks for the arithmetic of single steps.
+        """
+        is_by_steps = is_exact or inputs.num_rows < LEAST_CHUNK
+        return (self._by_steps if is_by_steps else self._together)(state, inputs)
+
+    def _together(self, state: Tensor, inputs: Inputs) -> Stepped:
+        """Do what `run` does in the way that is quickest for many rows."""
+        return self._by_steps(state, inputs)
+
+    def _by_steps(self, state: Tensor, inputs: Inputs) -> Stepped:
+        at_once = max(1, STEPPED_STATES_BYTES // state.nbytes)
+        outs = list[Tensor]()
+        for lo in range(0, inputs.num_rows, at_once):
+            ready = self.prepare(inputs.part(slice(lo, lo + at_once)))
+            states = list[Tensor]()
+            for values in zip(*(row_T.split(1) for row_T in ready.values()), strict=True):
+                state = self.advance(state, dict(zip(ready, values, strict=True)))
+                states.append(state)
+            outs.append(self.read(joined(states), ready))
+        return joined(outs), state
+
+    def walks(self, device: torch.device) -> bool:
+        """Return whether `walk` does better than step after step."""
+        return False
+
+    def walk(self, state: Tensor, inputs: Inputs, step_R3: Tensor) -> Stepped:
+        """Return outputs (T, ...) of the rows that take a step, and the state that is kept.
+
+        See `RowTree.slots` for the steps.
+        """
+        raise NotImplementedError
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return what `cat` does; a single tensor is returned itself."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+class Mixer(nn.Module, ABC):
+    """A mixer over the parameters of a library's, which it takes over.
+
+    Attributes:
+        REQUIRED, OPTIONAL: names of the parameters by which the library's module is recognised.
+        layer_idx: the number of its layer, by which caches know its states.
+        products: how it multiplies beside its children, see `choose_products`.
+    """
+
+    REQUIRED: ClassVar[frozenset[str]]
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, source: nn.Module, _: Any, layer: int) -> None:
+        super().__init__()
+        for name, child in source.named_children():
+            self.add_module(name, child)
+        for name, parameter in source.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        self.layer_idx = layer
+        self.products: Products = PLAIN
+        self.train(source.training)
+
+    if TYPE_CHECKING:
+        # children and parameters are those of the module that it replaces
+        def __getattr__(self, name: str) -> Any: ...
+
+    @classmethod
+    def fits(cls, shapes: dict[str, torch.Size]) -> bool:
+        """Return whether a module with these parameters is of this kind."""
+        return cls.REQUIRED <= shapes.keys() <= cls.REQUIRED | cls.OPTIONAL
+
+    @abstractmethod
+    def sizes(self) -> RecurrentLayer:
+        """Return what caches and passes hold of this layer, as counts of numbers."""
+
+    @abstractmethod
+    def mix(self, hidden_1TD: Tensor) -> Tensor:
+        """Return the outputs (1, T, D) of all rows of the pass."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        """Do what the library's module does; caches and masks that it hands on are not needed."""
+        assert running_parts()[-1].rows.stop == hidden_states.shape[1], "all rows of the pass"
+        return self.mix(hidden_states)
+
+    def convolve(self, input_TC: Tensor, convolution: Any, activation: str | None = None) -> Tensor:
+        """Return (T, C): each row's sum of the last inputs on its path, by the taps of the weight."""
+        weight_CR = convolution.weight[:, 0]
+        outs = [
+            _states_of(part).convolve(
+                self.layer_idx, part.states, input_TC[part.rows], weight_CR, convolution.bias
+            )
+            for part in running_parts()
+        ]
+        out_TC = joined(outs)
+        if activation is not None:
+            out_TC = in_whole_vectors(ACT2FN[activation], out_TC)
+        return out_TC.to(input_TC.dtype)
+
+    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        """Return the outputs (T, ...) of all rows, each behind the state of its parent."""
+        recurrence.products = self.products
+        parts = running_parts()
+        if len(parts) == 1:
+            return _states_of(parts[0]).scan(self.layer_idx, parts[0].states, recurrence, inputs)
+        return torch.cat(
+            [
+                _states_of(part).scan(
+                    self.layer_idx, part.states, recurrence, inputs.part(part.rows)
+                )
+                for part in parts
+            ]
+        )
+
+    def positions(self) -> Tensor:
+        """Return the positions (T) of the rows, on the host."""
+        return torch.cat([part.position_U[-len(part.token_T) :] for part in running_parts()])
+
+
+class PairMixer(Mixer):
+    """A mixer whose layer expects weights of an attention beside the output, and ignores them."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        """See `Mixer`."""
+        return super().forward(hidden_states), None
+
+
+def _states_of(part: BatchPart) -> Any:
+    """Return the cache of a text, which is a `RecurrentCache` where layers have states."""
+    return part.cache
+
+
+def num_of(config: Any, *names: str) -> int:
+    """Return the first of these numbers that config.json has. Raises `KeyError` for none."""
+    given = (getattr(config, name, None) for name in names)
+    number = next((value for value in given if isinstance(value, int)), None)
+    if number is None:
+        raise KeyError(names[0])
+    return number

@@ -1,0 +1,30 @@
+"""The gated short convolution of LFM2 and LFM3: C * conv(B * x), which has no state but its tail."""
+
+from torch import Size, Tensor
+
+from offload.checkpoint.recurrent_sizes import RecurrentLayer, short_conv_layer
+from offload.model.mixers.base import Mixer
+
+
+class ShortConv(Mixer):
+    """See above."""
+
+    REQUIRED = frozenset({"conv.weight", "in_proj.weight", "out_proj.weight"})
+    OPTIONAL = frozenset({"conv.bias", "in_proj.bias", "out_proj.bias"})
+
+    @classmethod
+    def fits(cls, shapes: dict[str, Size]) -> bool:
+        """See `Mixer`; these are plain names."""
+        if not super().fits(shapes):
+            return False
+        return shapes["in_proj.weight"][0] == 3 * shapes["conv.weight"][0]
+
+    def sizes(self) -> RecurrentLayer:
+        """See `Mixer`."""
+        num_channels, _, num_taps = self.conv.weight.shape
+        return short_conv_layer(num_taps, num_channels)
+
+    def mix(self, hidden_1TD: Tensor) -> Tensor:
+        """See `Mixer`."""
+        before, behind, x_TC = self.in_proj(hidden_1TD)[0].chunk(3, -1)
+        return self.out_proj((behind * self.convolve(before * x_TC, self.conv))[None])
