@@ -34,6 +34,7 @@ ALLOWED = {
     ("offload/cli/libraries.py", "import_module"): "of libraries by constants",
     ("offload/cli/chat_input.py", "import_module"): "of readline, where there is one",
     ("bench/peers/child.py", "import_module"): "of one of the bench's own peers, which its parent names",
+    ("offload/drafting/registry.py", "import_module"): "of the program's own drafters, from a table of constants",
     ("offload/cli/app.py", "import_module"): "of the program's own commands, from a table in the same file",
     ("bench/chat_pair/make.py", "import_module"): "of the standard library, from a table in the same file",
     ("bench/suite.py", "import_module"): "of the bench's own commands, from a table in the same file",

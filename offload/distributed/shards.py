@@ -34,8 +34,7 @@ from offload.interrupts import held_back
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
-from offload.model.taps import Taps
-from offload.model.target import Target
+from offload.model.target import Taps, Target
 from offload.model.tree_model import TreeModel
 from offload.sampling.logits import Logits
 from offload.stats import RankFigures

@@ -66,7 +66,11 @@ class CarriedCache(KVCache):
         num_taps = max(0, min(len(self._taps_TD) - first, num_rows))
         fed = [self._taps_TD[first : first + num_taps]]
         if num_taps < num_rows:
-            parents = [_parent(part.ancestor_TU, row) for row in range(num_taps, num_rows)]
+            # Rows that guess ahead of their parents have the nearest ancestor's output.
+            num_known = sum(map(len, self._outputs_UD)) if first else 0
+            parents = [
+                _parent(part.ancestor_TU, row, num_known) for row in range(num_taps, num_rows)
+            ]
             outputs_UD = torch.cat([self._root_1D, *self._outputs_UD])
             place_T = torch.tensor(parents, device=outputs_UD.device) + 1
             fed.append(outputs_UD[place_T])
@@ -105,10 +109,10 @@ class CarriedCache(KVCache):
         return num_positions if is_joined else min(num_positions, self.length)
 
 
-def _parent(ancestor_TU: Tensor, row: int) -> int:
-    """Return the uncommitted row above a row of this part; -1 for the committed root."""
-    own = ancestor_TU.shape[1] - ancestor_TU.shape[0] + row
-    above = ancestor_TU[row, :own].nonzero()
+def _parent(ancestor_TU: Tensor, row: int, num_known: int) -> int:
+    """Return the lowest of the first `num_known` rows above a row; -1 for the committed root."""
+    place = ancestor_TU.shape[1] - ancestor_TU.shape[0] + row
+    above = ancestor_TU[row, : min(place, num_known)].nonzero()
     return int(above[-1]) if len(above) else -1
 
 

@@ -255,7 +255,9 @@ class TreeModel(BoundModel):
             self.meta_model.set_experts_implementation(usual)
         self._invariant = rows
         self._products: Products = self._usual_products if rows is None else rows
-        choose_products(self.meta_model, self._products)
+        # layers that are cut off for a trial meanwhile are asked as well
+        for part in (self.meta_model, *self._blocks):
+            choose_products(part, self._products)
         for selection in self._selections:
             if selection is not None:
                 selection.products = self._products
