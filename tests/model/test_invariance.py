@@ -197,3 +197,14 @@ def test_a_refused_check_leaves_the_model_as_it_was(family: str, base: Path, mon
     model.be_invariant(InvariantRows([1]))
     model.be_invariant(None)
     assert_same_bits(score(model, model.new_cache(30), TEXT[:20], chain(19)), wanted, Promise.INVARIANT)
+
+
+@pytest.mark.always
+def test_layers_that_a_trial_has_cut_off_become_invariant_as_well(base: Path) -> None:
+    model = resident_model(open_checkpoint(checkpoint_of("llama", base)), "bfloat16")
+    invariant = InvariantRows([1])
+    with model.cut_to(slice(0, 1)):
+        model.be_invariant(invariant)
+    multiply = [module for module in model.meta_model.modules() if hasattr(module, "products")]
+    assert len(multiply) > 1
+    assert all(module.products is invariant for module in multiply)
