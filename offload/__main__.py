@@ -72,14 +72,16 @@ def _end(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _unraisable(what: "sys.UnraisableHookArgs") -> None:
+def _unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
     """Send a signal again that came within a destructor, which no exception leaves."""
-    if what.exc_type is KeyboardInterrupt:
+    if unraisable.exc_type is KeyboardInterrupt:
         send_later(signal.SIGINT)
-    elif isinstance(what.exc_value, SystemExit) and isinstance(what.exc_value.code, int):
-        send_later(what.exc_value.code - 128)
+    elif isinstance(unraisable.exc_value, SystemExit) and isinstance(
+        unraisable.exc_value.code, int
+    ):
+        send_later(unraisable.exc_value.code - 128)
     else:
-        sys.__unraisablehook__(what)
+        sys.__unraisablehook__(unraisable)
 
 
 if __name__ == "__main__":

@@ -87,25 +87,25 @@ class Option:
 
     def checked(self, value: Any) -> Any:
         """Return the value as it is used, a number as Python's. Raises `UserError`."""
-        what = f"`{self.name}`"
+        subject = f"`{self.name}`"
         if self.reads is not None:
-            return self.reads(value, what)
+            return self.reads(value, subject)
         if self.choices:
-            rule = f"{what} must be one of {', '.join(self.choices)}"
+            rule = f"{subject} must be one of {', '.join(self.choices)}"
             require(value in self.choices, rule, repr(value), f'try `{self.name}="{self.default}"`')
         elif self.kind is bool:
             is_either = value in (True, False)
-            require(is_either, f"{what} must be True or False", repr(value), "leave it out")
+            require(is_either, f"{subject} must be True or False", repr(value), "leave it out")
         elif self.within:
-            value = (whole_number if self.kind is int else number)(value, what)
+            value = (whole_number if self.kind is int else number)(value, subject)
             rule, holds = interval(self.within)
-            require(holds(value), f"{what} must {rule}", value, self.remedy)
+            require(holds(value), f"{subject} must {rule}", value, self.remedy)
         return value
 
 
-def option(*flags: str, help: str, default: Any = None, **more: Any) -> Any:
+def option(*flags: str, help: str, default: Any = None, **details: Any) -> Any:
     """Declare a field of a record as an option; what else it may say is a field of `Option`."""
-    declared = {"flags": flags, "help": help, "default": default, **more}
+    declared = {"flags": flags, "help": help, "default": default, **details}
     return field(default=default, metadata={_KEY: declared})
 
 
@@ -116,71 +116,77 @@ def given_of(record: type) -> Any:
 
 def as_in(record: type, name: str) -> Any:
     """Declare a field as an option of another record, whose value may be of other types here."""
-    own = next(one for one in fields(record) if one.name == name)
-    return field(default=own.default, metadata=own.metadata)
+    original = next(each_field for each_field in fields(record) if each_field.name == name)
+    return field(default=original.default, metadata=original.metadata)
 
 
 @cache
 def options_of(record: type) -> Mapping[str, Option]:
     """Return the options of a record by name, as they are declared."""
-    found = dict[str, Option]()
-    for own in fields(record):
-        if (other := own.metadata.get("of")) is not None:
-            for name, one in options_of(other).items():
-                found[name] = one if one.keeps_default else replace(one, default=None)
-        elif (declared := own.metadata.get(_KEY)) is not None:
+    options = dict[str, Option]()
+    for each_field in fields(record):
+        if (other := each_field.metadata.get("of")) is not None:
+            for name, nested in options_of(other).items():
+                options[name] = nested if nested.keeps_default else replace(nested, default=None)
+        elif (declared := each_field.metadata.get(_KEY)) is not None:
             # the first type of its annotation
-            first = get_args(own.type)[0] if isinstance(own.type, UnionType) else own.type
+            first = (
+                get_args(each_field.type)[0]
+                if isinstance(each_field.type, UnionType)
+                else each_field.type
+            )
             kind = declared.get("kind") or get_origin(first) or first
             group = declared.get("group", getattr(record, "GROUP", "Output"))
-            assert group in GROUPS, f"{own.name} is of no group"
-            settled = {"name": own.name, "kind": kind, "group": group}
-            found[own.name] = Option(**{**declared, **settled})
-    return found
+            assert group in GROUPS, f"{each_field.name} is of no group"
+            settled = {"name": each_field.name, "kind": kind, "group": group}
+            options[each_field.name] = Option(**{**declared, **settled})
+    return options
 
 
 def options_at(door: str, *records: type) -> dict[str, Option]:
     """Return the options of records that one door takes, by their names there."""
-    declared = [one for record in records for one in options_of(record).values()]
-    return {one.at(door): one for one in declared if door in one.doors}
+    declared = [each_option for record in records for each_option in options_of(record).values()]
+    return {
+        each_option.at(door): each_option for each_option in declared if door in each_option.doors
+    }
 
 
 def synonyms_at(door: str, *records: type) -> dict[str, str]:
     """Return `{other name: name}` of the options that one door takes; a chat writes dashes."""
-    found = dict[str, str]()
-    for name, one in options_at(door, *records).items():
-        for other in one.synonyms:
+    names = dict[str, str]()
+    for name, each_option in options_at(door, *records).items():
+        for other in each_option.synonyms:
             if other != name:
-                found[other.replace("_", "-") if door == "chat" else other] = name
-    return found
+                names[other.replace("_", "-") if door == "chat" else other] = name
+    return names
 
 
 def build(record: type[Record], given: Mapping[str, Any]) -> Record:
     """Return a record of those of its options that are given."""
     values: dict[str, Any] = {}
-    for own in fields(record):  # type: ignore[arg-type]
-        other = own.metadata.get("of")
+    for each_field in fields(record):  # type: ignore[arg-type]
+        other = each_field.metadata.get("of")
         if other is not None:
-            told = {name: given.get(name) for name in options_of(other)}
-            values[own.name] = {
-                name: one for name, one in told.items() if one not in (None, [], ())
+            nested = {name: given.get(name) for name in options_of(other)}
+            values[each_field.name] = {
+                name: value for name, value in nested.items() if value not in (None, [], ())
             }
-        elif own.name in given:
-            values[own.name] = given[own.name]
+        elif each_field.name in given:
+            values[each_field.name] = given[each_field.name]
     return record(**values)
 
 
 def check_values(record: Any) -> None:
     """Check the values of a frozen record, and keep them as they are used. Raises `UserError`."""
-    for name, one in options_of(record.__class__).items():
+    for name, each_option in options_of(record.__class__).items():
         value = getattr(record, name)
-        if not (value is None and one.default is None):
-            object.__setattr__(record, name, one.checked(value))
+        if not (value is None and each_option.default is None):
+            object.__setattr__(record, name, each_option.checked(value))
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:
     """Return a line, which names options in backticks, with a door's own names for them."""
-    return re.sub(r"`(\w+)`", lambda found: names.get(found[1], found[0]), message)
+    return re.sub(r"`(\w+)`", lambda match: names.get(match[1], match[0]), message)
 
 
 def listed(names: Sequence[str], last: str = "and") -> str:
@@ -196,9 +202,16 @@ def called_with(
     def decorate(function: Callable[[Record], Result]) -> Callable[P, Result]:
         taken = signature(arguments).parameters.values()
         # What must be given says so, though its field has a default as those that follow have.
-        needed = {name for name, one in options_of(arguments).items() if one.is_required}
+        needed = {
+            name for name, each_option in options_of(arguments).items() if each_option.is_required
+        }
         shown = Signature(
-            [one.replace(default=Parameter.empty) if one.name in needed else one for one in taken]
+            [
+                parameter.replace(default=Parameter.empty)
+                if parameter.name in needed
+                else parameter
+                for parameter in taken
+            ]
         )
 
         @wraps(function)
@@ -210,13 +223,13 @@ def called_with(
         returns = signature(function).return_annotation
         call.__signature__ = shown.replace(return_annotation=returns)  # type: ignore[attr-defined]
         options = options_of(arguments)
-        names = {one.flag: f"`{name}`" for name, one in options.items()}
-        told = [
+        names = {each_option.flag: f"`{name}`" for name, each_option in options.items()}
+        lines = [
             # help speaks of flags
-            f"        {name}: {re.sub(r'--[a-z-]+', lambda flag: names.get(flag[0], flag[0]), one.help)}"
-            for name, one in options.items()
+            f"        {name}: {re.sub(r'--[a-z-]+', lambda flag: names.get(flag[0], flag[0]), each_option.help)}"
+            for name, each_option in options.items()
         ]
-        call.__doc__ = (function.__doc__ or "").replace("        {arguments}", "\n".join(told))
+        call.__doc__ = (function.__doc__ or "").replace("        {arguments}", "\n".join(lines))
         return call
 
     return decorate
@@ -225,19 +238,19 @@ def called_with(
 @cache
 def interval(text: str) -> tuple[str, Callable[[float], bool]]:
     """Return what `[0, 1)`, `-1 to 1` or `0 or more` asks of a number, and whether one does it."""
-    if found := re.fullmatch(r"(\S+) or more", text):
-        low = _bound(found[1])
+    if match := re.fullmatch(r"(\S+) or more", text):
+        low = _bound(match[1])
         return f"be {text}", lambda value: low <= value < math.inf
-    if found := re.fullmatch(r"(\S+) to (\S+)", text):
-        low = _bound(found[1])
-        high = _bound(found[2])
-        return f"lie between {found[1]} and {found[2]}", lambda value: low <= value <= high
-    found = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", text)
-    assert found is not None, f"{text!r} is no interval"
-    low = _bound(found[2])
-    high = _bound(found[3])
-    left_out = {low} if found[1] == "(" else set()
-    left_out |= {high} if found[4] == ")" else set()
+    if match := re.fullmatch(r"(\S+) to (\S+)", text):
+        low = _bound(match[1])
+        high = _bound(match[2])
+        return f"lie between {match[1]} and {match[2]}", lambda value: low <= value <= high
+    match = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", text)
+    assert match is not None, f"{text!r} is no interval"
+    low = _bound(match[2])
+    high = _bound(match[3])
+    left_out = {low} if match[1] == "(" else set()
+    left_out |= {high} if match[4] == ")" else set()
     return f"lie in {text}", lambda value: low <= value <= high and value not in left_out
 
 
@@ -246,19 +259,19 @@ def _bound(text: str) -> float:
     return int(base) ** int(power) if power else float(base)
 
 
-def whole_number(value: object, what: str) -> int:
+def whole_number(value: object, subject: str) -> int:
     """Return `value`, of whichever library, as an int of Python. Raises `UserError`."""
     try:
         return int(index(value))  # type: ignore[arg-type]  # True is 1, and libraries ask for the difference
     except TypeError:
-        raise UserError(f"{what} must be a whole number, got {value!r:.80}: round it") from None
+        raise UserError(f"{subject} must be a whole number, got {value!r:.80}: round it") from None
 
 
-def number(value: object, what: str) -> float:
+def number(value: object, subject: str) -> float:
     """Return `value`, of whichever library, as a float of Python. Raises `UserError`."""
     try:
         if not isinstance(value, str):
             return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass  # of whatever kind it is
-    raise UserError(f"{what} must be a number, got {value!r:.80}: try 0.7")
+    raise UserError(f"{subject} must be a number, got {value!r:.80}: try 0.7")

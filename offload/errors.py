@@ -98,7 +98,7 @@ def system_reason(error: OSError) -> str:
 
 def installing(*packages: str) -> str:
     """Return the command that installs packages beside this program, such as `offload[serve]`."""
-    names = " ".join(f"'{one}'" if "[" in one else one for one in packages)
+    names = " ".join(f"'{package}'" if "[" in package else package for package in packages)
     pip = shutil.which("pip")
     beside = os.path.join(sys.prefix, "bin")
     # that of another environment would install them there
@@ -113,7 +113,7 @@ def require(holds: bool, rule: str, value: object, remedy: str) -> None:
 
 
 @contextmanager
-def refusing(what: str, remedy: str, kind: type[UserError] = UserError) -> Iterator[None]:
+def refusing(failure: str, remedy: str, kind: type[UserError] = UserError) -> Iterator[None]:
     """Raise `UserError`, or this kind of it, for any exception inside that the input caused.
 
     Files and grammars fail inside libraries with exceptions of any type. A lack of memory or
@@ -126,12 +126,12 @@ def refusing(what: str, remedy: str, kind: type[UserError] = UserError) -> Itera
             raise
         # Rust's panic is no `Exception`
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise kind(f"{what} ({reason(error)}): {remedy}") from None
+            raise kind(f"{failure} ({reason(error)}): {remedy}") from None
         raise
 
 
 @contextmanager
-def told_by_system(what: str, remedy: str) -> Iterator[None]:
+def told_by_system(failure: str, remedy: str) -> Iterator[None]:
     """Raise `UserError` where the system does not let a file be read or written.
 
     An error of a run that has begun passes unchanged.
@@ -142,19 +142,19 @@ def told_by_system(what: str, remedy: str) -> Iterator[None]:
         raise
     except OSError as error:
         remedy = REMEDIES[error.errno] if error.errno in _LACKING else remedy
-        raise UserError(f"{what} ({error.strerror or reason(error)}): {remedy}") from None
+        raise UserError(f"{failure} ({error.strerror or reason(error)}): {remedy}") from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `. Did you mean that?` where a known word is nearly `word`, else nothing."""
-    named = {one.lstrip("-"): one for one in known}
+    named = {name.lstrip("-"): name for name in known}
     alike = get_close_matches(word.lstrip("-"), named, n=1, cutoff=_ALIKE)
     return f". Did you mean {named[alike[0]]}?" if alike else ""
 
 
-def plain_rule(told: str) -> str:
+def plain_rule(message: str) -> str:
     """Return what a value must be, as a reader of bodies and flags says; nothing of other words."""
-    rule, is_one = re.subn(r"^\w+ should ", "must ", told.partition(", unable to ")[0])
+    rule, is_one = re.subn(r"^\w+ should ", "must ", message.partition(", unable to ")[0])
     rule = rule.replace("greater than or equal to", "at least")
     return rule.replace("less than or equal to", "at most") if is_one else ""
 

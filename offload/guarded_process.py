@@ -60,10 +60,10 @@ class GuardedProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, told: Mapping[str, Any], most_chars: int = MOST_CHARS) -> str:
+    def ask(self, request: Mapping[str, Any], most_chars: int = MOST_CHARS) -> str:
         """Return what the job makes of this, at most so many characters. Raises `ProgramFailed`."""
         limits = {"most_s": self._cpu_s, "most_chars": most_chars}
-        line = json.dumps({**told, **limits}, default=str).encode() + b"\n"
+        line = json.dumps({**request, **limits}, default=str).encode() + b"\n"
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._end()
@@ -91,9 +91,9 @@ class GuardedProcess:
             with suppress(BrokenPipeError):
                 process.stdin.write(line)
                 process.stdin.flush()
-            found = _line(process, most_bytes)
-        if found.endswith(b"\n"):
-            answer: dict[str, str] = json.loads(found)
+            line = _line(process, most_bytes)
+        if line.endswith(b"\n"):
+            answer: dict[str, str] = json.loads(line)
             if has_struck.is_set():
                 self._end()
             return answer
@@ -116,12 +116,12 @@ class GuardedProcess:
             )
             self._stop = weakref.finalize(self, _stop, os.getpid(), self._process)
             with self._timed(self._process) as has_struck:
-                found = _line(self._process, _ESCAPED * _MOST_TOLD)
+                line = _line(self._process, _ESCAPED * _MOST_TOLD)
             if has_struck.is_set():
                 late = f"the process that it is to run in does not start within {self._wait_s:g} s"
                 raise ProgramExceeded(late, "time")
-            if found != _READY:
-                why = " ".join(found.decode("utf-8", "replace").split()) or "without a word"
+            if line != _READY:
+                why = " ".join(line.decode("utf-8", "replace").split()) or "without a word"
                 raise NotStarted(f"the process that it is to run in does not start: {why}")
         return self._process
 

@@ -80,10 +80,10 @@ def _compiler() -> Callable[..., str]:
 def _renderer() -> Callable[..., str]:
     """Return transformers' sandbox without torch, pictures and what it looks for on import."""
     sys.modules |= dict.fromkeys(("torch", "PIL"))  # type: ignore[arg-type]  # None marks what is not there
-    found = find_spec("transformers")
-    if found is None or not found.submodule_search_locations:
+    package = find_spec("transformers")
+    if package is None or not package.submodule_search_locations:
         raise ImportError("transformers is missing")
-    (folder,) = found.submodule_search_locations
+    (folder,) = package.submodule_search_locations
     for name, path in (
         ("transformers", folder),
         ("transformers.utils", os.path.join(folder, "utils")),
@@ -113,9 +113,9 @@ def _limit(name: str, most: int) -> None:
         return
     import resource
 
-    what = getattr(resource, name)
-    hard = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    limit = getattr(resource, name)
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":

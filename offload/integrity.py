@@ -91,10 +91,10 @@ class FileReading:
         """The checksums; the manifest's own where bytes are the same, also of a copied file."""
         stamp = self.file.stamp
         spans = zip(self.file.spans, self.crcs, strict=True)
-        tensors = {span.name: own for span, own in spans if span.name is not None}
-        found = FileSums(stamp.num_bytes, stamp.written_ns, self.wanted, self.crcs[0], tensors)
-        if self.known is None or not have_same_bytes(found, self.known):
-            return found
+        tensors = {span.name: tensor_sums for span, tensor_sums in spans if span.name is not None}
+        sums = FileSums(stamp.num_bytes, stamp.written_ns, self.wanted, self.crcs[0], tensors)
+        if self.known is None or not have_same_bytes(sums, self.known):
+            return sums
         return replace(self.known, sha256=self.wanted or self.known.sha256)
 
     @property
@@ -102,12 +102,12 @@ class FileReading:
         """Whether the file has the bytes of the manifest."""
         return self.known is not None and have_same_bytes(self.sums, self.known)
 
-    def note(self, parts: Sequence[tuple[int, int, int]], found: "_Found | ReadError") -> None:
+    def note(self, parts: Sequence[tuple[int, int, int]], outcome: "_Found | ReadError") -> None:
         """Note what was found in the next parts of the file, each a span and [lo, hi)."""
-        if isinstance(found, ReadError):
-            self.failure = self.failure or str(found)
+        if isinstance(outcome, ReadError):
+            self.failure = self.failure or str(outcome)
             return
-        for (span, *_), (crc, bits) in zip(parts, found, strict=True):
+        for (span, *_), (crc, bits) in zip(parts, outcome, strict=True):
             self.crcs[span] += f"{crc:08x}"
             self.tops[span] = max(self.tops[span], bits)
 
@@ -149,16 +149,16 @@ def measure(files: Sequence[FileReading], on_bytes: Callable[[int], None]) -> No
 
     Raises `ReadError` for a file that is not the one whose header was read.
     """
-    paths = [one.file.path for one in files]
-    own = local()
-    with closing(DiskReader(paths, stamps=[one.file.stamp for one in files])) as reader:
+    paths = [part.file.path for part in files]
+    scratch = local()
+    with closing(DiskReader(paths, stamps=[part.file.stamp for part in files])) as reader:
 
         def look(batch: _Batch) -> tuple[_Batch, _Found | ReadError]:
             stored = None
             try:
-                if not hasattr(own, "buffer"):
-                    own.buffer = allocate(_BUFFER_BYTES)
-                stored = _read(batch, reader, own.buffer)
+                if not hasattr(scratch, "buffer"):
+                    scratch.buffer = allocate(_BUFFER_BYTES)
+                stored = _read(batch, reader, scratch.buffer)
             except ReadError as error:
                 return batch, error
             # others wait for its turn, whatever happened
@@ -168,8 +168,8 @@ def measure(files: Sequence[FileReading], on_bytes: Callable[[int], None]) -> No
 
         left = ((batch,) for batch in _in_turns(files) if not batch.file.failure)
         with closing(in_order(look, left, _NUM_AHEAD)) as looked_at:
-            for batch, found in looked_at:
-                batch.file.note(batch.parts, found)
+            for batch, outcome in looked_at:
+                batch.file.note(batch.parts, outcome)
                 on_bytes(batch.hi - batch.lo)
 
 
@@ -187,12 +187,12 @@ def _read(batch: _Batch, reader: DiskReader, buffer: np.ndarray) -> np.ndarray:
 
 def _look(batch: _Batch, stored: np.ndarray) -> _Found:
     """Look at the bytes of a batch, which are overwritten."""
-    found = _Found()
+    seen = _Found()
     for index, lo, hi in batch.parts:
         part = stored[lo - batch.lo : hi - batch.lo]
         bits = _top(batch.file.file.spans[index], lo, part)
-        found.append((crc32_of_scratch(part), bits))
-    return found
+        seen.append((crc32_of_scratch(part), bits))
+    return seen
 
 
 def _top(span: Span, lo: int, stored: np.ndarray) -> int:
@@ -216,17 +216,17 @@ def _in_turns(files: Sequence[FileReading]) -> Iterator[_Batch]:
 
 
 def _batches(shard: int, file: FileReading) -> Iterator[_Batch]:
-    own = list[tuple[int, int, int]]()
+    parts = list[tuple[int, int, int]]()
     turn = 0
     for index, span in enumerate(file.file.spans):
         for lo, hi in span.parts():
-            if own and hi - own[0][1] > PART_BYTES:
-                yield _Batch(file, shard, tuple(own), turn)
-                own = []
+            if parts and hi - parts[0][1] > PART_BYTES:
+                yield _Batch(file, shard, tuple(parts), turn)
+                parts = []
                 turn = turn + 1
-            own.append((index, lo, hi))
-    if own:
-        yield _Batch(file, shard, tuple(own), turn)
+            parts.append((index, lo, hi))
+    if parts:
+        yield _Batch(file, shard, tuple(parts), turn)
 
 
 class Report(NamedTuple):
@@ -246,10 +246,10 @@ class Report(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for `--json`."""
-        told = self._asdict() | {"path": str(self.path), "manifest": str(self.manifest)}
-        told["damage"] = [one._asdict() for one in self.damage]
+        figures = self._asdict() | {"path": str(self.path), "manifest": str(self.manifest)}
+        figures["damage"] = [fault._asdict() for fault in self.damage]
         speed = self.num_bytes / max(self.elapsed_s, 1e-9)
-        return {"is_sound": not self.damage, **told, "bytes_per_s": speed}
+        return {"is_sound": not self.damage, **figures, "bytes_per_s": speed}
 
 
 def verify(
@@ -273,27 +273,29 @@ def verify(
     # a file whose header was not read then had other parts
     read = {file.path.name for file in whole.files if not file.unread}
     noted = read_manifest(manifest).items()
-    known = {name: own for name, own in noted if own.header or name not in read}
+    known = {name: sums for name, sums in noted if sums.header or name not in read}
     # small files first, before hours of reading
     small = small_file_notes(whole.folder, {file.path.name for file in whole.files})
     seen = _read_all(whole, known, progress)
-    damage = [*whole.damage, *(one for own in seen for one in _judge(own, manifest))]
-    named = {(one.file, one.tensor) for one in damage}
-    fresh = {own.file.path for own in seen if own.known is None} if whole.is_packed else set[Path]()
+    damage = [*whole.damage, *(fault for file in seen for fault in _judge(file, manifest))]
+    named = {(fault.file, fault.tensor) for fault in damage}
+    fresh = (
+        {file.file.path for file in seen if file.known is None} if whole.is_packed else set[Path]()
+    )
     if fresh:
         # imports torch, which nothing else here needs
         from offload.packing.format import undecoded
 
-        found_odd = (one for path in sorted(fresh) for one in undecoded(path))
-        damage += [one for one in found_odd if (one.file, one.tensor) not in named]
-    found = {own.name: own.sums for own in seen}
-    notes = [*_notes(whole, seen), *small, *_differing_files(known, found, manifest)]
-    is_written = may_write and not damage and found != known
-    if is_written and (why := _unwritable(manifest, found)):
+        found_odd = (fault for path in sorted(fresh) for fault in undecoded(path))
+        damage += [fault for fault in found_odd if (fault.file, fault.tensor) not in named]
+    measured = {file.name: file.sums for file in seen}
+    notes = [*_notes(whole, seen), *small, *_differing_files(known, measured, manifest)]
+    is_written = may_write and not damage and measured != known
+    if is_written and (why := _unwritable(manifest, measured)):
         notes.append(why)
         is_written = False
-    damaged = {one.file for one in damage}
-    sound = [own for own in seen if own.name not in damaged]
+    damaged = {fault.file for fault in damage}
+    sound = [file for file in seen if file.name not in damaged]
     return Report(
         path=whole.path,
         num_files=len(whole.files),
@@ -302,9 +304,9 @@ def verify(
         damage=damage,
         notes=notes,
         manifest=manifest,
-        num_as_before=sum(own.is_as_before for own in sound),
-        num_as_hub=sum(own.wanted is not None for own in sound),
-        num_decoded=sum(own.file.path in fresh for own in sound),
+        num_as_before=sum(file.is_as_before for file in sound),
+        num_as_hub=sum(file.wanted is not None for file in sound),
+        num_decoded=sum(file.file.path in fresh for file in sound),
         is_written=is_written,
     )
 
@@ -324,8 +326,8 @@ def _read_all(
         raise UserError(f"{error}") from None
     for file in whole.files:
         if stamp_of(file.path) != file.stamp:
-            what = f"{file.path.name} was changed while it was read"
-            raise UserError(f"{what}: ask again when no program writes to it")
+            change = f"{file.path.name} was changed while it was read"
+            raise UserError(f"{change}: ask again when no program writes to it")
     return seen
 
 
@@ -340,9 +342,9 @@ def _judge(seen: FileReading, manifest: Path) -> list[Damage]:
     sha256 = seen.sha256
     is_as_hub = sha256 is not None and sha256 == seen.wanted
     if seen.known is not None and not is_as_hub:
-        odd = {one.tensor for one in damage}
+        odd = {fault.tensor for fault in damage}
         changed = differences(seen.name, seen.sums, seen.known, manifest)
-        damage += [one for one in changed if one.tensor not in odd]
+        damage += [fault for fault in changed if fault.tensor not in odd]
     if sha256 is not None and not is_as_hub:
         damage.append(Damage(seen.name, "", _OTHER_SUM))
     return damage
@@ -350,12 +352,14 @@ def _judge(seen: FileReading, manifest: Path) -> list[Damage]:
 
 def _notes(whole: ModelSpans, seen: Sequence[FileReading]) -> list[str]:
     tops = list[TensorMaximum]()
-    for own in seen:
-        for span, bits in zip(own.file.spans, own.tops, strict=True):
-            if span.name is None or span.form is None or own.failure:
+    for each_file in seen:
+        for span, bits in zip(each_file.file.spans, each_file.tops, strict=True):
+            if span.name is None or span.form is None or each_file.failure:
                 continue
             if span.hi > span.lo and is_finite(bits, span.form):
-                tops.append(TensorMaximum(span.name, own.name, span.is_matrix, span.form, bits))
+                tops.append(
+                    TensorMaximum(span.name, each_file.name, span.is_matrix, span.form, bits)
+                )
     lines = remarks(tops, has_zeros=has_zeros(whole.folder))
     for file in whole.files:
         if file.unread:
@@ -367,10 +371,10 @@ def _notes(whole: ModelSpans, seen: Sequence[FileReading]) -> list[str]:
 
 
 def _differing_files(
-    known: Mapping[str, FileSums], found: Mapping[str, FileSums], manifest: Path
+    known: Mapping[str, FileSums], measured: Mapping[str, FileSums], manifest: Path
 ) -> list[str]:
-    gone = sorted(known.keys() - found.keys())
-    new = sorted(found.keys() - known.keys())
+    gone = sorted(known.keys() - measured.keys())
+    new = sorted(measured.keys() - known.keys())
     lines = list[str]()
     if gone:
         lines.append(f"{manifest.name} has files that the model has not: {', '.join(gone[:3])}")
@@ -379,10 +383,10 @@ def _differing_files(
     return lines
 
 
-def _unwritable(manifest: Path, found: Mapping[str, FileSums]) -> str:
+def _unwritable(manifest: Path, measured: Mapping[str, FileSums]) -> str:
     """Write the manifest; return why that failed, empty where it did not."""
     try:
-        write_manifest(manifest, found)
+        write_manifest(manifest, measured)
     except OSError as error:
         is_there = os.path.exists(manifest)
         left = "it stays as it was" if is_there else "nothing to compare with the next time"

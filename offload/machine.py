@@ -147,7 +147,7 @@ def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tu
 
 
 def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
-    found = list[tuple[int, int]]()
+    limits = list[tuple[int, int]]()
     for folder, names in memory_groups(root, membership):
         for name in filter(None, (names.limit, names.throttle)):
             try:
@@ -156,8 +156,8 @@ def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
             except OSError:
                 continue
             if limit.isdigit():
-                found.append((int(limit), int(used) - _idle_cache_bytes(folder, names.idle_cache)))
-    return found
+                limits.append((int(limit), int(used) - _idle_cache_bytes(folder, names.idle_cache)))
+    return limits
 
 
 def _idle_cache_bytes(folder: Path, key: str) -> int:
@@ -176,8 +176,8 @@ def num_cores() -> int:
 
 def cpu_quotas(root: Path, membership: Path) -> list[float]:
     """Return the cores that each limited group of this process pays for, innermost first."""
-    found = [_read_quota(folder) for folder, _ in control_groups("cpu", root, membership)]
-    return [quota for quota in found if quota is not None]
+    quotas = [_read_quota(folder) for folder, _ in control_groups("cpu", root, membership)]
+    return [quota for quota in quotas if quota is not None]
 
 
 def _read_quota(folder: Path) -> float | None:

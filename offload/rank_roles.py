@@ -83,16 +83,16 @@ def require_exact_rule(roles: Roles, rule: str, lenience: float) -> None:
 
 def _named_ranks(text: str) -> dict[str, list[int]]:
     """Return {role: ranks}; a part without a role continues the list before it."""
-    found = dict[str, list[int]]()
+    ranks_of = dict[str, list[int]]()
     name = ""
     for part in text.split(","):
         before, colon, ranks = part.rpartition(":")
         if colon:
             is_role = before in ("stages", "draft")
             require(is_role, _RULE, text, f"{before or 'an empty name'} is no role")
-            require(before not in found, _RULE, text, "name each role once")
+            require(before not in ranks_of, _RULE, text, "name each role once")
             name = before
-            found[name] = []
+            ranks_of[name] = []
         match = _RANGE.fullmatch(ranks)
         if match is None or not name:
             raise UserError(f"{_RULE}, got {text!r:.80}: ranks are numbers, such as 0,1 or 0-2")
@@ -100,8 +100,8 @@ def _named_ranks(text: str) -> dict[str, list[int]]:
         last = int(match[2] or match[1])
         remedy = "name ranks one by one for another order"
         require(first <= last, "a range in `ranks` must rise", text, remedy)
-        found[name] += range(first, last + 1)
-    return found
+        ranks_of[name] += range(first, last + 1)
+    return ranks_of
 
 
 class RankInfo(NamedTuple):

@@ -104,8 +104,8 @@ class Sampling:
         require(is_safe, rule, self.temperature, "0 is greedy")
 
     def __repr__(self) -> str:
-        told = {**self.as_dict(), "seed": self.seed}
-        return f"Sampling({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+        shown = {**self.as_dict(), "seed": self.seed}
+        return f"Sampling({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def is_greedy(self) -> bool:
@@ -134,17 +134,21 @@ class Sampling:
 
     def as_dict(self) -> dict[str, object]:
         """Return temperature, top-p, top-k and all other settings in use, without the seed."""
-        told = dict[str, object]()
-        for one in fields(self):
-            value = getattr(self, one.name)
-            is_always = one.name in ("temperature", "top_p", "top_k")
-            if one.name != "seed" and (is_always or value != one.default):
-                told[one.name] = dict(value) if one.name == "logit_bias" else value
-        return told
+        settings = dict[str, object]()
+        for each_field in fields(self):
+            value = getattr(self, each_field.name)
+            is_always = each_field.name in ("temperature", "top_p", "top_k")
+            if each_field.name != "seed" and (is_always or value != each_field.default):
+                settings[each_field.name] = (
+                    dict(value) if each_field.name == "logit_bias" else value
+                )
+        return settings
 
 
 # Options that choose among tokens that are drawn, and of them those that need a temperature beside them.
-DRAWING = tuple(name for name, one in options_of(Sampling).items() if one.is_drawing)
+DRAWING = tuple(
+    name for name, each_option in options_of(Sampling).items() if each_option.is_drawing
+)
 NARROWING = tuple(name for name in DRAWING if name != "temperature")
 
 
@@ -152,7 +156,9 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     """Return (token, bias) pairs, sorted by token. Raises `UserError`."""
     try:
         pairs = (
-            given.items() if isinstance(given, Mapping) else [(one, bias) for one, bias in given]
+            given.items()
+            if isinstance(given, Mapping)
+            else [(token, bias) for token, bias in given]
         )
     except (TypeError, ValueError):
         rule = "`logit_bias` must be pairs of token and number"

@@ -41,8 +41,8 @@ class ByteSize(int):
             return given
         match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(given).lower())
         if match is None:
-            what, such = cls._KIND
-            raise UserError(f"{flag} must be {what}, got {str(given)!r:.80}: {such}")
+            kind, such = cls._KIND
+            raise UserError(f"{flag} must be {kind}, got {str(given)!r:.80}: {such}")
         size = cls(float(match[1]) * _UNITS[match[2]])
         require(size > 0, f"{flag} must be more than zero", given, "try 4GiB")
         size.is_decimal = len(match[2]) == 1
@@ -82,10 +82,10 @@ def parse_rate(given: str | int | None, flag: str) -> int | None:
 def is_decimal(*sizes: str | int | None) -> bool:
     """Return whether any of these sizes is written in powers of ten: `8GB` or `8G`, not `8GiB`."""
     return any(
-        one.is_decimal
-        if isinstance(one, ByteSize)
-        else re.search(r"[kmgt]b?\s*$", str(one).lower())
-        for one in sizes
+        size.is_decimal
+        if isinstance(size, ByteSize)
+        else re.search(r"[kmgt]b?\s*$", str(size).lower())
+        for size in sizes
     )
 
 

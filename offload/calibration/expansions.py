@@ -54,7 +54,7 @@ def choose_expansion(
         return KernelChoice(REFERENCE, notes=(WITHOUT_NUMBA,) if missed else ())
     outcomes = list[ComparisonOutcome]()
     for words in _examples(model, fetch, codings):
-        outcomes += [compare(one, device) for one in _comparisons(words, faster)]
+        outcomes += [compare(comparison, device) for comparison in _comparisons(words, faster)]
     return choose(REFERENCE, faster, outcomes, *_notes(outcomes))
 
 
@@ -67,10 +67,10 @@ def _faster_expansion(torch_device: torch.device) -> Expansion | None:
 
 def _layer_of_codings(model: TreeModel) -> dict[Coding, int]:
     """Return every coding that layers have, with the first layer that has it."""
-    found = dict[Coding, int]()
+    layer_of = dict[Coding, int]()
     for layer in range(model.num_layers):
-        found = dict.fromkeys(model.codings_of(layer), layer) | found
-    return found
+        layer_of = dict.fromkeys(model.codings_of(layer), layer) | layer_of
+    return layer_of
 
 
 def _examples(
@@ -80,10 +80,11 @@ def _examples(
     for layer in sorted(set(codings.values())):
         words = model.coded_words(layer, fetch)
         for coding in [coding for coding, first in codings.items() if first == layer]:
-            own = sorted(
-                (one for one in words if one.coding == coding), key=lambda one: one.num_weights
+            examples = sorted(
+                (group for group in words if group.coding == coding),
+                key=lambda group: group.num_weights,
             )
-            yield next((one for one in own if one.num_weights >= _ENOUGH), own[-1])
+            yield next((group for group in examples if group.num_weights >= _ENOUGH), examples[-1])
 
 
 def _comparisons(words: CodedWeight, faster: Expansion) -> Iterator[KernelComparison]:
@@ -118,11 +119,13 @@ def _agree(
     run()
     run_reference()
     bits = {2: torch.int16, 4: torch.int32}[out.element_size()]
-    got, expected = (one.masked_fill(one.isnan(), 0).view(bits) for one in (out, wanted))
+    got, expected = (values.masked_fill(values.isnan(), 0).view(bits) for values in (out, wanted))
     return torch.equal(got, expected) and torch.equal(out.isnan(), wanted.isnan())
 
 
 def _notes(outcomes: list[ComparisonOutcome]) -> Iterator[str]:
     """Yield a line about each kind whose faster function does not work."""
-    for kind, reason in {one.kernel: one.reason for one in outcomes if one.reason}.items():
+    for kind, reason in {
+        outcome.kernel: outcome.reason for outcome in outcomes if outcome.reason
+    }.items():
         yield f"{kind} weights are expanded with torch: the faster function is not used, for {reason}"

@@ -144,11 +144,11 @@ def settle_invariance(
     counts = [torch.get_num_threads()]
     if not device.has_own_memory:
         counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})
-    found = make_invariant(model, fetch, counts, plan.context)
+    invariance = make_invariant(model, fetch, counts, plan.context)
     # it may hold with these alone
-    if not found.holds and options.threads is not None and len(counts) > 1:
-        found = make_invariant(model, fetch, [options.threads], plan.context)
-    return found._replace(was_tried=True)
+    if not invariance.holds and options.threads is not None and len(counts) > 1:
+        invariance = make_invariant(model, fetch, [options.threads], plan.context)
+    return invariance._replace(was_tried=True)
 
 
 def make_invariant(
@@ -166,18 +166,18 @@ def make_invariant(
     """
     if _turns_by_length(model, context):
         return Invariance(reason="its rotary embeddings depend on the length of the text")
-    found = Invariance()
+    invariance = Invariance()
     rows = InvariantRows(thread_counts)
     try:
         for layer in model.layers_to_try:
             _try_layer(model, fetch, rows, layer)
-        found = Invariance(tuple(thread_counts), rows=rows)
+        invariance = Invariance(tuple(thread_counts), rows=rows)
     except (_DifferError, UserError, torch.OutOfMemoryError) as error:
-        found = Invariance(reason=str(error).partition("\n")[0])
+        invariance = Invariance(reason=str(error).partition("\n")[0])
     finally:
-        if not found.holds:
+        if not invariance.holds:
             model.be_invariant(None)
-    return found
+    return invariance
 
 
 def _try_layer(

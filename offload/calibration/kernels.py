@@ -87,7 +87,7 @@ def shapes_of(
     model: TreeModel, plan: MemoryPlan, sampling: Sampling, draft: TreeModel | None = None
 ) -> Shapes:
     """Return the shapes of these models, and of the logits that memory was planned for."""
-    models = [one for one in (model, draft) if one is not None]
+    models = [candidate for candidate in (model, draft) if candidate is not None]
     return Shapes(
         heads=tuple(dict.fromkeys(map(_heads_of, models))),
         num_layers=model.num_layers,
@@ -99,7 +99,7 @@ def shapes_of(
         temperatures=(sampling.temperature,),
         level_sizes=(min(32, plan.num_nodes),),
         path_lengths=(VISITED,),
-        norms=tuple(dict.fromkeys(norm for one in models for norm in _norms_of(one))),
+        norms=tuple(dict.fromkeys(norm for each_model in models for norm in _norms_of(each_model))),
     )
 
 
@@ -136,7 +136,9 @@ NO_KERNELS = KernelChoice(REFERENCES)
 
 def choose_kernels(shapes: Shapes, device: Device) -> KernelChoice[KernelSet]:
     """Compare each kernel at each shape; return those that agree in place of their references."""
-    outcomes = [compare(one, device) for one in comparisons(shapes, str(device.torch_device))]
+    outcomes = [
+        compare(comparison, device) for comparison in comparisons(shapes, str(device.torch_device))
+    ]
     return choose(REFERENCES, KERNELS, outcomes)
 
 
@@ -163,9 +165,9 @@ def _draws(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
             yield _equal("draw_without_replacement", shape, (probs_WV, 16, 3, 0))
 
 
-def _equal(name: str, shape: str, what: tuple[Any, ...]) -> KernelComparison:
-    run = partial(getattr(KERNELS, name), *what)
-    run_reference = partial(getattr(REFERENCES, name), *what)
+def _equal(name: str, shape: str, arguments: tuple[Any, ...]) -> KernelComparison:
+    run = partial(getattr(KERNELS, name), *arguments)
+    run_reference = partial(getattr(REFERENCES, name), *arguments)
 
     def agrees() -> bool:
         got = run()
@@ -182,7 +184,7 @@ def _alike(
     name: str,
     shape: str,
     reference: Callable[..., Tensor],
-    what: tuple[Any, ...],
+    arguments: tuple[Any, ...],
     last: Tensor,
     *,
     rtol: float,
@@ -195,23 +197,25 @@ def _alike(
     kernel = getattr(KERNELS, name)
 
     def agrees() -> bool:
-        together = kernel(*what)
-        is_close = torch.allclose(together, reference(*what), rtol=rtol, atol=atol)
-        return is_close and torch.equal(kernel(last, *what[1:]), together[-1:])
+        together = kernel(*arguments)
+        is_close = torch.allclose(together, reference(*arguments), rtol=rtol, atol=atol)
+        return is_close and torch.equal(kernel(last, *arguments[1:]), together[-1:])
 
-    return KernelComparison(name, shape, partial(kernel, *what), partial(reference, *what), agrees)
+    return KernelComparison(
+        name, shape, partial(kernel, *arguments), partial(reference, *arguments), agrees
+    )
 
 
 def _norms(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
     for (width, form, dtype, has_weight), num_rows in product(shapes.norms, shapes.num_nodes):
         weight_D = _random(device, width).to(dtype) if has_weight else None
         row_TD = _random(device, num_rows, width).to(dtype)
-        what = (row_TD, weight_D, 1e-6, form)
+        arguments = (row_TD, weight_D, 1e-6, form)
         # one number in a few hundred is rounded the other way
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-        how = {"rtol": tolerance, "atol": tolerance}
+        tolerances = {"rtol": tolerance, "atol": tolerance}
         shape = f"N {num_rows}, D {width}"
-        yield _alike("rms_norm", shape, rms_norm_reference, what, row_TD[-1:], **how)
+        yield _alike("rms_norm", shape, rms_norm_reference, arguments, row_TD[-1:], **tolerances)
 
 
 def _attention(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
@@ -228,13 +232,15 @@ def _attention(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
         ]
         sink_H = random(heads.num_heads).to(heads.dtype) if heads.has_sinks else None
         terms = ScoreTerms(heads.width**-0.5, heads.cap, sink_H)
-        how = {"rtol": 1e-5, "atol": 1e-3 if heads.dtype == torch.float32 else 2e-2}
+        tolerances = {"rtol": 1e-5, "atol": 1e-3 if heads.dtype == torch.float32 else 2e-2}
         groups = f"{heads.num_heads}/{heads.num_groups} x {heads.width}"
         for window in heads.windows:
-            what = (query_HTK, *states, PathRows(rows.walk_TL, window, path_attention), terms)
+            arguments = (query_HTK, *states, PathRows(rows.walk_TL, window, path_attention), terms)
             shape = f"N {num_nodes}, P {num_prefix}, {groups}"
             shape += f", window {window}" if window else ""
-            yield _alike("path_attention", shape, path_attention, what, query_HTK[:, -1:], **how)
+            yield _alike(
+                "path_attention", shape, path_attention, arguments, query_HTK[:, -1:], **tolerances
+            )
 
 
 def _matches(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
@@ -262,8 +268,8 @@ def _one_match(logits_CV: Tensor, temperature: float) -> KernelComparison:
     def agrees() -> bool:
         with_and_without_noise = (temperature or 1.0, 0.0)
         got, wanted = (
-            [draw(one, at=at) for at in with_and_without_noise]
-            for one in (kernel, match_rows_reference)
+            [draw(implementation, at=at) for at in with_and_without_noise]
+            for implementation in (kernel, match_rows_reference)
         )
         return all(map(torch.equal, got, wanted))
 
@@ -277,8 +283,8 @@ def _commits(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
     buffers = [_random(device, *size).to(first.dtype) for _ in range(2 * shapes.num_layers)]
     agree = cache(partial(_commits_agree, shapes, device))
     for num_rows in shapes.path_lengths:
-        what = (buffers, shapes.num_slots // 2, torch.arange(num_rows, device=device) * 2)
-        run, rival = (partial(one.kv_commit, *what) for one in (KERNELS, REFERENCES))
+        arguments = (buffers, shapes.num_slots // 2, torch.arange(num_rows, device=device) * 2)
+        run, rival = (partial(kernels.kv_commit, *arguments) for kernels in (KERNELS, REFERENCES))
         yield KernelComparison("kv_commit", f"A {num_rows}", run, rival, agree)
 
 

@@ -74,8 +74,8 @@ def calibrate(
         if draft is not None:
             num_slots = 2 * MAX_TIMED_NODES
             drafter = open_drafter(draft, target.vocab_size, num_slots, choice.kernels)
-            how = (drafting_of(settings.rule), choice.kernels)
-            sampler = Sampler(settings.sampling, target.vocab_size, *how)
+            drawing = (drafting_of(settings.rule), choice.kernels)
+            sampler = Sampler(settings.sampling, target.vocab_size, *drawing)
             torch.set_num_threads(threads.start.draft.num_threads)
             # a start would end it
             prompt = [int(0 in draft.start_ids)] * _PROMPT_TOKENS + list(draft.start_ids)

@@ -206,5 +206,5 @@ def _forward_s(model: TreeModel, num_rows: int, layers: slice) -> float:
         # A number on the host is the sign that a device is done as well.
         # Rows differ, as those of a text do: a router would send the same ones to the same experts.
         num_logits = num_logits_rows(num_rows, is_gpu=model.torch_device.type != "cpu")
-        what = row_T % model.vocab_size, row_T, sees_TT, cache
-        return timed(lambda: float(model.forward(*what, num_logits=num_logits)[-1, 0]))
+        arguments = row_T % model.vocab_size, row_T, sees_TT, cache
+        return timed(lambda: float(model.forward(*arguments, num_logits=num_logits)[-1, 0]))

@@ -56,10 +56,10 @@ def compare(comparison: KernelComparison, device: Device = HOST) -> ComparisonOu
 
 def used(outcomes: Iterable[ComparisonOutcome]) -> dict[str, bool]:
     """Return for every kernel whether it agreed wherever it was tried, in order of the outcomes."""
-    found: dict[str, bool] = {}
+    is_used: dict[str, bool] = {}
     for outcome in outcomes:
-        found[outcome.kernel] = found.get(outcome.kernel, True) and not outcome.reason
-    return found
+        is_used[outcome.kernel] = is_used.get(outcome.kernel, True) and not outcome.reason
+    return is_used
 
 
 class KernelChoice(NamedTuple, Generic[Functions]):
@@ -83,4 +83,4 @@ def choose(
 def rows_of(outcomes: Sequence[ComparisonOutcome]) -> list[dict[str, object]]:
     """Return each outcome with `is_used`, by the names that `--json` and benches use."""
     is_used = used(outcomes)
-    return [{**one._asdict(), "is_used": is_used[one.kernel]} for one in outcomes]
+    return [{**outcome._asdict(), "is_used": is_used[outcome.kernel]} for outcome in outcomes]

@@ -239,5 +239,5 @@ def _refusing_bad_places(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        what = f"cannot write {path} ({error.strerror or error})"
-        raise UserError(f"{what}: nothing of it was kept, {_ROOM}") from None
+        failure = f"cannot write {path} ({error.strerror or error})"
+        raise UserError(f"{failure}: nothing of it was kept, {_ROOM}") from None

@@ -69,8 +69,8 @@ class Corpus:
                     self.done_bytes = before + min(done_bytes, file.num_bytes)
                     yield text
             except OSError as error:
-                what = f"cannot read {file.path} ({error.strerror or reason(error)})"
-                self._refuse(what, "check its permissions")
+                failure = f"cannot read {file.path} ({error.strerror or reason(error)})"
+                self._refuse(failure, "check its permissions")
             before += file.num_bytes
             self.done_bytes = before
 
@@ -99,10 +99,10 @@ class Corpus:
     def _refuse_folder(self, error: OSError) -> None:
         self._refuse(f"cannot read {error.filename} ({error.strerror})", "check its permissions")
 
-    def _refuse(self, what: str, remedy: str) -> None:
+    def _refuse(self, failure: str, remedy: str) -> None:
         if not self._skips_bad:
-            raise UserError(f"{what}: {remedy}{self._or_else}")
-        self.bad.append(what)
+            raise UserError(f"{failure}: {remedy}{self._or_else}")
+        self.bad.append(failure)
 
     def _texts(self, file: _File, render: Callable[[Messages], str]) -> Iterator[tuple[str, int]]:
         """Yield texts, and how many bytes of the file they have taken."""
@@ -148,9 +148,9 @@ def text_of(record: Any, render: Callable[[Messages], str]) -> str:
         case {"text": str(text)}:
             return text
         case {"messages": [*messages]}:
-            return render([_message(one, "role", "content") for one in messages])
+            return render([_message(message, "role", "content") for message in messages])
         case {"conversations": [*turns]}:
-            return render([_message(one, "from", "value") for one in turns])
+            return render([_message(turn, "from", "value") for turn in turns])
         case {"prompt": str(prompt), "completion": str(completion)}:
             return prompt + completion
     raise ValueError(f"must be an object with {_LAYOUTS}")
@@ -163,8 +163,8 @@ def _message(record: Any, role: str, content: str) -> dict[str, str]:
             return {"role": _ROLES.get(who, who), "content": said}
         case (str(who), [*parts]):
             texts = (part.get("text") for part in parts if isinstance(part, dict))
-            told = "\n".join(text for text in texts if isinstance(text, str))
-            return {"role": _ROLES.get(who, who), "content": told}
+            content = "\n".join(text for text in texts if isinstance(text, str))
+            return {"role": _ROLES.get(who, who), "content": content}
     raise ValueError(f"has a message without {role} and {content}")
 
 

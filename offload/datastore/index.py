@@ -70,10 +70,10 @@ class CorpusChunk(NamedTuple):
 
         Raises `UserError` for tokens outside the vocabulary, or for more than one chunk can hold.
         """
-        given = [np.asarray(one, np.int64) for one in documents]
-        text = ReversedText(vocab_size, sum(len(one) + 1 for one in given))
-        for one in given:
-            text.add(one)
+        given = [np.asarray(document, np.int64) for document in documents]
+        text = ReversedText(vocab_size, sum(len(document) + 1 for document in given))
+        for document in given:
+            text.add(document)
         raw = text.tokens_B.tobytes()
         return cls(raw, np.frombuffer(raw, text.width.dtype), sorted_positions(text.tokens_B))
 
@@ -157,7 +157,7 @@ class Matches(NamedTuple):
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        return sum(one.hi - one.lo for one in self.ranges)
+        return sum(match.hi - match.lo for match in self.ranges)
 
 
 _NOWHERE = Matches(0, ())
@@ -199,20 +199,22 @@ class SuffixIndex:
         if length < least:
             return _NOWHERE
         wanted = wanted[: length * self._width.num_bytes]
-        longest = ((index, at) for index, (own, at) in enumerate(places) if own == length)
+        longest = ((index, at) for index, (common, at) in enumerate(places) if common == length)
         ranges = (self._range(index, wanted, at) for index, at in longest)
-        return Matches(length, tuple(one for one in ranges if one.lo < one.hi))
+        return Matches(length, tuple(match for match in ranges if match.lo < match.hi))
 
     def continuations(
         self, matches: Matches, length: int = 10, most: int = 256, seed: int = 0
     ) -> NDArray[np.int64]:
         """Return what follows up to `most` drawn matches, (M, length), -1 from a document's end."""
         drawn_M = _drawn(matches, most, seed)
-        bounds = np.cumsum([0, *(one.hi - one.lo for one in matches.ranges)])
+        bounds = np.cumsum([0, *(match.hi - match.lo for match in matches.ranges)])
         cuts = np.searchsorted(drawn_M, bounds)
         parts = [
-            self._following(one.chunk, drawn_M[cuts[i] : cuts[i + 1]] - bounds[i] + one.lo, length)
-            for i, one in enumerate(matches.ranges)
+            self._following(
+                match.chunk, drawn_M[cuts[i] : cuts[i + 1]] - bounds[i] + match.lo, length
+            )
+            for i, match in enumerate(matches.ranges)
         ]
         return np.concatenate(parts) if parts else np.empty((0, length), np.int64)
 
@@ -225,18 +227,18 @@ class SuffixIndex:
     def _place(self, index: int, wanted: bytes) -> tuple[int, int]:
         """Return how many tokens of `wanted` a chunk has, and their place in its order."""
         view = self._views[index]
-        found = self._reader(index, len(wanted))
-        at = bisect_left(view, wanted, key=found)
-        beside = (view[one] for one in (at - 1, at) if 0 <= one < len(view))
-        common = max((_common_bytes(wanted, found(one)) for one in beside), default=0)
+        read_at = self._reader(index, len(wanted))
+        at = bisect_left(view, wanted, key=read_at)
+        beside = (view[neighbour] for neighbour in (at - 1, at) if 0 <= neighbour < len(view))
+        common = max((_common_bytes(wanted, read_at(neighbour)) for neighbour in beside), default=0)
         return common // self._width.num_bytes, at
 
     def _range(self, index: int, wanted: bytes, at: int) -> MatchRange:
         """Return all places in a chunk of `wanted`; `at` is one of them, or next to one."""
         view = self._views[index]
-        found = self._reader(index, len(wanted))
-        lo = bisect_left(view, wanted, 0, at, key=found)
-        return MatchRange(index, lo, bisect_right(view, wanted, at, key=found))
+        read_at = self._reader(index, len(wanted))
+        lo = bisect_left(view, wanted, 0, at, key=read_at)
+        return MatchRange(index, lo, bisect_right(view, wanted, at, key=read_at))
 
     def _reader(self, index: int, size: int) -> Callable[[int], bytes]:
         """Return a function of a position that reads so many bytes of a chunk from there."""
@@ -255,18 +257,18 @@ class SuffixIndex:
         return tokens_MC
 
 
-def _common_bytes(wanted: bytes, found: bytes) -> int:
+def _common_bytes(wanted: bytes, held: bytes) -> int:
     """Return the length of the common prefix in bytes."""
     size = len(wanted)
-    difference = int.from_bytes(wanted, "big") ^ int.from_bytes(found.ljust(size, b"\0"), "big")
-    return min(size - (difference.bit_length() + 7) // 8, len(found))
+    difference = int.from_bytes(wanted, "big") ^ int.from_bytes(held.ljust(size, b"\0"), "big")
+    return min(size - (difference.bit_length() + 7) // 8, len(held))
 
 
 def _drawn(matches: Matches, most: int, seed: int) -> NDArray[np.int64]:
     """Return which matches are used, counted through all ranges, in rising order."""
     if matches.count <= most:
         return np.arange(matches.count)
-    key = [seed, matches.length, *(number for one in matches.ranges for number in one)]
+    key = [seed, matches.length, *(number for match in matches.ranges for number in match)]
     drawn = np.random.default_rng(key).choice(matches.count, most, replace=False, shuffle=False)
     return np.sort(drawn)
 

@@ -91,8 +91,8 @@ class Store:
         kept = asdict(self)
         del kept["path"]
         size = kept.pop("vocab_size")
-        own = {"vocab_size": size, "token_bytes": TokenWidth.of(size).num_bytes}
-        return {"format": FORMAT, "version": VERSION, **own, **kept}
+        numbers = {"vocab_size": size, "token_bytes": TokenWidth.of(size).num_bytes}
+        return {"format": FORMAT, "version": VERSION, **numbers, **kept}
 
 
 def sorting_bytes(text_bytes: int) -> int:
@@ -102,8 +102,8 @@ def sorting_bytes(text_bytes: int) -> int:
 
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
     """Return a digest of a tokenizer's vocabulary, equal where every id means the same token."""
-    told = json.dumps(sorted(vocabulary.items()), separators=(",", ":"))
-    return hashlib.sha256(told.encode()).hexdigest()
+    written = json.dumps(sorted(vocabulary.items()), separators=(",", ":"))
+    return hashlib.sha256(written.encode()).hexdigest()
 
 
 def vocabulary_size(vocabulary: Mapping[str, int]) -> int:
@@ -127,14 +127,16 @@ def open_datastore(
 
 def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
     """Raise `UserError` where the ids of a store mean something else than in this vocabulary."""
-    own = store.tokenizer_sha256
+    expected = store.tokenizer_sha256
     other = vocabulary_sha256(vocabulary)
-    if own != other:
-        had = f"{store.tokenizer} ({store.vocab_size} ids, sha256 {own[:12]})"
+    if expected != other:
+        had = f"{store.tokenizer} ({store.vocab_size} ids, sha256 {expected[:12]})"
         has = f"{vocabulary_size(vocabulary)} ids, {other[:12]}"
-        what = f"a store must have the model's tokenizer, {store.path} was built with that of {had}"
+        mismatch = (
+            f"a store must have the model's tokenizer, {store.path} was built with that of {had}"
+        )
         remedy = "build one with offload datastore build --tokenizer MODEL"
-        raise UserError(f"{what} against {has}: {remedy}")
+        raise UserError(f"{mismatch} against {has}: {remedy}")
 
 
 def read_store(path: str | os.PathLike[str]) -> Store:
@@ -148,8 +150,8 @@ def read_store(path: str | os.PathLike[str]) -> Store:
             remedy = "check the path, or offload datastore build"
             if os.path.isdir(scratch_folder(folder)):
                 remedy = "it is being built, wait for it"
-            what = f"a store must be a folder with {MANIFEST_NAME}, {folder} is none"
-            raise UserError(f"{what}: {remedy}") from None
+            mismatch = f"a store must be a folder with {MANIFEST_NAME}, {folder} is none"
+            raise UserError(f"{mismatch}: {remedy}") from None
     form = content.get("format")
     require(form == FORMAT, f"{file} must say {FORMAT}", form, "take another folder")
     version = content.get("version")
@@ -201,8 +203,8 @@ def _checked(folder: Path, content: dict[str, Any]) -> Store:
             ensure(0 < num_texts <= chunk.num_tokens, "documents hold tokens")
             ensure((chunk.tokens.num_bytes, chunk.positions.num_bytes) == wanted, "sizes differ")
     except ValueError:
-        what = f"{folder / MANIFEST_NAME} is not as offload datastore writes it"
-        raise UserError(f"{what}: {AGAIN}") from None
+        mismatch = f"{folder / MANIFEST_NAME} is not as offload datastore writes it"
+        raise UserError(f"{mismatch}: {AGAIN}") from None
     return store
 
 
@@ -239,9 +241,9 @@ def _check_sum(path: Path, wanted: FileEntry, raw_B: NDArray[np.uint8]) -> Itera
         block = raw_B[lo : lo + _READ_BYTES].data
         digest.update(block)
         yield len(block)
-    found = digest.hexdigest()
+    actual = digest.hexdigest()
     rule = f"{path} must have sha256 {wanted.sha256[:12]}..."
-    require(found == wanted.sha256, rule, f"{found[:12]}...", AGAIN)
+    require(actual == wanted.sha256, rule, f"{actual[:12]}...", AGAIN)
 
 
 def _check_tokens(path: Path, chunk: CorpusChunk, vocab_size: int, num_documents: int) -> None:
@@ -281,5 +283,5 @@ def _check_order(path: Path, chunk: CorpusChunk, separator: int) -> None:
         later = tokens_B[then]
         is_tie_right = (token == separator) | (rank_B[at + 1] < rank_B[then + 1])
         wrong = np.flatnonzero(~((token < later) | (token == later) & is_tie_right))
-        what = f"another order at {lo + wrong[:1]}"
-        require(not len(wrong), f"{path} must be sorted", what, AGAIN)
+        mismatch = f"another order at {lo + wrong[:1]}"
+        require(not len(wrong), f"{path} must be sorted", mismatch, AGAIN)

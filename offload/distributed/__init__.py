@@ -13,10 +13,10 @@ def _open_shards(setup: Any, request: Any, resources: Any, transport: Any) -> An
     return open_with(join_shards(setup, resources, transport), setup, request, resources)
 
 
-def _open_pipeline(*how: Any) -> Any:
+def _open_pipeline(*arguments: Any) -> Any:
     from offload.distributed.pipeline import open_pipeline
 
-    return open_pipeline(*how)
+    return open_pipeline(*arguments)
 
 
 LOADERS["shards"] = _open_shards

@@ -48,12 +48,12 @@ def agree_on(transport: Transport, refusal: str | None = None) -> None:
 def try_together(transport: Transport, attempt: Callable[[], T]) -> T:
     """Return what this rank's attempt gives, when no rank's is refused; raises as `agree_on`."""
     try:
-        found = attempt()
+        outcome = attempt()
     except UserError as error:
         agree_on(transport, str(error))
         raise
     agree_on(transport)
-    return found
+    return outcome
 
 
 def _say(transport: Transport, to: int, value: object) -> None:
@@ -66,7 +66,7 @@ def _heard(transport: Transport, source: int, kind: Any) -> Any:
         if isinstance(order, Word):
             ensure(memoryview(order.content).nbytes <= _MOST_BYTES, "a word is short")
             return msgpack.decode(order.content, type=kind)
-        what = type(order).__name__
+        received = type(order).__name__
     except (ValueError, RecursionError) as error:
-        what = reason(error)
-    raise RankError(f"rank {source} has said what is no word here: {what}")
+        received = reason(error)
+    raise RankError(f"rank {source} has said what is no word here: {received}")

@@ -125,10 +125,10 @@ class DraftTree:
 
         def child(node: GrownNode[DraftNode], rank: int) -> tuple[float, DraftNode] | None:
             children = node.item.children or ()
-            found = children[rank] if rank < len(children) else None
-            if found is None or found.p < least_p or found.log_f < least_log_f:
+            candidate = children[rank] if rank < len(children) else None
+            if candidate is None or candidate.p < least_p or candidate.log_f < least_log_f:
                 return None
-            return found.log_f, found
+            return candidate.log_f, candidate
 
         return (node.item for node in grow_best_first(self.root, child, self.root.log_f))
 

@@ -78,8 +78,8 @@ class Exchange:
 
         def gather_all(num_rows: int) -> None:
             for widths in gathers.widths:
-                own = column.expand(num_rows, widths[self.transport.rank])
-                self.gather(own.contiguous(), widths)
+                sent = column.expand(num_rows, widths[self.transport.rank])
+                self.gather(sent.contiguous(), widths)
 
         seconds = list[float]()
         with self.opened():

@@ -312,5 +312,5 @@ class Head:
         if self._roles.draft is not None and self._options.speculates:
             self._transport.send(self._roles.draft, Channel.DRAFT, order)
 
-    def _tell(self, what: What, run: int = -1, num: int = 0) -> None:
-        self.listen(RunEvent(self._clock(), what, run, num))
+    def _tell(self, kind: What, run: int = -1, num: int = 0) -> None:
+        self.listen(RunEvent(self._clock(), kind, run, num))

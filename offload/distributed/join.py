@@ -134,8 +134,8 @@ def _prove(setup: Setup, joint: Joined, identity: ModelIdentity) -> None:
 
     Raises `UserError` on all of them where they have not.
     """
-    told = [handshake.proofs for handshake in joint.handshakes]
-    if all(proved(told[0], own) for own in told):
+    proofs_of_ranks = [handshake.proofs for handshake in joint.handshakes]
+    if all(proved(proofs_of_ranks[0], proofs) for proofs in proofs_of_ranks):
         return
     setup.hooks.on_phase("reading all weights once, to compare them with the other ranks'")
     read = partial(
@@ -271,12 +271,12 @@ def exchange_handshakes(
     try:
         store.set(f"card/{place.rank}", msgspec.json.encode(mine).decode())
         _wait_for_handshakes(store, place.num_ranks, limit_s)
-        found = [store.get(f"card/{rank}") for rank in range(place.num_ranks)]
+        cards = [store.get(f"card/{rank}") for rank in range(place.num_ranks)]
         _wait_for_readers(store, place)
     # torch raises various subclasses
     except RuntimeError:
         raise RankError("rank 0 is gone (it has closed the store that ranks meet at)") from None
-    return [RankHandshake.parse(one, rank) for rank, one in enumerate(found)]
+    return [RankHandshake.parse(card, rank) for rank, card in enumerate(cards)]
 
 
 def _wait_for_readers(store: dist.Store, place: RankInfo) -> None:
@@ -314,10 +314,10 @@ def compare(handshakes: Sequence[RankHandshake]) -> None:
     """Refuse ranks that would misunderstand each other. Raises `UserError`, alike on every rank."""
     first = handshakes[0]
     for rank, handshake in enumerate(handshakes):
-        for what, remedy in _REMEDIES.items():
-            expected, got = (one.must_agree.get(what, "none") for one in (first, handshake))
+        for subject, remedy in _REMEDIES.items():
+            expected, got = (card.must_agree.get(subject, "none") for card in (first, handshake))
             if expected != got:
-                rule = f"ranks must have the same {what}"
+                rule = f"ranks must have the same {subject}"
                 raise UserError(
                     f"{rule}, got {expected!r} on rank 0 and {got!r} on rank {rank}: {remedy}"
                 )
@@ -326,8 +326,8 @@ def compare(handshakes: Sequence[RankHandshake]) -> None:
 
 def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool) -> None:
     """Raise `UserError` for other weights, or in the end weights not proved to be the same."""
-    for rank, own in enumerate(proofs):
-        is_same = proved(proofs[0], own)
+    for rank, rank_proofs in enumerate(proofs):
+        is_same = proved(proofs[0], rank_proofs)
         if is_same is False or (is_final and not is_same):
             rule = "ranks must have the same weights, to the last byte"
             raise UserError(f"{rule}, got others on rank {rank} than on rank 0: {SAME_FILES}")
@@ -342,7 +342,7 @@ def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: 
         dist.init_process_group(
             "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=talking
         )
-        channels = {one: dist.new_group(timeout=meeting, backend="gloo") for one in Channel}
+        channels = {channel: dist.new_group(timeout=meeting, backend="gloo") for channel in Channel}
         exchange = dist.new_group(timeout=_PATIENCE * talking, backend="gloo")
         dist.barrier()
     except RuntimeError as error:

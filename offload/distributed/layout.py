@@ -166,8 +166,8 @@ def _part(
 ) -> RankPart:
     """Return what a rank has that reads all of these files, with its share of all layers' bytes."""
     own_bytes, whole_bytes = (
-        checkpoint_of(one, layers_alone(one)).num_bytes
-        for one in (files.target, request.files.target)
+        checkpoint_of(checkpoint, layers_alone(checkpoint)).num_bytes
+        for checkpoint in (files.target, request.files.target)
     )
     shape = model_shape(files.target, request.dtype)
     plan = _plan(request, num_nodes, machine, files)
@@ -228,6 +228,6 @@ def _capacity(
         )
         held = format_bytes(room_bytes - capacity.memory_bytes)
         room = format_bytes(room_bytes)
-        what = f"rank {machine.name} has {room} of {key}, and all but its layers takes {held}"
-        raise UserError(f"{what}: give it more, or lower `context` from {unlimited.context}")
+        shortage = f"rank {machine.name} has {room} of {key}, and all but its layers takes {held}"
+        raise UserError(f"{shortage}: give it more, or lower `context` from {unlimited.context}")
     return capacity, unlimited.cache_slots

@@ -55,7 +55,7 @@ def open_pipeline(
     head = Head(transport, roles, pipeline, rank.num_uncommitted, price=price)
     resources.enter_context(serving(services, transport, setup.device))
     resources.callback(head.stop)
-    shares = ", ".join(f"{one.start} to {one.stop - 1}" for one in layers)
+    shares = ", ".join(f"{stage.start} to {stage.stop - 1}" for stage in layers)
     drafts = "" if roles.draft is None else f"; rank {roles.draft} drafts"
     notes = [f"layers by stage: {shares}{drafts}", *setup.notes, *met_notes]
     config = DecoderConfig.without_trees(setup, plan, tokenizer)

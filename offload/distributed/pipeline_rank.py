@@ -66,8 +66,8 @@ class PipelineRank(NamedTuple):
     def plan(self, index: int, layers: range, room: MemoryBudget) -> MemoryPlan:
         """Plan what this rank takes as that stage, with the draft if it has it. Raises `UserError`."""
         files = self.setup.files
-        own = checkpoint_of(files.target, self.section(index, layers))
-        own_files = ModelFiles(own, files.draft if self.drafts else None)
+        section = checkpoint_of(files.target, self.section(index, layers))
+        own_files = ModelFiles(section, files.draft if self.drafts else None)
         return replace(self.setup, files=own_files, budget=room).plan_for(self.num_uncommitted)
 
     def share_layers(self, tokenizer: Tokenizer | None) -> tuple[range, ...]:
@@ -85,24 +85,27 @@ class PipelineRank(NamedTuple):
         if self.stage is not None:
             held = self.plan(self.stage, range(len(shape.layer_bytes)), room)
             mine = capacity_of(self.setup, held, shares_kv=True)
-        told = gather_values(self.transport, mine, RankCapacity | None)
-        capacities = [one for rank in self.roles.stages if (one := told[rank]) is not None]
+        gathered = gather_values(self.transport, mine, RankCapacity | None)
+        capacities = [
+            capacity for rank in self.roles.stages if (capacity := gathered[rank]) is not None
+        ]
         load = Load(
             shape.layer_bytes,
             replace(self.setup, budget=room).plan_for(self.num_uncommitted).kv_bytes,
         )
         layers = stage_layers(capacities, load)
-        bounds = [(one.start, one.stop) for one in layers]
+        bounds = [(stage.start, stage.stop) for stage in layers]
         # numbers of the head's processor
         told_bounds = broadcast_from_head(self.transport, bounds, list[tuple[int, int]])
-        return tuple(range(*one) for one in told_bounds)
+        return tuple(range(*bound) for bound in told_bounds)
 
     def _try_least(self, tokenizer: Tokenizer | None) -> None:
         """Raise `UserError` for a draft with other words, or no room for one layer or the draft."""
         files = self.setup.files
         if self.drafts and files.draft is not None:
             target, draft = (
-                Vocabulary(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft)
+                Vocabulary(config_sizes(checkpoint)["vocab_size"])
+                for checkpoint in (files.target, files.draft)
             )
             check_vocabulary(tokenizer, files, target, draft)
         if self.stage is not None:

@@ -80,13 +80,13 @@ class SectionModel(TreeModel):
     def width(self) -> int:
         return int(self.meta_model.config.hidden_size)
 
-    def _call(self, token_1T: Tensor, **more: Any) -> Any:
+    def _call(self, token_1T: Tensor, **arguments: Any) -> Any:
         rows = {"input_ids": token_1T}
         if token_1T.is_floating_point():
             self._received_1TD = token_1T
             rows = {"inputs_embeds": torch.zeros_like(token_1T)}
         try:
-            return self.meta_model(**rows, **more)
+            return self.meta_model(**rows, **arguments)
         except _LayersEndError as end:
             # hidden states in the place of logits
             return SimpleNamespace(logits=end.hidden_1TD)
@@ -141,14 +141,14 @@ def load_section(
     section: Section,
     plan: MemoryPlan,
     resources: ExitStack,
-    **more: Any,
+    **settings: Any,
 ) -> tuple[SectionModel, LayerStream]:
     """Return the model of this rank's layers and the stream that brings them, which has begun.
 
     `more` goes to the model. What both hold is open as long as `resources`.
     """
     device = setup.device
-    model = SectionModel(checkpoint, section, setup.dtype, device.torch_device, **more)
+    model = SectionModel(checkpoint, section, setup.dtype, device.torch_device, **settings)
     resources.callback(model.close)
     scan = WeightScan(checkpoint, setup.hooks.on_note)
     scan.expect(model.layer_layouts, plan.tier_L)

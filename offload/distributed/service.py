@@ -65,7 +65,8 @@ def serving(services: Sequence[Service], transport: Transport, device: Device) -
             transport.fail(reason(error))
 
     threads = [
-        Thread(target=run, args=(one,), name="offload-rank", daemon=True) for one in services
+        Thread(target=run, args=(service,), name="offload-rank", daemon=True)
+        for service in services
     ]
     for thread in threads:
         thread.start()

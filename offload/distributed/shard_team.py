@@ -53,10 +53,10 @@ class Shards(Team):
 
     def own(self, setup: Setup) -> Setup:
         """Return the setup with this rank's rows, with all that is around the layers."""
-        own = self.sharding.checkpoint_of(self.exchange.transport.rank, setup.files.target)
+        shard = self.sharding.checkpoint_of(self.exchange.transport.rank, setup.files.target)
         # profiles are those of one process
         options = replace(setup.options, profile="none")
-        return replace(setup, files=setup.files._replace(target=own), options=options)
+        return replace(setup, files=setup.files._replace(target=shard), options=options)
 
     def adapt(self, meta_model: Any) -> None:
         """Cut the model to these rows."""
@@ -67,10 +67,10 @@ class Shards(Team):
         broadcast_from_head(self.exchange.transport, (plan.num_nodes, plan.context), _Planned)
         agree_on(self.exchange.transport)
 
-    def target(self, *args: Any, **more: Any) -> ShardedTarget:
+    def target(self, *args: Any, **settings: Any) -> ShardedTarget:
         """Return what the others follow, once all have loaded, until `resources` are closed."""
         agree_on(self.exchange.transport)  # all have loaded
-        target = ShardedTarget(*args, exchange=self.exchange, **more)
+        target = ShardedTarget(*args, exchange=self.exchange, **settings)
         self._resources.callback(target.stop)
         return target
 
@@ -105,8 +105,8 @@ def _share(
     # links are measured at one time: they may be the same
     has_gpu = any(gather_values(transport, setup.device.has_own_memory, bool))
     roomy = replace(setup, budget=setup.budget.unlimited())
-    own = replace(roomy, files=shard_files(files, even, transport.rank))
-    mine = capacity_of(setup, own.plan_for(AUTO_NODES), shares_kv=even.has_own_heads)
+    shard_setup = replace(roomy, files=shard_files(files, even, transport.rank))
+    mine = capacity_of(setup, shard_setup.plan_for(AUTO_NODES), shares_kv=even.has_own_heads)
     capacities = gather_values(transport, mine, RankCapacity)
     shape = model_shape(files.target, dtype)
     kv_bytes = roomy.plan_for(AUTO_NODES).kv_bytes if even.has_own_heads else 0
@@ -131,7 +131,9 @@ def _follow(shards: Shards, setup: Setup, resources: ExitStack) -> None:
     files = shard_files(setup.files, shards.sharding, transport.rank)
     planned = replace(setup, files=files, budget=replace(setup.budget, context=context))
     plan = try_together(transport, lambda: planned.plan_for(num_nodes))
-    own = shards.own(setup).files.target
-    model, stream = load_section(setup, own, layers_alone(own), plan, resources, adapt=shards.adapt)
+    shard = shards.own(setup).files.target
+    model, stream = load_section(
+        setup, shard, layers_alone(shard), plan, resources, adapt=shards.adapt
+    )
     agree_on(transport)
     serve_shard(model, stream, plan, shards.exchange)

@@ -64,8 +64,8 @@ class Sharding(NamedTuple):
     @property
     def percentages(self) -> str:
         counts = [
-            sum(rows.num for rows in one)
-            for one in zip(*(m.rows_R for m in self.matrices.values()), strict=True)
+            sum(rows.num for rows in matrix_rows)
+            for matrix_rows in zip(*(m.rows_R for m in self.matrices.values()), strict=True)
         ]
         return ", ".join(f"{100 * count / sum(counts):.0f} %" for count in counts)
 
@@ -88,7 +88,7 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
     """Return shards of about these sizes, which add up to 1. Raises `UserError` if uncuttable."""
     where = checkpoint.name
     shapes = layer_tensors(checkpoint)
-    codings = [one.name for one in checkpoint.codings]
+    codings = [coding.name for coding in checkpoint.codings]
     # GGUF changes plain numbers, too: those are named where nothing else is coded
     if codings:
         coded = next((name for name in codings if name not in ENCODINGS), codings[0])
@@ -111,11 +111,11 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
         (stem for stem in stems if any(word in f"{stem}." for word in _EXPERTS)), None
     )
     if has_encoder(checkpoint.config):
-        what = "it has an encoder: run it on one rank"
-        raise UserError(f"{where}: layers cannot be shared, {what}")
+        obstacle = "it has an encoder: run it on one rank"
+        raise UserError(f"{where}: layers cannot be shared, {obstacle}")
     if odd or not matrices:
-        what = f"{odd} cannot be cut by rows: run it on one rank, or as stages"
-        raise UserError(f"{where}: layers cannot be shared, {what}")
+        obstacle = f"{odd} cannot be cut by rows: run it on one rank, or as stages"
+        raise UserError(f"{where}: layers cannot be shared, {obstacle}")
     rows = {stem: next(iter(sizes))[0] for stem, sizes in matrices.items()}
     if _has_heads(checkpoint, shapes) and len(fractions) <= config_sizes(checkpoint).get(
         "num_key_value_heads", 0
@@ -165,9 +165,9 @@ def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) 
     num_groups = sizes.get("num_key_value_heads")
     width = head_dim(sizes)
     matrices = {
-        name.removesuffix(".weight"): next(iter(found))
-        for name, found in shapes.items()
-        if name.endswith(".weight") and len(next(iter(found))) == 2
+        name.removesuffix(".weight"): next(iter(shapes_of_name))
+        for name, shapes_of_name in shapes.items()
+        if name.endswith(".weight") and len(next(iter(shapes_of_name))) == 2
     }
     is_known = text_config(checkpoint).get("model_type") in BY_HEADS
     if not is_known or set(matrices) != {*_ATTENTION, *_FEED_FORWARD} or num_groups is None:
@@ -177,9 +177,9 @@ def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) 
     biases = {f"{stem}.bias" for stem in matrices}
     others = [
         shape
-        for name, found in shapes.items()
+        for name, shapes_of_name in shapes.items()
         if name not in biases
-        for shape in found
+        for shape in shapes_of_name
         if len(shape) == 1
     ]
     return of_heads and all(shape in ((sizes["hidden_size"],), (width,)) for shape in others)
@@ -203,7 +203,7 @@ def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[
         max(0.0, fraction * whole - of_group * groups.num)
         for fraction, groups in zip(fractions, groups_R, strict=True)
     ]
-    finer = [one / sum(left) for one in left] if sum(left) else fractions
+    finer = [fraction / sum(left) for fraction in left] if sum(left) else fractions
     matrices = {
         stem: ShardedMatrix(ShardRole.OWN, split_rows(rows[stem], finer))
         for stem in _FEED_FORWARD[:2]
@@ -231,10 +231,10 @@ def gathers_of(target: Checkpoint, sharding: Sharding, dtype: str) -> Gathers:
 
 def shard_files(files: ModelFiles, sharding: Sharding, rank: int) -> ModelFiles:
     """Return what a rank of shards reads; embeddings, head and draft are the head's."""
-    own = sharding.checkpoint_of(rank, files.target)
+    shard = sharding.checkpoint_of(rank, files.target)
     if rank == 0:
-        return ModelFiles(own, files.draft)
-    return ModelFiles(checkpoint_of(own, layers_alone(own)))
+        return ModelFiles(shard, files.draft)
+    return ModelFiles(checkpoint_of(shard, layers_alone(shard)))
 
 
 def layers_alone(checkpoint: Checkpoint) -> Section:

@@ -54,9 +54,9 @@ class ShardedTarget(Target):
         *,
         exchange: Exchange,
         on_layer: Callable[[int], None] = lambda layer: None,
-        **more: Any,
+        **settings: Any,
     ) -> None:
-        super().__init__(model, stream, plan, on_layer=self._hear_layer, **more)
+        super().__init__(model, stream, plan, on_layer=self._hear_layer, **settings)
         exchange.send = self.send
         self._transport = exchange.transport
         self._exchange = exchange

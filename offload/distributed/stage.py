@@ -207,7 +207,9 @@ class PipelineStage:
         streamed = self.stream.carrier.streamed
         if not streamed:
             return layer + 1 < self.model.num_layers
-        return sum(one > layer for one in streamed) > len(self.stream.cycle.slots)
+        return sum(streamed_layer > layer for streamed_layer in streamed) > len(
+            self.stream.cycle.slots
+        )
 
 
 def load_stage(

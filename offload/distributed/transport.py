@@ -124,10 +124,10 @@ class Transport:
         boxes = {way: self._box(*way) for way in ways}
         with self._arrived:
             while (
-                found := next((way for way, box in boxes.items() if not box.empty()), None)
+                arrived := next((way for way, box in boxes.items() if not box.empty()), None)
             ) is None:
                 self._arrived.wait()
-        return found
+        return arrived
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
         """Return the source's rows on every rank; others give a tensor like it, to be filled.
@@ -159,12 +159,12 @@ class Transport:
         """Return what `receive` would raise now, if another rank is known to be lost."""
         return None if self._watch.loss is None else self._watch.loss.error()
 
-    def note_work(self, what: str, *, is_under_way: bool) -> None:
+    def note_work(self, kind: str, *, is_under_way: bool) -> None:
         """Note that work of a kind begins or goes on, or that it waits for other ranks.
 
         Where it stands still for ten times as long as a rank may be silent, that ends all ranks.
         """
-        self._watch.note_work(what, is_under_way=is_under_way)
+        self._watch.note_work(kind, is_under_way=is_under_way)
 
     @property
     def is_stalled(self) -> bool:
@@ -225,12 +225,12 @@ class Transport:
             self.exchange_s += time.perf_counter() - began_s
 
     def _opened(self, box: _Box, *, is_waited_for: bool) -> Order:
-        found = box.get(block=is_waited_for)
-        if not isinstance(found, Loss):
-            return found
+        order = box.get(block=is_waited_for)
+        if not isinstance(order, Loss):
+            return order
         # the next one who asks must find it, too
-        box.put(found)
-        raise found.error() if found.is_told else self._watch.verdict(found.line, found.rank)
+        box.put(order)
+        raise order.error() if order.is_told else self._watch.verdict(order.line, order.rank)
 
     def _box(self, source: int, channel: Channel) -> _Box:
         """Return where a channel's orders of a rank arrive; a thread fills it."""
@@ -250,14 +250,14 @@ class Transport:
             self._put(box, Loss(source, f"rank {source} has ended"))
         # before `RuntimeError`, of which nesting too deep is one
         except (ValueError, RecursionError, MemoryError) as error:
-            what = f"rank {source} sent what cannot be: {reason(error)}"
-            self._watch.lose(Loss(source, what, is_told=False))
+            fault = f"rank {source} sent what cannot be: {reason(error)}"
+            self._watch.lose(Loss(source, fault, is_told=False))
         except RuntimeError as error:
             self._put(box, Loss(source, _line(source, error), is_told=False))
 
-    def _put(self, box: _Box, found: Order | Loss) -> None:
+    def _put(self, box: _Box, order: Order | Loss) -> None:
         with self._arrived:
-            box.put(found)
+            box.put(order)
             self._arrived.notify_all()
 
     def _way_to(self, to: int, channel: Channel) -> tuple[threading.Lock, _Reaped]:
@@ -307,10 +307,10 @@ def _receive(into: Tensor, source: int, group: dist.ProcessGroup) -> None:
 def _wait_for_each(sent: _Reaped) -> None:
     """Keep what is sent alive until it is taken; the watch reports ranks that take nothing."""
     try:
-        while (one := sent.get()) is not None:
-            for work in one[0]:
+        while (parcel := sent.get()) is not None:
+            for work in parcel[0]:
                 work.wait(_ORDER_LIMIT)
-            del one
+            del parcel
     except RuntimeError:
         return
 
@@ -331,9 +331,11 @@ def choose_interface(address: str, port: int) -> None:
     """Set gloo's variable, unless it is set, to the interface that leads to where ranks meet."""
     if _VARIABLE in os.environ:
         return
-    own = _own_address(address, port)
+    address_here = _own_address(address, port)
     names = [
-        name for _, name in socket.if_nameindex() if own is not None and _address_of(name) == own
+        name
+        for _, name in socket.if_nameindex()
+        if address_here is not None and _address_of(name) == address_here
     ]
     if names:
         os.environ[_VARIABLE] = names[0]
@@ -352,9 +354,9 @@ def _own_address(address: str, port: int) -> str | None:
 def _address_of(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            found = fcntl.ioctl(
+            answer = fcntl.ioctl(
                 probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15])
             )
         except OSError:
             return None
-        return socket.inet_ntoa(found[20:24])
+        return socket.inet_ntoa(answer[20:24])

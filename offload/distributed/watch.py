@@ -107,12 +107,12 @@ class Watch:
         if is_first and not self._is_closed.is_set():
             self._on_loss()
 
-    def note_work(self, what: str, *, is_under_way: bool) -> None:
+    def note_work(self, kind: str, *, is_under_way: bool) -> None:
         """Note that work of a kind begins or goes on, or that it waits for other ranks."""
         with self._lock:
-            self._idle_ticks.pop(what, None)
+            self._idle_ticks.pop(kind, None)
             if is_under_way:
-                self._idle_ticks[what] = 0
+                self._idle_ticks[kind] = 0
 
     def end(self, reason: str, *, is_refusal: bool) -> None:
         """Say a last word to all others, a good one without a reason; wait until it is sent."""
@@ -126,10 +126,10 @@ class Watch:
             threading.Thread(target=self._say, args=(peer, kind, reason), daemon=True)
             for peer in self._peers()
         ]
-        for one in said:
-            one.start()
-        for one in said:
-            one.join(_LAST_WORD_S)
+        for thread in said:
+            thread.start()
+        for thread in said:
+            thread.join(_LAST_WORD_S)
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self._num_ranks) if rank != self._rank]
@@ -145,7 +145,7 @@ class Watch:
         """Count ticks, and report silence, or that this rank stands still."""
         while not self._is_closed.wait(self._silence_s / _TICKS_PER_LIMIT):
             with self._lock:
-                self._idle_ticks = {what: num + 1 for what, num in self._idle_ticks.items()}
+                self._idle_ticks = {kind: num + 1 for kind, num in self._idle_ticks.items()}
                 self.is_stalled = _LIMITS_IDLE * _TICKS_PER_LIMIT in self._idle_ticks.values()
             if self.is_stalled:
                 idle_s = _LIMITS_IDLE * self._silence_s
@@ -184,8 +184,8 @@ class Watch:
                 line = f"rank {peer}{'' if kind == _REFUSED else ' ended'}: {_reason(word)}"
                 # what hangs there may keep it from telling its user
                 is_stalled = kind == _STALLED
-                told = {"is_told": not is_stalled, "is_silence": is_stalled}
-                self.lose(Loss(peer, line, is_refusal=kind == _REFUSED, **told))
+                flags = {"is_told": not is_stalled, "is_silence": is_stalled}
+                self.lose(Loss(peer, line, is_refusal=kind == _REFUSED, **flags))
                 return
 
     def _judge(self, peer: int) -> None:

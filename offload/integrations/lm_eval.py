@@ -122,13 +122,13 @@ class OffloadLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Return a conversation as text, without a system prompt that its template does not know."""
-        how = {"add_generation_prompt": add_generation_prompt}
-        how["continue_final_message"] = not add_generation_prompt
+        settings = {"add_generation_prompt": add_generation_prompt}
+        settings["continue_final_message"] = not add_generation_prompt
         try:
-            return render_chat(self.tokenizer, chat_history, **how)
+            return render_chat(self.tokenizer, chat_history, **settings)
         except ProgramFailed:
             others = [message for message in chat_history if message["role"] != "system"]
-            return render_chat(self.tokenizer, others, **how)
+            return render_chat(self.tokenizer, others, **settings)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -137,8 +137,8 @@ class OffloadLM(TemplateLM):
         prefix = self.tokenizer.decode(self.prefix_token_id)
         if add_special_tokens is None:
             add_special_tokens = False if has_bos_prefix(string, prefix) else self._add_bos
-        how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer.encode(string, **how))
+        settings = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **settings))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Tokens], disable_tqdm: bool = False, **_: Any
@@ -146,7 +146,9 @@ class OffloadLM(TemplateLM):
         """Return the log-probability of what is behind each context, and whether it is greedy text."""
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         # alike ones
-        order = sorted(range(len(requests)), key=lambda one: requests[one][1] + requests[one][2])
+        order = sorted(
+            range(len(requests)), key=lambda index: requests[index][1] + requests[index][2]
+        )
         with _bar("loglikelihood", len(requests), disable_tqdm) as bar:
             for begin in range(0, len(order), _TEXTS_PER_CALL):
                 numbers = order[begin : begin + _TEXTS_PER_CALL]
@@ -205,9 +207,11 @@ class OffloadLM(TemplateLM):
         untils = list[list[str]]()
         for request in requests:
             context, settings = request.args
-            one, until = self._request(context, settings, repetition=seen[repr(request.args)])
+            wanted_request, until = self._request(
+                context, settings, repetition=seen[repr(request.args)]
+            )
             seen[repr(request.args)] += 1
-            wanted.append(one)
+            wanted.append(wanted_request)
             untils.append(until)
         with _bar("generate_until", len(requests), disable_tqdm) as bar:
             for number, outcome in write_all(self.decoder, wanted):
@@ -224,15 +228,15 @@ class OffloadLM(TemplateLM):
         self, context: str, settings: dict[str, Any], *, repetition: int
     ) -> tuple[Request, list[str]]:
         """Return what to write, and strings that end it, with the end token's. Raises `UserError`."""
-        told: dict[str, Any] = {**normalize_gen_kwargs(settings, self.max_gen_toks)}
+        left: dict[str, Any] = {**normalize_gen_kwargs(settings, self.max_gen_toks)}
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
-        until = handle_stop_sequences(told.pop("until"), eos=eos)
-        num_new = told.pop("max_gen_toks")
-        is_drawn = told.pop("do_sample")
-        for name, value in told.items():
+        until = handle_stop_sequences(left.pop("until"), eos=eos)
+        num_new = left.pop("max_gen_toks")
+        is_drawn = left.pop("do_sample")
+        for name, value in left.items():
             rule = f"generation_kwargs must be of {', '.join(sorted(_SETTINGS))}"
             require(name in _SETTINGS, rule, f"{name}={value!r}", "leave it out")
-        drawing = {_SETTINGS[name].name: value for name, value in told.items()}
+        drawing = {_SETTINGS[name].name: value for name, value in left.items()}
         if not is_drawn:
             drawing["temperature"] = 0.0
         sampling = Sampling(**drawing, seed=self._seed).later(repetition)
@@ -245,8 +249,8 @@ class OffloadLM(TemplateLM):
         return Request(ids, sampling, num_new, stops), until
 
 
-def _bar(what: str, total: int, is_disabled: bool) -> Any:
-    return tqdm(total=total, disable=is_disabled, desc=f"Running {what} requests")
+def _bar(kind: str, total: int, is_disabled: bool) -> Any:
+    return tqdm(total=total, disable=is_disabled, desc=f"Running {kind} requests")
 
 
 def _load(

@@ -155,8 +155,8 @@ class MemoryPlan:
             kept = f"{self.num_kept_experts} of {self.num_experts} stay"
             lines.append(f"  experts: {kept}, {slots} of slots")
         draft = format_bytes(self.draft_bytes) if self.draft_bytes else "none"
-        what = f"context {self.context}, largest tree {self.num_nodes}, {draft} for a draft"
-        return "\n".join([*lines, f"  {what})"])
+        summary = f"context {self.context}, largest tree {self.num_nodes}, {draft} for a draft"
+        return "\n".join([*lines, f"  {summary})"])
 
     @property
     def is_resident(self) -> tuple[bool, ...]:
@@ -256,7 +256,9 @@ class MemoryPlan:
     def bytes_in(self, tier: LayerTier) -> int:
         """Return the bytes of the layers in one tier."""
         return sum(
-            size for size, own in zip(self.layer_bytes, self.tier_L, strict=True) if own is tier
+            size
+            for size, layer_tier in zip(self.layer_bytes, self.tier_L, strict=True)
+            if layer_tier is tier
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -273,7 +275,7 @@ class MemoryPlan:
             "activation_bytes",
         )
         layers = {
-            tier: [layer for layer, own in enumerate(self.tier_L) if own is tier]
+            tier: [layer for layer, layer_tier in enumerate(self.tier_L) if layer_tier is tier]
             for tier in LayerTier
         }
         return {

@@ -222,7 +222,7 @@ class _Contents(NamedTuple):
         """Return what the program takes on the host, a driver or a compiler included."""
         if self.is_gpu:
             return RUNTIME_BYTES + HOST_RUNTIME_BYTES
-        is_compiled = any(one.is_compiled for one in (self.target, self.draft) if one)
+        is_compiled = any(model.is_compiled for model in (self.target, self.draft) if model)
         return RUNTIME_BYTES + (COMPILER_BYTES if _HAS_COMPILER and is_compiled else 0)
 
     def _without_layers(self) -> MemoryPlan:
@@ -342,7 +342,7 @@ def least_budget(plan: Callable[[int], object]) -> int:
     """Return the least bytes that `plan` does not refuse. Raises `UserError` where none would do."""
     budgets = range(1, 1 << 50)
     plan(budgets[-1])
-    return budgets[bisect_left(budgets, True, key=lambda one: not _is_refused(plan, one))]
+    return budgets[bisect_left(budgets, True, key=lambda budget: not _is_refused(plan, budget))]
 
 
 def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
@@ -357,9 +357,9 @@ def _check_encoders(target: Checkpoint, draft: Checkpoint | None, budget: Memory
     is_one = budget.parallel == 1 or not has_encoder(target.config)
     require(is_one, rule, budget.parallel, "leave it out")
     if draft is not None and has_encoder(target.config) != has_encoder(draft.config):
-        kinds = [str(one.config.get("model_type")) for one in (target, draft)]
-        what = f"target and draft must both have an encoder or none, got {' and '.join(kinds)}"
-        raise UserError(f"{what}: choose a smaller model of the target's family")
+        kinds = [str(checkpoint.config.get("model_type")) for checkpoint in (target, draft)]
+        mismatch = f"target and draft must both have an encoder or none, got {' and '.join(kinds)}"
+        raise UserError(f"{mismatch}: choose a smaller model of the target's family")
     if has_encoder(target.config) and budget.gpu_bytes is not None:
         raise UserError(
             "models with an encoder are computed by the CPU, `device` is cuda: give `device` cpu"

@@ -116,7 +116,9 @@ def facts_of(setup: Setup) -> tuple[ModelFacts, ...]:
 
 def models_told(models: Sequence[ModelFacts]) -> dict[str, dict[str, object]]:
     """Return the figures of the target, and of the draft if there is one, for `--json`."""
-    return {role: one._asdict() for role, one in zip(("target", "draft"), models, strict=False)}
+    return {
+        role: summary._asdict() for role, summary in zip(("target", "draft"), models, strict=False)
+    }
 
 
 def estimate(
@@ -181,10 +183,10 @@ def _packing(
     setup: Setup, num_nodes: int, link_bytes_per_s: float | None
 ) -> PackingForecast | None:
     """Return what packing the target would win, None where there is nothing to pack."""
-    found = forecast(setup.files.target)
-    if found is None or not found.is_worth_it:
-        return found
-    packed = as_packed(setup.files.target, found)
+    packing = forecast(setup.files.target)
+    if packing is None or not packing.is_worth_it:
+        return packing
+    packed = as_packed(setup.files.target, packing)
     # stacks that `by_expert` does not take apart come whole
     if setup.budget.experts == "demand" and model_shape(packed).experts is None:
         return None
@@ -192,11 +194,11 @@ def _packing(
         plan = replace(setup, files=setup.files._replace(target=packed)).plan_for(num_nodes)
     # what weights are expanded into takes room as well
     except UserError:
-        return found
+        return packing
     sweep_s = None
     if link_bytes_per_s is not None:
         sweep_s = Traffic.of(plan, setup.hardware).bytes_at(1) / link_bytes_per_s
-    return found._replace(streamed_bytes=round(Traffic.of(plan).bytes_at(1)), sweep_s=sweep_s)
+    return packing._replace(streamed_bytes=round(Traffic.of(plan).bytes_at(1)), sweep_s=sweep_s)
 
 
 def _products_s(setup: Setup) -> Curve:

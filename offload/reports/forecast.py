@@ -145,7 +145,7 @@ class ClusterForecast(NamedTuple):
 
     @property
     def usual(self) -> ForecastPass:
-        return next(one for one in self.passes if one.num_rows == self.num_rows)
+        return next(row_pass for row_pass in self.passes if row_pass.num_rows == self.num_rows)
 
     def as_dict(self) -> dict[str, object]:
         """Return the figures by the names that `--json` uses."""
@@ -155,7 +155,7 @@ class ClusterForecast(NamedTuple):
         for part in self.layout.parts:
             busy = self.busy(part)
             ranks.append({**part.as_dict(), "busy_s": busy.seconds, "limit": busy.limit})
-        passes = [one._asdict() for one in self.passes]
+        passes = [row_pass._asdict() for row_pass in self.passes]
         rates = [rate.as_dict() for rate in self.rates]
         return {"works": True, "ranks": ranks, "passes": passes, "predictions": rates}
 
@@ -344,7 +344,7 @@ def _pass(layout: ClusterLayout, num_rows: int, draft_s: float = 0.0) -> Forecas
     if isinstance(layout.exchange, Gathers):
         seconds = max(*link_s, max(compute_s) + exchange_s)
         return ForecastPass(num_rows, seconds, exchange_s, seconds, sent_bytes)
-    stage_s = [max(one) for one in zip(link_s, compute_s, strict=True)]
+    stage_s = [max(times) for times in zip(link_s, compute_s, strict=True)]
     hop_s = layout.exchange.hop_s(num_rows, network) if len(stage_s) > 1 else 0.0
     cycle_s = max(*stage_s, compute_s[0] + draft_s, hop_s)
     return ForecastPass(num_rows, sum(stage_s) + exchange_s, exchange_s, cycle_s, sent_bytes)
@@ -365,14 +365,14 @@ def _better(shards: ClusterForecast, stages: ClusterForecast) -> tuple[Kind, str
     assert shards.layout is not None and stages.layout is not None
     if len(shards.layout.parts) == 1:
         return "shards", "one rank has all of it either way"
-    one = shards.usual
+    usual = shards.usual
     link_s = max(part.link_s for part in shards.layout.parts)
     if not (link_s or shards.layout.request.knows_compute):
         return "shards", "all of it stays in memory: computing decides, and nothing is known of it"
-    exchanges = f"exchanges for {one.num_rows} row{'s' if one.num_rows > 1 else ''} take {one.exchange_s:.2g} s"
+    exchanges = f"exchanges for {usual.num_rows} row{'s' if usual.num_rows > 1 else ''} take {usual.exchange_s:.2g} s"
     if shards.s_per_token <= stages.s_per_token:
-        is_hidden = one.seconds <= link_s
-        tail = "which hide behind it" if is_hidden else f"of the {one.seconds:.2g} s of a pass"
+        is_hidden = usual.seconds <= link_s
+        tail = "which hide behind it" if is_hidden else f"of the {usual.seconds:.2g} s of a pass"
         every = "every link works in every pass" if link_s else "every rank computes in every pass"
         return "shards", f"{every}; {exchanges}, {tail}"
     fits = "links are not what is waited for"

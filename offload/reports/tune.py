@@ -119,16 +119,16 @@ def tune(
 def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
     lenience = options.lenience
     require(lenience == 1, "`lenience` must be 1 for a profile", lenience, "leave it out")
-    what = sampling.unprofiled
+    unprofiled = sampling.unprofiled
     rule = "a profile is of text without penalties, biases and min-p"
-    require(not what, rule, what, "leave them out")
+    require(not unprofiled, rule, unprofiled, "leave them out")
 
 
 def choice_from(profile: Profile, sampling: Sampling, setup: Setup, timed: Setup) -> TreeChoice:
     """Return the tree that a run like this chooses, with the timed one's context if it must be."""
     settings = setup.settings(sampling)
-    one = timed if setup.traffic_of(1) is None else setup
-    trees = replace(one, tree=TreeSpec("auto")).tree_selector(sampling)
+    timed_setup = timed if setup.traffic_of(1) is None else setup
+    trees = replace(timed_setup, tree=TreeSpec("auto")).tree_selector(sampling)
     trees.find = lambda *_: (profile, "")
     trees.link_bytes_per_s = profile.costs.link_bytes_per_s
     return trees.for_run(*settings)

@@ -77,7 +77,7 @@ class TuneQuestion:
     def proved(self, decoder: Decoder) -> "TuneQuestion":
         """Return the question with a sum of the weights, which all have been read by now."""
         known = {part: decoder.identities.of(part) for part in self.identity.proofs}
-        proofs = {part: one.proofs for part, one in known.items() if one is not None}
+        proofs = {part: identity.proofs for part, identity in known.items() if identity is not None}
         return replace(self, identity=replace(self.identity, proofs=proofs))
 
 
@@ -106,16 +106,16 @@ def cut_windows(
     """
     size = NUM_PROMPT + (NUM_NEW if is_teacher_forced else 0)
     stride = NUM_PROMPT + NUM_NEW
-    found = list[tuple[int, ...]]()
+    windows = list[tuple[int, ...]]()
     for ids in texts:
-        found += (tuple(ids[lo : lo + size]) for lo in range(0, len(ids) - size + 1, stride))
-    if not found:
+        windows += (tuple(ids[lo : lo + size]) for lo in range(0, len(ids) - size + 1, stride))
+    if not windows:
         longest = max(map(len, texts), default=0)
         rule = f"a text must have {size} tokens for one window"
         raise UserError(f"{rule}, the longest has {longest}: give more text")
     wanted = max(1, -(-num_tokens // NUM_NEW))
-    step = max(1.0, len(found) / wanted)
-    return tuple(found[int(index * step)] for index in range(min(wanted, len(found))))
+    step = max(1.0, len(windows) / wanted)
+    return tuple(windows[int(index * step)] for index in range(min(wanted, len(windows))))
 
 
 def trace_windows(
@@ -161,7 +161,7 @@ def _unfinished(question: TuneQuestion) -> list[TracedWindow]:
     except (OSError, ValueError, KeyError, MsgspecError):
         return []
     is_sound = len(traced) <= len(question.windows)
-    is_sound &= all(len(one.bursts_B) == len(question.bounds) for one in traced)
+    is_sound &= all(len(trace.bursts_B) == len(question.bounds) for trace in traced)
     return traced if is_sound else []
 
 

@@ -101,23 +101,27 @@ class Penalties:
 
     def _on_paths(self, paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, the tokens of their paths, once each, and how often each is new by then."""
-        found = [
+        counts = [
             (row, token, self._num_new[token] + num)
             for row, path in enumerate(paths)
             for token, num in Counter(path).items()
         ]
-        row_R, token_R, num_R = torch.tensor(found, dtype=torch.long).view(-1, 3).unbind(1)
+        row_R, token_R, num_R = torch.tensor(counts, dtype=torch.long).view(-1, 3).unbind(1)
         return row_R, token_R, num_R
 
     def _penalised(self, scores: Tensor, lost_C: Tensor) -> Tensor:
         """Return the scores (..., C) of tokens that were said, less `lost_C` for being new text."""
-        how = self._sampling
+        sampling = self._sampling
         return (
-            torch.where(scores < 0, scores * how.repeat_penalty, scores / how.repeat_penalty)
+            torch.where(
+                scores < 0, scores * sampling.repeat_penalty, scores / sampling.repeat_penalty
+            )
             - lost_C
         )
 
     def _lost(self, num_C: Tensor) -> Tensor:
         """Return what tokens lose that are new text so many times."""
-        how = self._sampling
-        return (num_C.double() * how.frequency_penalty + (num_C > 0) * how.presence_penalty).float()
+        sampling = self._sampling
+        return (
+            num_C.double() * sampling.frequency_penalty + (num_C > 0) * sampling.presence_penalty
+        ).float()

@@ -153,8 +153,10 @@ def _json_source(schema: str) -> str:
     read = json.loads(schema)
     # Settings lie upon an object: of the two other schemas `true` is an empty one, `false` is none.
     text = "{}" if read is True else schema
-    own = read.get("x-guidance") if isinstance(read, dict) else None
-    says_so = isinstance(own, dict) and any(name.startswith("whitespace_") for name in own)
+    settings = read.get("x-guidance") if isinstance(read, dict) else None
+    says_so = isinstance(settings, dict) and any(
+        name.startswith("whitespace_") for name in settings
+    )
     defaults: JsonCompileOptions | None = None
     if not says_so and read is not False:
         defaults = {"whitespace_pattern": _BLANKS}
@@ -174,13 +176,13 @@ def _try_out(source: str, grammar: Grammar) -> None:
             f"({str(failure).partition(': ')[2]:.80}): {installing('offload[grammar]')}"
         ) from None
     except ProgramExceeded as exceeded:
-        told = {
+        reasons = {
             "processor": f"must be compiled within {_CPU_S} s of a processor, {got}: {REMEDY}",
             "time": f"must be compiled within {_WAIT_S:g} s, {got}, by a process that was not given "
             "enough time: try again where the machine is less busy",
         }
         usual = f"is more than its compiler can take, {got} ({exceeded!s:.80}): {REMEDY}"
-        raise UserError(f"{grammar} {told.get(exceeded.limit, usual)}") from None
+        raise UserError(f"{grammar} {reasons.get(exceeded.limit, usual)}") from None
     except ProgramFailed as failure:
         error = str(failure)
     finally:
@@ -197,8 +199,8 @@ def require_sound(error: str | None, grammar: Grammar) -> None:
 
 def _gist(error: str) -> str:
     """Return what is wrong, of a message that also draws where."""
-    if found := re.search(r"^error: (.+)", error, re.MULTILINE):
-        return found[1]
+    if match := re.search(r"^error: (.+)", error, re.MULTILINE):
+        return match[1]
     if "coerce_one_of" in error:
         return "oneOf is kept where constants tell its alternatives apart, take anyOf elsewhere"
     first = error.partition("\n")[0]

@@ -148,7 +148,7 @@ class GrammarMask:
 
 def _behind(token: int, known: Mapping[TokenPath, T]) -> dict[TokenPath, T]:
     """Return what is known of paths that begin with `token`, keyed as once that is committed."""
-    return {path[1:]: one for path, one in known.items() if path[:1] == (token,)}
+    return {path[1:]: state for path, state in known.items() if path[:1] == (token,)}
 
 
 @dataclass(eq=False)
@@ -219,9 +219,9 @@ class Grammars:
         require_compiler()
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
-            what = "no tokenizer" if self._tokenizer is None else "one of another kind"
+            lacking = "no tokenizer" if self._tokenizer is None else "one of another kind"
             raise UserError(
-                f"a grammar is kept by the bytes of tokens, which a tokenizer.json tells, got {what}: put it beside"
+                f"a grammar is kept by the bytes of tokens, which a tokenizer.json tells, got {lacking}: put it beside"
             )
         from llguidance import LLTokenizer
 
@@ -235,8 +235,8 @@ class Grammars:
 
     def _allowed(self, matcher: Any) -> Bits:
         """Return what may follow, ends of the text exactly where it may end."""
-        found = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        allowed_V = _unpacked(found, len(found) * 8)
+        mask_bytes = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed_V = _unpacked(mask_bytes, len(mask_bytes) * 8)
         allowed_V[self._vocabulary.eos_tokens] = False
         allowed_V = allowed_V[: self._vocab_size]
         allowed_V[[end for end in self._end_ids if end < self._vocab_size]] = matcher.is_accepting()

@@ -261,10 +261,12 @@ class NoRepeatedNgrams:
         self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
     ) -> Tensor:
         """Forbid in each row what would be a repetition behind its own text."""
-        found = [(row, token) for row, path in enumerate(paths) for token in self._forbidden(path)]
-        if not found:
+        forbidden = [
+            (row, token) for row, path in enumerate(paths) for token in self._forbidden(path)
+        ]
+        if not forbidden:
             return logits_TV
-        row_R, token_R = torch.tensor(found, dtype=torch.long).unbind(1)
+        row_R, token_R = torch.tensor(forbidden, dtype=torch.long).unbind(1)
         scores_TV = logits_TV.to(torch.float32, copy=True)
         scores_TV[send(row_R), send(token_R)] = -torch.inf
         return scores_TV

@@ -167,7 +167,7 @@ class Sampler:
         if isinstance(position, int):
             noise = self._noise_at(position, device)
         else:
-            noise = torch.stack([self._noise_at(one, device) for one in position])
+            noise = torch.stack([self._noise_at(index, device) for index in position])
         # a sum of mixed types takes longer
         return scores_TV.double().add_(noise[..., : scores_TV.shape[1]])
 

@@ -165,8 +165,8 @@ class DeviceCarrier(FeedingCarrier):
         num_buffers = num_host_slots if self._disk_layers else 0
         buffers = [pinned.allocate(disk_bytes) for _ in range(num_buffers)]
         assert buffers or not self._disk_layers, "layers on disk need host slots to be read into"
-        self.ahead = SlotCycle(self.read, self._disk_layers, [one.tensor for one in buffers])
-        self._is_ahead_locked = all(one.is_pinned for one in buffers)
+        self.ahead = SlotCycle(self.read, self._disk_layers, [buffer.tensor for buffer in buffers])
+        self._is_ahead_locked = all(buffer.is_pinned for buffer in buffers)
         self._is_reading = bool(self._disk_layers)
 
     @property
@@ -248,8 +248,8 @@ class DeviceCarrier(FeedingCarrier):
         size = max(slab.nbytes for slab in self.resident.values())
         hosts = [self._host(n).tensor for n in self._host_layers[:NUM_LOADERS]]
         fitting = [buffer for buffer in (*self.ahead.slots, *hosts) if len(buffer) >= size]
-        own = [] if fitting else [self.pinned.allocate(size) for _ in range(NUM_LOADERS)]
-        buffers = fitting or [buffer.tensor for buffer in own]
+        bounce_buffers = [] if fitting else [self.pinned.allocate(size) for _ in range(NUM_LOADERS)]
+        buffers = fitting or [buffer.tensor for buffer in bounce_buffers]
         loading = SlotCycle(self.read, list(self.resident), buffers, is_cycle=False)
         loading.start()
         try:
@@ -261,7 +261,7 @@ class DeviceCarrier(FeedingCarrier):
         finally:
             loading.stop()
             device.synchronize(device.mark(device.copies))
-            for buffer in own:
+            for buffer in bounce_buffers:
                 self.pinned.release(buffer)
 
     def _host(self, layer: int) -> HostBuffer:

@@ -150,8 +150,8 @@ class CudaDevice(Device):
             why = pinned.note
             if buffer.is_pinned:
                 why = "kernels of this GPU cannot read it where the host does"
-            what = "what a step sends waits behind layers, it needs memory locked by cupy"
-            return f"{what} ({why}): install cupy"
+            rule = "what a step sends waits behind layers, it needs memory locked by cupy"
+            return f"{rule} ({why}): install cupy"
         seen = torch.as_tensor(_SeenByKernels(buffer.array), device=self.torch_device)
         mark = partial(self.mark, self.compute)
         self._ring = StagingRing(buffer.array, seen, mark, self.synchronize)
@@ -244,15 +244,15 @@ def open_device(name: str, gpu_memory: str | int | None = None, *, rank_on_host:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return host_for(gpu_memory)
     if not torch.cuda.is_available():
-        what = " and driver, this machine shows none"
+        obstacle = " and driver, this machine shows none"
         if torch.version.cuda is None:
-            what = ", and a torch that is built for CUDA, this one is not"
-        raise UserError(f"`device` {name} needs a CUDA device{what}: use `device` cpu")
+            obstacle = ", and a torch that is built for CUDA, this one is not"
+        raise UserError(f"`device` {name} needs a CUDA device{obstacle}: use `device` cpu")
     count = torch.cuda.device_count()
     index = int(name.partition(":")[2] or rank_on_host % max(1, count))
     if index >= count:
-        what = f"this machine shows {count} of them"
-        raise UserError(f"`device` {name} does not exist, {what}: use cuda:0")
+        obstacle = f"this machine shows {count} of them"
+        raise UserError(f"`device` {name} does not exist, {obstacle}: use cuda:0")
     limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "`gpu_memory`")
     try:
         # an earlier decoder in this process may have left memory there
@@ -260,8 +260,8 @@ def open_device(name: str, gpu_memory: str | int | None = None, *, rank_on_host:
         free_bytes = torch.cuda.mem_get_info(index)[0]
     # busy, in a bad state, or without room for a context
     except RuntimeError as error:
-        what = f"`device` {name} cannot be opened ({reason(error)})"
-        raise UserError(f"{what}: free it, or use `device` cpu") from None
+        obstacle = f"`device` {name} cannot be opened ({reason(error)})"
+        raise UserError(f"{obstacle}: free it, or use `device` cpu") from None
     if limit_bytes is not None and limit_bytes > free_bytes:
         wish = format_bytes(limit_bytes)
         free = format_bytes(free_bytes)

@@ -134,8 +134,8 @@ def is_host(name: str) -> bool:
 def host_for(gpu_memory: str | int | None) -> Device:
     """Return the host, which has no memory of a GPU to limit. Raises `UserError` for a limit."""
     if gpu_memory is not None:
-        what = "`gpu_memory` limits a CUDA device, and this run uses the CPU"
-        raise UserError(f"{what}: leave it out and use `ram`")
+        obstacle = "`gpu_memory` limits a CUDA device, and this run uses the CPU"
+        raise UserError(f"{obstacle}: leave it out and use `ram`")
     return HOST
 
 

@@ -180,8 +180,8 @@ class DiskReader(ByteSource):
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start reading a slab, see `ByteSource`."""
         if os.getpid() != self._process:
-            what = "weights are read by threads, which a forked process does not have"
-            raise ReadError(f"{what}: load the model in the process that uses it")
+            obstacle = "weights are read by threads, which a forked process does not have"
+            raise ReadError(f"{obstacle}: load the model in the process that uses it")
         for piece in layout.pieces:
             # bytes that are not read would stay as they are, unnoticed
             if piece.hi > self._stamps[piece.shard].num_bytes:
@@ -194,8 +194,10 @@ class DiskReader(ByteSource):
                 for shard, lo, hi, slab_lo in layout.pieces
             )
             return [
-                self._pool.submit(self._fill, one, slab[one.slab_lo :][: one.hi - one.lo].data)
-                for one in _cut(blocks, REQUEST_BYTES)
+                self._pool.submit(
+                    self._fill, block, slab[block.slab_lo :][: block.hi - block.lo].data
+                )
+                for block in _cut(blocks, REQUEST_BYTES)
             ]
         return [
             self._pool.submit(self._read_scattered, slab, batch)
@@ -212,11 +214,11 @@ class DiskReader(ByteSource):
             os.close(self._files.pop())
 
     def _require_unchanged(self, stamps: Sequence[Stamp]) -> None:
-        for path, found, wanted in zip(self.paths, self._stamps, stamps, strict=bool(stamps)):
-            if found != wanted:
+        for path, stamp, wanted in zip(self.paths, self._stamps, stamps, strict=bool(stamps)):
+            if stamp != wanted:
                 self._close_files()
-                what = f"{path.name} changed since the model was opened"
-                raise ReadError(f"{what}: load the model again")
+                change = f"{path.name} changed since the model was opened"
+                raise ReadError(f"{change}: load the model again")
 
     def _read_scattered(self, slab: np.ndarray, pieces: list[SlabRead]) -> None:
         """Read the blocks around neighbouring pieces into a buffer, then place each piece."""
@@ -259,8 +261,8 @@ class DiskReader(ByteSource):
                 self._throttle.wait_for(wanted)
             self._read_whole(request, view, wanted)
         if Stamp.of(fd) != stamp:
-            what = f"{self.paths[request.shard].name} changed while in use"
-            raise ReadError(f"{what}: load the model again")
+            change = f"{self.paths[request.shard].name} changed while in use"
+            raise ReadError(f"{change}: load the model again")
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
         if self._watcher is not None:
@@ -334,8 +336,8 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 rule = f"{len(shards)} files of weights must be open at once"
                 raise UserError(f"{rule}, {system_reason(error)}") from None
-            what = f"{path.name} cannot be opened any more"
-            raise ReadError(f"{what}: {system_reason(error)}") from error
+            failure = f"{path.name} cannot be opened any more"
+            raise ReadError(f"{failure}: {system_reason(error)}") from error
         os.posix_fadvise(buffered[-1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return buffered, False
 

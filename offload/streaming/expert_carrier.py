@@ -112,8 +112,8 @@ class DeviceExpertCarrier(FeedingCarrier):
 
     def _read_on(self) -> None:
         """Read what is wanted, as far as there are slots; in the feeding thread."""
-        while (found := self._next_read()) is not None:
-            block, slot = found
+        while (next_read := self._next_read()) is not None:
+            block, slot = next_read
             try:
                 self._start_read(block, slot)
             # raised where the expert is waited for
@@ -125,7 +125,9 @@ class DeviceExpertCarrier(FeedingCarrier):
         with self._lock:
             while self._queue:
                 block = self._queue[0]
-                is_wanted = not all(one.ready.cancelled() for one in self._deliveries[block])
+                is_wanted = not all(
+                    delivery.ready.cancelled() for delivery in self._deliveries[block]
+                )
                 slot = self._cache.make_room(block) if is_wanted else None
                 if is_wanted and slot is None:
                     return None

@@ -98,8 +98,8 @@ class CupyPinning(PinningMethod):
             raise RefusedError(f"cupy: {reason(error)}") from error
         if cuda_version and major != int(cuda_version.partition(".")[0]):
             wanted = cuda_version.partition(".")[0]
-            what = f"cupy is made for CUDA {major}, torch for {wanted}"
-            raise RefusedError(f"{what}: install cupy-cuda{wanted}x")
+            mismatch = f"cupy is made for CUDA {major}, torch for {wanted}"
+            raise RefusedError(f"{mismatch}: install cupy-cuda{wanted}x")
         self._index = index
         self._cpus = cpus
 
@@ -179,7 +179,7 @@ class PinnedAllocator:
         """
         ways = list(enumerate(self.methods))
         if is_seen:
-            ways.sort(key=lambda one: not one[1].is_seen)
+            ways.sort(key=lambda way: not way[1].is_seen)
         for index, way in ways:
             if not 0 < num_bytes < self._limits_bytes[index]:
                 continue
@@ -206,10 +206,10 @@ class PinnedAllocator:
         if not self.pageable_bytes:
             return None
         all_bytes = self.pinned_bytes + self.pageable_bytes
-        what = f"{format_bytes(self.pageable_bytes)} of {format_bytes(all_bytes)} host memory"
-        what = f"{what} could not be page-locked, copies from it are slower"
+        shortage = f"{format_bytes(self.pageable_bytes)} of {format_bytes(all_bytes)} host memory"
+        shortage = f"{shortage} could not be page-locked, copies from it are slower"
         why = "; ".join(self._refusals) or "no way to lock pages"
-        return f"{what} ({why}): let more be locked, or lower `ram`"
+        return f"{shortage} ({why}): let more be locked, or lower `ram`"
 
     def release(self, buffer: HostBuffer) -> None:
         """Take a buffer back before the others; no copy from it may be under way."""
@@ -284,6 +284,6 @@ def _import_cupy() -> Any:
 
 
 def _pci_address(torch_device: torch.device) -> str:
-    found = torch.cuda.get_device_properties(torch_device)
-    numbers = [getattr(found, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
+    properties = torch.cuda.get_device_properties(torch_device)
+    numbers = [getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
     return "{:04x}:{:02x}:{:02x}.0".format(*numbers)

@@ -65,8 +65,8 @@ class WeightScan:
             that are not finite.
     """
 
-    def __init__(self, checkpoint: Checkpoint, found: Callable[[str], None]) -> None:
-        self._found = found
+    def __init__(self, checkpoint: Checkpoint, report: Callable[[str], None]) -> None:
+        self._found = report
         self._damaged = set[tuple[int, int]]()
         self._files = [path.name for path in checkpoint.shards]
         self._has_zeros = has_zeros(checkpoint.directory)
@@ -76,8 +76,10 @@ class WeightScan:
             if form is not None and entry.num_bytes:
                 matters = is_matrix(entry.shape) or entry.coded is not None
                 watched[entry.shard].append(_Watched(entry.lo, entry.hi, name, form, matters))
-        self._watched = {shard: sorted(own) for shard, own in watched.items()}
-        self._starts = {shard: [one.lo for one in own] for shard, own in self._watched.items()}
+        self._watched = {shard: sorted(tensors) for shard, tensors in watched.items()}
+        self._starts = {
+            shard: [tensor.lo for tensor in tensors] for shard, tensors in self._watched.items()
+        }
         self._tops = dict[tuple[int, int], tuple[int, list[_Range]]]()
         self._lock = Lock()
         self._turns = dict[int, int]()  # of every part that was read
@@ -102,14 +104,14 @@ class WeightScan:
         turn = self._turns.get(part, 0)
         if turn >= TURNS:
             return
-        own = self._watched.get(shard, [])
+        tensors = self._watched.get(shard, [])
         hi = lo + len(stored)
         is_passing = self._passes(shard, lo + len(stored) // 2)
         self._turns[part] = turn + 1 if is_passing else TURNS
         if is_passing and turn and _stripe_at(lo, turn) is None:
             return
-        for index in range(max(0, bisect_right(self._starts.get(shard, []), lo) - 1), len(own)):
-            if own[index].lo >= hi:
+        for index in range(max(0, bisect_right(self._starts.get(shard, []), lo) - 1), len(tensors)):
+            if tensors[index].lo >= hi:
                 break
             self._look_at(shard, index, lo, stored, turn if is_passing else None)
 
@@ -119,12 +121,14 @@ class WeightScan:
             tops = list[TensorMaximum]()
             for (shard, index), (bits, seen) in self._tops.items():
                 key = (shard, index)
-                one = self._watched[shard][index]
-                is_whole = seen == [(one.lo, one.hi)]
+                tensor = self._watched[shard][index]
+                is_whole = seen == [(tensor.lo, tensor.hi)]
                 if is_whole and key not in self._damaged and key not in self._told:
                     self._told.add(key)
                     file = self._files[shard]
-                    tops.append(TensorMaximum(one.name, file, one.is_matrix, one.form, bits))
+                    tops.append(
+                        TensorMaximum(tensor.name, file, tensor.is_matrix, tensor.form, bits)
+                    )
         return [f"{line}: {_ASK}" for line in remarks(tops, has_zeros=self._has_zeros)]
 
     def _passes(self, shard: int, at: int) -> bool:
@@ -140,12 +144,12 @@ class WeightScan:
 
         A small tensor is looked at in the first turn.
         """
-        one = self._watched[shard][index]
-        item_bytes = one.form.item_bytes
-        first = max(0, -(-(lo - one.lo) // item_bytes)) * item_bytes
-        end = min(lo + len(stored), one.hi) - one.lo
+        tensor = self._watched[shard][index]
+        item_bytes = tensor.form.item_bytes
+        first = max(0, -(-(lo - tensor.lo) // item_bytes)) * item_bytes
+        end = min(lo + len(stored), tensor.hi) - tensor.lo
         last = max(first, end // item_bytes * item_bytes)
-        looked_at = [stored[one.lo + first - lo : one.lo + last - lo]]
+        looked_at = [stored[tensor.lo + first - lo : tensor.lo + last - lo]]
         is_last = True
         if turn is not None and last - first >= _LEAST_BYTES:
             stripe = _stripe_at(lo, turn)
@@ -155,9 +159,9 @@ class WeightScan:
             is_last = stripe == _NUM_STRIPES - 1
         elif turn:
             return
-        bits = max(top_bits(some, one.form) for some in looked_at)
+        bits = max(top_bits(some, tensor.form) for some in looked_at)
         with self._lock:
-            is_news = not is_finite(bits, one.form) and (shard, index) not in self._damaged
+            is_news = not is_finite(bits, tensor.form) and (shard, index) not in self._damaged
             if is_news:
                 self._damaged.add((shard, index))
                 is_news = len(self._damaged) <= _MOST_TOLD
@@ -165,10 +169,10 @@ class WeightScan:
             # A block that lies over the ends of two reads is looked at in neither; it counts as
             # seen.
             if is_last:
-                seen = _united(seen, max(lo, one.lo), min(lo + len(stored), one.hi))
+                seen = _united(seen, max(lo, tensor.lo), min(lo + len(stored), tensor.hi))
             self._tops[shard, index] = max(known, bits), seen
         if is_news:
-            self._found(f"{self._files[shard]}: {one.name:.200} {NOT_FINITE}: {_ASK}")
+            self._found(f"{self._files[shard]}: {tensor.name:.200} {NOT_FINITE}: {_ASK}")
 
 
 def _stripe_at(lo: int, turn: int) -> int | None:
@@ -189,9 +193,9 @@ def _stripes(stored: np.ndarray, item_bytes: int, stripe: int) -> list[np.ndarra
 
 def _united(seen: list[_Range], lo: int, hi: int) -> list[_Range]:
     """Return ranges that lie apart, joined with one more: what is read twice is seen once."""
-    met = [one for one in seen if one[0] <= hi and lo <= one[1]]
-    ends = [lo, hi, *(end for one in met for end in one)]
-    return [*(one for one in seen if one not in met), (min(ends), max(ends))]
+    met = [span for span in seen if span[0] <= hi and lo <= span[1]]
+    ends = [lo, hi, *(end for span in met for end in span)]
+    return [*(span for span in seen if span not in met), (min(ends), max(ends))]
 
 
 def has_zeros(directory: Path) -> bool:

@@ -85,7 +85,7 @@ class Bounces:
     def __init__(self, device: Device, pinned: PinnedAllocator) -> None:
         self.buffers = [pinned.allocate(_BOUNCE_BYTES) for _ in range(_NUM_BOUNCES)]
         self._device = device
-        self._next = deque[tuple[Tensor, Event]]((one.tensor, None) for one in self.buffers)
+        self._next = deque[tuple[Tensor, Event]]((buffer.tensor, None) for buffer in self.buffers)
 
     def send(self, to: Tensor, source: Tensor, *, is_timed: bool) -> Event:
         """Enqueue copies of all bytes; return the event behind them. `source` is free on return."""

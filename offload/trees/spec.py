@@ -170,8 +170,8 @@ class MatchLength(NamedTuple):
 
 def parse_match_length(text: str) -> MatchLength:
     """Parse `MIN:MAX`. Raises `UserError`."""
-    found = re.fullmatch(r"(\d{1,3}):(\d{1,3})", str(text), re.ASCII)
-    length = MatchLength(*map(int, found.groups())) if found else MatchLength(0, 0)
+    numbers = re.fullmatch(r"(\d{1,3}):(\d{1,3})", str(text), re.ASCII)
+    length = MatchLength(*map(int, numbers.groups())) if numbers else MatchLength(0, 0)
     rule = f"`lookup_length` must be MIN:MAX, two numbers from 1 to {MOST_MATCHED}"
     require(
         1 <= length.least <= length.most <= MOST_MATCHED,

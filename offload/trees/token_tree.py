@@ -69,9 +69,9 @@ class Proposals:
 
     def reordered(self, order: Sequence[int]) -> "Proposals":
         """Return what nodes in this order were drawn from; those beyond its own are point masses."""
-        more = np.zeros(len(order) - len(self.draw_N), dtype=np.int64)
-        draw_N = np.concatenate([self.draw_N, more + int(Draw.POINT_MASS)])[order]
-        return Proposals(draw_N, np.concatenate([self.row_N, more - 1])[order], self.probs_EV)
+        beyond = np.zeros(len(order) - len(self.draw_N), dtype=np.int64)
+        draw_N = np.concatenate([self.draw_N, beyond + int(Draw.POINT_MASS)])[order]
+        return Proposals(draw_N, np.concatenate([self.row_N, beyond - 1])[order], self.probs_EV)
 
     def write(self, node_W: Sequence[int] | Ints, probs_WV: Tensor) -> None:
         """Note what the children of these consecutive nodes were drawn from."""
@@ -150,10 +150,10 @@ class TokenTree:
         node_of = dict(zip(order, range(len(order)), strict=True))
         return cls(
             topology,
-            torch.tensor([tokens[one] for one in order]),
+            torch.tensor([tokens[node] for node in order]),
             proposals and proposals.reordered(order),
-            {node_of[one]: row for one, row in row_of.items()},
-            {node_of[one]: score_V for one, score_V in score_of.items()},
+            {node_of[node]: row for node, row in row_of.items()},
+            {node_of[node]: score_V for node, score_V in score_of.items()},
         )
 
     @property

@@ -269,8 +269,8 @@ def grow_order(
     """
 
     def child(node: OrderedNode, rank: int) -> tuple[float, int | None] | None:
-        found = follow(node.item, rank) if node.depth < max_depth else None
-        return found and (node.score * found[0], found[1])
+        followed = follow(node.item, rank) if node.depth < max_depth else None
+        return followed and (node.score * followed[0], followed[1])
 
     return list(islice(grow_best_first(root, child), num_nodes))
 
@@ -289,9 +289,9 @@ def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
     """
     p_K = check_acceptance(p)
     for k in np.flatnonzero(np.diff(p_K) > 0)[:1].tolist():
-        found = f"p[{k}] = {p_K[k]:.6g} < p[{k + 1}] = {p_K[k + 1]:.6g}"
+        rise = f"p[{k}] = {p_K[k]:.6g} < p[{k + 1}] = {p_K[k + 1]:.6g}"
         raise UserError(
-            f"best-first needs a non-increasing acceptance vector, got {found}: isotonic(p) smooths it"
+            f"best-first needs a non-increasing acceptance vector, got {rise}: isotonic(p) smooths it"
         )
     chances = p_K.tolist()
     _check_sizes(num_nodes, max_depth)
