@@ -65,7 +65,7 @@ class _Program(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, told) for name, (_, told) in COMMANDS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
 app = typer.Typer(
@@ -82,8 +82,8 @@ def every_command() -> dict[str, Any]:
     """Return what the option parser runs, by name."""
     for file in dict.fromkeys(file for file, _ in COMMANDS.values() if file):
         import_module(f"offload.cli.{file}")
-    found: Any = typer.main.get_command(app)
-    return {name: found.commands[name] for name in COMMANDS if name in found.commands}
+    group: Any = typer.main.get_command(app)
+    return {name: group.commands[name] for name in COMMANDS if name in group.commands}
 
 
 def _say_version(is_asked: bool) -> None:

@@ -38,13 +38,13 @@ _NOT_OF_THE_TEXT = {
     *("prompt", "stop", "sampling"),
     *("session", "is_kept", "is_named", "is_clipped"),
 }
-_UNSET = [(one.name, one.default) for one in fields(Sampling)]
+_UNSET = [(setting.name, setting.default) for setting in fields(Sampling)]
 _OTHERS = [
     (field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT
 ]
 _SYNONYMS = synonyms_at("batch", TextOptions, Sampling)
 # what a file calls an option
-KEYS = {one.name: key for key, one in {**_TEXT, **_DRAWING}.items()}
+KEYS = {setting.name: key for key, setting in {**_TEXT, **_DRAWING}.items()}
 _DIGEST_CHARS = 16
 _MAX_BYTES = 1 << 30  # millions of prompts
 _BEGINNING = b'{"index": '
@@ -82,8 +82,8 @@ def read_tasks(
             continue
         try:
             name, request = _request(line, common, system)
-            for sample, one in enumerate(varied(request, num_samples)):
-                tasks.append(BatchTask(index, sample, name, one, _digest(one, written_by)))
+            for sample, variant in enumerate(varied(request, num_samples)):
+                tasks.append(BatchTask(index, sample, name, variant, _digest(variant, written_by)))
         except UserError as error:
             # it names arguments, and here they are keys
             raise UserError(f"{file}, line {number}: {renamed(str(error), KEYS)}") from None
@@ -102,50 +102,52 @@ def varied(request: Request, num_samples: int) -> Iterator[Request]:
 
 
 def _request(line: str, common: Request, system: str | None) -> tuple[str | int | None, Request]:
-    told = _object(line)
-    for key in told:
+    fields_given = _object(line)
+    for key in fields_given:
         got = f"{key!r:.80}{did_you_mean(key, _FIELDS).rstrip('?')}"
         rule = f"a field must be one of {', '.join(_FIELDS)}"
         require(key in _FIELDS, rule, got, "mend or take it out")
         # a whole number, to Python
-        is_truth = isinstance(told[key], bool) and key != "json_schema"
+        is_truth = isinstance(fields_given[key], bool) and key != "json_schema"
         rule = f"{key} must not be true or false"
-        require(not is_truth, rule, json.dumps(told[key]), "mend or take it out")
-    name = told.get("id")
+        require(not is_truth, rule, json.dumps(fields_given[key]), "mend or take it out")
+    name = fields_given.get("id")
     is_name = isinstance(name, str | int | None)
     require(is_name, "id must be text or a whole number", f"{name!r:.80}", "mend it")
-    stop = told.get("stop", common.stop)
+    stop = fields_given.get("stop", common.stop)
     is_text = stop is None or isinstance(stop, str | list | tuple)
     require(is_text, "stop must be text or a list of texts", f"{stop!r:.80}", "mend it")
-    own = {one.name: told[key] for key, one in _TEXT.items() if key in told}
-    is_clipped = common.is_clipped and "max_new_tokens" not in own
-    kept = find_grammar(**{key: own.pop(key) for key in GRAMMARS if key in own})
-    own["prompt"] = _prompt(told, system, raw=common.raw)
-    own["sampling"] = _sampling(told, common.sampling)
-    request = replace(common, grammar=kept or common.grammar, is_clipped=is_clipped, **own)
+    changes = {
+        setting.name: fields_given[key] for key, setting in _TEXT.items() if key in fields_given
+    }
+    is_clipped = common.is_clipped and "max_new_tokens" not in changes
+    kept = find_grammar(**{key: changes.pop(key) for key in GRAMMARS if key in changes})
+    changes["prompt"] = _prompt(fields_given, system, raw=common.raw)
+    changes["sampling"] = _sampling(fields_given, common.sampling)
+    request = replace(common, grammar=kept or common.grammar, is_clipped=is_clipped, **changes)
     request.check()
     return name, request
 
 
 def _object(line: str) -> dict[str, Any]:
     try:
-        told = json.loads(line)
+        parsed = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"a line must be JSON, this one is not ({error!s:.80}): mend it") from None
     remedy = 'such as {"prompt": "Hello"}'
-    require(isinstance(told, dict), "a line must be a JSON object", f"{line:.80}", remedy)
-    told = {key: value for key, value in told.items() if value is not None}
+    require(isinstance(parsed, dict), "a line must be a JSON object", f"{line:.80}", remedy)
+    parsed = {key: value for key, value in parsed.items() if value is not None}
     for other, key in _SYNONYMS.items():
         rule = f"a line must have one of {key} and {other}"
-        require(not {other, key} <= told.keys(), rule, "both", "leave one out")
-    return {_SYNONYMS.get(key, key): value for key, value in told.items()}
+        require(not {other, key} <= parsed.keys(), rule, "both", "leave one out")
+    return {_SYNONYMS.get(key, key): value for key, value in parsed.items()}
 
 
-def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt | None:
-    given = [key for key in ("prompt", "messages") if key in told]
+def _prompt(fields_given: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt | None:
+    given = [key for key in ("prompt", "messages") if key in fields_given]
     got = " and ".join(given) or "neither"
     require(len(given) == 1, "a line must have one of prompt and messages", got, "mend it")
-    value: Any = told[given[0]]
+    value: Any = fields_given[given[0]]
     if given == ["prompt"]:
         is_text = isinstance(value, str) and value != ""
         require(is_text, "prompt must be text, and not empty", f"{value!r:.80}", "give some")
@@ -157,16 +159,20 @@ def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt
     return value
 
 
-def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
+def _sampling(fields_given: Mapping[str, Any], common: Sampling) -> Sampling:
     """Return the line's settings; where it says nothing, the command's."""
-    own = {one.name: told[key] for key, one in _DRAWING.items() if key in told}
-    if not own:  # of a million lines most, and what was checked needs no check
+    changes = {
+        setting.name: fields_given[key] for key, setting in _DRAWING.items() if key in fields_given
+    }
+    if not changes:  # of a million lines most, and what was checked needs no check
         return common
-    if isinstance(biases := own.get("logit_bias"), dict):  # JSON's keys are text
+    if isinstance(biases := changes.get("logit_bias"), dict):  # JSON's keys are text
         pairs = biases.items()
-        own["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in pairs}
-    sampling = replace(common, **own)
-    useless = [name for name in NARROWING if name in own]
+        changes["logit_bias"] = {
+            int(key) if key.isdecimal() else key: value for key, value in pairs
+        }
+    sampling = replace(common, **changes)
+    useless = [name for name in NARROWING if name in changes]
     rule = f"{listed(NARROWING)} choose among tokens that are drawn: there must be a temperature"
     require(not (sampling.is_greedy and useless), rule, ", ".join(useless), "give one as well")
     return sampling
@@ -174,12 +180,12 @@ def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
 
 def _digest(request: Request, written_by: str) -> str:
     """Return the digest of what is set otherwise than usual: later settings change no earlier one."""
-    told = {"prompt": request.prompt, "stop": request.stops}
+    digested = {"prompt": request.prompt, "stop": request.stops}
     for record, usual in ((request.sampling, _UNSET), (request, _OTHERS)):
         for name, unset in usual:
             if (value := getattr(record, name)) != unset:
-                told[name] = value
-    whole = json.dumps([written_by, told], sort_keys=True, default=asdict)
+                digested[name] = value
+    whole = json.dumps([written_by, digested], sort_keys=True, default=asdict)
     return hashlib.sha256(whole.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
@@ -224,42 +230,43 @@ class ResultsFile:
         digests = {(task.index, task.sample): task.digest for task in tasks}
         seen = set[str]()
         for number, line in enumerate(lines, start=1):
-            told = self._told(line, number)
-            if (name := json.dumps(told.model, sort_keys=True)) not in seen:
+            result = self._told(line, number)
+            if (name := json.dumps(result.model, sort_keys=True)) not in seen:
                 seen.add(name)
-                if (found := ModelIdentity.parse(told.model)) is None:
-                    what = "does not tell of which model it is, an earlier version wrote it"
-                    raise UserError(f"{self.name}, line {number} {what}: name another file")
-                self.models[number] = found
-            key = (told.index, told.sample)
-            what = ""
+                if (identity := ModelIdentity.parse(result.model)) is None:
+                    problem = "does not tell of which model it is, an earlier version wrote it"
+                    raise UserError(f"{self.name}, line {number} {problem}: name another file")
+                self.models[number] = identity
+            key = (result.index, result.sample)
+            problem = ""
             if key in self.done:
-                what = f"tells of index {told.index} once more"
+                problem = f"tells of index {result.index} once more"
             elif key not in digests:
-                have = f"{plural(len({one for one, _ in digests}), 'prompt')}"
-                num_samples = max(one for _, one in digests) + 1
+                have = f"{plural(len({index for index, _ in digests}), 'prompt')}"
+                num_samples = max(sample for _, sample in digests) + 1
                 have += f" with {num_samples} samples each" if num_samples > 1 else ""
-                what = f"has the result of index {told.index}, sample {told.sample}; there are {have}, counted from 0"
-            elif digests[key] != told.request:
-                what = f"is of another prompt or settings than index {told.index} has now"
-            if what:
-                raise UserError(f"{self.name}, line {number} {what}: {_OTHER}")
+                place = f"index {result.index}, sample {result.sample}"
+                problem = f"has the result of {place}; there are {have}, counted from 0"
+            elif digests[key] != result.request:
+                problem = f"is of another prompt or settings than index {result.index} has now"
+            if problem:
+                raise UserError(f"{self.name}, line {number} {problem}: {_OTHER}")
             self.done.add(key)
-            self.num_failed += told.error is not None
+            self.num_failed += result.error is not None
 
     def require(self, difference: Callable[[ModelIdentity], str]) -> None:
         """Raise `UserError` where a line is of another model; `difference` says in what."""
         for number, model in self.models.items():
-            if what := difference(model):
-                which = f"{self.name}, line {number} is not of this model ({what})"
+            if mismatch := difference(model):
+                which = f"{self.name}, line {number} is not of this model ({mismatch})"
                 raise UserError(f"{which}: {_OTHER}")
 
     def _told(self, line: bytes, number: int) -> _KeptLine:
         try:
             return convert(json.loads(line), _KeptLine)
         except (ValueError, RecursionError, MsgspecError):
-            what = f"{self.name}, line {number} is no result of offload"
-            raise UserError(f"{what}: name another file") from None
+            problem = f"{self.name}, line {number} is no result of offload"
+            raise UserError(f"{problem}: name another file") from None
 
 
 @contextmanager
@@ -297,8 +304,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            what = f"another process writes to {path}"
-            raise UserError(f"{what}: wait for it, or name another file") from None
+            problem = f"another process writes to {path}"
+            raise UserError(f"{problem}: wait for it, or name another file") from None
         yield file
 
 
@@ -326,6 +333,6 @@ def _append(file: BinaryIO, line: str, path: Path) -> None:
         while left:
             left = left[file.write(left) :]
     except OSError as error:
-        what = f"cannot write to {path} ({error.strerror or os.strerror(error.errno or 0)})"
+        failure = f"cannot write to {path} ({error.strerror or os.strerror(error.errno or 0)})"
         remedy = "what is in it is whole, make room and the same command goes on"
-        raise RunError(f"{what}: {remedy}") from None
+        raise RunError(f"{failure}: {remedy}") from None

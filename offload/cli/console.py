@@ -174,11 +174,11 @@ class Console:
             self.progress.num_layers += 1
 
     @contextmanager
-    def keeping(self, what: str) -> Iterator[None]:
+    def keeping(self, kept: str) -> Iterator[None]:
         """Show what is written to a file, and let what would end the program wait until it is."""
         with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             try:
-                self.show(Phase(f"keeping {what}"))
+                self.show(Phase(f"keeping {kept}"))
                 yield
             finally:
                 self.clear()
@@ -249,8 +249,8 @@ class Console:
             self._column = 0
 
 
-def _is_same_file(one: TextIO, other: TextIO) -> bool:
+def _is_same_file(file: TextIO, other: TextIO) -> bool:
     try:
-        return os.path.sameopenfile(one.fileno(), other.fileno())
+        return os.path.sameopenfile(file.fileno(), other.fileno())
     except (OSError, UnsupportedOperation):  # of a stream in memory
         return False

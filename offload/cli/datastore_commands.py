@@ -108,9 +108,9 @@ def append(
     from offload.datastore import build as building
     from offload.datastore.store import read_store
 
-    found = read_store(store)
-    write = partial(building.append, found.path)
-    _write(write, tokenizer or found.tokenizer, files, ram, skip_bad, output)
+    read = read_store(store)
+    write = partial(building.append, read.path)
+    _write(write, tokenizer or read.tokenizer, files, ram, skip_bad, output)
 
 
 @flags.command(
@@ -126,8 +126,8 @@ def info(store: Folder, output: OutputOptions) -> None:
     """What is in a store, which tokenizer it is for, and how much memory sorting its largest chunk took."""
     from offload.datastore.store import read_store
 
-    found = read_store(store)
-    print_result(_info_lines(found), found.as_dict(), as_json=output.as_json)
+    read = read_store(store)
+    print_result(_info_lines(read), read.as_dict(), as_json=output.as_json)
 
 
 @flags.command(
@@ -144,11 +144,11 @@ def verify(store: Folder, output: OutputOptions) -> None:
     from offload.datastore.store import read_store
     from offload.datastore.store import verify as check
 
-    found = read_store(store)
+    read = read_store(store)
     with Console(output) as console:
-        check(found, partial(console.bytes_landed, label="reading"))
-    figures = {**found.as_dict(), "is_sound": True}
-    print_result(f"{_store_line(found)}: sound", figures, as_json=output.as_json)
+        check(read, partial(console.bytes_landed, label="reading"))
+    figures = {**read.as_dict(), "is_sound": True}
+    print_result(f"{_store_line(read)}: sound", figures, as_json=output.as_json)
 
 
 def _store_line(store: "Store", *, is_decimal: bool = False) -> str:
@@ -187,9 +187,9 @@ def _write(
         console.wait(f"looking for the tokenizer of {model}")
         place = tokenizer_place(model)
         with libraries(console):
-            told = _write_store(write, corpus, model, place, ram_bytes, console)
+            figures = _write_store(write, corpus, model, place, ram_bytes, console)
     if output.as_json:
-        print(json.dumps(told))
+        print(json.dumps(figures))
 
 
 def _write_store(
@@ -232,7 +232,7 @@ def _write_store(
     store = write(documents(), coder, ram_bytes, wait)
     console.clear()
     elapsed_s = time.monotonic() - started_s
-    told = {
+    figures = {
         **store.as_dict(),
         "num_new_tokens": num_new_tokens,
         "elapsed_s": elapsed_s,
@@ -245,8 +245,8 @@ def _write_store(
         "num_hidden": corpus.num_hidden,
         "bad": corpus.bad,
     }
-    console.say(_written_lines(store, corpus, told, is_decimal=console.is_decimal))
-    return told
+    console.say(_written_lines(store, corpus, figures, is_decimal=console.is_decimal))
+    return figures
 
 
 def _rendered(tokenizer: "Tokenizer", messages: "Messages") -> str:
@@ -262,26 +262,28 @@ def _rendered(tokenizer: "Tokenizer", messages: "Messages") -> str:
 
 
 def _written_lines(
-    store: "Store", corpus: "Corpus", told: dict[str, Any], *, is_decimal: bool
+    store: "Store", corpus: "Corpus", figures: dict[str, Any], *, is_decimal: bool
 ) -> str:
     """Return what a person wants to know, with what was passed over first."""
-    peak = format_bytes(told["peak_rss_bytes"], is_decimal=is_decimal)
-    budget = format_bytes(told["ram_bytes"], is_decimal=is_decimal)
+    peak = format_bytes(figures["peak_rss_bytes"], is_decimal=is_decimal)
+    budget = format_bytes(figures["ram_bytes"], is_decimal=is_decimal)
     passed = [f"{corpus.num_hidden} hidden"] if corpus.num_hidden else []
     passed += [f"{corpus.num_binary} binary"] if corpus.num_binary else []
     notes = [f"skipped: {line}" for line in corpus.bad]
     notes += [f"passed over in folders: {', '.join(passed)}"] if passed else []
-    speed = f"{plural(told['num_new_tokens'], 'new token')}, {told['tokens_per_s']:,.0f} a second"
+    speed = (
+        f"{plural(figures['num_new_tokens'], 'new token')}, {figures['tokens_per_s']:,.0f} a second"
+    )
     closing = f"{speed}; peak memory {peak} of {budget} allowed"
     return "\n".join([*notes, _store_line(store, is_decimal=is_decimal), closing])
 
 
 def _encoder(tokenizer: "Tokenizer") -> Callable[[list[str]], Iterator[list[int]]]:
     """Return what encodes all texts of a batch at once, on all cores where the tokenizer can."""
-    how = {"add_special_tokens": False}
+    settings = {"add_special_tokens": False}
     if not tokenizer.is_fast:
-        return lambda texts: iter(tokenizer(texts, verbose=False, **how)["input_ids"])
+        return lambda texts: iter(tokenizer(texts, verbose=False, **settings)["input_ids"])
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    return lambda texts: (found.ids for found in backend.encode_batch_fast(texts, **how))
+    return lambda texts: (encoding.ids for encoding in backend.encode_batch_fast(texts, **settings))

@@ -79,27 +79,27 @@ def find_defaults(commands: Mapping[str, Any]) -> Defaults:
         if "model" in known
     }
     path = config_file()
-    found = Defaults(commands, {name: {} for name in flags}, {}, [])
-    told = _read(path) if path else {}
-    tables = {name: told.pop(name) for name in flags if isinstance(told.get(name), dict)}
-    for key, value in told.items():
-        found.set(shared, key, value, str(path))
+    settings = Defaults(commands, {name: {} for name in flags}, {}, [])
+    table = _read(path) if path else {}
+    tables = {name: table.pop(name) for name in flags if isinstance(table.get(name), dict)}
+    for key, value in table.items():
+        settings.set(shared, key, value, str(path))
     for name, table in tables.items():
         for key, value in table.items():
-            found.set({name: flags[name]}, key, value, str(path))
+            settings.set({name: flags[name]}, key, value, str(path))
     keys = {key for known in shared.values() for key in known}
     variables = {f"{_PREFIX}{key.upper().replace('-', '_')}": key for key in keys}
     for name, value in os.environ.items():
         if name in variables:
-            found.set(shared, variables[name], value, name)
+            settings.set(shared, variables[name], value, name)
         # of another program's variables nothing is said
         elif (
             name.startswith(_PREFIX)
             and name != TRACEBACK
             and (meant := did_you_mean(name, variables))
         ):
-            found.notes.append(f"{name} sets no flag{meant}")
-    return found
+            settings.notes.append(f"{name} sets no flag{meant}")
+    return settings
 
 
 def config_file() -> Path | None:
@@ -113,13 +113,13 @@ def config_file() -> Path | None:
 
 def _settings(command: Any) -> dict[str, Any]:
     """Return what may be set of a command, by key."""
-    known = {_key(one): one for one in command.params if _may(one, "is_setting")}
-    return {key: one for key, one in known.items() if key not in ("", "help", "help-all")}
+    known = {_key(param): param for param in command.params if _may(param, "is_setting")}
+    return {key: param for key, param in known.items() if key not in ("", "help", "help-all")}
 
 
-def _may(param: Any, what: str) -> bool:
+def _may(param: Any, attribute: str) -> bool:
     """Return what is declared of a parameter; one that is not declared may all."""
-    return param.name not in DECLARED or bool(getattr(DECLARED[param.name], what))
+    return param.name not in DECLARED or bool(getattr(DECLARED[param.name], attribute))
 
 
 def _key(param: Any) -> str:

@@ -48,7 +48,7 @@ def usual_pass(passes: list[PassFigures]) -> ShownPass | None:
 
     The last pass is left out: the text may end within it.
     """
-    with_guesses = [index for index, one in enumerate(passes[:-1]) if len(one.parents) > 1]
+    with_guesses = [index for index, trace in enumerate(passes[:-1]) if len(trace.parents) > 1]
     if not with_guesses:
         return None
     by_gain = sorted(with_guesses, key=lambda index: len(passes[index].accepted))
@@ -132,8 +132,8 @@ def compare(
         show(heading, run)
         results.append(run.result())
         if not results[-1].is_exact:
-            told = f"`lenience` {results[-1].lenience:g} is not exact"
-            raise UserError(f"{told}, so nothing can be proved: leave it out")
+            disproof = f"`lenience` {results[-1].lenience:g} is not exact"
+            raise UserError(f"{disproof}, so nothing can be proved: leave it out")
     plain, grown = results
     if not (sampling.is_greedy or find_rule(plain.rule).repeats_draws):
         return DemoResult(plain, grown, 0, 0, None)
@@ -142,15 +142,15 @@ def compare(
         num_same = min(len(plain.token_ids), len(grown.token_ids))
         for at in range(num_same):
             if plain.token_ids[at] != grown.token_ids[at]:
-                told = f"token {at} with a tree is not that without one"
-                raise UserError(f"{told}: please report this as a bug")
+                disproof = f"token {at} with a tree is not that without one"
+                raise UserError(f"{disproof}: please report this as a bug")
     prompt_ids = decoder.encode(prompt, raw=True)
     gaps = list[float]()
     for result in results:
         gaps += draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)
     if max(gaps) > rounding(sampling):
-        told = f"a token misses the original model's draw by {max(gaps):.3f}"
-        raise UserError(f"{told}: please report this as a bug")
+        disproof = f"a token misses the original model's draw by {max(gaps):.3f}"
+        raise UserError(f"{disproof}: please report this as a bug")
     num_exact = sum(gap == 0 for gap in gaps)
     return DemoResult(plain, grown, num_exact, len(gaps) - num_exact, num_same)
 
@@ -178,22 +178,22 @@ def show_run(
     console.wait("comparing every token with the model alone")
 
 
-def comparison_lines(found: DemoResult) -> str:
+def comparison_lines(result: DemoResult) -> str:
     """Return both speeds side by side, and what was proved of both texts."""
-    tree = found.tree.stats
+    tree = result.tree.stats
     kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
     named = f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}"
     # all came at once, those of the tree with the prompt's pass
     fast = "too few tokens to tell how fast: raise -n"
-    if found.speedup:
-        fast = f"{found.speedup:.1f} times as fast"
+    if result.speedup:
+        fast = f"{result.speedup:.1f} times as fast"
     return "\n".join(
         [
             f"{'':>21} {'tokens/s':>9} {'a pass':>8} {'s/token':>8}",
-            _speed_row("without guesses", found.plain.stats),
+            _speed_row("without guesses", result.plain.stats),
             _speed_row(named if tree.tree_depth else "no tree seemed to pay", tree),
             fast,
-            proof_line(found),
+            proof_line(result),
         ]
     )
 
@@ -203,9 +203,9 @@ def _speed_row(label: str, stats: Stats) -> str:
     return f"{label:>21} {speed}"
 
 
-def proof_line(found: DemoResult) -> str:
+def proof_line(result: DemoResult) -> str:
     """Return what the comparison has shown, for a reader who has not heard of it."""
-    num_proved = found.num_exact + found.num_near
+    num_proved = result.num_exact + result.num_near
     if not num_proved:
         return "this rule draws afresh: the tokens have the model's distribution, and no text is compared"
     return (
@@ -214,14 +214,14 @@ def proof_line(found: DemoResult) -> str:
     )
 
 
-def proof_details(found: DemoResult) -> str:
+def proof_details(result: DemoResult) -> str:
     """Return how exactly the tokens were compared."""
-    if not found.num_exact + found.num_near:
+    if not result.num_exact + result.num_near:
         return ""
-    told = (
-        f"{found.num_exact} tokens are the original model's own draw in float32, "
-        f"{found.num_near} lie within bf16 rounding of it"
+    details = (
+        f"{result.num_exact} tokens are the original model's own draw in float32, "
+        f"{result.num_near} lie within bf16 rounding of it"
     )
-    if found.num_same is None:
-        return told
-    return f"{told}\n{found.num_same} tokens that both runs have are the same, bit for bit"
+    if result.num_same is None:
+        return details
+    return f"{details}\n{result.num_same} tokens that both runs have are the same, bit for bit"

@@ -28,15 +28,17 @@ def machine_failure(error: BaseException) -> str | None:
     text = str(error)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
         return _NO_DEVICE_MEMORY
-    is_torch = isinstance(error, RuntimeError) and any(one in text for one in _TORCH_NO_MEMORY)
+    is_torch = isinstance(error, RuntimeError) and any(
+        phrase in text for phrase in _TORCH_NO_MEMORY
+    )
     if isinstance(error, MemoryError) or is_torch:
         return f"{_NO_MEMORY}: {_space_remedy(errno.ENOMEM)}"
     if isinstance(error, RuntimeError) and _NO_THREAD in text:
         return f"the system starts no more threads: {_space_remedy(errno.EAGAIN)}"
     if isinstance(error, OSError):
-        what = error.strerror or " ".join(text.split()) or type(error).__name__
+        problem = error.strerror or " ".join(text.split()) or type(error).__name__
         where = f" ({error.filename!s:.200})" if error.filename else ""
-        return f"the system refused{where}: {what}; {_remedy(error)}"
+        return f"the system refused{where}: {problem}; {_remedy(error)}"
     return None
 
 

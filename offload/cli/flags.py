@@ -21,7 +21,11 @@ from offload.errors import require
 from offload.options import RECORDS, OutputOptions
 from offload.rank_roles import find_place, own_value
 
-DECLARED = {name: one for record in reversed(RECORDS) for name, one in options_of(record).items()}
+DECLARED = {
+    name: each_option
+    for record in reversed(RECORDS)
+    for name, each_option in options_of(record).items()
+}
 # a command with no more options shows them all
 _FEW = 12
 _ALL = "--help-all"
@@ -30,7 +34,7 @@ _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
 
 def command(
-    app: typer.Typer, *, name: str | None = None, **how: Any
+    app: typer.Typer, *, name: str | None = None, **settings: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function of records a command, whose flags are those options that name the command.
 
@@ -42,16 +46,16 @@ def command(
         taken = inspect.signature(main, eval_str=True).parameters
         records = dict[str, Any]()
         params = list[inspect.Parameter]()
-        for one in taken.values():
-            if isinstance(one.annotation, type) and is_dataclass(one.annotation):
-                records[one.name] = one.annotation
+        for parameter in taken.values():
+            if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+                records[parameter.name] = parameter.annotation
             else:
-                params.append(one)
+                params.append(parameter)
         declared = {
-            one.name: one.of(called)
+            each_option.name: each_option.of(called)
             for record in records.values()
-            for one in options_of(record).values()
-            if called in one.commands
+            for each_option in options_of(record).values()
+            if called in parameter.commands
         }
         params += map(_parameter, declared.values())
         if is_long(declared):
@@ -63,40 +67,42 @@ def command(
                 given[name] = build(record, given)
             main(**{name: given[name] for name in taken})
 
-        params.sort(key=lambda one: one.default is not inspect.Parameter.empty)
+        params.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)
         run.__name__ = called
         run.__doc__ = main.__doc__
         run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in params}
-        app.command(cls=grouped(declared), **how)(run)
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in params}
+        app.command(cls=grouped(declared), **settings)(run)
         return main
 
     return wrap
 
 
-def _parameter(one: Option) -> inspect.Parameter:
-    kind = list[one.kind] if one.is_several else one.kind  # type: ignore[name-defined]
-    more: dict[str, Any] = {"min": one.least, "max": one.most} if one.kind in (int, float) else {}
-    if one.is_per_rank and one.kind is int:
-        more = {"parser": str, "callback": _own_number}
-    elif one.is_per_rank:
-        more = {"callback": _of_this_rank}
-    elif one.kind is Path:
-        more = {"parser": path}
-    told = typer.Option(
-        *one.flags,
-        metavar=one.metavar,
-        help=one.help,
-        hidden=one.is_hidden,
-        is_eager=one.is_eager,
-        **more,
+def _parameter(declared: Option) -> inspect.Parameter:
+    kind = list[declared.kind] if declared.is_several else declared.kind  # type: ignore[name-defined]
+    limits: dict[str, Any] = (
+        {"min": declared.least, "max": declared.most} if declared.kind in (int, float) else {}
     )
-    default = None if one.is_several else one.default
-    if one.is_required:
+    if declared.is_per_rank and declared.kind is int:
+        limits = {"parser": str, "callback": _own_number}
+    elif declared.is_per_rank:
+        limits = {"callback": _of_this_rank}
+    elif declared.kind is Path:
+        limits = {"parser": path}
+    typer_option = typer.Option(
+        *declared.flags,
+        metavar=declared.metavar,
+        help=declared.help,
+        hidden=declared.is_hidden,
+        is_eager=declared.is_eager,
+        **limits,
+    )
+    default = None if declared.is_several else declared.default
+    if declared.is_required:
         default = inspect.Parameter.empty
-    taken = Annotated[kind | None if default is None else kind, told]  # type: ignore[valid-type]
+    taken = Annotated[kind | None if default is None else kind, typer_option]  # type: ignore[valid-type]
     keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(one.name, keyword, default=default, annotation=taken)
+    return inspect.Parameter(declared.name, keyword, default=default, annotation=taken)
 
 
 def path(given: Any) -> Path:
@@ -144,19 +150,19 @@ def _of_this_rank(context: typer.Context, param: Any, text: str | None) -> str |
 
 def _own_number(context: typer.Context, param: Any, text: str | None) -> int | None:
     """Return this rank's own whole number. Raises `UserError` for more than there are."""
-    own = _of_this_rank(context, param, text)
-    if own is None:
+    number = _of_this_rank(context, param, text)
+    if number is None:
         return None
-    if not (own.isascii() and own.isdigit()):
+    if not (number.isascii() and number.isdigit()):
         raise typer.BadParameter("Input should be a valid integer")
-    if int(own) < 1:
+    if int(number) < 1:
         raise typer.BadParameter("Input should be at least 1")
     if DECLARED[str(param.name)].counts == "cores":
         # More threads than cores only wait for each other, and thousands are more than a process may start.
         most = machine.num_cores()
         rule = f"{param.opts[0]} must be at most {most}, the cores that this process may use"
-        require(int(own) <= most, rule, own, "leave it out to have it measured")
-    return int(own)
+        require(int(number) <= most, rule, number, "leave it out to have it measured")
+    return int(number)
 
 
 def grouped(declared: Mapping[str, Option]) -> type[TyperCommand]:
@@ -166,7 +172,7 @@ def grouped(declared: Mapping[str, Option]) -> type[TyperCommand]:
 
 def is_long(declared: Mapping[str, Option]) -> bool:
     """Return whether a command has so many options that its help shows the main ones alone."""
-    return sum(not one.is_hidden for one in declared.values()) > _FEW
+    return sum(not each_option.is_hidden for each_option in declared.values()) > _FEW
 
 
 class _GroupedCommand(TyperCommand):
@@ -190,19 +196,19 @@ class _GroupedCommand(TyperCommand):
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is None:
                 continue
-            one = self.declared.get(str(param.name))
+            declared = self.declared.get(str(param.name))
             section = "Options"
             if param.param_type_name == "argument":
                 record = (str(param.metavar), record[1])
                 section = "Arguments"
-            elif one is not None and ctx.meta.get(_ALL):
-                section = one.group
-            elif one is not None and is_long(self.declared) and not one.is_main:
-                rest.setdefault(one.group, []).append(longest_name(param))
+            elif declared is not None and ctx.meta.get(_ALL):
+                section = declared.group
+            elif declared is not None and is_long(self.declared) and not declared.is_main:
+                rest.setdefault(declared.group, []).append(longest_name(param))
                 continue
             # no flag is broken into two lines
-            told = re.sub(r"--?[a-z][\w-]*", lambda flag: flag[0].replace("-", _HYPHEN), record[1])
-            sections.setdefault(section, []).append((record[0], told))
+            text = re.sub(r"--?[a-z][\w-]*", lambda flag: flag[0].replace("-", _HYPHEN), record[1])
+            sections.setdefault(section, []).append((record[0], text))
         for section in ("Arguments", "Options", *GROUPS):
             if section in sections:
                 with formatter.section(section):
@@ -215,8 +221,8 @@ class _GroupedCommand(TyperCommand):
 
 def _row(group: str, names: str, formatter: Any) -> str:
     head = f"{'':{formatter.current_indent}}{group:<10}"
-    how: Any = {"subsequent_indent": " " * len(head), "break_on_hyphens": False}
-    return "\n".join([*textwrap.wrap(names, formatter.width, initial_indent=head, **how), ""])
+    layout: Any = {"subsequent_indent": " " * len(head), "break_on_hyphens": False}
+    return "\n".join([*textwrap.wrap(names, formatter.width, initial_indent=head, **layout), ""])
 
 
 def longest_name(param: Any) -> str:

@@ -143,7 +143,7 @@ def run_ranks(plan: Launch) -> tuple[int, list[str]]:
     # as the interpreter was told to run this program
     is_module = os.path.basename(sys.argv[0]) == "__main__.py"
     program = ["-m", "offload"] if is_module else [sys.argv[0]]
-    words = [one.replace("$", "$$") for one in plan.command]
+    words = [word.replace("$", "$$") for word in plan.command]
     try:
         elastic_launch(config, sys.executable)(*program, *words)
     except ChildFailedError as error:
@@ -186,23 +186,23 @@ def verdict(
         return 128 + signal.SIGINT, []
     if has_head and 0 not in exit_codes:
         return 0, []
-    own = exit_codes.get(0, 0)
+    code_here = exit_codes.get(0, 0)
     silent = (EXIT_UNSAID, EXIT_HEAD_SILENT, 128 + signal.SIGTERM)
-    if EXIT_HEAD_SILENT in exit_codes.values() and (own < 0 or own in silent):
+    if EXIT_HEAD_SILENT in exit_codes.values() and (code_here < 0 or code_here in silent):
         return 1, ["rank 0 has been silent for too long"]
     in_order = sorted(exit_codes.items())
     killed = [rank for rank, code in in_order if code < 0 and -code != signal.SIGTERM]
-    if own == EXIT_UNSAID:
+    if code_here == EXIT_UNSAID:
         killed = killed or [rank for rank in exit_codes if rank][:1]
-    elif own > 0 and own not in silent:
+    elif code_here > 0 and code_here not in silent:
         killed = []  # it has said why, and ranks that were slow to end were killed
     lines = list[str]()
     for rank in killed:
         code = exit_codes[rank]
-        how = f"was killed (signal {-code})" if code < 0 else f"is gone (exit code {code})"
-        lines.append(f"rank {rank} {how}")
-    told = [code for _, code in in_order if code > 0 and code not in silent]
-    return told[0] if told and own != EXIT_UNSAID else 1, lines
+        ending = f"was killed (signal {-code})" if code < 0 else f"is gone (exit code {code})"
+        lines.append(f"rank {rank} {ending}")
+    failed = [code for _, code in in_order if code > 0 and code not in silent]
+    return failed[0] if failed and code_here != EXIT_UNSAID else 1, lines
 
 
 class _Presses:
@@ -215,7 +215,9 @@ class _Presses:
 
     def hear(self, number: int, _: FrameType | None) -> None:
         now_s = time.monotonic()
-        self._times_s = [one for one in self._times_s if now_s - one < _PRESSES_WITHIN_S] + [now_s]
+        self._times_s = [
+            pressed_s for pressed_s in self._times_s if now_s - pressed_s < _PRESSES_WITHIN_S
+        ] + [now_s]
         self.has_killed |= len(self._times_s) >= self._num_killing
         for child in _children():
             if self.has_killed:
@@ -234,12 +236,12 @@ def _children() -> Iterator[int]:
 
 def _find_host(names: Sequence[str]) -> int:
     """Return which of these this host is. Raises `UserError` where that is not certain."""
-    found = [index for index, name in enumerate(names) if _is_here(name)]
-    own = socket.gethostname()
+    here = [index for index, name in enumerate(names) if _is_here(name)]
+    host_name = socket.gethostname()
     places = f"0 to {len(names) - 1}"
     remedy = f"name it as others reach it, or say which it is with --host-index {places}"
-    require(len(found) == 1, f"{_HOST_RULE}, which is {own}", ",".join(names), remedy)
-    return found[0]
+    require(len(here) == 1, f"{_HOST_RULE}, which is {host_name}", ",".join(names), remedy)
+    return here[0]
 
 
 def _is_here(name: str) -> bool:

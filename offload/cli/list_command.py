@@ -23,12 +23,12 @@ def list_models(output: OutputOptions) -> None:
     """List the models that were downloaded from the hub, which -m takes by these names."""
     from offload.checkpoint.download import cached_models
 
-    found = [_told(name) for name in cached_models()]
+    models = [_told(name) for name in cached_models()]
     lines = ["no model was downloaded yet: generate, chat and serve do that with -m ORG/NAME"]
-    if found:
-        width = max(len(one["name"]) for one in found)
-        lines = [_row(one, width) for one in found]
-    print_result("\n".join(lines), found, as_json=output.as_json)
+    if models:
+        width = max(len(row["name"]) for row in models)
+        lines = [_row(row, width) for row in models]
+    print_result("\n".join(lines), models, as_json=output.as_json)
 
 
 def _told(name: str) -> dict[str, Any]:
@@ -37,18 +37,18 @@ def _told(name: str) -> dict[str, Any]:
     from offload.checkpoint.open import open_headers
     from offload.checkpoint.sizes import ModelFacts
 
-    told: dict[str, Any] = {"name": name, "num_bytes": None, "num_parameters": None}
+    row: dict[str, Any] = {"name": name, "num_bytes": None, "num_parameters": None}
     try:
         facts = ModelFacts.of(name, open_headers(in_cache(name)))
     except (UserError, OSError) as error:
-        return {**told, "refusal": f"does not run: {reason(error)}"}
+        return {**row, "refusal": f"does not run: {reason(error)}"}
     sizes = {"num_bytes": facts.num_bytes, "num_parameters": facts.num_parameters}
-    return {**told, **sizes, "refusal": None}
+    return {**row, **sizes, "refusal": None}
 
 
-def _row(one: dict[str, Any], width: int) -> str:
-    what = one["refusal"]
-    if what is None:
-        size = format_bytes(one["num_bytes"], is_decimal=True)
-        what = f"{size:>8}, {one['num_parameters'] / 1e9:.3g} billion parameters"
-    return f"{one['name']:<{width}}  {what}"
+def _row(row: dict[str, Any], width: int) -> str:
+    summary = row["refusal"]
+    if summary is None:
+        size = format_bytes(row["num_bytes"], is_decimal=True)
+        summary = f"{size:>8}, {row['num_parameters'] / 1e9:.3g} billion parameters"
+    return f"{row['name']:<{width}}  {summary}"

@@ -71,7 +71,7 @@ class Loading:
         from offload.engine.identities import Identities
 
         files = self.options.files_of(self.options.headers(self.read or open_headers))
-        if not all(one.is_here for one in files if one):
+        if not all(checkpoint.is_here for checkpoint in files if checkpoint):
             return None
         return Identities(files, limit_bytes_per_s=self.options.limit_bytes_per_s)
 
@@ -107,8 +107,8 @@ class Loading:
             choice = decoder.tree_choice(request.sampling) if tells_tree else None
             named = self.options.draft
             draft = None if named is None else Path(named).absolute().name
-            how = {"is_decimal": console.is_decimal}
-            console.say(opening_lines(self.model_name, draft, decoder, choice, **how))
+            layout = {"is_decimal": console.is_decimal}
+            console.say(opening_lines(self.model_name, draft, decoder, choice, **layout))
             console.detail(detail_lines(decoder, choice if draft else None))
             console.say(self.note)
             yield decoder

@@ -29,7 +29,7 @@ def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
     given = sys.argv[1:] or ["--help"]
     allow_open_files()
-    own = defaults.Defaults({}, {}, {}, [])
+    settings = defaults.Defaults({}, {}, {}, [])
     place = None
     try:
         command: Any = typer.main.get_command(app)
@@ -41,13 +41,13 @@ def main() -> None:
             if defaults.may_have_defaults():
                 commands = every_command()
                 commands.pop("bench", None)
-                own = defaults.find_defaults(commands)
-            place = rank_process.begin(given, own.by_command.get(given[0], {}))
-            if own.notes and not flags.ask_for_silence(given):
-                print(*map(error_line, own.notes), sep="\n", file=sys.stderr)
+                settings = defaults.find_defaults(commands)
+            place = rank_process.begin(given, settings.by_command.get(given[0], {}))
+            if settings.notes and not flags.ask_for_silence(given):
+                print(*map(error_line, settings.notes), sep="\n", file=sys.stderr)
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
         # A copy, since the option parser takes words away from what it is given.
-        with command.make_context("offload", [*given], default_map=own.by_command) as context:
+        with command.make_context("offload", [*given], default_map=settings.by_command) as context:
             command.invoke(context)
         sys.stdout.flush()
         sys.exit(0)
@@ -56,7 +56,7 @@ def main() -> None:
             _fail_to_write(errno.EBADF)
         sys.exit(finished.exit_code)
     except UserError as error:
-        _fail(own.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR, place, error)
+        _fail(settings.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR, place, error)
     except RankError as error:
         _fail(str(error), EXIT_USER_ERROR if error.is_refusal else EXIT_FAILED, place, error)
     except RunError as error:
@@ -78,9 +78,9 @@ def main() -> None:
         # of the command whose options were not understood
         misread = getattr(error, "ctx", None)
         command_path = misread.command_path if misread else _named_command(command, given)
-        said = _said_of(error, given, own.by_command.get(given[0], {})).rstrip(".")
+        said = _said_of(error, given, settings.by_command.get(given[0], {})).rstrip(".")
         said = f"{said} (see {command_path} --help)"
-        _fail(own.blame(said, given), EXIT_USER_ERROR, place, error)
+        _fail(settings.blame(said, given), EXIT_USER_ERROR, place, error)
 
 
 def _fail_to_write(number: int) -> NoReturn:
@@ -104,7 +104,7 @@ def _named_command(command: Any, given: list[str]) -> str:
     return " ".join(words)
 
 
-def _said_of(error: Any, given: list[str], own: Mapping[str, Any]) -> str:
+def _said_of(error: Any, given: list[str], settings: Mapping[str, Any]) -> str:
     """Return the option parser's line, with a question where the words were nearly right.
 
     `own` is what is set elsewhere, by parameter.
@@ -120,14 +120,14 @@ def _said_of(error: Any, given: list[str], own: Mapping[str, Any]) -> str:
     names = error.param.opts
     if error.param.param_type_name == "argument":
         names = [error.param.metavar]
-    told = f"{'/'.join(names)} {rule}"
+    line = f"{'/'.join(names)} {rule}"
     # of a flag that is given twice the last one counts
     for word, behind in reversed([*zip(given, [*given[1:], ""], strict=True)]):
         name, equals, value = word.partition("=")
         if name in names:
-            return f"{told}, got {(value if equals else behind)!r:.80}"
-    is_set = error.param.name in own
-    return f"{told}, got {own[error.param.name]!r:.80}" if is_set else told
+            return f"{line}, got {(value if equals else behind)!r:.80}"
+    is_set = error.param.name in settings
+    return f"{line}, got {settings[error.param.name]!r:.80}" if is_set else line
 
 
 def _fail(

@@ -64,10 +64,10 @@ def _streamed(
     files = ModelFiles(target, open_checkpoint(pair / "draft"))
     spec = parse_tree(options.tree)
     num_nodes = 1 if spec.is_chosen else spec.num_nodes * options.parallel
-    how = {"context": options.context, "rule": options.rule, "parallel": options.parallel}
+    limits = {"context": options.context, "rule": options.rule, "parallel": options.parallel}
 
     def plan(ram: int) -> object:
-        return plan_memory(files, MemoryBudget(ram_bytes=ram, **how), num_nodes)  # type: ignore[arg-type]
+        return plan_memory(files, MemoryBudget(ram_bytes=ram, **limits), num_nodes)  # type: ignore[arg-type]
 
     ram = options.ram
     if ram is None:
@@ -89,5 +89,5 @@ def _without_context() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        told = str(error).partition(" or lower `context`")[0]
-        raise UserError(told.replace("raise `context`, ", "")) from None
+        line = str(error).partition(" or lower `context`")[0]
+        raise UserError(line.replace("raise `context`, ", "")) from None

@@ -78,11 +78,11 @@ def found_session(path: Path | None, ranks: str | None) -> Path | None:
         rule = "`session` keeps what one process has computed"
         raise UserError(f"{rule}, got `ranks` {ranks}: leave one of them out")
     folder = path.absolute().parent
-    what = ""
+    obstacle = ""
     if path.is_dir():
-        what = "it is a folder"
+        obstacle = "it is a folder"
     elif not os.access(folder, os.W_OK | os.X_OK):
-        what = f"{folder} is no folder that can be written to"
-    if what:
-        raise UserError(f"cannot keep a session in {path} ({what}): name another file")
+        obstacle = f"{folder} is no folder that can be written to"
+    if obstacle:
+        raise UserError(f"cannot keep a session in {path} ({obstacle}): name another file")
     return path if path.exists() else None

@@ -25,21 +25,21 @@ _HEARD_S = 3.0
 
 def takes_ranks(command: Sequence[str]) -> bool:
     """Return whether it is a command that runs on many ranks."""
-    return any(list(command[: len(one.split())]) == one.split() for one in COMMANDS)
+    return any(list(command[: len(name.split())]) == name.split() for name in COMMANDS)
 
 
 def names_ranks(command: Sequence[str]) -> bool:
     """Return whether the command says which rank does what."""
-    return any(one.split("=")[0] == "--ranks" for one in command)
+    return any(word.split("=")[0] == "--ranks" for word in command)
 
 
-def begin(command: Sequence[str], own: Mapping[str, object]) -> RankInfo | None:
+def begin(command: Sequence[str], settings: Mapping[str, object]) -> RankInfo | None:
     """Take this process's place, if the command is for many ranks and a launcher started it.
 
     `own` is what is set for it elsewhere, by parameter. Raises `UserError`.
     """
     # of benches the last
-    is_told = names_ranks(command) or own.get("ranks") or os.environ.get("OFFLOAD_RANKS")
+    is_told = names_ranks(command) or settings.get("ranks") or os.environ.get("OFFLOAD_RANKS")
     place = find_place() if is_told and takes_ranks(command) else None
     if place is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return place

@@ -103,7 +103,7 @@ def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
 
 def kernel_line(outcomes: Sequence[ComparisonOutcome]) -> str:
     """Return which kernels and expansions of weights run here, and why others do not."""
-    reasons = {one.kernel: one.reason for one in outcomes if one.reason}
+    reasons = {outcome.kernel: outcome.reason for outcome in outcomes if outcome.reason}
     running = ", ".join(kernel for kernel, is_used in used(outcomes).items() if is_used) or "none"
     left_out = ", ".join(f"{kernel} ({reason})" for kernel, reason in reasons.items()) or "none"
     return f"kernels: {running}; left out: {left_out}"
@@ -144,7 +144,7 @@ def closing_lines(
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
     if stats.runs:
-        count = Counter(what for _, what, _, _ in stats.runs)
+        count = Counter(kind for _, kind, _, _ in stats.runs)
         runs = f"{plural(count['issued'], 'run')}, {count['cancelled']} cancelled"
         return f"{first}; then {stats.tokens_per_s:.2f} tokens/s ({runs})\n{memory}"
     tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
@@ -176,9 +176,9 @@ def memory_line(
 ) -> str:
     """Return the most memory that was held, beside all that may be: the budget, and the program."""
     sizes = (stats.peak_rss_bytes, plan.ram_bytes, own_bytes, stats.peak_device_bytes)
-    peak, budget, own, on_gpu = (format_bytes(size, is_decimal=is_decimal) for size in sizes)
+    peak, budget, base, on_gpu = (format_bytes(size, is_decimal=is_decimal) for size in sizes)
     allowed = format_bytes(plan.ram_bytes + own_bytes, is_decimal=is_decimal)
-    line = f"peak memory {peak}; allowed {allowed} = {budget} (--ram) + {own} for Python"
+    line = f"peak memory {peak}; allowed {allowed} = {budget} (--ram) + {base} for Python"
     return f"{line}; {on_gpu} on the GPU" if stats.peak_device_bytes else line
 
 
@@ -216,11 +216,11 @@ def _longer(plan: "MemoryPlan") -> str:
 
 def turn_line(stats: Stats, finish_reason: str) -> str:
     """Return how long an answer of a conversation took, and how much had to be read again for it."""
-    how = {"interrupted": ", stopped", "length": ", cut off by its limit"}.get(finish_reason, "")
+    ending = {"interrupted": ", stopped", "length": ", cut off by its limit"}.get(finish_reason, "")
     speed = ""
     if stats.tpot_s:
         speed = f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens a pass"
     num_read = stats.num_prompt_tokens - stats.num_kept_tokens
     read = f"{num_read} of the prompt's {plural(stats.num_prompt_tokens, 'token')} read"
-    new = f"{plural(stats.num_new_tokens, 'token')}{how}"
+    new = f"{plural(stats.num_new_tokens, 'token')}{ending}"
     return f"({new}, the first after {stats.ttft_s:.1f} s{speed}; {read})"

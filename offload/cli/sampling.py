@@ -32,19 +32,19 @@ class GivenSampling(NamedTuple):
         given = dict(options.given)
         if biases := given.get("logit_bias"):
             given["logit_bias"] = tuple(_bias(text) for text in biases)
-        own = Sampling(**given)
+        sampling = Sampling(**given)
         laid_over = {name: value for name, value in given.items() if name not in (*DRAWING, "seed")}
         if options.greedy:
             idle = [f"`{name}` {given[name]:g}" for name in DRAWING if given.get(name)]
             note = f"--greedy wins over {listed(idle)}" if idle else ""
-            return cls(Sampling(**laid_over, seed=own.seed), {}, note)
+            return cls(Sampling(**laid_over, seed=sampling.seed), {}, note)
         is_drawn = any(name in given for name in DRAWING)
         if is_drawn and "temperature" not in given:
             rule = (
                 f"{listed([f'`{name}`' for name in NARROWING])} choose among tokens that are drawn"
             )
             raise UserError(f"{rule}: give `temperature` as well")
-        return cls(own if is_drawn else None, {**laid_over, "seed": own.seed})
+        return cls(sampling if is_drawn else None, {**laid_over, "seed": sampling.seed})
 
     def settled(self, model: str, on_phase: Callable[[str], None]) -> tuple[Sampling, str]:
         """Return the user's own sampling, or the model's with a note. Raises `UserError`."""
@@ -74,10 +74,14 @@ def _bias(text: str) -> tuple[int, float]:
 def sampling_words(sampling: Sampling) -> str:
     """Return `temperature 0.6, top-p 0.9`: what is not off."""
     words = []
-    for name, one in options_of(Sampling).items():
-        is_told = one.is_number and name != "seed" and not (sampling.is_greedy and name in DRAWING)
+    for name, each_option in options_of(Sampling).items():
+        is_told = (
+            each_option.is_number
+            and name != "seed"
+            and not (sampling.is_greedy and name in DRAWING)
+        )
         if is_told and getattr(sampling, name) != getattr(_OFF, name):
-            called = one.at("chat").replace("-penalty", " penalty")
+            called = each_option.at("chat").replace("-penalty", " penalty")
             words.append(f"{called} {getattr(sampling, name):g}")
     words += [f"biases {len(sampling.logit_bias)}"] if sampling.logit_bias else []
     return ", ".join(["greedy", *words] if sampling.is_greedy else words)

@@ -136,7 +136,7 @@ class SlashCommands:
         pieces = self._chat.retry()
         is_whole = before is not None and before.is_finished
         samplings = [self._chat.sampling, *([before.sequence.sampler.sampling] if before else [])]
-        if is_whole and not any(one.temperature for one in samplings):
+        if is_whole and not any(sampling.temperature for sampling in samplings):
             self._say("greedy, so the answer will be the same: /set temperature 0.7 draws another")
         return pieces
 
@@ -154,18 +154,18 @@ class SlashCommands:
         value = value.strip()
         chat = self._chat
         if name in _SAMPLING:
-            one = _SAMPLING[name]
-            own = _number(name, one.kind, value)
+            setting = _SAMPLING[name]
+            new_value = _number(name, setting.kind, value)
             try:
-                chat.sampling = replace(chat.sampling, **{one.name: own})
+                chat.sampling = replace(chat.sampling, **{setting.name: new_value})
             except UserError as error:
-                raise UserError(renamed(str(error), {one.name: name})) from None
+                raise UserError(renamed(str(error), {setting.name: name})) from None
         elif name in _TEXT:
-            one = _TEXT[name].of("chat")
-            own = value or None
-            if one.kind is int:
-                own = _number(name, int, value, least=one.least or 0)
-            setattr(chat, one.name, own)
+            setting = _TEXT[name].of("chat")
+            new_value = value or None
+            if setting.kind is int:
+                new_value = _number(name, int, value, least=setting.least or 0)
+            setattr(chat, setting.name, new_value)
         elif name:
             meant = did_you_mean(name, _NAMES) or ": try /set temperature 0.7"
             raise UserError(f"/set knows {', '.join(_NAMES)}, got {name}{meant}")
@@ -205,8 +205,8 @@ def _number(name: str, kind: type, value: str, *, least: float = float("-inf")) 
     except ValueError:
         number = None
     if number is None or number < least:
-        what = "a whole number" if kind is int else "a number"
+        kind_words = "a whole number" if kind is int else "a number"
         above = f" of at least {least}" if least > 0 else ""
         remedy = f"try /set {name} {1 if kind is int else 0.7}"
-        raise UserError(f"{name} must be {what}{above}, got {value!r}: {remedy}")
+        raise UserError(f"{name} must be {kind_words}{above}, got {value!r}: {remedy}")
     return number

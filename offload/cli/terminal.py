@@ -37,8 +37,8 @@ def fitted(text: str, stream: TextIO) -> str:
     for line in text.split("\n"):
         named = _NAMED.match(line)
         indent = " " * (named.end() if named else 2 + len(line) - len(line.lstrip()))
-        how = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-        lines += textwrap.wrap(line, width, **how) or [""]  # type: ignore[arg-type]
+        layout = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(line, width, **layout) or [""]  # type: ignore[arg-type]
     return "\n".join(lines)
 
 

@@ -63,11 +63,11 @@ def _begun_text(decoder: Decoder, path: Path | None, prompt: Prompt | None) -> P
         return prompt or ""
     tokens, messages, _ = decoder.load_session(path)
     if messages is not None:
-        what = f"{path} holds a conversation: go on with it by offload chat"
-        raise UserError(f"{what}, or name another file")
+        problem = f"{path} holds a conversation: go on with it by offload chat"
+        raise UserError(f"{problem}, or name another file")
     if not prompt and tokens[-1:] and tokens[-1] in decoder.end_ids:
-        what = f"the text in {path} has come to its end: give a prompt"
-        raise UserError(f"{what}, or name another file")
+        problem = f"the text in {path} has come to its end: give a prompt"
+        raise UserError(f"{problem}, or name another file")
     return prompt or tokens
 
 
@@ -130,9 +130,9 @@ def write_batch(
                 results.add(todo[index], _result(outcome))
     if results.num_failed:
         where = f" in {results.name}" if results.name else ""
-        what = f"{results.num_failed:,} of {plural(len(tasks), 'text')} could not be written"
+        failure = f"{results.num_failed:,} of {plural(len(tasks), 'text')} could not be written"
         raise RunError(
-            f'{what}: their lines{where} have an "error"; mend the prompts, and take those lines out'
+            f'{failure}: their lines{where} have an "error"; mend the prompts, and take those lines out'
         )
 
 
@@ -168,17 +168,17 @@ def _finished(
     console.show(progress)
     try:
         with closing(write_all(decoder, requests, progress.advance)) as finished:
-            for one in finished:
-                written = None if isinstance(one.outcome, UserError) else one.outcome
+            for done in finished:
+                written = None if isinstance(done.outcome, UserError) else done.outcome
                 if written is not None and written.finish_reason == "length":
                     is_full = fills_context(written.stats, written.plan)
                     num_cut["where the context ends" if is_full else "by -n or max_tokens"] += 1
                 progress.finish(0 if written is None else len(written.token_ids))
-                yield one
+                yield done
     finally:
         console.clear()
         texts = f"{progress.num_done:,} of {plural(progress.num_texts, 'text')}"
-        texts += "".join(f", {num:,} of them cut off {how}" for how, num in num_cut.items())
+        texts += "".join(f", {num:,} of them cut off {ending}" for ending, num in num_cut.items())
         took = f"{plural(progress.num_tokens, 'token')} in {duration(progress.elapsed_s)}"
         speed = f"{progress.tokens_per_s:.2f} tokens/s over all"
         console.say(f"{texts}, {took}: {speed}, {progress.tokens_per_pass:.2f} tokens a pass")

@@ -68,17 +68,19 @@ def tune(
 def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
     """Return what a tune has found: acceptance by rank, the curves, and the trees that follow."""
     costs = tuned.costs
-    one = tuned.identity
+    identity = tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
     ranks = "  ".join(f"{p:.3f}±{error:.3f}" for p, error in pairs)
     basis = "over the given text" if tuned.is_teacher_forced else "that the target wrote"
     traced = "the product form"
     if tuned.follows_traces:
         traced = f"the traces, smoothed by {tuned.smoothing:g}"
-    sampling = f"temperature {one.temperature:g}, top-p {one.top_p:g}, top-k {one.top_k}"
+    sampling = (
+        f"temperature {identity.temperature:g}, top-p {identity.top_p:g}, top-k {identity.top_k}"
+    )
     return "\n".join(
         [
-            f"rule {one.rule}, {sampling}",
+            f"rule {identity.rule}, {sampling}",
             f"acceptance by rank, {tuned.num_tokens} tokens {basis}:",
             f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}; trees follow {traced}",
             _curve_line("pass, computing alone (s)", costs.compute_s),

@@ -82,13 +82,13 @@ def _lines(report: "Report") -> list[str]:
     if not report.damage:
         return [*report.notes, f"{report.path}: sound; {size}; {_compared(report)}"]
     lines = list[str]()
-    for one in report.damage[:_SHOWN]:
-        where = f"{one.file}: {one.tensor:.200}" if one.tensor else one.file
-        lines.append(f"{where}: {one.what}")
+    for fault in report.damage[:_SHOWN]:
+        where = f"{fault.file}: {fault.tensor:.200}" if fault.tensor else fault.file
+        lines.append(f"{where}: {fault.what}")
     if rest := report.damage[_SHOWN:]:
-        files = plural(len({one.file for one in rest}), "file")
+        files = plural(len({fault.file for fault in rest}), "file")
         lines.append(f"and {len(rest):,} more, in {files}: --json has all")
-    files = plural(len({one.file for one in report.damage}), "file")
+    files = plural(len({fault.file for fault in report.damage}), "file")
     read = size if report.num_files else "no file was read"
     return [*lines, *report.notes, f"{report.path}: DAMAGED in {files}; {read}"]
 
@@ -99,9 +99,9 @@ def _compared(report: "Report") -> str:
         "decoded, with the checksums of packing": report.num_decoded,
         f"as in {report.manifest.name}": report.num_as_before,
     }
-    found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    summary = ", ".join(f"{count} {label}" for label, count in counts.items() if count)
     written = f"checksums written to {report.manifest}" if report.is_written else ""
-    if not found:
-        found = "nothing to compare its bits with"
+    if not summary:
+        summary = "nothing to compare its bits with"
         written = written or "--write keeps checksums to compare them with next time"
-    return "; ".join(filter(None, [found, written]))
+    return "; ".join(filter(None, [summary, written]))
