@@ -83,12 +83,12 @@ class Compiled:
 
         others = self._others(dtype)
         plain = self.function
-        found = {name: numba.njit(one.bound(dtype)) for name, one in others.items()}
-        known = {**plain.__globals__, **found}
+        compiled = {name: numba.njit(callee.bound(dtype)) for name, callee in others.items()}
+        known = {**plain.__globals__, **compiled}
         bound = FunctionType(plain.__code__, known, plain.__name__, None, plain.__closure__)
         bound.__module__ = plain.__module__
         # Numba checks only this function's file for changes, so the name tells of the others.
-        sources = "".join(one.source(dtype) for one in others.values())
+        sources = "".join(callee.source(dtype) for callee in others.values())
         bound.__qualname__ = f"{plain.__qualname__}_{crc32(sources.encode()):08x}"
         return bound
 
@@ -96,16 +96,18 @@ class Compiled:
         """Return the compiled functions that it calls, by name."""
         others = dict[str, Compiled]()
         for name in self.function.__code__.co_names:
-            one = self.function.__globals__.get(name)
-            one = one.of(dtype) if isinstance(one, ByType) else one
-            if isinstance(one, Compiled):
-                others[name] = one
+            callee = self.function.__globals__.get(name)
+            callee = callee.of(dtype) if isinstance(callee, ByType) else callee
+            if isinstance(callee, Compiled):
+                others[name] = callee
         return others
 
     def source(self, dtype: torch.dtype) -> str:
         """Return the source of the function and of those that it calls."""
         others = self._others(dtype).values()
-        return "".join([inspect.getsource(self.function), *(one.source(dtype) for one in others)])
+        return "".join(
+            [inspect.getsource(self.function), *(callee.source(dtype) for callee in others)]
+        )
 
 
 class ByType:

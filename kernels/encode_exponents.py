@@ -123,19 +123,21 @@ def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: A
         for i in range(U64(128)):
             if width == 4:
                 for run in range(U64(4)):
-                    one = distance[run * U64(128) + i]
+                    low_distance = distance[run * U64(128) + i]
                     other = distance[run * U64(128) + U64(512) + i]
-                    plane[block * U64(512) + run * U64(128) + i] = U8(one | U8(other << U8(4)))
+                    plane[block * U64(512) + run * U64(128) + i] = U8(
+                        low_distance | U8(other << U8(4))
+                    )
             else:
                 even = U8(0)
                 odd = U8(0)
                 high = U8(0)
                 for run in range(U64(8)):
-                    one = distance[run * U64(128) + i]
-                    low = U8(U8(one & U8(3)) << U8(run & U64(6)))
+                    low_distance = distance[run * U64(128) + i]
+                    low = U8(U8(low_distance & U8(3)) << U8(run & U64(6)))
                     even = U8(even | low) if run % 2 == 0 else even
                     odd = U8(odd | low) if run % 2 else odd
-                    high = U8(high | U8(U8(one >> U8(2)) << U8(run)))
+                    high = U8(high | U8(U8(low_distance >> U8(2)) << U8(run)))
                 plane[block * U64(384) + i] = even
                 plane[block * U64(384) + U64(128) + i] = odd
                 plane[block * U64(384) + U64(256) + i] = high

@@ -331,11 +331,11 @@ def _fill_q3_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
             at = first + U64(16) * (j & U64(1))
             words = at + U64(32) + U64(32) * (j >> U64(3))
             two = U32(U64(2) * ((j >> U64(1)) & U64(3)))
-            one = U32(j >> U64(1))
+            pair_bit = U32(j >> U64(1))
             to = U64(256) * i + U64(16) * j
             for k in range(U64(16)):
                 q = U32(U32(U32(source[words + k]) >> two) & U32(3))
-                third = U32(U32(U32(source[at + k]) >> one) & U32(1))
+                third = U32(U32(U32(source[at + k]) >> pair_bit) & U32(1))
                 value = I32(I32(q | U32(third << U32(2))) - I32(4))
                 out[to + k] = rounded(F32(scale * F32(value)))
 

@@ -79,10 +79,10 @@ def _pairs_of_rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-d
         line = lines[row >> U64(3)]
         place = out[row]
         shift = _shift(row)
-        for one in range(U64(scale.shape[1])):
-            s = scale[row, one]
-            z = zero[row, one]
-            for pair in range(one * half, min((one + U64(1)) * half, num_pairs)):
+        for group_index in range(U64(scale.shape[1])):
+            s = scale[row, group_index]
+            z = zero[row, group_index]
+            for pair in range(group_index * half, min((group_index + U64(1)) * half, num_pairs)):
                 first = line[U64(2) * pair]
                 second = line[U64(2) * pair + U64(1)]
                 place[pair] = rounded_pair(

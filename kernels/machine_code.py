@@ -62,7 +62,9 @@ class Shared(NamedTuple):
 
 def call_of(num_parts: int, given: Iterable[Tensor | int | None]) -> "ctypes.Array[ctypes.c_int64]":
     """Return what machine code is called with, numbers and addresses; 0 for what there is not."""
-    numbers = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in given]
+    numbers = [
+        argument.data_ptr() if isinstance(argument, Tensor) else argument or 0 for argument in given
+    ]
     return (ctypes.c_int64 * (_NUM_SHARED + len(numbers)))(0, 0, num_parts, *numbers)
 
 
@@ -111,8 +113,8 @@ def _made(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
     engine = binding.create_mcjit_compiler(code, machine)
     engine.finalize_object()
     functions = {
-        name: ctypes.CFUNCTYPE(None, *own)(engine.get_function_address(name))
-        for name, own in kinds.items()
+        name: ctypes.CFUNCTYPE(None, *signature)(engine.get_function_address(name))
+        for name, signature in kinds.items()
     }
     return CompiledCode(functions, engine)
 
@@ -174,9 +176,9 @@ class Code:
         self._module = ir.Module()
         self._fused = dict[int, Any]()
         for kind in {EIGHT: self._eight, lanes: self._floats}.values():
-            own = ir.FunctionType(kind, [kind] * 3)
+            signature = ir.FunctionType(kind, [kind] * 3)
             name = f"llvm.fma.v{kind.count}f32"
-            self._fused[kind.count] = ir.Function(self._module, own, name)
+            self._fused[kind.count] = ir.Function(self._module, signature, name)
         self._builder = ir.IRBuilder()
 
     def text(self) -> str:
@@ -263,17 +265,17 @@ class Code:
         number = self._index(number) if isinstance(number, int) else number
         return self._builder.gep(place, [number])
 
-    def _add(self, one: Any, other: Any) -> Any:
-        return self._builder.add(one, self._index(other) if isinstance(other, int) else other)
+    def _add(self, left: Any, other: Any) -> Any:
+        return self._builder.add(left, self._index(other) if isinstance(other, int) else other)
 
-    def _times(self, one: Any, other: Any) -> Any:
-        return self._builder.mul(one, self._index(other) if isinstance(other, int) else other)
+    def _times(self, left: Any, other: Any) -> Any:
+        return self._builder.mul(left, self._index(other) if isinstance(other, int) else other)
 
-    def _least(self, one: Any, other: Any) -> Any:
-        return self._builder.select(self._builder.icmp_signed("<", one, other), one, other)
+    def _least(self, left: Any, other: Any) -> Any:
+        return self._builder.select(self._builder.icmp_signed("<", left, other), left, other)
 
-    def _most(self, one: Any, other: Any) -> Any:
-        return self._builder.select(self._builder.icmp_signed(">", one, other), one, other)
+    def _most(self, left: Any, other: Any) -> Any:
+        return self._builder.select(self._builder.icmp_signed(">", left, other), left, other)
 
     def _loaded(self, place: Any, kind: Any, alignment: int = 4) -> Any:
         pointer = self._builder.bitcast(place, kind.as_pointer())
@@ -292,10 +294,10 @@ class Code:
     def _repeated_at(self, place: Any, number: Any, kind: Any) -> Any:
         return self._repeated(self._builder.load(self._at(place, number)), kind)
 
-    def _shuffled(self, one: Any, other: Any, order: Sequence[int]) -> Any:
+    def _shuffled(self, left: Any, other: Any, order: Sequence[int]) -> Any:
         """Return numbers of two registers: those of the second follow those of the first."""
         places = self._ir.VectorType(self._int, len(order))(list(order))
-        return self._builder.shuffle_vector(one, other, places)
+        return self._builder.shuffle_vector(left, other, places)
 
     def _added(self, left: Any, right: Any, before: Any) -> Any:
         """Add the products of two registers, which are not rounded in between."""
@@ -305,7 +307,7 @@ class Code:
         self, left: Sequence[Any], right: Sequence[Any], sums: Sequence[Any]
     ) -> list[Any]:
         """Add the product of each of the left with each of the right; see `_added`."""
-        pairs = [(one, other) for one in left for other in right]
+        pairs = [(first, other) for first in left for other in right]
         return [self._added(*pair, before) for pair, before in zip(pairs, sums, strict=True)]
 
     def _both_of(self, words: Any) -> list[Any]:

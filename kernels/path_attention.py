@@ -64,11 +64,11 @@ class PathRows:
     chosen_TS: Tensor | None = None
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def once(self, what: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what is made of these walks when the first layer asks for it."""
-        if what not in self.kept:
-            self.kept[what] = make()
-        return self.kept[what]
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +102,9 @@ def path_attention_kernel(
     window = rows.window
     walk_TL = rows.walk_TL[-num_rows:]
     out_THV = query_HTK.new_empty(num_rows, num_heads, value_width)
-    key_block, value_block = (max(16, triton.next_power_of_2(one)) for one in (width, value_width))
+    key_block, value_block = (
+        max(16, triton.next_power_of_2(size)) for size in (width, value_width)
+    )
     _attend[(num_rows, num_groups, triton.cdiv(group, _HEADS))](
         out_THV,
         query_HTK,
@@ -177,9 +179,9 @@ def _attend(
     dim_v = tl.arange(0, BLOCK_V)
     query_place = query + head[:, None] * strides[0] + row * strides[1]
     query_MK = _rows_of(query_place, dim, is_head, SHAPE[1])
-    own = walk + row * strides[6]
-    num_keys = tl.load(own)
-    base = tl.load(own + 1)
+    walk_row = walk + row * strides[6]
+    num_keys = tl.load(walk_row)
+    base = tl.load(walk_row + 1)
     least = _first_key(num_keys, window) if HAS_WINDOW else 0
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -190,7 +192,7 @@ def _attend(
     for start in range(least // BLOCK_S * BLOCK_S, num_keys, BLOCK_S):
         position = start + tl.arange(0, BLOCK_S)
         is_seen = (position < num_keys) & (position >= least)
-        column = _columns_of(own, base, position, is_seen)
+        column = _columns_of(walk_row, base, position, is_seen)
         key_place = key + group * strides[2] + column[None, :] * strides[3] + dim[:, None]
         key_KS = tl.load(key_place, mask=is_seen[None, :] & (dim < SHAPE[1])[:, None], other=0.0)
         score = tl.dot(query_MK, key_KS, input_precision="ieee")
@@ -221,10 +223,10 @@ def _rows_of(place: tl.tensor, dim: tl.tensor, is_row: tl.tensor, WIDTH: tl.cons
 
 @jit
 def _columns_of(
-    own: tl.tensor, base: tl.tensor, position: tl.tensor, is_seen: tl.tensor
+    walk_row: tl.tensor, base: tl.tensor, position: tl.tensor, is_seen: tl.tensor
 ) -> tl.tensor:
     """Return the columns of positions: those before `base` have the same numbers."""
-    named = tl.load(own + 2 + position - base, mask=is_seen & (position >= base), other=0)
+    named = tl.load(walk_row + 2 + position - base, mask=is_seen & (position >= base), other=0)
     return tl.where(position >= base, named, position).to(tl.int64)
 
 

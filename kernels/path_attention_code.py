@@ -119,7 +119,7 @@ class _PathAttention(Code):
         """
         kinds = [*[self._number] * 5, *[self._index] * 2]
         function = self._begin("score", kinds)
-        one, other, query, second, keys, count, whole = function.args
+        left, other, query, second, keys, count, whole = function.args
 
         def score(first: Any) -> None:
             rows = (self._times(self._add(first, key), whole) for key in range(_KEYS))
@@ -135,7 +135,7 @@ class _PathAttention(Code):
 
             nothing = [self._eight([0.0] * EIGHT)] * (2 * _KEYS)
             sums = self._loop(0, whole, KEY_STEP, nothing, multiply)
-            self._store(self._four_sums(sums[:_KEYS]), self._at(one, first))
+            self._store(self._four_sums(sums[:_KEYS]), self._at(left, first))
             self._store(self._four_sums(sums[_KEYS:]), self._at(other, first))
 
         self._each(0, count, _KEYS, score)
@@ -151,10 +151,10 @@ class _PathAttention(Code):
         # within each half, of which a register is added to its neighbour in turns
         low, high = (
             add(
-                self._shuffled(one, other, [0, 8, 2, 10, 4, 12, 6, 14]),
-                self._shuffled(one, other, [1, 9, 3, 11, 5, 13, 7, 15]),
+                self._shuffled(left, other, [0, 8, 2, 10, 4, 12, 6, 14]),
+                self._shuffled(left, other, [1, 9, 3, 11, 5, 13, 7, 15]),
             )
-            for one, other in (registers[:2], registers[2:])
+            for left, other in (registers[:2], registers[2:])
         )
         four = add(
             self._shuffled(low, high, [0, 1, 8, 9, 4, 5, 12, 13]),
@@ -219,9 +219,9 @@ class _PathAttention(Code):
         hidden = self._eight([-math.inf] * EIGHT)
         self._store(self._builder.select(is_chosen, score, hidden), place)
 
-    def _higher(self, one: Any, other: Any) -> Any:
+    def _higher(self, left: Any, other: Any) -> Any:
         """Return the higher numbers of two registers, and what is none of the first."""
-        return self._builder.select(self._builder.fcmp_unordered(">", one, other), one, other)
+        return self._builder.select(self._builder.fcmp_unordered(">", left, other), left, other)
 
     def _of_all(self, numbers: Any, join: Callable[[Any, Any], Any]) -> Any:
         """Return a register in which every number is that of all eight."""
@@ -242,9 +242,9 @@ class _PathAttention(Code):
         limit = self._eight([-_LEAST_POWER] * EIGHT)
         power = builder.fmul(score, inner)
         power = builder.select(builder.fcmp_ordered(">", power, limit), limit, power)
-        one, two = (self._eight([number] * EIGHT) for number in (1.0, 2.0))
-        part = builder.fdiv(two, builder.fadd(self._power(power), one))
-        self._store(builder.fmul(builder.fsub(one, part), outer), place)
+        unit, two = (self._eight([number] * EIGHT) for number in (1.0, 2.0))
+        part = builder.fdiv(two, builder.fadd(self._power(power), unit))
+        self._store(builder.fmul(builder.fsub(unit, part), outer), place)
 
     def _power(self, exponent: Any) -> Any:
         """Return 2 to the power of eight numbers of at most 126, 0.0 where it is below 2^-126."""
@@ -270,13 +270,13 @@ class _PathAttention(Code):
         """
         kinds = [*[self._number] * 5, *[self._index] * 2]
         function = self._begin("gather", kinds)
-        one, other, weight, second, values, count, whole = function.args
+        left, other, weight, second, values, count, whole = function.args
         registers = range(0, VALUE_STEP, EIGHT)
 
         def gather(lo: Any) -> None:
             places = [
                 self._at(row, self._add(lo, register))
-                for row in (one, other)
+                for row in (left, other)
                 for register in registers
             ]
 
@@ -455,11 +455,11 @@ class _PathAttention(Code):
         nth_row, nth_head = self._place_of(given, tile, row)
         place = self._builder.add(self._times(nth_row, given["num_heads"]), nth_head)
         out = self._at(given["out"], self._times(place, given["value_whole"]))
-        own = self._at(tile.sums, self._times(row, given["value_whole"]))
+        row_sums = self._at(tile.sums, self._times(row, given["value_whole"]))
         total = self._repeated_at(tile.totals, row, self._eight)
 
         def divide(column: Any) -> None:
-            mean = self._builder.fdiv(self._eight_at(own, column), total)
+            mean = self._builder.fdiv(self._eight_at(row_sums, column), total)
             self._store(mean, self._at(out, column))
 
         self._each(0, given["value_whole"], EIGHT, divide)

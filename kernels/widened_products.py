@@ -274,7 +274,7 @@ class _Product(Code):
         begun = [self._floats([-0.0] * self._lanes)] * _REGISTERS
         if self._has_bias:
             place = self._at(self._bias, column)
-            begun = [self._loaded(one, self._floats) for one in self._registers(place)]
+            begun = [self._loaded(register, self._floats) for register in self._registers(place)]
 
         def begin(row: Any, _: Sequence[Any]) -> list[Any]:
             for value, place in zip(begun, self._registers(self._sums_of(row)), strict=True):
@@ -364,7 +364,7 @@ class _Product(Code):
     ) -> list[Any]:
         """Add the products of one number of each row and those of all columns."""
         place = self._at(panel, self._times(at, self._columns))
-        weights = [self._loaded(one, self._floats) for one in self._registers(place)]
+        weights = [self._loaded(register, self._floats) for register in self._registers(place)]
         numbers = [self._repeated_at(row, at, self._floats) for row in rows]
         return self._all_added(numbers, weights, sums)
 
