@@ -55,7 +55,7 @@ def command(
             each_option.name: each_option.of(called)
             for record in records.values()
             for each_option in options_of(record).values()
-            if called in parameter.commands
+            if called in each_option.commands
         }
         params += map(_parameter, declared.values())
         if is_long(declared):
