@@ -88,8 +88,8 @@ def _renderer() -> Callable[..., str]:
         ("transformers", folder),
         ("transformers.utils", os.path.join(folder, "utils")),
     ):
-        sys.modules[name] = package = types.ModuleType(name)
-        package.__path__ = [path]
+        sys.modules[name] = module = types.ModuleType(name)
+        module.__path__ = [path]
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError:  # of a version that wants more of itself
