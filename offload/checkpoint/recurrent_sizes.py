@@ -90,9 +90,9 @@ def mamba2_layer(
     )
 
 
-def mamba_layer(num_taps: int, width: int, num_states: int) -> RecurrentLayer:
+def mamba_layer(num_taps: int, width: int, num_states: int, num_heads: int = 1) -> RecurrentLayer:
     """Return the sizes of a Mamba, which has a decay for each channel and state."""
-    kept = 3 * width + 2 * num_states
+    kept = 3 * width + 2 * num_heads * num_states
     return RecurrentLayer(num_taps, width, width * num_states, kept, 0, 12 * width)
 
 
@@ -167,6 +167,9 @@ def _layer(
         return rg_lru_layer(taps, channels)
     if len(decays) == 2:  # a decay for each channel and state
         return mamba_layer(taps, *decays)
+    if len(decays) == 3:  # Zamba's, of a few heads
+        num_heads, head_size, num_states = decays
+        return mamba_layer(taps, num_heads * head_size, num_states, num_heads)
     if first_size(config, "linear_key_head_dim", "linear_head_dim"):
         key_size, value_size, num_heads = (
             first_size(config, f"linear_{name}", f"linear_{usual}")

@@ -51,7 +51,6 @@ _KINDS = {
 }
 
 _STACK = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-_SHARED = "shared_transformer."
 _HYBRID = "linear.weight"
 
 
@@ -140,7 +139,8 @@ def _turned(name: str, entry: TensorEntry, wanted: Mapping[str, tuple[int, int]]
 def with_shared_layers(config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
     """Return the tensors, and those that layers share under the names of each of them."""
     num_blocks = config.get("num_mem_blocks", 1)
-    if config.get("model_type") not in SHARED_LAYERS or type(num_blocks) is not int:
+    block_name = SHARED_LAYERS.get(str(config.get("model_type")))
+    if block_name is None or type(num_blocks) is not int:
         return dict(tensors)
     names = {name: own for name in tensors if (own := layer_name(name)) is not None}
     layers = sorted({own.layer for own in names.values() if own.inner == _HYBRID})
@@ -150,7 +150,7 @@ def with_shared_layers(config: Settings, tensors: Entries) -> dict[str, TensorEn
         sharing[turn[layer]].append(layer)
     found = dict(tensors)
     for name, own in names.items():
-        if own.inner.startswith(_SHARED):
+        if own.inner.startswith(block_name):
             for layer in sharing.get(turn.get(own.layer, -1), ()):
                 found.setdefault(own.at(layer), tensors[name])
     return found

@@ -40,10 +40,6 @@ class Encoding:
         return stored_B.view(getattr(torch, self.dtype)).view(tuple(shape))
 
 
-# that a product by words is asked for at most
-FUSED_ROWS = 8
-
-
 class Coding(Protocol):
     """A way in which a checkpoint stores weights that have to be expanded; values are hashable.
 
@@ -90,19 +86,6 @@ class Coding(Protocol):
 
 
 @runtime_checkable
-class FusedCoding(Coding, Protocol):
-    """A coding by whose words a few rows are multiplied faster than the weight is expanded."""
-
-    def matmul(
-        self, rows: "Tensor", stored_B: "Tensor", companions: Tensors, shape: Sequence[int]
-    ) -> "Tensor | None":
-        """Return rows (..., K) times the transposed weight (N, K), by reading the words once.
-
-        It is asked for at most `FUSED_ROWS` rows, whose bits are not promised. None where this
-        weight is better expanded.
-        """
-
-
 class Header(Protocol):
     """The header's entry for one tensor: type, by the format's name, and shape as stored."""
 

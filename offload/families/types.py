@@ -65,8 +65,8 @@ qwen3_next qwen3_omni_moe_text qwen3_vl_moe_text qwen4_exp_text solar_open step3
 EXPERTS_ONE_BY_ONE = frozenset(_ONE_BY_ONE.split())
 # Stacks of experts that files may hold with their dimensions exchanged.
 TURNED_STACKS = ("qwen3_vl_moe", "qwen3_vl_moe_text")
-# Blocks of attention that stand in many layers by turns and in files once.
-SHARED_LAYERS = ("zamba2",)
+# Blocks of attention that stand in many layers by turns and in files once, by their name in a layer.
+SHARED_LAYERS = {"zamba": "shared_transf.", "zamba2": "shared_transformer."}
 # An encoder reads the prompt.
 ENCODER_DECODERS = ("t5", "mt5")
 # The config has the sizes of text at the top, beside `vision_config`.
@@ -82,6 +82,12 @@ CALCULATE_WITH_MASKS = ("doge",)
 # Layers of linear attention that an `output_gate` tells, with a cache that the model would make
 # itself; their `full_attention` sees as far as the window.
 LIGHTNING = ("minimax",)
+# Attention's gates that are widened to float32 as soon as they are multiplied: one for each head,
+# which is no whole vector of any processor.
+WIDENED_GATES = {
+    "bailing_hybrid": (".self_attn.g_proj",),
+    "laguna": (".self_attn.g_proj",),
+}
 # States that are gated channel by channel.
 GATED_STATES = ("recurrent_gemma",)
 # Types that configs of before give, by what the config has that the type of today has.

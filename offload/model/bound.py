@@ -154,7 +154,12 @@ class BoundModel:
         }
         self._companions = CompanionSlab(self.checkpoint.name, coded, layouts | records)
         self._expanded = ExpandedWeights(
-            self._layouts, self._layer_places, self.torch_device, self.dtype, [*records.values()]
+            self._layouts,
+            self._layer_places,
+            self._blocks,
+            self.torch_device,
+            self.dtype,
+            [*records.values()],
         )
         self._expanded_rest: dict[str, Tensor] = {}
         self._hooks: list[Any] = self._expanded.hooks

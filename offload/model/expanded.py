@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint.layout import SlabLayout, TensorPart, slab_layout
 from offload.checkpoint.tensors import Coded
-from offload.encoding.base import FUSED_ROWS, Coding, FusedCoding
+from offload.encoding.base import Coding
 from offload.errors import UserError
 from offload.kernels.expansion import REFERENCE, Expansion
 from offload.model.linear import Linear, Products
@@ -70,6 +70,7 @@ class ExpandedWeights:
     Args:
         layouts: of the slabs of all layers, by number.
         places: of their parameters, by name within the layer.
+        blocks: the layers.
         device: on which the model computes.
         dtype: the type in which it computes.
         records: slabs of what comes by itself, and is expanded by `numbers`.
@@ -82,6 +83,7 @@ class ExpandedWeights:
         self,
         layouts: Sequence[SlabLayout],
         places: Sequence[Mapping[str, ParameterPlace]],
+        blocks: Sequence[nn.Module],
         device: torch.device,
         dtype: torch.dtype,
         records: Sequence[SlabLayout] = (),
@@ -98,8 +100,8 @@ class ExpandedWeights:
         self._owned: dict[nn.Module, tuple[Callable[[], None], list[Any]]] = {}
         self._inner_bytes = max((self._end_of(record) for record in records), default=0)
         self._around_bytes = 0
-        for layer, (layout, own) in enumerate(zip(layouts, places, strict=True)):
-            self._hook_modules(layer, layout, own)
+        for layer, (layout, own, block) in enumerate(zip(layouts, places, blocks, strict=True)):
+            self._hook_modules(layer, layout, own, block)
 
     @property
     def scratch_bytes(self) -> int:
@@ -178,11 +180,16 @@ class ExpandedWeights:
             self._scratch_B = torch.empty(0, dtype=torch.uint8)
 
     def _hook_modules(
-        self, layer: int, layout: SlabLayout, places: Mapping[str, ParameterPlace]
+        self,
+        layer: int,
+        layout: SlabLayout,
+        places: Mapping[str, ParameterPlace],
+        block: nn.Module,
     ) -> None:
         owned = defaultdict[nn.Module, list[tuple[str, ParameterPlace]]](list)
         for name in layout.coded:
-            owned[_runs_with(name, places)].append((name, places[name]))
+            place = places[name]
+            owned[_runs_with(name, place, block)].append((name, place))
         for module, named in owned.items():
             parameters = []
             end = 0
@@ -221,15 +228,6 @@ class ExpandedWeights:
         sent = self._sent[layer]
         return _expanded(parts, sent, self._companions, out, self._expansion, shape)
 
-    def product(self, layer: int, parameter: _Parameter, rows: Tensor) -> Tensor | None:
-        """Return the product of a few rows with a matrix by its words; None where it is expanded."""
-        part, words = parameter.parts[0]
-        coding = _coded(part).coding
-        if len(parameter.parts) > 1 or not isinstance(coding, FusedCoding):
-            return None
-        stored_B = self._sent[layer][words]
-        return coding.matmul(rows, stored_B, self._companions[part], part.entry.shape)
-
     def _clear(self, parameters: Sequence[_Parameter], *_: Any) -> None:
         for place, *_rest in parameters:
             place.table[place.key] = place.empty
@@ -243,11 +241,7 @@ class CodedMatrix(NamedTuple):
     parameter: _Parameter
 
     def matmul(self, rows: Tensor, products: Products, bias: Tensor | None) -> Tensor:
-        """See `StoredMatrix`: few rows read the words once, others multiply with the numbers."""
-        if not products.is_invariant and rows.numel() <= FUSED_ROWS * rows.shape[-1]:
-            out = self.weights.product(self.layer, self.parameter, rows)
-            if out is not None:
-                return out if bias is None else out + bias
+        """See `StoredMatrix`."""
         return products.linear(rows, self.weights.expanded(self.layer, self.parameter), bias)
 
 
@@ -320,18 +314,17 @@ class CompanionSlab:
         return weights
 
 
-def _runs_with(name: str, places: Mapping[str, ParameterPlace]) -> nn.Module:
-    """Return the module whose pass uses a parameter.
+def _runs_with(name: str, place: ParameterPlace, block: nn.Module) -> nn.Module:
+    """Return the module whose pass uses a parameter of a layer.
 
-    Of a convolution in a recurrent layer, and of mamba's `dt_proj`, it is the one around it, which
-    reads their weights and never calls them.
+    Of what a mixer reads and never calls, such as its convolution, it is the mixer.
     """
-    own = places[name].module
-    if not isinstance(own, nn.Conv1d) and not name.endswith(".dt_proj.weight"):
-        return own
-    modules = {other.rpartition(".")[0]: place.module for other, place in places.items()}
-    around = name.rpartition(".")[0].rpartition(".")[0]
-    return modules.get(around, own)
+    around = block
+    for inner in name.split(".")[:-1]:
+        if inner in getattr(around, "READ", ()):
+            return around
+        around = around.get_submodule(inner)
+    return place.module
 
 
 def _placed(layout: SlabLayout, name: str) -> _Placed:

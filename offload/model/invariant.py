@@ -78,6 +78,11 @@ class InvariantRows(Products):
         """See `Products`: torch's own threads would share what lies between products."""
         return TEAM.in_place_of_torch()
 
+    def widen(self, rows: Tensor) -> Tensor:
+        """See `Products`: what torch widens lies together again, and apart it is taken row by row."""
+        is_wide = rows.dtype == torch.float32 or not rows.shape[-1] % _VECTOR
+        return rows if is_wide or rows.device.type != "cpu" else _apart(rows.float())
+
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `Products`."""
         if wide_products.is_widened(rows, weight):
@@ -304,8 +309,11 @@ def in_whole_vectors(
     num = numbers.numel()
     is_whole = num % _VECTOR == 0
     is_plain = is_whole and numbers.is_contiguous() and _are_shares_whole(num)
-    if numbers.device.type != "cpu" or is_plain:
+    if numbers.device.type != "cpu" or (is_plain and numbers.shape[-1] % _VECTOR == 0):
         return function(numbers, *args, **kwargs)
+    if is_plain:
+        # rows are no whole vectors, though all together are: `calibration/invariance.py` tries rows
+        return function(numbers.view(-1), *args, **kwargs).view(numbers.shape)
     flat = numbers.reshape(-1)
     if not is_whole:
         flat = pad(flat, (0, -num % _VECTOR))

@@ -153,13 +153,16 @@ LAYER_CACHES = (STATE_CACHE, *_CACHE_NAMES)
 
 
 def require_arguments(module: nn.Module, names: Iterable[str]) -> Signature:
-    """Return what a module's forward pass is given. Raises `ValueError` where names are missing."""
+    """Return what a module's forward pass is given. Raises `UserError` where names are missing."""
     arguments = signature(module.forward)
     missing = [name for name in names if name not in arguments.parameters]
     if missing:
-        name = f"{type(module).__name__} of transformers {transformers.__version__}"
-        raise ValueError(f"{name} is given no {' and no '.join(missing)}")
+        raise _argument_error(" and ".join(missing), module)
     return arguments
+
+
+def _argument_error(names: str, module: nn.Module) -> UserError:
+    return library_error(f"argument {names} of {type(module).__name__}.forward")
 
 
 def require_rows(decoder: Any) -> None:
@@ -168,10 +171,9 @@ def require_rows(decoder: Any) -> None:
     rows = _ROWS if hasattr(decoder, "rotary_emb") else _ROWS[:1]
     for name in rows:
         if name not in known:
-            raise library_error(f"argument {name} of {type(decoder).__name__}.forward")
+            raise _argument_error(name, decoder)
     if not known.keys() & {*LAYER_CACHES}:
-        names = " or ".join(_CACHE_NAMES)
-        raise library_error(f"argument {names} of {type(decoder).__name__}.forward")
+        raise _argument_error(" or ".join(_CACHE_NAMES), decoder)
 
 
 def cache_in(arguments: dict[str, Any]) -> Any:

@@ -39,6 +39,10 @@ class Products:
         """Run a module of the library that does nothing across rows, the first argument's."""
         return module(*args, **kwargs)
 
+    def widen(self, rows: Tensor) -> Tensor:
+        """Return what a gate's product gives, which a family widens to float32 before it does more."""
+        return rows
+
     def during(self, num_rows: int) -> AbstractContextManager[Any]:
         """Return what has to be entered around a pass of so many rows."""
         return nullcontext()
@@ -85,6 +89,14 @@ class Linear(nn.Linear):
         return self.products.linear(rows, weight, parameters["bias"])
 
 
+class WidenedGate(Linear):
+    """A product that its family widens to float32 before it does more, see `families/types.py`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., N), in the type of the rows or in float32."""
+        return self.products.widen(self.matmul(input))
+
+
 class Around(nn.Module):
     """A module that stands for another one: it has its parameters and children, under their names.
 
@@ -126,12 +138,16 @@ def inner_of(module: nn.Module) -> nn.Module:
     return module.inner if isinstance(module, Around) else module
 
 
-def replace_linears(model: nn.Module) -> None:
-    """Replace every module that does what `nn.Linear` does and nothing else."""
+def replace_linears(model: nn.Module, gates: tuple[str, ...] = ()) -> None:
+    """Replace every module that does what `nn.Linear` does and nothing else.
+
+    `gates` are the names of those that the family widens to float32.
+    """
     made = dict[nn.Module, Linear]()
     for name, module in [*model.named_modules(remove_duplicate=False)]:
         if is_plain_linear(module):
-            made.setdefault(module, Linear(module))
+            kind = WidenedGate if name.endswith(gates) else Linear
+            made.setdefault(module, kind(module))
             replace_child(model, name, made[module])
 
 

@@ -27,6 +27,7 @@ from offload.families.types import (
     MISCOMPUTED,
     NEEDED_OF_CONFIGS,
     SHARED_LAYERS,
+    WIDENED_GATES,
 )
 from offload.model import attention
 from offload.model.experts import prepare_experts
@@ -159,7 +160,7 @@ def _instantiate(
     for name in _NAMED_CODE:
         setattr(config, name, None)
     meta_model = build_without_storage(lambda: build(config, dtype=dtype, trust_remote_code=False))
-    replace_linears(meta_model)
+    replace_linears(meta_model, WIDENED_GATES.get(config.model_type, ()))
     prepare_experts(meta_model)
     if meta_model.get_decoder() is meta_model and hasattr(meta_model, "model"):
         meta_model.base_model_prefix = "model"  # Llama 4 has it from when it lies inside of another

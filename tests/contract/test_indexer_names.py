@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from wrappers import wrapper_config, wrapper_model
 
+from offload.errors import UserError
 from offload.model.library import EARLIER_INDICES, MASK, require_arguments
 from offload.model.mixers.indexed import _make_of
 
@@ -41,5 +42,5 @@ def test_a_name_that_has_changed_is_told() -> None:
     class Renamed(nn.Module):
         def forward(self, rows: Any, q_resid: Any) -> None: ...
 
-    with pytest.raises(ValueError, match=r"Renamed of transformers .* is given no hidden_states"):
+    with pytest.raises(UserError, match=r"transformers .* has no argument hidden_states of Renamed\.forward, which"):
         require_arguments(Renamed(), ["hidden_states", "q_resid"])

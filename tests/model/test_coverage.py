@@ -85,7 +85,6 @@ REFUSED: dict[str, str] = {  # why -> types
     "is too old for model type": TOO_OLD,
     "reference_sliding_attention": "unlimited_ocr",
     "hybrid": "inkling2 inkling2_loop inkling2_loop_text inkling2_text inkling_mm_model inkling_text zaya",
-    "layers that share weights": "zamba",
     "two attentions in each of its layers": "longcat_flash",
     "towers inside of its language model": "phi4_multimodal",
     "layers that attend to pictures alone": "mllama",

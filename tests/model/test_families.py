@@ -73,6 +73,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "num_mem_blocks": 2,
                "use_shared_attention_adapter": True, "adapter_rank": 4, "use_mem_rope": True, "n_mamba_heads": 8,
                "mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 16, "num_key_value_heads": 4},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "n_mamba_heads": 2,
+              "mamba_d_state": 8, "mamba_dt_rank": 8, "num_key_value_heads": 4},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 24},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "jamba": {"num_hidden_layers": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
@@ -84,7 +86,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 _INDEX = {**_LATENT, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 8}
 # With layers that choose by an index; every text of the tests is longer than what they choose.
 INDEXED: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v32", "axk2"), _INDEX),
+    "deepseek_v32": _INDEX,
+    # with gates of whole vectors, as real ones have
+    "axk2": {**_INDEX, "v_head_dim": 16},
     "glm_moe_dsa": {**_INDEX, "indexer_types": ["full", "shared", "full", "shared"]},
     "hy_v4": {**_INDEX, "indexer_types": ["full", "full", "shared", "full"]},
     "dots3_note_text": {**_INDEX, "head_dim": 16, "shared_experts_intermediate_size": 32,
@@ -209,7 +213,6 @@ def meta_model_of(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
 REFUSED = {  # "|" where older transformers call a kind of layer otherwise
     "lfm2_moe": "config.json has no layer_types",
     "deepseek_v4": "keys that stand for several tokens",
-    "zamba": "layers that share weights",
     "opt": "no layers.i. with rotary positions",
     "gpt2": "no layers.i. with rotary positions",
     "bloom": "no layers.i. with rotary positions",

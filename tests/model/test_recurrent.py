@@ -27,11 +27,14 @@ from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
+from offload.errors import UserError
 from offload.model import recurrent_rows
+from offload.model.expanded import _runs_with
 from offload.model.linear import PLAIN
 from offload.model.meta import build_meta_model
 from offload.model.mixers import gated_delta, table
 from offload.model.mixers.base import Inputs
+from offload.model.parameters import parameter_places
 from offload.model.parts import BatchPart, causal, lay
 from offload.model.recurrent_cache import RecurrentCache
 from offload.model.recurrent_rows import (
@@ -235,6 +238,41 @@ def test_each_mixer_does_what_the_library_does(kind: str) -> None:
             wanted = found[0](rows, **more)
         got, wanted = (one[0] if isinstance(one, tuple) else one for one in (got, wanted))
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_coded_weights_are_expanded_for_a_module_that_runs(kind: str, tmp_path: Path) -> None:
+    """Convolutions and gates of mixers are read by the mixer, and their modules never called."""
+    model = resident_model(open_checkpoint(save(tiny_model(config_of(kind)), tmp_path)), "float32")
+    mixers, called = table.mixers_of(model._layers), set()
+    for module in {module for mixer in mixers for module in mixer.modules()}:
+        module.register_forward_pre_hook(lambda module, _: called.add(module))
+    tree_scores(model, model.new_cache(40), PARENTS, random_ids(len(PARENTS)))
+    for mixer in mixers:
+        for name, place in parameter_places(mixer).items():
+            assert _runs_with(name, place, mixer) in called, name
+
+
+SIZES = [
+    (
+        "qwen3_5_text",
+        "linear_num_key_heads",
+        3,
+        r"linear_num_value_heads .* multiple of linear_num_key_heads, got 4 and 3",
+    ),
+    ("qwen3_next", "linear_num_key_heads", 0, "zero|above 0"),
+    ("kimi_linear", "linear_head_dim", -1, "negative dimension"),
+    ("granitemoehybrid", "mamba_n_groups", 3, "multiple of mamba_n_groups, got 8 and 3"),
+    ("mamba2", "chunk_size", "x", "chunk_size"),
+    ("zamba2", "mamba_ngroups", 0, "mamba_ngroups in config.json must be above 0|zero"),
+]
+
+
+@pytest.mark.parametrize("kind, name, size, why", SIZES)
+def test_sizes_that_no_mixer_can_take_are_refused(kind: str, name: str, size: Any, why: str) -> None:
+    settings = {**config_of(kind).to_dict(), name: size}
+    with pytest.raises(UserError, match=f"model type {kind} is not supported .*({why})"):
+        build_meta_model(Checkpoint(Path(kind), settings, (), {}), torch.bfloat16)
 
 
 @pytest.mark.parametrize("is_resident", [True, False])

@@ -115,12 +115,14 @@ class Mixer(nn.Module, ABC):
 
     Attributes:
         REQUIRED, OPTIONAL: names of the parameters by which the library's module is recognised.
+        READ: names of the children that are never called: their parameters are read here.
         layer_idx: the number of its layer, by which caches know its states.
         products: how it multiplies beside its children, see `choose_products`.
     """
 
     REQUIRED: ClassVar[frozenset[str]]
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
+    READ: ClassVar[frozenset[str]] = frozenset({"conv1d"})
 
     def __init__(self, source: nn.Module, _: Any, layer: int) -> None:
         super().__init__()
@@ -202,9 +204,21 @@ def _states_of(part: BatchPart) -> Any:
 
 
 def num_of(config: Any, *names: str) -> int:
-    """Return the first of these numbers that config.json has. Raises `KeyError` for none."""
-    given = (getattr(config, name, None) for name in names)
-    number = next((value for value in given if isinstance(value, int)), None)
+    """Return the first of these numbers that config.json has.
+
+    Raises `KeyError` for none, and `ValueError` for one that counts nothing.
+    """
+    given = ((name, getattr(config, name, None)) for name in names)
+    name, number = next((pair for pair in given if isinstance(pair[1], int)), (names[0], None))
     if number is None:
-        raise KeyError(names[0])
+        raise KeyError(name)
+    if number < 1:
+        raise ValueError(f"{name} in config.json must be above 0, got {number}")
     return number
+
+
+def require_multiple(many: str, num_many: int, few: str, num_few: int) -> None:
+    """Raise `ValueError` where heads cannot be shared evenly among what serves several of them."""
+    if num_many % num_few:
+        rule = f"{many} in config.json must be a multiple of {few}"
+        raise ValueError(f"{rule}, got {num_many} and {num_few}")

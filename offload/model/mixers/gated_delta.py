@@ -14,7 +14,15 @@ from torch.nn import functional
 from offload.checkpoint.recurrent_sizes import RecurrentLayer, delta_layer
 from offload.kernels.gated_delta import AFTER, BASE, DeltaRows, agrees, walk_heads_compiled
 from offload.model.invariant import in_whole_vectors
-from offload.model.mixers.base import Inputs, Mixer, Recurrence, RowInputs, Stepped, num_of
+from offload.model.mixers.base import (
+    Inputs,
+    Mixer,
+    Recurrence,
+    RowInputs,
+    Stepped,
+    num_of,
+    require_multiple,
+)
 from offload.model.thread_team import TEAM
 
 _NORM_EPS = 1e-6  # of queries and keys, in all families
@@ -210,9 +218,12 @@ class DeltaNet(Mixer):
         self.is_doubled = bool(getattr(config, "linear_allow_neg_eigval", False))
 
     def _heads(self, config: Any) -> tuple[int, int, int, int]:
+        num_key_heads = num_of(config, "linear_num_key_heads")
+        num_heads = num_of(config, "linear_num_value_heads")
+        require_multiple("linear_num_value_heads", num_heads, "linear_num_key_heads", num_key_heads)
         return (
-            num_of(config, "linear_num_key_heads"),
-            num_of(config, "linear_num_value_heads"),
+            num_key_heads,
+            num_heads,
             num_of(config, "linear_key_head_dim"),
             num_of(config, "linear_value_head_dim"),
         )

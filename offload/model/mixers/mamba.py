@@ -62,6 +62,7 @@ class Mamba(Mixer):
             *(f"{name}_layernorm.weight" for name in ("dt", "b", "c")),
         }
     )
+    READ = frozenset({"conv1d", "dt_proj"})
 
     def __init__(self, source: nn.Module, config: Any, layer: int) -> None:
         super().__init__(source, config, layer)

@@ -13,7 +13,15 @@ from torch.nn import functional
 
 from offload.checkpoint.recurrent_sizes import RecurrentLayer, mamba2_layer
 from offload.model.invariant import in_whole_vectors
-from offload.model.mixers.base import Inputs, Mixer, Recurrence, RowInputs, Stepped, num_of
+from offload.model.mixers.base import (
+    Inputs,
+    Mixer,
+    Recurrence,
+    RowInputs,
+    Stepped,
+    num_of,
+    require_multiple,
+)
 
 _CHUNK = 64  # rows
 
@@ -149,6 +157,7 @@ class Mamba2(Mixer):
         dialect = next(known, _DIALECTS[0])
         num_groups = num_of(config, dialect.groups)
         num_heads = len(self.A_log)
+        require_multiple("the number of heads", num_heads, dialect.groups, num_groups)
         self.width = self.out_proj.weight.shape[1]
         self.num_channels, _, self.num_taps = self.conv1d.weight.shape
         num_states = (self.num_channels - self.width) // 2 // num_groups

@@ -53,6 +53,7 @@ class RgLru(PairMixer):
             ),
         }
     )
+    READ = frozenset({"conv_1d", "rg_lru"})
 
     def __init__(self, source: nn.Module, config: Any, layer: int) -> None:
         super().__init__(source, config, layer)

@@ -11,6 +11,7 @@ class ShortConv(Mixer):
 
     REQUIRED = frozenset({"conv.weight", "in_proj.weight", "out_proj.weight"})
     OPTIONAL = frozenset({"conv.bias", "in_proj.bias", "out_proj.bias"})
+    READ = frozenset({"conv"})
 
     @classmethod
     def fits(cls, shapes: dict[str, Size]) -> bool:

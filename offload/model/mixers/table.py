@@ -23,6 +23,7 @@ from offload.model.mixers.mamba import Mamba
 from offload.model.mixers.mamba2 import Mamba2
 from offload.model.mixers.rg_lru import RgLru
 from offload.model.mixers.short_conv import ShortConv
+from offload.model.mixers.zamba import ZambaMamba
 from offload.model.recurrent_cache import RecurrentCache
 
 MIXERS = (
@@ -36,6 +37,7 @@ MIXERS = (
     Lightning,
     RgLru,
     ShortConv,
+    ZambaMamba,
 )
 
 
