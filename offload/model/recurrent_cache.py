@@ -24,6 +24,8 @@ from offload.model.mixers.base import LEAST_CHUNK, Inputs, Recurrence, RowInputs
 from offload.model.recurrent_rows import RowTree, TreeRows, scan_tree
 
 _CONVOLVED = "convolved"
+# whose products with all taps are one operation; those of a prompt would take much memory at once
+_FEW_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,11 @@ class RecurrentCache(KVCache):
         places = rows.tree.places(num_taps, input_TC.device)
         wide = source.float()
         if places is None:
-            lo = len(source) - len(input_TC)
-            taps = [wide[lo - back : len(wide) - back] for back in range(num_taps - 1, -1, -1)]
+            chain = wide[len(source) - len(input_TC) - num_taps + 1 :]
+            taps_RTC = chain.unfold(0, num_taps, 1).movedim(-1, 0)
         else:
-            taps = [*wide.index_select(0, places.flatten()).view(*places.shape, -1)]
-        return _sum_taps(taps, weight_CR, bias_C)
+            taps_RTC = wide.index_select(0, places.flatten()).view(*places.shape, -1)
+        return _sum_taps(taps_RTC, weight_CR, bias_C)
 
     def _tail_of(self, point: Point, layer: int, like_TC: Tensor) -> Tensor:
         """Return the last inputs of a layer's convolution, zeros before any position."""
@@ -265,15 +267,19 @@ def _state_of(point: Point, layer: int, recurrence: Recurrence, inputs: Inputs) 
     return start if state is None else state.reshape(start.shape)
 
 
-def _sum_taps(taps: Sequence[Tensor], weight_CR: Tensor, bias_C: Tensor | None) -> Tensor:
-    """Return what `conv1d` computes, in the type of the weight; each tap is (T, C), in float32.
+def _sum_taps(taps_RTC: Tensor, weight_CR: Tensor, bias_C: Tensor | None) -> Tensor:
+    """Return what `conv1d` computes, (T, C), in the type of the weight; inputs are float32.
 
     Products are rounded before they are added, on any device.
     """
-    weight_RC = weight_CR.float().T.contiguous()
-    sum_TC = taps[0] * weight_RC[0]
-    for tap_TC, weight_C in zip(taps[1:], weight_RC[1:], strict=True):
-        sum_TC += tap_TC * weight_C
+    weight_RC = weight_CR.T.to(torch.float32, memory_format=torch.contiguous_format)
+    if taps_RTC.shape[1] <= _FEW_ROWS:
+        terms = iter((taps_RTC * weight_RC[:, None]).unbind())
+    else:
+        terms = (tap_TC * weight_C for tap_TC, weight_C in zip(taps_RTC, weight_RC, strict=True))
+    sum_TC = next(terms)
+    for term_TC in terms:
+        sum_TC += term_TC
     if bias_C is not None:
         sum_TC += bias_C.float()
     return sum_TC.to(weight_CR.dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offload.kernels.gated_delta import AFTER, BASE
 from offload.memory.sizes import WIDE_STATES_BYTES
-from offload.model.mixers.base import Inputs, Recurrence, joined
+from offload.model.mixers.base import Inputs, Recurrence, Steps, joined
 
 
 class Levels(NamedTuple):
@@ -161,7 +161,7 @@ class TreeRows:
         assert not (first and num_certain), "what is certain stands before all that is not"
         self._levels = dict[torch.device, Levels]()
         self._places = dict[tuple[int, torch.device], Tensor | None]()
-        self._steps = dict[bool, Tensor]()
+        self._steps = dict[bool, Steps]()
 
     def __len__(self) -> int:
         return self.end - self.first
@@ -205,7 +205,7 @@ class TreeRows:
             self._levels[device] = Levels(order_R, [*map(len, levels)], parents, back_T)
         return self._levels[device]
 
-    def steps(self, *, with_certain: bool = True) -> Tensor:
+    def steps(self, *, with_certain: bool = True) -> Steps:
         """Return the steps of all rows, see `RowTree.slots`, with rows of earlier passes.
 
         What is certain leaves its states in `AFTER`; without it that is the base of the tree.
@@ -219,7 +219,7 @@ class TreeRows:
                 (row + num_certain, root if source == BASE else source, target)
                 for row, source, target in self.tree.slots(rows)
             ]
-            self._steps[with_certain] = torch.tensor(chain + slots)
+            self._steps[with_certain] = Steps.of(chain + slots)
         return self._steps[with_certain]
 
 
@@ -229,8 +229,8 @@ def scan_tree(recurrence: Recurrence, state: Tensor, known: Inputs, rows: TreeRo
     `state` is the one behind which the tree lies.
     """
     if recurrence.walks(state.device):
-        steps_R3 = rows.steps(with_certain=False)
-        return recurrence.walk(state, known, steps_R3)[0][rows.first : rows.end]
+        steps = rows.steps(with_certain=False)
+        return recurrence.walk(state, known, steps)[0][rows.first : rows.end]
     if known.num_rows * state.nbytes <= WIDE_STATES_BYTES:
         return _level_by_level(recurrence, state, known, rows)
     return _branch_by_branch(recurrence, state, known, rows)[rows.first : rows.end]
@@ -239,6 +239,9 @@ def scan_tree(recurrence: Recurrence, state: Tensor, known: Inputs, rows: TreeRo
 def _level_by_level(recurrence: Recurrence, base: Tensor, inputs: Inputs, rows: TreeRows) -> Tensor:
     """Return the outputs of the rows; those of a level take one step together."""
     levels = rows.levels(base.device)
+    if levels.sizes == [inputs.num_rows]:
+        ready = recurrence.prepare(inputs)
+        return recurrence.read(recurrence.advance(base, ready), ready)
     ready = recurrence.prepare(inputs.part(levels.order_R))
     parts = zip(*(row_R.split(levels.sizes) for row_R in ready.values()), strict=True)
     states = list[Tensor]()
@@ -256,7 +259,7 @@ def _branch_by_branch(
     """Return the outputs of all rows, computed one by one; zeros for rows that did not run."""
     states = {BASE: base}
     whole = None
-    for row, source, target in rows.steps(with_certain=False).tolist():
+    for row, source, target in rows.steps(with_certain=False).step_R3.tolist():
         ready = recurrence.prepare(inputs.part(slice(row, row + 1)))
         state = states[target] = recurrence.advance(states[source], ready)
         out = recurrence.read(state, ready)

@@ -8,13 +8,15 @@ mixer does across rows goes through `convolve` and `scan`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.recurrent_sizes import RecurrentLayer
+from offload.kernels.gated_delta import AFTER
 from offload.memory.sizes import STEPPED_STATES_BYTES
 from offload.model.invariant import in_whole_vectors
 from offload.model.library import ACT2FN
@@ -23,6 +25,22 @@ from offload.model.parts import BatchPart, running_parts
 
 RowInputs = dict[str, Tensor]  # (T, ...) each
 Stepped = tuple[Tensor, Tensor]  # outputs of rows, and states behind them
+
+
+class Steps(NamedTuple):
+    """The steps that rows take, in an order in which few states are held, see `RowTree.slots`."""
+
+    step_R3: Tensor
+    num_slots: int
+    is_kept: bool  # whether any leaves its state in `AFTER`
+
+    @classmethod
+    def of(cls, steps: Sequence[tuple[int, int, int]]) -> "Steps":
+        """Return steps of rows, each with the slot of the state before it and its own."""
+        targets = [target for _, _, target in steps]
+        return cls(torch.tensor(steps), max([0, *targets]) + 1, AFTER in targets)
+
+
 LEAST_CHUNK = 16  # rows: fewer are as quick one by one
 
 
@@ -34,7 +52,7 @@ class Inputs(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        return len(next(iter(self.rows.values())))
+        return next(iter(self.rows.values())).shape[0]
 
     def part(self, some: slice | Tensor) -> "Inputs":
         """Return those of some rows."""
@@ -97,11 +115,8 @@ class Recurrence(ABC):
         """Return whether `walk` does better than step after step."""
         return False
 
-    def walk(self, state: Tensor, inputs: Inputs, step_R3: Tensor) -> Stepped:
-        """Return outputs (T, ...) of the rows that take a step, and the state that is kept.
-
-        See `RowTree.slots` for the steps.
-        """
+    def walk(self, state: Tensor, inputs: Inputs, steps: Steps) -> Stepped:
+        """Return outputs (T, ...) of the rows that take a step, and the state that is kept."""
         raise NotImplementedError
 
 
@@ -167,7 +182,7 @@ class Mixer(nn.Module, ABC):
         ]
         out_TC = joined(outs)
         if activation is not None:
-            out_TC = in_whole_vectors(ACT2FN[activation], out_TC)
+            out_TC = in_whole_vectors(_activation(activation), out_TC)
         return out_TC.to(input_TC.dtype)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
@@ -196,6 +211,12 @@ class PairMixer(Mixer):
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         """See `Mixer`."""
         return super().forward(hidden_states), None
+
+
+@cache
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the library's activation of this name, which a pass would make anew for each layer."""
+    return ACT2FN[name]
 
 
 def _states_of(part: BatchPart) -> Any:

@@ -20,6 +20,7 @@ from offload.model.mixers.base import (
     Recurrence,
     RowInputs,
     Stepped,
+    Steps,
     num_of,
     require_multiple,
 )
@@ -124,13 +125,13 @@ class GatedDelta(Recurrence):
         if not self.walks(state.device):
             return super()._by_steps(state, inputs)
         chain = [(row, AFTER if row else BASE, AFTER) for row in range(inputs.num_rows)]
-        return self.walk(state, inputs, torch.tensor(chain))
+        return self.walk(state, inputs, Steps.of(chain))
 
     def walks(self, device: torch.device) -> bool:
         """See `Recurrence`."""
         return device.type == "cpu" and agrees(self.key_size, self.value_size)
 
-    def walk(self, state: Tensor, inputs: Inputs, step_R3: Tensor) -> Stepped:
+    def walk(self, state: Tensor, inputs: Inputs, steps: Steps) -> Stepped:
         """See `Recurrence`. Bits are those of `advance` and `read`."""
         ready = {name: row_T.contiguous() for name, row_T in self._rows(inputs).items()}
         rows = DeltaRows(
@@ -142,9 +143,8 @@ class GatedDelta(Recurrence):
         )
         out_THV = torch.empty_like(rows.value_THV)
         base_HKV = state[0].contiguous()
-        is_kept = bool((step_R3[:, 2] == AFTER).any())
-        after_HKV = torch.empty_like(base_HKV) if is_kept else base_HKV
-        _share_heads(base_HKV, rows, step_R3, after_HKV, out_THV)
+        after_HKV = torch.empty_like(base_HKV) if steps.is_kept else base_HKV
+        _share_heads(base_HKV, rows, steps, after_HKV, out_THV)
         return out_THV, after_HKV[None]
 
 
@@ -182,21 +182,21 @@ def _run_chunk(
 
 
 def _share_heads(
-    base_HKV: Tensor, rows: DeltaRows, step_R3: Tensor, after_HKV: Tensor, out_THV: Tensor
+    base_HKV: Tensor, rows: DeltaRows, steps: Steps, after_HKV: Tensor, out_THV: Tensor
 ) -> None:
-    """Share the heads among threads, each with slots of its own."""
+    """Share the heads among threads where there is work for several, each with slots of its own."""
     num_heads, *size = base_HKV.shape
-    num_slots = max(0, int(step_R3[:, 2].max())) + 1
-    bounds = range(0, num_heads, _HEADS_AT_ONCE)
+    is_shared = len(steps.step_R3) * base_HKV.numel() >= _LEAST_SHARED
+    at_once = _HEADS_AT_ONCE if is_shared else num_heads
+    bounds = range(0, num_heads, at_once)
     ends_HKV = (base_HKV, after_HKV)
-    left = iter([(lo, min(lo + _HEADS_AT_ONCE, num_heads)) for lo in bounds])
+    left = iter([(lo, min(lo + at_once, num_heads)) for lo in bounds])
 
     def take() -> None:
-        state_SKV = torch.empty(num_slots, *size)
+        state_SKV = torch.empty(steps.num_slots, *size)
         for heads in left:
-            walk_heads_compiled(ends_HKV, rows, step_R3, heads, state_SKV, out_THV)
+            walk_heads_compiled(ends_HKV, rows, steps.step_R3, heads, state_SKV, out_THV)
 
-    is_shared = len(step_R3) * base_HKV.numel() >= _LEAST_SHARED
     TEAM.run(take, len(bounds)) if is_shared else take()
 
 
