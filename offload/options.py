@@ -294,6 +294,12 @@ class TextOptions:
         doors=("python", "batch", "chat"),
         differs={"python": {"help": "end the text before this string, or before any of several"}},
     )
+    think: bool | None = option(
+        "--think/--no-think", commands=_WRITE, doors=("python",),
+        help="let the model think before it answers, or not; default: as its chat template does",
+        doc="let the model think before it answers, or not, by the switch of its chat template"
+        " (`enable_thinking`, `thinking`); refused where it has none",
+    )
     # of these the command line gives a path, and `cli.sampling` what is there
     json_schema: Mapping[str, Any] | str | None = option(
         "--json-schema", kind=Path, metavar="FILE", commands=("generate",),

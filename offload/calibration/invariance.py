@@ -38,7 +38,6 @@ _CUTS = ((1, 1, 5), (12,))
 # of trees, two rows each; of the smaller one even large states take steps together
 _NUM_LEVELS = (12, 2)
 _NUM_KEYS = 2  # of an index: so few that rows of a trial choose
-_LENGTH_ROPES = ("dynamic", "longrope")
 # what torch computes otherwise for the last numbers of many, or adds up by how many rows there are
 _BY_ROW = {f"aten::{name}" for name in ("silu", "gelu", "sigmoid", "tanh", "softplus", "mish", "elu", "exp", "mean",
                                         "sum", "var", "log_sigmoid_forward", "mm", "addmm", "bmm")}  # fmt: skip
@@ -196,6 +195,11 @@ def _try_layer(
 
 
 def _turns_by_length(model: TreeModel, context: int) -> bool:
+    return any(context > length for length in _trained_lengths(model, "dynamic"))
+
+
+def _trained_lengths(model: TreeModel, rope_type: str) -> list[int]:
+    """Return up to which lengths of a text such rotary embeddings stay as they are."""
     config = model.meta_model.config
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
@@ -203,12 +207,11 @@ def _turns_by_length(model: TreeModel, context: int) -> bool:
     trained = next(
         (length for name in names if (length := _length(getattr(config, name, None)))), 0
     )
-    lengths = [
+    return [
         _length(rope.get(names[0])) or trained
         for rope in kinds
-        if rope.get("rope_type") in _LENGTH_ROPES
+        if rope.get("rope_type") == rope_type
     ]
-    return any(context > length for length in lengths)
 
 
 def _length(stated: Any) -> int:
@@ -218,9 +221,11 @@ def _length(stated: Any) -> int:
 
 def _require_invariance(model: TreeModel, rows: InvariantRows) -> None:
     """Make the model invariant from now on, by `rows`. Raises `_DifferError`."""
-    most = _length(getattr(model.meta_model.config, "max_position_embeddings", None)) or _NUM_ROWS
+    lengths = [_length(getattr(model.meta_model.config, "max_position_embeddings", None))]
+    lengths += _trained_lengths(model, "longrope")
+    num_rows = min(length for length in (_NUM_ROWS, *lengths) if length)
     generator = torch.Generator().manual_seed(0)
-    token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, most),), generator=generator)
+    token_T = torch.randint(model.vocab_size, (num_rows,), generator=generator)
     model.be_invariant(rows)
     cache = model.new_cache(len(token_T))
     with _ByFewerRows(len(token_T)) if len(token_T) == _NUM_ROWS else nullcontext():

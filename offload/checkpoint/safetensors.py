@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint.files import MANIFEST, Stamp, open_regular, readable
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.base import AGAIN, STORED
+from offload.encoding.base import AGAIN, ANOTHER, STORED
 from offload.errors import UnreadError, UserError, ensure, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -140,7 +140,7 @@ def require_few(where: str, num_tensors: int) -> None:
     """Raise `UserError` for a file, or a model, of more tensors than any has."""
     if num_tensors > _MAX_TENSORS:
         rule = f"{where} must have at most {_MAX_TENSORS} tensors"
-        raise UnreadError(f"{rule}, got {num_tensors}: {AGAIN}")
+        raise UnreadError(f"{rule}, got {num_tensors}: {ANOTHER}")
 
 
 def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:

@@ -254,13 +254,14 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
 
 def longest_context(checkpoint: Checkpoint) -> int | None:
     """Return the positions that a model was made for; None where it does not say."""
-    return turning_point(checkpoint) or config_sizes(checkpoint).get("max_position_embeddings")
+    return config_sizes(checkpoint).get("max_position_embeddings") or turning_point(checkpoint)
 
 
 def turning_point(checkpoint: Checkpoint) -> int | None:
-    """Return the position where a longrope model changes the frequencies of all positions at once.
+    """Return the longest text whose positions longrope turns by its short factors.
 
-    No cached key fits any more from there on.
+    Longer texts have all of their positions turned by the long ones, so no key that was computed
+    for a shorter text fits.
     """
     config = text_config(checkpoint)
     rope = config.get("rope_parameters") or config.get("rope_scaling")
@@ -268,18 +269,6 @@ def turning_point(checkpoint: Checkpoint) -> int | None:
         return None
     name = "original_max_position_embeddings"
     return first_size(rope if rope.get(name) else config, name, most=math.inf) or None
-
-
-def context_note(checkpoint: Checkpoint) -> str:
-    """Return why a model's context ends before its last position; empty where it does not."""
-    turn = turning_point(checkpoint)
-    whole = config_sizes(checkpoint).get("max_position_embeddings")
-    if turn is None or whole is None or whole <= turn:
-        return ""
-    return (
-        f"the model has {whole} positions, of which {turn} are used: a text that grows beyond them "
-        "changes the scale of all its positions (longrope), which is not done here"
-    )
 
 
 def head_dim(sizes: dict[str, int]) -> int:

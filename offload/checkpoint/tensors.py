@@ -14,7 +14,7 @@ from offload.checkpoint.columns import columns_at
 from offload.checkpoint.methods import quantisation
 from offload.encoding import bitsandbytes, compressed, exponents, floats, gptq, mlx, torchao
 from offload.encoding.base import (
-    AGAIN,
+    ANOTHER,
     ENCODINGS,
     STORED,
     Coding,
@@ -161,7 +161,7 @@ def _entry(found: RecognisedWeight, own: Entries) -> TensorEntry:
     for suffix in (*found.words, *found.companions):
         dtype = own[suffix].dtype
         rule = f"{suffix} must be of a type that is known"
-        ensure(dtype in STORED, f"{rule}, is {dtype:.40}: {AGAIN}")
+        ensure(dtype in STORED, f"{rule}, is {dtype:.40}: {ANOTHER}")
     words = [own[suffix] for suffix in found.words]
     rule = f"{' and '.join(found.words)} must lie one behind the other in a file"
     places = [((one.shard, one.hi), (other.shard, other.lo)) for one, other in pairwise(words)]

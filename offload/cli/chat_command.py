@@ -63,6 +63,13 @@ def _any_question(text: TextOptions, session: Path | None) -> "Request":
     opening = [{"role": "system", "content": text.system}] if text.system else []
     question = [*opening, {"role": "user", "content": "Hello"}]
     is_kept = text.session is not None
-    first = Request(question, max_new_tokens=1, stop=text.stop, session=session, is_kept=is_kept)
+    first = Request(
+        question,
+        max_new_tokens=1,
+        stop=text.stop,
+        session=session,
+        is_kept=is_kept,
+        think=text.think,
+    )
     first.check()
     return first

@@ -73,6 +73,7 @@ def generate(
             is_clipped=True,
             stop=text_options.stop,
             raw=text_options.raw,
+            think=text_options.think,
             session=session,
             is_kept=text_options.session is not None,
             num_logprobs=text_options.num_logprobs,

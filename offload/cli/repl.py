@@ -94,6 +94,7 @@ def converse(
             system=text.system,
             max_new_tokens=text.max_new_tokens,
             stop=text.stop,
+            think=text.think,
         )
         if first.session is not None:
             line = go_on(chat, first.session, console)

@@ -69,6 +69,9 @@ class RemoteTarget:
         """Return what stands for a cache."""
         return NullCache()
 
+    def turn(self, tokens: Sequence[int], cache: NullCache) -> None:
+        """Do nothing: stages have no texts beyond a turning point."""
+
     def send(self, tensor: Tensor) -> Tensor:
         """Return the tensor: it is where it is used."""
         return tensor

@@ -68,7 +68,12 @@ class PipelineRank(NamedTuple):
         files = self.setup.files
         section = checkpoint_of(files.target, self.section(index, layers))
         own_files = ModelFiles(section, files.draft if self.drafts else None)
-        return replace(self.setup, files=own_files, budget=room).plan_for(self.num_uncommitted)
+        plan = replace(self.setup, files=own_files, budget=room).plan_for(self.num_uncommitted)
+        if plan.turns:
+            rule = f"`context` must be at most {plan.turning_point} in stages"
+            why = "which do not read a text anew where longrope changes its factors"
+            raise UserError(f"{rule}, {why}, got {plan.context}: lower it, or use `ranks` shards")
+        return plan
 
     def share_layers(self, tokenizer: Tokenizer | None) -> tuple[range, ...]:
         """Measure, and return the layers of each stage: the slowest is as quick as can be.

@@ -147,6 +147,8 @@ class WordsAlone:
 
 
 AGAIN = "download the checkpoint again"
+# for files that may be sound, and are not read
+ANOTHER = "take another checkpoint"
 _PLAIN = (("BF16", "bfloat16", 2), ("F16", "float16", 2), ("F32", "float32", 4))
 # the types of words and companions
 _PARTS = (("F64", "float64", 8), ("I64", "int64", 8), ("I32", "int32", 4), ("I16", "int16", 2), ("I8", "int8", 1),

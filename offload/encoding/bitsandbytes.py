@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import (
     AGAIN,
+    ANOTHER,
     ENCODINGS,
     NOWHERE,
     PLAIN_OF,
@@ -47,7 +48,6 @@ _BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 _MOST_JSON_BYTES = 1 << 16
 _PER_127 = 7.874015718698502e-3  # as bitsandbytes 0.50 has it: not the nearest number to 1 / 127
 _CHUNK_ROWS = 64
-_ANOTHER = "take another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Bitsandbytes4:
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
         rule = "weights must be even in number, two to a byte"
-        must(math.prod(shape) % 2 == 0, rule, f"have shape {list(shape)}", _ANOTHER)
+        must(math.prod(shape) % 2 == 0, rule, f"have shape {list(shape)}", ANOTHER)
         said = _parsed_state(companions[self.state])
         num_blocks = self._num_blocks(shape)
         found = (said.get("blocksize"), said.get("shape"))
@@ -160,7 +160,7 @@ def _recognise_4_bits(
     words = stored[".weight"]
     is_known = words.dtype in ("U8", *ENCODINGS)
     rule = f".weight must be stored as U8, {', '.join(ENCODINGS)}"
-    must(is_known, rule, f"is {words.dtype}", _ANOTHER)
+    must(is_known, rule, f"is {words.dtype}", ANOTHER)
     size = 2 * STORED[words.dtype].stored_bytes(words.shape)
     num_blocks = math.prod(stored[_ABSMAX].shape)
     block = next((block for block in _BLOCKS if math.ceil(size / block) == num_blocks), None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offload.encoding.base import (
+    ANOTHER,
     NOWHERE,
     Format,
     Headers,
@@ -183,7 +184,7 @@ def _recognise_bytes(stored: Headers, settings: Settings) -> RecognisedWeight:
         group = group_size(shape[1], math.prod(scale[1:]), said)
     zero = stored.get(".weight_zero_point")
     kind = "I8" if zero is None else zero.dtype
-    must(kind == "I8", ".weight_zero_point must be of type I8", f"is {kind}")
+    must(kind == "I8", ".weight_zero_point must be of type I8", f"is {kind}", ANOTHER)
     scales = float_type(stored, ".weight_scale")
     coding = ByteIntegers(8, group, scales, int(zero is not None), align_bytes=1)
     companions = (".weight_scale", *([".weight_zero_point"] if zero is not None else []))

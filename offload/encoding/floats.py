@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from offload.encoding.base import (
     AGAIN,
+    ANOTHER,
     ENCODINGS,
     NOWHERE,
     STORED,
@@ -141,11 +142,12 @@ def _recognise_float8(
         return None
     if suffix is None:
         wanted = " or ".join(_FP8_SCALES[:2])
-        raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: {AGAIN}")
+        rule = f"{weight.dtype} needs a {wanted} beside it"
+        must(False, rule, "there is none", "take a checkpoint with its scales")
     scale = stored[suffix]
     shape = list(weight.shape)
     rule = f"{suffix} must be of type {', '.join(_SCALE_TYPES)}"
-    must(scale.dtype in _SCALE_TYPES, rule, f"is {scale.dtype}", "take another checkpoint")
+    must(scale.dtype in _SCALE_TYPES, rule, f"is {scale.dtype}", ANOTHER)
     rule = ".weight must be a matrix or a stack of them"
     must(len(shape) > 1, rule, f"has shape {shape}", "pack it again")
     coding = Float8(

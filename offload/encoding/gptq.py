@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.encoding.base import (
+    ANOTHER,
     NOWHERE,
     Format,
     Headers,
@@ -46,7 +47,6 @@ _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 _BITS = (2, 3, 4, 8)
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _AUTO_ROUND = ("auto-round", "intel/auto-round")
-_ANOTHER = "take another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,8 @@ def _recognise_gptq(
     rule = f"GPTQ weights must have {_BITS} bits"
     must(bits in _BITS, rule, f"have {bits:g}", "take a checkpoint of these")
     require_shape(".qzeros", zeros, (num_groups, num_rows * int(bits) // 32))
+    rule = f"a column of {num_words} words must have whole codes"
+    must(num_words * 32 % bits == 0, rule, f"by .qzeros they have {bits:g} bits")
     num_columns = num_words * 32 // int(bits)
     is_ordered = ".g_idx" in stored and num_groups > 1 and bool(settings.get("desc_act"))
     group = group_size(num_columns, num_groups, settings.get("group_size"))
@@ -178,7 +180,7 @@ def gptq_version(settings: Settings) -> int:
         must(is_known, rule, f"got {version!r:.40}", "take a checkpoint of these")
         versions.add(_VERSIONS[version])
     rule = f"{' and '.join(VERSION_KEYS)} must name one version of GPTQ"
-    must(len(versions) < 2, rule, f"got {' and '.join(map(str, given.values()))}", _ANOTHER)
+    must(len(versions) < 2, rule, f"got {' and '.join(map(str, given.values()))}", ANOTHER)
     return min(versions, default=1)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.encoding.base import ENCODINGS, Headers, Tensors, checked_scale, must
+from offload.encoding.base import ANOTHER, ENCODINGS, Headers, Tensors, checked_scale, must
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +110,8 @@ def spread(stored: "Tensor", grid: tuple[int, int]) -> "Tensor":
 def float_type(stored: Headers, suffix: str) -> str:
     """Return the header's type of scales. Raises `ValueError` unless it is floating-point."""
     dtype = stored[suffix].dtype
-    must(dtype in ENCODINGS, f"{suffix} must be of type {', '.join(ENCODINGS)}", f"is {dtype}")
+    rule = f"{suffix} must be of type {', '.join(ENCODINGS)}"
+    must(dtype in ENCODINGS, rule, f"is {dtype}", ANOTHER)
     return dtype
 
 
@@ -127,7 +128,8 @@ def require_integers(stored: Headers, suffixes: Sequence[str]) -> None:
     for suffix in suffixes:
         known = ("I32", "I64") if suffix.endswith("g_idx") else ("I32",)
         dtype = stored[suffix].dtype if suffix in stored else "I32"
-        must(dtype in known, f"{suffix} must be of type {' or '.join(known)}", f"is {dtype}")
+        rule = f"{suffix} must be of type {' or '.join(known)}"
+        must(dtype in known, rule, f"is {dtype}", ANOTHER)
 
 
 def group_size(num_columns: int, num_groups: int, said: object) -> int:

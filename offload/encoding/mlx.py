@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.encoding.base import (
+    ANOTHER,
     NOWHERE,
     Coding,
     Format,
@@ -98,7 +99,7 @@ def _recognise_floats(shape: Sequence[int], num_groups: int) -> RecognisedWeight
     coding = _FLOATS.get(num_words // num_groups)
     if coding is None:
         rule = f"a group must have {', '.join(map(str, _FLOATS))} words where {_SCALES} are U8"
-        must(False, rule, f"has {num_words // num_groups}", "take another checkpoint")
+        must(False, rule, f"has {num_words // num_groups}", ANOTHER)
         raise AssertionError(rule)
     bits = 8 if isinstance(coding, Float8) else 4
     columns = num_words * _WORD_BITS // bits

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.encoding.base import (
+    ANOTHER,
     NOWHERE,
     Format,
     Headers,
@@ -49,6 +50,8 @@ def _recognise(stored: Headers, _settings: Settings, _: Site = NOWHERE) -> Recog
     shape = matrix_shape(stored, _WORDS)
     num_rows, num_groups = matrix_shape(stored, _SCALE)
     must(num_rows == shape[0], f"{_SCALE} must have {shape[0]} rows", f"has {num_rows}")
+    rule = f"{_SCALE} must have groups that divide {shape[1]} columns"
+    must(shape[1] % num_groups == 0, rule, f"has {num_groups}")
     group = group_size(shape[1], num_groups, None)
     scales = float_type(stored, _SCALE)
     if words.dtype in _FLOATS:
@@ -56,7 +59,7 @@ def _recognise(stored: Headers, _settings: Settings, _: Site = NOWHERE) -> Recog
         return RecognisedWeight(coding, shape, (_WORDS,), (_SCALE,))
     require(stored, (_ZERO,), _WORDS)
     zero = stored[_ZERO]
-    must(zero.dtype == "I8", f"{_ZERO} must be of type I8", f"is {zero.dtype}")
+    must(zero.dtype == "I8", f"{_ZERO} must be of type I8", f"is {zero.dtype}", ANOTHER)
     require_shape(_ZERO, zero.shape, (num_rows, num_groups))
     integers = TorchaoBytes(8, group, scales, zero_bytes=1, align_bytes=1)
     return RecognisedWeight(integers, shape, (_WORDS,), (_SCALE, _ZERO))

@@ -15,7 +15,6 @@ from torch import nn
 from offload.calibration.expansions import KernelChoice, choose_expansion
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import counter
-from offload.checkpoint.sizes import context_note
 from offload.drafting.registry import open_model
 from offload.engine.decoder_config import TextRules
 from offload.engine.identities import Identities
@@ -117,9 +116,12 @@ def open_pair(
 def _notes(setup: Setup, draft: TreeModel | None) -> list[str]:
     """Return lines for the user about what the two models do not have in full."""
     notes = [foreign_note(draft.foreign_ids)] if draft and draft.foreign_ids else []
-    if setup.least_plan.has_longest_context:
-        notes.append(context_note(setup.files.target))
-    return [note for note in notes if note]
+    if (plan := setup.least_plan).turns:
+        notes.append(
+            f"a text that grows beyond {plan.turning_point} tokens is read anew once: longrope turns "
+            "its positions by other factors from there on"
+        )
+    return notes
 
 
 def _check(pair: ModelPair, request: Request) -> None:

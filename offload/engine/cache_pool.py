@@ -36,7 +36,6 @@ class _CacheSet:
         self.take_back()
         self.caches.clear(num_kept)
         sequence.hold(self.caches)
-        sequence.stats.num_kept_tokens = self.caches.target.length
         self._holder = weakref.ref(sequence, self._forget)
         self._last_tokens = sequence.tokens
 

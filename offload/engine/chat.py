@@ -39,13 +39,14 @@ class Chat:
             thing.
         max_new_tokens: of one answer; None is as many as there is room for.
         stop: strings that end an answer; they are not part of it.
+        think: whether the model is to think before it answers; None leaves it to its template.
 
     Raises `UserError` for a model without a chat template, and for settings out of range.
 
     Attributes:
         messages: what was said so far, the system prompt included.
         turn: the one under way, or the last one; `turn.result()` has its figures.
-        sampling, max_new_tokens, stop: of later turns; they may be set.
+        sampling, max_new_tokens, stop, think: of later turns; they may be set.
     """
 
     def __init__(
@@ -56,19 +57,21 @@ class Chat:
         system: str | None = None,
         max_new_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
+        think: bool | None = None,
     ) -> None:
         self._decoder = decoder
         self.sampling = Sampling() if sampling is None else sampling
         rule = "`system` must be text"
         require(system is None or isinstance(system, str), rule, f"{system!r:.80}", "leave it out")
         num_new = 0 if max_new_tokens is None else max_new_tokens
-        Request(sampling=self.sampling, max_new_tokens=num_new, stop=stop).check()
+        Request(sampling=self.sampling, max_new_tokens=num_new, stop=stop, think=think).check()
         self.max_new_tokens = max_new_tokens
         self.stop = stop
+        self.think = think
         self.messages = _opening(system)
         self._num_turns = 0
         self.turn: Run | None = None
-        decoder.encode([*self.messages, _GREETING])
+        decoder.encode([*self.messages, _GREETING], think=think)
 
     def __repr__(self) -> str:
         num_asked = sum(message["role"] == "user" for message in self.messages)
@@ -134,7 +137,7 @@ class Chat:
         self._num_turns = session.num_turns
 
     def _begin(self, asked: list[dict[str, str]]) -> Generator[str, None, None]:
-        ids = self._decoder.encode(asked)
+        ids = self._decoder.encode(asked, think=self.think)
         context = self._decoder.plan.context
         if len(ids) >= context:
             more = "" if self._decoder.plan.has_longest_context else ", or raise `context`"

@@ -57,6 +57,7 @@ class TemplateOptions(NamedTuple):
     tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = {}  # such as `enable_thinking`
     continues: bool = False  # the last message is gone on with, and no turn begun
+    think: bool | None = None  # whether the model is to; None leaves it to the template
 
 
 PLAIN = TemplateOptions()
@@ -83,6 +84,8 @@ def encode_prompt(
     if not prompt:
         raise UserError("the prompt is empty: give some text")
     if raw or not tokenizer.chat_template:
+        rule = "`think` is told to a chat template, and the prompt is put into none"
+        require(options.think is None, rule, options.think, "leave it out")
         with refusing(*TOKENIZER_FAILED):
             return list(tokenizer(prompt, verbose=False)["input_ids"])
     question = [{"role": "user", "content": prompt}]
@@ -190,6 +193,17 @@ def turn_end_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
     return tokenizer_end_ids(tokenizer) | named
 
 
+def thinking_variables(tokenizer: Tokenizer, think: bool | None) -> dict[str, Any]:
+    """Return what tells a template to let the model think, or not. Raises `UserError`."""
+    if think is None:
+        return {}
+    switch = words_of(tokenizer).thinking
+    rule = "`think` needs a chat template with a switch for thoughts, and the model's has none"
+    require(switch is not None, rule, think, "leave it out")
+    name, on, off = switch
+    return {name: on if think else off}
+
+
 def _adapted(tokenizer: Tokenizer, messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
     """Yield messages in the form that the template takes."""
     words = words_of(tokenizer)
@@ -278,7 +292,7 @@ def _in_template(
     options: TemplateOptions,
     calls: Sequence[Any] = (),
 ) -> list[int]:
-    told: dict[str, Any] = {**options.variables}
+    told = {**thinking_variables(tokenizer, options.think), **options.variables}
     told |= {"tools": [*options.tools]} if options.tools else {}
     told |= {"add_generation_prompt": not options.continues}
     told |= {"continue_final_message": True} if options.continues else {}

@@ -237,6 +237,9 @@ class Decoder(TokenDecoder):
         rule = "a text must fit, but for its last token, into the context"
         rule = f"{rule} of {self.plan.context} tokens"
         require(most <= self.plan.context, rule, most, "raise `context`")
+        turn = self.plan.turning_point or most
+        rule = f"texts are scored up to the {turn} tokens at which longrope changes its factors"
+        require(most <= turn, rule, most, "cut it")
         require(
             not self._start_ids,
             "models with an encoder score no texts",
@@ -287,14 +290,21 @@ class Decoder(TokenDecoder):
         """Return what the bits of keys and values depend on here, see `Invariance.arithmetic`."""
         return self.invariance.arithmetic(self.plan.device)
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, tools: Sequence[Tool] = ()) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        tools: Sequence[Tool] = (),
+        think: bool | None = None,
+    ) -> list[int]:
         """Return the token ids of a prompt as `generate` takes it; any thread may ask.
 
         `tools` are functions that the chat template tells the model of, as OpenAI's protocol
-        describes them. Raises `UserError`.
+        describes them; `think` as in `Chat`. Raises `UserError`.
         """
         with self._encoding:
-            options = TemplateOptions(tools)
+            options = TemplateOptions(tools, think=think)
             return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, options=options)
 
     def _tree_of(self, request: Request, num_texts: int = 1) -> TreeChoice:

@@ -72,6 +72,7 @@ class Request:
     # further variables of the chat template, such as `enable_thinking`
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     continues_message: bool = False  # the last message is gone on with
+    think: bool | None = None  # whether the model is to, by its template; None leaves it to that
     # the text is an answer in a conversation: what ends a turn ends it
     is_answer: bool = False
     # a reference to the decoder that has checked it, and what it has made of the grammar; a copy
@@ -136,6 +137,8 @@ class Request:
         num_new = whole_number(self.max_new_tokens, "`max_new_tokens`")
         require(num_new >= 0, "`max_new_tokens` must be 0 or more", num_new, "0 writes nothing")
         check_variables(self.template_variables, "template_variables")
+        is_switch = self.think is None or isinstance(self.think, bool)
+        require(is_switch, "`think` must be True or False", f"{self.think!r:.80}", "leave it out")
         if self.num_logprobs is not None:
             num_top = whole_number(self.num_logprobs, "`num_logprobs`")
             require(
@@ -171,7 +174,9 @@ class Request:
         most = max(dict(self.sampling.logit_bias), default=0)
         rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
         require(most < vocab_size, rule, most, "use this model's tokenizer")
-        options = TemplateOptions(self.tools, self.template_variables, self.continues_message)
+        options = TemplateOptions(
+            self.tools, self.template_variables, self.continues_message, self.think
+        )
         ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw, options=options)
         num_new = self.num_new(ids, context, start_ids)
         if start_ids:

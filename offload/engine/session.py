@@ -112,6 +112,7 @@ def save_session(
         tensors |= _recurrent_tensors(part, cache, len(tokens))
     told = {"messages": json.dumps(messages), "num_turns": str(num_turns), "arithmetic": arithmetic}
     told |= {f"{part}_dtype": dtype for part, dtype in identities.dtypes.items()}
+    told["is_long"] = str(pool.caches.target.is_long)
     try:
         for part in _PARTS:
             identity = identities.of(part)
@@ -157,6 +158,7 @@ def load_session(
             raise _broken(path, "its checksum does not fit")
         pool.take_back()
         pool.caches.clear()
+        pool.caches.target.is_long = file.metadata().get("is_long") == str(True)
         for part, cache in _caches(pool).items():
             has_same_bits = part == "draft" or arithmetic in ("", file.metadata().get("arithmetic"))
             if has_same_bits and can_use(identities, part, file.metadata()):

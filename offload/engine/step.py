@@ -59,6 +59,17 @@ class SpeculationStep:
         """
         for text in texts:
             text.recover()
+            self._target.turn(text.tokens, text.caches.target)
+        long = [text for text in texts if text.caches.target.is_long]
+        if 0 < len(long) < len(texts):
+            short = [text for text in texts if not text.caches.target.is_long]
+            gained = dict(zip(short, self._step(short), strict=True))
+            gained |= zip(long, self._step(long), strict=True)
+            return [gained[text] for text in texts]
+        return self._step(texts)
+
+    def _step(self, texts: Sequence[TokenSequence]) -> list[list[int] | Exception]:
+        """Run one pass for texts on one side of the turning point, see `step`."""
         batch = share_out(texts, self._max_prompt_rows)
         num_pending = sum(num for _, num in batch)
         growing = [text for text, num in batch if num == text.num_pending]
@@ -130,6 +141,7 @@ class SpeculationStep:
         """Keep the accepted path as far as the text goes on; return the tokens that it has gained."""
         caches = text.caches
         num_tokens = len(text.tokens)
+        accepted = accepted.first(self._target.num_scored(num_tokens))
         logprobs = []
         if text.num_logprobs is not None:
             logprobs = path_logprobs(rows, accepted.nodes, accepted.tokens, text.num_logprobs)

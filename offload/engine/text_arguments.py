@@ -14,6 +14,8 @@ class TextArguments(typing.TypedDict, total=False):
     max_new_tokens: int
     # end the text before this string, or before any of several
     stop: str | collections.abc.Sequence[str] | None
+    # let the model think before it answers, or not; default: as its chat template does
+    think: bool | None
     # write JSON that this schema allows; see docs/grammar.md
     json_schema: collections.abc.Mapping[str, typing.Any] | str | None
     # write a text that this regular expression matches as a whole

@@ -140,6 +140,8 @@ class TokenDecoder:
             sampler.begin(said)
             sequence = TokenSequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
             self._pool.lend(sequence, keeps=keeps)
+            self.target.turn(begun, sequence.caches.target)
+            sequence.stats.num_kept_tokens = sequence.caches.target.length
             return sequence
 
     def step(self, sequence: TokenSequence) -> list[int]:

@@ -23,7 +23,8 @@ from offload.units import plural
 _MOST_FOREIGN = 128
 _MOST_FOREIGN_SHARE = 0.05
 # how `refusing` tells of it
-TOKENIZER_FAILED = ("the model's tokenizer failed", "download its files again", HostFault)
+_REMEDY = "download its files again, or take a model whose tokenizer this transformers reads"
+TOKENIZER_FAILED = ("the model's tokenizer failed", _REMEDY, HostFault)
 # a `PreTrainedTokenizerBase` of transformers, which takes a second to import
 Tokenizer: TypeAlias = Any
 
@@ -42,7 +43,7 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     if not has_tokenizer(Path(directory)):
         return None
     check_tokenizer_files(Path(directory))
-    with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
+    with refusing(f"cannot read the tokenizer in {directory}", _REMEDY):
         _check_names(Path(directory))
         config = _config_beside(Path(directory))
         tokenizer = AutoTokenizer.from_pretrained(directory, config=config, **how)

@@ -104,6 +104,8 @@ class MemoryPlan:
         0  # pinned read-ahead slots for layers that go from the disk to the GPU
     )
     max_context: int | None = None  # that the model was made for; None where it does not say
+    # a longer text has all its positions turned by other factors, see `sizes.turning_point`
+    turning_point: int | None = None
     source_tokens: int = 0  # of a prompt that an encoder may read; 0 without one
     # of its layers where they stay; else they pass through the slots, once per prompt
     encoder_bytes: int = 0
@@ -137,6 +139,11 @@ class MemoryPlan:
     def has_longest_context(self) -> bool:
         """Return whether the model allows no more positions."""
         return self.max_context is not None and self.context >= self.max_context
+
+    @property
+    def turns(self) -> bool:
+        """Return whether the context has room for a text beyond the turning point."""
+        return self.turning_point is not None and self.context > self.turning_point
 
     def __repr__(self) -> str:
         used = f"{format_bytes(self.total_bytes)} of {format_bytes(self.ram_bytes)} of memory"

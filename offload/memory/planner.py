@@ -81,7 +81,8 @@ def _plan_once(
     budget = replace(budget, context=_check_context(target, budget.context))
     _check_experts(target, target_shape, budget.experts)
     plan = make_plan(target_shape, draft_shape, budget, num_nodes)
-    return replace(plan, max_context=longest_context(target))
+    turn = turning_point(target)
+    return replace(plan, max_context=longest_context(target), turning_point=turn)
 
 
 def make_plan(
@@ -373,7 +374,5 @@ def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
         return min(limit or usual, usual)
     if limit and context > limit:
         why = "which this model was made for"
-        if turning_point(checkpoint) is not None:
-            why = "beyond which longrope turns all positions anew"
         raise UserError(f"`context` must be at most {limit}, {why}, got {context}: lower it")
     return context

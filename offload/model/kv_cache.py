@@ -75,6 +75,7 @@ class KVCache:
         length: P, the committed positions.
         num_uncommitted: U, the rows behind them: of the last commit, and of the passes since then.
         taps: hidden states of the committed positions, where a drafter reads any.
+        is_long: whether they are of a text beyond the turning point, see `Target.turn`.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class KVCache:
         self.num_slots = num_slots
         self.length = self.num_uncommitted = 0
         self.taps: TapLog | None = None
+        self.is_long = False
         self._lie_in(_Buffers(1, num_layers, num_slots), 0)
 
     def _lie_in(self, buffers: _Buffers, text: int) -> None:
@@ -237,6 +239,7 @@ class KVCache:
     def copy_from(self, other: "KVCache", num_positions: int) -> None:
         """Take over the first committed positions of another text, in place of all that is here."""
         self.refill(other.states(num_positions).items(), min(num_positions, other.length))
+        self.is_long = other.is_long
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the sequence but for its first positions."""

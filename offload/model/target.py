@@ -34,7 +34,8 @@ class Target:
             one sweep takes in beside the tree (a longer prompt takes several), and the context.
             Positions beyond that are never emitted: nodes that lie there are computed as if at the
             last one, because some rotary embeddings (dynamic, longrope) turn every row by the
-            largest position of a pass.
+            largest position of a pass. So are nodes beyond a turning point that their text has not
+            reached, see `turn`.
         device: that it computes on.
         on_layer: hears of every layer of a sweep that has run.
         experts: routed ones, where they come on demand.
@@ -56,6 +57,7 @@ class Target:
         self.stream = stream
         self._max_rows = plan.max_prompt_rows
         self._last_position = plan.source_tokens + plan.context - 1
+        self._turning_point = plan.turning_point if plan.turns else None
         self._max_logits = plan.num_logits_rows
         self._cache_slots = plan.cache_slots
         self._gather = kernels.kv_commit
@@ -105,6 +107,23 @@ class Target:
         self._model.share_passes()
         KVCache.side_by_side(caches)
 
+    def turn(self, tokens: Sequence[int], cache: KVCache) -> None:
+        """Have a cache forget keys that do not fit a text of this length.
+
+        Longrope turns all positions of a text by its long factors once it is longer than the turning
+        point. Which factors a pass takes follows from its largest position, so all of its texts
+        must lie on one side.
+        """
+        is_long = self._turning_point is not None and len(tokens) > self._turning_point
+        if cache.is_long != is_long:
+            cache.clear()
+            cache.is_long = is_long
+
+    def num_scored(self, num_tokens: int) -> int:
+        """Return how many tokens behind so many one pass can tell: at the turning point it ends."""
+        turn = self._turning_point
+        return sys.maxsize if turn is None or num_tokens > turn else turn + 1 - num_tokens
+
     def part_of(
         self,
         tokens: Sequence[int],
@@ -119,6 +138,7 @@ class Target:
         What an encoder makes of a prompt, and what is too much for one sweep, is taken in at once;
         `on_chunk` is called behind each sweep of that.
         """
+        self.turn(tokens, cache)
         self._model.take_in(tokens, cache, self.stream.begin_prompt)
         num_pending = min(most_pending, len(tokens) - 1 - cache.length)
         while num_pending > self._max_rows:
@@ -168,6 +188,12 @@ class Target:
             token_T = torch.cat([token_T, tree.token_N])
             offset_T = torch.cat([offset_T, depth_N + num_pending])
             sees_TT[num_pending:, num_pending:] = ancestors(tree.topology)
+        elif cache.is_long:
+            # the last token, at its own position: by it the pass takes the long factors
+            num_nodes = 1
+            token_T = torch.cat([token_T, token_T.new_tensor(tokens[-1:])])
+            offset_T = torch.cat([offset_T, offset_T.new_tensor([len(tokens) - 1 - cache.length])])
+            sees_TT = causal(num_pending + 1)
         return BatchPart(token_T, self._positions(offset_T, cache), sees_TT, cache, num_nodes)
 
     def figures(self) -> list[RankFigures]:
@@ -199,7 +225,10 @@ class Target:
         return logits
 
     def _positions(self, offset_T: Tensor, cache: KVCache) -> Tensor:
-        return (offset_T + cache.length).clamp(max=self._last_position)
+        last = self._last_position
+        if self._turning_point is not None and not cache.is_long:
+            last = self._turning_point - 1
+        return (offset_T + cache.length).clamp(max=last)
 
 
 # Of several texts all pending tokens come first, as parts of their own: the last rows are those that

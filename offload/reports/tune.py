@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from offload.checkpoint.sizes import longest_context
+from offload.checkpoint.sizes import longest_context, turning_point
 from offload.checkpoint.small_files import has_encoder
 from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.engine.opening import open_setup
@@ -143,7 +143,8 @@ def largest_that_fits(setup: Setup, spec: TreeSpec) -> Setup:
     rule = "texts to tune by must go on, a model with an encoder writes anew"
     is_alone = not has_encoder(target.config)
     require(is_alone, rule, target.config.get("model_type"), "name a `tree` instead")
-    longest = longest_context(target) or _CONTEXT
+    # a path that is scored by parts lies on one side of a turning point
+    longest = turning_point(target) or longest_context(target) or _CONTEXT
     timed = replace(setup, budget=replace(setup.budget, context=min(_CONTEXT, longest)))
     sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
     size = next((size for size in sizes if timed.traffic_of(size)), sizes[-1])

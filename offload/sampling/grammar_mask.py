@@ -225,9 +225,8 @@ class Grammars:
             )
         from llguidance import LLTokenizer
 
-        with refusing(
-            "the model's tokenizer cannot be read for a grammar", "download its files again"
-        ):
+        remedy = "leave the grammar out, or take a model with another kind of tokenizer"
+        with refusing("the model's tokenizer cannot be read for a grammar", remedy):
             raw, end_ids = _with_an_end(backend, self._end_ids)
             num_tokens = max(self._vocab_size, raw.get_vocab_size(), *(end + 1 for end in end_ids))
             self._vocabulary = LLTokenizer(raw.to_str(), n_vocab=num_tokens, eos_token=end_ids)

@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -33,6 +34,7 @@ from offload.server.refusals import MEND, Refusal
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 # of a message, to a template
 _SAID = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+_RENAMED = {"functions": "tools", "function_call": "tool_choice"}
 _CARRYING = {"audio", "function_call", "images"}  # fields of words that are not read
 _LARGEST_SEED = 2**63 - 1
 _LEGACY_TOKENS = 16  # of /v1/completions, where a body does not say
@@ -44,6 +46,12 @@ Count = Annotated[int, Field(ge=0, le=1 << 31)]
 Ignored = Annotated[Any, Field(exclude=True)]  # it has no meaning here
 Stop = Annotated[str, Field(max_length=1024)]
 Stops = Annotated[list[Stop], Field(max_length=16)]  # each is looked for in every pass
+
+
+def _respelt(other: Mapping[Any, Any], value: Any) -> Any:
+    """Return what other servers mean by a number."""
+    is_number = type(value) in (int, float)
+    return other.get(value, value) if is_number else value
 
 
 def _as_list(stop: Any) -> Any:
@@ -73,6 +81,10 @@ class Extension(BaseModel):
     rule: str | None = None
 
 
+# what other servers take for "off", or for the least there is
+_SPELT_OTHERWISE = {"top_k": {-1: 0}, "top_p": {0: 1e-12}}
+
+
 def _fields() -> dict[str, Any]:
     """Return the options of drawing that a request may have, each a field that may be left out."""
     found: dict[str, Any] = {}
@@ -80,6 +92,8 @@ def _fields() -> dict[str, Any]:
         low, high = one.http_within or (None, None)
         kind: Any = Annotated[one.kind if one.is_number else float, Field(ge=low, le=high)]
         value: Any = kind | None if one.is_number else dict[str, kind] | None
+        if name in _SPELT_OTHERWISE:
+            value = Annotated[value, BeforeValidator(partial(_respelt, _SPELT_OTHERWISE[name]))]
         names = AliasChoices(name, *one.synonyms) if one.synonyms else None
         found[name] = (value, Field(default=None, validation_alias=names))
     return found
@@ -232,6 +246,8 @@ class ChatBody(Body):
         conversation = [_message(index, one)[0] for index, one in enumerate(self.messages)]
         variables = dict(self.chat_template_kwargs or {})
         check_variables(variables, "chat_template_kwargs")
+        # under the name that clients know; templates have others
+        think = variables.pop("enable_thinking", None)
         if isinstance(self.reasoning_effort, str):
             # a template that does not know it passes over it
             variables = {"reasoning_effort": self.reasoning_effort, **variables}
@@ -249,6 +265,7 @@ class ChatBody(Body):
                 prompt=conversation,
                 tools=self.offered_tools,
                 template_variables=variables,
+                think=think,
                 continues_message=continues,
                 grammar=self._read_grammar(),
                 num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -260,7 +277,21 @@ class ChatBody(Body):
         """Functions as chat templates take them; none where the model is to call none."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+        return [tool.model_dump(exclude_none=True) for tool in self._allowed_tools]
+
+    @property
+    def _allowed_tools(self) -> list[ToolBody]:
+        """Return the tools, or those that `tool_choice` narrows them to. Raises `Refusal`."""
+        tools = self.tools or []
+        match self.tool_choice:
+            case {"type": "allowed_tools", "allowed_tools": {"tools": [*named]}}:
+                names = [_name_of(one) for one in named]
+                known = {tool.function.name for tool in tools}
+                if unknown := next((name for name in names if name not in known), None):
+                    rule = f"it allows {unknown!s:.80}, which is no function of 'tools'"
+                    raise Refusal.of_value("tool_choice", rule)
+                return [tool for tool in tools if tool.function.name in names]
+        return tools
 
     @property
     def ignored(self) -> list[str]:
@@ -301,21 +332,31 @@ class ChatBody(Body):
 
         Raises `Refusal`.
         """
-        tools = [tool.function for tool in self.tools or []]
+        tools = [tool.function for tool in self._allowed_tools]
         match self.tool_choice:
             case None | "auto" | "none":
                 return []
-            case "required":
+            case {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}:
+                return []
+            case "required" | {"type": "allowed_tools", "allowed_tools": {"mode": "required"}}:
                 forced = tools
             case {"type": "function", "function": {"name": str(name)}}:
                 forced = [one for one in tools if one.name == name]
             case _:
                 forced = []
         if not forced:
-            rule = "it must be 'auto', 'none', 'required' or a function of 'tools'"
+            rule = "it must be 'auto', 'none', 'required', 'allowed_tools' or a function of 'tools'"
             rule += "" if tools else ", and there are no 'tools'"
             raise Refusal.of_value("tool_choice", rule)
         return forced
+
+
+def _name_of(tool: Any) -> Any:
+    """Return the function that an entry of `allowed_tools` names."""
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    raise Refusal.of_value("tool_choice", "each tool that it allows must be a function with a name")
 
 
 def _schema_of_calls(functions: Sequence[Function]) -> dict[str, Any]:
@@ -408,6 +449,8 @@ def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
             return Refusal(400, f"The body must be JSON in UTF-8 ({what}): mend it")
         case "extra_forbidden":
             meant = did_you_mean(str(param), known) if len(error["loc"]) == 1 else ""
+            if param in _RENAMED:
+                meant = f": give '{_RENAMED[param]}' instead"
             return Refusal.of_stranger(str(param), meant)
         case "missing":
             message = f"Missing required parameter: '{param}': give it"

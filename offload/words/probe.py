@@ -45,6 +45,12 @@ _KEYS: dict[KeyForm, tuple[str, str]] = {
     "named": (f"functions.{_NAMES[0]}:0", f"functions.{_NAMES[1]}:1"),
 }
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+# variables of templates, as they let a model think and as they do not
+_THINKING: tuple[tuple[str, Any, Any], ...] = (
+    ("enable_thinking", True, False),
+    ("thinking", True, False),
+    ("thinking_budget", -1, 0),
+)
 # marks around thoughts of models whose templates drop those of earlier turns
 _THOUGHT_MARKS = [
     ("<think>", "</think>"),
@@ -72,6 +78,7 @@ class ModelWords:
     content_form: ContentForm = "absent"
     key_form: KeyForm = "any"
     thought_key: str | None = None  # of a message's thoughts; None is not read
+    thinking: tuple[str, Any, Any] | None = None  # a variable, its values for thoughts and for none
 
     def reader(self, offered: Offered, prompt_end: str, specials: Set[str]) -> PartReader:
         """Return a reader of one answer.
@@ -109,10 +116,17 @@ def probe(render: Render, source: str, added: Set[str]) -> ModelWords:
     knows_tools = _tried(render, asked) != _tried(render, asked, with_tools=True)
     thoughts, thought_key = _probe_thoughts(render, source, added)
     turn_end = "" if is_harmony else _turn_end(render, plain)
+    thinking = _probe_thinking(render, source)
     shown = _probe_calls(render)
     if shown is None:
         return ModelWords(
-            None, thoughts, is_harmony, knows_tools, turn_end=turn_end, thought_key=thought_key
+            None,
+            thoughts,
+            is_harmony,
+            knows_tools,
+            turn_end=turn_end,
+            thought_key=thought_key,
+            thinking=thinking,
         )
     calls = None
     if not is_harmony:
@@ -133,6 +147,7 @@ def probe(render: Render, source: str, added: Set[str]) -> ModelWords:
         content_form=shown.content_form,
         key_form=shown.key_form,
         thought_key=thought_key,
+        thinking=thinking,
     )
 
 
@@ -412,6 +427,21 @@ def _without_bracket(text: str, bracket: str) -> str:
 def _tail_of(single: str, end: str) -> str:
     """Return the mark behind the last such end of a call."""
     return _without_bracket(single.rpartition(end)[2], "]")
+
+
+def _probe_thinking(render: Render, source: str) -> tuple[str, Any, Any] | None:
+    """Return the first variable that changes what stands before an answer."""
+    for name, on, off in _THINKING:
+        if name not in source:
+            continue
+        told = []
+        for value in (on, off):
+            with suppress(ValueError):
+                variables = {name: value, "add_generation_prompt": True}
+                told.append(render([_said(_QUESTION)], variables))
+        if len({*told}) > 1:
+            return name, on, off
+    return None
 
 
 def _probe_thoughts(

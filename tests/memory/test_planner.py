@@ -234,14 +234,15 @@ def test_more_context_costs_cache_and_layers() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
-def test_longrope_ends_where_its_frequencies_change(spelling: str) -> None:
-    """Beyond the original length all positions are turned anew, and no cached key would fit."""
+def test_longrope_has_its_whole_context(spelling: str) -> None:
     rope = {"type": "longrope", "long_factor": [2.0], "short_factor": [1.0]}
     long = {"max_position_embeddings": 131072, "original_max_position_embeddings": 3000, spelling: rope}
     files, how = (checkpoint_of({**SMALL, **long}), None), {"ram": 64 * GB, "dtype": "auto", "num_nodes": 1}
-    assert plan_memory(files, context=None, **how).context == 3000
-    with pytest.raises(UserError, match="at most 3000, beyond which longrope turns all positions anew, got 3001"):
-        plan_memory(files, context=3001, **how)
+    for context, turns in ((3000, False), (3001, True), (131072, True)):
+        plan = plan_memory(files, context=context, **how)
+        assert (plan.context, plan.turning_point, plan.turns) == (context, 3000, turns)
+    with pytest.raises(UserError, match="at most 131072, which this model was made for, got 131073"):
+        plan_memory(files, context=131073, **how)
 
 
 def test_computing_in_another_type_has_its_price() -> None:

@@ -328,9 +328,3 @@ def test_nodes_beyond_the_context_do_not_change_the_rotary_frequencies(kind: str
     with offload.load(directory, directory, ram="1GiB", context=64, tree="64x16", threads=1) as decoder:
         new_ids = decoder.generate(prompt, max_new_tokens=64 - len(prompt)).token_ids
     assert new_ids == greedy_choices(theirs, new_ids, prompt)
-
-
-def test_a_context_beyond_the_turning_point_is_refused(tmp_path: Path) -> None:
-    directory = save(tiny_model(CHANGING["longrope"]()), tmp_path)
-    with pytest.raises(offload.UserError, match="`context` must be at most 64, beyond which longrope turns"):
-        offload.load(directory, ram="1GiB", context=65)

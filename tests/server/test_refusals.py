@@ -17,8 +17,10 @@ from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving  # noqa: F4
 from waiting import until
 
 from offload.engine.text_stream import TextStream
-from offload.errors import HostFault
+from offload.errors import HostFault, UserError
+from offload.sampling_options import Sampling
 from offload.server.app import create_app
+from offload.server.bodies import ChatBody, parse
 from offload.server.http_server import HttpServer
 from offload.server.listening import bind
 from offload.server.refusals import Refusal
@@ -106,7 +108,7 @@ ODD = {"type": "object", "properties": {"a": {"type": "nonsense"}}}  # no schema
 LONG_STOP = "x" * 2000  # every pass looks for the beginnings of each in all of the text
 
 
-@pytest.mark.parametrize("change", [{"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"max_token": 1},
+@pytest.mark.parametrize("change", [{"temperature": -1}, {"temperature": "hot"}, {"top_p": -1}, {"max_token": 1},
                                     {"logit_bias": {"-1": 1}}, {"logit_bias": {"1000000": 1}},
                                     {"stop": LONG_STOP}, {"stop": ["y", LONG_STOP]},
                                     {"response_format": {"type": "json_schema", "json_schema": {"schema": ODD}}},
@@ -114,6 +116,42 @@ LONG_STOP = "x" * 2000  # every pass looks for the beginnings of each in all of 
                                      "tool_choice": "required"}], ids=lambda change: str(change)[:60])  # fmt: skip
 def test_programs_are_told_which_field_is_wrong(served: Served, change: dict[str, Any]) -> None:
     assert told(ask(served, CHAT, CHAT_BODY | change), 400)["param"].startswith(next(iter(change)))
+
+
+def _tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+def _choice(mode: str, *names: str) -> dict[str, Any]:
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
+def _read(**change: Any) -> ChatBody:
+    return parse(ChatBody, json.dumps(CHAT_BODY | change).encode())
+
+
+def test_numbers_that_other_servers_take_for_off() -> None:
+    for change, value in (({"top_k": -1}, 0), ({"top_k": 3}, 3), ({"top_p": 0}, 1e-12), ({"top_p": 0.0}, 1e-12)):
+        (request,) = _read(temperature=1.0, **change).requests(Sampling())
+        assert getattr(request.sampling, next(iter(change))) == value
+    for change in ({"top_k": -2}, {"top_p": -0.1}):
+        with pytest.raises((UserError, Refusal), match="top_"):
+            _read(temperature=1.0, **change).requests(Sampling())
+
+
+def test_allowed_tools_narrow_what_is_offered() -> None:
+    tools = [_tool("add"), _tool("now")]
+    for mode in ("auto", "required"):
+        body = _read(tools=tools, tool_choice=_choice(mode, "now"))
+        assert [one["function"]["name"] for one in body.offered_tools] == ["now"]
+        assert body.is_call_forced == (mode == "required")
+    for choice in (_choice("auto", "other"), _choice("always", "now"), {"type": "allowed_tools"}):
+        with pytest.raises(Refusal, match="tool_choice"):
+            body = _read(tools=tools, tool_choice=choice)
+            assert body.offered_tools and not body.is_call_forced
+    with pytest.raises(Refusal, match="supplied: functions: give 'tools' instead"):
+        _read(functions=[{"name": "add"}])
 
 
 def test_what_changes_nothing_is_named_in_a_header(served: Served) -> None:

@@ -13,7 +13,8 @@ import offload
 MARKS = ["<think>", "</think>", "<|im_end|>"]
 PIECES = (":", "<think>", "Hm.", "</think>", "\n\nYes", ".", "<|im_end|>", "\nuser\nmore")
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
-TEMPLATE += "{% if add_generation_prompt %}assistant{{ ' QUICK' if quick else '' }}:{% endif %}"
+TEMPLATE += "{% if add_generation_prompt %}assistant{{ ' QUICK' if quick else '' }}:"
+TEMPLATE += "{{ '<think></think>' if enable_thinking is false else '' }}{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +42,34 @@ def test_over_a_socket(thinker: Path) -> None:
         )
         assert again.choices[0].message.content == "Yes."
         assert done.usage is not None
-        for body, added in (({"chat_template_kwargs": {"quick": True}}, " QUICK"), ({}, "")):
+        for variables, num_added in (({"quick": True}, len(" QUICK")), ({}, 0), ({"enable_thinking": False}, 2)):
+            body = {"chat_template_kwargs": variables}
             counted = client.chat.completions.create(**asked, max_tokens=1, extra_body=body).usage
-            assert counted is not None and counted.prompt_tokens == done.usage.prompt_tokens + len(added)
+            assert counted is not None and counted.prompt_tokens == done.usage.prompt_tokens + num_added
         begun = {**asked, "messages": [*HELLO, {"role": "assistant", "content": "I say:"}]}
         more = client.chat.completions.create(**begun, extra_body={"continue_final_message": True})
         written = served.decoder.encode("user:Hello<|im_end|>assistant:I say:", raw=True)
         assert more.usage is not None and more.usage.prompt_tokens == len(written)
+
+
+def test_thinking_is_switched_where_a_template_has_a_switch(thinker: Path, tmp_path: Path) -> None:
+    how: Any = {"ram": "1GiB", "dtype": "float32", "threads": 1, "profile": "none", "lookup": False, "context": 200}
+    with offload.load(thinker, **how) as decoder:
+        usual, on, off = (decoder.encode(HELLO, think=think) for think in (None, True, False))
+        assert usual == on and off == usual + decoder.encode("<think></think>", raw=True)
+        chat = offload.Chat(decoder, think=False)
+        list(chat.ask("Hello"))
+        assert chat.turn is not None and chat.turn.sequence.tokens[: len(off)] == off
+        assert decoder.generate("Hello", max_new_tokens=1, think=False).stats.num_prompt_tokens == len(off)
+        with pytest.raises(offload.UserError, match="`think` is told to a chat template"):
+            decoder.generate("Hello", raw=True, think=False)
+        with pytest.raises(offload.UserError, match="`think` must be True or False, got 'no'"):
+            decoder.generate("Hello", think="no")  # type: ignore[arg-type]
+    plain = TEMPLATE.replace("enable_thinking", "other")
+    with offload.load(save_reciter(tmp_path, PIECES, chat_template=plain), **how) as decoder:
+        for think in (True, False):
+            with pytest.raises(offload.UserError, match="needs a chat template with a switch for thoughts"):
+                offload.Chat(decoder, think=think)
 
 
 def test_in_python(thinker: Path) -> None:

@@ -49,6 +49,22 @@ ANSWERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("source", "switch"),
+    [
+        ("{{ '<think></think>' if enable_thinking is false }}", ("enable_thinking", True, False)),
+        ("{{ '<think>' if thinking else '</think>' }}", ("thinking", True, False)),
+        ("{{ 'Do not think.' if thinking_budget == 0 }}", ("thinking_budget", -1, 0)),
+        ("{# enable_thinking #}", None),
+        ("{{ raise_exception('no') if enable_thinking }}", None),
+        ("{{ 'x' if think }}", None),
+    ],
+)
+def test_the_switch_of_thoughts_is_what_changes_a_prompt(source: str, switch: object) -> None:
+    words = probe(lambda told, more: rendered(source + "{{ messages[0].content }}", told, **more), source, set())
+    assert words.thinking == switch
+
+
 def segments_of(text: str, special: Sequence[str]) -> list[str]:
     """The text as its tokens come: special ones whole, others a character each."""
     segments = []
