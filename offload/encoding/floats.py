@@ -142,8 +142,8 @@ def _recognise_float8(
         return None
     if suffix is None:
         wanted = " or ".join(_FP8_SCALES[:2])
-        rule = f"{weight.dtype} needs a {wanted} beside it"
-        must(False, rule, "there is none", "take a checkpoint with its scales")
+        remedy = "take a checkpoint with its scales"
+        raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: {remedy}")
     scale = stored[suffix]
     shape = list(weight.shape)
     rule = f"{suffix} must be of type {', '.join(_SCALE_TYPES)}"

@@ -199,7 +199,8 @@ def thinking_variables(tokenizer: Tokenizer, think: bool | None) -> dict[str, An
         return {}
     switch = words_of(tokenizer).thinking
     rule = "`think` needs a chat template with a switch for thoughts, and the model's has none"
-    require(switch is not None, rule, think, "leave it out")
+    if switch is None:
+        raise UserError(f"{rule}, got {think}: leave it out")
     name, on, off = switch
     return {name: on if think else off}
 

@@ -82,7 +82,7 @@ class Extension(BaseModel):
 
 
 # what other servers take for "off", or for the least there is
-_SPELT_OTHERWISE = {"top_k": {-1: 0}, "top_p": {0: 1e-12}}
+_SPELT_OTHERWISE: dict[str, dict[float, float]] = {"top_k": {-1: 0}, "top_p": {0: 1e-12}}
 
 
 def _fields() -> dict[str, Any]:
