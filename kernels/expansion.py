@@ -15,6 +15,7 @@ from offload.kernels import (
     expand_exponents,
     expand_float8,
     expand_integers,
+    expand_residuals,
 )
 
 
@@ -28,12 +29,13 @@ class Expansion(NamedTuple):
     e2m1: Callable[..., None]
     blocks: Callable[..., None]
     exponents: Callable[..., None]
+    residuals: Callable[..., None]
 
 
 def _all_in(form: Literal["reference", "compiled", "kernel"]) -> Expansion:
     """Return the functions of one form, which are called `expand_KIND_FORM` in their files."""
     files = [expand_float8, expand_integers, expand_columns, expand_codebook, expand_codebook]
-    files += [expand_blocks, expand_exponents]
+    files += [expand_blocks, expand_exponents, expand_residuals]
     kinds = zip(Expansion._fields, files, strict=True)
     return Expansion(*(getattr(file, f"expand_{kind}_{form}") for kind, file in kinds))
 

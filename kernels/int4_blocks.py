@@ -5,11 +5,12 @@ in its lower bits and the corresponding row of the second half in its upper ones
 block depend on the processor's instructions, so torch's converter is asked with a small matrix. A
 weight is (code - 8) x scale + offset, with one scale and offset for each group of columns of a row.
 
-The 16 levels of a group lie evenly between its least and its largest number, and each number
-becomes the nearest. Scale and offset are rounded to the type of the weights before anything is
-divided by them, so codes are the best for the rounded ones. In torch a chunk of rows goes through
-its operators; compiled, a row is read once and its codes stay in the cache until their block is
-complete.
+The 16 levels of a group lie evenly between its least and its largest number, one of them at zero,
+and each number becomes the nearest: so only the numbers at that level have a sign or a magnitude
+that the level leaves open (`residual_layout`). The scale is rounded to the type of the weights
+before anything is divided by it, so codes are the best for the rounded one. In torch a chunk of
+rows goes through its operators; compiled, a row is read once and its codes stay in the cache until
+their block is complete.
 
 Invariants: the product and the expansion mean the same numbers; both ways to encode give the same
 codes, bit for bit, and none is above 15 whatever a file holds.
@@ -46,18 +47,38 @@ class WordLayout(NamedTuple):
     has_product: bool  # whether torch multiplies with it on this processor
 
 
-_OURS = WordLayout(BLOCK_ROWS, has_product=False)
+# in files, and where torch has no product
+FILE_LAYOUT = WordLayout(BLOCK_ROWS, has_product=False)
 
 
 def layout_for(device: torch.device) -> WordLayout:
     """Return the layout of torch's product on this processor, or our own where there is none."""
-    return _of_this_processor() if device.type == "cpu" else _OURS
+    return _of_this_processor() if device.type == "cpu" else FILE_LAYOUT
 
 
 def pack_int4(code_NK: Tensor, layout: WordLayout) -> Tensor:
     """Return words (N, K / 2), uint8, of codes 0 to 15, uint8."""
     low_BHK, high_BHK = code_NK.view(-1, 2, layout.block_rows // 2, code_NK.shape[1]).unbind(1)
     return (low_BHK | high_BHK << 4).transpose(1, 2).reshape(len(code_NK), -1)
+
+
+def unpack_int4(word_NK: Tensor, layout: WordLayout) -> Tensor:
+    """Return the codes (N, K) of words (N, K / 2)."""
+    num_rows, half_columns = word_NK.shape
+    word_BKH = word_NK.view(-1, 2 * half_columns, layout.block_rows // 2)
+    code_BKR = torch.cat((word_BKH & 15, word_BKH >> 4), 2)
+    return code_BKR.transpose(1, 2).reshape(num_rows, -1)
+
+
+def in_layout(word_BKH: Tensor) -> Tensor:
+    """Return words that are stored in blocks of `BLOCK_ROWS` in this processor's, in place."""
+    layout = _of_this_processor()
+    num_columns = word_BKH.shape[1]
+    if layout != FILE_LAYOUT._replace(has_product=layout.has_product):
+        for block_KH in word_BKH:
+            code_NK = unpack_int4(block_KH.reshape(BLOCK_ROWS, -1), FILE_LAYOUT)
+            block_KH.view(-1).copy_(pack_int4(code_NK, layout).view(-1))
+    return word_BKH.view(-1, num_columns, layout.block_rows // 2)
 
 
 def int4_product(row_MK: Tensor, word_NK: Tensor, scale_GN2: Tensor) -> Tensor:
@@ -135,9 +156,11 @@ def _of_this_processor() -> WordLayout:
         theirs = torch._convert_weight_to_int4pack_for_cpu(code_NK.int(), 1)
     # this torch has no such product
     except (RuntimeError, AttributeError):
-        return _OURS
+        return FILE_LAYOUT
     layouts = (WordLayout(size, has_product=True) for size in (BLOCK_ROWS, BLOCK_ROWS // 2))
-    return next((one for one in layouts if torch.equal(pack_int4(code_NK, one), theirs)), _OURS)
+    return next(
+        (one for one in layouts if torch.equal(pack_int4(code_NK, one), theirs)), FILE_LAYOUT
+    )
 
 
 class Int4Words(NamedTuple):
@@ -163,10 +186,12 @@ def encode_int4_reference(weight_NK: Tensor, group: int, layout: WordLayout) -> 
         rows = slice(lo, min(lo + rows_at_once, num_rows))
         step_NGk = weight_NK[rows].to(torch.float32, copy=True).unflatten(1, (-1, group))
         low_NG, high_NG = step_NGk.aminmax(dim=2)
-        scale_NG = ((high_NG - low_NG) / _LEVELS).clamp_(min=least_step(dtype)).to(dtype).float()
-        offset_NG = (low_NG + _MIDDLE * scale_NG).to(dtype).float()
-        step_NGk.sub_(offset_NG[..., None]).div_(scale_NG[..., None])
-        step_NGk.round_().add_(_MIDDLE).clamp_(0, _LEVELS)
+        low_NG.clamp_(max=0)
+        extent_NG = high_NG.clamp_(min=0).div(_LEVELS) - low_NG.div(_LEVELS)
+        scale_NG = extent_NG.clamp_(min=least_step(dtype)).to(dtype).float()
+        zero_NG = (-low_NG / scale_NG).round_().clamp_(0, _LEVELS)
+        offset_NG = (_MIDDLE - zero_NG) * scale_NG
+        step_NGk.div_(scale_NG[..., None]).round_().add_(zero_NG[..., None]).clamp_(0, _LEVELS)
         code_NK = step_NGk.flatten(1).to(torch.uint8).bitwise_and_(15)
         words.scale_GN2[:, rows] = torch.stack((scale_NG.t(), offset_NG.t()), 2).to(dtype)
         missing = -len(code_NK) % BLOCK_ROWS
@@ -237,19 +262,21 @@ def _encode_blocks(weight: Any, sizes: Any, extent: Any, word: Any, scale: Any) 
                         key = I32(bits ^ I32(I32(bits >> I32(31)) & I32(0x7FFFFFFF)))
                         low = min(low, key)
                         high = max(high, key)
-                    lowest = _number_of(low)
+                    below = F32(_number_of(min(low, I32(-1))) / F32(15))
+                    extent = F32(F32(_number_of(max(high, I32(0))) / F32(15)) - below)
                     index = (begin + within) // group
-                    step_bits = rounded(max(F32(F32(_number_of(high) - lowest) / F32(15)), least))
+                    step_bits = rounded(max(extent, least))
                     step = widened(step_bits)
-                    offset_bits = rounded(F32(lowest + F32(F32(8) * step)))
-                    offset = widened(offset_bits)
+                    # Added to 1.5 x 2^23 a number is rounded, ties to even, into the lowest bits.
+                    level = min(F32(F32(0) - F32(_number_of(min(low, I32(-1))) / step)), F32(15))
+                    zero = F32(F32(level + F32(12582912)) - F32(12582912))
                     scale[index, at, U64(0)] = step_bits
-                    scale[index, at, U64(1)] = offset_bits
+                    scale[index, at, U64(1)] = rounded(F32(F32(F32(8) - zero) * step))
                     for i in range(group):
-                        far = min(max(F32(F32(value[i] - offset) / step), F32(-8)), F32(7))
-                        # Added to 1.5 x 2^23 it is rounded, ties to even, into the lowest bits.
-                        nibble = U8(U8(bits_of(F32(far + F32(12582920)))) & U8(15))
-                        code[line, within + i] |= U8(nibble * place)
+                        far = min(max(F32(value[i] / step), F32(-16)), F32(16))
+                        far = F32(F32(F32(far + F32(12582912)) - F32(12582912)) + zero)
+                        nibble = U8(I32(min(max(far, F32(0)), F32(15))))
+                        code[line, within + i] |= U8(U8(nibble & U8(15)) * place)
             for first in range(U64(0), width, U64(_TILE_COLUMNS)):
                 for row in range(half):
                     for column in range(U64(_TILE_COLUMNS)):

@@ -490,6 +490,11 @@ class PackOptions:
 
     GROUP: ClassVar[str] = "Output"
     out: Path | None = option("--out", metavar="DIR", commands=("pack",), help="folder to make")
+    beside: str | None = option(
+        "--beside", metavar="int4", commands=("pack",),
+        help="a copy of 4 bits stays in memory, for --draft self:int4 as well, and half of each "
+        "weight streams beside it",
+    )
     verify: bool = option(
         "--verify", default=False, commands=("pack",),
         help="make nothing: decode all of a packed model, and compare its checksums",

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from plans import plan_memory
 from rounding import Promise, assert_same_bits
 from test_families import config_of, tiny_model
 from test_tiny import prompts
@@ -20,6 +21,7 @@ from offload.kernels.expansion import COMPILED, REFERENCE
 from offload.packing.forecast import stack_of
 from offload.packing.format import read_packed, write_original
 from offload.packing.pack import pack, unpack
+from offload.planning.draft_kinds import files_of
 
 FORMS = [REFERENCE, pytest.param(COMPILED, marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba"))]
 
@@ -122,6 +124,38 @@ def test_an_expert_that_a_packed_file_lost_is_told(tmp_path: Path) -> None:
     others = {name: entry for name, entry in own.tensors.items() if name != lost}
     with pytest.raises(UserError, match=r"is in its header or in its packed files, not in both"):
         write_original(tmp_path / "a.safetensors", [own._replace(tensors=others)], lambda _: None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["llama-tied", "phi3", "gemma3", "qwen3"])
+def test_beside_a_copy_bits_are_the_same_and_the_copy_is_there_once(family: str, dtype: str, tmp_path: Path) -> None:
+    """In logits, and in ids with the copy as a draft, another draft, and none; memory as planned."""
+    config = FAMILIES[family]()
+    config.num_hidden_layers = 8
+    model = save(build(config, 0).bfloat16(), tmp_path / "model")
+    folder = pack(model, tmp_path / "beside", beside="int4", progress=lambda *_: None).folder
+    for expansion in (REFERENCE, COMPILED) if HAS_NUMBA else (REFERENCE,):
+        assert_same_bits(logits(folder, dtype, expansion), logits(model, dtype), Promise.SAME_PRODUCTS)
+    sampling = {"temperature": 0.7, "seed": 3, "max_new_tokens": 24}
+    ids = []
+    for target, draft in ((model, None), (model, "self:int4"), (folder, None), (folder, model), (folder, "self:int4")):
+        files = files_of([open_checkpoint(one) for one in (target, draft) if isinstance(one, Path)], draft, None)
+        roomy = plan_memory(files, ram=1 << 40, dtype=dtype, context=256, num_nodes=16)
+        passing_bytes = max(model_shape(one, dtype).beside_bytes for one in files if one)
+        ram = roomy.fixed_bytes + max(2 * max(roomy.layer_bytes), passing_bytes) + 100
+        options = {"ram": ram, "context": 256, "tree": "16x15" if draft else "none", "threads": 1, "dtype": dtype}
+        with offload.load(str(target), draft and str(draft), **options) as decoder:
+            plan = decoder.plan
+            assert plan.streamed_bytes
+            ids.append(decoder.generate(prompts()[1], **sampling).token_ids)
+            if target == folder and draft == "self:int4":
+                own = decoder.drafter.model
+                copy, shared = decoder.target._model._expanded._companions, own.held._matrices
+                words = {one["word"].data_ptr() for one in copy.values()}
+                assert words == {one.word_NK.data_ptr() for one in shared}, "the copy is there twice"
+                scales = {one["scale"].data_ptr() for one in copy.values()}
+                assert (scales == {one.scale.data_ptr() for one in shared}) == (dtype == "bfloat16")
+    assert all(one == ids[0] for one in ids)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3-moe"])

@@ -16,7 +16,9 @@ from offload.bench.harness.tables import Column, Row
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.encode_exponents import encode_exponents_reference
+from offload.kernels.encode_residuals import encode_residuals_reference
 from offload.kernels.expansion import COMPILED, REFERENCE, Expansion
+from offload.kernels.int4_blocks import FILE_LAYOUT, encode_int4_reference
 from offload.timer import timed
 
 # numbers of a row that share a scale, the usual ones
@@ -106,6 +108,14 @@ def _in_runs(random: torch.Generator, num_rows: int, num_columns: int) -> Iterat
         block_MB = _words(random, num_rows * num_columns // num_weights, num_bytes)
         block_MB.bitwise_and_(0xBB)
         yield Sample(f"GGUF {kind}", "blocks", (kind, block_MB), (len(block_MB), num_weights))
+    weight_NK = (torch.randn(num_rows, num_columns) * 0.02).bfloat16()
+    copy = encode_int4_reference(weight_NK, SMALL_GROUP, FILE_LAYOUT)
+    word_BKH = copy.word_NK.view(-1, num_columns, FILE_LAYOUT.block_rows // 2)
+    residual = encode_residuals_reference(weight_NK, word_BKH, copy.scale_GN2)
+    stored_B = torch.cat([part.flatten() for part in residual[:4]])
+    start_3T = torch.nn.functional.pad(residual.count_3T.cumsum(1), (1, 0))
+    beside = (stored_B, word_BKH, copy.scale_GN2, start_3T)
+    yield Sample("bf16 beside int4", "residuals", beside, (num_rows, num_columns))
     for width in _EXPONENT_WIDTHS:
         weight_N = (torch.randn(num_rows * num_columns) * 0.02).bfloat16()
         top = int(weight_N.abs().max().view(torch.int16)) >> 7

@@ -21,6 +21,7 @@ from offload.checkpoint.small_files import has_encoder, stored_dtype
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import ENCODINGS, Coding
 from offload.encoding.exponents import Exponents
+from offload.encoding.residuals import Residual
 from offload.errors import UserError
 
 _Others = ParamSpec("_Others")
@@ -146,7 +147,7 @@ def _usual_dtype_name(checkpoint: Checkpoint) -> str:
 
 def settled_dtype(target: Checkpoint, wish: str, *, is_on_cpu: bool) -> tuple[str, list[str]]:
     """Return `wish`, or bfloat16 in place of float16 on a CPU, and what to tell the user."""
-    is_rounded = not all(isinstance(one, Exponents) for one in target.codings)
+    is_rounded = not all(isinstance(one, Exponents | Residual) for one in target.codings)
     is_open = wish == "auto" and is_on_cpu and is_rounded
     if not is_open or compute_dtype_name(target, wish) != "float16":
         return wish, []

@@ -354,10 +354,10 @@ def require_disk(folder: Path, needed_bytes: int, what: str, remedy: str) -> Non
         raise UserError(f"{what} {format_bytes(needed_bytes)} more of disk, {has}: {remedy}")
 
 
-def parts(lo: int, hi: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of at most `PART_BYTES` that make up [lo, hi)."""
-    for at in range(lo, hi, PART_BYTES):
-        yield at, min(at + PART_BYTES, hi)
+def parts(lo: int, hi: int, part_bytes: int = PART_BYTES) -> Iterator[tuple[int, int]]:
+    """Yield the parts of at most so many bytes that make up [lo, hi)."""
+    for at in range(lo, hi, part_bytes):
+        yield at, min(at + part_bytes, hi)
 
 
 @contextmanager

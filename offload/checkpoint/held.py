@@ -11,18 +11,16 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from offload.checkpoint.tensors import MIXTURE, Entries, TensorEntry
+from offload.checkpoint.tensors import MIXTURE, Entries, TensorEntry, layer_name
 from offload.encoding.base import Encoding
-from offload.units import rounded_up
+from offload.encoding.residuals import Residual, group_of, held_bytes, padded_rows
 
-# As good as 32 by tokens per sweep, with half as many scales; offsets beat symmetric codes
-# (docs/drafts.md).
-_GROUPS = (64, 32)
-# Rows are padded to a multiple of this.
 _BLOCK_ROWS = 64
 # Torch rounds so many numbers at once, which takes float32, codes and words for each.
 _CHUNK_NUMBERS = 1 << 20
 _CHUNK_ITEM_BYTES = 10
+# smaller ones are not worth a residual
+_LEAST_WEIGHTS = 2048
 # Up to so many rows a CPU uses integer products, unless trials say otherwise.
 FEW_ROWS = 4
 # mamba's `dt_proj` is read beside its module, so that nothing would expand it
@@ -45,28 +43,33 @@ class HeldSizes(NamedTuple):
     expanded_weights: int  # numbers that a pass of many rows expands, matrix after matrix
 
 
-def group_of(num_columns: int) -> int | None:
-    """Return the columns that share a scale at 4 bits; None: no size divides them, so 8 bits."""
-    return next((group for group in _GROUPS if num_columns % group == 0), None)
-
-
-def padded_rows(num_rows: int) -> int:
-    """Return the rows that a matrix of `num_rows` takes at 4 bits."""
-    return rounded_up(num_rows, _BLOCK_ROWS)
-
-
-def held_bytes(shape: tuple[int, ...], bits: int, item_bytes: int) -> int:
-    """Return the bytes of one quantised matrix (out, in), computed in numbers of `item_bytes`."""
-    num_rows, num_columns = shape
-    group = group_of(num_columns) if bits == 4 else None
-    if group is None:
-        return num_rows * (num_columns + item_bytes)
-    return padded_rows(num_rows) * (num_columns // 2 + num_columns // group * 2 * item_bytes)
-
-
 def is_held(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor of a layer is a matrix that is quantised."""
     return len(shape) == 2 and name.endswith(".weight") and not _NOT_LINEAR.search(name)
+
+
+def copied_matrix(name: str, entry: TensorEntry) -> bool:
+    """Return whether a tensor is a matrix of which a draft's copy has one of 4 bits."""
+    own = layer_name(name)
+    if own is None or entry.coded is not None or entry.dtype != "BF16":
+        return False
+    is_large = math.prod(entry.shape) >= _LEAST_WEIGHTS
+    return is_held(own.inner, entry.shape) and group_of(entry.shape[1]) is not None and is_large
+
+
+def is_shared(entry: TensorEntry, held: Held | None) -> bool:
+    """Return whether a draft multiplies with a copy that its target keeps anyway."""
+    coded = entry.coded
+    is_copy = held is not None and held.is_copy and held.bits == 4
+    return is_copy and coded is not None and isinstance(coded.coding, Residual)
+
+
+def shared_bytes(shape: tuple[int, ...], computed: Encoding) -> int:
+    """Return what a draft has beside such a copy: scales in the type that it computes in."""
+    if computed.name == "BF16":
+        return 0
+    words_bytes = padded_rows(shape[0]) * shape[1] // 2
+    return held_bytes(shape, 4, computed.align_bytes) - words_bytes
 
 
 def held_sizes(
@@ -79,10 +82,14 @@ def held_sizes(
     matrices = []
     passing_bytes = 0
     for entries in layers:
+        shared = [entry for entry in entries if is_shared(entry, held)]
+        matrices += [entry.shape for entry in shared]
+        shared_bytes_of = sum(shared_bytes(entry.shape, computed) for entry in shared)
+        entries = [entry for entry in entries if entry not in shared]
         own = [entry for entry in entries if is_held(names[entry], entry.shape)]
         others = sum(computed.stored_bytes(entry.shape) for entry in entries if entry not in own)
         own_bytes = sum(held_bytes(entry.shape, held.bits, item_bytes) for entry in own)
-        layer_bytes.append(own_bytes + others)
+        layer_bytes.append(own_bytes + others + shared_bytes_of)
         matrices += [entry.shape for entry in own]
         stored = sum(entry.num_bytes + computed.stored_bytes(entry.shape) for entry in entries)
         # numbers that are rounded in one step; the compiled encoder's threads need far fewer

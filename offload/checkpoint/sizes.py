@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name, remembered, unsupported
-from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes
+from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes, is_shared
 from offload.checkpoint.layer_sizes import (
     ExpertShape,
     IndexShape,
@@ -30,6 +30,7 @@ from offload.checkpoint.recurrent_sizes import NO_STATES, RecurrentShape, recurr
 from offload.checkpoint.small_files import decoder_config, first_size, has_encoder, of_text
 from offload.checkpoint.tensors import TensorEntry, in_layers
 from offload.encoding.base import PLAIN_OF, Encoding, Settings
+from offload.encoding.residuals import Residual
 from offload.errors import UserError
 from offload.families.types import MISCOMPUTED, REFUSED
 
@@ -168,7 +169,7 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
             one.coded.coding.companion_bytes(one.shape) for one in coded if one.coded
         ),
         scratch_bytes=scratch_bytes_of(checkpoint.tensors, computed),
-        beside_bytes=_beside_bytes(layers, rest),
+        beside_bytes=_beside_bytes(layers, rest, checkpoint.held),
         layer_weights=layer_weights,
         expanded_weights=_num_weights(coded),
         is_compiled=bool(coded),
@@ -200,6 +201,13 @@ def _held_shape(shape: ModelShape, held: Held, own: HeldSizes) -> ModelShape:
         is_compiled=shape.is_compiled or held.bits == 4,
         shares_rest=held.is_copy,
     )
+
+
+def copy_obstacle(checkpoint: Checkpoint) -> str | None:
+    """Return what keeps a model from being its own draft in fewer bits; None where nothing does."""
+    if has_encoder(checkpoint.config):
+        return "an encoder"
+    return "fused experts" if model_shape(checkpoint).routed_weights > 0 else None
 
 
 def _all_layers(
@@ -298,11 +306,19 @@ def _rest_bytes(entries: list[TensorEntry], computed: Encoding) -> int:
     return slab_bytes_bound(plain) + cast_bytes_of(plain, computed) + sum(expanded)
 
 
-def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> int:
+def _beside_bytes(
+    layers: list[list[TensorEntry]], rest: list[TensorEntry], held: Held | None
+) -> int:
+    """Return the largest slab of companions: copies are read one by one, all else at once."""
     beside = [entry for entry in rest if entry.coded]
+    largest_bytes = 0
     for entry in (one for entries in (*layers, rest) for one in entries):
-        beside += [one for _, one in entry.companions]
-    return slab_bytes_bound(beside)
+        own = [one for _, one in entry.companions]
+        if entry.coded is None or not isinstance(entry.coded.coding, Residual):
+            beside += own
+        elif not is_shared(entry, held):
+            largest_bytes = max(largest_bytes, slab_bytes_bound(own))
+    return max(largest_bytes, slab_bytes_bound(beside))
 
 
 def _row_bytes(config: Settings, sizes: dict[str, int], item_bytes: int) -> int:

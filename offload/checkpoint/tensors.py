@@ -12,7 +12,16 @@ from typing import NamedTuple
 
 from offload.checkpoint.columns import columns_at
 from offload.checkpoint.methods import quantisation
-from offload.encoding import bitsandbytes, compressed, exponents, floats, gptq, mlx, torchao
+from offload.encoding import (
+    bitsandbytes,
+    compressed,
+    exponents,
+    floats,
+    gptq,
+    mlx,
+    residuals,
+    torchao,
+)
 from offload.encoding.base import (
     ANOTHER,
     ENCODINGS,
@@ -33,6 +42,7 @@ MOST_EXPERTS = 65_536  # of a layer, of any model that is taken
 # in the order in which they are asked to recognise a weight
 FORMATS: tuple[Format, ...] = (
     *exponents.FORMATS,
+    residuals.RESIDUAL,
     floats.FLOAT8,
     floats.NVFP4,
     floats.MXFP4,

@@ -30,6 +30,8 @@ _SLOWLY = "without numba packing is slow: pip install 'offload[fast]'"
 
     offload pack -m Llama-3.1-70B --out Llama-3.1-70B-packed
 
+    offload pack -m Llama-3.1-70B --out Llama-3.1-70B-beside --beside int4
+
     offload pack -m Llama-3.1-70B-packed --verify""",
 )
 def pack(
@@ -55,7 +57,7 @@ def pack(
     if out is None:
         read_manifest(model.expanduser())
     else:
-        check_pack(model, out)
+        check_pack(model, out, done.beside)
     with Console(output) as console, libraries(console):
         from offload.kernels.compiled import runs_numba
         from offload.packing import pack as packing
@@ -67,7 +69,7 @@ def pack(
             found = packing.verify(model, progress=show)
         else:
             show = partial(console.bytes_landed, label="packing")
-            found = packing.pack(model, out, progress=show)
+            found = packing.pack(model, out, beside=done.beside, progress=show)
         elapsed_s = time.monotonic() - started_s
         console.clear()
         console.say(_outcome_line(found, is_decimal=console.is_decimal, is_verified=out is None))

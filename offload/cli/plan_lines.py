@@ -219,9 +219,15 @@ def _packing_words(packing: PackingForecast, found: Estimate) -> str:
     if packing.streamed_bytes is None:
         return f"{words}, but needs more memory than this"
     words += f": a pass moves {_gb(packing.streamed_bytes)} instead of {_gb(found.sweep_bytes)}"
-    if packing.sweep_s is None or found.sweep_s is None:
+    if packing.sweep_s is not None and found.sweep_s is not None:
+        before = seconds_words(found.sweep_s)
+        words += f", {seconds_words(packing.sweep_s)} s instead of {before}"
+    beside = packing.beside
+    if beside is None:
         return words
-    return f"{words}, {seconds_words(packing.sweep_s)} s instead of {seconds_words(found.sweep_s)}"
+    words += f"; --beside int4: {_gb(beside.streamed_bytes)}"
+    words += "" if beside.sweep_s is None else f", {seconds_words(beside.sweep_s)} s"
+    return f"{words}, with {_gb(beside.copy_bytes)} for a copy that stays and drafts"
 
 
 def _tokens_words(found: Estimate, *, is_verbose: bool) -> str:

@@ -21,7 +21,7 @@ from offload.checkpoint.layout import SlabLayout, Stack, TensorPart, is_coded, s
 from offload.checkpoint.tensors import MIXTURE
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
-from offload.model.expanded import CodedWeight, CompanionSlab, ExpandedWeights
+from offload.model.expanded import CodedWeight, ExpandedWeights, companion_slabs
 from offload.model.experts import (
     Bring,
     Fetch,
@@ -36,7 +36,7 @@ from offload.model.layer_stacks import keep_section, layer_stacks
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, too_old
 from offload.model.parameters import below, parameter_places, share, tables_around, view_of
-from offload.model.quantised_draft import HeldWeights
+from offload.model.quantised_draft import HeldWeights, require_copies, shared_copies
 from offload.streaming.layers import LayerStream
 
 # flat bytes, in host memory or on a device
@@ -152,7 +152,7 @@ class BoundModel:
             for one in self.experts
             for index, record in enumerate(one.records)
         }
-        self._companions = CompanionSlab(self.checkpoint.name, coded, layouts | records)
+        self._companions = companion_slabs(self.checkpoint.name, coded, layouts | records)
         self._expanded = ExpandedWeights(
             self._layouts,
             self._layer_places,
@@ -168,6 +168,8 @@ class BoundModel:
         """Lay out the slab of every block from its own parameters; experts on demand stay apart."""
         self._experts_of: dict[int, RoutedExperts] = {}
         self._layouts: list[SlabLayout] = []
+        self._copies: list[dict[str, TensorPart]] = []
+        self._copied_from: ExpandedWeights | None = None
         for layer, (block, stacks) in enumerate(zip(self._blocks, own, strict=True)):
             experts, routed = find_experts(block, stacks) if on_demand else (None, set())
             if experts is not None:
@@ -176,6 +178,9 @@ class BoundModel:
             if on_demand and any(map(_ROUTED.search, kept)):
                 what = "experts that come one by one, which are made otherwise here"
                 raise too_old(self.checkpoint, what, ", or give --experts layers")
+            copies = shared_copies(self.checkpoint, kept)
+            self._copies.append(copies)
+            kept = {name: stack for name, stack in kept.items() if name not in copies}
             self._layouts.append(slab_layout(kept))
         self.experts = [*self._experts_of.values()]
         self.layer_layouts = self._layouts[: self.num_layers]
@@ -200,16 +205,19 @@ class BoundModel:
         What a draft shares around its layers is its `target`'s. Raises `UserError` where
         scales and the like cannot be right, and what `fetch` raises.
         """
-        layout = self._companions.layout
-        # empty where codings have no companions
-        is_empty = not layout.coded and not layout.parameters
-        slab = np.empty(0, np.uint8) if is_empty else fetch(layout)
         dtypes = {source: place.empty.dtype for source, place in self._rest_places}
-        companions_of = self._companions.companions(slab)
-        self._expanded_rest = self._companions.expanded(slab, companions_of, dtypes)
-        self._expanded.keep(companions_of)
-        # the rest is read into memory that these would take beside it
-        del slab, companions_of
+        for companions in self._companions:
+            slab = fetch(companions.layout)
+            companions_of = companions.companions(slab)
+            self._expanded_rest |= companions.expanded(slab, companions_of, dtypes)
+            self._expanded.keep(companions_of)
+            # what follows is read into memory that these would take beside it
+            del slab, companions_of
+        self._expanded.allocate()
+        if target is not None:
+            self._copied_from = target._expanded
+            copied = [part for copies in self._copies for part in copies.values()]
+            require_copies(self.checkpoint, map(target._expanded.has, copied))
         if self._borrowed:
             assert target is not None, "what it shares is a target's"
             places = [(name, place) for name, place in self._rest_places if name in self._borrowed]
@@ -222,7 +230,7 @@ class BoundModel:
     def rest_bytes(self) -> int:
         """Return the bytes that `read_rest` reads."""
         own_bytes = self.rest_layout.slab_bytes if self.rest_layout.parameters else 0
-        return self._companions.layout.slab_bytes + own_bytes
+        return sum(one.layout.slab_bytes for one in self._companions) + own_bytes
 
     def bring_samples(self, fetch: Fetch) -> None:
         """Let a few experts stand for all that come on demand, to try and to time by."""
@@ -271,6 +279,11 @@ class BoundModel:
         for layer, layout in enumerate(self._layouts):
             self.bind_layer(layer, fetch(layout))
             if self.held is not None:
+                for name, part in self._copies[layer].items():
+                    assert self._copied_from is not None, "what it shares is a target's"
+                    companions = self._copied_from.companions(part)
+                    linear = self._layer_places[layer][name].module
+                    self.held.share(linear, companions, part.entry.shape[0])
                 # its slab can go then
                 places = self._layer_places[layer].values()
                 self.held.take_layer(self._blocks[layer], places, self._expanded)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from offload.checkpoint.layout import SlabLayout, TensorPart, slab_layout
 from offload.checkpoint.tensors import Coded
 from offload.encoding.base import Coding
+from offload.encoding.residuals import Residual
 from offload.errors import UserError
 from offload.kernels.expansion import REFERENCE, Expansion
 from offload.model.linear import Linear, Products
@@ -93,8 +94,8 @@ class ExpandedWeights:
         self._dtype = dtype
         self._sent: dict[int, Tensor] = {}
         coded = [words for layout in (*layouts, *records) for words in layout.coded.values()]
-        self._parts = [one.part for words in coded for one in words]
-        self._companions: Mapping[TensorPart, Companions] = {}
+        self._parts = {one.part for words in coded for one in words}
+        self._companions: dict[TensorPart, Companions] = {}
         self._expansion = REFERENCE
         self.hooks: list[Any] = []
         self._owned: dict[nn.Module, tuple[Callable[[], None], list[Any]]] = {}
@@ -113,12 +114,23 @@ class ExpandedWeights:
         self._expansion = expansion
 
     def keep(self, companions_of: Mapping[TensorPart, Companions]) -> None:
-        """Keep prepared companions where the model computes, and allocate the scratch."""
-        self._companions = {
-            part: {name: tensor.to(self._device) for name, tensor in companions_of[part].items()}
-            for part in self._parts
-        }
+        """Keep those of these prepared companions that layers have, where the model computes."""
+        for part, own in companions_of.items():
+            if part in self._parts:
+                sent = {name: tensor.to(self._device) for name, tensor in own.items()}
+                self._companions[part] = sent
+
+    def allocate(self) -> None:
+        """Allocate the scratch."""
         self._scratch_B = torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=self._device)
+
+    def has(self, part: TensorPart) -> bool:
+        """Return whether companions are kept of a part."""
+        return part in self._companions
+
+    def companions(self, part: TensorPart) -> Companions:
+        """Return the companions that are kept of a part."""
+        return self._companions[part]
 
     def bind(self, layer: int, sent: Tensor) -> None:
         """Let modules of `layer` expand from this slab until it is unbound."""
@@ -245,14 +257,36 @@ class CodedMatrix(NamedTuple):
         return products.linear(rows, self.weights.expanded(self.layer, self.parameter), bias)
 
 
+def companion_slabs(
+    where: str,
+    rest: Mapping[str, Sequence[TensorPart]],
+    layouts: Mapping[str, SlabLayout],
+) -> list["CompanionSlab"]:
+    """Return slabs for all companions: one for each copy, which is large, and one for the others.
+
+    See `CompanionSlab`; `layouts` are of the slabs of layers, by what stands before the names in
+    each, such as `model.layers.3.`.
+    """
+    layered = [
+        (prefix + name, one.part)
+        for prefix, layout in layouts.items()
+        for name, words in layout.coded.items()
+        for one in words
+    ]
+    others = [named for named in layered if not isinstance(_coded(named[1]).coding, Residual)]
+    slabs = [CompanionSlab(where, rest, others)]
+    slabs += [CompanionSlab(where, {}, [named]) for named in layered if named not in others]
+    # empty where codings have no companions
+    return [one for one in slabs if one.layout.coded or one.layout.parameters]
+
+
 class CompanionSlab:
-    """The slab of what is read once: companions, and coded weights around the layers.
+    """A slab of what is read once: companions, and coded weights around the layers.
 
     Args:
         where: names the model.
         rest: the coded weights around the layers, by name.
-        layouts: of the slabs of layers, by what stands before the names in each, such as
-            `model.layers.3.`.
+        layered: the coded weights of layers, by name.
 
     Attributes:
         layout: of all of it.
@@ -262,17 +296,12 @@ class CompanionSlab:
         self,
         where: str,
         rest: Mapping[str, Sequence[TensorPart]],
-        layouts: Mapping[str, SlabLayout],
+        layered: Sequence[tuple[str, TensorPart]],
     ) -> None:
         self._where = where
         self._rest = rest
         self._parts = [(name, part) for name, parts in rest.items() for part in parts]
-        self._parts += [
-            (prefix + name, one.part)
-            for prefix, layout in layouts.items()
-            for name, words in layout.coded.items()
-            for one in words
-        ]
+        self._parts += layered
         companions = {
             f"{index}{suffix}": (entry.shape, [TensorPart(entry)])
             for index, (_, part) in enumerate(self._parts)

@@ -6,7 +6,7 @@ latter is faster is tried out on the largest matrix. Rounding is to the nearest.
 that was taken over keeps nothing of its slab.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.checkpoint.held import FEW_ROWS, group_of, is_held, padded_rows
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.held import FEW_ROWS, is_held, is_shared
+from offload.checkpoint.layout import Stack, TensorPart
+from offload.encoding.residuals import group_of, padded_rows
+from offload.errors import require
 from offload.kernels.int4_blocks import (
     WordLayout,
     encode_int4,
@@ -132,6 +136,26 @@ def matrix_of(weight_NK: Tensor, bits: int) -> Int4 | Int8:
     return Int4(words.word_NK, words.scale_GN2, layout, len(weight_NK))
 
 
+def shared_copies(checkpoint: Checkpoint, stacks: Mapping[str, Stack]) -> dict[str, TensorPart]:
+    """Return the matrices of a draft's layer whose copy its target keeps. Raises `UserError`."""
+    shared = {
+        name: parts
+        for name, (_, parts) in stacks.items()
+        if any(is_shared(part.entry, checkpoint.held) for part in parts)
+    }
+    for name, parts in shared.items():
+        needed = f"{checkpoint.name}: `draft` self:int4 needs {name} in one tensor"
+        require(len(parts) == 1, needed, len(parts), "name a small draft of the family")
+    return {name: parts[0] for name, parts in shared.items()}
+
+
+def require_copies(checkpoint: Checkpoint, are_here: Iterable[bool]) -> None:
+    """Raise `UserError` where a target has only some of the copies, as a stage has."""
+    num_missing = sum(not is_here for is_here in are_here)
+    needed = f"{checkpoint.name}: `draft` self:int4 needs the copies of all layers here"
+    require(not num_missing, needed, f"{num_missing} are elsewhere", "name a small draft")
+
+
 class _HeldMatrix(NamedTuple):
     """A matrix in the place of a module's own; see `StoredMatrix`."""
 
@@ -158,11 +182,29 @@ class HeldWeights:
 
     def take(self, linear: Linear) -> None:
         """Let a module multiply with a matrix that is held here; its own weight goes."""
-        matrix = matrix_of(linear.weight.detach(), self._bits)
+        self._hold(linear, matrix_of(linear.weight.detach(), self._bits))
+
+    def _hold(self, linear: Linear, matrix: Int4 | Int8) -> None:
         self._matrices.append(matrix)
         empty = torch.empty(matrix.shape, dtype=linear.weight.dtype, device="meta")
         linear._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
         linear.stored = _HeldMatrix(self, matrix)
+
+    def share(self, linear: nn.Module, companions: Mapping[str, Tensor], num_rows: int) -> None:
+        """Let a module multiply with the copy that its target expands weights beside."""
+        assert isinstance(linear, Linear), "others are not copied"
+        word_BKH = companions["word"]
+        is_on_cpu = word_BKH.device.type == "cpu"
+        has_product = is_on_cpu and layout_for(word_BKH.device).has_product
+        layout = WordLayout(2 * word_BKH.shape[2], has_product)
+        word_NK = word_BKH.view(-1, word_BKH.shape[1] // 2)
+        # scales of another type than the target's are the draft's own
+        scale_GN2 = companions["scale"].to(linear.weight.dtype)
+        self._hold(linear, Int4(word_NK, scale_GN2, layout, num_rows))
+
+    def _take_matrix(self, name: str, linear: Linear) -> None:
+        if is_held(name, tuple(linear.weight.shape)):
+            self.take(linear)
 
     def take_layer(
         self, layer: nn.Module, places: Collection[ParameterPlace], expanded: ExpandedWeights
@@ -171,8 +213,8 @@ class HeldWeights:
         for name, around in layer.named_modules():
             module = inner_of(around)
             expanded.release(module)
-            if isinstance(module, Linear) and is_held(f"{name}.weight", tuple(module.weight.shape)):
-                self.take(module)
+            if isinstance(module, Linear) and module.stored is None:
+                self._take_matrix(f"{name}.weight", module)
             for place in places:
                 own = place.table[place.key]
                 if place.module is module and own is not None and not own.is_meta:

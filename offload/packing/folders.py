@@ -25,25 +25,41 @@ from offload.checkpoint.files import (
     write_json,
 )
 from offload.checkpoint.gguf_header import read_gguf_header
+from offload.checkpoint.held import copied_matrix
 from offload.checkpoint.open import gguf_file, open_checkpoint
+from offload.checkpoint.sizes import copy_obstacle
 from offload.encoding.exponents import MANTISSAS, Exponents
-from offload.errors import UserError, told_by_system
+from offload.encoding.residuals import Residual
+from offload.errors import UserError, require, told_by_system
 from offload.packing.forecast import forecast
 
 FORMAT = "offload.packed"
 VERSION = "1"
+# the copy of 4 bits that a draft of the target itself guesses with
+BESIDE = "int4"
 _RULE = "packing is for bfloat16, and for float16 that stems from it"
 _NO_GAIN = f"{{}} is stored as {{}}, and {_RULE}: nothing to gain, run it as it is"
 
 
-def check_pack(model: str | os.PathLike[str], destination: Path) -> Checkpoint:
+def check_pack(
+    model: str | os.PathLike[str], destination: Path, beside: str | None = None
+) -> Checkpoint:
     """Return the headers of a model to pack. Raises `UserError` for it, or for the folder."""
+    is_known = beside in (None, BESIDE)
+    require(is_known, f"`beside` must be {BESIDE}", repr(beside), f"give {BESIDE} or leave it out")
     refuse_gguf(model)
     checkpoint = open_checkpoint(model)
     destination = destination.expanduser().resolve()
     require_gain(checkpoint)
+    if beside is not None:
+        obstacle = copy_obstacle(checkpoint)
+        rule = f"{checkpoint.name}: `beside` needs a draft that is a copy of all layers"
+        require(obstacle is None, rule, obstacle, "leave it out")
+        is_bfloat16 = any(copied_matrix(*one) for one in checkpoint.tensors.items())
+        rule = f"{checkpoint.name}: `beside` needs matrices in bfloat16"
+        require(is_bfloat16, rule, "none", "leave it out")
     require_apart(checkpoint.directory, destination)
-    is_finished(destination, made_from(checkpoint))
+    is_finished(destination, made_from(checkpoint, beside))
     return checkpoint
 
 
@@ -57,14 +73,15 @@ def check_unpack(model: Path, destination: Path) -> dict[str, Any]:
     return source
 
 
-def made_from(checkpoint: Checkpoint) -> dict[str, Any]:
+def made_from(checkpoint: Checkpoint, beside: str | None = None) -> dict[str, Any]:
     """Return what identifies a packed model's source, and shows that it was written to."""
     files = {
         path.name: {"num_bytes": stamp.num_bytes, "written_ns": stamp.written_ns}
         for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True)
     }
     source = str(checkpoint.directory.resolve())
-    return {"format": FORMAT, "version": VERSION, "source": source, "files": files}
+    form = {} if beside is None else {"beside": beside}
+    return {"format": FORMAT, "version": VERSION, "source": source, **form, "files": files}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -99,11 +116,18 @@ def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:
     if not is_same or files.keys() != made_from["files"].keys():
         what = f"{destination} is made from {found.get('source')}"
         raise UserError(f"{what}: choose another folder, or remove it")
+    if found.get("beside") != made_from.get("beside"):
+        what = f"{destination} was packed {_form_of(found)}, not {_form_of(made_from)}"
+        raise UserError(f"{what}: choose another folder, or remove it")
     for name, own in made_from["files"].items():
         if files[name] != own:
             what = f"{destination} was made from another {name}, which changed since"
             raise UserError(f"{what}: remove the folder, or choose another")
     return True
+
+
+def _form_of(made_from: Mapping[str, Any]) -> str:
+    return f"beside {made_from['beside']}" if "beside" in made_from else "by itself"
 
 
 def require_apart(source: Path, destination: Path) -> None:
@@ -142,7 +166,7 @@ def require_gain(checkpoint: Checkpoint) -> None:
     name = checkpoint.name
     stored = checkpoint.tensors.values()
     coded = next(iter(checkpoint.codings), None)
-    if isinstance(coded, Exponents):
+    if isinstance(coded, Exponents | Residual):
         raise UserError(f"{name} is packed already: run it as it is, or give its source")
     if coded is not None:
         raise UserError(_NO_GAIN.format(name, coded.name))

@@ -15,12 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.files import opened, read_part
+from offload.checkpoint.held import Held, copied_matrix
 from offload.checkpoint.layout import slice_of
+from offload.checkpoint.sizes import copy_obstacle
 from offload.checkpoint.tensors import MOST_EXPERTS, ROWS, Coded, TensorEntry
 from offload.encoding.base import STORED
 from offload.encoding.exponents import MANTISSAS, Exponents, ExponentWindow, best_window, histogram
+from offload.encoding.residuals import Residual
 
 _STACK = re.compile(r"^(.*\bexperts)\.(gate_up_proj|down_proj)$")
 _PART = re.compile(rf"^(.*\bexperts)\.\d+\.(gate_up_proj|down_proj){re.escape(ROWS)}0$")
@@ -31,6 +34,8 @@ _PIECE_BYTES = 32 << 10
 _LEAST_WEIGHTS = 2048  # norms and biases stay as they are
 _NUM_SAMPLED_TENSORS = 16
 _USUAL_SHARE = 0.751  # packed size of bfloat16 weights over their size now
+# of a matrix beside its copy; 8.38 drawn from one bell, 8.74 from two exponentials
+_USUAL_RESIDUAL_BITS = 8.4
 _USUAL_WIDTH = 3  # bits of a distance; a larger size is modelled as escapes
 _WORTH_PACKING = 0.95  # largest share of a model's bytes for which packing is worth it
 
@@ -66,6 +71,7 @@ class PackingForecast(NamedTuple):
     # of a pass over the packed model; None where packing is not worth it, or needs more memory
     streamed_bytes: int | None = None
     sweep_s: float | None = None
+    beside: "BesideForecast | None" = None
 
     @property
     def share(self) -> float | None:
@@ -86,7 +92,16 @@ class PackingForecast(NamedTuple):
             "share": self.share,
             "bytes_per_sweep": self.streamed_bytes,
             "sweep_s": self.sweep_s,
+            "beside": self.beside and self.beside._asdict(),
         }
+
+
+class BesideForecast(NamedTuple):
+    """A pass over a model that was packed beside a copy, with that copy as a draft."""
+
+    copy_bytes: int  # that stay in memory, as a draft and as a part of the weights
+    streamed_bytes: int
+    sweep_s: float | None
 
 
 def is_packable(name: str, entry: TensorEntry) -> bool:
@@ -133,6 +148,32 @@ def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
     if any(entry.dtype == "F16" for entry in packable):
         return PackingForecast(source_bytes, None, is_sampled=False)
     return at(_USUAL_SHARE)
+
+
+def as_beside(checkpoint: Checkpoint, found: PackingForecast) -> ModelFiles | None:
+    """Return the model packed beside a copy, and the copy; None where it can have none."""
+    if copy_obstacle(checkpoint) is not None:
+        return None
+    copied = {
+        name: _residual(entry)
+        for name, entry in checkpoint.tensors.items()
+        if copied_matrix(name, entry)
+    }
+    if not copied:
+        return None
+    packed = as_packed(checkpoint, found)
+    target = replace(packed, tensors=packed.tensors | copied)
+    return ModelFiles(target, replace(target, held=Held(4, is_copy=True)))
+
+
+def residual_bytes(entry: TensorEntry) -> int:
+    """Return the bytes that a matrix is expected to take beside its copy."""
+    return math.ceil(math.prod(entry.shape) * _USUAL_RESIDUAL_BITS / 8)
+
+
+def _residual(entry: TensorEntry) -> TensorEntry:
+    symbol_bytes = residual_bytes(entry) - math.prod(entry.shape)
+    return entry._replace(hi=entry.lo + residual_bytes(entry), coded=Coded(Residual(symbol_bytes)))
 
 
 def as_packed(checkpoint: Checkpoint, found: PackingForecast) -> Checkpoint:

@@ -35,31 +35,31 @@ from offload.checkpoint.files import (
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.numbers import NOT_FINITE, form_of, is_finite, top_bits
 from offload.checkpoint.safetensors import header_bytes, in_file_order, parse_header, read_header
-from offload.checkpoint.tensors import Coded, TensorEntry, with_codings
+from offload.checkpoint.tensors import TensorEntry, with_codings
 from offload.checkpoint.whole import Damage
 from offload.encoding.base import PLAIN_OF, STORED
 from offload.encoding.exponents import (
     ALIGN_BYTES,
     CODE,
     DAMAGED,
-    ESCAPE_BYTES,
     MANTISSAS,
     WORDS,
-    Exponents,
     ExponentWindow,
     distance_bytes,
 )
 from offload.errors import ReadError, UserError
 from offload.kernels.encode_exponents import ExponentWords, encode_exponents
-from offload.kernels.expand_exponents import TYPE_OF, expand_exponents
-from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
+from offload.packing import beside
 from offload.packing.folders import FORMAT, VERSION
 from offload.packing.forecast import by_expert, stack_of
+from offload.packing.words import decoded_parts, read_tensor
 
-_PART_CHUNKS = PART_BYTES // 2 // CHUNK
+# of all tensors that stand for one; the longest come first, which end as others do
+_SUFFIXES = (*beside.SUFFIXES, *WORDS, CODE)
 OnBytes = Callable[[int], None]
 
 _ABOUT = "16 bits without loss: X.mantissas, X.exponents, X.escapes and X.code are one tensor; see offload unpack"
+_KEPT_TYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.int64: "I64"}
 _LARGEST = 10**15  # an offset with the most digits that one can have
 
 
@@ -92,7 +92,7 @@ def read_packed(path: Path) -> PackedFile:
         rule = f"{path}: its header must name {FORMAT} {VERSION}"
         raise UserError(f"{rule}, it names {found:.80}: pack the model again")
     stored = header.tensors.items()
-    words = {name: one for name, one in stored if name.endswith((*WORDS, CODE))}
+    words = {name: one for name, one in stored if name.endswith(_SUFFIXES)}
     plain = {name: one for name, one in stored if name not in words}
     tensors = dict(in_file_order({**plain, **with_codings(str(path), {}, words)}))
     try:
@@ -109,7 +109,7 @@ def read_packed(path: Path) -> PackedFile:
 
 def source_name(stored: str) -> str:
     """Return what the source calls the tensor that one of a packed file is part of."""
-    suffix = next((one for one in (*WORDS, CODE) if stored.endswith(one)), "")
+    suffix = next((one for one in _SUFFIXES if stored.endswith(one)), "")
     return stack_of(stored.removesuffix(suffix))
 
 
@@ -117,21 +117,23 @@ def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
     """Yield name, offset and bytes of original parts. Raises `UserError` for a false sum."""
     with opened(packed.path, os.O_RDONLY) as fd:
 
-        def jobs() -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
+        def jobs() -> Iterator[tuple[str, int, int, Callable[[], np.ndarray]]]:
             for name, entry in packed.tensors.items():
-                parts_of = _plain_parts(entry, fd)
-                if entry.coded is not None:
-                    parts_of = _coded_parts(f"{packed.path}: {name}", entry, entry.coded, fd)
-                yield from ((name, *one) for one in enumerate(parts_of))
+                where = f"{packed.path}: {name}"
+                own = _parts_of(where, entry, fd)
+                size_bytes = (
+                    beside.part_bytes(entry.shape) if beside.is_residual(entry) else PART_BYTES
+                )
+                yield from ((name, at * size_bytes, at, take) for at, take in enumerate(own))
 
         def work(
-            name: str, index: int, take: Callable[[], np.ndarray]
+            name: str, lo: int, index: int, take: Callable[[], np.ndarray]
         ) -> tuple[str, int, np.ndarray]:
             raw = take()
             if [zlib.crc32(raw.data)] != [*packed.sums[name][index : index + 1]]:
                 what = f"{packed.path}: {name} does not decode to what was packed"
                 raise UserError(f"{what}: {DAMAGED}")
-            return name, index * PART_BYTES, raw
+            return name, lo, raw
 
         yield from in_order(work, jobs())
 
@@ -157,6 +159,15 @@ def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) 
         os.fsync(out)
 
 
+def _parts_of(where: str, entry: TensorEntry, fd: int) -> Iterator[Callable[[], np.ndarray]]:
+    """Yield what reads each part of a tensor. Raises `UserError` where it cannot be decoded."""
+    if entry.coded is None:
+        return _plain_parts(entry, fd)
+    companions = [read_tensor(fd, companion) for _, companion in entry.companions]
+    decode = beside.decoded_parts if beside.is_residual(entry) else decoded_parts
+    return decode(where, entry, companions, fd)
+
+
 def _plain_parts(entry: TensorEntry, fd: int) -> Iterator[Callable[[], np.ndarray]]:
     """Yield what reads each part of a tensor that is stored as it was."""
 
@@ -164,50 +175,6 @@ def _plain_parts(entry: TensorEntry, fd: int) -> Iterator[Callable[[], np.ndarra
         return np.frombuffer(read_part(fd, lo, hi), np.uint8)
 
     yield from (partial(take, *part) for part in parts(entry.lo, entry.hi))
-
-
-def _coded_parts(
-    where: str, entry: TensorEntry, coded: Coded, fd: int
-) -> Iterator[Callable[[], np.ndarray]]:
-    """Yield what reads and decodes each part of a coded tensor."""
-    coding = coded.coding
-    assert isinstance(coding, Exponents), "no other words were looked for"
-    ((_, code),) = coded.companions
-    num_weights = math.prod(entry.shape)
-    exponents_lo = entry.lo + num_weights
-    escapes_lo = exponents_lo + distance_bytes(num_weights, coding.width)
-    kind = torch.int8 if entry.dtype == "I8" else torch.uint8
-    numbers = _tensor(read_part(fd, code.lo, code.hi), torch.int64)
-    try:
-        ready = coding.prepare({CODE: numbers}, entry.shape)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
-    start_C = ready["start"]
-    listed = _tensor(read_part(fd, escapes_lo, entry.hi), torch.uint8)
-    list_3E = listed[: ESCAPE_BYTES * int(start_C[-1])].view(3, -1)
-    for index, at in enumerate(range(0, num_weights, PART_BYTES // 2)):
-        after = at + PART_BYTES // 2
-        own_C = start_C[index * _PART_CHUNKS : (index + 1) * _PART_CHUNKS + 1]
-        own_3E = list_3E[:, own_C[0] : own_C[-1]].flatten()
-        lists = (own_3E, own_C - own_C[0], ready["top"])
-        own_mantissas = (entry.lo + at, min(entry.lo + after, exponents_lo))
-        lo, hi = (exponents_lo + one // BLOCK * RUN * coding.width for one in (at, after))
-        places = (own_mantissas, (lo, min(hi, escapes_lo)))
-        yield partial(_decoded, fd, kind, places, lists)
-
-
-def _decoded(
-    fd: int,
-    kind: torch.dtype,
-    places: tuple[tuple[int, int], tuple[int, int]],
-    lists: tuple[Tensor, Tensor, Tensor],
-) -> np.ndarray:
-    """Return the weights whose mantissas and distances lie at these places."""
-    mantissa_N = _tensor(read_part(fd, *places[0]), kind)
-    distance_B = _tensor(read_part(fd, *places[1]), torch.uint8)
-    out_N = torch.empty(len(mantissa_N), dtype=TYPE_OF[kind])
-    expand_exponents(mantissa_N, distance_B, *lists, out_N)
-    return out_N.view(torch.uint8).numpy()
 
 
 def _origin(text: str) -> Origin:
@@ -222,10 +189,6 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))
 
 
-def _tensor(raw: bytearray, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-
-
 class Portion(NamedTuple):
     """The content of one packed file."""
 
@@ -233,7 +196,19 @@ class Portion(NamedTuple):
     origin: Origin
     header: bytes  # of the source, in its first portion
     tensors: Mapping[str, TensorEntry]  # in their order
-    windows: Mapping[str, ExponentWindow]  # of the tensors that are to be coded
+    windows: Mapping[str, ExponentWindow]  # of the tensors whose exponents are to be coded
+    copied: frozenset[str] = frozenset()  # the matrices that get a copy of 4 bits
+
+    def part_bytes(self, name: str) -> int:
+        """Return the source's bytes of each part of a tensor but the last."""
+        shape = self.tensors[name].shape
+        return beside.part_bytes(shape) if name in self.copied else PART_BYTES
+
+    def suffixes(self, name: str) -> tuple[str, ...]:
+        """Return the suffixes of the tensors that may stand for one."""
+        if name in self.copied:
+            return beside.SUFFIXES
+        return ("", *WORDS, CODE) if name in self.windows else ("",)
 
 
 def write_packed(path: Path, portion: Portion, on_bytes: OnBytes) -> None:
@@ -256,7 +231,7 @@ class _Writing:
         self._source = source
         self._portion = portion
         self._entries = dict[str, TensorEntry]()
-        self._codes = dict[str, np.ndarray]()
+        self._kept = dict[str, Tensor]()  # what stays in memory, by name
         self._sums = dict[str, list[int]]()
         self._data_lo = _header_room(portion)
         self._end = 0  # of the data
@@ -264,25 +239,31 @@ class _Writing:
     def write(self, on_bytes: OnBytes) -> None:
         tensors = self._portion.tensors
         windows = self._portion.windows
+        copied = self._portion.copied
+        size_of = self._portion.part_bytes
         jobs = (
-            (own, *part, windows.get(name))
+            (own, *part, name if name in copied else windows.get(name))
             for name, own in tensors.items()
-            for part in parts(own.lo, own.hi)
+            for part in parts(own.lo, own.hi, size_of(name))
         )
         done = in_order(self._taken, jobs)
         for name, entry in tensors.items():
-            own = _counted(islice(done, -(-entry.num_bytes // PART_BYTES)), on_bytes)
-            if name not in windows:
+            own = _counted(islice(done, -(-entry.num_bytes // size_of(name))), on_bytes)
+            if name in copied:
+                self._add_beside(name, entry, own)
+            elif name not in windows:
                 self._add_plain(name, entry, own)
             # its samples promised a smaller tensor
             elif not self._add_coded(name, entry, windows[name], own):
                 again = (self._taken(entry, *part) for part in parts(entry.lo, entry.hi))
                 self._add_plain(name, entry, again)
-        for name, code in self._codes.items():
+        # the widest numbers first, so that all are aligned
+        for name, tensor in sorted(self._kept.items(), key=lambda item: -item[1].itemsize):
             start = self._end
-            self._end += code.nbytes
-            write_part(self._out, code, self._data_lo + start)
-            self._entries[name + CODE] = TensorEntry(0, "I64", (len(code),), start, self._end)
+            self._end += tensor.nbytes
+            write_part(self._out, tensor.view(torch.uint8).numpy(), self._data_lo + start)
+            dtype = _KEPT_TYPES[tensor.dtype]
+            self._entries[name] = TensorEntry(0, dtype, tuple(tensor.shape), start, self._end)
         header = _header(self._portion, self._entries, self._sums, self._data_lo)
         write_part(self._out, header, 0)
         os.ftruncate(self._out, self._data_lo + self._end)
@@ -291,14 +272,20 @@ class _Writing:
         os.posix_fadvise(self._out, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _taken(
-        self, entry: TensorEntry, lo: int, hi: int, window: ExponentWindow | None = None
-    ) -> tuple[ExponentWords | bytearray, int, int]:
+        self, entry: TensorEntry, lo: int, hi: int, way: ExponentWindow | str | None = None
+    ) -> tuple[ExponentWords | beside.BesideWords | bytearray, int, int]:
         """Return a part of the source, coded or not, its checksum, and its number of bytes."""
         raw = read_part(self._source, lo, hi)
-        if window is None:
+        if way is None:
             return raw, zlib.crc32(raw), len(raw)
         weight_N = torch.frombuffer(raw, dtype=getattr(torch, STORED[entry.dtype].dtype))
-        words = encode_exponents(weight_N, window.top, window.width)
+        if isinstance(way, str):
+            return (
+                beside.encode_beside(weight_N.view(-1, entry.shape[1])),
+                zlib.crc32(raw),
+                len(raw),
+            )
+        words = encode_exponents(weight_N, way.top, way.width)
         return words, zlib.crc32(raw), len(raw)
 
     def _add_plain(self, name: str, entry: TensorEntry, taken: Iterable[Any]) -> None:
@@ -323,7 +310,7 @@ class _Writing:
         sums = self._sums.setdefault(name, [])
         for words, own_sum, num_bytes in taken:
             write_part(self._out, words.mantissa_N.numpy(), lo + done)
-            distances_lo = lo + num_weights + done // BLOCK * RUN * window.width
+            distances_lo = lo + num_weights + distance_bytes(done, window.width)
             write_part(self._out, words.distance_B.numpy(), distances_lo)
             lists.append(words.escape_3E.view(3, -1))
             counts += words.count_C.tolist()
@@ -342,8 +329,28 @@ class _Writing:
             self._entries[name + suffix] = TensorEntry(0, dtype, shape, start, self._end)
         padded = torch.nn.functional.pad(escapes, (0, fill_bytes))
         write_part(self._out, padded.numpy(), self._data_lo + start)
-        self._codes[name] = np.array(counts, np.int64)
+        self._kept[name + CODE] = torch.tensor(counts)
         return True
+
+    def _add_beside(self, name: str, entry: TensorEntry, taken: Iterable[Any]) -> None:
+        """Write a matrix without its copy, which is kept."""
+        kept = beside.BesideParts()
+        start = self._end
+        sums = self._sums.setdefault(name, [])
+        for words, own_sum, _ in taken:
+            low = kept.add(words)
+            write_part(self._out, low, self._data_lo + self._end)
+            self._end += low.nbytes
+            sums.append(own_sum)
+        low_suffix, *suffixes = beside.WORDS
+        self._entries[name + low_suffix] = TensorEntry(0, "U8", entry.shape, start, self._end)
+        for suffix, own_B in zip(suffixes, kept.symbols(self._end), strict=True):
+            start = self._end
+            self._end += len(own_B)
+            write_part(self._out, own_B.numpy(), self._data_lo + start)
+            self._entries[name + suffix] = TensorEntry(0, "U8", (len(own_B),), start, self._end)
+        for suffix, tensor in zip(beside.COMPANIONS, kept.companions(), strict=True):
+            self._kept[name + suffix] = tensor
 
 
 def _counted(taken: Iterable[Any], on_bytes: OnBytes) -> Iterator[Any]:
@@ -371,10 +378,10 @@ def _header_room(portion: Portion) -> int:
     entries = dict[str, TensorEntry]()
     sums = dict[str, list[int]]()
     for name, entry in portion.tensors.items():
-        for suffix in ("", *WORDS, CODE) if name in portion.windows else ("",):
+        for suffix in portion.suffixes(name):
             shape = (*entry.shape, _LARGEST)
             entries[name + suffix] = TensorEntry(0, "F8_E4M3", shape, _LARGEST, _LARGEST)
-        sums[name] = [0] * -(-entry.num_bytes // PART_BYTES)
+        sums[name] = [0] * -(-entry.num_bytes // portion.part_bytes(name))
     return len(_header(portion, entries, sums, BLOCK_BYTES))
 
 

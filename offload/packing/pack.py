@@ -25,11 +25,13 @@ from offload.checkpoint.files import (
     stamp_of,
     write_json,
 )
+from offload.checkpoint.held import copied_matrix
 from offload.checkpoint.open import find_shards, shard_name
 from offload.checkpoint.safetensors import in_file_order, parse_header, read_header, read_raw_header
 from offload.checkpoint.small_files import MORE_TEMPLATES
 from offload.checkpoint.tensors import TensorEntry, layer_name
 from offload.encoding.exponents import ExponentWindow
+from offload.encoding.residuals import held_bytes
 from offload.errors import ReadError, UserError
 from offload.packing.folders import (
     FORMAT,
@@ -41,7 +43,14 @@ from offload.packing.folders import (
     read_manifest,
     unfinished,
 )
-from offload.packing.forecast import by_expert, coded_bytes, is_packable, stack_of, window_of
+from offload.packing.forecast import (
+    by_expert,
+    coded_bytes,
+    is_packable,
+    residual_bytes,
+    stack_of,
+    window_of,
+)
 from offload.packing.format import (
     Origin,
     PackedFile,
@@ -126,23 +135,30 @@ class PackResult(NamedTuple):
         }
 
 
-def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress) -> PackResult:
+def pack(
+    model: str | os.PathLike[str],
+    destination: Path,
+    *,
+    beside: str | None = None,
+    progress: Progress,
+) -> PackResult:
     """Write the packed model, or continue an interrupted packing; a finished one is left as it is.
 
-    `progress` is called with the bytes of the source that were coded and proved, and all of them.
-    Raises `UserError` for what is not 16 bits in safetensors, another's folder, a source that
-    changed or a full disk, and `ReadError` where the source changes meanwhile.
+    Matrices get a copy of 4 bits where `beside` is "int4". `progress` is called with the bytes of
+    the source that were coded and proved, and all of them. Raises `UserError` for what is not 16
+    bits in safetensors, another's folder, a source that changed or a full disk, and `ReadError`
+    where the source changes meanwhile.
     """
-    checkpoint = check_pack(model, destination)
+    checkpoint = check_pack(model, destination, beside)
     destination = destination.expanduser().resolve()
-    source = made_from(checkpoint)
-    beside = _stamps_beside(checkpoint.directory)
+    source = made_from(checkpoint, beside)
+    others = _stamps_beside(checkpoint.directory)
     if checkpoint.config_stamp is not None:
-        beside[checkpoint.directory / "config.json"] = checkpoint.config_stamp
+        others[checkpoint.directory / "config.json"] = checkpoint.config_stamp
     if is_finished(destination, source):
         return _result_of(destination, len(packed_files(destination)))._replace(was_there=True)
     with unfinished(destination, source) as folder:
-        portions = _portions(checkpoint)
+        portions = _portions(checkpoint, has_copy=beside is not None)
         # of another version, which has cut the source elsewhere
         for path in packed_files(folder):
             if path.name not in portions:
@@ -163,7 +179,7 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
             path = portion.path
             if Stamp.of(path) != checkpoint.stamps[checkpoint.shards.index(path)]:
                 raise _changed(path)
-        for path, stamp in beside.items():
+        for path, stamp in others.items():
             own = path.relative_to(checkpoint.directory)
             _copy_unchanged(path, stamp, folder / (_SOURCE_INDEX if path.name == INDEX else own))
         _write_index(folder, portions, find_shards(checkpoint.directory)[1])
@@ -223,7 +239,7 @@ def _changed(path: Path) -> ReadError:
     return ReadError(f"{path.name} changed while it was packed: pack the model again")
 
 
-def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
+def _portions(checkpoint: Checkpoint, *, has_copy: bool) -> dict[str, Portion]:
     """Return packed files to write, by name. Raises `ReadError` for a source that changed."""
     found = []
     for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True):
@@ -235,7 +251,10 @@ def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:
         for number, tensors in enumerate(cut):
             origin = Origin(path.name, stamp.num_bytes, stamp.written_ns, number, len(cut))
             header = b"" if number else raw
-            found.append(Portion(path, origin, header, tensors, _windows(path, tensors)))
+            copied = frozenset(name for name, one in tensors.items() if copied_matrix(name, one))
+            copied = copied if has_copy else frozenset()
+            windows = _windows(path, {n: one for n, one in tensors.items() if n not in copied})
+            found.append(Portion(path, origin, header, tensors, windows, copied))
     return {shard_name(index, len(found)): one for index, one in enumerate(found)}
 
 
@@ -256,10 +275,14 @@ def _cut(entries: Mapping[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]]
 
 def _expected_bytes(portion: Portion) -> int:
     windows = portion.windows
-    return sum(
-        coded_bytes(entry, windows[name]) if name in windows else entry.num_bytes
-        for name, entry in portion.tensors.items()
-    )
+    expected_bytes = 0
+    for name, entry in portion.tensors.items():
+        if name in portion.copied:
+            expected_bytes += residual_bytes(entry) + held_bytes(entry.shape, 4, 2)
+        else:
+            is_coded = name in windows
+            expected_bytes += coded_bytes(entry, windows[name]) if is_coded else entry.num_bytes
+    return expected_bytes
 
 
 def _windows(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, ExponentWindow]:

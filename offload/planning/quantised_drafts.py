@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.held import Held
-from offload.checkpoint.sizes import model_shape
-from offload.checkpoint.small_files import has_encoder
+from offload.checkpoint.sizes import copy_obstacle, model_shape
+from offload.encoding.residuals import Residual
 from offload.errors import UserError, require
 
 BITS = {"int8": 8, "int4": 4}
@@ -61,11 +61,11 @@ def held_draft(draft: Checkpoint, draft_dtype: str | None) -> Checkpoint:
 def _check_copy(target: Checkpoint, draft: str, bits: int) -> None:
     where = target.name
     rule = f"{where}: `draft` {draft} rounds matrices of layers"
-    for is_in_the_way, what in (
-        (has_encoder(target.config), "an encoder"),
-        (model_shape(target).routed_weights > 0, "fused experts"),
-    ):
-        require(not is_in_the_way, rule, what, "name a small draft of the family")
+    obstacle = copy_obstacle(target)
+    require(obstacle is None, rule, obstacle, "name a small draft of the family")
+    is_beside = any(isinstance(coding, Residual) for coding in target.codings)
+    rule = f"{where}: the copy that it was packed beside has 4 bits"
+    require(bits == 4 or not is_beside, rule, f"`draft` {draft}", f"give {_OWN}:int4")
     stored = _stored_bits(target)
     if stored < _LEAST_GAIN * bits:
         rule = f"{where}: `draft` {draft} must take fewer bits than the target, which has {stored:.1f} a weight"

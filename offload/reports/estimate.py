@@ -21,7 +21,7 @@ from offload.engine.resolve import resolve
 from offload.engine.setup import Setup
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.packing.forecast import PackingForecast, as_packed, forecast
+from offload.packing.forecast import BesideForecast, PackingForecast, as_beside, as_packed, forecast
 from offload.planning.budget import prompt_costs
 from offload.planning.cost_model import (
     NOTHING,
@@ -186,6 +186,7 @@ def _packing(
     packing = forecast(setup.files.target)
     if packing is None or not packing.is_worth_it:
         return packing
+    packing = packing._replace(beside=_beside(setup, packing, num_nodes, link_bytes_per_s))
     packed = as_packed(setup.files.target, packing)
     # stacks that `by_expert` does not take apart come whole
     if setup.budget.experts == "demand" and model_shape(packed).experts is None:
@@ -199,6 +200,25 @@ def _packing(
     if link_bytes_per_s is not None:
         sweep_s = Traffic.of(plan, setup.hardware).bytes_at(1) / link_bytes_per_s
     return packing._replace(streamed_bytes=round(Traffic.of(plan).bytes_at(1)), sweep_s=sweep_s)
+
+
+def _beside(
+    setup: Setup, packing: PackingForecast, num_nodes: int, link_bytes_per_s: float | None
+) -> BesideForecast | None:
+    """Return what a pass takes beside a copy that drafts; None where that needs more memory."""
+    files = as_beside(setup.files.target, packing)
+    if files is None:
+        return None
+    try:
+        plan = replace(setup, files=files).plan_for(num_nodes)
+    except UserError:
+        return None
+    traffic = Traffic.of(plan, setup.hardware)
+    return BesideForecast(
+        model_shape(files.target, setup.dtype).companion_bytes,
+        round(Traffic.of(plan).bytes_at(1)),
+        None if link_bytes_per_s is None else traffic.bytes_at(1) / link_bytes_per_s,
+    )
 
 
 def _products_s(setup: Setup) -> Curve:

@@ -23,10 +23,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, build, save
 
+import offload
 from offload.checkpoint.files import MANIFEST
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.safetensors import read_header
 from offload.checkpoint.tensors import TensorEntry
+from offload.encoding import residuals
 from offload.encoding.exponents import Exponents, ExponentWindow
 from offload.errors import ReadError, UserError
 from offload.packing import format as packed_writing
@@ -285,15 +287,89 @@ def test_a_config_that_changes_meanwhile_is_noticed(
     assert (back / "config.json").read_bytes() == config == (packed / "config.json").read_bytes()
 
 
+def place_of(folder: Path, suffix: str) -> tuple[Path, int]:
+    """A file, and where in it such a tensor begins."""
+    headers = [(path, read_header(path).tensors) for path in sorted(folder.glob("*.safetensors"))]
+    named = ((path, name, one) for path, own in headers for name, one in own.items())
+    return next((path, one.lo) for path, name, one in named if name.endswith(suffix) and one.num_bytes)
+
+
 @pytest.mark.parametrize("kind", [".mantissas", ".exponents", ".escapes", ".code", "norm.weight"])
 def test_a_damaged_byte_is_found(kind: str, packed: Path, tmp_path: Path) -> None:
-    headers = [(path, read_header(path).tensors) for path in sorted(packed.glob("*.safetensors"))]
-    damage(*next((path, own[name].lo) for path, own in headers for name in own if name.endswith(kind)))
+    damage(*place_of(packed, kind))
     with pytest.raises(UserError, match=r"pack the model again$"):
         verify(packed, progress=silent)
     with pytest.raises(UserError, match=rf"pack the model again; .* in {tmp_path / 'back'}\.unfinished, which may be"):
         unpack(packed, tmp_path / "back")
     assert not (tmp_path / "back").exists() and (tmp_path / "back.unfinished").is_dir()
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    made = build(FAMILIES["llama"]()).bfloat16()
+    made.get_parameter("model.layers.0.mlp.down_proj.weight").data[-1, -1] = torch.nan  # listed by its place
+    model = save(made, tmp_path / "dense")
+    return pack(model, tmp_path / "beside", beside="int4").folder
+
+
+RESIDUAL = (*residuals.WORDS, *residuals.COMPANIONS)
+
+
+def test_a_matrix_beside_its_copy_comes_back_whatever_it_holds(tmp_path: Path) -> None:
+    """All patterns, zeros alone, fewer rows than a tile; what the copy has no groups for stays by itself."""
+    folder = save(build(FAMILIES["llama"]()).bfloat16(), tmp_path / "dense", max_shard_size="1GB")
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    name = "model.layers.{}.mlp.down_proj.weight"
+    tensors[name.format(0)] = torch.arange(65536).to(torch.int16).view(torch.bfloat16).view(64, 1024)
+    tensors[name.format(1)] = torch.zeros(70, 320).bfloat16()
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.randn(100, 50).bfloat16()
+    save_file(tensors, path)
+    done = pack(folder, tmp_path / "beside", beside="int4")
+    coded = {key: one.coded.coding for key, one in open_checkpoint(done.folder).tensors.items() if one.coded}
+    assert isinstance(coded[name.format(0)], residuals.Residual) and isinstance(
+        coded[name.format(1)], residuals.Residual
+    )
+    assert not isinstance(coded.get("model.layers.0.mlp.up_proj.weight"), residuals.Residual)
+    unpack(done.folder, tmp_path / "back")
+    assert sums(tmp_path / "back") == sums(folder)
+
+
+@pytest.mark.parametrize("suffix", RESIDUAL)
+def test_a_damaged_byte_beside_a_copy_is_found(suffix: str, beside: Path, tmp_path: Path) -> None:
+    damage(*place_of(beside, suffix))
+    with pytest.raises(UserError, match=r"pack the model again$"):
+        verify(beside, progress=silent)
+    with pytest.raises(UserError, match=r"pack the model again; "):
+        unpack(beside, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("suffix", residuals.COMPANIONS)
+def test_a_run_beside_another_copy_is_refused(suffix: str, beside: Path) -> None:
+    """One code or one scale of another model is enough, though it runs as well."""
+    damage(*place_of(beside, suffix))
+    for draft in (None, "self:int4"):
+        with pytest.raises(UserError, match=r"it was damaged, pack the model again"):
+            offload.load(str(beside), draft, context=64)
+
+
+def test_what_is_asked_beside_must_be_possible(model: Path, beside: Path, tmp_path: Path) -> None:
+    dense = tmp_path / "dense"
+    half = save(build(FAMILIES["llama"]()).bfloat16().half(), tmp_path / "half")
+    for source, how, told in (
+        (dense, "nf4", "must be int4, got 'nf4'"),
+        (model, "int4", "fused experts"),
+        (half, "int4", "needs matrices in bfloat16"),
+        (beside, "int4", "is packed already"),
+    ):
+        with pytest.raises(UserError, match=told):
+            pack(source, tmp_path / "other", beside=how)
+        assert not (tmp_path / "other").exists()
+    with pytest.raises(UserError, match="was packed beside int4, not by itself: choose another folder"):
+        pack(dense, beside)
+    with pytest.raises(UserError, match="has 4 bits, got `draft` self:int8: give self:int4"):
+        offload.load(str(beside), "self:int8")
 
 
 def test_a_file_that_is_missing_or_cut_is_found(packed: Path, tmp_path: Path) -> None:

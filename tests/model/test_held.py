@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload.checkpoint.held import group_of, held_bytes, is_held
+from offload.checkpoint.held import is_held
+from offload.encoding.residuals import group_of, held_bytes
 from offload.model.linear import Linear
 from offload.model.quantised_draft import HeldWeights, Int8, matrix_of
 

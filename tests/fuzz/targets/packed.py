@@ -15,12 +15,16 @@ _KEYS = ("format", "version", "files", "source", "packed_bytes", "source_bytes",
 _NOTES = ("origin", "crc32", "source_header", "format", "version", "about", "x")
 
 
-def _save(folder: Path) -> None:
+def _save(folder: Path, *how: str) -> None:
     save(build(config_of("llama")).to(torch.bfloat16), folder / "model", max_shard_size="50KB")
     save_tokenizer(folder / "model")
-    packed = shell("pack", "-m", folder / "model", "--out", folder / "packed", "--quiet")
+    packed = shell("pack", "-m", folder / "model", "--out", folder / "packed", "--quiet", *how)
     assert packed.code == 0, packed.err
     keep_wanted(folder, _generate(folder))
+
+
+def _save_beside(folder: Path) -> None:
+    _save(folder, "--beside", "int4")
 
 
 def _note(path: Path, rng: random.Random) -> str:
@@ -70,4 +74,6 @@ TARGETS = [
     Target("packed/generate", _save, _FILES, _generate_or_tell),
     Target("packed/verify", _save, _FILES, _verify),
     Target("packed/unpack", _save, _FILES, _unpack_whole, writes=("unpacked*", "unpacked*/*")),
+    Target("beside/generate", _save_beside, _FILES, _generate_or_tell),
+    Target("beside/unpack", _save_beside, _FILES, _unpack_whole, writes=("unpacked*", "unpacked*/*")),
 ]
