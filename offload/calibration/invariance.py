@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.checkpoint.layout import SlabLayout
 from offload.errors import UserError
-from offload.kernels.machine_code import ORDER, fused_lanes
+from offload.kernels.machine_code import ORDER, emulates_bfloat16, fused_lanes
 from offload.kernels.path_attention_cpu import compile_for
 from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryPlan
@@ -68,6 +68,7 @@ class Invariance(NamedTuple):
         counts = ", ".join(map(str, self.thread_counts))
         # a GPU runs none of it, and asking takes a moment
         code = f", registers of {fused_lanes()}, order {ORDER}" if device == "cpu" else ""
+        code += ", bfloat16 widened" if device == "cpu" and emulates_bfloat16() else ""
         return f"{cpu_name()}{code}, torch {torch.__version__}, {device}, {counts} threads"
 
     @property

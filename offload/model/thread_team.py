@@ -171,5 +171,10 @@ def compute(work: Shared) -> Tensor:
     def take_parts() -> None:
         work.take_parts(ROOM.of(work.num_room))
 
-    TEAM.run(take_parts, most=-(-work.num_parts // at_once))
+    most = -(-work.num_parts // at_once)
+    # what one thread does needs no other, nor any of torch's
+    if most > 1:
+        TEAM.run(take_parts, most)
+    else:
+        take_parts()
     return work.out

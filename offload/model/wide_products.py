@@ -1,8 +1,9 @@
 """Products of 16-bit numbers where the processor has no instructions for them: in float32.
 
-oneDNN multiplies bfloat16 on processors with AVX-512 and float16 on fewer still. Elsewhere torch
-adds up number after number, at 3 to 7 GFLOP/s a core where float32 gives 60 to 80: a pass over a
-tree would take ten times as long. So weights are widened as they are multiplied, by machine code
+oneDNN multiplies bfloat16 on processors with AVX-512, at half the rate of the code here where these
+have no instructions for it, and float16 on fewer still. Elsewhere torch adds up number after
+number, at 3 to 7 GFLOP/s a core where float32 gives 60 to 80: a pass over a tree would take ten
+times as long. So weights are widened as they are multiplied, by machine code
 (`kernels/widened_products.py`). Where that cannot be made (old processors), a block of the
 weight is widened at a time, and multiplied by the library. Sums are in float32 and rounded once, as where the
 library does it. What is held and read stays 16 bits wide.
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.backends import mkldnn
 from torch.nn import functional
 
-from offload.kernels.machine_code import fused_lanes
+from offload.kernels.machine_code import emulates_bfloat16, fused_lanes
 from offload.kernels.widened_products import can_multiply, product_of
 from offload.memory.sizes import INNER_ROWS, PATH_SCRATCH_BYTES
 from offload.model.linear import Products
@@ -41,6 +42,8 @@ _MASK_BYTES = PATH_SCRATCH_BYTES // 2  # of a mask in float32, in the same room
 _STEP_ROWS = 16
 # of a weight that the library multiplies, in float32 at once
 _BLOCK_BYTES = 1 << 20
+# products of numbers: those of fewer take less than calling code of our own does
+_LEAST_WIDENED = 1 << 21
 _LEAST_COLUMNS = 48  # of a result at once: products of fewer are slow
 _IS_SUPPORTED = {
     torch.bfloat16: "_is_mkldnn_bf16_supported",
@@ -49,11 +52,14 @@ _IS_SUPPORTED = {
 
 
 def lacks_products(dtype: torch.dtype) -> bool:
-    """Tell whether the library of this processor has no product for numbers of this type."""
+    """Tell whether the library of this processor has no product for numbers of this type, or a slow one."""
     if dtype not in _IS_SUPPORTED:
         return False
     is_supported = _is_supported(dtype)
-    return is_supported is not None and not (is_supported and mkldnn.enabled)
+    if is_supported is None:
+        return False
+    is_slow = dtype == torch.bfloat16 and emulates_bfloat16()
+    return is_slow or not (is_supported and mkldnn.enabled)
 
 
 def widens_products(dtype: torch.dtype) -> bool:
@@ -140,9 +146,12 @@ class WideProducts(Products):
     """Products of several rows in float32."""
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `Products`; for one row torch has a quick way."""
-        is_row = rows.numel() == rows.shape[-1]
-        product = functional.linear if is_row else product_for(functional.linear, rows)
+        """See `Products`; for one row torch has a quick way, and oneDNN for a small product."""
+        if rows.dtype == torch.bfloat16 and emulates_bfloat16():
+            is_quick = rows.numel() * weight.shape[0] < _LEAST_WIDENED
+        else:
+            is_quick = rows.numel() == rows.shape[-1]
+        product = functional.linear if is_quick else product_for(functional.linear, rows)
         return product(rows, weight, bias)
 
     def multiply(self, product: Callable[..., Tensor], left: Tensor, right: Tensor) -> Tensor:

@@ -33,7 +33,25 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A processor that has no products of 16 bits."""
     monkeypatch.setattr(wide_products, "lacks_products", lambda dtype: dtype in (torch.bfloat16, torch.float16))
+    monkeypatch.setattr(wide_products, "emulates_bfloat16", lambda: False)
     yield
+
+
+@pytest.mark.parametrize("is_emulated", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_only_small_products_are_left_to_a_library_that_emulates(
+    num_rows: int, is_emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere a lone row is, whatever the size of its weight."""
+    widened: list[int] = []
+    monkeypatch.setattr(wide_products, "emulates_bfloat16", lambda: is_emulated)
+    monkeypatch.setattr(wide_products, "product_for", lambda *_: lambda rows, *_: widened.append(len(rows)))
+    rows, weight = numbers(num_rows, 96), numbers(64, 96)
+    for least in (num_rows * 64 * 96 + 1, num_rows * 64 * 96):
+        monkeypatch.setattr(wide_products, "_LEAST_WIDENED", least)
+        WideProducts().linear(rows, weight)
+    is_lone = num_rows == 1
+    assert widened == ([num_rows] if is_emulated else [] if is_lone else [num_rows] * 2)
 
 
 def exact(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
