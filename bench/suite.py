@@ -46,6 +46,7 @@ STUDIES = {
     "recurrence": "what states of a recurrent layer cost beside its products",
     "moe-pair": "trains the mixture of experts and its draft that other commands measure with",
     "hybrid-pair": "tokens a pass of a hybrid beside a twin with full attention, of equal loss",
+    "mtp-pair": "trains an MTP layer for the packaged target; tokens a pass beside the small draft",
 }
 COMMANDS = {**MEASURES, **STUDIES}
 # files of commands that do not lie in `latency` under their own names
@@ -58,6 +59,7 @@ _HOMES = {
     "kernels": "gpu.kernels",
     "moe-pair": "pairs.moe_pair",
     "hybrid-pair": "pairs.hybrid_pair",
+    "mtp-pair": "pairs.mtp_pair",
 }
 
 

@@ -54,8 +54,12 @@ def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 @cache
-def carrying(family: str) -> tuple[Path, Any, Any]:
-    """Return a checkpoint's folder, the library's model of it, and its MTP layers by the library's own class."""
+def carrying(family: str, *, is_right: bool = False) -> tuple[Path, Any, Any]:
+    """Return a checkpoint's folder, the library's model of it, and its MTP layers by the library's own class.
+
+    `is_right` by construction: the target says what follows a token by that token alone, as its layers add nothing,
+    and so does the MTP layer, but for a little of what it attends to.
+    """
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**SIZES | CONFIGS[family])
     for name in ("num_mtp_layers", "mtp_layer_types"):
@@ -66,6 +70,17 @@ def carrying(family: str) -> tuple[Path, Any, Any]:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *mtp.layers.named_parameters()]:
             tensor.copy_(torch.randn_like(tensor) * 0.2 + ("norm" in name))
+        for name, tensor in (
+            [*model.model.layers.named_parameters(), *mtp.layers.named_parameters()] if is_right else []
+        ):
+            if name.endswith("eh_proj.weight"):
+                tensor.copy_(torch.eye(*tensor.shape) + 0.05 * torch.randn_like(tensor))
+            elif "o_proj" in name or "down_proj" in name:
+                tensor.mul_(0.5 if "mtp_block" in name else 0)
+            elif "norm" in name:
+                tensor.fill_(1)
+        if is_right:
+            model.model.norm.weight.fill_(1)
     folder = Path(mkdtemp())
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -77,9 +92,9 @@ def carrying(family: str) -> tuple[Path, Any, Any]:
 
 
 @torch.no_grad()
-def path_scores(family: str, tokens: Sequence[int], path: Sequence[int], **mistake: bool) -> Tensor:
+def path_scores(family: str, tokens: Sequence[int], path: Sequence[int], **how: bool) -> Tensor:
     """Return the scores (V) behind a path of guesses, below tokens of which the last has no state yet; all afresh."""
-    _, model, mtp = carrying(family)
+    _, model, mtp = carrying(family, **how)
     hidden_TD = model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
     layer = mtp.layers[0]
     token_T = torch.tensor(tokens[1:])

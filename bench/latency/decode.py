@@ -353,6 +353,6 @@ def _check(bench: Bench, preset: str | None, effort: Runs, asked: Sequence[str])
         raise UserError(f"{rule}, got {', '.join(asked)}: leave it or the others out")
     own = [(case.rule, case.tree) for case in effort.cases()]
     for rule, tree in (*product(effort.rules, asked), *own):
-        tree_to_fill(tree, rule, has_draft=True)
+        tree_to_fill(tree, rule, is_ranked=True)
     for temperature in effort.temperatures:
         Sampling(temperature=temperature)

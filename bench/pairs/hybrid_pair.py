@@ -144,12 +144,12 @@ def setting_of(pair: Path, name: str) -> Setting:
 
 
 def texts_of(
-    setting: Setting, prompts: Tensor, temperature: float, num_new: int
+    setting: Setting, prompts: Tensor, temperature: float, num_new: int, **options: Any
 ) -> tuple[list[float], list[Written]]:
     """Return tokens a pass by prompt, and the texts; each prompt has a seed of its own."""
     yields = list[float]()
     written = list[Written]()
-    with setting.open(TREE, context=_CONTEXT, dtype="float32") as decoder:
+    with setting.open(TREE, context=_CONTEXT, dtype="float32", **options) as decoder:
         for seed, ids in enumerate(prompts.tolist()):
             done = decoder.generate(ids, max_new_tokens=num_new, temperature=temperature, seed=seed)
             yields.append(done.stats.tokens_per_sweep)

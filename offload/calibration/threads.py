@@ -160,8 +160,11 @@ def draft_curve(
         return timed(lambda: drafter.propose([DraftText(topology, tokens, sampler, cache)]))
 
     def step_s(width: int) -> float:
+        deep = sequences(width, _DRAFT_STEPS)
+        if len(drafter.cost(deep)) == len(drafter.cost(chain(1))):
+            return grow_s(deep) / _DRAFT_STEPS  # one pass for all levels
         first_s = grow_s(chain(1))
-        return (grow_s(sequences(width, _DRAFT_STEPS)) - first_s) / (_DRAFT_STEPS - 1)
+        return (grow_s(deep) - first_s) / (_DRAFT_STEPS - 1)
 
     try:
         return fill_curve(step_s, DRAFT_WIDTHS, budget_s)

@@ -55,6 +55,7 @@ class Carried(NamedTuple):
     shared: frozenset[str]  # tensors that are the target's
     is_fed_normed: bool  # a deeper guess goes on from the normed output, or from the bare one
     is_hidden_first: bool = False  # in what is mixed
+    num_taps: int = 1  # hidden states of the target that a row takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,3 +168,13 @@ class ModelFiles(NamedTuple):
 
     target: Checkpoint
     draft: Checkpoint | None = None
+
+    @property
+    def alone(self) -> "ModelFiles":
+        """Return the target's files."""
+        return self._replace(draft=None)
+
+    @property
+    def draft_kind(self) -> str:
+        """Return the kind of the draft, or none."""
+        return "none" if self.draft is None else self.draft.draft_kind

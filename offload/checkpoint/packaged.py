@@ -56,10 +56,11 @@ _SHARD_BYTES = 1 << 30
 _SEED = 0
 _FFN_STEP = 64
 _LAYER = "model.layers.{}."
+_CARRIED = "mtp.layers.0."  # a layer that guesses ahead
 _BALLAST_STD = 0.02
 # Tensors that write into the hidden state are padded with zeros: they add nothing to new
 # coordinates, and nothing from new heads or feed-forward rows.
-_HIDDEN_WRITERS = frozenset({"embed_tokens", "o_proj", "down_proj"})
+_HIDDEN_WRITERS = frozenset({"embed_tokens", "o_proj", "down_proj", "fc"})
 _ROUTER = "mlp.gate"
 _ROUTING = frozenset({_ROUTER, "post_attention_layernorm"})  # decides which experts are chosen
 # only in families that norm queries and keys
@@ -118,20 +119,23 @@ def plan_inflation(small: dict[str, Any], target_bytes: int) -> InflationPlan:
         return _num_bytes(_layer_axes({**wide, grown: ffn_size}), small["dtype"])
 
     num_real = small["num_hidden_layers"]
+    num_carried = _num_carried(small)
     outer_bytes = _num_bytes(_outer_axes(wide), small["dtype"])
     fixed_bytes = layer_bytes(0)
-    wanted_bytes = min(_most_layer_bytes(small), (target_bytes - outer_bytes) / num_real)
+    share_bytes = (target_bytes - outer_bytes) / (num_real + num_carried)
+    wanted_bytes = min(_most_layer_bytes(small), share_bytes)
     num_steps = round((wanted_bytes - fixed_bytes) / (layer_bytes(_FFN_STEP) - fixed_bytes))
     ffn_size = max(math.ceil(small[grown] / _FFN_STEP), num_steps) * _FFN_STEP
     each_bytes = layer_bytes(ffn_size)
-    num_layers = max(num_real, math.ceil((target_bytes - outer_bytes) / each_bytes))
+    num_wanted = math.ceil((target_bytes - outer_bytes) / each_bytes) - num_carried
+    num_layers = max(num_real, num_wanted)
     return InflationPlan(
         hidden_size=wide["hidden_size"],
         num_heads=wide["num_attention_heads"],
         ffn_size=ffn_size,
         num_layers=num_layers,
         layer_bytes=each_bytes,
-        total_bytes=outer_bytes + num_layers * each_bytes,
+        total_bytes=outer_bytes + (num_layers + num_carried) * each_bytes,
     )
 
 
@@ -141,8 +145,9 @@ def inflate(
     """Write the inflated checkpoint of `source`, unless it is there already; return its folder.
 
     `source` is a Llama without biases or a Qwen3-MoE with experts in every layer, its head tied, in
-    one file and one type. `progress` is called with the bytes done and those of all. Raises
-    `UserError` for a destination that holds anything else or is being written, and a full disk.
+    one file and one type; an MTP layer has Qwen's form. `progress` is called with the bytes done
+    and those of all. Raises `UserError` for a destination that holds anything else or is being
+    written, and a full disk.
     """
     destination = destination.resolve()
     small = read_json(source / "config.json")
@@ -201,6 +206,10 @@ def _num_experts(config: dict[str, Any]) -> int:
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
+def _num_carried(config: dict[str, Any]) -> int:
+    return int(config.get("num_nextn_predict_layers") or 0)
+
+
 def _widened(small: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that the new width changes."""
     return {
@@ -240,10 +249,17 @@ def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _outer_axes(config: dict[str, Any]) -> dict[str, Axes]:
     """Return the axes of the tensors outside the layers; the head is tied."""
-    return {
-        "model.embed_tokens": ((config["vocab_size"],), (config["hidden_size"],)),
-        "model.norm": ((config["hidden_size"],),),
+    width = (config["hidden_size"],)
+    axes: dict[str, Axes] = {
+        "model.embed_tokens": ((config["vocab_size"],), width),
+        "model.norm": (width,),
     }
+    if _num_carried(config):
+        # of an embedding and a hidden state
+        axes["mtp.fc"] = (width, (2, *width))
+        norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        axes |= {f"mtp.{name}": (width,) for name in norms}
+    return axes
 
 
 def _num_bytes(axes: dict[str, Axes], dtype: str) -> int:
@@ -289,13 +305,14 @@ class _Corners:
             for part, axes in _outer_axes(big).items()
         ]
 
-    def layer(self, big: dict[str, Any], index: int, real: int, *, is_real: bool) -> list[_Piece]:
+    def layer(
+        self, big: dict[str, Any], stem: str, real: str, *, is_real: bool = True
+    ) -> list[_Piece]:
         """Return a layer with `real` in its corners; an inserted one has only its routing."""
         old = _layer_axes(self.config)
         new = _layer_axes(big)
         kept = new.keys() if is_real else _ROUTING if _ROUTER in new else frozenset()
-        corners = {part: self._corner(part, old[part], _LAYER.format(real)) for part in kept}
-        stem = _LAYER.format(index)
+        corners = {part: self._corner(part, old[part], real) for part in kept}
         return [self._piece(stem + part, axes, corners.get(part)) for part, axes in new.items()]
 
     def _piece(self, name: str, axes: Axes, corner: Tensor | None) -> _Piece:
@@ -316,13 +333,16 @@ def _shards(small: _Corners, big: dict[str, Any], plan: InflationPlan) -> list[l
     # Evenly spread; no two fall on one index, since there are at least as many layers as real ones.
     real_at = {(2 * real + 1) * plan.num_layers // (2 * num_real): real for real in range(num_real)}
     shards = [small.outer(big)]
+    if _num_carried(big):
+        shards[0] += small.layer(big, _CARRIED, _CARRIED)
     filled_bytes = plan.total_bytes - plan.num_layers * plan.layer_bytes
     for index in range(plan.num_layers):
         if filled_bytes + plan.layer_bytes > _SHARD_BYTES:
             shards.append([])
             filled_bytes = 0
         nearest = min(real_at, key=lambda at: abs(at - index))
-        shards[-1] += small.layer(big, index, real_at[nearest], is_real=nearest == index)
+        stem, real = (_LAYER.format(layer) for layer in (index, real_at[nearest]))
+        shards[-1] += small.layer(big, stem, real, is_real=nearest == index)
         filled_bytes += plan.layer_bytes
     return shards
 

@@ -13,7 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name, remembered, unsupported
+from offload.checkpoint.checkpoint import (
+    Checkpoint,
+    ModelFiles,
+    compute_dtype_name,
+    remembered,
+    unsupported,
+)
 from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes, is_shared
 from offload.checkpoint.layer_sizes import (
     ExpertShape,
@@ -104,7 +110,7 @@ class ModelShape:
     # with the target, whose embeddings and head it uses; of the rest these bytes are its own
     shares_rest: bool = False
     own_rest_bytes: int = 0
-    num_taps: int = 0  # hidden states of the target, of its own width, that a row is fed with
+    tap_row_bytes: int = 0  # of the target's hidden states that a row is fed with
     index_bytes_per_token: int = 0  # of keys by which layers choose what they attend to
     # of a position that a pass may see, in the layer that runs: keys and values, expanded
     column_bytes: int = 0
@@ -121,6 +127,12 @@ class ModelShape:
 def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     """Return the sizes of a model that computes in `dtype`. Raises `UserError` for no decoder."""
     return _shape_in(checkpoint, compute_dtype_name(checkpoint, dtype))
+
+
+def shapes_of(files: ModelFiles, dtype: str) -> tuple[ModelShape, ModelShape | None]:
+    """Return the sizes of both models; None for a draft that there is not."""
+    target, draft = files
+    return model_shape(target, dtype), draft and model_shape(draft, dtype)
 
 
 @remembered
@@ -179,7 +191,8 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         named = checkpoint.tensors.items()
         own = [entry for name, entry in named if entry in rest and not checkpoint.shares(name)]
         own_bytes = _rest_bytes(own, computed)
-        shape = replace(shape, shares_rest=True, own_rest_bytes=own_bytes, num_taps=1)
+        taps_bytes = checkpoint.carried.num_taps * sizes["hidden_size"] * item_bytes
+        shape = replace(shape, shares_rest=True, own_rest_bytes=own_bytes, tap_row_bytes=taps_bytes)
     if held is None:
         return replace(shape, experts=expert_shape(checkpoint, config, num_layers, computed))
     return _held_shape(shape, held, held_sizes(checkpoint.tensors, layers, held, computed))
@@ -199,7 +212,7 @@ def _held_shape(shape: ModelShape, held: Held, own: HeldSizes) -> ModelShape:
         expanded_weights=own.expanded_weights,
         product_rows=FEW_ROWS,
         is_compiled=shape.is_compiled or held.bits == 4,
-        shares_rest=held.is_copy,
+        shares_rest=shape.shares_rest or held.is_copy,
     )
 
 

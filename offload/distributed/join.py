@@ -120,8 +120,11 @@ def meet_ranks(
     options = setup.options
     setup.hooks.on_phase("waiting for the other ranks")
     identity = identity_of(target)
-    has_draft = "given" if setup.files.draft else "none"
-    alike = {"--ranks": options.ranks, "--pipeline": options.pipeline, "--draft": has_draft}
+    alike = {
+        "--ranks": options.ranks,
+        "--pipeline": options.pipeline,
+        "--draft": setup.files.draft_kind,
+    }
     alike |= {"--dtype": setup.dtype, "--context": str(options.context)}
     agreed = " ".join(f"{flag} {value}" for flag, value in alike.items())
     joint = resources.enter_context(joined(require_place(), identity, agreed, target.shards))

@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.cuts import MatrixRows, Section, checkpoint_of
-from offload.checkpoint.sizes import ModelShape, config_sizes, head_dim, model_shape
+from offload.checkpoint.sizes import (
+    ModelShape,
+    config_sizes,
+    head_dim,
+    model_shape,
+    shapes_of,
+)
 from offload.checkpoint.small_files import has_encoder
 from offload.distributed.sharding import (
     gathers_of,
@@ -96,13 +102,11 @@ class ClusterLayout(NamedTuple):
     def draft_step_s(self) -> Curve:
         """Seconds of a draft step against its rows, on the head; nothing if not known."""
         files, _, dtype, *_ = self.request
-        if files.draft is None or not self.request.knows_compute:
+        if not self.request.knows_compute:
             return NOTHING
         head = self.parts[0]
-        draft = model_shape(files.draft, dtype)
-        return costs_on(
-            head.machine, draft, draft, int(FILLED_SHARE * head.plan.context)
-        ).draft_step_s
+        num_positions = int(FILLED_SHARE * head.plan.context)
+        return costs_on(head.machine, *shapes_of(files, dtype), num_positions).draft_step_s
 
 
 def lay_out_shards(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
@@ -147,7 +151,8 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
 
     def files_of(rank: int, first: int, end: int) -> ModelFiles:
         section = checkpoint_of(target, Section(first, end, rank == 0, rank == last))
-        return ModelFiles(section, request.files.draft if rank == 0 else None)
+        files = request.files if rank == 0 else request.files.alone
+        return files._replace(target=section)
 
     for rank, machine in enumerate(ranks):
         files = files_of(rank, 0, len(whole.layer_bytes))

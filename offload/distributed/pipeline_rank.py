@@ -67,7 +67,7 @@ class PipelineRank(NamedTuple):
         """Plan what this rank takes as that stage, with the draft if it has it. Raises `UserError`."""
         files = self.setup.files
         section = checkpoint_of(files.target, self.section(index, layers))
-        own_files = ModelFiles(section, files.draft if self.drafts else None)
+        own_files = (files if self.drafts else files.alone)._replace(target=section)
         plan = replace(self.setup, files=own_files, budget=room).plan_for(self.num_uncommitted)
         if plan.turns:
             rule = f"`context` must be at most {plan.turning_point} in stages"

@@ -233,7 +233,7 @@ def shard_files(files: ModelFiles, sharding: Sharding, rank: int) -> ModelFiles:
     """Return what a rank of shards reads; embeddings, head and draft are the head's."""
     shard = sharding.checkpoint_of(rank, files.target)
     if rank == 0:
-        return ModelFiles(shard, files.draft)
+        return files._replace(target=shard)
     return ModelFiles(checkpoint_of(shard, layers_alone(shard)))
 
 

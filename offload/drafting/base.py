@@ -64,6 +64,13 @@ class Proposer(Protocol):
     def model(self) -> TreeModel | None:
         """Return the draft model that ranks candidates; None where there is none."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of memory that its weights take beside the target's."""
+
+    def cost(self, shape: Shape) -> Sequence[int]:
+        """Return the rows of each of its own passes that a tree of this shape takes."""
+
     def new_state(self, target: KVCache | None = None) -> Any:
         """Return the state of a text of which nothing is known yet, see `DraftState`.
 
@@ -91,6 +98,11 @@ class WithoutModel:
 
     needs: Taps | None = None
     model: TreeModel | None = None
+    num_bytes: int = 0
+
+    def cost(self, shape: Shape) -> Sequence[int]:
+        """Return no pass: nothing is computed."""
+        return ()
 
     def share_states(self, states: Sequence[Any]) -> None:
         """Do nothing: the states have nothing in common."""

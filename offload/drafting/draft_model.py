@@ -19,7 +19,7 @@ from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart, causal
 from offload.model.tree_model import TreeModel
 
-_SCORED_CHUNK = 64  # rows of a pass of which each is scored
+SCORED_CHUNK = 64  # rows of a pass of which each is scored
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Draft:
         """Yield logits (1, V) for `tokens[start]` and every later one, each given all before it."""
         self._cache.clear()
         self._model.take_in(tokens, self._cache)
-        for chunk in torch.tensor(tokens[self._cache.length : -1]).split(_SCORED_CHUNK):
+        for chunk in torch.tensor(tokens[self._cache.length : -1]).split(SCORED_CHUNK):
             lo = self._cache.length
             for row, logits_V in enumerate(self._run_committed(chunk, num_logits=len(chunk))):
                 if lo + row + 1 >= start:

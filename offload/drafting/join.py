@@ -32,6 +32,7 @@ from offload.trees.token_tree import TokenTree
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
     DynamicShape,
+    Shape,
     Topology,
     path_chances,
 )
@@ -85,6 +86,15 @@ class JoinedDrafter:
     def model(self) -> TreeModel:
         """Return the draft."""
         return self._model.model
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what the draft takes."""
+        return self._model.num_bytes
+
+    def cost(self, shape: Shape) -> Sequence[int]:
+        """Return the draft's passes; those that score guesses depend on what is found."""
+        return self._model.cost(shape)
 
     def new_state(self, target: KVCache | None = None) -> JoinedState:
         """Return an empty cache, and the state of a text that was not read yet."""

@@ -23,7 +23,7 @@ from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
-from offload.trees.topology import DynamicShape
+from offload.trees.topology import DynamicShape, Shape
 from offload.trees.verification import Acceptance
 
 # the kind of sampling: its settings apart from the seed
@@ -69,6 +69,15 @@ class ModelDrafter:
     def needs(self) -> Taps | None:
         """Return none: it reads tokens alone."""
         return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what the model's weights take."""
+        return self.model.own_bytes
+
+    def cost(self, shape: Shape) -> Sequence[int]:
+        """Return the rows of each level; the root is scored as committed tokens are taken in."""
+        return shape.draft_widths
 
     def new_state(self, target: KVCache | None = None) -> KVCache:
         """Return an empty cache."""

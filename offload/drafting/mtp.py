@@ -6,14 +6,14 @@ prompt's states are taken in chunk by chunk. And no row of a tree stays: it hold
 and comes again with the target's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from offload.drafting.base import DraftText, root_alone
-from offload.drafting.draft_model import Draft
+from offload.drafting.draft_model import SCORED_CHUNK, Draft
 from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.model_drafter import DraftSetup, ModelDrafter
 from offload.memory.sizes import PROMPT_ROWS
@@ -85,6 +85,21 @@ class MtpDrafter(ModelDrafter):
             next(trees) if ready else root_alone(text.tokens)
             for text, ready in zip(batch, is_ready, strict=True)
         ]
+
+    def score(self, tokens: Sequence[int], start: int, state: KVCache) -> Iterator[Tensor]:
+        """Yield logits (1, V), see `Proposer`; the target is ahead of what is asked for."""
+        assert isinstance(state, CarriedCache), "a cache of this drafter's"
+        draft = self._draft(state)
+        state.clear()
+        while (first := state.length) < len(tokens) - 2:
+            num_rows = min(state.num_ready, len(tokens) - 2, first + SCORED_CHUNK) - first
+            assert num_rows > 0, "the target has run two tokens before"
+            state.take_taps(num_rows)
+            token_T = torch.tensor(tokens[first + 1 : first + 1 + num_rows])
+            logits_TV = draft._run_committed(token_T, num_logits=num_rows)
+            for row, logits_V in enumerate(logits_TV, first + 2):
+                if row >= start:
+                    yield logits_V[None, : self._vocab_size]
 
     def _is_ready(self, text: DraftText) -> bool:
         state = text.state

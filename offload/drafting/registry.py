@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.drafting.base import Proposer
 from offload.drafting.dynamic import DraftPassPolicy, StepSeconds
 from offload.drafting.join import JoinedDrafter
@@ -30,6 +30,11 @@ def open_model(
     usual = EncoderDecoderModel if checkpoint.has_encoder else TreeModel
     kind: type[TreeModel] = getattr(_module(checkpoint), "MODEL", usual)
     return kind(checkpoint, dtype, torch_device, **more)
+
+
+def open_draft(files: ModelFiles, dtype: str, torch_device: torch.device) -> TreeModel | None:
+    """Return the draft's model without its layers' weights; None where there is none."""
+    return None if files.draft is None else open_model(files.draft, dtype, torch_device)
 
 
 def open_drafter(

@@ -15,7 +15,7 @@ from torch import nn
 from offload.calibration.expansions import KernelChoice, choose_expansion
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import counter
-from offload.drafting.registry import open_model
+from offload.drafting.registry import open_draft, open_model
 from offload.engine.decoder_config import TextRules
 from offload.engine.identities import Identities
 from offload.engine.request import Request
@@ -83,9 +83,8 @@ def open_pair(
     )
     resources.callback(target.close)
     tokenizer = load_tokenizer(files.target.tokenizer_path)
-    draft = None
-    if files.draft is not None:
-        draft = open_model(files.draft, dtype, torch_device)
+    draft = open_draft(files, dtype, torch_device)
+    if draft is not None:
         resources.callback(draft.close)
         words = (Vocabulary(one.vocab_size, one.start_ids) for one in (target, draft))
         draft.foreign_ids = check_vocabulary(tokenizer, files, *words)

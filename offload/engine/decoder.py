@@ -317,7 +317,7 @@ class Decoder(TokenDecoder):
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name, self.rule.lenience)
-        has_drawn = self.identities.files.draft is not None and rule.drafting.keeps_distributions
+        has_drawn = self._trees.is_ranked and rule.drafting.keeps_distributions
         if has_drawn and self.plan.num_nodes > 1 and not self.plan.distribution_bytes:
             raise UserError(
                 f"`rule` {name} keeps the draft's distributions, memory was planned without them for "

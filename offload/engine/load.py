@@ -12,11 +12,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 from offload.checkpoint.open import ReadHeaders
 from offload.declaration import as_in, called_with
 from offload.engine.decoder import Decoder
+from offload.engine.draft_choice import settle_draft
 from offload.engine.hooks import NO_HOOKS, Hooks, Progress
 from offload.engine.opening import open_setup
 from offload.engine.request import Request, require_request
@@ -135,7 +137,10 @@ def open_decoder(
     """
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
-    setup = resolve(options, device=device, read=read, open_source=open_source, hooks=hooks)
+    how: Any = {"device": device, "open_source": open_source}
+    setup = resolve(options, read=read, hooks=hooks, **how)
+    if options.has_open_draft:
+        setup = settle_draft(setup, request, partial(resolve, **how))
     decoder = open_setup(setup, request, transport)
     decoder.notes.extend(version_notes())
     return decoder

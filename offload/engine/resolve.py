@@ -15,12 +15,16 @@ from offload.engine.setup import Setup
 from offload.engine.tokenizer import require_described_vocabulary
 from offload.model.headers import describe
 from offload.planning.budget import budget_of, ram_warning, with_experts
-from offload.planning.draft_kinds import check_draft
+from offload.planning.draft_kinds import carried_kind, check_draft
 from offload.planning.hardware import Assumptions
 from offload.planning.load_options import LoadOptions
 from offload.planning.shares import require_no_states
 from offload.streaming.device import HOST, Device, device_of
 from offload.streaming.disk import DiskReader, OpenSource
+
+_CARRIED = (
+    "the files have layers that guess ahead: `draft` {} takes them, `draft` auto what is quickest"
+)
 
 
 def resolve(
@@ -94,6 +98,9 @@ def resolve_files(
     is_described = assumed is not None and (hardware is not None or assumed.disk_bytes_per_s)
     if not is_described and (assumed is None or files.target.is_here):
         notes += filter(None, [ram_warning(budget.ram_bytes)])
+    carried = carried_kind(files.target)
+    if carried is not None and options.draft is None and options.tree != "none":
+        notes.append(_CARRIED.format(carried))
     return Setup(
         files=files,
         options=options,

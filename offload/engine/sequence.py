@@ -105,7 +105,8 @@ class TokenSequence:
     rule: Rule
     shape: Shape  # of the next tree
     limits: Limits
-    has_draft: bool = field(default=True, kw_only=True)
+    # whether a draft ranks candidates
+    is_ranked: bool = field(default=True, kw_only=True)
     last_pass: PassFigures | None = field(default=None, init=False)  # None before the first
     # how many of the likeliest tokens to note beside each new one; None notes nothing
     num_logprobs: int | None = field(default=None, init=False)
@@ -125,7 +126,7 @@ class TokenSequence:
         self.stats = Stats(num_prompt_tokens=self.num_prompt_tokens)
         self._take_shape(shape)
         is_known = self.sampler.is_greedy or self.sampler.drafting is not ChildSampling.COUPLED
-        self.stats.is_draft_known = is_known and self.has_draft
+        self.stats.is_draft_known = is_known and self.is_ranked
         return self.stats
 
     def follow(

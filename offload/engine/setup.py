@@ -118,7 +118,7 @@ class Setup:
 
     def profile_finder(self) -> FindProfile:
         """Return what finds the profile for settings and rule, or says why there is none."""
-        if self.files.draft is None or self.options.has_no_profile:
+        if prior_for(self.files) is None or self.options.has_no_profile:
             return lambda *_: (None, "no profile is wanted")
         return profile_finder(
             self.files,
@@ -145,8 +145,7 @@ class Setup:
             costs=machine_costs(self.budget, self.files, self.hardware),
             has_own_times=self.hardware is None,
             context=self.least_plan.context,
-            has_draft=self.files.draft is not None,
-            usual=prior_for(self.files.draft),
+            usual=prior_for(self.files),
             routing=routing_in(profile),
             parallel=self.options.parallel,
             link_bytes_per_s=rates.link_bytes_per_s if rates and is_on_cpu else None,

@@ -131,14 +131,14 @@ class TokenDecoder:
             masks = [] if grammar is None else [self._grammars.mask(grammar)]
             how = (rule.drafting, self._kernels, self.target.send)
             begun = with_start(whole_numbers(tokens), self._start_ids)
-            has_draft = self._trees.has_draft
+            is_ranked = self._trees.is_ranked
             # what an encoder reads is no text
             said = begun[begun.index(self._start_ids[0]) :] if self._start_ids else begun
             earlier, later = self._rules.adjustments(len(said), limits.max_new_tokens)
             later += masks
             sampler = Sampler(sampling, self._vocab_size, *how, adjustments=later, earlier=earlier)
             sampler.begin(said)
-            sequence = TokenSequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
+            sequence = TokenSequence(begun, sampler, rule, shape, limits, is_ranked=is_ranked)
             self._pool.lend(sequence, keeps=keeps)
             self.target.turn(begun, sequence.caches.target)
             sequence.stats.num_kept_tokens = sequence.caches.target.length

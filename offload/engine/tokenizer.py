@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.files import read_json
 from offload.checkpoint.gguf import require_reader
 from offload.checkpoint.sizes import model_shape
@@ -71,12 +71,17 @@ def check_vocabulary(
     tokenizer: Tokenizer | None, files: ModelFiles, target: Vocabulary, draft: Vocabulary
 ) -> tuple[int, ...]:
     """Do what `require_one_vocabulary` does, by the tokenizers of both as they are loaded."""
-    assert files.draft is not None, "there is one to compare with"
-    other = load_tokenizer(files.draft.tokenizer_path)
+    other = load_tokenizer(_draft_of(files).tokenizer_path)
     if tokenizer is not None and other is not None:
         target = target._replace(ids=tokenizer.get_vocab())
         draft = draft._replace(ids=other.get_vocab())
     return require_one_vocabulary(files, target, draft)
+
+
+def _draft_of(files: ModelFiles) -> Checkpoint:
+    _, draft = files
+    assert draft is not None, "there is one to compare with"
+    return draft
 
 
 def foreign_note(foreign_ids: Sequence[int]) -> str:
@@ -106,7 +111,7 @@ def require_one_vocabulary(
     Raises `UserError` for more, or widths that differ where no tokenizers tell whether only padding
     does. Guesses cost time and never text, so ids that differ are left out of them.
     """
-    name = files.draft.name if files.draft else ""
+    name = _draft_of(files).name
     foreign = tuple[int, ...]()
     rule = "the draft must share the target's vocabulary"
     remedy = "choose a smaller model of the target's family"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles, remembered
 from offload.checkpoint.layer_sizes import ExpertShape
-from offload.checkpoint.sizes import ModelShape, longest_context, model_shape, turning_point
+from offload.checkpoint.sizes import ModelShape, longest_context, shapes_of, turning_point
 from offload.checkpoint.small_files import TRAINED_CONTEXT, has_encoder
 from offload.errors import UserError, require
 from offload.memory.plan import MemoryBudget, MemoryPlan
@@ -33,6 +33,7 @@ from offload.memory.sizes import (
     noise_bytes,
     num_logits_rows,
     states_bytes,
+    taps_bytes,
 )
 from offload.memory.tiers import (
     MIN_SLOTS,
@@ -67,7 +68,7 @@ def plan_memory(files: ModelFiles, budget: MemoryBudget, num_nodes: int) -> Memo
     `num_nodes` is N of the largest tree, or of the trees of all texts together. Raises `UserError`
     for models that cannot be planned, and for too little memory.
     """
-    return _plan_once(files.target, files.draft, budget, num_nodes)
+    return _plan_once(*files, budget, num_nodes)
 
 
 @remembered
@@ -76,8 +77,7 @@ def _plan_once(
 ) -> MemoryPlan:
     """Plan once for all that ask: compared drafts, trees, reports."""
     _check_encoders(target, draft, budget)
-    target_shape = model_shape(target, budget.dtype)
-    draft_shape = model_shape(draft, budget.dtype) if draft else None
+    target_shape, draft_shape = shapes_of(ModelFiles(target, draft), budget.dtype)
     budget = replace(budget, context=_check_context(target, budget.context))
     _check_experts(target, target_shape, budget.experts)
     plan = make_plan(target_shape, draft_shape, budget, num_nodes)
@@ -247,6 +247,7 @@ class _Contents(NamedTuple):
             drafting_bytes = draft_bytes(
                 draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel
             )
+            drafting_bytes += taps_bytes(draft, num_rows)
             if drafting_of(budget.rule).keeps_distributions:
                 distributions_bytes = distribution_bytes(target.vocab_size, num_nodes)
         return MemoryPlan(

@@ -30,6 +30,8 @@ STEPPED_STATES_BYTES = 1 << 20
 _KEPT_STATES = 3
 # Copies of a state while it takes a step.
 _STATE_COPIES = 6
+# Hidden states of a pass lie as they were shown, as committed, and as the draft takes them.
+_TAP_COPIES = 3
 # Scratch of one draw: a block of float64 numbers, their keys, their order.
 DRAW_BYTES = 16 << 20
 
@@ -88,6 +90,11 @@ def draft_bytes(
         + (2 if is_gpu else 1) * pass_bytes
         + growth_bytes(draft.vocab_size, num_nodes)
     )
+
+
+def taps_bytes(draft: ModelShape, num_rows: int) -> int:
+    """Return the bytes of hidden states that a pass over so many rows hands a draft."""
+    return _TAP_COPIES * draft.tap_row_bytes * num_rows
 
 
 def growth_bytes(vocab_size: int, num_nodes: int) -> int:

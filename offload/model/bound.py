@@ -267,6 +267,16 @@ class BoundModel:
         return [self._layouts[layer], *(experts.records[:1] if experts else ())]
 
     @property
+    def own_bytes(self) -> int:
+        """Return the bytes of memory that bound weights take, but for those of a target."""
+        borrowed = [place for name, place in self._rest_places if name in self._borrowed]
+        theirs = {_storage(place.table[place.key]) for place in borrowed}
+        bound = (weight for weight in self.meta_model.parameters() if not weight.is_meta)
+        storages = {_storage(weight) for weight in bound} - theirs
+        held_bytes = 0 if self.held is None else self.held.num_bytes
+        return sum(num_bytes for _, num_bytes in storages) + held_bytes
+
+    @property
     def layers_bytes(self) -> int:
         """Return the bytes that `bind_layers` reads."""
         return sum(layout.slab_bytes for layout in self._layouts)
@@ -391,3 +401,10 @@ def _shared_sources(checkpoint: Checkpoint, rest: Mapping[str, Stack]) -> set[st
         for name, (_, parts) in rest.items()
         if any((part.entry.shard, part.entry.lo) in shared for part in parts)
     }
+
+
+def _storage(tensor: Tensor | None) -> tuple[int, int]:
+    """Return address and bytes of the memory in which a tensor lies."""
+    assert tensor is not None, "it is bound"
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()

@@ -53,9 +53,12 @@ class CarriedCache(KVCache):
         """
         log = None if self.target is None else self.target.taps
         self._taps_TD = self._nothing_1D.expand(num_rows, -1)
-        if log is not None and log.end > self.length:
-            first = max(log.first, self.length)
-            known_TD = log.take(first)[: self.length + num_rows - first].to(self._nothing_1D)
+        if log is None:
+            return
+        first = max(log.first, self.length)
+        end = min(log.end, self.length + num_rows)
+        if first < end:
+            known_TD = log.take(first, end).to(self._nothing_1D)
             missing_TD = self._taps_TD[: first - self.length]
             self._taps_TD = torch.cat([missing_TD, known_TD])
 

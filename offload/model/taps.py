@@ -42,7 +42,7 @@ class TapLog:
     """Hidden states of one text's committed tokens.
 
     Attributes:
-        first: position of the first row; the last row stays when rows are taken.
+        first: position of the first row; the last one stays of rows that are taken.
     """
 
     def __init__(self) -> None:
@@ -85,15 +85,15 @@ class TapLog:
             self._rows.append(kept_TW)
             self._num_rows = num_kept
 
-    def take(self, position: int) -> Tensor:
-        """Return the rows (T, W) from this position on; of all of them the last one stays."""
-        assert self.first <= position < self.end, "rows from there on are there"
+    def take(self, position: int, end: int) -> Tensor:
+        """Return the rows (T, W) of positions [position, end); the last of them stays."""
+        assert self.first <= position < end <= self.end, "these rows are there"
         rows_TW = torch.cat(self._rows)
-        last = self.end - 1
-        self._restart(last)
-        self._rows.append(rows_TW[-1:].clone())
-        self._num_rows = 1
-        return rows_TW[position - last - 1 :]
+        first = self.first
+        self._restart(end - 1)
+        self._rows.append(rows_TW[end - 1 - first :].clone())
+        self._num_rows = len(self._rows[0])
+        return rows_TW[position - first : end - first]
 
     def _restart(self, position: int) -> None:
         self.first = position

@@ -31,7 +31,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from msgspec import Meta
 
-from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.trees.spec import MAX_TREE_NODES
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Floats, Topology
 
@@ -235,7 +235,12 @@ COPIES = {
 }
 
 
-def prior_for(draft: Checkpoint | None) -> AcceptancePrior:
-    """Return what is assumed of this draft; quantising a small one changes little."""
-    held = None if draft is None else draft.held
+def prior_for(files: ModelFiles) -> AcceptancePrior | None:
+    """Return what is assumed of the draft; None where nothing ranks candidates.
+
+    Quantising a small draft changes little.
+    """
+    if files.draft is None:
+        return None
+    held = files.draft.held
     return COPIES[held.bits] if held and held.is_copy else SMALL

@@ -14,13 +14,13 @@ from dataclasses import replace
 from functools import partial
 
 from offload.checkpoint.checkpoint import ModelFiles
-from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.sizes import model_shape, shapes_of
 from offload.errors import UserError, require
 from offload.machine import available_gpu_bytes, available_ram_bytes, library_bytes
 from offload.memory.plan import MemoryBudget
 from offload.memory.planner import plan_memory
 from offload.memory.prompt_rows import USUAL_GPU, row_s
-from offload.planning.acceptance import prior_for
+from offload.planning.acceptance import SMALL, prior_for
 from offload.planning.cost_model import (
     FILLED_SHARE,
     Costs,
@@ -105,10 +105,8 @@ def machine_costs(
     """Return the costs of a step on a named machine; None where nothing is known of computing."""
     if hardware is None or not hardware.flops_per_s:
         return None
-    target, draft = files
-    positions = int(FILLED_SHARE * plan_memory(ModelFiles(target), budget, 1).context)
-    draft_shape = None if draft is None else model_shape(draft, budget.dtype)
-    return costs_on(hardware, model_shape(target, budget.dtype), draft_shape, positions)
+    positions = int(FILLED_SHARE * plan_memory(files.alone, budget, 1).context)
+    return costs_on(hardware, *shapes_of(files, budget.dtype), positions)
 
 
 def prompt_costs(budget: MemoryBudget, files: ModelFiles, num_rows: int) -> Costs | None:
@@ -141,7 +139,7 @@ def with_experts(
     sizes = (
         [num_nodes]
         if num_nodes
-        else [size for size in SIZES if size <= _MAX_NODES and (size == 1 or files.draft)]
+        else [size for size in SIZES if size <= _MAX_NODES and (size == 1 or prior_for(files))]
     )
     # on demand, where both are equal
     ways = [replace(budget, experts="demand"), by_layers]
@@ -150,9 +148,8 @@ def with_experts(
 
 def _s_per_token(budget: MemoryBudget, files: ModelFiles, sizes: list[int]) -> float:
     """Return the cost per token at a byte per second with the best of these sizes, or infinity."""
-    trees = known_trees(
-        prior_for(files.draft).acceptance, max_nodes=max(sizes), max_depth=_MAX_DEPTH
-    )
+    usual = prior_for(files) or SMALL
+    trees = known_trees(usual.acceptance, max_nodes=max(sizes), max_depth=_MAX_DEPTH)
     found = [float("inf")]
     for size in sizes:
         num_rows = budget.parallel * size

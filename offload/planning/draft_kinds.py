@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from offload.checkpoint.carried import mtp_checkpoint
+from offload.checkpoint.carried import has_mtp, mtp_checkpoint
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.open import require_name
 from offload.errors import UserError, require
@@ -18,6 +18,7 @@ from offload.planning.quantised_drafts import copied, held_draft
 
 PathLike = str | os.PathLike[str]
 MODEL = "model"
+AUTO = "auto"
 _LOOKUP = "lookup"
 _STORE = "store"
 
@@ -31,20 +32,24 @@ class DraftKind:
         of_target: makes the draft's headers of the target's, and of what stands behind the colon;
             None where a folder of its own has them.
         adapt: changes headers of a folder of its own to those that are loaded beside the target's.
+        lies_in: whether a target's own files have it.
         works_in_ranks: whether several processes can share the target.
     """
 
     opens: str
     of_target: Callable[[Checkpoint, str], Checkpoint] | None = None
     adapt: Callable[[Checkpoint, Checkpoint], Checkpoint] = lambda _, draft: draft
+    lies_in: Callable[[Checkpoint], bool] = lambda _: False
     works_in_ranks: bool = False
 
 
 KINDS = {
     MODEL: DraftKind("offload.drafting.model_drafter", works_in_ranks=True),
     "self": DraftKind("offload.drafting.model_drafter", of_target=copied),
-    "mtp": DraftKind("offload.drafting.mtp", of_target=mtp_checkpoint),
+    "mtp": DraftKind("offload.drafting.mtp", of_target=mtp_checkpoint, lies_in=has_mtp),
 }
+# what the files carry, until trials have shown what is quickest
+KINDS[AUTO] = KINDS["mtp"]
 
 
 class DraftSpec(NamedTuple):
@@ -87,19 +92,33 @@ def kind_of(draft: PathLike) -> tuple[str, str]:
     return MODEL, str(draft)
 
 
+def is_auto(draft: PathLike | None) -> bool:
+    """Return whether trials shall find the draft."""
+    return draft is not None and kind_of(draft)[0] == AUTO
+
+
+def carried_kind(target: Checkpoint) -> str | None:
+    """Return the kind of draft that lies in a target's own files; None for none."""
+    if not target.extra:
+        return None
+    return next((name for name, kind in KINDS.items() if kind.lies_in(target)), None)
+
+
 def files_of(
     headers: Sequence[Checkpoint], draft: PathLike | None, draft_dtype: str | None
 ) -> ModelFiles:
     """Return the checkpoints of a run. Raises `UserError` for a draft that cannot be, or not pay."""
     target = headers[0]
+    if is_auto(draft):
+        as_stored = "`draft` auto takes drafts as they are stored"
+        require(draft_dtype is None, as_stored, f"`draft_dtype` {draft_dtype}", "name the draft")
+        draft = carried_kind(target)
     if draft is None:
         return ModelFiles(target)
     name, value = kind_of(draft)
     kind = KINDS[name]
     if kind.of_target is not None:
-        rule = f"`draft_dtype` goes with a draft that has files of its own, not with {draft}"
-        require(draft_dtype is None, rule, f"{draft_dtype}", "leave it out")
-        made = kind.of_target(target, value)
+        made = held_draft(kind.of_target(target, value), draft_dtype)
     elif len(headers) > 1:
         made = kind.adapt(target, held_draft(headers[1], draft_dtype))
     else:

@@ -20,7 +20,7 @@ from offload.declaration import check_values, options_of
 from offload.errors import UserError, require, told_by_system
 from offload.machine import available_ram_bytes, library_bytes
 from offload.options import ModelChoice, ModelOptions, PathLike
-from offload.planning.draft_kinds import DraftSpec, check_draft, files_of, models_to_read
+from offload.planning.draft_kinds import DraftSpec, check_draft, files_of, is_auto, models_to_read
 from offload.planning.profile import parse_profile
 from offload.planning.quantised_drafts import check_held
 from offload.rank_roles import (
@@ -193,6 +193,11 @@ class LoadOptions(ModelOptions, ModelChoice):
         return self.draft is not None
 
     @property
+    def has_open_draft(self) -> bool:
+        """Return whether trials shall find the draft."""
+        return is_auto(self.draft)
+
+    @property
     def models_to_read(self) -> list[PathLike]:
         """Return the models whose files are read, the target first; a self draft has its files."""
         return models_to_read(self.model, self.draft)
@@ -247,8 +252,8 @@ class LoadOptions(ModelOptions, ModelChoice):
     def tree_spec(self) -> TreeSpec:
         """Return the tree that is wanted. Raises `UserError` for one that nothing could fill."""
         has_sources = self.ngram is not None or self.datastore is not None or self.looks_up
-        how = {"has_draft": self.has_draft, "has_sources": has_sources}
-        return tree_to_fill(self.tree, self.rule, **how)
+        is_ranked = self.has_draft
+        return tree_to_fill(self.tree, self.rule, is_ranked=is_ranked, has_sources=has_sources)
 
     def planned_tree(self, tokens_per_sweep: float | None) -> TreeSpec:
         """Return the tree to plan for, of which a sweep may be said to yield so many tokens.

@@ -96,8 +96,8 @@ class TreeChoice(NamedTuple):
     ) -> tuple[tuple[float, float], str]:
         """Return the least and most tokens per pass of this pair, and what they rest on."""
         tokens = (self.tokens_per_sweep, self.tokens_per_sweep)
-        usual = prior_for(files.draft)
-        if profile is None and usual.is_copy:
+        usual = prior_for(files)
+        if profile is None and usual is not None and usual.is_copy:
             why = f"{usual.source}, no measurement of this one"
             return tokens, f"{why}; {basis}" if basis else why
         if profile is None:
@@ -136,7 +136,9 @@ class _Selection:
     @property
     def acceptance(self) -> Profile | AcceptancePrior:
         """Return what is known of acceptance, measured or assumed."""
-        return self.profile or self.known.usual
+        known = self.profile or self.known.usual
+        assert known is not None, "something ranks candidates"
+        return known
 
     @cached_property
     def costs(self) -> Costs | None:
@@ -153,9 +155,9 @@ class _Selection:
 
     @property
     def basis(self) -> str:
-        if self.profile is None:
-            return f"{self.known.usual.source}, {self.note}"
-        return f"{self.profile.num_tokens} traced tokens, profile of {self.profile.created}"
+        if isinstance(known := self.acceptance, AcceptancePrior):
+            return f"{known.source}, {self.note}"
+        return f"{known.num_tokens} traced tokens, profile of {known.created}"
 
     def choose(self, spec: TreeSpec, current: Shape | None = None) -> TreeChoice:
         """Return the tree for this spec. Raises `UserError` if the rule does not allow it.
@@ -163,7 +165,7 @@ class _Selection:
         Args:
             current: what was chosen before passes have shown more.
         """
-        if not self.known.has_draft:
+        if not self.known.is_ranked:
             return self._of_guesses(spec)
         spec.check_rule(self.rule)
         if spec.kind == "auto_chain":
@@ -175,7 +177,10 @@ class _Selection:
         default = TreeSpec(
             "dynamic" if self.is_dynamic and min(self.most - 1, self.known.max_depth) else "best",
             min(AUTO_NODES, self.most),
-            min(AUTO_NODES - 1 if self.known.usual.is_copy else AUTO_DEPTH, self.known.max_depth),
+            min(
+                AUTO_NODES - 1 if self.known.is_copy else AUTO_DEPTH,
+                self.known.max_depth,
+            ),
         )
         return self._named(default)._replace(
             why=f"a default, since nothing was measured ({self.note})"
@@ -334,9 +339,9 @@ class TreeSelector:
     num_threads: int | None = None  # the most that this run computes with
     max_nodes: int = MAX_TREE_NODES
     context: int | None = None  # positions that there is room for: a tree must be less deep
-    # without one there are retrieved guesses alone, of which nothing is known beforehand
-    has_draft: bool = True
-    usual: AcceptancePrior = SMALL  # stands in for a profile
+    # stands in for a profile; None where there are retrieved guesses alone, of which nothing is
+    # known beforehand
+    usual: AcceptancePrior | None = SMALL
     routing: ExpertRouting | None = None  # where experts were counted
     parallel: int = 1  # texts that may share a pass
     # choices, and when they were made
@@ -357,7 +362,7 @@ class TreeSelector:
             lambda *_: none,
             lambda _: traffic,
             context=plan.context,
-            has_draft=False,
+            usual=None,
         )
 
     def took(self, one: ObservedPass) -> None:
@@ -375,6 +380,16 @@ class TreeSelector:
             self.for_run(sampling, rule)
 
     @property
+    def is_ranked(self) -> bool:
+        """Return whether a draft ranks every candidate."""
+        return self.usual is not None
+
+    @property
+    def is_copy(self) -> bool:
+        """Return whether that draft is a copy of the target."""
+        return self.usual is not None and self.usual.is_copy
+
+    @property
     def max_depth(self) -> int:
         """Return how deep a tree may be that is chosen."""
         return DEPTHS[-1] if self.context is None else self.context - 1
@@ -384,7 +399,7 @@ class TreeSelector:
         """Return the most nodes of all trees together that memory will be planned for."""
         if not self.spec.is_chosen:
             return self.parallel * self.spec.num_nodes
-        if not self.has_draft:
+        if not self.is_ranked:
             return self._nodes_to_spare()
         sizes: Sequence[int] = SIZES
         if self.spec.kind == "auto_chain":
@@ -421,7 +436,7 @@ class TreeSelector:
             num * self.for_run(sampling, rule, num_texts=num).shape.num_nodes
             for num in {1, self.parallel}
         )
-        may_change = self.spec.kind == "auto" and self.has_draft and is_free_of_trees(rule)
+        may_change = self.spec.kind == "auto" and self.is_ranked and is_free_of_trees(rule)
         return self._most_alike(chosen) if may_change and chosen > 1 else chosen
 
     def _most_alike(self, num_nodes: int) -> int:
@@ -479,7 +494,7 @@ class TreeSelector:
         choice, num_learnt = self._known.get(key, (None, 0))
         is_old = spec.kind == "auto" and num_learnt < self._num_learnt
         if choice is None or is_old:
-            max_nodes = min(self.max_nodes, SIZES[-1] if self.has_draft else self.most_nodes)
+            max_nodes = min(self.max_nodes, SIZES[-1] if self.is_ranked else self.most_nodes)
             if spec.kind == "auto_chain":  # it may grow after other texts have joined
                 max_nodes //= self.parallel
                 num_texts = 1

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from offload.checkpoint.open import ReadHeaders
 from offload.checkpoint.sizes import name_of
 from offload.errors import UserError
+from offload.model.headers import describe
 from offload.planning.cost_model import Prediction
+from offload.planning.draft_kinds import carried_kind, is_auto
 from offload.planning.load_options import LoadOptions
 from offload.planning.quantised_drafts import BITS, copy_bits
 from offload.reports.estimate import estimate
@@ -54,7 +56,11 @@ def compare_drafts(
     if hardware is None:
         return []
     kinds: list[tuple[str | None, str | None]] = [(None, None)]
-    if options.draft is not None and copy_bits(options.draft) is None:
+    carried = carried_kind(options.headers(read or describe)[0])
+    kinds += [] if carried is None else [(carried, None)]
+    named = str(options.draft)
+    is_other = options.draft is not None and not is_auto(named) and named != carried
+    if is_other and copy_bits(named) is None:
         kinds += [(str(options.draft), dtype) for dtype in (None, *BITS)]
     kinds += [(f"self:{kind}", None) for kind in BITS]
     how: Any = {"hardware": hardware, "disk_speed": disk_speed, "read": read}

@@ -155,7 +155,7 @@ def estimate(
     costs = trees.settle_link(link, profile, is_here=setup.hardware is None, products_s=products_s)
     plan = setup.plan_for(trees.nodes_to_plan(*settings))
     # passes of a self draft are no small matter, so the link says nothing
-    is_unknown = costs is None and setup.files.draft is not None and setup.files.draft.is_copy
+    is_unknown = costs is None and trees.is_copy
     predictions: tuple[Prediction, ...] = ()
     basis = _basis(setup, trees, settings)
     if link is not None and not is_unknown and (costs or plan.is_streamed):
@@ -231,7 +231,7 @@ def _products_s(setup: Setup) -> Curve:
 
 def _basis(setup: Setup, trees: TreeSelector, settings: RunSettings) -> str:
     """Return in words what acceptance rests on; empty without a draft."""
-    if setup.files.draft is None:
+    if not trees.is_ranked:
         return ""
     profile, where = trees.find(*settings)
     if profile is None:
@@ -248,10 +248,10 @@ def _predictions(
     tokens_per_sweep: float | None,
 ) -> tuple[tuple[Prediction, ...], str]:
     """Return the predictions without a tree and with the wanted one, and what tokens rest on."""
-    alone = replace(setup, files=setup.files._replace(draft=None)).least_plan
+    alone = replace(setup, files=setup.files.alone).least_plan
     plain = _predict(setup, trees, costs, alone, chain(0), (1.0, 1.0))
     basis = _basis(setup, trees, settings)
-    if setup.files.draft is None or setup.tree.kind == "none":
+    if not trees.is_ranked or setup.tree.kind == "none":
         return (plain,), basis
     choice = trees.for_run(*settings, num_texts=setup.options.parallel)
     profile, _ = trees.find(*settings)
@@ -299,7 +299,7 @@ def _notes(setup: Setup, link: float | None, plan: MemoryPlan) -> list[str]:
     if setup.device.has_own_memory and plan.gpu_bytes is not None:
         gpu = f"{setup.device.torch_device} is a {setup.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
         notes.append(f"{gpu}; `device` cpu does without")
-    if setup.files.draft is None and plan.is_streamed:
+    if not plan.draft_bytes and plan.is_streamed:
         notes.append(_NO_DRAFT)
     if link is None and plan.is_streamed:
         notes.append(_NO_DISK if plan.gpu_bytes is None else _NO_GPU)

@@ -234,7 +234,7 @@ def _one_way(
 ) -> ClusterForecast:
     lay_out = partial(_LAY_OUT[kind], request)
     try:
-        plain = _LAY_OUT[kind](request._replace(files=request.files._replace(draft=None)), 1)
+        plain = _LAY_OUT[kind](request._replace(files=request.files.alone), 1)
         rates = list[ForecastRate]()
         chosen = plain
         if kind == "stages":
@@ -242,7 +242,7 @@ def _one_way(
             require_exact_rule(Roles(num_ranks, tuple(range(num_ranks))), request.rule, 1.0)
             tree = _batches(plain, tree)
             tokens = None
-        if request.files.draft is not None and tree.kind != "none":
+        if prior_for(request.files) is not None and tree.kind != "none":
             shape, drawn, basis = _choice(request, tree, profile, lay_out)
             drawn = (tokens, tokens) if tokens else drawn
             basis = "tokens per pass as given" if tokens else basis
@@ -302,7 +302,7 @@ def _choice(
         has_own_times=False,
         max_nodes=max_nodes,
         context=layout.parts[0].plan.context,
-        usual=prior_for(request.files.draft),
+        usual=prior_for(request.files),
     )
     choice = trees.for_run(Sampling(), request.rule)
     return choice.shape, *choice.tokens_range(request.files, request.dtype, profile, choice.why)

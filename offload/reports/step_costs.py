@@ -77,7 +77,10 @@ def measure_costs(
     sequence = decoder.begin(prompt, sampling)
     torch.set_num_threads(decoder.threads.modes(largest).draft.num_threads)
     assert decoder.drafter.model is not None, "a tune has a draft model"
-    curve = draft_curve(decoder.drafter, sequence.sampler, prompt, sequence.caches.draft)
+    drafter = decoder.drafter
+    # one that reads the target's states is timed behind a text without a target
+    state = sequence.caches.draft if drafter.needs is None else drafter.new_state()
+    curve = draft_curve(drafter, sequence.sampler, prompt, state)
     costs = Costs(
         compute_s=Curve((1, *sizes), tuple(compute_s.tolist())),
         draft_step_s=_scaled(curve, topologies, draft_s),

@@ -50,10 +50,11 @@ def ranks_of(
     sequence = decoder.begin([*prompt, *written], sampling)
     stars = _stars(decoder, sequence, len(prompt))
     if decoder.rule.repeats_draws:
+        _show_states(decoder, sequence)
         return [_rank_of(draw(), token) for draw, token in zip(stars, written, strict=True)]
     logits = _target_logits(decoder, sequence, len(prompt))
-    known = zip(stars, logits, written, strict=True)
-    return [_accepted_rank(draw, row_V, sequence.sampler, token) for draw, row_V, token in known]
+    known = zip(logits, stars, written, strict=True)
+    return [_accepted_rank(draw, row_V, sequence.sampler, token) for row_V, draw, token in known]
 
 
 def dynamic_again(
@@ -65,11 +66,12 @@ def dynamic_again(
 ) -> list[int]:
     """Return the tokens per pass that would have written this, with trees grown within `bounds`.
 
-    No target pass is run. Only passes count that cannot reach the end of what is known: each is
-    whole then, and their mean is not biased (Wald).
+    No target pass is run but to show a draft the states that it reads. Only passes count that
+    cannot reach the end of what is known: each is whole then, and their mean is not biased (Wald).
     """
     assert decoder.rule.repeats_draws, "what fresh draws accept is not known from the text"
     sequence = decoder.begin([*prompt, *written], sampling)
+    _show_states(decoder, sequence)
     at = len(prompt)
     bursts = list[int]()
     tokens = sequence.tokens
@@ -95,7 +97,7 @@ def given_trace(
     ranks = []
     stars = _stars(decoder, sequence, start)
     logits = _target_logits(decoder, sequence, start)
-    for position, (draw, logits_V) in enumerate(zip(stars, logits, strict=True), start):
+    for position, (logits_V, draw) in enumerate(zip(logits, stars, strict=True), start):
         if decoder.rule.repeats_draws:
             ranks.append(_rank_of(draw(), sequence.sampler.draw(logits_V, position)))
         else:
@@ -129,6 +131,14 @@ def _stars(decoder: Decoder, text: TokenSequence, start: int) -> Iterator[DrawSt
         yield partial(_draw_star, logits_1V, text.sampler, position, decoder.target.vocab_size)
 
 
+def _show_states(decoder: Decoder, text: TokenSequence) -> None:
+    """Let the target run a text whose hidden states the draft reads."""
+    if decoder.drafter.needs is not None:
+        cache = text.caches.target
+        decoder.target.score([decoder.target.part_of(text.tokens, cache)])
+        decoder.target.commit([], len(text.tokens), cache)
+
+
 def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: int) -> TokenTree:
     """Return a root, whose own token does not matter, with its children."""
     token_1K, draw, distribution_1V = draw_children(logits_1V, NUM_RANKS, sampler, position)
@@ -149,5 +159,7 @@ def _target_logits(decoder: Decoder, text: TokenSequence, start: int) -> Iterato
         token_N = torch.tensor(tokens[lo - 1 : lo - 1 + min(num_rows, len(tokens) - lo)])
         path = TokenTree(chain(len(token_N) - 1), token_N)
         part = decoder.target.part_of(tokens[:lo], cache, path)
-        yield from decoder.target.score([part])[0]
+        logits = decoder.target.score([part])[0]
+        # a draft may read the states of these
         decoder.target.commit(range(path.num_nodes), lo, cache)
+        yield from logits

@@ -92,7 +92,9 @@ def tune(
     timed = largest_that_fits(setup, spec)
     target, own_draft = setup.files
     windows = encode_windows(target, read, num_tokens, is_teacher_forced=is_teacher_forced)
-    assert own_draft is not None, "two models were fetched"
+    rule = "a tune is of a draft that ranks candidates"
+    require(own_draft is not None, rule, f"`draft` {options.draft}", "name one")
+    assert own_draft is not None
     identity = Identity.of(target, own_draft, sampling, options.rule, setup.machine)
     with open_setup(timed, Request(is_named=True)) as decoder:
         question = TuneQuestion(

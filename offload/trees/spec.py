@@ -134,14 +134,14 @@ def _parsed(text: str) -> tuple[TreeSpec | None, list[int]]:
     return None, []
 
 
-def tree_to_fill(text: str, rule: str, *, has_draft: bool, has_sources: bool = False) -> TreeSpec:
-    """Return the tree that `text` asks for; without a draft or sources, the root alone.
+def tree_to_fill(text: str, rule: str, *, is_ranked: bool, has_sources: bool = False) -> TreeSpec:
+    """Return the tree that `text` asks for; without a draft, which ranks candidates, or sources, the root alone.
 
     Guesses of sources are point masses that the context settles: with them alone any rule allows
     any shape. Raises `UserError`.
     """
     spec = parse_tree(text)
-    if has_draft:
+    if is_ranked:
         spec.check_rule(rule)
         rule = "`tree` chain:auto is as long as a draft is right, which other guesses do not tell"
         require(

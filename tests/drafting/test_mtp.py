@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,21 @@ from carried_models import CONFIGS, carrying, path_scores
 from safetensors.torch import load_file, save_file
 
 from offload import Request, load
+from offload.checkpoint.carried import has_mtp, mtp_checkpoint
+from offload.checkpoint.layout import BLOCK_BYTES
+from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.small_files import of_text
 from offload.drafting.base import DraftText
+from offload.drafting.model_drafter import ModelDrafter
 from offload.drafting.mtp import MtpDrafter
 from offload.engine.decoder import Decoder
+from offload.engine.sequence import TokenSequence
 from offload.errors import UserError
+from offload.memory.sizes import taps_bytes
 from offload.model.taps import TapLog, Taps
+from offload.planning.acceptance import NUM_RANKS
+from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of
 from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape
 
@@ -27,19 +38,20 @@ def opened(family: str, draft: str | None = "mtp", **more: Any) -> Decoder:
     return load(carrying(family)[0], draft, dtype="float32", **more)
 
 
-def gap(family: str, decoder: Decoder, num_steps: int = 3) -> float:
+def gap(family: str, decoder: Decoder, text: TokenSequence | None = None, **how: bool) -> float:
     """Return how far the scores of trees are from those of chains by the library, over some steps of one text."""
-    text = decoder.begin(PROMPT, Sampling(), shape=DynamicShape(12, 3))
-    decoder.step(text)
+    if text is None:
+        text = decoder.begin(PROMPT, Sampling(), shape=DynamicShape(12, 3))
+        decoder.step(text)
     worst = 0.0
-    for _ in range(num_steps):
+    for _ in range(3):
         decoder.step(text)
         text.recover()
         shape = DynamicShape(12, 3)
         (tree,) = decoder.drafter.propose([DraftText(shape, text.tokens, text.sampler, text.caches.draft)])
         assert tree.num_nodes > 4
         for node, score_V in tree.score_of_node.items():
-            wanted_V = path_scores(family, text.tokens, tree.path(node))
+            wanted_V = path_scores(family, text.tokens, tree.path(node), **how)
             worst = max(worst, float((score_V - wanted_V).abs().max()))
         text.caches.draft.commit([])
     return worst
@@ -81,6 +93,41 @@ def test_what_leaves_the_text_as_it_is_shows_in_the_scores(
         if mistake is before_the_norm:
             decoder.target.tap(MtpDrafter.needs)
         assert gap("mellum", decoder) > 1e-2
+
+
+def test_rows_of_accepted_guesses_come_again_with_the_targets_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text stays as it is where they are kept, and so do most guesses: scores tell."""
+    folder, *_ = carrying("mellum", is_right=True)
+    with load(folder, "mtp", dtype="float32", tree="dynamic:12x3", lookup=False) as decoder:
+        assert decoder.generate(PROMPT, max_new_tokens=24).stats.tokens_per_sweep > 2
+        assert gap("mellum", decoder, is_right=True) < 1e-4
+        monkeypatch.setattr(MtpDrafter, "_rows_to_keep", ModelDrafter._rows_to_keep)
+        assert gap("mellum", decoder, is_right=True) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_parts_of_a_prompt_and_interrupted_steps_lose_no_states(family: str) -> None:
+    left = [1 << 30]
+
+    def on_layer() -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise InterruptedError
+
+    with opened(family, tree="dynamic:12x3", on_layer=on_layer) as decoder:
+        decoder.target._max_rows = 3
+        text = decoder.begin(PROMPT * 2, Sampling(), shape=DynamicShape(12, 3))
+        for num_layers in (2, 9, 14):
+            left[0] = num_layers
+            with pytest.raises(InterruptedError):
+                decoder.step(text)
+        left[0] = 1 << 30
+        for _ in range(2):
+            decoder.step(text)
+            left[0] = 2
+            with pytest.raises(InterruptedError):
+                decoder.step(text)
+        assert gap(family, decoder, text) < 1e-4
 
 
 def texts_of(decoder: Decoder, how: dict[str, Any]) -> list[list[int]]:
@@ -142,3 +189,87 @@ def test_what_cannot_draft_is_named_in_one_line(change: str, said: str, tmp_path
     with pytest.raises(UserError, match=said) as told:
         load(tmp_path, "mtp+self:int4" if change == "two drafts" else "mtp")
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("draft_dtype", [None, "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_has_what_a_carried_draft_holds(family: str, draft_dtype: str | None) -> None:
+    """Its weights, and the states that the target shows it, whose log is longest behind a prompt's pass."""
+    num_logged = []
+    with opened(family, tree="dynamic:16x3", draft_dtype=draft_dtype) as decoder:
+        right = TapLog.commit
+
+        def counted(log: TapLog, path: Any, length: int) -> None:
+            right(log, path, length)
+            num_logged.append(sum(rows.nbytes for rows in log._rows))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TapLog, "commit", counted)
+            decoder.generate(PROMPT * 12, max_new_tokens=6)
+        draft = decoder.drafter.model
+        assert draft is not None
+        shape = model_shape(draft.checkpoint, "float32")
+        planned = shape.num_bytes - shape.rest_bytes + shape.own_rest_bytes
+        # a scratch is made as large as it has to be
+        assert decoder.drafter.num_bytes <= planned + shape.scratch_bytes
+        num_own = sum(not draft.checkpoint.shares(name) for name in draft.checkpoint.tensors)
+        assert planned <= decoder.drafter.num_bytes + BLOCK_BYTES * num_own
+        assert max(num_logged) <= taps_bytes(shape, decoder.plan.max_prompt_rows + decoder.plan.num_nodes) / 3
+        assert decoder.plan.draft_bytes >= planned + 2 * max(num_logged)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_a_tune_scores_with_the_states_of_the_target(family: str) -> None:
+    """Ranks are those of the library's scores."""
+    with opened(family, tree="dynamic:12x3") as decoder:
+        written = decoder.generate(PROMPT, max_new_tokens=16).token_ids
+        found = ranks_of(decoder, PROMPT, written, Sampling())
+        given = given_trace(decoder, [*PROMPT, *written], len(PROMPT), Sampling())
+        text = [*PROMPT, *written]
+        scores = [path_scores(family, text[:at], []) for at in range(len(PROMPT), len(text))]
+        places = [int((row_V > row_V[token]).sum()) for row_V, token in zip(scores, written, strict=True)]
+        wanted = [place if place < NUM_RANKS else -1 for place in places]
+        assert found == wanted == given
+        again = dynamic_again(decoder, PROMPT, written, Sampling(), DynamicShape(12, 3))
+        assert len(written) - 3 <= sum(again) <= len(written)
+
+
+BLOCK = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+         "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]  # fmt: skip
+SPARSE = [*BLOCK[:6], "mlp.gate", "mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj"]
+FIRST = "enorm", "hnorm", "eh_proj"
+# by family: tensors by the names of published files, and whether its form is read
+NAMES: dict[str, tuple[list[str], bool]] = {
+    "glm": ([f"model.layers.2.{part}" for part in (*FIRST, "shared_head.norm", "shared_head.head", *SPARSE)], True),
+    "step": ([f"model.layers.{2 + depth}.{part}" for depth in range(3)
+              for part in (*FIRST, "shared_head.norm", *SPARSE)], True),
+    "qwen3.5": (["mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm",
+                 *(f"mtp.layers.0.{part}" for part in BLOCK)], True),
+    "mimo": ([f"model.mtp_layers.0.{part}" for part in (
+        "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", *BLOCK)], True),
+    "ernie": (["model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0",
+               *(f"model.mtp_block.0.{part}" for part in BLOCK)], False),
+    "nemotron": ([f"mtp.layers.0.{part}" for part in (*FIRST, "norm", "mixer.q_proj")]
+                 + ["mtp.layers.1.norm", "mtp.layers.1.mixer.gate", "mtp.layers.1.final_layernorm"], False),
+    "inkling": (["model.mtp.chain_norm", *(f"model.mtp.layers.0.{part}" for part in (
+        "embed_norm", "hidden_norm", "input_proj", "transformer_block.attn.wq_du"))], False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_layers_are_found_by_the_names_of_published_files(family: str) -> None:
+    """A form that is not read is refused by the parts that are missing, and `auto` passes it over."""
+    target = open_checkpoint(carrying("mellum")[0])
+    names, is_read = NAMES[family]
+    entry = next(iter(target.extra.values()))
+    target = replace(target, extra={f"{name}.weight": entry for name in names})
+    assert has_mtp(target) == is_read
+    if not is_read:
+        with pytest.raises(UserError, match="in a form that is not read"):
+            mtp_checkpoint(target)
+        return
+    draft = mtp_checkpoint(target)
+    block = SPARSE if any("experts" in name for name in names) else BLOCK
+    wanted = {f"model.mixer.{part}" for part in FIRST} | {f"model.layers.0.{part}" for part in block} | {"model.norm"}
+    own = {name.removesuffix(".weight") for name in draft.tensors if not draft.shares(name)}
+    assert own == wanted and of_text(draft.config)["num_hidden_layers"] == 1

@@ -26,6 +26,7 @@ from offload.engine.text_stream import TextStream
 from offload.errors import UserError
 from offload.memory.planner import least_budget
 from offload.model.tree_model import TreeModel
+from offload.planning.acceptance import SMALL, AcceptancePrior
 from offload.planning.cost_model import Traffic
 from offload.planning.selector import TreeSelector
 from offload.sampling_options import Sampling
@@ -292,12 +293,12 @@ def test_chains_that_grow_leave_room_for_those_of_others(pair: Pair, tree: str) 
         assert chains is not None and 3 * (1 + chains.max_length) <= decoder.plan.num_nodes
 
 
-@pytest.mark.parametrize(("tree", "has_draft", "wanted"), [("chain:auto", True, 40), ("auto", False, 32)])
-def test_trees_of_all_texts_have_room_together(tree: str, has_draft: bool, wanted: int) -> None:
+@pytest.mark.parametrize(("tree", "usual", "wanted"), [("chain:auto", SMALL, 40), ("auto", None, 32)])
+def test_trees_of_all_texts_have_room_together(tree: str, usual: AcceptancePrior | None, wanted: int) -> None:
     """Chains have five nodes each, guesses four: what one text has room for is too much for eight."""
     room = Traffic(1000, 100)
     trees = TreeSelector(parse_tree(tree), lambda *_: (None, ""), lambda num: room if num <= 40 else None, context=200)
-    assert replace(trees, parallel=8, has_draft=has_draft).most_nodes == wanted
+    assert replace(trees, parallel=8, usual=usual).most_nodes == wanted
 
 
 def test_a_draft_takes_in_no_more_at_once_than_planned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

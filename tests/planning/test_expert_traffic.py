@@ -134,10 +134,10 @@ def test_a_tree_of_guesses_has_room_while_one_row_reads_no_more() -> None:
     def of(size: int) -> Traffic:
         return traffic(kept=0.3 - (0.0 if size <= 16 else 0.1))
 
-    trees = TreeSelector(parse_tree("auto"), lambda *_: (None, "none"), of, has_draft=False)
+    trees = TreeSelector(parse_tree("auto"), lambda *_: (None, "none"), of, usual=None)
     assert trees.most_nodes == 16
-    assert trees_with(traffic(kept=0.3), has_draft=False).most_nodes == 64
-    assert trees_with(traffic(kept=0.3), has_draft=False).for_run(Sampling(), "match").shape.num_nodes == 64
+    assert trees_with(traffic(kept=0.3), usual=None).most_nodes == 64
+    assert trees_with(traffic(kept=0.3), usual=None).for_run(Sampling(), "match").shape.num_nodes == 64
 
 
 def test_a_second_pool_spares_the_disk() -> None:

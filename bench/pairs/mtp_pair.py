@@ -1,0 +1,249 @@
+"""What does a carried layer guess, beside a small draft? Trains an MTP layer for the packaged target.
+
+The layer has Qwen's form (`mtp.*`: two norms, a projection of both halves, one decoder layer, a
+norm), with the target's table and head. It learns the target's distribution at several depths by
+feeding back: a row of depth d takes what depth d - 1 made of the row before, and sees committed
+rows up to where its guesses begin and its own path behind (training as in EAGLE-3, 2503.01840,
+section 3). The target is as it was; its files get the layer beside their own tensors.
+"""
+
+import json
+import shutil
+import statistics
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache, LlamaForCausalLM
+
+from offload.bench.harness.command import Bench, Findings, command
+from offload.bench.harness.setting import PROMPT_TOKENS, Setting
+from offload.bench.harness.tables import Column, Row, Screen, check
+from offload.bench.pairs.hybrid_pair import texts_of
+from offload.bench.pairs.training import (
+    COMPANIONS,
+    LEARNT,
+    Course,
+    held_out_texts,
+    library_ids,
+    packaged,
+    train,
+    trained_once,
+    windows,
+)
+from offload.checkpoint.packaged import PAIR
+from offload.model.library import CACHE
+from offload.units import parse_size
+
+TREE = "dynamic:64x16"
+TEMPERATURES = (0.0, 0.7)
+LEAST_SHARE = 0.8
+LEAST_JOINED = 1.1
+SMALL, CARRIED, LOOKUP, JOINED = "small draft", "mtp", "lookup", "mtp + lookup"
+_RAM = "2GiB"
+_WEIGHTS = "model.safetensors"
+_LABEL_WEIGHT = 0.5
+_DEPTH_WEIGHT = 0.8  # of a depth, times that of the depth before
+_NAMES = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "block": "mtp.layers.0",
+    "norm": "mtp.norm",
+}
+
+
+class Recipe(NamedTuple):
+    """All that the layer depends on, beside the text and the target."""
+
+    course: Course = Course(1500, 3e-3)
+    num_texts: int = 8
+    num_tokens: int = 128  # of each
+    num_depths: int = 4
+    seed: int = 0
+    version: int = 1  # raise it when the same recipe comes to give another layer
+
+
+class MtpLayer(nn.Module):
+    """The layer as it learns, made of the target's last one."""
+
+    def __init__(self, target: LlamaForCausalLM) -> None:
+        super().__init__()
+        donor = packaged("target").model
+        width = target.config.hidden_size
+        self.enorm = type(donor.norm)(width, target.config.rms_norm_eps)
+        self.hnorm = type(donor.norm)(width, target.config.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.eh_proj.weight.data = 0.1 * torch.eye(width).repeat(1, 2)
+        self.block = donor.layers[-1]
+        self.block.self_attn.layer_idx = 0
+        self.norm = donor.norm
+        self._rotary = [donor.rotary_emb]  # of no weights
+        self._target = [target]
+
+    def forward(
+        self, token_BS: Tensor, fed_BSD: Tensor, mask: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """Return (B, S, D), behind the norm: the rows of one depth, whose keys join the cache."""
+        embedded_BSD = self._target[0].model.embed_tokens(token_BS)
+        both = torch.cat([self.enorm(embedded_BSD), self.hnorm(fed_BSD)], dim=-1)
+        mixed_BSD = self.eh_proj(both)
+        position_1S = torch.arange(token_BS.shape[1])[None]
+        out = self.block(
+            mixed_BSD,
+            attention_mask=mask,
+            position_ids=position_1S,
+            position_embeddings=self._rotary[0](mixed_BSD, position_1S),
+            **{CACHE: cache},
+        )
+        return self.norm(out)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return its tensors in bf16 by the names of a file."""
+        named = {}
+        for name, weight in self.state_dict().items():
+            part, _, rest = name.partition(".")
+            named[f"{_NAMES[part]}.{rest}"] = weight.bfloat16().contiguous()
+        return named
+
+
+def depth_mask(num_rows: int, depth: int) -> Tensor:
+    """Return (1, 1, S, depth * S), to be added: what rows of this depth, from 1, see of all depths.
+
+    Row i of depth d sees rows up to i - d + 1 of depth 1, and row i - d + m of each depth m behind.
+    """
+    row_S = torch.arange(num_rows)
+    sees = [row_S[None, :] <= row_S[:, None] - depth + 1]
+    for above in range(2, depth + 1):
+        sees.append(row_S[None, :] == row_S[:, None] - depth + above)
+    # rows that stand before their path see themselves, so that none sees nothing
+    sees[-1] = sees[-1] | (row_S[None, :] == row_S[:, None])
+    seen = torch.cat(sees, dim=1)
+    return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+
+
+def depth_outputs(
+    layer: MtpLayer, token_BS: Tensor, hidden_BSD: Tensor, num_depths: int
+) -> Iterator[Tensor]:
+    """Yield (B, S, D) for each depth from 1: row i has token i + 1, and what was made of token i.
+
+    Rows of depth d have sense from row d - 1 on.
+    """
+    next_BS = token_BS[:, 1:]
+    fed_BSD = hidden_BSD[:, :-1]
+    cache = DynamicCache()
+    for depth in range(1, num_depths + 1):
+        out_BSD = layer(next_BS, fed_BSD, depth_mask(next_BS.shape[1], depth), cache)
+        yield out_BSD
+        fed_BSD = torch.cat([fed_BSD[:, :1], out_BSD[:, :-1]], dim=1)
+
+
+def depth_losses(
+    target: LlamaForCausalLM, layer: MtpLayer, token_BS: Tensor, num_depths: int
+) -> list[Tensor]:
+    """Return each depth's KL from the target's distribution, plus its likeliest token as a label."""
+    with torch.no_grad():
+        hidden_BSD = target.model(input_ids=token_BS, use_cache=False).last_hidden_state
+        law_BSV = target.lm_head(hidden_BSD).log_softmax(-1)[:, 1:]
+    losses = []
+    for row, out_BSD in enumerate(depth_outputs(layer, token_BS, hidden_BSD, num_depths)):
+        log_NV = target.lm_head(out_BSD[:, row:]).log_softmax(-1).flatten(0, 1)
+        law_NV = law_BSV[:, row:].flatten(0, 1)
+        kl = functional.kl_div(log_NV, law_NV, log_target=True, reduction="batchmean")
+        label = functional.nll_loss(log_NV, law_NV.argmax(-1))
+        losses.append(kl + _LABEL_WEIGHT * label)
+    return losses
+
+
+def make_layer(recipe: Recipe, screen: Screen, work: Path, ids: Tensor, _: Tensor) -> None:
+    """Train in `work`, or go on there; write the packaged target with the layer in its file."""
+    target = packaged("target").requires_grad_(False)
+    torch.manual_seed(recipe.seed)
+    layer = MtpLayer(target)
+    weight_K = torch.tensor([_DEPTH_WEIGHT**depth for depth in range(recipe.num_depths)])
+
+    def loss_of(step: int) -> Tensor:
+        num_tokens = recipe.num_texts * recipe.num_tokens
+        tokens_BS = windows(ids, num_tokens, recipe.num_tokens, recipe.seed + LEARNT + step)
+        losses = depth_losses(target, layer, tokens_BS, recipe.num_depths)
+        return (torch.stack(losses) * weight_K).sum() / weight_K.sum()
+
+    progress = partial(screen.count, label="training the layer")
+    train(layer, loss_of, recipe.course, work / "layer.state", progress)
+    write_carrying(layer.stored(), work / "target")
+
+
+def write_carrying(carried: dict[str, Tensor], folder: Path) -> None:
+    """Write the packaged target with these tensors beside its own."""
+    folder.mkdir(exist_ok=True)
+    weights = load_file(PAIR / "target" / _WEIGHTS)
+    save_file({**weights, **carried}, folder / _WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((PAIR / "target" / "config.json").read_text())
+    config = {**config, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in COMPANIONS:
+        shutil.copyfile(PAIR / "target" / name, folder / name)
+
+
+def mtp_target(screen: Screen) -> Path:
+    """Return the folder of the target with its layer, trained once in some twenty minutes on a core."""
+    recipe = Recipe()
+    return trained_once("mtp-pair", recipe, partial(make_layer, recipe, screen)) / "target"
+
+
+COLUMNS = (
+    Column("T", "temperature", ".1f"),
+    *(Column(name, name, ".2f") for name in (SMALL, CARRIED, LOOKUP, JOINED)),
+    Column("mtp / small", "share", ".2f"),
+    Column("joined / better", "gain", ".2f"),
+)
+
+
+def tokens_a_pass(folder: Path, prompts: Tensor, temperature: float, num_new: int) -> Row:
+    """Return the mean tokens a pass of each way to draft; the texts are proved."""
+    drafts = {SMALL: PAIR / "draft", CARRIED: Path("mtp"), LOOKUP: None, JOINED: Path("mtp+lookup")}
+    row: Row = {"temperature": temperature}
+    for name, draft in drafts.items():
+        setting = Setting(folder, draft, folder, parse_size(_RAM, "--ram"))
+        has_lookup = name in (LOOKUP, JOINED)
+        yields, written = texts_of(setting, prompts, temperature, num_new, lookup=has_lookup)
+        setting._replace(draft=None).prove(written)
+        row[name] = statistics.fmean(yields)
+    row["share"] = row[CARRIED] / row[SMALL]
+    row["gain"] = row[JOINED] / max(row[CARRIED], row[LOOKUP])
+    return row
+
+
+@command("mtp-pair", "quick")
+def main(bench: Bench) -> Findings:
+    """Tokens a pass of an MTP layer beside a small draft, and of the layer with lookup.
+
+    The layer is trained when it is not in the cache, which takes half an hour on a core.
+    """
+    num_prompts, num_new = bench.effort((24, 128), (4, 48))
+    with bench.screen:
+        folder = mtp_target(bench.screen)
+        prompts = held_out_texts(library_ids(held_out=True), PROMPT_TOKENS, num_prompts)
+        rows = [
+            bench.row(tokens_a_pass(folder, prompts, temperature, num_new))
+            for temperature in TEMPERATURES
+        ]
+    shares = [row["share"] for row in rows]
+    gains = [row["gain"] for row in rows]
+    return Findings(
+        rows=rows,
+        tables=[(COLUMNS, rows)],
+        checks=[
+            check(f"{TREE}: mtp / small draft", shares, LEAST_SHARE, "higher", min(shares)),
+            check(
+                f"{TREE}: mtp + lookup / better alone", gains, LEAST_JOINED, "higher", min(gains)
+            ),
+        ],
+        settings={"tree": TREE, "num_new": num_new},
+        ceiling={"tokens_per_sweep": 17},
+    )

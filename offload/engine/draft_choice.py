@@ -1,0 +1,166 @@
+"""`draft` auto: what guesses quickest here, as a few passes of each way to draft have shown.
+
+Compared are no draft, layers that the target's files carry, a small model at hand, and a copy in
+four bits; each with the tree that is chosen for it, and with lookup as it goes with that. What was
+found is kept by model, machine and memory. Invariant: a draft decides no token, so a wrong choice
+costs time alone; a way that cannot run is passed over, and the others stay.
+"""
+
+import hashlib
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
+from offload.checkpoint.download import cached_models, in_cache
+from offload.checkpoint.files import cache_folder
+from offload.checkpoint.identity import identity_of
+from offload.checkpoint.open import open_checkpoint
+from offload.engine.decoder import Decoder
+from offload.engine.opening import open_setup
+from offload.engine.request import Request
+from offload.engine.setup import Setup
+from offload.engine.tokenizer import require_described_vocabulary
+from offload.errors import UserError
+from offload.planning.draft_kinds import carried_kind
+from offload.planning.load_options import LoadOptions
+from offload.planning.profile import write_atomically
+from offload.sampling_options import Sampling
+
+_MOST_TOKENS = 96  # of a trial
+_MOST_S = 10.0  # of a trial, once it has had its least passes
+_LEAST_PASSES = 4
+_SMALL = 8  # a draft at hand has at most a so many-th of the target's bytes
+_MOST_FOLDERS = 64
+_COPY = "self:int4"
+_NONE = "none"
+
+
+class DraftTrials(msgspec.Struct, frozen=True):
+    """Seconds a token by what drafts; `none` is lookup alone."""
+
+    s_per_token: dict[str, float | None]  # None: it does not run
+
+    @property
+    def by_speed(self) -> list[tuple[float, str]]:
+        """Return what runs, the quickest first."""
+        return sorted((took, name) for name, took in self.s_per_token.items() if took is not None)
+
+    @property
+    def why(self) -> str:
+        """Return a line for the user."""
+        tried = [f"{Path(name).name} {seconds:.3g}" for seconds, name in self.by_speed]
+        best = Path(self.by_speed[0][1]).name
+        return f"draft {best}, by trials in seconds per token: {', '.join(tried)}"
+
+
+def settle_draft(
+    setup: Setup, request: Request | None, again: Callable[[LoadOptions], Setup]
+) -> Setup:
+    """Return the setup with the draft that was quickest in place of auto, and a note why.
+
+    `again` resolves options on the same device. Raises `UserError` where not even the target alone
+    runs.
+    """
+    options = setup.options
+    sampling, _ = setup.settings(request and request.sampling)
+    is_guessing = setup.tree.kind != "none"
+    names = [_NONE, *(drafts_at_hand(options, setup.files.target) if is_guessing else ())]
+    place = _place(setup, sampling)
+    trials = _kept(place)
+    if trials is None or {*trials.s_per_token} != {*names}:
+
+        def opened(name: str) -> Decoder:
+            setup.hooks.on_phase(f"trying drafts: {Path(name).name}")
+            return open_setup(again(with_draft(options, name)))
+
+        trials = _tried(names, sampling, opened)
+        write_atomically(place, msgspec.json.encode(trials).decode())
+    settled = again(with_draft(options, trials.by_speed[0][1]))
+    return replace(settled, hooks=setup.hooks, notes=(*settled.notes, trials.why))
+
+
+def with_draft(options: LoadOptions, name: str) -> LoadOptions:
+    """Return the options with this draft, or with none, and without a tree that nothing fills."""
+    if name != _NONE:
+        return replace(options, draft=name)
+    has_sources = options.lookup is not False or options.ngram or options.datastore
+    return replace(options, draft=None, tree=options.tree if has_sources else "none")
+
+
+def drafts_at_hand(options: LoadOptions, target: Checkpoint) -> Iterator[str]:
+    """Yield what can be named as the draft of a target whose files are here."""
+    ways = [(name, [target]) for name in (carried_kind(target), _COPY) if name is not None]
+    small = max(_small_models(target), default=None, key=lambda one: one.num_bytes)
+    if small is not None:
+        ways.append((str(small.directory), [target, small]))
+    for name, headers in ways:
+        try:
+            with_draft(options, name).files_of(headers)
+        except UserError:
+            continue
+        yield name
+
+
+def _small_models(target: Checkpoint) -> Iterator[Checkpoint]:
+    """Yield small models with the target's vocabulary that lie beside it or came from the hub."""
+    beside = islice(target.directory.parent.glob("*/config.json"), _MOST_FOLDERS)
+    for folder in (*sorted(one.parent for one in beside), *map(in_cache, cached_models())):
+        try:
+            small = open_checkpoint(folder)
+            require_described_vocabulary(ModelFiles(target, small))
+        except (UserError, OSError):
+            continue
+        if small.num_bytes * _SMALL <= target.num_bytes and small.is_here:
+            yield small
+
+
+def _tried(names: list[str], sampling: Sampling, opened: Callable[[str], Decoder]) -> DraftTrials:
+    s_per_token = dict[str, float | None]()
+    for name in names:
+        try:
+            with opened(name) as decoder:
+                s_per_token[name] = _s_per_token(decoder, sampling)
+        except UserError:
+            if name == _NONE:
+                raise
+            # it has no room, say: no other run of these options would have it either
+            s_per_token[name] = None
+    return DraftTrials(s_per_token)
+
+
+def _s_per_token(decoder: Decoder, sampling: Sampling) -> float:
+    """Return the seconds of a token in a short text behind some Python source."""
+    source = Path(textwrap.__file__).read_text(encoding="utf-8")
+    has_words = decoder.tokenizer is not None
+    prompt = decoder.encode(source[:1000], raw=True) if has_words else [1, 2, 3]
+    num_new = min(_MOST_TOKENS, decoder.plan.context // 2)
+    run = decoder.run(prompt[:num_new], sampling, max_new_tokens=num_new)
+    for _ in run:
+        stats = run.sequence.stats
+        if stats.num_sweeps >= _LEAST_PASSES and stats.decode_s > _MOST_S:
+            break
+    stats = run.result().stats
+    return stats.tpot_s or stats.ttft_s
+
+
+def _kept(place: Path) -> DraftTrials | None:
+    """Return what was found earlier; None where nothing was, or nothing that can be read."""
+    if not place.is_file():
+        return None
+    try:
+        return msgspec.json.decode(place.read_bytes(), type=DraftTrials)
+    except (msgspec.MsgspecError, OSError):
+        return None
+
+
+def _place(setup: Setup, sampling: Sampling) -> Path:
+    options = setup.options
+    memory = (options.ram, options.gpu_memory, options.context, options.parallel)
+    others = (options.tree, options.rule, options.link_limit, options.threads, sampling.kind)
+    key = repr((identity_of(setup.files.target).digest, setup.machine, memory, others))
+    return cache_folder() / "drafts" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -1,0 +1,74 @@
+"""The door of proposers: a new one is a file and a row; who has none asks for none."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from carried_models import carrying
+from made_up_drafter import Recalling, first_layer
+
+import offload
+from offload import load
+from offload.engine import draft_choice
+from offload.engine.decoder import Decoder
+from offload.planning.draft_kinds import KINDS, DraftKind
+from offload.sampling_options import Sampling
+
+# of a draft of its own files: what names it, what is assumed of it, and ranks that draft for others
+HOLDERS = {
+    "planning/load_options",
+    "planning/acceptance",
+    "distributed/pipeline_rank",
+    "distributed/draft",
+    "drafting/registry",
+}
+PROMPT = [1, 5, 9, 5, 9, 7, 3, 5, 9, 11]
+
+
+def test_a_drafter_that_reads_hidden_states_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, model, _ = carrying("deepseek_v3")
+    with load(folder, None, dtype="float32", tree="none", lookup=False) as decoder:
+        wanted = [
+            decoder.generate(PROMPT, max_new_tokens=24, temperature=heat, seed=3).token_ids for heat in (0.0, 0.7)
+        ]
+    monkeypatch.setitem(KINDS, "recalling", DraftKind("made_up_drafter", of_target=first_layer))
+    with load(folder, "recalling", dtype="float32", tree="chain:4", lookup=False) as decoder:
+        assert isinstance(decoder.drafter, Recalling) and decoder.drafter.num_bytes
+        texts = [decoder.generate(PROMPT, max_new_tokens=24, temperature=heat, seed=3) for heat in (0.0, 0.7)]
+        assert [text.token_ids for text in texts] == wanted
+        rows = decoder.begin([*PROMPT, *wanted[1]], Sampling(), keeps=True).caches.draft.rows
+        states_TD = model.model(torch.tensor([[*PROMPT, *wanted[1]][: len(rows)]])).last_hidden_state[0]
+        assert len(rows) > 20 and float((torch.stack(rows) - states_TD).abs().max()) < 1e-4
+
+
+def test_auto_tries_each_way_once_and_says_which(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is carried is right by construction here, so it is the quickest where passes take long."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, *_ = carrying("mellum", is_right=True)
+    tried = list[bool]()
+
+    def passes_a_token(decoder: Decoder, sampling: Sampling) -> float:
+        tried.append(decoder.drafter.needs is not None)
+        done = decoder.generate(PROMPT, max_new_tokens=24, temperature=sampling.temperature)
+        return 1 / done.stats.tokens_per_sweep
+
+    monkeypatch.setattr(draft_choice, "_s_per_token", passes_a_token)
+    with load(folder, "auto", dtype="float32", tree="chain:4", lookup=False) as decoder:
+        assert decoder.drafter.needs is not None and tried[:2] == [False, True]
+        (note,) = [note for note in decoder.notes if note.startswith("draft mtp, by trials")]
+        assert "none" in note
+    num_tried = len(tried)
+    with load(folder, "auto", dtype="float32", tree="chain:4", lookup=False) as decoder:
+        assert decoder.drafter.needs is not None and len(tried) == num_tried
+    (kept,) = (tmp_path / "offload" / "drafts").iterdir()
+    kept.write_text("{")
+    with load(folder, "auto", dtype="float32", tree="chain:4", lookup=False):
+        assert len(tried) > num_tried
+
+
+def test_files_of_a_draft_are_asked_for_in_few_places() -> None:
+    root = Path(offload.__file__).parent
+    asks = {str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.py")
+            if re.search(r"files\.draft\b|has_draft", path.read_text())}  # fmt: skip
+    assert asks <= HOLDERS
