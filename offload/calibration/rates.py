@@ -1,17 +1,27 @@
 """How fast a CPU multiplies, and its link reads, as far as the rows of a prompt's pass depend on it.
 
 This is asked before memory is planned. For a GPU usual rates are taken, see `memory.prompt_rows`.
+A rate of products is kept on disk, so that a plan of what is known imports no torch. Who loads has
+torch anyway and measures: the fastest that was ever measured stays, for a busy second only slows.
 """
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
 
 from offload.calibration import link
 from offload.checkpoint.checkpoint import ModelFiles, compute_dtype_name
+from offload.checkpoint.files import cache_folder, read_small, write_whole
 from offload.errors import UserError
-from offload.machine import num_cores
+from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryBudget, Rates
 from offload.memory.planner import plan_memory
 from offload.memory.prompt_rows import gains_by_rows
@@ -24,6 +34,20 @@ if TYPE_CHECKING:
 
 _WIDTH = 1024  # of the matrix: larger ones are no quicker, and take longer
 _BUDGET_S = 0.02
+
+
+class KeptRate(msgspec.Struct, frozen=True):
+    """How fast products are on a machine, as it is kept.
+
+    Attributes:
+        conditions: processor, cores, threads, type, versions; all that the rate depends on.
+        flops_per_s: the fastest that was measured.
+        source: how the rate is known.
+    """
+
+    conditions: tuple[str, ...]
+    flops_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+    source: str = "measured"
 
 
 def with_rates(
@@ -56,10 +80,48 @@ def with_rates(
     read = disk_bytes_per_s or link.link_bytes_per_s(
         files.target.shards, limit_bytes_per_s=limit_bytes_per_s, open_source=open_source
     )
-    flops_per_s = product_flops_per_s(
+    flops_per_s = known_flops_per_s(
         compute_dtype_name(files.target, budget.dtype), num_threads or num_cores()
     )
     return replace(budget, rates=Rates(read, flops_per_s))
+
+
+def known_flops_per_s(dtype: str, num_threads: int) -> float:
+    """Return the rate of a CPU's products: as it is kept, or measured where torch is there anyway."""
+    own = ("offload", "torch")
+    conditions = (
+        cpu_name(),
+        f"{num_cores()} cores",
+        f"{num_threads} threads",
+        dtype,
+        *(f"{package} {version(package)}" for package in own),
+    )
+    path = _rate_file(conditions)
+    kept = _kept_rate(path, conditions)
+    if kept and "torch" not in sys.modules:
+        return kept
+    fastest = max(kept, product_flops_per_s(dtype, num_threads))
+    if path is not None and fastest > kept:
+        with suppress(OSError):  # it is measured again then
+            write_whole(path, msgspec.json.encode(KeptRate(conditions, fastest)).decode())
+    return fastest
+
+
+def _rate_file(conditions: tuple[str, ...]) -> Path | None:
+    key = blake2b(repr(conditions).encode(), digest_size=16).hexdigest()
+    try:
+        return cache_folder() / "rates" / f"{key}.json"
+    except UserError:  # no home
+        return None
+
+
+def _kept_rate(path: Path | None, conditions: tuple[str, ...]) -> float:
+    """Return the rate in a file; 0 where there is none that holds."""
+    try:
+        kept = msgspec.json.decode(read_small(path) if path else "", type=KeptRate)
+    except (OSError, ValueError):
+        return 0.0
+    return kept.flops_per_s if kept.conditions == conditions else 0.0
 
 
 def product_flops_per_s(dtype: str, num_threads: int) -> float:

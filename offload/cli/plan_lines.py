@@ -188,7 +188,7 @@ def _sweep_words(found: Estimate) -> str:
     limit = "disk" if limit == "link" and plan.gpu_bytes is None else limit
     decides = "computing is not counted" if found.is_link_alone else _LIMITS[limit]
     if found.is_lower_bound and not found.is_link_alone:
-        decides += "; of computing only the products of weights count, as timed here just now"
+        decides += "; of computing only the products of weights count, as timed on this processor"
     return f"{words}: {seconds_words(found.sweep_s)} s; {decides}"
 
 
@@ -206,7 +206,7 @@ def _prompt_words(prompt: PromptPass, *, is_least: bool) -> str:
     took = seconds_words(prompt.pass_s)
     words = f"read at {speed}, in passes of {prompt.rows_per_pass:,} tokens that take {took} s each"
     # elsewhere computing is counted for all passes, or for none
-    return f"{words}; with computing, as this processor did it just now" if is_least else words
+    return f"{words}; with computing, as timed on this processor" if is_least else words
 
 
 def _packing_words(packing: PackingForecast, found: Estimate) -> str:

@@ -261,7 +261,7 @@ def test_no_pass_is_quicker_than_its_products(
     disk_speed: str, tree: str, limit: str | None, configs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They were timed for the rows of a prompt's pass: 2 operations for each weight and row, 1e12 in a second."""
-    monkeypatch.setattr("offload.calibration.rates.product_flops_per_s", lambda *_: 1e12)
+    monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e12)
     wish = {"ram": "32GiB", "context": 1024, "disk_speed": disk_speed}
     got = ask(configs, tree=tree, **wish)
     assert got.is_lower_bound and not got.is_link_alone

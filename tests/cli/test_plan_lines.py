@@ -15,6 +15,7 @@ from tiny import FAMILIES, save_pair
 from transformers import AutoConfig
 
 import offload
+from offload.calibration.rates import known_flops_per_s
 from offload.cli.flags import as_flags
 from offload.cli.plan_lines import _count, wrapped
 from offload.planning.load_options import LoadOptions
@@ -82,12 +83,42 @@ def test_the_answer_comes_first(machine: tuple[str, ...], words: tuple[str, ...]
 
 
 def test_what_counts_of_computing_is_said(pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.calibration.rates.product_flops_per_s", lambda *_: 1e12)
+    monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e12)
     out = printed(*pair, *LAPTOP[:2], "--disk-speed", "100GB", "--context", "1024", "--tree", "64x8")
     told = " ".join(out.split())
     assert out.startswith("It runs: at least 1.1 seconds per token without a draft (1.1 to 1.5 with it).")
-    assert "computing is the limit; of computing only the products of weights count, as timed here just now" in told
-    assert "with computing, as this processor did it just now" in told
+    assert "computing is the limit; of computing only the products of weights count, as timed on this processor" in told
+    assert "with computing, as timed on this processor" in told
+
+
+IMPORTS_NOTHING_HEAVY = """
+import sys
+from offload.cli.main import main
+try: main()
+finally: print(*{"torch", "transformers", "accelerate", "numba"} & sys.modules.keys(), file=sys.stderr)
+"""
+
+
+def test_a_plan_of_a_known_model_imports_no_torch(pair: tuple[str, ...], tmp_path: Path) -> None:
+    """Rows of its prompts go by the rate of products, which is kept; what is damaged is measured anew."""
+    flags = ("plan", *pair, "--ram", "32GiB", "--disk-speed", "100GB", "--device", "cpu", "--json")
+    first = json.loads(printed(*flags[1:]))
+    again = process(*flags, python=("-c", IMPORTS_NOTHING_HEAVY), is_cold=True)
+    assert (again.code, again.err) == (0, "\n") and json.loads(again.out) == first
+    (kept,) = (tmp_path / "cache" / "offload" / "rates").glob("*.json")
+    right = json.loads(kept.read_text())
+    assert right["source"] == "measured"
+    for damaged in ("{", "[]", json.dumps(right | {"conditions": ["other"]}), json.dumps(right | {"flops_per_s": 0})):
+        kept.write_text(damaged)
+        assert known_flops_per_s("bfloat16", int(right["conditions"][2].split()[0])) > 0
+        assert json.loads(kept.read_text())["conditions"] == right["conditions"]
+
+
+def test_a_rate_that_a_busy_second_slowed_does_not_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for measured, wanted in ((2e9, 2e9), (1e9, 2e9), (3e9, 3e9)):
+        monkeypatch.setattr("offload.calibration.rates.product_flops_per_s", lambda *_, rate=measured: rate)
+        assert known_flops_per_s("float32", 1) == wanted
 
 
 def test_a_copy_is_not_predicted_by_the_link_alone(pair: tuple[str, ...]) -> None:
@@ -177,7 +208,7 @@ SMALL_LAPTOP = ("--ram", "3.2GB", "--disk-speed", "2GB", "--context", "2048")
 @pytest.fixture(autouse=True)
 def same_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine computes decides how many rows a prompt's pass has, and those take memory from experts."""
-    monkeypatch.setattr("offload.calibration.rates.product_flops_per_s", lambda *_: 1e11)
+    monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e11)
 
 
 def config_of(folder: Path, kind: str, **changes: Any) -> str:

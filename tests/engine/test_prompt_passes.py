@@ -43,7 +43,7 @@ def opened(
 ) -> Iterator[tuple[Decoder, list[int]]]:
     """A decoder on a machine with such a link, some layers of which stay; and the rows of each of its passes."""
     monkeypatch.setattr(rates, "link_bytes_per_s", lambda *_, **__: link)
-    monkeypatch.setattr("offload.calibration.rates.product_flops_per_s", lambda *_: 1e9)
+    monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e9)
     monkeypatch.setattr(prompt_rows, "_MOST_MORE", 100.0)  # layers are tiny here, and rows are not
     how = {"context": CONTEXT, "profile": "none", "threads": 1, "tree": "none", "experts": "layers", **more}
     sizes = {"context": CONTEXT, "num_nodes": 1, "parallel": how.get("parallel", 1), "experts": "layers"}

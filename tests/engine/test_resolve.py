@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """With what the link was measured; it is always as fast."""
     found = list[dict[str, Any]]()
     monkeypatch.setattr("offload.calibration.link.link_bytes_per_s", lambda _, **how: found.append(how) or LINK)
-    monkeypatch.setattr("offload.calibration.rates.product_flops_per_s", lambda *_: 1e9)
+    monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e9)
     return found
 
 
