@@ -1,10 +1,12 @@
 """Headers of large mixtures of experts, expert by expert or in stacks: no files, no weights."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.imagined import imagined
+from offload.checkpoint.spec import LayerSpec
 from offload.checkpoint.tensors import Coded, TensorEntry
 from offload.encoding.floats import Mxfp4
 
@@ -31,7 +33,11 @@ def mixture(num_dense: int = 0, *, is_stacked: bool = False, **changes: Any) -> 
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
     shapes["lm_head.weight"] = (config["vocab_size"], width)
     named = {name: ("bfloat16", shape) for name, shape in shapes.items()}
-    return imagined(config, Path("/nowhere/mixture/config.json"), named)
+    kept, chosen = (8, 128), config["num_experts_per_tok"]
+    sparse = LayerSpec(feed_forward="experts", keys=kept, values=kept, num_experts=count, num_chosen=chosen)
+    dense = LayerSpec(feed_forward="other", keys=kept, values=kept)
+    layers = ([dense] * num_dense + [sparse] * config["num_hidden_layers"])[: config["num_hidden_layers"]]
+    return replace(imagined(config, Path("/nowhere/mixture/config.json"), named), layers=tuple(layers))
 
 
 def coded_stacks(checkpoint: Checkpoint) -> Checkpoint:
@@ -44,7 +50,7 @@ def coded_stacks(checkpoint: Checkpoint) -> Checkpoint:
         beside = TensorEntry(0, "U8", scales, words_end, words_end + entry.num_bytes // 64)
         coded = Coded(coding, (("_scales", beside),))
         tensors[name] = entry._replace(dtype="U8", hi=words_end, coded=coded) if is_matrix else entry
-    return Checkpoint(checkpoint.directory, checkpoint.config, checkpoint.shards, tensors)
+    return replace(checkpoint, tensors=tensors)
 
 
 def _each(count: int, inner: int, width: int) -> Shapes:

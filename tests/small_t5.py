@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plans import plan_memory
+from plans import model_shape, plan_memory
 from rounding import beyond_doubt
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, MT5Config, PreTrainedModel, T5Config
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.model.library import CACHE
 
 VOCAB_SIZE, START = 199, 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf_files import CURRENT, MODELS, Written, write_gguf
 from matrix import matrix
-from plans import plan_memory
+from plans import model_shape, plan_memory
 from shell import shell
 from test_tiny import prompts
 from tiny import VOCAB_SIZE, save, save_tokenizer
@@ -17,7 +17,6 @@ from torch import Tensor
 import offload
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.open import open_headers
-from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from plans import plan_memory
+from plans import model_shape, plan_memory
 from rounding import Promise, assert_same_bits
 from test_families import config_of, tiny_model
 from test_tiny import prompts
@@ -13,7 +13,6 @@ from tiny import FAMILIES, build, save, save_pair, streaming_ram
 
 import offload
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from offload.bench.harness.setting import least_ram
 from offload.bench.harness.tables import Row, WrongTokenError, row
 from offload.checkpoint.checkpoint import ModelFiles
-from offload.checkpoint.open import open_checkpoint
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import load
 from offload.memory.plan import MemoryBudget, MemoryPlan
 from offload.memory.planner import least_budget, plan_memory
+from offload.model.headers import describe
 from offload.streaming.device import Device
 from offload.trees.spec import parse_tree
 
@@ -89,7 +89,7 @@ def _make(folder: Path, size: Size) -> list[int]:
 
 def _how(model: Path, about: str) -> dict[str, Any]:
     """Return budgets with so many expert slots on the device and its host, beside the least."""
-    files = ModelFiles(*[open_checkpoint(model)] * 2)
+    files = ModelFiles(*[describe(model)] * 2)
     how: dict[str, Any] = {"dtype": "float32", "context": 256, "experts": "demand"}
     num_nodes = parse_tree(_LARGEST).num_nodes
 

@@ -21,6 +21,7 @@ from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.memory.plan import MemoryBudget
 from offload.memory.planner import plan_memory
+from offload.model.headers import describe, specified
 from offload.streaming.cuda import open_device
 from offload.streaming.device import Device
 from offload.units import parse_size
@@ -51,11 +52,11 @@ def find_setting(
     """Return the named models, or the packaged pair. Raises `UserError`, before it fetches."""
     if model is not None:
         names = [model] if draft is None else [model, draft]
-        headers = list(map(open_headers, names))
+        headers = list(map(describe, names))
         if ram is not None:  # from headers alone: too small for the least of runs
             budget = MemoryBudget(ram_bytes=parse_size(ram, "`ram`"), context=1)
             plan_memory(ModelFiles(headers[0], headers[1] if draft else None), budget, 1)
-        target, *small = fetch(names, headers, screen.wait)
+        target, *small = map(specified, fetch(names, headers, screen.wait))
         files = ModelFiles(target, *small)
         own = target.directory
         guesser = small[0].directory if small else None
@@ -63,7 +64,7 @@ def find_setting(
         size_bytes = parse_size(size, "--size")
         own = inflated_target(size_bytes, screen.make_target)
         guesser = PAIR / "draft" if draft is None else open_headers(draft).directory
-        files = ModelFiles(open_headers(own), open_headers(guesser))
+        files = ModelFiles(describe(own), describe(guesser))
     budget_bytes = need.budget_bytes(files) if ram is None else parse_size(ram, "--ram")
     return Setting(own, guesser, PAIR / "target" if model is None else own, budget_bytes)
 

@@ -18,6 +18,7 @@ from offload.engine.request import with_start
 from offload.errors import UserError
 from offload.memory.plan import MemoryBudget, MemoryPlan
 from offload.memory.planner import least_budget, plan_memory
+from offload.model.headers import describe
 from offload.streaming.device import HOST, Device
 from offload.trees.spec import parse_tree
 
@@ -43,8 +44,8 @@ class Setting(NamedTuple):
 
     @property
     def files(self) -> ModelFiles:
-        draft = None if self.draft is None else open_headers(self.draft)
-        return ModelFiles(open_headers(self.target), draft)
+        draft = None if self.draft is None else describe(self.draft)
+        return ModelFiles(describe(self.target), draft)
 
     @property
     def is_synthetic(self) -> bool:
@@ -88,7 +89,7 @@ class Setting(NamedTuple):
         """Prove all runs, after all measuring, with decoders closed. Raises `UserError`."""
         draft = None if self.is_synthetic else self.draft
         how = (self.origin, draft, self.ram_bytes)
-        is_mixture = model_shape(open_headers(self.origin)).routed_weights > 0
+        is_mixture = model_shape(describe(self.origin)).routed_weights > 0
 
         def score_as_computed(*ids: Sequence[int]) -> Tensor:
             with reference(*how, "auto") as score:

@@ -16,8 +16,8 @@ from offload.bench.harness.tables import Column, Row, say_table
 from offload.bench.latency.quantised import PACKED, PLAIN, quantised
 from offload.bench.pairs.moe_pair import untrained_mixture
 from offload.checkpoint.checkpoint import ModelFiles
-from offload.checkpoint.open import open_headers
 from offload.checkpoint.packaged import PAIR, inflated_target
+from offload.model.headers import describe
 from offload.trees.spec import parse_tree
 from offload.units import parse_size
 
@@ -75,7 +75,7 @@ def measure(case: Case, size_bytes: int, num_texts: int, ram: str | None) -> Row
     shared: dict[str, Any] = {"context": CONTEXT, "parallel": case.parallel}
     draft = PAIR / "draft"
     if ram is None:
-        files = ModelFiles(open_headers(target), open_headers(draft))
+        files = ModelFiles(describe(target), describe(draft))
         num_nodes = parse_tree(case.tree).num_nodes * case.parallel
         how = {name: case.more[name] for name in _BUDGETED if name in case.more}
         ram_bytes = least_ram(files, num_nodes, **shared, **how)

@@ -18,9 +18,9 @@ from offload.bench.harness.rates import flops_per_s, memory_bytes_per_s, plain_r
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
 from offload.bench.harness.steps import Pass, PassRunner, draft_passes
 from offload.bench.harness.tables import Column, Guard, Row
-from offload.checkpoint.open import open_headers
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
+from offload.model.headers import describe
 
 # the link counts as the slower side where a pass waits for it longer than this share
 _STALLED_SHARE = 0.05
@@ -131,7 +131,7 @@ def draft_rows(
 ) -> Iterator[Row]:
     """Return a pass of the draft against its rows, beside reading its weights once."""
     assert setting.draft is not None, "there is a draft"
-    shape = model_shape(open_headers(setting.draft))
+    shape = model_shape(describe(setting.draft))
     weight_bytes = sum(shape.layer_bytes) + shape.head_bytes
     rate = memory_bytes_per_s(setting.opened, weight_bytes)
     least_s = weight_bytes / rate
@@ -149,7 +149,7 @@ def draft_rows(
 
 def compute_s(setting: Setting, num_rows: int) -> float:
     """Return the least time of so many rows' products, at the rate of the largest matrix."""
-    target = open_headers(setting.target)
+    target = describe(setting.target)
     sizes = target.config["intermediate_size"], target.config["hidden_size"]
     return 2 * model_shape(target).num_weights * num_rows / flops_per_s(setting.opened, *sizes)
 

@@ -106,7 +106,13 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
     config = _config(target.config, tensors)
     carried = Carried(frozenset(shared), layout.is_fed_normed, layout.is_hidden_first)
     return replace(
-        target, config=config, tensors={**shared, **tensors}, extra={}, left_out={}, carried=carried
+        target,
+        config=config,
+        tensors={**shared, **tensors},
+        extra={},
+        left_out={},
+        carried=carried,
+        layers=(),
     )
 
 

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from offload.checkpoint.files import Stamp, name_of_folder
 from offload.checkpoint.held import Held
 from offload.checkpoint.small_files import has_encoder, stored_dtype
+from offload.checkpoint.spec import LayerSpec
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import ENCODINGS, Coding
 from offload.encoding.exponents import Exponents
@@ -79,6 +80,7 @@ class Checkpoint:
     extra: Mapping[str, TensorEntry] = field(default_factory=dict)
     draft_kind: str = "model"  # of a draft: its row among `planning.draft_kinds`
     carried: Carried | None = None  # of a draft that hangs on the target's hidden states
+    layers: tuple[LayerSpec, ...] = ()  # of the decoder; none before `model.headers.specified`
 
     @property
     def is_here(self) -> bool:

@@ -10,11 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
+
 from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name, remembered
 from offload.checkpoint.sizes import config_sizes, table_and_head, text_config
 from offload.checkpoint.tensors import TensorEntry, layer_name
 
 _ROWS_ENDS = (".weight", ".bias")
+# what a layer's cache holds of a position are the rows of these
+_KEPT = {"self_attn.k_proj.weight": "keys", "self_attn.v_proj.weight": "values"}
 
 
 class MatrixRows(NamedTuple):
@@ -41,12 +45,18 @@ def layer_tensors(checkpoint: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
 def cut_rows(checkpoint: Checkpoint, rows_of: Mapping[str, MatrixRows]) -> Checkpoint:
     """Return the checkpoint with only these rows of matrices and biases, such as `mlp.up_proj`."""
     tensors = dict(checkpoint.tensors)
+    layers = list(checkpoint.layers)
     for name, entry in tensors.items():
         own = layer_name(name)
         rows = None if own is None else rows_of.get(own.inner.rpartition(".")[0])
-        if rows is not None and name.endswith(_ROWS_ENDS):
+        if own is not None and rows is not None and name.endswith(_ROWS_ENDS):
             tensors[name] = _cut(entry, rows)
-    return replace(checkpoint, tensors=tensors)
+            kind = _KEPT.get(own.inner)
+            if kind is not None and own.layer < len(layers):
+                _, head = getattr(layers[own.layer], kind)
+                kept = {kind: (rows.num // head, head)}
+                layers[own.layer] = msgspec.structs.replace(layers[own.layer], **kept)
+    return replace(checkpoint, tensors=tensors, layers=tuple(layers))
 
 
 def _cut(entry: TensorEntry, rows: MatrixRows) -> TensorEntry:
@@ -95,4 +105,5 @@ def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
     config = {**whole.config, **own}
     if text_config(whole) is whole.config.get("text_config"):
         config["text_config"] = {**text_config(whole), **own}
-    return replace(whole, config=config, tensors=tensors)
+    layers = whole.layers[section.first : section.last]
+    return replace(whole, config=config, tensors=tensors, layers=layers)

@@ -1,11 +1,13 @@
 """Headers of a model whose files are not there, from its config alone, and the shapes of its layers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.small_files import stored_dtype
+from offload.checkpoint.spec import plain_layers
 from offload.checkpoint.tensors import TensorEntry
 from offload.checkpoint.text_part import with_shared_layers
 from offload.encoding.base import PLAIN_OF
@@ -39,7 +41,8 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (vocab, width)
     dtype = stored_dtype(config, path)
-    return imagined(config, path, {name: (dtype, shape) for name, shape in shapes.items()})
+    known = imagined(config, path, {name: (dtype, shape) for name, shape in shapes.items()})
+    return replace(known, layers=plain_layers(config))
 
 
 def imagined(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.checkpoint.checkpoint import (
     Checkpoint,
@@ -23,30 +23,27 @@ from offload.checkpoint.checkpoint import (
 from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes, is_shared
 from offload.checkpoint.layer_sizes import (
     ExpertShape,
-    IndexShape,
     cast_bytes_of,
+    chosen_experts,
     expert_shape,
-    index_shape,
     routed_name,
-    routed_share,
     scratch_bytes_of,
 )
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
-from offload.checkpoint.recurrent_sizes import NO_STATES, RecurrentShape, recurrent_shape
+from offload.checkpoint.recurrent_sizes import FLOAT_BYTES, RecurrentLayer
 from offload.checkpoint.small_files import decoder_config, first_size, has_encoder, of_text
-from offload.checkpoint.tensors import TensorEntry, in_layers
+from offload.checkpoint.spec import PLAIN
+from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF, Encoding, Settings
 from offload.encoding.residuals import Residual
 from offload.errors import UserError
 from offload.families.types import MISCOMPUTED, REFUSED
 
-_KV_NAME = re.compile(r"(.*\.)?(?<!indexer\.)[kv]_proj\.weight$")
 # Gemma 3n and 4 have a table of inputs to every layer.
 _PER_LAYER = "embed_tokens_per_layer"
 _TABLE_NAME = re.compile(
     rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$"
 )
-_INNER_NAME = re.compile(r"mlp\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight$")
 # A row lies in a feed-forward three times: the gate, what it lets through, and up.
 _INNER_COPIES = 3
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
@@ -65,13 +62,24 @@ _OPTIONAL = (
     "num_local_experts",
     "n_routed_experts",
     "max_position_embeddings",
-    "kv_lora_rank",
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
     "kv_channels",
     "num_encoder_layers",
 )
+
+
+class RecurrentShape(NamedTuple):
+    """The sizes of states, of all layers where nothing else is said."""
+
+    state_bytes: int = 0  # of one text behind one of its positions
+    kept_bytes: int = 0  # of one row of a tree, so that its path can be run again
+    largest_bytes: int = 0  # of one layer's state
+    row_bytes: int = 0  # of a row that passes through a layer
+
+
+NO_STATES = RecurrentShape()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +158,11 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     coded = [entry for entry in entries if entry.coded is not None]
     routed = [entry for name, entry in checkpoint.tensors.items() if routed_name(name)]
     table, head = table_and_head(checkpoint, rest, vocab_size)
-    recurrent = recurrent_shape(config, checkpoint.tensors, num_layers, item_bytes)
-    index = index_shape(config, checkpoint.tensors, sizes)
+    kept = _kept_sizes(checkpoint, item_bytes)
+    # others would expand their weights for each part
+    is_in_parts = not coded and checkpoint.held is None
+    is_in_parts = is_in_parts and all(one.feed_forward == PLAIN for one in checkpoint.layers)
+    inner_bytes = item_bytes * _INNER_COPIES * sizes.get("intermediate_size", 0)
     layer_weights = sum(map(_num_weights, decoder_layers))
     # transformers keeps some of T5 in float32 where float16 is asked for
     is_mixed = has_encoder(checkpoint.config) and dtype == "float16"
@@ -161,12 +172,8 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         layer_bytes=tuple(map(slab_bytes_bound, decoder_layers)),
         encoder_bytes=tuple(map(slab_bytes_bound, layers[num_layers:])),
         rest_bytes=_rest_bytes(rest, computed),
-        kv_bytes_per_token=_kv_width(checkpoint, sizes, index) * item_bytes,
-        index_bytes_per_token=index.index_width * item_bytes,
-        column_bytes=index.expanded_width * item_bytes,
-        row_bytes=_row_bytes(config, sizes, item_bytes) + recurrent.row_bytes,
-        recurrent=recurrent,
-        inner_row_bytes=0 if coded or routed else _inner_row_bytes(checkpoint, sizes, item_bytes),
+        row_bytes=_row_bytes(config, sizes, item_bytes) + kept["recurrent"].row_bytes,
+        inner_row_bytes=inner_bytes if is_in_parts else 0,
         logits_row_bytes=vocab_size * (item_bytes + 4),
         pair_bytes=_pair_bytes(config, sizes, item_bytes),
         vocab_size=vocab_size,
@@ -176,7 +183,6 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         num_weights=layer_weights + _num_weights(head),
         routed_weights=_num_weights(routed),
         routed_bytes=sum(entry.num_bytes for entry in routed),
-        routed_share=routed_share({**config, **sizes}),
         companion_bytes=sum(
             one.coded.coding.companion_bytes(one.shape) for one in coded if one.coded
         ),
@@ -185,6 +191,7 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         layer_weights=layer_weights,
         expanded_weights=_num_weights(coded),
         is_compiled=bool(coded),
+        **kept,
     )
     held = checkpoint.held
     if checkpoint.carried is not None:
@@ -194,8 +201,36 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         taps_bytes = checkpoint.carried.num_taps * sizes["hidden_size"] * item_bytes
         shape = replace(shape, shares_rest=True, own_rest_bytes=own_bytes, tap_row_bytes=taps_bytes)
     if held is None:
-        return replace(shape, experts=expert_shape(checkpoint, config, num_layers, computed))
+        return replace(
+            shape, experts=expert_shape(checkpoint, sizes["hidden_size"], num_layers, computed)
+        )
     return _held_shape(shape, held, held_sizes(checkpoint.tensors, layers, held, computed))
+
+
+def _kept_sizes(checkpoint: Checkpoint, item_bytes: int) -> dict[str, Any]:
+    """Return what layers keep of a text, and which of their experts a row meets."""
+    layers = checkpoint.layers
+    num_layers = config_sizes(checkpoint)["num_hidden_layers"]
+    assert len(layers) == num_layers, "its layers are described, see `model.headers.specified`"
+    num_experts, num_chosen = chosen_experts(checkpoint)
+    return {
+        "kv_bytes_per_token": sum(layer.cache_width for layer in layers) * item_bytes,
+        "index_bytes_per_token": sum(layer.index_width for layer in layers) * item_bytes,
+        "column_bytes": max(layer.expanded_width for layer in layers) * item_bytes,
+        "recurrent": _recurrent_shape((layer.states for layer in layers), item_bytes),
+        "routed_share": num_chosen / num_experts if num_experts else 1.0,
+    }
+
+
+def _recurrent_shape(layers: Iterable[RecurrentLayer | None], item_bytes: int) -> RecurrentShape:
+    """Return the sizes of a model that computes in so many bytes; zeros for most."""
+    kept = [layer for layer in layers if layer is not None]
+    return RecurrentShape(
+        state_bytes=sum(layer.state_bytes(item_bytes) for layer in kept),
+        kept_bytes=sum(item_bytes * layer.kept + FLOAT_BYTES * layer.kept_floats for layer in kept),
+        largest_bytes=max((FLOAT_BYTES * layer.state for layer in kept), default=0),
+        row_bytes=max((FLOAT_BYTES * layer.row_floats for layer in kept), default=0),
+    )
 
 
 def _held_shape(shape: ModelShape, held: Held, own: HeldSizes) -> ModelShape:
@@ -220,7 +255,7 @@ def copy_obstacle(checkpoint: Checkpoint) -> str | None:
     """Return what keeps a model from being its own draft in fewer bits; None where nothing does."""
     if has_encoder(checkpoint.config):
         return "an encoder"
-    return "fused experts" if model_shape(checkpoint).routed_weights > 0 else None
+    return "fused experts" if any(map(routed_name, checkpoint.tensors)) else None
 
 
 def _all_layers(
@@ -237,6 +272,11 @@ def _all_layers(
         where = checkpoint.name
         raise UserError(f"{where}: no tensors for layer {empty} of {sum(counts)}: {_LOOK}")
     return layers, rest
+
+
+def require_layers(checkpoint: Checkpoint) -> None:
+    """Raise `UserError` for a config that claims layers of which the files have no tensors."""
+    _all_layers(checkpoint, config_sizes(checkpoint))
 
 
 def _num_weights(entries: Iterable[TensorEntry]) -> int:
@@ -344,15 +384,6 @@ def _row_bytes(config: Settings, sizes: dict[str, int], item_bytes: int) -> int:
     return item_bytes * (4 * width + _INNER_COPIES * feed_forward + 3 * heads_width) + 4 * 3 * width
 
 
-def _inner_row_bytes(checkpoint: Checkpoint, sizes: dict[str, int], item_bytes: int) -> int:
-    """Return the part of `_row_bytes` where `model.parts` finds all feed-forwards by name."""
-    num_layers = sizes["num_hidden_layers"]
-    tensors = in_layers(checkpoint.tensors, num_layers)
-    named = {layer for layer, inner, _ in tensors if _INNER_NAME.match(inner)}
-    is_all = checkpoint.held is None and len(named) == num_layers
-    return item_bytes * _INNER_COPIES * sizes.get("intermediate_size", 0) if is_all else 0
-
-
 def _pair_bytes(config: Settings, sizes: dict[str, int], item_bytes: int) -> int:
     """Return the bytes of a row and a position that it may see.
 
@@ -366,31 +397,6 @@ def _pair_bytes(config: Settings, sizes: dict[str, int], item_bytes: int) -> int
     is_capped = bool(config.get("attn_logit_softcapping"))
     scores_bytes = sizes.get("num_attention_heads", 1) * (item_bytes + 8) if is_capped else 0
     return num_masks * item_bytes + 1 + scores_bytes
-
-
-def _kv_width(checkpoint: Checkpoint, sizes: dict[str, int], index: IndexShape) -> int:
-    """Return the numbers per token in what all layers keep.
-
-    Keys and values are as wide as their projections, where headers have these apart; compressed
-    ones are kept expanded, head by head.
-    """
-    if index.latent_width:
-        return index.latent_width + index.index_width
-    tensors = in_layers(checkpoint.tensors, sizes["num_hidden_layers"])
-    kept = {(layer, inner): one.shape for layer, inner, one in tensors if _KV_NAME.match(inner)}
-    if kept and all(len(shape) == 2 for shape in kept.values()):
-        width = 0
-        for (layer, inner), (rows, _) in kept.items():
-            if inner.endswith("k_proj.weight"):
-                width += rows + kept.get((layer, inner.replace("k_proj", "v_proj")), (rows,))[0]
-        if width:
-            return width + index.index_width
-    num_heads = sizes.get("num_attention_heads", 1)
-    width = 2 * sizes.get("num_key_value_heads", num_heads) * head_dim(sizes)
-    if "kv_lora_rank" in sizes:
-        parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        width = num_heads * sum(sizes.get(name, 0) for name in parts)
-    return sizes["num_hidden_layers"] * width + index.index_width
 
 
 def name_of(model: str) -> str:

@@ -6,7 +6,7 @@ models know, and no tensor belongs to two weights.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -108,17 +108,6 @@ def layer_name(name: str) -> LayerName | None:
     """Return the parts of a tensor's name; None for what lies around the layers."""
     match = _IN_LAYER.match(name)
     return None if match is None else LayerName(match[1], int(match[2]), match[3])
-
-
-def in_layers(tensors: Entries, num_layers: int) -> Iterator[tuple[int, str, TensorEntry]]:
-    """Yield the layer, the name within it and the entry of tensors in a decoder's layers.
-
-    Scalars, whose shapes tell of no size, are left out.
-    """
-    for name, entry in tensors.items():
-        own = layer_name(name) if entry.shape else None
-        if own is not None and own.layer < num_layers:
-            yield own.layer, own.inner, entry
 
 
 def with_codings(where: str, config: Settings, tensors: Entries) -> dict[str, TensorEntry]:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.imagined import checkpoint_of_config
-from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import PAIR, inflated_config, inflated_target
-from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.small_files import read_config
 from offload.engine.hooks import Progress
 from offload.engine.request import Request
 from offload.engine.tokenizer import load_tokenizer
@@ -61,7 +60,8 @@ def _streamed(
     """
     config = inflated_config(pair / "target", size_bytes)
     target = checkpoint_of_config(config, pair / "target" / "config.json")
-    files = ModelFiles(target, open_checkpoint(pair / "draft"))
+    draft = pair / "draft" / "config.json"
+    files = ModelFiles(target, checkpoint_of_config(read_config(draft), draft))
     spec = parse_tree(options.tree)
     num_nodes = 1 if spec.is_chosen else spec.num_nodes * options.parallel
     limits = {"context": options.context, "rule": options.rule, "parallel": options.parallel}
@@ -78,7 +78,7 @@ def _streamed(
 
 def check(request: Request) -> None:
     """Refuse what cannot run before a target is made for it. Raises `UserError`."""
-    vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
+    vocab_size = read_config(PAIR / "target" / "config.json")["vocab_size"]
     with _without_context():
         request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)
 

@@ -2,14 +2,14 @@
 
 Importing torch and transformers takes seconds, too long to wait for a line such as that memory is
 too small. Invariant: what is refused here loading would refuse as well, by the same functions. What
-lies on the hub, on a GPU or on other ranks is left to it.
+lies on the hub, on a GPU or on other ranks is left to it, and what has to be built first.
 """
 
 import os
 from dataclasses import replace
 from pathlib import Path
 
-from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.download import folder_of
 from offload.checkpoint.gguf import require_reader
 from offload.checkpoint.open import ReadHeaders, gguf_file, headers_here, open_headers
@@ -17,6 +17,7 @@ from offload.checkpoint.sizes import longest_context
 from offload.checkpoint.small_files import has_chat_template, has_tokenizer, no_chat_template
 from offload.engine.resolve import resolve_files
 from offload.errors import UserError
+from offload.model.headers import known_layers
 from offload.planning.load_options import LoadOptions
 from offload.streaming.device import host_for, is_host
 
@@ -45,8 +46,10 @@ def check_setup(
     if needs_text and headers[0] is not None:
         _require_tokenizer(headers[0])
     if len(here) == len(headers) and options.ranks is None:
-        files = options.files_of(here)
-        if is_host(options.device):
+        models = [one for one in options.files_of(here) if one is not None]
+        described = [one for one in map(known_layers, models) if one is not None]
+        if len(described) == len(models) and is_host(options.device):
+            files = ModelFiles(*described)
             setup = resolve_files(files, options, host_for(options.gpu_memory))
             if not needs_context:
                 context = min(_SHORT, longest_context(files.target) or _SHORT)

@@ -4,16 +4,16 @@
 which it is decided. Plans of other machines give what stands in for this one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from offload.calibration.rates import with_rates
-from offload.checkpoint.checkpoint import ModelFiles, settled_dtype
+from offload.checkpoint.checkpoint import Checkpoint, ModelFiles, settled_dtype
 from offload.checkpoint.open import ReadHeaders, fetch, open_headers
 from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.engine.setup import Setup
 from offload.engine.tokenizer import require_described_vocabulary
-from offload.model.headers import describe
+from offload.model.headers import describe, known_layers, specified
 from offload.planning.budget import budget_of, ram_warning, with_experts
 from offload.planning.draft_kinds import carried_kind, check_draft
 from offload.planning.hardware import Assumptions
@@ -53,13 +53,13 @@ def resolve(
     device = device or device_of(options, assumed)
     hooks.on_phase("reading headers")
     headers = options.headers(read or (open_headers if assumed is None else describe))
-    setup = resolve_files(options.files_of(headers), options, device, assumed)
+    setup = resolve_files(_specified_files(options, headers), options, device, assumed)
     admit(setup)
     if assumed is None:
         fetched = fetch(options.models_to_read, headers, hooks.on_phase)
         # the hub may have another commit by now
         if fetched != headers:
-            setup = resolve_files(options.files_of(fetched), options, device)
+            setup = resolve_files(_specified_files(options, fetched), options, device)
             admit(setup)
     else:
         require_described_vocabulary(setup.files)
@@ -81,6 +81,12 @@ def resolve(
         )
     num_nodes = None if setup.tree.is_chosen else setup.tree.num_nodes
     return replace(setup, budget=with_experts(budget, setup.files, num_nodes=num_nodes))
+
+
+def _specified_files(options: LoadOptions, headers: Sequence[Checkpoint]) -> ModelFiles:
+    """Return both models with what is known of their layers. Raises `UserError`."""
+    files = [one for one in options.files_of(headers) if one is not None]
+    return ModelFiles(*(known_layers(one) or specified(one) for one in files))
 
 
 def resolve_files(

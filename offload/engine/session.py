@@ -23,10 +23,7 @@ from torch import Tensor
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import open_regular, replacing
 from offload.checkpoint.identity import ModelIdentity, same_model
-from offload.checkpoint.layer_sizes import index_layers
-from offload.checkpoint.recurrent_sizes import recurrent_layers
 from offload.checkpoint.safetensors import header_bytes, read_header
-from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF, STORED
 from offload.engine.cache_pool import CachePool
@@ -250,50 +247,35 @@ def _check_states(file: Any, part: str, identities: Identities, num_tokens: int)
     if checkpoint is None or not kept:
         ensure(not kept, f"{part} has keys and values, and there is none")
         return
-    sizes = config_sizes(checkpoint)
+    layers = checkpoint.layers
     computed = PLAIN_OF[identities.dtypes[part]]
-    num_own = sizes["num_hidden_layers"] - (
-        text_config(checkpoint).get("num_kv_shared_layers") or 0
-    )
-    recurrent = recurrent_layers(text_config(checkpoint), checkpoint.tensors, num_own)
-    index = index_layers(text_config(checkpoint), checkpoint.tensors, num_own)
-    is_partly = bool(recurrent) or bool(index)
-    is_sound = set(kept) <= set(range(num_own)) if is_partly else kept == list(range(num_own))
-    ensure(is_sound, f"{part} has {num_own} layers with keys and values, not {kept}")
+    own = [index for index, layer in enumerate(layers) if any(layer.keys)]
+    ensure(kept == own, f"{part} has {len(own)} layers with keys and values, not {kept}")
     states = dict[str, tuple[list[int], str]]()
-    for layer, one in recurrent.items():
-        if one.num_taps > 1:
-            tail = [one.num_taps - 1, one.num_channels]
-            states[_name(part, _TAILS, layer)] = (tail, computed.name)
-        if one.state:
-            states[_name(part, _STATES, layer)] = ([one.state], "F32")
+    for index, layer in enumerate(layers):
+        if layer.states and layer.states.num_taps > 1:
+            tail = [layer.states.num_taps - 1, layer.states.num_channels]
+            states[_name(part, _TAILS, index)] = (tail, computed.name)
+        if layer.states and layer.states.state:
+            states[_name(part, _STATES, index)] = ([layer.states.state], "F32")
     what = f"{part} has states of {len(states)} kinds"
     _check_shapes(file, _names(file, part, (_TAILS, _STATES)), states, what)
     num_kept = _num_kept(file, part)
     keys = {
-        _name(part, INDEX, layer): ([1, 1, num_kept, width], computed.name)
-        for layer, width in index.items()
+        _name(part, INDEX, index): ([1, 1, num_kept, layer.index_width], computed.name)
+        for index, layer in enumerate(layers)
+        if layer.index_width
     }
-    what = f"{part} has index keys of {len(index)} layers"
+    what = f"{part} has index keys of {len(keys)} layers"
     _check_shapes(file, _names(file, part, (INDEX,)), keys, what)
-    total_bytes = sum(index.values()) * computed.align_bytes
-    num_heads = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1))
-    num_own = len(kept)
-    per_token_bytes = model_shape(checkpoint, identities.dtypes[part]).kv_bytes_per_token
     ensure(0 < num_kept <= num_tokens, f"{part} has {num_kept} positions of {num_tokens} tokens")
-    is_uniform = per_token_bytes == 2 * num_own * num_heads * head_dim(sizes) * computed.align_bytes
-    for name in (_name(part, kind, index) for index in kept for kind in _KINDS):
-        header = file.get_slice(name)
-        shape = header.get_shape()
-        _, heads, positions, head = shape
-        total_bytes += heads * head * computed.align_bytes
-        is_sound = header.get_dtype() == computed.name and (shape[0], positions) == (1, num_kept)
-        is_sound = is_sound and (not is_uniform or (heads, head) == (num_heads, head_dim(sizes)))
-        ensure(is_sound, f"{name} has shape {shape} and type {header.get_dtype()}")
-    ensure(
-        total_bytes <= per_token_bytes,
-        f"{part} has {total_bytes} bytes a token, not {per_token_bytes}",
-    )
+    for index in kept:
+        for kind, (heads, head) in ((KEYS, layers[index].keys), (VALUES, layers[index].values)):
+            header = file.get_slice(_name(part, kind, index))
+            shape = header.get_shape()
+            is_sound = header.get_dtype() == computed.name and shape == [1, heads, num_kept, head]
+            told = f"{part}.{kind}.{index} has shape {shape} and type {header.get_dtype()}"
+            ensure(is_sound, told)
 
 
 def _kept_layers(file: Any, part: str) -> list[int]:

@@ -1,8 +1,8 @@
 """Every model type that the program has to know by its name, and what for.
 
 Most run without a line here: transformers builds them, and their files tell their sizes. A mixture
-whose experts are to come one by one is a word in `EXPERTS_ONE_BY_ONE`, and a type that cannot run
-a line in `REFUSED`, with its true reason. No torch, and nothing that computes.
+that transformers has needs none; a type that cannot run is a line in `REFUSED`, with its true
+reason. No torch, and nothing that computes.
 """
 
 _NO_LAYERS = "its decoder has no layers[i] with rotary positions"
@@ -51,18 +51,6 @@ NEEDED_OF_CONFIGS = (
     "indexer_budget",
     "indexer_compress_ratio",
 )
-# Mixtures whose experts run one by one, for their own rows; all others multiply every row with
-# every expert.
-_ONE_BY_ONE = """
-afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2_text deepseek_v2
-deepseek_v3 deepseek_v32 dots1 dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint gemma4_text
-glm4_moe glm4_moe_lite glm4v_moe_text glm5_next_text glm_moe_dsa gpt_oss granitemoe granitemoe_swa
-granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 jamba kimi_linear kolibri1 laguna
-lfm2_moe llama4_text mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text
-mistral_large4_text mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe
-qwen3_next qwen3_omni_moe_text qwen3_vl_moe_text qwen4_exp_text solar_open step3p5
-"""
-EXPERTS_ONE_BY_ONE = frozenset(_ONE_BY_ONE.split())
 # Stacks of experts that files may hold with their dimensions exchanged.
 TURNED_STACKS = ("qwen3_vl_moe", "qwen3_vl_moe_text")
 # Blocks of attention that stand in many layers by turns and in files once, by their name in a layer.
@@ -88,7 +76,5 @@ WIDENED_GATES = {
     "bailing_hybrid": (".self_attn.g_proj",),
     "laguna": (".self_attn.g_proj",),
 }
-# States that are gated channel by channel.
-GATED_STATES = ("recurrent_gemma",)
 # Types that configs of before give, by what the config has that the type of today has.
 BUILT_AS = {("mistral", "layer_types"): "ministral"}

@@ -136,6 +136,16 @@ def _are_experts(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
+def experts_of(block: nn.Module) -> tuple[int, int]:
+    """Return how many experts a layer has, and how many a row met in a pass without numbers.
+
+    Zeros for a layer whose rows are all multiplied with all of its experts, if it has any.
+    """
+    modules: Any = filter(_are_experts, block.modules())
+    counts = ((int(one.num_experts), int(vars(one).get("num_chosen", 0))) for one in modules)
+    return next(counts, (0, 0))
+
+
 class RoutedExperts(NamedTuple):
     """The experts of one layer."""
 
@@ -210,6 +220,7 @@ def multiply_experts(module: Any, hidden_ND: Tensor, expert_NK: Tensor, share_NK
     A device is waited for once: choices are sorted on it, so that nothing has to be sent back.
     """
     if hidden_ND.is_meta:
+        module.num_chosen = expert_NK.shape[1]
         return hidden_ND
     # rows of an expert come in the order of that loop
     num_rows = len(hidden_ND)

@@ -8,6 +8,7 @@ products give a row the same bits whatever rows are beside it.
 
 from collections.abc import Iterable
 from inspect import signature
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -35,18 +36,18 @@ class InParts(Around):
 
 
 def take_rows_in_parts(layers: Iterable[nn.Module]) -> None:
-    """Let the feed-forwards of these layers take wide passes in parts from now on.
-
-    Only those that `checkpoint.sizes` knows by the names of their matrices.
-    """
+    """Let the feed-forwards of these layers take wide passes in parts from now on, where they can."""
     for layer in layers:
-        inner = getattr(layer, "mlp", None)
-        if isinstance(inner, nn.Module) and _is_plain(inner):
+        if is_plain(layer):
+            inner: Any = layer.mlp
             replace_child(layer, "mlp", InParts(inner))
 
 
-def _is_plain(inner: nn.Module) -> bool:
-    """Return whether a feed-forward is made of matrices alone, and given nothing but rows."""
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer's feed-forward has matrices alone, and is given nothing but rows."""
+    inner = getattr(layer, "mlp", None)
+    if not isinstance(inner, nn.Module):
+        return False
     children = dict(inner.named_children())
     has_matrices = "down_proj" in children and any(name in children for name in _MATRICES)
     others = [child for child in children.values() if not isinstance(child, Linear)]

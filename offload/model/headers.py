@@ -4,22 +4,17 @@ Either way the model is built once, without storage, so that a plan refuses what
 what that tells is kept (`checkpoint/spec.py`), and who plans it again imports nothing.
 """
 
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name
+from offload.checkpoint.checkpoint import Checkpoint, remembered
 from offload.checkpoint.imagined import checkpoint_of_config, imagined
 from offload.checkpoint.open import ReadHeaders, config_alone, open_headers
 from offload.checkpoint.sizes import config_sizes
 from offload.checkpoint.small_files import read_config, stored_dtype
-from offload.checkpoint.spec import ModelSpec, keep_spec, kept_spec, spec_key
-from offload.errors import UserError, require
+from offload.checkpoint.spec import ModelSpec, keep_spec, kept_spec, plain_layers, spec_key
+from offload.errors import UserError
 from offload.families.types import LLAMA_LIKE
 from offload.options import PathLike
-
-# layers or experts to build, and any other size: beyond every model
-_MOST_MODULES = 1024
-_MOST_NUMBERS = 1 << 28
 
 
 def describe(
@@ -33,12 +28,7 @@ def describe(
     path = config_alone(model)
     # which refuses a source of anything but a GGUF file
     if path is None or source is not None:
-        checkpoint = read(model, source)
-        key = _key_of(checkpoint)
-        if kept_spec(key) is None:
-            _require_parameters(checkpoint)
-            keep_spec(key, ModelSpec())
-        return checkpoint
+        return specified(read(model, source), is_checked=True)
     config = read_config(path)
     if config.get("quantization_config"):
         what = f"{path}: a config alone does not say how quantised weights are stored"
@@ -48,9 +38,54 @@ def describe(
     stored_dtype(config, path)
     key = spec_key(config)
     spec = kept_spec(key)
-    if spec is None or not spec.tensors:
-        spec = keep_spec(key, ModelSpec(tensors=_tensors_of_built_model(config, path)))
-    return imagined(config, path, spec.tensors)
+    if spec is None or not spec.layers:
+        # this imports torch
+        from offload.model.layer_specs import spec_of_config
+
+        spec = keep_spec(key, spec_of_config(config, path))
+    return replace(imagined(config, path, spec.tensors), layers=spec.layers)
+
+
+@remembered
+def specified(checkpoint: Checkpoint, *, is_checked: bool = False) -> Checkpoint:
+    """Return a checkpoint with what is known of its layers, see `LayerSpec`.
+
+    `is_checked` also raises `UserError` where loading would find that files and model do not belong
+    together.
+    """
+    spec = _kept(checkpoint)
+    if spec is None or (is_checked and not spec.is_checked):
+        # this imports torch
+        from offload.model.layer_specs import layers_of
+
+        layers = layers_of(checkpoint, is_checked=is_checked)
+        spec = keep_spec(_key_of(checkpoint), ModelSpec(layers=layers, is_checked=is_checked))
+    return replace(checkpoint, layers=spec.layers)
+
+
+def known_layers(checkpoint: Checkpoint) -> Checkpoint | None:
+    """Return a checkpoint with what is known of its layers; None where it has to be built.
+
+    Of a Llama-like model sizes tell it, though not whether loading will refuse its files.
+    """
+    kept = _kept(checkpoint)
+    if kept is not None:
+        return replace(checkpoint, layers=kept.layers)
+    if checkpoint.config.get("model_type") not in LLAMA_LIKE:
+        return None
+    sizes = config_sizes(checkpoint)
+    if "num_attention_heads" not in sizes:
+        return None
+    return replace(checkpoint, layers=plain_layers({**checkpoint.config, **sizes}))
+
+
+def _kept(checkpoint: Checkpoint) -> ModelSpec | None:
+    """Return what is known of a checkpoint's layers; None where it was not built."""
+    spec = (
+        ModelSpec(layers=checkpoint.layers) if checkpoint.layers else kept_spec(_key_of(checkpoint))
+    )
+    num_layers = config_sizes(checkpoint)["num_hidden_layers"]
+    return spec if spec is not None and len(spec.layers) == num_layers else None
 
 
 def is_built(
@@ -59,12 +94,14 @@ def is_built(
     """Return whether `describe` builds the model, which imports torch. Raises `UserError`."""
     path = config_alone(model)
     if path is None or source is not None:
-        return kept_spec(_key_of(read(model, source))) is None
+        kept = _kept(read(model, source))
+        return kept is None or not kept.is_checked
     config = read_config(path)
     is_known = config.get("model_type") in LLAMA_LIKE or bool(config.get("quantization_config"))
     return not is_known and getattr(kept_spec(spec_key(config)), "tensors", None) in (None, {})
 
 
+@remembered
 def _key_of(checkpoint: Checkpoint) -> str:
     """Return the key of a model by all that its mapping to parameters depends on."""
     headers = [
@@ -72,50 +109,3 @@ def _key_of(checkpoint: Checkpoint) -> str:
         for name, entry in checkpoint.tensors.items()
     ]
     return spec_key(checkpoint.config, headers)
-
-
-def _require_parameters(checkpoint: Checkpoint) -> None:
-    """Raise `UserError` for files that lack what the model is made of, as loading does."""
-    config_sizes(checkpoint)
-
-    import torch
-
-    from offload.model.attention import windows_of
-    from offload.model.layer_stacks import layer_stacks
-    from offload.model.mapping import sources_of_parameters
-    from offload.model.meta import build_meta_model
-    from offload.model.parameters import parameter_places
-
-    dtype = getattr(torch, compute_dtype_name(checkpoint, "auto"))
-    meta_model = build_meta_model(checkpoint, dtype)
-    windows_of(meta_model.config, len(layer_stacks(meta_model)[0]))
-    places = parameter_places(meta_model)
-    shapes = {name: tuple(place.empty.shape) for name, place in places.items()}
-    sources_of_parameters(checkpoint, meta_model, shapes)
-
-
-def _tensors_of_built_model(
-    config: dict[str, Any], path: Path
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return type and shape of all tensors by the names that they have in a file."""
-    dtype = stored_dtype(config, path)
-    known = Checkpoint(path.parent, config, (), {})
-    for key, value in config_sizes(known).items():
-        most = _MOST_MODULES if key == "num_hidden_layers" or "experts" in key else _MOST_NUMBERS
-        require(value < most, f"{path}: {key} must be a whole number below {most}", value, "fix it")
-
-    import torch
-
-    from offload.model.library import revert_weight_conversion
-    from offload.model.meta import build_meta_model
-
-    model = build_meta_model(known, getattr(torch, dtype))
-    # transformers calls T5's head tied whatever its config says, and unties it where the file has
-    # one of its own.
-    has_own_head = config.get("tie_word_embeddings") is False
-    tied = set(model.all_tied_weights_keys) - ({"lm_head.weight"} if has_own_head else set())
-    untied = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    stored = {}
-    for name, tensor in revert_weight_conversion(model, untied).items():
-        stored[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-    return stored

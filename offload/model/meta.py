@@ -32,6 +32,7 @@ from offload.families.types import (
 from offload.model import attention
 from offload.model.experts import prepare_experts
 from offload.model.headed import headed_model
+from offload.model.kv_cache import KVCache
 from offload.model.layer_stacks import cut_stack, layer_stacks
 from offload.model.library import (
     ALLOWED_LAYER_TYPES,
@@ -120,7 +121,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     if config.model_type not in SHARED_LAYERS and any(".layers." in f".{name}" for name in tied):
         raise unsupported(checkpoint, "layers that share weights")
     with _refusing(checkpoint, _missing(config)):
-        _try_out(meta_model, dtype)
+        try_out(meta_model, dtype)
     attention.scale_by_position(decoder.layers)
     return meta_model
 
@@ -148,7 +149,7 @@ def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) ->
         # transformers 5.17 tells none
         for part in (meta_model, meta_model.get_encoder(), meta_model.get_decoder()):
             part.set_attn_implementation(attention.BIASED)
-        _try_out(meta_model, dtype)
+        try_out(meta_model, dtype)
         return meta_model
 
 
@@ -194,8 +195,14 @@ def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> No
             tensor.data = tensor.data.float()
 
 
-def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Run a pass without numbers over layers of every kind: a config may ask for what cannot be."""
+def try_out(
+    meta_model: PreTrainedModel, dtype: torch.dtype
+) -> tuple[KVCache | None, nn.ModuleList]:
+    """Run a pass without numbers over layers of every kind: a config may ask for what cannot be.
+
+    Returns the cache that it has filled, None where it came to what looks at numbers, and the
+    layers that a copy was cut to, see `kinds_of`.
+    """
     scales = (getattr(module, "scaling", None) for module in meta_model.modules())
     if any(isinstance(scale, complex) for scale in scales):
         raise ValueError("the scale of its attention is no real number")
@@ -203,7 +210,8 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     rows = torch.zeros(1, 2, dtype=torch.long, device=meta)
     trial = _cut_copy(meta_model).to(meta)
     sees_TT = causal(2)
-    part = BatchPart(rows[0], rows[0], sees_TT, new_cache(layer_stacks(meta_model)[0], 2))
+    filled = new_cache(layer_stacks(meta_model)[0], 2, None, lambda tensor: tensor.to(meta))
+    part = BatchPart(rows[0], rows[0], sees_TT, filled)
     mask = torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta)
     cache = lay([part], None)
     for selection in filter(None, map(selection_of, layer_stacks(trial)[0])):
@@ -217,23 +225,29 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():  # what looks at numbers cannot be tried without them
             raise
+        return None, layer_stacks(trial)[0]
     else:
         if logits.shape != (1, 2, meta_model.get_output_embeddings().weight.shape[0]):
             raise ValueError(f"its scores have shape {tuple(logits.shape)}")
+    return filled, layer_stacks(trial)[0]
 
 
 def _of_that_shape(query_HTK: Tensor, _: Tensor, value_GSV: Tensor, *__: Any) -> Tensor:
     return query_HTK.new_empty(*query_HTK.shape[1::-1], value_GSV.shape[2])
 
 
-def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy up to the first layer of the last kind; its rotary embeddings are its own."""
-    # what tells one layer from another
+def kinds_of(meta_model: PreTrainedModel) -> list[int]:
+    """Return for each layer of the decoder the first that has the same parameters."""
     kinds = [
         [(name, parameter.shape) for name, parameter in layer.named_parameters()]
         for layer in layer_stacks(meta_model)[0]
     ]
-    with cut_stack(meta_model, slice(max(map(kinds.index, kinds)) + 1)):
+    return [*map(kinds.index, kinds)]
+
+
+def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy up to the first layer of the last kind; its rotary embeddings are its own."""
+    with cut_stack(meta_model, slice(max(kinds_of(meta_model)) + 1)):
         trial = copy.deepcopy(meta_model)
     # their fused products want types and processors that the real ones are not of
     if getattr(trial.config, "_experts_implementation", None) is not None:

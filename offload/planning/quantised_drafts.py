@@ -4,12 +4,15 @@ A self draft has the target's files, so nothing else is fetched or described. In
 that would save nothing is refused before a weight is read, and the refusal names what would help.
 """
 
+import math
 import os
 from dataclasses import replace
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.held import Held
-from offload.checkpoint.sizes import copy_obstacle, model_shape
+from offload.checkpoint.layer_sizes import routed_name
+from offload.checkpoint.sizes import copy_obstacle
+from offload.checkpoint.tensors import layer_name
 from offload.encoding.residuals import Residual
 from offload.errors import UserError, require
 
@@ -82,10 +85,20 @@ def _check_draft(draft: Checkpoint, draft_dtype: str) -> None:
     require(is_fewer, rule, f"{stored:.1f} a weight", "leave it out")
     is_plain = all(entry.coded is None for entry in draft.tensors.values())
     rule = f"{where}: `draft_dtype` leaves fused experts as numbers"
-    require(is_plain or not model_shape(draft).routed_weights, rule, "coded ones", "leave it out")
+    require(is_plain or not _has_experts(draft), rule, "coded ones", "leave it out")
+
+
+def _has_experts(checkpoint: Checkpoint) -> bool:
+    return any(map(routed_name, checkpoint.tensors))
 
 
 def _stored_bits(checkpoint: Checkpoint) -> float:
     """Return the mean bits of a layer's weight in the file, companions included."""
-    shape = model_shape(replace(checkpoint, held=None))
-    return 8 * (sum(shape.layer_bytes) + shape.companion_bytes) / max(1, shape.layer_weights)
+    num_bytes = 0
+    num_weights = 0
+    for name, entry in checkpoint.tensors.items():
+        if layer_name(name) is not None:
+            coding = entry.coded and entry.coded.coding
+            num_bytes += entry.num_bytes + (coding.companion_bytes(entry.shape) if coding else 0)
+            num_weights += math.prod(entry.shape)
+    return 8 * num_bytes / max(1, num_weights)

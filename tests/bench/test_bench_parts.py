@@ -33,8 +33,8 @@ from offload.bench.latency.main_job import SPEED
 from offload.bench.latency.quantised import FORMATS, quantised
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.imagined import checkpoint_of_config
-from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import PAIR, inflated_config
+from offload.model.headers import describe
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
 
@@ -57,7 +57,7 @@ def fixed_scores(seed: int) -> tuple[Tensor, object]:
 def test_a_budget_that_is_not_given_has_room_for_what_is_opened(effort: Runs, size_bytes: int) -> None:
     """A quarter of a small target would not hold two layers beside the tree; and of a large one it is a quarter."""
     config = inflated_config(PAIR / "target", size_bytes)
-    files = ModelFiles(checkpoint_of_config(config, PAIR / "target" / "config.json"), open_checkpoint(PAIR / "draft"))
+    files = ModelFiles(checkpoint_of_config(config, PAIR / "target" / "config.json"), describe(PAIR / "draft"))
     need = effort.need()
     budget_bytes = need.budget_bytes(files)
     num_nodes = parse_tree(need.tree).num_nodes

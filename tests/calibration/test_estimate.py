@@ -22,6 +22,7 @@ from offload.checkpoint.open import open_checkpoint
 from offload.engine.request import Request
 from offload.engine.setup import Setup
 from offload.errors import UserError
+from offload.model.headers import describe
 from offload.planning.acceptance import DynamicYield
 from offload.planning.budget import budget_of
 from offload.planning.cost_model import Costs, Curve
@@ -349,7 +350,7 @@ UNKNOWN = [
 
 @pytest.fixture(scope="module")
 def files(pair: Pair) -> ModelFiles:
-    return ModelFiles(*map(open_checkpoint, pair))
+    return ModelFiles(*map(describe, pair))
 
 
 def finder(files: ModelFiles, profile: str | None = None) -> FindProfile:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import model_shape
 from refusals import Break, assert_refused, case, cut_file, damaged, header, join, refuse_folder, split
 from shell import process
 
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.safetensors import check_extents
-from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError
 

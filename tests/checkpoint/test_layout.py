@@ -11,6 +11,7 @@ import pytest
 import torch
 from matrix import matrix
 from mixture_headers import mixture
+from plans import model_shape
 from random_files import Planned, assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes, write_file
 from safetensors.torch import load_file, save_file
 from test_families import tiny_model
@@ -23,7 +24,6 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, TensorPart, group_by_layer, slab_bytes_bound, slab_layout
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.safetensors import read_header
-from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.tensors import TensorEntry
 from offload.checkpoint.text_part import text_part
 

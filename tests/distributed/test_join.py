@@ -23,6 +23,7 @@ from offload.distributed.join import Joined, RankHandshake, compare, joined, lea
 from offload.engine.hooks import Hooks
 from offload.engine.setup import Setup
 from offload.errors import TOLD, RankError, UserError
+from offload.model.headers import describe
 from offload.planning import load_options as options
 from offload.planning.budget import budget_of
 from offload.planning.load_options import LoadOptions
@@ -172,7 +173,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
     phases = list[str]()
-    checkpoint = open_checkpoint(folder)
+    checkpoint = describe(folder)
     with patch.object(options, "require_place", lambda: place):
         shards = LoadOptions(ranks="shards")
     setup = Setup(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import matrix
-from plans import plan_memory
+from plans import model_shape, plan_memory
 from quantised import save_quantised
 from test_families import WORKING, config_of
 from tiny import FAMILIES, Pair, build, save, save_pair
@@ -17,7 +17,6 @@ from tiny import FAMILIES, Pair, build, save, save_pair
 import offload
 from offload.checkpoint.held import Held
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.packing.pack import pack
 from offload.planning.draft_kinds import files_of

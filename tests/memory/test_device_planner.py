@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import make_plan, plan_memory
+from plans import make_plan, model_shape, plan_memory
 
 from offload.checkpoint.imagined import checkpoint_of_config
-from offload.checkpoint.sizes import ModelShape, model_shape
+from offload.checkpoint.sizes import ModelShape
 from offload.cli.run_lines import place_line
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plans import plan_memory
+from plans import model_shape, plan_memory
 from shell import run_python
 from small_t5 import build, save, streaming_ram
 from stored import quantised
@@ -15,7 +15,6 @@ from stored import quantised
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.held import Held
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory import planner

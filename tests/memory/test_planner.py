@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from mixture_headers import mixture
-from plans import make_plan, plan_memory
+from plans import make_plan, model_shape, plan_memory
 from test_device_planner import CONFIGS as LARGE
 
 from offload import machine
 from offload.checkpoint import sizes as checkpoint_sizes
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.imagined import checkpoint_of_config
-from offload.checkpoint.sizes import ModelShape, model_shape
+from offload.checkpoint.sizes import ModelShape
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError
 from offload.memory import planner as plan
@@ -258,29 +258,6 @@ def test_computing_in_another_type_has_its_price() -> None:
     bias = TensorEntry(0, "F32", (256,), 90 * GB, 90 * GB + 1024)
     mixed = model_shape(replace(stored, tensors={**stored.tensors, "model.layers.3.bias": bias}))
     assert mixed.cast_bytes == 512 and mixed.rest_bytes == plain.rest_bytes
-
-
-def without(checkpoint: Checkpoint, *parts: str) -> Checkpoint:
-    kept = {name: entry for name, entry in checkpoint.tensors.items() if not any(part in name for part in parts)}
-    return replace(checkpoint, tensors=kept)
-
-
-def test_keys_and_values_are_as_wide_as_their_projections() -> None:
-    """Some layers may have more heads, narrower values, or values that are the keys."""
-    stored = checkpoint_of(SMALL)
-    wide = TensorEntry(0, "BF16", (768, 2048), 90 * GB, 90 * GB + 2 * 768 * 2048)
-    mixed = {**stored.tensors, "model.layers.3.self_attn.k_proj.weight": wide}
-    del mixed["model.layers.4.self_attn.v_proj.weight"]
-    assert model_shape(replace(stored, tensors=mixed)).kv_bytes_per_token == 2 * (22 * 2 * 256 + (768 - 256))
-    # DeepSeek's cache in transformers: 16 heads of 128 + 64 for keys and 128 for values.
-    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
-    stored = checkpoint_of({**SMALL, "num_attention_heads": 16, "num_key_value_heads": 16, **latent})
-    assert model_shape(without(stored, "k_proj", "v_proj")).kv_bytes_per_token == 22 * 16 * (192 + 128) * 2
-    # Fused projections leave the width to the config.
-    fused = without(checkpoint_of({**SMALL, "head_dim": 128}), "k_proj", "v_proj")
-    assert model_shape(fused).kv_bytes_per_token == 22 * 2 * 4 * 128 * 2
-    every_head = replace(fused, config={key: one for key, one in SMALL.items() if key != "num_key_value_heads"})
-    assert model_shape(every_head).kv_bytes_per_token == 22 * 2 * 32 * 64 * 2
 
 
 UNPLANNED: list[tuple[str, Any, str]] = [

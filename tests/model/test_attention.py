@@ -9,13 +9,13 @@ import pytest
 import torch
 from matrix import matrix
 from passes import causal
+from plans import model_shape
 from test_families import tiny_model
 from test_logits import Peak
 from tiny import FAMILIES, save
 from torch import Tensor, nn
 
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.kernels.path_attention import AttentionChunk, Window

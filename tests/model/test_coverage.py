@@ -16,6 +16,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from matrix import matrix
+from plans import model_shape
 from shell import shell
 from test_families import WORKING, config_of
 from test_wrappers import saved
@@ -29,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import config_sizes, model_shape
+from offload.checkpoint.sizes import config_sizes
 from offload.checkpoint.small_files import read_config
 from offload.errors import UserError
 from offload.model.headers import describe

@@ -23,7 +23,6 @@ from transformers.models.aria import modeling_aria as aria
 from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.open import open_checkpoint
 from offload.errors import ReadError, UserError
-from offload.families.types import EXPERTS_ONE_BY_ONE
 from offload.model.experts import bring_to
 from offload.model.library import CACHE
 from offload.model.tree_model import TreeModel
@@ -33,6 +32,17 @@ from offload.streaming.disk import DiskReader
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.experts import ExpertPool, open_pool
 
+# Mixtures whose experts run one by one, for their own rows; all others multiply every row with every expert.
+_ONE_BY_ONE = """
+afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2_text deepseek_v2
+deepseek_v3 deepseek_v32 dots1 dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint gemma4_text
+glm4_moe glm4_moe_lite glm4v_moe_text glm5_next_text glm_moe_dsa gpt_oss granitemoe granitemoe_swa
+granitemoehybrid granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 jamba kimi_linear kolibri1 laguna
+lfm2_moe llama4_text mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text
+mistral_large4_text mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe_text qwen3_moe
+qwen3_next qwen3_omni_moe_text qwen3_vl_moe_text qwen4_exp_text solar_open step3p5
+"""
+EXPERTS_ONE_BY_ONE = frozenset(_ONE_BY_ONE.split())
 # language models inside of others
 WRAPPED = sorted(one for one in EXPERTS_ONE_BY_ONE - {*INDEXED} if one.endswith("_text") or one == "step3p5")
 WRAPPERS = {"qwen3_omni_moe": "qwen3_omni_moe_thinker", "step3p5": "step3p7"}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from passes import causal, sees
+from plans import model_shape
 from rounding import choices_beyond_doubt
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -37,11 +38,11 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
 from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.model import meta
+from offload.model.headers import describe
 from offload.model.kv_cache import KVCache
 from offload.model.meta import build_meta_model
 from offload.model.mixers import indexed, selection
@@ -160,9 +161,7 @@ def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     held = [(name, one.nbytes) for layer in range(cache.num_layers) for name, one in cache.layer_states(layer).items()]
     index_bytes = sum(size for name, size in held if name == "index")
     assert index_bytes == 80 * shape.index_bytes_per_token > 0
-    assert sum(size for _, size in held) <= 80 * shape.kv_bytes_per_token
-    if not shape.recurrent.state_bytes:
-        assert sum(size for _, size in held) == 80 * shape.kv_bytes_per_token
+    assert sum(size for _, size in held) == 80 * shape.kv_bytes_per_token
 
 
 def test_a_session_with_other_index_keys_is_refused(glm: Path, tmp_path: Path) -> None:
@@ -219,7 +218,7 @@ def test_sizes_of_mistrals_own_form(tmp_path: Path) -> None:
 
 def test_ranks_are_refused(glm: Path) -> None:
     with pytest.raises(offload.UserError, match="stays on one rank: leave `ranks` out"):
-        require_no_states(ModelFiles(open_checkpoint(glm)), "auto")
+        require_no_states(ModelFiles(describe(glm)), "auto")
 
 
 WRONG = {

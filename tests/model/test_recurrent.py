@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from passes import sees, tree_scores
+from plans import model_shape
 from rounding import choices_beyond_doubt
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -24,12 +25,12 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.session import write_tensors
 from offload.errors import UserError
 from offload.model import recurrent_rows
 from offload.model.expanded import _runs_with
+from offload.model.headers import describe
 from offload.model.linear import PLAIN
 from offload.model.meta import build_meta_model
 from offload.model.mixers import gated_delta, table
@@ -380,6 +381,8 @@ def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     assert sum(one.nbytes for one in [*point.tails.values(), *point.states.values()]) == shape.recurrent.state_bytes
     assert max([one.nbytes for one in point.states.values()], default=0) == shape.recurrent.largest_bytes
     assert 0 < kept <= len(PARENTS) * shape.recurrent.kept_bytes
+    held = [one for layer in range(cache.num_layers) for one in cache.layer_states(layer).values()]
+    assert sum(one.nbytes for one in held) == 80 * shape.kv_bytes_per_token
 
 
 def assert_refuses(decoder: offload.Decoder, path: Path, changed: dict[str, Change], words: str) -> None:
@@ -458,7 +461,7 @@ def test_a_copy_of_itself_in_few_bits_drafts(draft_dtype: str, qwen: Path) -> No
 
 def test_ranks_are_refused(qwen: Path) -> None:
     with pytest.raises(offload.UserError, match="states stay on one rank: leave `ranks` out"):
-        require_no_states(ModelFiles(open_checkpoint(qwen)), "auto")
+        require_no_states(ModelFiles(describe(qwen)), "auto")
 
 
 def random_parents(num_rows: int, seed: int, *, straight: float = 0.6) -> list[int]:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from plans import model_shape
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, MixtralConfig, Phi3Config
 
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.memory.sizes import INNER_ROWS
 from offload.model.feed_forward import InParts, take_rows_in_parts
 from offload.model.invariant import InvariantRows

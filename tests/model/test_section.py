@@ -25,6 +25,7 @@ from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import least_budget
+from offload.model.headers import describe
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.tree_model import TreeModel
@@ -50,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Che
         if family not in kept:
             name, _, format = family.partition(" in ")
             folder = displaced(save(build(FAMILIES[name]()), tmp_path_factory.mktemp(name)), 0)
-            kept[family] = open_checkpoint(
+            kept[family] = describe(
                 save_quantised(folder, format, folder / "quantised").directory if format else folder
             )
         return kept[family]
@@ -175,7 +176,7 @@ def test_a_layer_that_takes_itself_for_another_would_show(
 ) -> None:
     config = FAMILIES["gemma3"]()
     config.layer_types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    checkpoint = open_checkpoint(save(build(config), tmp_path))
+    checkpoint = describe(save(build(config), tmp_path))
     wanted = run_whole(resident_model(checkpoint, "auto"))
     if mistake == "windows of other layers":  # those of the first two
         monkeypatch.setattr("offload.model.attention.windows_of", lambda _, num_layers: [24] * num_layers)

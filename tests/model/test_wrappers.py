@@ -12,6 +12,7 @@ import pytest
 import torch
 from matrix import matrix
 from passes import text_scores
+from plans import model_shape
 from rounding import beyond_doubt
 from safetensors.torch import load_file, save_file
 from shell import shell
@@ -26,7 +27,6 @@ from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.safetensors import read_header
-from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.text_part import text_part
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import AttentionChunk

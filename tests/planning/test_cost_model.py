@@ -8,12 +8,11 @@ import pytest
 import torch
 from expected import expected_tokens
 from paper_l40 import PAPER_BASE_S, paper_rows
-from plans import make_plan
+from plans import make_plan, model_shape
 from test_device_planner import SHAPES
 from tiny import FAMILIES, build, save
 
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.memory.plan import MemoryPlan
 from offload.planning.cost_model import (
     DRAFT_OVERHEAD_S,

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from expected import rank_trees
 from mixture_headers import mixture
-from plans import make_plan
+from plans import make_plan, model_shape
 
 from offload.checkpoint.checkpoint import ModelFiles
-from offload.checkpoint.sizes import model_shape
 from offload.memory.plan import MemoryBudget
 from offload.memory.planner import plan_memory
 from offload.planning.budget import traffic_in, with_experts
@@ -181,7 +180,7 @@ def room(ram_bytes: int, **how: Any) -> MemoryBudget:
 
 
 def test_demand_or_layers_is_settled_once_and_by_headers() -> None:
-    fine, dense = ModelFiles(mixture(num_hidden_layers=24)), ModelFiles(mixture(model_type="dbrx"))
+    fine, dense = ModelFiles(mixture(num_hidden_layers=24)), ModelFiles(mixture(num_experts_per_tok=0))
     whole_bytes = sum(model_shape(fine.target).layer_bytes)
     for share in (0.1, 0.3, 0.6):
         budget = room(int(share * whole_bytes) + 600_000_000)

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from expected import expected_tokens
+from plans import model_shape
 from test_device_planner import CONFIGS, GIB
 
 import offload
 from offload.checkpoint.checkpoint import ModelFiles
-from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.engine.resolve import resolve
 from offload.engine.setup import Setup
 from offload.errors import UserError
@@ -76,7 +75,7 @@ SMOOTHED = {"traces": (4.0, ()), "traces and dynamic yields": (4.0, COUNTED), "p
 
 @pytest.fixture(scope="module")
 def files(pair: tuple[Path, Path]) -> ModelFiles:
-    return ModelFiles(*map(open_checkpoint, pair))
+    return ModelFiles(*map(describe, pair))
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ from tiny import VOCAB_SIZE, Pair, random_ids, streaming_ram
 import offload
 from offload.bench.harness.gate import Written, draws_hold, prove
 from offload.checkpoint.checkpoint import ModelFiles
-from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
@@ -32,6 +31,7 @@ from offload.errors import UserError
 from offload.memory import prompt_rows
 from offload.memory.plan import MemoryBudget
 from offload.memory.sizes import PROMPT_ROWS
+from offload.model.headers import describe
 from offload.planning.acceptance import bounds_to_count, bursts
 from offload.planning.cost_model import Costs
 from offload.planning.load_options import LoadOptions
@@ -349,7 +349,7 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload.planning.budget.available_gpu_bytes", None)
-    files = ModelFiles(*map(open_checkpoint, pair))
+    files = ModelFiles(*map(describe, pair))
     how: dict[str, Any] = {"rule": "match", "ram": 4 << 30, "dtype": "auto"}
     roomy = plan_memory(files, num_nodes=64, context=512, gpu=4 << 30, **how)
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plans import model_shape
 from rounding import sums
 from tables import Verify
 from test_families import config_of, tiny_model
@@ -19,7 +20,6 @@ from transformers import LlamaConfig, PreTrainedModel
 import offload
 from offload.calibration.kernels import KernelChoice
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.engine import opening as loading
 from offload.engine.build import resident_model
 from offload.kernels.match_rows import match_rows_reference

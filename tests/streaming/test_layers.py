@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from plans import make_plan
+from plans import make_plan, model_shape
 from random_files import Planned, write_file
 from reciting import failing_reads
 from tiny import FAMILIES, build, save
@@ -22,7 +22,6 @@ from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout, TensorPar
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.safetensors import read_header
 from offload.errors import ReadError
-from offload.memory.planner import model_shape
 from offload.model.tree_model import TreeModel
 from offload.streaming.carriers import Carrier
 from offload.streaming.device import HOST

@@ -18,6 +18,7 @@ import torch
 from fake_device import FakeDevice, FakeStream
 from matrix import matrix
 from passes import with_weights
+from plans import model_shape
 from strict_place import OnCard, StrictDevice, attend_on_card, place
 from test_cuda_graphs import passes
 from test_device_expert_path import place_experts
@@ -31,7 +32,6 @@ from torch import Tensor
 import offload
 from offload.calibration import startup
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.engine.request import Request
 from offload.model.cuda_graphs import Graphs, Work
