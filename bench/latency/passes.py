@@ -35,7 +35,7 @@ class Effort(NamedTuple):
     draft_s: float  # time for the draft's curve
 
 
-FULL = Effort((1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512), 6, 3, 6.0)
+FULL = Effort((1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512), 6, 3, 6.0)
 QUICK = Effort((1, 16, 64, 128, 256), 3, 2, 1.5)
 REHEARSAL = Effort((1, 8, 24), 1, 2, 0.5)
 ON_DEVICE = Effort((1, 64, 768, 2048), 1, 3, 6.0)
