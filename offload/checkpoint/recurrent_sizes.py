@@ -65,9 +65,9 @@ def mamba2_layer(
     )
 
 
-def mamba_layer(num_taps: int, width: int, num_states: int, num_heads: int = 1) -> RecurrentLayer:
+def mamba_layer(num_taps: int, width: int, num_states: int) -> RecurrentLayer:
     """Return the sizes of a Mamba, which has a decay for each channel and state."""
-    kept = 3 * width + 2 * num_heads * num_states
+    kept = 3 * width + 2 * num_states
     return RecurrentLayer(num_taps, width, width * num_states, kept, 0, 12 * width)
 
 

@@ -56,9 +56,9 @@ class ZambaMamba(Mixer):
     def sizes(self) -> RecurrentLayer:
         """See `Mixer`."""
         num_heads, head_size, num_states = self.A_log.shape
-        return mamba_layer(
-            self.conv1d.weight.shape[2], num_heads * head_size, num_states, num_heads
-        )
+        width = num_heads * head_size
+        layer = mamba_layer(self.conv1d.weight.shape[2], width, num_states)
+        return layer._replace(kept=3 * width + 2 * num_heads * num_states)
 
     def mix(self, hidden_1TD: Tensor) -> Tensor:
         """See `Mixer`."""
