@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.files import read_json
 from offload.checkpoint.gguf import require_reader
-from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.sizes import config_sizes
 from offload.checkpoint.small_files import (
     PROCESSOR_TEMPLATE,
     TEMPLATE,
@@ -98,7 +98,7 @@ def require_described_vocabulary(files: ModelFiles) -> None:
     ids = [_ids_in(one.tokenizer_path) for one in both]
     is_bare = any(one.is_here and not has_tokenizer(one.tokenizer_path) for one in both)
     if is_bare or None not in ids:
-        sizes = (model_shape(one).vocab_size for one in both)
+        sizes = (config_sizes(one).get("vocab_size", 0) for one in both)
         words = (Vocabulary(size, ids=own) for size, own in zip(sizes, ids, strict=True))
         require_one_vocabulary(files, *words)
 

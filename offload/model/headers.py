@@ -63,6 +63,7 @@ def specified(checkpoint: Checkpoint, *, is_checked: bool = False) -> Checkpoint
     return replace(checkpoint, layers=spec.layers)
 
 
+@remembered
 def known_layers(checkpoint: Checkpoint) -> Checkpoint | None:
     """Return a checkpoint with what is known of its layers; None where it has to be built.
 
