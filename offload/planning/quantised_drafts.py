@@ -17,18 +17,18 @@ from offload.encoding.residuals import Residual
 from offload.errors import UserError, require
 
 BITS = {"int8": 8, "int4": 4}
-_OWN = "self"
-_KINDS = " or ".join(f"{_OWN}:{name}" for name in BITS)
+OWN = "self"
+_KINDS = " or ".join(f"{OWN}:{name}" for name in BITS)
 _LEAST_GAIN = 1.5  # bits of the weights over those of the quantised draft
 
 
 def copy_bits(draft: str | os.PathLike[str] | None) -> int | None:
     """Return the bits of a self draft, else None. Raises `UserError` for other forms of `self`."""
     own, colon, kind = str(draft or "").partition(":")
-    if own != _OWN or (not colon and os.path.isdir(str(draft))):
+    if own != OWN or (not colon and os.path.isdir(str(draft))):
         return None
-    rule = f"`draft` {_OWN} is the target in fewer bits, {_KINDS}"
-    require(kind in BITS, rule, repr(str(draft)), f"try {_OWN}:int4")
+    rule = f"`draft` {OWN} is the target in fewer bits, {_KINDS}"
+    require(kind in BITS, rule, repr(str(draft)), f"try {OWN}:int4")
     return BITS[kind]
 
 
@@ -46,7 +46,7 @@ def check_held(draft: str | os.PathLike[str] | None, draft_dtype: str | None) ->
 
 def copied(target: Checkpoint, value: str) -> Checkpoint:
     """Return the target as its own draft, in so many bits. Raises `UserError`."""
-    draft = f"{_OWN}:{value}"
+    draft = f"{OWN}:{value}"
     bits = copy_bits(draft)
     assert bits is not None, "another form is refused"
     _check_copy(target, draft, bits)
@@ -68,7 +68,7 @@ def _check_copy(target: Checkpoint, draft: str, bits: int) -> None:
     require(obstacle is None, rule, obstacle, "name a small draft of the family")
     is_beside = any(isinstance(coding, Residual) for coding in target.codings)
     rule = f"{where}: the copy that it was packed beside has 4 bits"
-    require(bits == 4 or not is_beside, rule, f"`draft` {draft}", f"give {_OWN}:int4")
+    require(bits == 4 or not is_beside, rule, f"`draft` {draft}", f"give {OWN}:int4")
     stored = _stored_bits(target)
     if stored < _LEAST_GAIN * bits:
         rule = f"{where}: `draft` {draft} must take fewer bits than the target, which has {stored:.1f} a weight"

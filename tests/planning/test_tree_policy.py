@@ -317,7 +317,9 @@ def test_the_best_draft_follows_from_the_machine(name: str, best: str, models: t
     path.write_text(json.dumps({**DRAFT_MACHINES[name], "ram_bytes": "512GiB"}))
     ways = compare_drafts(LoadOptions(*models, context=2048), str(path))
     assert all(one.prediction for one in ways[:3]), [one.refusal for one in ways]
-    plain = {one.draft: one for one in ways if not one.draft_dtype}
+    plain = {one.draft: one for one in ways if not one.draft_dtype and not one.form}
+    packed, beside = ({one.draft for one in ways if one.form == form} for form in ("packed", "packed --beside int4"))
+    assert packed == {None, models[1]} and beside == {"self:int4"}
     kinds = {"small": models[1], "copy": "self:int4", "none": None}
     seconds = {kind: plain[draft].prediction.s_per_token for kind, draft in kinds.items()}  # type: ignore[union-attr]
     assert min(seconds, key=seconds.__getitem__) == best, seconds
