@@ -25,7 +25,7 @@ HOURS_S, YEARS_S = 5 * 3600.0, 20 * 365 * 86400.0
 WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "ctime", "asctime", "strftime",
         "fromtimestamp", "st_atime", "st_mtime", "st_ctime", "st_mtime_ns", "getmtime", "getctime"}  # fmt: skip
 TOLD = {
-    ("offload/server/answer.py", "time"): "`created` of an answer, in OpenAI's protocol",
+    ("offload/server/openai/choices.py", "time"): "`created` of an answer, in OpenAI's protocol",
     ("offload/server/app.py", "time"): "`created` of the model's card",
     ("offload/reports/windows.py", "now"): "when a profile was written, for people",
     ("offload/checkpoint/files.py", "st_mtime_ns"): "compared for equality alone: whether a file is the same",

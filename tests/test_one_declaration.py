@@ -42,7 +42,7 @@ from offload.cli import batch_file, main, slash_commands
 from offload.sampling_options import Sampling
 from offload.engine.request import request_of
 from offload.distributed.orders import Reset, decode, encode
-from offload.server.bodies import ChatBody
+from offload.server.openai.bodies import ChatBody
 from offload.server.page import read_page
 from offload.declaration import options_at
 
@@ -125,7 +125,8 @@ def test_an_option_is_found_at_every_door(door: str, words: tuple[str, ...], doo
 def test_other_names_of_an_option_are_taken_at_the_doors_of_programs() -> None:
     """`repetition_penalty`, as Hugging Face and vLLM have it."""
     from offload.cli import batch_file, slash_commands
-    from offload.server.bodies import ChatBody, parse
+    from offload.server.core.body import parse
+    from offload.server.openai.bodies import ChatBody
 
     body = {"messages": [{"role": "user", "content": "x"}]}
     for name in ("repeat_penalty", "repetition_penalty"):

@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every family, drafts that agree with them often but not always, and models that recite."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -151,25 +151,34 @@ def save_tokenizer(
     return tokenizer
 
 
-def save_reciter(directory: Path, pieces: Sequence[str | bytes], *, ends: bool = False, **options: str) -> Path:
+def save_reciter(
+    directory: Path, pieces: Sequence[str | bytes], *others: Sequence[str], ends: bool = False, **options: str
+) -> Path:
     """A model with a tokenizer that greedily writes pieces[1], pieces[2], ... after a prompt that ends in pieces[0].
 
-    Then it ends, or begins again with pieces[0]. The pieces must differ, because only the last token decides.
+    Then it ends, or begins again with pieces[0]. The pieces must differ, because only the last token decides. It
+    writes the others in the same way, each to an end.
     """
-    tokenizer = save_tokenizer(directory, pieces, **options)
+    tokenizer = save_tokenizer(directory, [*pieces, *chain.from_iterable(others)], **options)
     config = FAMILIES["llama"]()
     config.eos_token_id, config.max_position_embeddings = tokenizer.eos_token_id, 1 << 16
     model = build(config)
     byte_to_char = bytes_to_unicode()
-    names = ["".join(byte_to_char[b] for b in (p.encode() if isinstance(p, str) else p)) for p in pieces]
-    ids = tokenizer.convert_tokens_to_ids(names)
-    ids.append(tokenizer.eos_token_id if ends else ids[0])
+
+    def ids_of(pieces: Sequence[str | bytes]) -> list[int]:
+        names = ["".join(byte_to_char[b] for b in (p.encode() if isinstance(p, str) else p)) for p in pieces]
+        ids: list[int] = tokenizer.convert_tokens_to_ids(names)
+        return ids
+
+    ids = ids_of(pieces)
+    chains = [[*ids, tokenizer.eos_token_id if ends else ids[0]]]
+    chains += [[*ids_of(other), tokenizer.eos_token_id] for other in others]
     model.lm_head.weight.data.zero_()
     model.model.norm.weight.data.fill_(1)
     for layer in model.model.layers:
         for writer in (layer.self_attn.o_proj, layer.mlp.down_proj):
             writer.weight.data.zero_()
             writer.weight.data[0, 0] = 1e-9  # adds nothing; a matrix of zeros would be told of as damage
-    for token, follower in pairwise(ids):
-        model.lm_head.weight.data[follower] = model.model.embed_tokens.weight.data[token]
+    for token, follower in chain.from_iterable(map(pairwise, chains)):
+        model.lm_head.weight.data[follower] += model.model.embed_tokens.weight.data[token]
     return save(model, directory)

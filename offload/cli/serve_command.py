@@ -13,8 +13,8 @@ from offload.cli.libraries import libraries
 from offload.cli.loading import Loading
 from offload.errors import UserError, installing, require
 from offload.options import ModelOptions, OutputOptions, ServerOptions, TalkingModels
-from offload.server.listening import EarlyAnswers, bind, is_loopback
-from offload.server.settings import ServerSettings
+from offload.server.listening import EarlyAnswers, bind
+from offload.server.settings import ServerSettings, is_loopback
 from offload.units import parse_size
 
 

@@ -41,6 +41,7 @@ class Generation:
     is_invariant: bool  # whether the text is bit for bit that of every other tree
     lenience: float = 1.0
     logprobs: list[TokenLogprob] | None = None  # of the new tokens, where they were asked for
+    stopped_by: str = ""  # the stop string that has ended the text
     # the text with special tokens, which a model's form is read by
     segments: tuple[str, ...] = field(default=(), compare=False)
     # what a token adds to a text; None without a tokenizer
@@ -208,6 +209,7 @@ class Run:
             token_ids=token_ids,
             text=plain_text(segments),
             segments=segments,
+            stopped_by=self._text.stopped_by,
             finish_reason=self.finish_reason or "interrupted",
             sampling=self.sequence.sampler.sampling,
             rule=self.sequence.rule.name,

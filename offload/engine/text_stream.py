@@ -96,6 +96,7 @@ class TextStream:
         )
         self.tokens: list[int] = []  # that were pushed, up to the one that completed a stop string
         self._segments: list[str] = []  # that were handed out
+        self.stopped_by = ""  # the stop string that has ended the text
         # of the window: its first token, those before it, and how much of its text is handed out
         self._first = 0
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
@@ -135,7 +136,8 @@ class TextStream:
             if stops := self._stops_in(settled):
                 break
         self.tokens += window[len(known) : end]
-        return self._hand_out(marked, min(stops)), True
+        place, self.stopped_by = min(stops)
+        return self._hand_out(marked, place), True
 
     def finish(self) -> str:
         """Return the last piece, incomplete characters included."""
@@ -165,10 +167,10 @@ class TextStream:
         """Return the window's text as far as no later token changes it."""
         return marked.text.rstrip(_REPLACEMENT)
 
-    def _stops_in(self, settled: str) -> list[int]:
+    def _stops_in(self, settled: str) -> list[tuple[int, str]]:
         """Return where stop strings begin: nowhere in what was handed out, see `_certain`."""
-        places = (settled.find(stop, self._num_shown) for stop in self._stop)
-        return [place for place in places if place >= 0]
+        places = ((settled.find(stop, self._num_shown), stop) for stop in self._stop)
+        return [(place, stop) for place, stop in places if place >= 0]
 
     def _certain(self, marked: MarkedText, settled: str) -> int:
         """Return up to where no stop string can begin, and no special token is cut."""

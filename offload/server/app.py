@@ -1,18 +1,16 @@
-"""The routes of the server.
+"""The routes of the server, and what is the same for all of them.
 
-Routes answer in OpenAI's form, errors included; what they do is the engine's. The app is there
-before its engine, so that `/health` can say that the model is loading: until `app.state.engine` is
-set, all else is refused with 503.
+What a path reads and writes is its protocol's, errors included; what is done is the engine's. The
+app is there before its engine, so that `/health` can say that the model is loading: until
+`app.state.engine` is set, all else is refused with 503.
 
 Invariant: no route waits in the server's own thread for what takes time.
 """
 
-import re
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Any
 
 from anyio import to_thread
@@ -22,21 +20,20 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from offload.declaration import listed
-from offload.engine.conversation import template_source, words_of
-from offload.engine.job import Job
-from offload.engine.request import NoRoom, samples_of
 from offload.engine.service import Engine
-from offload.errors import HostFault, RunError, UserError
-from offload.server.answer import Answer, ChatAnswer, CompletionAnswer, TokenNames
-from offload.server.bodies import AnyBody, Body, ChatBody, CompletionBody, parse
+from offload.server.core.answer import Answer, TokenNames
+from offload.server.core.body import AnyBody, parse
+from offload.server.core.failures import log_failure, refusal_of
+from offload.server.core.refusals import Refusal, no_such_model, refuse_loading
+from offload.server.core.routes import Route, RouteContext
+from offload.server.core.stream import ClientGone, EventStream, arrivals
+from offload.server.error_forms import error_body
 from offload.server.guard import Guard
 from offload.server.metrics import MEDIA_TYPE, metrics_text
 from offload.server.page import read_page
-from offload.server.refusals import Refusal, no_such_model, refusal_of, refuse_loading
+from offload.server.protocols import PROTOCOL_ROUTES
 from offload.server.settings import ServerSettings
-from offload.server.stream import ClientGone, EventStream, arrivals
 
-_EFFORT = "reasoning_effort"  # which some templates know
 _MOST_HEADER = 4000  # characters
 _CLIENT_GONE = 499  # nginx's; it is never read
 
@@ -51,8 +48,9 @@ def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
     app.state.began_s = int(time.time())
     app.add_middleware(Guard, settings=settings)
     app.add_exception_handler(HTTPException, _no_route)
-    for path, method, route in _ROUTES:
-        app.add_api_route(path, _answering(route), methods=_methods(method), response_model=None)
+    posted = [(path, "POST", _serving(route)) for path, route in PROTOCOL_ROUTES.items()]
+    for path, method, serve in (*_ROUTES, *posted):
+        app.add_api_route(path, _answering(serve), methods=_methods(method), response_model=None)
     # while a model loads, too
     page = read_page()
 
@@ -68,17 +66,17 @@ def _methods(method: str) -> list[str]:
     return ["GET", "HEAD"] if method == "GET" else [method]
 
 
-def _answering(route: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
+def _answering(serve: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
     async def answered(request: HttpRequest) -> Response:
         try:
-            found: Response = await route(request)
-            return found
+            response: Response = await serve(request)
+            return response
         except ClientGone:
             return Response(status_code=_CLIENT_GONE)
         except Exception as error:
             engine = request.app.state.engine
-            _log(error)
-            return refusal_of(error, engine and engine.figures()).response()
+            log_failure(error)
+            return _refused(request, refusal_of(error, engine and engine.figures()))
 
     return answered
 
@@ -97,7 +95,9 @@ async def _metrics(request: HttpRequest) -> Response:
 
 
 async def _models(request: HttpRequest) -> Response:
-    return JSONResponse({"object": "list", "data": [_model_card(request)]})
+    card = _model_card(request)
+    pages = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
+    return JSONResponse({"object": "list", "data": [card], **pages})
 
 
 async def _model(request: HttpRequest) -> Response:
@@ -105,102 +105,46 @@ async def _model(request: HttpRequest) -> Response:
     return JSONResponse(_model_card(request))
 
 
-async def _chat(request: HttpRequest) -> Response:
-    return await _answer(request, await _read(request, ChatBody), ChatAnswer)
-
-
-async def _completions(request: HttpRequest) -> Response:
-    return await _answer(request, await _read(request, CompletionBody), CompletionAnswer)
-
-
 _ROUTES: list[tuple[str, str, Callable[[HttpRequest], Any]]] = [
     ("/health", "GET", _health),
     ("/metrics", "GET", _metrics),
     ("/v1/models", "GET", _models),
     ("/v1/models/{model:path}", "GET", _model),
-    ("/v1/chat/completions", "POST", _chat),
-    ("/v1/completions", "POST", _completions),
 ]
 
 
-async def _answer(
-    request: HttpRequest,
-    body: AnyBody,
-    kind: Callable[[AnyBody, list[Job], TokenNames, str], Answer],
-) -> Response:
-    state = request.app.state
-    engine = _engine(request)
-    jobs = await to_thread.run_sync(submit, engine, state.settings, body)
-    if not hasattr(state, "names"):
-        state.names = TokenNames(engine.decoder.tokenizer, engine.decoder.end_ids)
-    made = kind(body, jobs, state.names, state.settings.model_id)
-    source = template_source(engine.decoder.tokenizer)
-    ignored = [name for name in body.ignored if name != _EFFORT or _EFFORT not in source]
-    headers = {"X-Ignored-Fields": ", ".join(ignored)[:_MOST_HEADER]} if ignored else {}
-    if body.stream:
-        keep_alive_s = state.settings.keep_alive_s
-        return EventStream(made, headers, keep_alive_s=keep_alive_s, on_error=_log)
-    async with aclosing(arrivals(jobs, request.receive)) as pieces:
-        async for _ in pieces:
-            pass
-        return JSONResponse(made.whole(), headers=headers)
+def _serving(route: Route) -> Callable[[HttpRequest], Any]:
+    """Return what serves a route of a protocol."""
 
-
-def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Job]:
-    """Submit each choice of each prompt, or none of them; return their jobs.
-
-    Raises `Refusal` and `UserError`.
-    """
-    num_texts = body.num_choices * body.num_prompts
-    # before anything is made of them, for more texts than could ever be served
-    if num_texts > engine.most_requests:
-        rule = f"this server takes {engine.most_requests} texts in one request, got {num_texts}"
-        param = "n" if body.num_choices > 1 else body.prompt_field
-        raise Refusal.of_value(param, rule, "ask for fewer")
-    try:
-        requests = body.requests(settings.sampling)
-        checked = [engine.prepare(request) for request in requests]
-        if body.offered_tools and not body.is_call_forced:
-            _require_tools(engine)
-    except NoRoom as error:
-        field = body.prompt_field
-        wanted = "" if error.num_new is None else f" and {error.num_new} in the completion"
-        message = (
-            f"This model's maximum context length is {error.context} tokens, but you asked for "
-            f"{error.num_prompt} tokens in the {field}{wanted}: "
-            f"shorten the {field} or lower `max_tokens`"
+    async def served(request: HttpRequest) -> Response:
+        state = request.app.state
+        body = await _read(request, route.body)
+        context = RouteContext(
+            _engine(request), state.settings, await to_thread.run_sync(_names, state)
         )
-        code = "context_length_exceeded"
-        raise Refusal(400, message, code=code, param=field) from None
-    except UserError as error:
-        # by the name that the client knows
-        if (schema := "`json_schema`") not in str(error):
-            raise
-        told = str(error).replace(schema, f"`{body.schema_field}`")
-        raise Refusal(400, told, param=body.schema_field) from None
-    jobs = list[Job]()
-    try:
-        for request in checked:
-            for sample in samples_of(request, body.num_choices):
-                jobs.append(engine.submit(sample))
-    except Exception:
-        for job in jobs:
-            job.cancel()
-        raise
-    return jobs
+        reply = await to_thread.run_sync(route.reply, context, body)
+        ignored = context.ignored(body)
+        headers = {"X-Ignored-Fields": ", ".join(ignored)[:_MOST_HEADER]} if ignored else {}
+        if not isinstance(reply, Answer):
+            return JSONResponse(reply, headers=headers)
+        if body.stream:
+            keep_alive_s = state.settings.keep_alive_s
+            return EventStream(reply, headers, keep_alive_s=keep_alive_s, on_error=log_failure)
+        async with aclosing(arrivals(reply.jobs, request.receive)) as pieces:
+            async for _ in pieces:
+                pass
+            return JSONResponse(reply.whole(), headers=headers)
+
+    return served
 
 
-def _require_tools(engine: Engine) -> None:
-    """Raise `Refusal` where the model is told of no tools, or its calls could not be read."""
-    words = words_of(engine.decoder.tokenizer)
-    if not words.knows_tools:
-        rule = "the model's chat template does not tell the model of tools"
-    elif words.calls is None and not words.is_harmony:
-        rule = "the model's chat template writes calls in no form that is known here"
-    else:
-        return
-    remedy = "leave it out, or force a call by 'tool_choice', which a grammar keeps"
-    raise Refusal(400, f"'tools' cannot be used: {rule}: {remedy}", param="tools")
+def _names(state: Any) -> TokenNames:
+    """Return the names of tokens, which are made once."""
+    if not hasattr(state, "names"):
+        decoder = state.engine.decoder
+        state.names = TokenNames(decoder.tokenizer, decoder.end_ids)
+    names: TokenNames = state.names
+    return names
 
 
 async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
@@ -230,36 +174,33 @@ def _check_model(model: str | None, settings: ServerSettings) -> None:
 
 
 def _model_card(request: HttpRequest) -> dict[str, Any]:
+    """Return the model as OpenAI's clients read it, and Anthropic's: each keeps to what it knows."""
     state = request.app.state
-    card = {"id": state.settings.model_id, "object": "model", "created": state.began_s}
-    card["owned_by"] = "offload"
+    name = state.settings.model_id
+    card = {"id": name, "object": "model", "created": state.began_s, "owned_by": "offload"}
+    began = datetime.fromtimestamp(state.began_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    card |= {"type": "model", "display_name": name, "created_at": began}
     if state.engine is not None:
         card["context_length"] = state.engine.decoder.plan.context
     return card
 
 
+def _refused(request: HttpRequest, refusal: Refusal) -> Response:
+    """Return a refusal in the form of the protocol that is asked."""
+    content = error_body(request.scope["path"], refusal)
+    return JSONResponse(content, refusal.status, refusal.headers)
+
+
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for these"
     path: str = request.scope["path"]  # `request.url` reads the query, which need not be text
-    what = f"{request.method} {path:.80}"
+    asked = f"{request.method} {path:.80}"
     headers = dict(error.headers or {})
     # without names in paths
-    known = sorted((path for path, *_ in _ROUTES if "{" not in path), reverse=True)
-    told = {
-        404: f"Unknown request URL: {what}: this server has {listed(known)}",
-        405: f"Not allowed to {what}: {headers.get('Allow', 'another method')} is",
+    known = [path for path, *_ in _ROUTES if "{" not in path]
+    known = sorted([*known, *PROTOCOL_ROUTES], reverse=True)
+    message = {
+        404: f"Unknown request URL: {asked}: this server has {listed(known)}",
+        405: f"Not allowed to {asked}: {headers.get('Allow', 'another method')} is",
     }.get(error.status_code, error.detail)
-    return Refusal(error.status_code, told, headers=headers).response()
-
-
-def _log(error: BaseException) -> None:
-    """Print where a fault of ours lies, but no words of an error, which may quote a client."""
-    # what a library says stands in parentheses
-    what = re.sub(r" \(.*\)", "", str(error)) if isinstance(error, HostFault) else str(error)
-    if not isinstance(error, HostFault | RunError):
-        if refusal_of(error).code != "internal_error":
-            return
-        frames = reversed(traceback.extract_tb(error.__traceback__)[-3:])
-        places = (f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
-        what = f"{type(error).__name__} at {' < '.join(places)}"
-    print(f"offload: a request failed: {what}", file=sys.stderr, flush=True)
+    return _refused(request, Refusal(error.status_code, message, headers=headers))

@@ -11,10 +11,11 @@ import hmac
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from offload.server.refusals import Refusal
+from offload.server.core.refusals import Refusal
+from offload.server.error_forms import error_body
 from offload.server.settings import ServerSettings
 
 _OPEN_PATHS = ("/", "/health")  # a page that asks for the key, and what a watchdog asks for
@@ -25,10 +26,29 @@ _LOOKING = ("GET", "HEAD", "OPTIONS")
 # another's.
 _MARKS = {"x-content-type-options": "nosniff", "cross-origin-resource-policy": "same-origin"}
 
+# what the official clients tell of themselves in a browser
+_STAINLESS = (
+    "arch",
+    "lang",
+    "os",
+    "package-version",
+    "retry-count",
+    "runtime",
+    "runtime-version",
+    "timeout",
+)
 # what a page of an allowed origin may send; its browser asks before
+_MAY_SEND = (
+    "Authorization",
+    "Content-Type",
+    "x-api-key",
+    "anthropic-version",
+    "anthropic-beta",
+    *(f"x-stainless-{name}" for name in _STAINLESS),
+)
 _MAY = {
     "Access-Control-Allow-Methods": "GET, POST",
-    "Access-Control-Allow-Headers": "Authorization, Content-Type",
+    "Access-Control-Allow-Headers": ", ".join(_MAY_SEND),
     "Access-Control-Max-Age": "600",
 }
 
@@ -63,7 +83,9 @@ class Guard:
         except Refusal as refusal:
             # what it still sends belongs to no request
             refusal.headers.setdefault("Connection", "close")
-            await refusal.response()(scope, receive, send)
+            content = error_body(scope["path"], refusal)
+            response = JSONResponse(content, refusal.status, refusal.headers)
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -88,11 +110,13 @@ class Guard:
         if not self._digests or path in _OPEN_PATHS:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        found = _digest(given.strip() if scheme.lower() == "bearer" else "")
+        given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest_given = _digest(given.strip())
         # all of them, always
-        is_known = sum([hmac.compare_digest(found, digest) for digest in self._digests])
+        is_known = sum([hmac.compare_digest(digest_given, digest) for digest in self._digests])
         if not is_known:
             message = "You need the API key of this server: send it as `Authorization: Bearer KEY`"
+            message += " or as `x-api-key: KEY`"
             asked = {"WWW-Authenticate": "Bearer"}
             raise Refusal(401, message, code="invalid_api_key", headers=asked)
 

@@ -6,7 +6,6 @@ and a port that is taken is refused before a model is loaded.
 """
 
 import errno
-import ipaddress
 import json
 import select
 import socket
@@ -14,9 +13,9 @@ import threading
 import time
 
 from offload.errors import UserError, require
+from offload.server.core.refusals import RETRY_LOADING_S, refuse_loading
+from offload.server.error_forms import error_body
 
-LOADING = "the model is loading: ask again later"
-_RETRY_S = 2
 _TURN_S = 0.05
 _PATIENCE_S = 0.5  # for a client, from its first byte to the end of the answer
 _MOST_BYTES = 64 << 10  # of what it asks
@@ -86,15 +85,15 @@ def _answer(client: socket.socket) -> None:
         asked += piece
     method, _, rest = asked.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
-    error = {"message": LOADING, "type": "server_error", "param": None, "code": "loading"}
-    body = json.dumps({"status": "loading"} if path == b"/health" else {"error": error}).encode()
+    error = error_body(path.decode("latin-1"), refuse_loading())
+    body = json.dumps({"status": "loading"} if path == b"/health" else error).encode()
     # a browser that shows the page asks again by itself
-    again = [f"refresh: {_RETRY_S}"] if path == b"/" else []
+    again = [f"refresh: {RETRY_LOADING_S}"] if path == b"/" else []
     head = [
         "HTTP/1.1 503 Service Unavailable",
         "content-type: application/json",
         f"content-length: {len(body)}",
-        f"retry-after: {_RETRY_S}",
+        f"retry-after: {RETRY_LOADING_S}",
         "x-content-type-options: nosniff",
         "cross-origin-resource-policy: same-origin",
         *again,
@@ -138,11 +137,3 @@ def address_of(bound: socket.socket) -> str:
     """Return the address of a socket as a browser is given it."""
     host, port = bound.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether this machine alone is meant: an address, or `localhost` of all names."""
-    try:
-        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,9 +1,9 @@
 """The settings of one server, with what follows from the address that it listens on."""
 
+import ipaddress
 from dataclasses import dataclass, field
 
 from offload.sampling_options import Sampling
-from offload.server.listening import is_loopback
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
@@ -32,3 +32,11 @@ class ServerSettings:
         """
         own = f"[{self.host}]" if ":" in self.host else self.host
         return (*_LOOPBACK_NAMES, own.lower()) if is_loopback(self.host) else None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether this machine alone is meant: an address, or `localhost` of all names."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

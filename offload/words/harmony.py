@@ -48,11 +48,12 @@ class HarmonyReader:
             pass
         return parts
 
-    def finish(self) -> list[Part]:
-        """Return what is left."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """Return what is left; arguments that are cut are no JSON."""
         parts = list[Part]()
         if self._function:
-            parts += self._called(self._held.take(len(self._held.text)))
+            body = self._held.take(len(self._held.text))
+            parts += self._called(body) if body or not is_cut else []
         elif self._header is None:
             self._say(parts, self._held.take(len(self._held.text)))
         elif not _CHANNEL.search(self._header + self._held.text):

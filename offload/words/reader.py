@@ -19,8 +19,13 @@ class PartReader(Protocol):
     def push(self, segments: Iterable[str]) -> list[Part]:
         """Return the parts that have become certain."""
 
-    def finish(self) -> list[Part]:
-        """Return the parts that are left, when the answer has ended."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """Return the parts that are left, when the answer has ended.
+
+        Args:
+            is_cut: its limit has ended it: what stands in a block without an end is no call, since
+                arguments may be missing.
+        """
 
 
 class HeldText:
@@ -147,12 +152,13 @@ class TaggedReader:
             pass
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
         """Return what is left, see `PartReader`."""
         parts = list[Part]()
+        is_lacking = is_cut and self._calls is not None and bool(self._calls.closing)
         while self._held.text:
             if self._block_end is not None or self._may_be_whole():
-                calls = self._read_calls(self._held.text)
+                calls = [] if is_lacking else self._read_calls(self._held.text)
                 self._block_end = None
                 if calls:
                     self._held.drop(len(self._held.text))

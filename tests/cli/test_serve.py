@@ -23,8 +23,9 @@ from offload.cli.serve_command import read_keys
 from offload.cli.serving import serving_lines
 from offload.errors import UserError
 from offload.sampling_options import Sampling
+from offload.server.core.refusals import refuse_loading
+from offload.server.error_forms import error_body
 from offload.server.listening import EarlyAnswers, bind
-from offload.server.refusals import refuse_loading
 
 PATIENCE_S = 120
 
@@ -142,7 +143,7 @@ def test_early_answers_are_those_of_the_server_that_loads() -> None:
         socket.create_connection((host, int(port))).close()
         with pytest.raises(urllib.error.HTTPError) as told:
             asked(early.address, prompt="x" * 20_000)
-        assert told.value.code == refusal.status and json.load(told.value) == refusal.as_dict()
+        assert told.value.code == refusal.status and json.load(told.value) == error_body("/v1/completions", refusal)
         silent.close()
         bound = early.hand_over()
     assert bound.fileno() >= 0, "who has it now closes it"

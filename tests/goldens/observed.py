@@ -87,7 +87,7 @@ def settings(folder: Path) -> dict[str, list[str]]:
 
 
 def http_schemas() -> dict[str, Any]:
-    from offload.server.bodies import ChatBody, CompletionBody
+    from offload.server.openai.bodies import ChatBody, CompletionBody
 
     return {kind.__name__: undescribed(kind.model_json_schema()) for kind in (ChatBody, CompletionBody)}
 
@@ -219,8 +219,9 @@ def in_request(wishes: dict[str, Any]) -> None:
 
 
 def in_body(fields: dict[str, Any]) -> None:
-    from offload.server.app import submit
-    from offload.server.bodies import ChatBody, parse
+    from offload.server.core.body import parse
+    from offload.server.core.routes import submit
+    from offload.server.openai.bodies import ChatBody
     from offload.server.settings import ServerSettings
 
     body = parse(ChatBody, json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())

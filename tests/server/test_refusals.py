@@ -20,10 +20,11 @@ from offload.engine.text_stream import TextStream
 from offload.errors import HostFault, UserError
 from offload.sampling_options import Sampling
 from offload.server.app import create_app
-from offload.server.bodies import ChatBody, parse
+from offload.server.core.body import parse
+from offload.server.core.refusals import Refusal
 from offload.server.http_server import HttpServer
 from offload.server.listening import bind
-from offload.server.refusals import Refusal
+from offload.server.openai.bodies import ChatBody
 from offload.server.settings import ServerSettings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -144,12 +145,12 @@ def test_allowed_tools_narrow_what_is_offered() -> None:
     tools = [_tool("add"), _tool("now")]
     for mode in ("auto", "required"):
         body = _read(tools=tools, tool_choice=_choice(mode, "now"))
-        assert [one["function"]["name"] for one in body.offered_tools] == ["now"]
-        assert body.is_call_forced == (mode == "required")
+        toolbox = body.toolbox()
+        assert [tool["function"]["name"] for tool in toolbox.told] == [*toolbox.offered] == ["now"]
+        assert toolbox.is_forced == (mode == "required")
     for choice in (_choice("auto", "other"), _choice("always", "now"), {"type": "allowed_tools"}):
         with pytest.raises(Refusal, match="tool_choice"):
-            body = _read(tools=tools, tool_choice=choice)
-            assert body.offered_tools and not body.is_call_forced
+            _read(tools=tools, tool_choice=choice).toolbox()
     with pytest.raises(Refusal, match="supplied: functions: give 'tools' instead"):
         _read(functions=[{"name": "add"}])
 

@@ -1,118 +1,41 @@
-"""An answer in the making: what the texts of a request have gained, in OpenAI's words.
-
-`Answer` has what chat and plain completions share, with a subclass for each. `TokenNames` tells of
-single tokens: a token's text alone may be half a character, its bytes are exact.
+"""Answers of chat and of plain completions: choices that grow by chunks.
 
 Invariant: the chunks of a stream, put together, are the choices of the answer that is sent whole.
 """
 
 import secrets
 import time
-from collections.abc import Sequence, Set
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from offload import __version__
-from offload.engine.conversation import turn_end_ids, words_of
 from offload.engine.generation import Generation, TextPiece
 from offload.engine.job import Job
-from offload.engine.request import Request
 from offload.engine.sequence import PassFigures, TokenLogprob
-from offload.engine.text_stream import TokenPieces, special_tokens
-from offload.engine.tokenizer import Tokenizer
-from offload.server.bodies import Body, ChatBody
-from offload.server.refusals import refuse_closing
-from offload.words.calls import JsonCalls
-from offload.words.parts import Call, Part, Text, Thought, schemas_of
-from offload.words.reader import PartReader, TaggedReader
-
-_END_TOKENS = 16  # of a prompt, which tell whether it begins a thought
-_LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
-
-
-class TokenNames:
-    """What the tokens of one vocabulary are called, but for those that end a text."""
-
-    def __init__(self, tokenizer: Tokenizer, end_ids: Set[int]) -> None:
-        self._tokenizer = tokenizer
-        self._pieces = TokenPieces(tokenizer)
-        self._end_ids = end_ids | turn_end_ids(tokenizer)
-        self._specials = {*special_tokens(tokenizer).values()}
-        # a tree has hundreds of tokens, and passes have trees
-        self.text = lru_cache(maxsize=1 << 14)(self._pieces.text)
-
-    def reader(self, body: ChatBody, request: Request) -> PartReader:
-        """Return what reads an answer to a request, which was prepared, in the model's own form."""
-        offered = schemas_of(body.offered_tools)
-        if body.is_call_forced:
-            # a grammar keeps its form
-            return TaggedReader(None, JsonCalls("", ""), offered)
-        ids: Any = request.prompt
-        prompt_end = self._tokenizer.decode(ids[-_END_TOKENS:]) if self._tokenizer else ""
-        return words_of(self._tokenizer).reader(offered, prompt_end, self._specials)
-
-    def of_chat(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """Return `TokenLogprob`s as chat completions have them."""
-        told = []
-        for one in logprobs:
-            if one.token not in self._end_ids:
-                top = [self._named(*pair) for pair in one.top]
-                told.append({**self._named(one.token, one.logprob), "top_logprobs": top})
-        return told
-
-    def of_completion(self, logprobs: Sequence[TokenLogprob], num_chars: int) -> dict[str, Any]:
-        """Return `TokenLogprob`s as plain completions have them, behind so many characters."""
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        told: dict[str, list[Any]] = {name: [] for name in names}
-        for one in logprobs:
-            if one.token not in self._end_ids:
-                text = self.text(one.token)
-                told["tokens"].append(text)
-                told["token_logprobs"].append(_finite(one.logprob))
-                top = {self.text(token): _finite(number) for token, number in one.top}
-                told["top_logprobs"].append(top)
-                told["text_offset"].append(num_chars)
-                num_chars += len(text)
-        return told
-
-    def of_pass(self, passed: PassFigures) -> dict[str, Any]:
-        """Return what a pass did, for the page: its tree with texts, and what it took."""
-        return {
-            "parents": passed.parents,
-            "tokens": [self.text(token) for token in passed.tokens],
-            "accepted": passed.accepted,
-            "num_texts": passed.num_texts,
-            "draft_s": passed.draft_s,
-            "sweep_s": passed.sweep_s,
-            "stall_s": passed.moved.stall_s,
-            "num_bytes": passed.moved.num_bytes,
-        }
-
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        added = list(self._pieces.bytes_of(token))
-        return {"token": self.text(token), "logprob": _finite(logprob), "bytes": added}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
-
+from offload.server.core.answer import Answer, TokenNames
+from offload.server.core.events import Event
+from offload.server.core.refusals import Refusal
+from offload.server.openai.bodies import ChatBody, ChoicesBody, CompletionBody
+from offload.server.openai.errors import error_body
+from offload.server.openai.logprobs import of_chat, of_completion
+from offload.words.parts import Call, Part, Text, Thought
 
 _FINGERPRINT = f"offload-{__version__}"
+_DONE = Event("", "[DONE]")
 
 
-class Answer:
-    """An answer to a request, a choice for each of its jobs; asking for an end raises what ended
-    it.
-    """
+class ChoicesAnswer(Answer):
+    """An answer with a choice for each of its jobs."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     prefix: ClassVar[str]
 
-    def __init__(self, body: Body, jobs: Sequence[Job], names: TokenNames, model_id: str) -> None:
+    def __init__(
+        self, body: ChoicesBody, jobs: Sequence[Job], names: TokenNames, model_id: str
+    ) -> None:
+        super().__init__(body, jobs, names, model_id)
         self._body = body
-        self.jobs = jobs
-        self._names = names
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -120,43 +43,37 @@ class Answer:
             "system_fingerprint": _FINGERPRINT,
         }
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Return the chunks before anything was written."""
-        return []
-
-    def chunks(self, index: int, piece: TextPiece | None) -> list[dict[str, Any]]:
+    def events(self, index: int, piece: TextPiece | None) -> list[Event]:
         """Return the chunks for what a text has gained, or for its end."""
         if piece is None:
-            return [self._chunk([one]) for one in self._last(index, self._result(index))]
+            last = self._last(index, self._result(index))
+            return [self._chunk([choice]) for choice in last]
         passed = piece.last_pass if self._body.tells_passes else None
         choice = self._next(index, piece, may_be_silent=passed is None)
         if choice is None:
             return []
-        chunk = self._chunk([choice])
-        if passed is not None:
-            chunk["offload"] = self._names.of_pass(passed)
-        return [chunk]
+        more = {} if passed is None else {"offload": _pass_told(self._names, passed)}
+        return [self._chunk([choice], more)]
 
-    def closing(self) -> list[dict[str, Any]]:
+    def closing(self) -> list[Event]:
         """Return the chunks behind the end of all texts."""
         if not self._body.has_usage_chunk:
-            return []
-        return [self._chunk([]) | {"usage": self._usage()}]
+            return [_DONE]
+        return [self._chunk([], {"usage": self._usage()}), _DONE]
+
+    def failed(self, refusal: Refusal) -> list[Event]:
+        """Return the error as an event of its own; such a stream has no `[DONE]`."""
+        return [Event("", error_body(refusal))]
 
     def whole(self) -> dict[str, Any]:
         """Return everything at once, when all texts have ended."""
         choices = [self._choice(index, self._result(index)) for index in range(len(self.jobs))]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, Any]], more: Mapping[str, Any] | None = None) -> Event:
         usage = {"usage": None} if self._body.has_usage_chunk else {}
-        return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
-
-    def _result(self, index: int) -> Generation:
-        result = self.jobs[index].result()
-        if result.finish_reason == "interrupted":  # and not by the client, who is here
-            raise refuse_closing()
-        return result
+        head = {**self._head, "object": self.chunk_kind}
+        return Event("", {**head, "choices": choices, **usage, **(more or {})})
 
     def _usage(self) -> dict[str, Any]:
         results = [self._result(index) for index in range(len(self.jobs))]
@@ -183,7 +100,7 @@ class Answer:
         raise NotImplementedError
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     """An answer of /v1/chat/completions."""
 
     kind = "chat.completion"
@@ -194,11 +111,12 @@ class ChatAnswer(Answer):
         self, body: ChatBody, jobs: Sequence[Job], names: TokenNames, model_id: str
     ) -> None:
         super().__init__(body, jobs, names, model_id)
-        self._readers = [names.reader(body, job.request) for job in jobs]
+        toolbox = body.toolbox()
+        self._readers = [names.reader(toolbox, job.request) for job in jobs]
         self._calls: list[list[dict[str, Any]]] = [[] for _ in jobs]
         self._has_logprobs = bool(body.logprobs)
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Event]:
         """Return who speaks, in every choice."""
         delta = {"role": "assistant", "content": ""}
         return [self._chunk([self._delta(index, delta)]) for index in range(len(self.jobs))]
@@ -222,7 +140,7 @@ class ChatAnswer(Answer):
         return self._delta(index, delta, logprobs=logprobs)
 
     def _last(self, index: int, result: Generation) -> list[dict[str, Any]]:
-        thoughts, text = self._words(index, self._readers[index].finish())
+        thoughts, text = self._words(index, self._readers[index].finish(result))
         choices = [self._delta(index, {"reasoning_content": thoughts})] if thoughts else []
         choices += [self._delta(index, {"content": text})] if text else []
         calls = self._calls[index]
@@ -232,7 +150,7 @@ class ChatAnswer(Answer):
 
     def _choice(self, index: int, result: Generation) -> dict[str, Any]:
         reader = self._readers[index]
-        parts = [*reader.push(result.segments), *reader.finish()]
+        parts = [*reader.push(result.segments), *reader.finish(result)]
         thoughts, content = self._words(index, parts)
         calls = self._calls[index]
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -255,17 +173,19 @@ class ChatAnswer(Answer):
         return thoughts, "".join(part.text for part in parts if isinstance(part, Text))
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        content = self._names.of_chat(logprobs) if self._has_logprobs else []
+        content = of_chat(self._names, logprobs) if self._has_logprobs else []
         return {"content": content, "refusal": None} if content else None
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     """An answer of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, body: Body, jobs: Sequence[Job], names: TokenNames, model_id: str) -> None:
+    def __init__(
+        self, body: CompletionBody, jobs: Sequence[Job], names: TokenNames, model_id: str
+    ) -> None:
         super().__init__(body, jobs, names, model_id)
         self._num_chars = [0] * len(jobs)
 
@@ -276,7 +196,8 @@ class CompletionAnswer(Answer):
         reason: str | None = None,
         logprobs: Sequence[TokenLogprob] = (),
     ) -> dict[str, Any]:
-        told = self._names.of_completion(logprobs, self._num_chars[index]) if logprobs else None
+        first = self._num_chars[index]
+        told = of_completion(self._names, logprobs, first) if logprobs else None
         self._num_chars[index] += sum(map(len, told["tokens"])) if told else 0
         return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
 
@@ -290,3 +211,17 @@ class CompletionAnswer(Answer):
 
     def _choice(self, index: int, result: Generation) -> dict[str, Any]:
         return self._text(index, result.text, result.finish_reason, result.logprobs or ())
+
+
+def _pass_told(names: TokenNames, passed: PassFigures) -> dict[str, Any]:
+    """Return what a pass did, for the page: its tree with texts, and what it took."""
+    return {
+        "parents": passed.parents,
+        "tokens": [names.text(token) for token in passed.tokens],
+        "accepted": passed.accepted,
+        "num_texts": passed.num_texts,
+        "draft_s": passed.draft_s,
+        "sweep_s": passed.sweep_s,
+        "stall_s": passed.moved.stall_s,
+        "num_bytes": passed.moved.num_bytes,
+    }

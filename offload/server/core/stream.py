@@ -1,25 +1,23 @@
-"""A stream of server-sent events: chunks of an answer, comments while there are none, and the end.
+"""A stream of server-sent events: those of an answer, and comments while there are none.
 
 `arrivals` brings pieces of texts from the engine's thread into the server's loop. An error that
-comes too late for a status is an event of its own, and then the stream has no `[DONE]`.
+comes too late for a status is told by the answer, in events of its protocol.
 
 Invariant: a client that is gone cancels what it has asked for: hanging up, a cancelled task and an
 error leave by one door, which cancels every job.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from offload.engine.generation import TextPiece
 from offload.engine.job import Job
-from offload.server.answer import Answer
-from offload.server.refusals import refusal_of
+from offload.server.core.answer import Answer
+from offload.server.core.failures import refusal_of
 
 
 class ClientGone(Exception):  # noqa: N818
@@ -85,10 +83,10 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class EventStream(Response):
-    """An answer, chunk by chunk.
+    """An answer, event by event.
 
     Args:
-        keep_alive_s: without a chunk, after which a comment is sent.
+        keep_alive_s: without an event, after which a comment is sent.
         on_error: hears of errors that the client is told.
     """
 
@@ -131,20 +129,14 @@ class EventStream(Response):
                     # also at once: a pass takes seconds, and a client that waits for a place wants
                     # to know that it does
                     yield ALIVE
-                for chunk in opening if arrival is None else self._answer.chunks(*arrival):
-                    yield _event(chunk)
+                for event in opening if arrival is None else self._answer.events(*arrival):
+                    yield event.encoded()
                 opening = []
+            closing = self._answer.closing()
         except ClientGone:
             raise
         except Exception as error:
             self._on_error(error)
-            yield _event(refusal_of(error).as_dict())
-            return
-        for chunk in self._answer.closing():
-            yield _event(chunk)
-        yield b"data: [DONE]\n\n"
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    told = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {told}\n\n".encode()
+            closing = self._answer.failed(refusal_of(error))
+        for event in closing:
+            yield event.encoded()

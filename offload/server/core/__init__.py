@@ -1,0 +1,1 @@
+"""What every protocol shares: bodies, jobs, answers in the making, events, refusals."""

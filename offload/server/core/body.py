@@ -1,0 +1,213 @@
+"""Bodies of requests, field by field, and what they ask of an engine.
+
+A field that is not known is refused by name. What is known and without meaning here, or without
+harm if it is left out, is accepted, and its name is given back in a header.
+"""
+
+import json
+import secrets
+import sys
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+)
+
+from offload.declaration import options_at
+from offload.engine.request import Request
+from offload.errors import did_you_mean, plain_rule
+from offload.sampling_options import Sampling
+from offload.server.core.refusals import MEND, Refusal
+from offload.server.core.tools import NO_TOOLS, Toolbox
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_LARGEST_SEED = 2**63 - 1
+# in the path of an error within a union
+_TYPE_NAMES = {"str", "int", "float", "bool", "dict", "json-or-python"}
+
+Count = Annotated[int, Field(ge=0, le=1 << 31)]
+Ignored = Annotated[Any, Field(exclude=True)]  # it has no meaning here
+Stop = Annotated[str, Field(max_length=1024)]
+Stops = Annotated[list[Stop], Field(max_length=16)]  # each is looked for in every pass
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
+
+
+def _as_list(stop: Any) -> Any:
+    """Return one stop string as a list of it: an error of either form says what is wrong with it."""
+    return ([stop] if stop else None) if isinstance(stop, str) else stop
+
+
+AnyStops = Annotated[
+    Stops | None, BeforeValidator(_as_list, json_schema_input_type=Stop | Stops | None)
+]
+
+
+def _respelt(other: Mapping[Any, Any], value: Any) -> Any:
+    """Return what other servers mean by a number."""
+    is_number = type(value) in (int, float)
+    return other.get(value, value) if is_number else value
+
+
+# what other servers take for "off", or for the least there is
+_SPELT_OTHERWISE: dict[str, dict[float, float]] = {"top_k": {-1: 0}, "top_p": {0: 1e-12}}
+
+
+def _fields() -> dict[str, Any]:
+    """Return the options of drawing that a request may have, each a field that may be left out."""
+    found: dict[str, Any] = {}
+    for name, one in options_at("http", Sampling).items():
+        low, high = one.http_within or (None, None)
+        kind: Any = Annotated[one.kind if one.is_number else float, Field(ge=low, le=high)]
+        value: Any = kind | None if one.is_number else dict[str, kind] | None
+        if name in _SPELT_OTHERWISE:
+            value = Annotated[value, BeforeValidator(partial(_respelt, _SPELT_OTHERWISE[name]))]
+        names = AliasChoices(name, *one.synonyms) if one.synonyms else None
+        found[name] = (value, Field(default=None, validation_alias=names))
+    return found
+
+
+Drawing = create_model("Drawing", __config__=STRICT, **_fields())
+
+
+class Body(Drawing):  # type: ignore[misc, valid-type]
+    """What a request of any protocol has, and what the core asks of it."""
+
+    prompt_field: ClassVar[str]  # what has no room names it
+    tags: ClassVar[Set[str]] = frozenset()  # kinds of parts, which are no fields in a path
+    renamed: ClassVar[Mapping[str, str]] = {}  # fields of older clients, with today's names
+
+    model: str | None = None
+    stream: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def schema_field(self) -> str:
+        """Return the field whose schema an answer must keep."""
+        return "tools"
+
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that were given and change nothing."""
+        known = type(self).model_fields
+        given = (name for name in self.model_fields_set if known[name].exclude)
+        return sorted(name for name in given if getattr(self, name) is not None)
+
+    def told_template(self) -> dict[str, tuple[str, Any]]:
+        """Return variables that fields set in a template, each with its field and its value."""
+        return {}
+
+    def ignored_by(self, source: str) -> list[str]:
+        """Return what is ignored, with what a template of this source does not know."""
+        told = self.told_template().items()
+        return sorted({*self.ignored, *(field for name, (field, _) in told if name not in source)})
+
+    @property
+    def wants_thoughts(self) -> bool | None:
+        """Return whether the model is to think, where its template has a switch; None leaves it."""
+        return None
+
+    def toolbox(self) -> Toolbox:
+        """Return the functions that the model may call. Raises `Refusal`."""
+        return NO_TOOLS
+
+    def requests(self, usual: Sampling) -> list[Request]:
+        """Return what is asked for, a request for each prompt; `usual` holds where nothing is said.
+
+        Raises `Refusal` and `UserError`.
+        """
+        raise NotImplementedError
+
+    def _request(self, usual: Sampling, num_new: int | None, **fields: Any) -> Request:
+        """Return a request with what all bodies say; without a limit a text has all the room."""
+        return Request(
+            sampling=self._sampling(usual),
+            max_new_tokens=sys.maxsize if num_new is None else num_new,
+            is_clipped=num_new is None,
+            **fields,
+        )
+
+    def _sampling(self, usual: Sampling) -> Sampling:
+        given: dict[str, Any] = {}
+        for name, one in options_at("http", Sampling).items():
+            value = getattr(self, name)
+            if value not in (None, {}):
+                given[one.name] = value
+        if biases := given.get("logit_bias"):
+            try:
+                given["logit_bias"] = [(int(token), number) for token, number in biases.items()]
+            except ValueError:
+                rule = "its keys must be ids of tokens"
+                raise Refusal.of_value("logit_bias", rule, "give numbers") from None
+        seed = secrets.randbelow(_LARGEST_SEED) if self.seed is None else self.seed & _LARGEST_SEED
+        return replace(usual, **{**given, "seed": seed})
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """Return a body that came over the wire. Raises `Refusal` for bad JSON and wrong fields."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        first = min(found, key=lambda one: one["type"] != "extra_forbidden")
+        raise _refusal(first, kind) from None
+
+
+def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
+    known = kind.model_fields
+    path = ""
+    is_stranger = error["type"] == "extra_forbidden"
+    before: Any = None
+    for step in error["loc"]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not (isinstance(before, int) and step in kind.tags) and (
+            is_stranger or (step not in _TYPE_NAMES and "[" not in step)
+        ):
+            path += f".{step}"
+        before = step
+    param = path[1:][:80] or None
+    what = error["msg"]
+    match error["type"]:
+        case "json_invalid":
+            what = what.removeprefix("Invalid JSON: ")
+            return Refusal(400, f"The body must be JSON in UTF-8 ({what}): mend it")
+        case "extra_forbidden":
+            meant = did_you_mean(str(param), known) if len(error["loc"]) == 1 else ""
+            if param in kind.renamed:
+                meant = f": give '{kind.renamed[str(param)]}' instead"
+            return Refusal.of_stranger(str(param), meant)
+        case "missing":
+            message = f"Missing required parameter: '{param}': give it"
+            return Refusal(400, message, param=param, code="missing_required_parameter")
+        case "union_tag_invalid" | "union_tag_not_found":
+            # pydantic ends its words with the kinds that there are
+            kinds = what.rpartition("expected tags: ")[2] if "expected tags: " in what else ""
+            what = f"it must have a type that is read here{kinds and f', {kinds}'}"
+    what = f"it {plain_rule(what)}" if plain_rule(what) else what
+    value = error["input"]
+    if isinstance(value, dict) and "union_tag" in error["type"]:
+        value = value.get("type", value)
+    got = "" if isinstance(value, list | dict) else f", got {json.dumps(value):.80}"
+    field = known.get(error["loc"][0]) if path else None
+    is_needed = not path or (field is not None and field.is_required())
+    remedy = "mend it" if is_needed else MEND
+    message = f"Invalid value for {(param and repr(param)) or 'the body'}: {what}{got}: {remedy}"
+    return Refusal(400, message, param=param, code="invalid_value")

@@ -1,0 +1,135 @@
+"""From a body to its jobs: what a request asks of the engine is submitted, all of it or nothing.
+
+Invariant: whatever fails before an answer is made cancels every job.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from offload.engine.conversation import template_source, words_of
+from offload.engine.job import Job
+from offload.engine.request import NoRoom, Request, samples_of
+from offload.engine.service import Engine
+from offload.errors import UserError
+from offload.server.core.answer import Answer, TokenNames
+from offload.server.core.body import Body
+from offload.server.core.refusals import Refusal
+from offload.server.settings import ServerSettings
+
+AnswerKind = Callable[[Any, list[Job], TokenNames, str], Answer]
+
+
+class RouteContext(NamedTuple):
+    """What a route answers with."""
+
+    engine: Engine
+    settings: ServerSettings
+    names: TokenNames
+
+    def answer(self, body: Body, kind: AnswerKind) -> Answer:
+        """Submit what is asked for; return the answer in the making."""
+        jobs = submit(self.engine, self.settings, body)
+        try:
+            return kind(body, jobs, self.names, self.settings.model_id)
+        except BaseException:
+            _cancel(jobs)
+            raise
+
+    def ignored(self, body: Body) -> list[str]:
+        """Return the names of fields that change nothing."""
+        tokenizer = self.engine.decoder.tokenizer
+        ignored = body.ignored_by(template_source(tokenizer))
+        if body.wants_thoughts is not None and words_of(tokenizer).thinking is None:
+            ignored.append("thinking")
+        return ignored
+
+
+class Route(NamedTuple):
+    """A path of a protocol: what it reads, and what it makes of that, an answer or an object."""
+
+    body: type[Body]
+    reply: Callable[[RouteContext, Any], Answer | dict[str, Any]]
+
+    @classmethod
+    def of(cls, body: type[Body], kind: AnswerKind) -> "Route":
+        """Return the route that submits a body and answers in this kind."""
+        return cls(body, lambda context, asked: context.answer(asked, kind))
+
+
+def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Job]:
+    """Submit each choice of each prompt, or none of them; return their jobs.
+
+    Raises `Refusal` and `UserError`.
+    """
+    num_texts = body.num_choices * body.num_prompts
+    # before anything is made of them, for more texts than could ever be served
+    if num_texts > engine.most_requests:
+        rule = f"this server takes {engine.most_requests} texts in one request, got {num_texts}"
+        param = "n" if body.num_choices > 1 else body.prompt_field
+        raise Refusal.of_value(param, rule, "ask for fewer")
+    try:
+        checked = prepare(engine, settings, body)
+    except NoRoom as error:
+        raise _refuse_length(error, body.prompt_field) from None
+    jobs = list[Job]()
+    try:
+        for request in checked:
+            for sample in samples_of(request, body.num_choices):
+                jobs.append(engine.submit(sample))
+    except BaseException:
+        _cancel(jobs)
+        raise
+    return jobs
+
+
+def prepare(engine: Engine, settings: ServerSettings, body: Body) -> list[Request]:
+    """Return the requests of a body, checked. Raises `Refusal`, `NoRoom` and other `UserError`s."""
+    try:
+        requests = body.requests(settings.sampling)
+        think = body.wants_thoughts
+        if think is not None and words_of(engine.decoder.tokenizer).thinking is not None:
+            requests = [replace(request, think=think) for request in requests]
+        requests = [engine.prepare(request) for request in requests]
+        require_tools(engine, body)
+    except NoRoom:
+        raise
+    except UserError as error:
+        # by the name that the client knows
+        if (schema := "`json_schema`") not in str(error):
+            raise
+        message = str(error).replace(schema, f"`{body.schema_field}`")
+        raise Refusal(400, message, param=body.schema_field) from None
+    return requests
+
+
+def _cancel(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.cancel()
+
+
+def _refuse_length(error: NoRoom, field: str) -> Refusal:
+    """Return the refusal of a prompt that has no room, in the words that clients look for."""
+    wanted = "" if error.num_new is None else f" and {error.num_new} in the completion"
+    message = (
+        f"This model's maximum context length is {error.context} tokens, but you asked for "
+        f"{error.num_prompt} tokens in the {field}{wanted}: "
+        f"shorten the {field} or lower `max_tokens`"
+    )
+    return Refusal(400, message, code="context_length_exceeded", param=field)
+
+
+def require_tools(engine: Engine, body: Body) -> None:
+    """Raise `Refusal` where the model is told of no tools, or its calls could not be read."""
+    toolbox = body.toolbox()
+    if toolbox.is_forced or not toolbox.told:
+        return
+    words = words_of(engine.decoder.tokenizer)
+    if not words.knows_tools:
+        rule = "the model's chat template does not tell the model of tools"
+    elif words.calls is None and not words.is_harmony:
+        rule = "the model's chat template writes calls in no form that is known here"
+    else:
+        return
+    remedy = "leave it out, or force a call by 'tool_choice', which a grammar keeps"
+    raise Refusal(400, f"'tools' cannot be used: {rule}: {remedy}", param="tools")
