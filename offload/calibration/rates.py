@@ -1,8 +1,8 @@
 """How fast a CPU multiplies, and its link reads, as far as the rows of a prompt's pass depend on it.
 
 This is asked before memory is planned. For a GPU usual rates are taken, see `memory.prompt_rows`.
-A rate of products is kept on disk, so that a plan of what is known imports no torch. Who loads has
-torch anyway and measures: the fastest that was ever measured stays, for a busy second only slows.
+A rate of products is kept on disk, so that a plan of what is known imports no torch. What loads
+has torch anyway and measures: the fastest rate of all stays, for a busy second only slows.
 """
 
 import sys
@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +19,7 @@ import msgspec
 from offload.calibration import link
 from offload.checkpoint.checkpoint import ModelFiles, compute_dtype_name
 from offload.checkpoint.files import cache_folder, read_small, write_whole
+from offload.checkpoint.spec import versions
 from offload.errors import UserError
 from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryBudget, Rates
@@ -88,14 +88,8 @@ def with_rates(
 
 def known_flops_per_s(dtype: str, num_threads: int) -> float:
     """Return the rate of a CPU's products: as it is kept, or measured where torch is there anyway."""
-    own = ("offload", "torch")
-    conditions = (
-        cpu_name(),
-        f"{num_cores()} cores",
-        f"{num_threads} threads",
-        dtype,
-        *(f"{package} {version(package)}" for package in own),
-    )
+    cores = f"{num_cores()} cores"
+    conditions = (cpu_name(), cores, f"{num_threads} threads", dtype, *versions())
     path = _rate_file(conditions)
     kept = _kept_rate(path, conditions)
     if kept and "torch" not in sys.modules:

@@ -89,7 +89,7 @@ def expert_shape(
 def chosen_experts(checkpoint: Checkpoint) -> tuple[int, int]:
     """Return E and k of a layer; zeros where every row is multiplied with every expert."""
     counts = [(spec.num_experts, spec.num_chosen) for spec in checkpoint.layers]
-    return max((one for one in counts if all(one)), default=(0, 0))
+    return max(filter(all, counts), default=(0, 0))
 
 
 def _records(

@@ -161,7 +161,7 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     kept = _kept_sizes(checkpoint, item_bytes)
     # others would expand their weights for each part
     is_in_parts = not coded and checkpoint.held is None
-    is_in_parts = is_in_parts and all(one.feed_forward == PLAIN for one in checkpoint.layers)
+    is_in_parts = is_in_parts and all(layer.feed_forward == PLAIN for layer in checkpoint.layers)
     inner_bytes = item_bytes * _INNER_COPIES * sizes.get("intermediate_size", 0)
     layer_weights = sum(map(_num_weights, decoder_layers))
     # transformers keeps some of T5 in float32 where float16 is asked for

@@ -32,14 +32,15 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @cache
-def _versions() -> tuple[str, ...]:
-    found = []
+def versions() -> tuple[str, ...]:
+    """Return the versions on which what is kept depends: of this program and of its libraries."""
+    names = [str(_FORM)]
     for package in ("offload", "transformers", "torch"):
         try:
-            found.append(version(package))
+            names.append(version(package))
         except PackageNotFoundError:  # a checkout that was not installed
-            found.append("")
-    return (str(_FORM), *found)
+            names.append("")
+    return tuple(names)
 
 
 class LayerSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +83,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         text_sizes: sizes of the language model that a config leaves to its family.
     """
 
-    versions: tuple[str, ...] = msgspec.field(default_factory=_versions)
+    versions: tuple[str, ...] = msgspec.field(default_factory=versions)
     layers: tuple[LayerSpec, ...] = ()
     is_checked: bool = False
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -110,7 +111,7 @@ def kept_spec(key: str) -> ModelSpec | None:
     except (OSError, ValueError, UserError):
         return None
     is_known = all(dtype in PLAIN_OF for dtype, _ in spec.tensors.values())
-    return spec if spec.versions == _versions() and is_known else None
+    return spec if spec.versions == versions() and is_known else None
 
 
 def keep_spec(key: str, spec: ModelSpec) -> ModelSpec:

@@ -46,8 +46,8 @@ def check_setup(
     if needs_text and headers[0] is not None:
         _require_tokenizer(headers[0])
     if len(here) == len(headers) and options.ranks is None:
-        models = [one for one in options.files_of(here) if one is not None]
-        described = [one for one in map(known_layers, models) if one is not None]
+        models = [model for model in options.files_of(here) if model is not None]
+        described = [model for model in map(known_layers, models) if model is not None]
         if len(described) == len(models) and is_host(options.device):
             files = ModelFiles(*described)
             setup = resolve_files(files, options, host_for(options.gpu_memory))

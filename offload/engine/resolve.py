@@ -85,8 +85,8 @@ def resolve(
 
 def _specified_files(options: LoadOptions, headers: Sequence[Checkpoint]) -> ModelFiles:
     """Return both models with what is known of their layers. Raises `UserError`."""
-    files = [one for one in options.files_of(headers) if one is not None]
-    return ModelFiles(*(known_layers(one) or specified(one) for one in files))
+    models = [model for model in options.files_of(headers) if model is not None]
+    return ModelFiles(*(known_layers(model) or specified(model) for model in models))
 
 
 def resolve_files(

@@ -249,8 +249,8 @@ def _check_states(file: Any, part: str, identities: Identities, num_tokens: int)
         return
     layers = checkpoint.layers
     computed = PLAIN_OF[identities.dtypes[part]]
-    own = [index for index, layer in enumerate(layers) if any(layer.keys)]
-    ensure(kept == own, f"{part} has {len(own)} layers with keys and values, not {kept}")
+    keeping = [index for index, layer in enumerate(layers) if any(layer.keys)]
+    ensure(kept == keeping, f"{part} has {len(keeping)} layers with keys and values, not {kept}")
     states = dict[str, tuple[list[int], str]]()
     for index, layer in enumerate(layers):
         if layer.states and layer.states.num_taps > 1:
@@ -274,8 +274,10 @@ def _check_states(file: Any, part: str, identities: Identities, num_tokens: int)
             header = file.get_slice(_name(part, kind, index))
             shape = header.get_shape()
             is_sound = header.get_dtype() == computed.name and shape == [1, heads, num_kept, head]
-            told = f"{part}.{kind}.{index} has shape {shape} and type {header.get_dtype()}"
-            ensure(is_sound, told)
+            ensure(
+                is_sound,
+                f"{part}.{kind}.{index} has shape {shape} and type {header.get_dtype()}",
+            )
 
 
 def _kept_layers(file: Any, part: str) -> list[int]:

@@ -141,9 +141,10 @@ def experts_of(block: nn.Module) -> tuple[int, int]:
 
     Zeros for a layer whose rows are all multiplied with all of its experts, if it has any.
     """
-    modules: Any = filter(_are_experts, block.modules())
-    counts = ((int(one.num_experts), int(vars(one).get("num_chosen", 0))) for one in modules)
-    return next(counts, (0, 0))
+    experts: Any = next(filter(_are_experts, block.modules()), None)
+    if experts is None:
+        return 0, 0
+    return int(experts.num_experts), int(vars(experts).get("num_chosen", 0))
 
 
 class RoutedExperts(NamedTuple):
