@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import quantised
 import torch
 from matrix import matrix
 from plans import plan_memory
-from quantised import RECIPES, Quantised, save_quantised
+from quantised import RECIPES, Quantised, Recipe, Stored, compressed, save_quantised
 from safetensors.torch import load_file, save_file
 from test_families import config_of, tiny_model
 from test_tiny import prompts, reference
@@ -44,6 +45,36 @@ def expanded(model: Quantised, plain: Path, directory: Path) -> Path:
     weights = {name: tensor.clone().contiguous() for name, tensor in model.weights.items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+@pytest.mark.parametrize("groups", [(None, None), (64, 32)])
+def test_groups_that_both_fit_by_shape_are_told_by_the_models_width(
+    groups: tuple[int | None, int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Int4 in groups of 64 and int8 in groups of 32 have as many words and scales, and so have both by rows."""
+    plain = save(build(FAMILIES["llama"]()), tmp_path / "plain")
+    stores = {bits: compressed(bits, group) for bits, group in zip((4, 8), groups, strict=True)}
+    config = json.loads(json.dumps(RECIPES["ct-w8"].config))
+    ((_, usual),) = config["config_groups"].items()
+    strategy = "channel" if groups[0] is None else "group"
+    config["config_groups"] = {
+        f"group_{bits}": usual
+        | {"weights": {**usual["weights"], "num_bits": bits, "group_size": group, "strategy": strategy}}
+        for bits, group in zip((4, 8), groups, strict=True)
+    }
+
+    def store(key: str, tensor: Tensor, recipe: Recipe) -> Stored | None:
+        bits = 8 if "down_proj" in key or "k_proj" in key else 4
+        return stored_as(key, tensor, recipe._replace(store=stores[bits]))
+
+    stored_as = quantised._store
+    monkeypatch.setattr(quantised, "_store", store)
+    monkeypatch.setitem(RECIPES, "both", Recipe(config, stores[4]))  # type: ignore[arg-type]
+    model = save_quantised(plain, "both", tmp_path / "quantised")
+    prompt = prompts()[1]
+    wanted = reference(expanded(model, plain, tmp_path / "expanded"), prompt, 16)
+    with offload.load(model.directory, ram="1GiB", context=128, threads=1) as decoder:
+        assert decoder.generate(prompt, max_new_tokens=16).token_ids == wanted
 
 
 @matrix("format,family", ROWS, daily=4)

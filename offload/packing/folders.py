@@ -76,7 +76,11 @@ def check_unpack(model: Path, destination: Path) -> dict[str, Any]:
 def made_from(checkpoint: Checkpoint, beside: str | None = None) -> dict[str, Any]:
     """Return what identifies a packed model's source, and shows that it was written to."""
     files = {
-        path.name: {"num_bytes": stamp.num_bytes, "written_ns": stamp.written_ns}
+        path.name: {
+            "num_bytes": stamp.num_bytes,
+            "written_ns": stamp.written_ns,
+            "changed_ns": stamp.changed_ns,
+        }
         for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True)
     }
     source = str(checkpoint.directory.resolve())

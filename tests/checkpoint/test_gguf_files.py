@@ -369,7 +369,11 @@ def test_several_models_in_a_folder_are_refused_by_name(sound: Path, tmp_path: P
         write_gguf(MODELS["qwen3"](), tmp_path / f"m-{kind}.gguf", kind)
     with pytest.raises(UserError, match=r"several GGUF models \(m-Q4_0.gguf, m-Q8_0.gguf\): give the path of one"):
         open_headers(tmp_path)
-    (tmp_path / "m-Q4_0.gguf").rename(tmp_path / "mmproj-m.gguf")
-    assert open_headers(tmp_path).directory.name == "m-Q8_0.gguf"
+    other = tmp_path / "m-Q4_0.gguf"
+    for name in ("mmproj-m.gguf", "m-mmproj-F16.gguf"):
+        other = other.rename(tmp_path / name)
+        assert open_headers(tmp_path).directory.name == "m-Q8_0.gguf"
+    (tmp_path / "m-Q8_0.gguf").rename(tmp_path / "m-Q8_0.GGUF")
+    assert open_headers(tmp_path).directory.name == "m-Q8_0.GGUF"
     with pytest.raises(UserError, match="`config` goes with a model in a GGUF file"):
         open_headers(sound, sound)

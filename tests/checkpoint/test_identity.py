@@ -1,12 +1,16 @@
 """A model is taken for the same where its weights are the same to the last byte, and for another where anything is."""
 
 import json
+import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +27,15 @@ from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved, same_model
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.open import open_checkpoint, open_headers
+from offload.cli.batch_file import ResultsFile
+from offload.distributed.join import require_same_weights
+from offload.engine import session
 from offload.engine.identities import Identities
-from offload.errors import ReadError
+from offload.engine.session import check_session
+from offload.errors import ReadError, UserError
+from offload.planning.profile import Identity as ProfileIdentity
+from offload.planning.profile import Machine, require_same_run
+from offload.sampling_options import Sampling
 from offload.streaming import summing
 from offload.streaming.summing import BlockSum, with_sum
 
@@ -279,34 +290,36 @@ def _stored(name: str, tmp_path: Path) -> Path:
     return plain
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_no_structure_of_an_edit_hides_it(name: str, tmp_path: Path) -> None:
-    """Twenty edits of each format, to some of which sums of columns are blind."""
+@pytest.fixture
+def edited(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Checkpoint, Iterator[np.ndarray]]:
+    """A stored model, and twenty others that an edit makes of it, to some of which sums of columns are blind."""
+    name = request.param
     checkpoint = open_headers(_stored(name, tmp_path))
     (path,) = checkpoint.shards
-    content, draws = np.fromfile(path, np.uint8), np.random.default_rng(51)
-    whole = sum_of(checkpoint, content, [(0, len(content))])
+    return checkpoint, _edits(checkpoint, np.fromfile(path, np.uint8), 4 if name == "float32" else 2)
+
+
+def _edits(checkpoint: Checkpoint, content: np.ndarray, item_bytes: int) -> Iterator[np.ndarray]:
+    draws = np.random.default_rng(51)
     large = sorted(
         {(entry.lo, entry.hi, len(entry.shape) and entry.shape[0]) for _, entry in checkpoint.stored_entries}
     )
     large = [(lo, hi, num_rows) for lo, hi, num_rows in large if hi - lo >= 4 * BLOCK_BYTES and num_rows > 1]
-    sums = [whole]
     for turn in range(18):
         lo, hi, num_rows = large[int(draws.integers(len(large)))]
         other = content.copy()
         num_rows = num_rows if (hi - lo) % num_rows == 0 else 1
-        EDITS[turn % len(EDITS)](other[lo:hi].reshape(num_rows, -1), 4 if name == "float32" else 2, draws)
+        EDITS[turn % len(EDITS)](other[lo:hi].reshape(num_rows, -1), item_bytes, draws)
         assert (other != content).any()
-        sums.append(sum_of(checkpoint, other, [(0, len(other))]))
+        yield other
     (first_lo, first_hi), (second_lo, second_hi) = _twins(checkpoint)
     moved = content.copy()
     moved[first_lo:first_hi], moved[second_lo:second_hi] = content[second_lo:second_hi], content[first_lo:first_hi]
-    sums.append(sum_of(checkpoint, moved, [(0, len(moved))]))
+    yield moved
     lo = -(-large[0][0] // BLOCK_BYTES) * BLOCK_BYTES
     turned = content.copy()
     turned[lo : lo + 2 * BLOCK_BYTES] = np.roll(content[lo : lo + 2 * BLOCK_BYTES], BLOCK_BYTES)
-    sums.append(sum_of(checkpoint, turned, [(0, len(turned))]))
-    assert len(set(sums)) == 21 and None not in sums
+    yield turned
 
 
 def _twins(checkpoint: Checkpoint) -> list[tuple[int, int]]:
@@ -314,6 +327,74 @@ def _twins(checkpoint: Checkpoint) -> list[tuple[int, int]]:
     by_name = {name: (entry.lo, entry.hi) for name, entry in checkpoint.stored_entries if entry.num_bytes > 256}
     name = next(own for own in sorted(by_name) if re.search(r"(layers|blk)\.0\..*(q_proj|attn_q)", own))
     return [by_name[name], by_name[re.sub(r"\.0\.", ".1.", name, count=1)]]
+
+
+@pytest.mark.parametrize("edited", FORMATS, indirect=True)
+def test_no_structure_of_an_edit_hides_it(edited: tuple[Checkpoint, Iterator[np.ndarray]]) -> None:
+    checkpoint, others = edited
+    content = np.fromfile(checkpoint.shards[0], np.uint8)
+    sums = [sum_of(checkpoint, one, [(0, len(one))]) for one in (content, *others)]
+    assert len(set(sums)) == 21 and None not in sums
+
+
+def _doors(told: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoint], object]]:
+    """Return what goes on with another run's results, session, weights or profile, or raises `UserError`."""
+    machine = Machine(cpu="a", num_cores=1, torch="2", dtype="float32", device="cpu")
+
+    def results(checkpoint: Checkpoint) -> None:
+        kept = ResultsFile("o.jsonl", print)
+        parsed = ModelIdentity.parse(json.loads(json.dumps(told.as_dict())))
+        assert parsed is not None
+        kept.models = {1: parsed}
+        kept.require(Identities(ModelFiles(checkpoint, None)).difference)
+
+    def gone_on_with(checkpoint: Checkpoint) -> None:
+        identities = Identities(ModelFiles(checkpoint, None), dtype="float32")
+        check_session(session, identities, SimpleNamespace(context=99))  # type: ignore[arg-type]
+
+    def ranks(checkpoint: Checkpoint) -> None:
+        mine = identity_of(checkpoint)
+        require_same_weights([told.proofs, mine.proofs], is_final=False)
+        if not proved(told.proofs, mine.proofs):
+            require_same_weights([told.proofs, with_sum(checkpoint, mine).proofs], is_final=True)
+
+    def profile(checkpoint: Checkpoint) -> None:
+        greedy = Sampling()
+        mine = replace(
+            ProfileIdentity.of(checkpoint, checkpoint, greedy, "match", machine),
+            proofs=dict.fromkeys(("target", "draft"), with_sum(checkpoint, identity_of(checkpoint)).proofs),
+        )
+        made = replace(mine, target=told.digest, draft=told.digest, proofs=dict.fromkeys(mine.proofs, told.proofs))
+        require_same_run(SimpleNamespace(identity=made), mine, Path("p.json"))  # type: ignore[arg-type]
+
+    return {"results": results, "session": gone_on_with, "ranks": ranks, "profile": profile}
+
+
+@pytest.mark.parametrize("edited", FORMATS, indirect=True)
+def test_no_edit_passes_a_door(edited: tuple[Checkpoint, Iterator[np.ndarray]], tmp_path: Path) -> None:
+    """In place and with the old times, as archives have them: twenty of each of ten formats."""
+    checkpoint, others = edited
+    (path,), folder = checkpoint.shards, checkpoint.directory
+    before = path.stat()
+    told = with_sum(checkpoint, identity_of(checkpoint))
+    notes = {"target": json.dumps(told.as_dict()), "target_dtype": "float32", "draft": "", "draft_dtype": ""}
+    notes |= {"format": session._FORMAT, "messages": "null", "num_turns": "0"}
+    session.write_tensors(tmp_path / "kept", notes, {"tokens": torch.arange(4)})
+    doors = _doors(told, tmp_path / "kept")
+    for open_door in doors.values():
+        open_door(open_headers(folder))
+    accepted = []
+    for number, other in enumerate(others):
+        with path.open("r+b") as file:
+            file.write(other.tobytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        now = path.stat()
+        assert (now.st_ino, now.st_size, now.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+        for name, open_door in doors.items():
+            with suppress(UserError):
+                open_door(open_headers(folder))
+                accepted.append((name, number))
+    assert number == 19 and not accepted
 
 
 def test_equal_times_of_an_archive_do_not_hide_another_model(folder: Path) -> None:

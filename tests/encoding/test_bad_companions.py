@@ -126,6 +126,14 @@ BAD: list[tuple[str, str, Change, str]] = [
 ]  # fmt: skip
 
 
+def test_scales_of_joined_matrices_name_the_way_out() -> None:
+    """Those of q, k and v in one matrix: a new download would have three as well."""
+    tensors = dict(RECIPES["fp8-channel"].store(random_weight(*SHAPE)).tensors)
+    tensors[".weight_scale"] = torch.ones(3)
+    with pytest.raises(ValueError, match="in which matrices with scales of their own are stored apart"):
+        expanded(tensors, RECIPES["fp8-channel"].config, SHAPE)
+
+
 @pytest.mark.parametrize(("name", "suffix", "change", "said"), BAD)
 def test_contradictions_are_refused(name: str, suffix: str, change: Change, said: str) -> None:
     weight = random_weight(*SHAPE)

@@ -6,7 +6,7 @@ import shutil
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +416,28 @@ def test_states_that_disagree_with_the_config_are_refused(changes: dict[str, int
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(offload.UserError, match=r"linear_attn\..* must have shape .* do not belong together"):
         offload.load(tmp_path / "model", ram="1GiB", context=64, threads=1)
+
+
+CHUNKED = [kind for kind, sizes in HYBRIDS.items() if any("chunk_size" in name for name in sizes)]
+
+
+@pytest.mark.parametrize("kind", CHUNKED)
+def test_a_chunk_size_that_is_nonsense_changes_no_text(kind: str, tmp_path: Path) -> None:
+    """Only the library's way to read a prompt uses it: such a model runs, or is refused before it does."""
+    model = save(tiny_model(config_of(kind)), tmp_path / "model")
+    path = model / "config.json"
+    whole = json.loads(path.read_text())
+    (name,) = (key for key in HYBRIDS[kind] if key.endswith("chunk_size"))
+
+    def text() -> list[int]:
+        with offload.load(model, ram="1GiB", **{**_HOW, "tree": "none"}) as decoder:
+            return decoder.generate(random_ids(40), max_new_tokens=6).token_ids
+
+    wanted = text()
+    for size in (0, -1, 1 << 31, 1 << 40, 1 << 63):
+        path.write_text(json.dumps(whole | {name: size}))
+        with suppress(offload.UserError):
+            assert text() == wanted, size
 
 
 def test_an_unknown_kind_of_layer_is_named(tmp_path: Path) -> None:
