@@ -28,7 +28,7 @@ from tiny import FAMILIES, SIZES, build, save, save_reciter
 from transformers import MixtralConfig
 
 import offload
-from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.open import open_checkpoint, open_headers
 from offload.checkpoint.small_files import check_tokenizer_files
 from offload.engine.request import Request
 from offload.engine.tokenizer import load_tokenizer
@@ -336,7 +336,7 @@ def _gguf(place: Path) -> Acts:
     sound = gguf("Q8_0")(place)
     damaged = place / "damaged.gguf"
     damaged.write_bytes(b"html" + sound.read_bytes()[4:])
-    return Acts(lambda: open_checkpoint(damaged), lambda: open_checkpoint(sound))
+    return Acts(lambda: open_headers(damaged), lambda: open_headers(sound))
 
 
 def _broken_tokenizer(place: Path) -> Acts:
