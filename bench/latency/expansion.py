@@ -61,7 +61,13 @@ def samples(num_rows: int, num_columns: int, device: torch.device | str = "cpu")
 
     random = torch.Generator().manual_seed(0)
     made = [*_in_rows(random, num_rows, num_columns), *_in_runs(random, num_rows, num_columns)]
-    return [one._replace(arguments=tuple(map(sent, one.arguments))) for one in made]
+    return [
+        one._replace(
+            arguments=tuple(map(sent, one.arguments)),
+            named={name: sent(value) for name, value in one.named.items()},
+        )
+        for one in made
+    ]
 
 
 def _words(random: torch.Generator, *shape: int) -> Tensor:
@@ -88,6 +94,20 @@ def _in_rows(random: torch.Generator, num_rows: int, num_columns: int) -> Iterat
     # words of eight numbers of a column
     packed = _words(random, num_columns // 8, 4 * num_rows).view(torch.int32).t()
     yield integers("int4, GPTQ", packed, 4, scales(num_groups, torch.float16))
+    scale_NG = scales(num_columns // SMALL_GROUP, torch.bfloat16)
+    added_NG = scales(num_columns // SMALL_GROUP, torch.bfloat16)
+    packed = _words(random, num_rows, num_columns // 2).view(torch.int32)
+    mlx_arguments = (packed, 4, scale_NG, None, SMALL_GROUP)
+    yield Sample("int4, MLX", "integers", mlx_arguments, shape, {"added_NG": added_NG})
+    # a stream of 3 bits down each column
+    packed = _words(random, 3 * num_columns // 32, 4 * num_rows).view(torch.int32).t()
+    zero_NG = _words(random, num_rows, num_groups).bitwise_and_(7).to(torch.int8)
+    gptq_arguments = (packed, 3, scales(num_groups, torch.float16), zero_NG, GROUP)
+    yield Sample("int3, GPTQ", "integers", gptq_arguments, shape)
+    exponent_NG = _words(random, num_rows, num_columns // 32).bitwise_and_(0x7F)
+    levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
+    mx = (weight_NK, exponent_NG, (1, 32))
+    yield Sample("mxfp8", "float8", mx, shape, {"levels": levels})
     yield integers("int8, rows", _words(random, *shape).view(torch.int8), 8, scales(1))
     packed = _words(random, num_columns, num_rows // 2).view(torch.int32).t()
     scale_NG = scales(num_groups, torch.float16)

@@ -1,4 +1,4 @@
-"""Seconds of a pass and of a token in bf16, fp8, int4 and packed.
+"""Seconds of a pass and of a token in bf16, fp8, int4, AWQ, MLX and packed.
 
 Every layer is streamed. Formats take turns, round after round, because disks drift. A quantised
 target is a model of its own: its tokens are proved by those of a run without a tree, and no draft
@@ -7,6 +7,7 @@ was trained for it. It is rounded to nearest, for speed alone.
 
 import json
 import shutil
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,6 +58,43 @@ def fp8(weight_NK: Tensor) -> dict[str, Tensor]:
     return {"weight": codes.flatten(2).flatten(0, 1), "weight_scale_inv": scale}
 
 
+def _in_groups(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (N, K) of 0 to 15, and for each group of 128 along K the step and the least."""
+    groups_NGg = weight_NK.float().unflatten(1, (-1, _GROUP))
+    least_NG = groups_NGg.amin(-1)
+    step_NG = ((groups_NGg.amax(-1) - least_NG) / 15).clamp(min=1e-8)
+    codes = ((groups_NGg - least_NG[..., None]) / step_NG[..., None]).round().clamp(0, 15)
+    return codes.flatten(1).int(), step_NG, least_NG
+
+
+def _words(code_KN: Tensor, order: Sequence[int]) -> Tensor:
+    """Return int32 words of eight codes along the last dimension, the first one of `order` lowest."""
+    shift_8 = torch.arange(0, 32, 4, dtype=torch.int32)
+    return (code_KN.unflatten(-1, (-1, 8))[..., list(order)] << shift_8).sum(-1, dtype=torch.int32)
+
+
+def awq(weight_NK: Tensor) -> dict[str, Tensor]:
+    """Return words as AWQ has them (gemm): eight rows to a word, turned, with zero points."""
+    code_NK, step_NG, least_NG = _in_groups(weight_NK)
+    zero_NG = (-least_NG / step_NG).round().clamp(0, 15).int()
+    return {
+        "qweight": _words(code_NK.t(), _AWQ_ORDER),
+        "qzeros": _words(zero_NG.t(), _AWQ_ORDER),
+        "scales": step_NG.t().contiguous().half(),
+    }
+
+
+def mlx(weight_NK: Tensor) -> dict[str, Tensor]:
+    """Return words as MLX has them (affine), with a bias for each group."""
+    code_NK, step_NG, least_NG = _in_groups(weight_NK)
+    return {
+        "weight": _words(code_NK, range(8)).view(torch.uint32),
+        "scales": step_NG.bfloat16(),
+        "biases": least_NG.bfloat16(),
+    }
+
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _INT4_WEIGHTS = {
     **{"num_bits": 4, "type": "int", "strategy": "group"},
     **{"group_size": _GROUP, "symmetric": True},
@@ -71,7 +109,15 @@ _FP8: dict[str, Any] = {
     "weight_block_size": [_BLOCK, _BLOCK],
     "activation_scheme": "dynamic",
 }
-FORMATS = {"int4": (int4, _INT4), "fp8": (fp8, _FP8)}
+_AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": _GROUP,
+    "zero_point": True,
+    "version": "gemm",
+}
+_MLX: dict[str, Any] = {"group_size": _GROUP, "bits": 4, "mode": "affine"}
+FORMATS = {"int4": (int4, _INT4), "fp8": (fp8, _FP8), "awq": (awq, _AWQ), "mlx": (mlx, _MLX)}
 
 
 def quantised(source: Path, name: str) -> Path:
@@ -108,7 +154,7 @@ def quantised(source: Path, name: str) -> Path:
                 shutil.copyfile(path, scratch / path.name)
         write_tensors(scratch / "model.safetensors", {}, dict(ordered))
         config = json.loads((source / "config.json").read_text())
-        config["quantization_config"] = settings
+        config["quantization" if name == "mlx" else "quantization_config"] = settings
         (scratch / "config.json").write_text(json.dumps(config))
     return folder
 
