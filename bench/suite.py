@@ -25,6 +25,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 # name: what it measures
 MEASURES = {
     "decode": "tokens per second and latencies, for prompts, temperatures, trees and rules",
+    "prompts": "time to the first token of a prompt whose beginning was read before",
     "many": "tokens per second over many texts, written at a time and one after another",
     "peers": "other programs on the same files and prompts in the same memory",
     "passes": "seconds that a forward of target and draft takes by its rows, beside link and memory",

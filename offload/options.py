@@ -16,12 +16,13 @@ from offload.errors import require
 from offload.machine import MAX_THREADS
 from offload.rules import RULES
 from offload.sampling_options import MOST_SAMPLES, Sampling
-from offload.units import ByteSize, Rate
+from offload.units import ByteSize, Rate, parse_cache_size
 
 # A table: what an option is, who takes it, what is said of it.
 # fmt: off
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_DTYPES = ("auto", "fp8", "int8")
 # how routed experts come: one by one as passes need them, or with their layers
 EXPERTS = ("auto", "demand", "layers")
 CHAT_PAIR = Path(__file__).parent / "chat_pair"
@@ -153,6 +154,12 @@ class ModelOptions:
         help=f"type to compute in: {', '.join(DTYPES[:-1])} or {DTYPES[-1]}",
         doc="to compute in; `auto` is the checkpoint's own",
     )
+    kv_dtype: str = option(
+        "--kv-dtype", default=KV_DTYPES[0], metavar="TYPE", choices=KV_DTYPES, commands=(*_RUN, "plan"),
+        help="NOT EXACT with fp8 or int8: the target's keys and values in half the memory, or less",
+        doc="`fp8` or `int8`: the target's keys and values [in half the memory](memory.md#smaller-caches); the "
+        "numbers are no longer the target's own, so the text is NOT exact, but it is one for every tree",
+    )
     draft_dtype: str | None = option(
         "--draft-dtype", metavar="TYPE", commands=_LOAD, group="Guessing",
         help="hold the draft in fewer bits: int8 or int4; default: as it is stored",
@@ -246,7 +253,24 @@ class ModelOptions:
         doc="[texts that are written at a time](many.md), for one pass over the weights; `plan` "
         "counts their memory",
     )
-
+    prompt_cache_ram: str | int = option(
+        "--prompt-cache-ram", default="none", metavar="SIZE", reads=parse_cache_size, commands=(*_RUN, "plan"),
+        help="keep prompts that were read in so much of --ram: a size, none, or auto (what no layer fits into)",
+        differs={"serve": {"default": "auto"}},
+        doc="memory, of `--ram`, for [prompts that were read](server.md#prompts-that-come-again): a size, "
+        "`none`, or `auto`: what no layer fits into, at most an eighth; default: `auto` of `serve`, and "
+        "with `--prompt-cache`",
+    )
+    prompt_cache: PathLike | None = option(
+        "--prompt-cache", kind=Path, metavar="DIR", commands=_RUN,
+        help="keep prompts that were read in a folder, also for later runs",
+        doc="keep what was computed for [prompts](server.md#prompts-that-come-again) in a folder, also for "
+        "later runs; any number of programs may share it",
+    )
+    prompt_cache_size: str | int = option(
+        "--prompt-cache-size", default="8GiB", metavar="SIZE", reads=ByteSize.parse, commands=_RUN,
+        help="how large --prompt-cache may become; what was used least makes room",
+    )
 
     @property
     def budgets(self) -> tuple[str | int | None, str | int | None]:

@@ -69,6 +69,11 @@ class Rate(ByteSize):
         return f"{super().__str__()}/s"
 
 
+def parse_cache_size(given: str | int, flag: str) -> str | ByteSize:
+    """Return a size, or `auto` and `none` as they are. Raises `UserError`."""
+    return given if given in ("auto", "none") else ByteSize.parse(given, flag)  # type: ignore[return-value]
+
+
 def parse_size(given: str | int, flag: str) -> int:
     """Return the bytes of `512MiB`, `1.2GB`, `4G` (decimal) or a number. Raises `UserError`."""
     return int(ByteSize.parse(given, flag))

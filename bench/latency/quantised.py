@@ -22,7 +22,7 @@ from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, Guard, Row, medians, values
 from offload.checkpoint.files import becoming
 from offload.checkpoint.open import open_checkpoint
-from offload.engine.session import write_tensors
+from offload.engine.state_tensors import write_tensors
 from offload.errors import UserError, require
 from offload.packing.pack import pack
 from offload.units import parse_rate

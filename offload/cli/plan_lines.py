@@ -283,8 +283,10 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
         (f"keys and values, {positions}", plan.kv_bytes),
         (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
     ]
+    prompts = ("prompts that were read", plan.prompt_cache_bytes)
     if plan.gpu_bytes is None:
-        return _picture([*computing, ("program", plan.runtime_bytes)], plan.ram_bytes, is_decimal)
+        rows = [*computing, prompts, ("program", plan.runtime_bytes)]
+        return _picture(rows, plan.ram_bytes, is_decimal)
     computing.append(("driver and its libraries", plan.gpu_runtime_bytes))
     num_disk = plan.num_layers_in(LayerTier.DISK)
     num_experts = plan.num_host_expert_slots
@@ -294,6 +296,7 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
         (f"{plan.num_host_layer_slots} slots for {num_disk} layers from disk", slots_bytes),
         (f"{num_experts:,} slots for experts", num_experts * plan.expert_slot_bytes),
         ("embeddings", plan.table_bytes),
+        prompts,
         ("loading", plan.staging_bytes),
         ("program and driver", plan.runtime_bytes),
     ]

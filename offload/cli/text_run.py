@@ -196,5 +196,5 @@ def _result(outcome: Generation | UserError) -> dict[str, object]:
         "sampling": sampling,
         "tokens": {"prompt": outcome.stats.num_prompt_tokens, "new": len(outcome.token_ids)},
         **({} if outcome.logprobs is None else {"logprobs": outcome.logprobs_told()}),
-        **({} if outcome.is_exact else {"lenience": outcome.lenience}),
+        **({} if outcome.lenience == 1 else {"lenience": outcome.lenience}),
     }

@@ -133,7 +133,7 @@ def _check(pair: ModelPair, request: Request) -> None:
     if request.grammar is not None:
         pair.texts.grammars.mask(request.grammar)
     if request.is_kept or request.session is not None:
-        require_sessions(start_ids)
+        require_sessions(start_ids, kv_dtype=plan.kv_dtype)
     if request.session is not None:
         check_session(Path(request.session), pair.identities, plan)
 

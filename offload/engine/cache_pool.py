@@ -6,6 +6,8 @@ Memory is planned for so many texts at a time, each with a set of caches of its 
 import weakref
 from collections.abc import Sequence
 
+from offload.engine.decoder_config import DecoderConfig
+from offload.engine.prefix_cache import open_prefixes
 from offload.engine.sequence import Caches, TokenSequence
 from offload.errors import UserError
 
@@ -19,6 +21,7 @@ class _CacheSet:
         self.caches = caches
         self._returned = list[int]()
         self._last_tokens = list[int]()
+        self.is_kept = True  # by the prefix cache, all of it
         self._holder: weakref.ref[TokenSequence] | None = None
 
     @property
@@ -36,6 +39,7 @@ class _CacheSet:
         self.take_back()
         self.caches.clear(num_kept)
         sequence.hold(self.caches)
+        self.is_kept = False
         self._holder = weakref.ref(sequence, self._forget)
         self._last_tokens = sequence.tokens
 
@@ -51,6 +55,7 @@ class _CacheSet:
         """Note that they were filled with what belongs to these tokens."""
         assert self.holder is None, "a sequence has the caches"
         self._returned = tokens
+        self.is_kept = False
 
     def _forget(self, _: object) -> None:
         self._returned = self._last_tokens
@@ -61,13 +66,22 @@ class CachePool:
 
     Caches are never replaced: captured graphs lie on their buffers, and a text may go on from what
     another one left there. With one set a text that is begun overtakes the one before; with several
-    each text keeps its own until it is released.
+    each text keeps its own until it is released. What sets hold of a text goes to a prefix cache before
+    another text gets them, where `config` wants any.
     """
 
-    def __init__(self, sets: Sequence[Caches], start_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        sets: Sequence[Caches],
+        start_ids: tuple[int, ...] = (),
+        config: DecoderConfig | None = None,
+    ) -> None:
         # the one used last comes last
         self._sets = [_CacheSet(caches) for caches in sets]
         self._start_ids = start_ids
+        self._prefixes = None
+        if config is not None and not start_ids:
+            self._prefixes = open_prefixes(config, [caches.target for caches in sets])
 
     @property
     def caches(self) -> Caches:
@@ -91,9 +105,26 @@ class CachePool:
             num_kept = max(alike)
             own = free[alike.index(num_kept)]
             num_kept = self._copied(own, sequence.tokens, num_kept)
+        self._keep(own)
         own.give(sequence, num_kept)
         self._sets.remove(own)
         self._sets.append(own)
+
+    def fill(self, sequence: TokenSequence) -> None:
+        """Bring what is kept of a text that was lent a set, see `PrefixCache`."""
+        if self._prefixes is not None:
+            self._prefixes.fill(sequence.caches, sequence.tokens)
+
+    def keep(self, sequence: TokenSequence) -> None:
+        """Keep what was computed of a text for others that begin alike, see `PrefixCache`."""
+        if self._prefixes is not None:
+            self._prefixes.keep(sequence.caches, sequence.tokens)
+
+    def _keep(self, own: _CacheSet) -> None:
+        """Keep what is in a set that another text is about to get, if that was not done."""
+        if self._prefixes is not None and not own.is_kept:
+            self._prefixes.keep(own.caches, own.tokens)
+            own.is_kept = True
 
     def borrow(self) -> Caches:
         """Return a free set, or the only one, emptied for what is no text; a text may take it.
@@ -101,6 +132,7 @@ class CachePool:
         Raises `UserError` where all are taken.
         """
         own = self._free()[0]
+        self._keep(own)
         own.take_back()
         own.fill([])
         own.caches.clear()
@@ -123,6 +155,7 @@ class CachePool:
         most_shared, other = max(others, key=lambda pair: pair[0])
         if other is own or most_shared < num_kept + LEAST_COPIED:
             return num_kept
+        self._keep(own)
         own.take_back()
         own.fill([])  # of a copy that is cut short nothing is kept
         own.caches.copy_from(other.caches, most_shared)
@@ -140,11 +173,13 @@ class CachePool:
         for own in self._sets:
             if own.holder is sequence:
                 own.take_back()
+                self._keep(own)
 
     def take_back(self) -> list[int]:
         """Take the caches from all sequences; return the tokens of the last that had any."""
         for own in self._sets:
             own.take_back()
+            self._keep(own)
         return self.tokens
 
     def filled_for(self, tokens: list[int]) -> None:

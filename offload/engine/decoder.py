@@ -271,7 +271,7 @@ class Decoder(TokenDecoder):
 
         `messages` and `num_turns` are a conversation's. Raises `UserError`.
         """
-        require_sessions(self._start_ids, self.num_parallel)
+        require_sessions(self._start_ids, self.num_parallel, self.plan.kv_dtype)
         with self.lock.taken():
             told = (messages, num_turns)
             save_session(Path(path), self.identities, self._pool, self.arithmetic, *told)
@@ -281,7 +281,7 @@ class Decoder(TokenDecoder):
 
         Raises `UserError` for files of other weights or types, longer than the context, or broken.
         """
-        require_sessions(self._start_ids, self.num_parallel)
+        require_sessions(self._start_ids, self.num_parallel, self.plan.kv_dtype)
         with self.lock.taken():
             return load_session(Path(path), self.identities, self.plan, self._pool, self.arithmetic)
 

@@ -1,5 +1,7 @@
 """What loading has found out and decided for all runs of a decoder."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,28 @@ from offload.planning.selector import TreeSelector
 from offload.sampling.grammar_mask import Grammars
 from offload.sampling.model_rules import ModelRules
 from offload.threads import ThreadPolicy
+
+
+class PromptPlace(NamedTuple):
+    """A folder for prompts that were read."""
+
+    directory: Path
+    most_bytes: int
+    on_fault: Callable[[str], None]  # hears lines for the user
+
+    @classmethod
+    def of(cls, setup: Setup, notes: list[str]) -> "PromptPlace | None":
+        """Return the folder that the options name, if any; faults become notes."""
+        options = setup.options
+        if options.prompt_cache is None:
+            return None
+
+        def note(line: str) -> None:
+            notes.append(line)
+            setup.hooks.on_note(line)
+
+        directory = Path(options.prompt_cache).expanduser()
+        return cls(directory, options.prompt_folder_bytes, note)
 
 
 class TextRules(NamedTuple):
@@ -53,6 +77,7 @@ class DecoderConfig(NamedTuple):
     tokenizer: Tokenizer | None = None
     invariance: Invariance = Invariance()
     sources: GuessSources = NO_SOURCES
+    prompts: PromptPlace | None = None  # a folder for what was computed for prompts
 
     @classmethod
     def without_trees(

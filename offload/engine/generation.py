@@ -50,13 +50,15 @@ class Generation:
     @property
     def is_exact(self) -> bool:
         """Return whether the text is the target's own, or is distributed like that."""
-        return self.lenience == 1
+        return self.lenience == 1 and self.plan.kv_dtype == "auto"
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _TEXT_SHOWN else f"{self.text[:_TEXT_SHOWN]}..."
         stats = self.stats
         ended = f"finish_reason={self.finish_reason!r}, rule={self.rule!r}"
-        ended += "" if self.is_exact else f", NOT exact (lenience {self.lenience:g})"
+        ended += "" if self.lenience == 1 else f", NOT exact (lenience {self.lenience:g})"
+        coded = self.plan.kv_dtype
+        ended += "" if coded == "auto" else f", NOT exact (keys and values in {coded})"
         speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per pass"
         return f"Generation({text!r}\n  {len(self.token_ids)} tokens, {ended}, {speed}\n  {self.sampling})"
 
@@ -85,7 +87,7 @@ class Generation:
             "sampling": self.sampling.as_dict(),
             "rule": self.rule,
             "is_exact": self.is_exact,
-            **({} if self.is_exact else {"lenience": self.lenience}),
+            **({} if self.lenience == 1 else {"lenience": self.lenience}),
             "is_invariant": self.is_invariant,
             "plan": self.plan.as_dict(),
             "tree_choice": self.tree_choice.as_dict(),

@@ -24,7 +24,7 @@ from offload.engine.build import (
     telling,
 )
 from offload.engine.decoder import Decoder
-from offload.engine.decoder_config import DecoderConfig
+from offload.engine.decoder_config import DecoderConfig, PromptPlace
 from offload.engine.request import Request
 from offload.engine.setup import Setup
 from offload.engine.team import LOADERS, Team
@@ -146,6 +146,7 @@ def _measure(
         tokenizer=pair.tokenizer,
         invariance=invariance,
         sources=sources,
+        prompts=PromptPlace.of(setup, pair.notes),
         texts=pair.texts,
     )
 

@@ -21,10 +21,12 @@ from contextlib import closing, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload.engine.cache_pool import LEAST_COPIED
+from offload.engine.cache_pool import LEAST_COPIED, num_shared
 from offload.engine.generation import Generation, Run
 from offload.engine.job import Cancelled, Job
+from offload.engine.prefix_cache import BLOCK_ROWS
 from offload.engine.request import Request
+from offload.engine.sequence import TokenSequence
 from offload.errors import RunError, UserError
 from offload.stats import Transfers
 
@@ -198,17 +200,19 @@ class Scheduler:
         self.count(num_begun=1, waited_s=waited_s, num_prompt_tokens=num_prompt)
 
     def _is_coming(self, ref: weakref.ref[Job]) -> bool:
-        """Return whether a text takes in this job's prompt, to be copied, and no place has it yet."""
+        """Return whether a text takes in what this job's prompt begins with, and none has it yet."""
         if (job := ref()) is None:
             return False
-        prompt = job.request.prompt
-        alike = [
-            run.sequence
+        shares = [
+            (_num_alike(active.request, run.sequence, job.request), run.sequence)
             for run, other in self._active.items()
-            if (active := other()) is not None and active.request.prompt == prompt
+            if (active := other()) is not None
         ]
-        is_worth_it = any(text.num_prompt_tokens > LEAST_COPIED for text in alike)
-        return is_worth_it and not any(text.num_new for text in alike)
+        most = max((num for num, _ in shares), default=0)
+        is_worth_it = most > LEAST_COPIED
+        alike = [text for num, text in shares if num == most]
+        # the last token of a prompt is computed with its first tree
+        return is_worth_it and not any(text.num_computed >= most - 1 for text in alike)
 
     def _drop_cancelled(self) -> None:
         with self.changed:
@@ -272,6 +276,19 @@ class Scheduler:
                 self.count(num_done=1)
         if (job := ref()) is not None:
             job.end(outcome)
+
+
+def _num_alike(request: Request, text: TokenSequence, waiting: Request) -> int:
+    """Return how many tokens a waiting prompt shares with a text's, a block at least or all of it.
+
+    What is not encoded yet is compared as it was given.
+    """
+    if request.prompt == waiting.prompt:
+        return text.num_prompt_tokens
+    if not isinstance(waiting.prompt, tuple):
+        return 0
+    num = num_shared(text.tokens[: text.num_prompt_tokens], waiting.prompt)
+    return num if num >= BLOCK_ROWS else 0
 
 
 def _unbegun() -> Cancelled:

@@ -59,20 +59,27 @@ class Caches(NamedTuple):
         """Forget the text but for its first tokens."""
         self.target.clear(num_kept)
         self.draft.clear(num_kept)
-        self._rejoin()
+        self.rejoin()
 
     def copy_from(self, other: "Caches", num_tokens: int) -> None:
         """Hold what another text's hold of its first tokens, and nothing else."""
         self.target.copy_from(other.target, num_tokens)
         self.draft.copy_from(other.draft, num_tokens)
 
-    def _rejoin(self) -> None:
+    def saved(self) -> dict[str, KVCache]:
+        """Return the caches by model, the target's first; a drafter without one has none."""
+        parts = zip(self._fields, (self.target, self.draft.saved), strict=True)
+        return {part: cache for part, cache in parts if cache is not None}
+
+    def rejoin(self, most_lost: int = sys.maxsize) -> None:
         """Let the target run again what its drafter has missed, if it can go back there.
 
-        States of recurrent layers are there at few positions alone; what is missed then stays so.
+        States of recurrent layers are there at few positions alone; what is missed then stays so,
+        as do more rows than `most_lost`.
         """
         num_joined = self.draft.can_follow(self.target.length)
-        if num_joined < self.target.length and self.target.keepable(num_joined) == num_joined:
+        is_near = num_joined < self.target.length <= num_joined + most_lost
+        if is_near and self.target.keepable(num_joined) == num_joined:
             self.target.clear(num_joined)
 
 
@@ -186,6 +193,11 @@ class TokenSequence:
     def new_ids_from(self, first: int) -> list[int]:
         """Return a copy of the new tokens from this one on."""
         return self.tokens[self.num_prompt_tokens + first :]
+
+    @property
+    def num_computed(self) -> int:
+        """Return how many of its tokens the target's cache has; none once that was taken away."""
+        return 0 if self._caches is None else self._caches.target.length
 
     @property
     def num_pending(self) -> int:

@@ -51,6 +51,8 @@ class SpeculationStep:
     _max_prompt_rows: int
     # hears of every pass in which all texts had trees, and none a prompt
     _learn: Callable[[ObservedPass], None]
+    # hears of every text of whose prompt a pass has taken in a part
+    _keep: Callable[[TokenSequence], None]
 
     def step(self, texts: Sequence[TokenSequence]) -> list[list[int] | Exception]:
         """Run one round of speculation; return each text's new tokens, none during its prompt.
@@ -100,16 +102,18 @@ class SpeculationStep:
         figures = PassFigures([], [], [], len(batch), grown_s - began_s, ended_s - grown_s, moved)
         gained = dict[TokenSequence, list[int] | Exception]()
         num_accepted = list[int]()
-        for (text, _), part, rows in zip(batch, parts, scored, strict=True):
+        for (text, num_read), part, rows in zip(batch, parts, scored, strict=True):
             text.stats.threads = modes
             text.stats.peak_device_bytes = self._target.peak_device_bytes
             if (tree := tree_of.get(text)) is None:
                 part.cache.commit(range(part.num_pending))
-                self._drafter.observe(text.tokens, text.caches.draft)
+                self._observe(text)
                 continue
             try:
                 accepted, gained[text] = self._verify(text, tree, rows, figures)
                 num_accepted.append(len(accepted.tokens))
+                if num_read:
+                    self._keep(text)
             except RunError:
                 raise
             except Exception as error:  # of its scores, or of its grammar
@@ -121,8 +125,13 @@ class SpeculationStep:
     def _part_of(self, text: TokenSequence, tree: TokenTree | None, num_pending: int) -> BatchPart:
         """Return what a text has in the pass; of a prompt that takes several, the drafter hears."""
         caches = text.caches
-        observe = partial(self._drafter.observe, text.tokens, caches.draft)
+        observe = partial(self._observe, text)
         return self._target.part_of(text.tokens, caches.target, tree, num_pending, observe)
+
+    def _observe(self, text: TokenSequence) -> None:
+        """Let the drafter take in what a pass has read of a prompt, and keep it for other texts."""
+        self._drafter.observe(text.tokens, text.caches.draft)
+        self._keep(text)
 
     def _verify(
         self, text: TokenSequence, tree: TokenTree, rows: Rows, figures: PassFigures

@@ -26,7 +26,7 @@ from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.threads import ThreadWaiting
 from offload.trees.topology import Shape, chain
-from offload.trees.verification import Rule, find_rule, not_exact_line
+from offload.trees.verification import Rule, find_rule, not_exact_lines
 
 _ROOT = chain(0)
 _UNLIMITED = Limits()
@@ -83,14 +83,15 @@ class TokenDecoder:
         if self.num_parallel > 1:
             target.share_sweeps([one.target for one in sets])
             drafter.share_states([one.draft for one in sets])
-        self._pool = CachePool(sets, self._start_ids)
+        self._pool = CachePool(sets, self._start_ids, config)
         self.num_score_passes = 0
         # methods of this decoder would make a cycle
         compute_in = self._waiting.compute_in
         # a decoder of one text takes in all of a prompt, by as many sweeps as that needs
         prompt_rows = self.plan.max_prompt_rows if self.num_parallel > 1 else sys.maxsize
+        hears = (self._trees.took, self._pool.keep)
         self._speculation = SpeculationStep(
-            target, drafter, self.threads, compute_in, prompt_rows, self._trees.took
+            target, drafter, self.threads, compute_in, prompt_rows, *hears
         )
         found = [
             self.plan.num_layer_slots and target.stream.carrier.note,
@@ -98,7 +99,7 @@ class TokenDecoder:
         ]
         # the first sweep may add to them
         self.notes = notes
-        self.notes += [] if self.rule.is_exact else [not_exact_line(self.rule)]
+        self.notes += not_exact_lines(self.rule, self.plan.kv_dtype)
         self.notes += [self._rules.note] if self._rules.note else []
         self.notes += dict.fromkeys(note for note in found if note)
         self._is_open = True
@@ -141,6 +142,7 @@ class TokenDecoder:
             sequence = TokenSequence(begun, sampler, rule, shape, limits, is_ranked=is_ranked)
             self._pool.lend(sequence, keeps=keeps)
             self.target.turn(begun, sequence.caches.target)
+            self._pool.fill(sequence)
             sequence.stats.num_kept_tokens = sequence.caches.target.length
             return sequence
 

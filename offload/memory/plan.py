@@ -42,6 +42,9 @@ class MemoryBudget:
     # as demand does until `planning.budget.with_experts` has settled it
     experts: str = "auto"
     parallel: int = 1  # texts that are written at a time, each with keys and values of its own
+    # of prompts that were read, beside the texts' own; None takes what layers leave, see `planner`
+    prompt_cache_bytes: int | None = 0
+    kv_dtype: str = "auto"  # of the target's keys and values; auto is the type to compute in
     rates: Rates | None = None  # if they are known, they decide the rows of a prompt's pass
 
     @property
@@ -91,6 +94,8 @@ class MemoryPlan:
     layer_bytes: tuple[int, ...]
     tier_L: tuple[LayerTier, ...]
     num_logits_rows: int  # rows that are scored at once
+    kv_dtype: str = "auto"  # of the target's keys and values; others than auto change numbers
+    prompt_cache_bytes: int = 0  # of the host, for prompts that were read
     # texts that are written at a time; `context` is of each, `num_nodes` of all together
     parallel: int = 1
     device: str = "cpu"  # or "cuda"
@@ -217,6 +222,7 @@ class MemoryPlan:
             + self.table_bytes
             + self.staging_bytes
             + self.pinned_bytes
+            + self.prompt_cache_bytes
             + slots_bytes
         )
 
@@ -228,7 +234,10 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """Return everything but layers and slots, in the memory where layers are computed."""
-        runtime_bytes = self.runtime_bytes if self.gpu_bytes is None else self.gpu_runtime_bytes
+        if self.gpu_bytes is None:
+            runtime_bytes = self.runtime_bytes + self.prompt_cache_bytes
+        else:
+            runtime_bytes = self.gpu_runtime_bytes
         models_bytes = (
             self.rest_bytes + self.encoder_bytes + self.draft_bytes + self.distribution_bytes
         )
@@ -304,6 +313,8 @@ class MemoryPlan:
             "prompt_rows": self.max_prompt_rows,
             "embedding_and_head_bytes": self.rest_bytes,
             **({"encoder_bytes": self.encoder_bytes} if self.source_tokens else {}),
+            **({"kv_dtype": self.kv_dtype} if self.kv_dtype != "auto" else {}),
+            **({"prompt_cache_bytes": self.prompt_cache_bytes} if self.prompt_cache_bytes else {}),
             "host_embedding_bytes": self.table_bytes,
             "distribution_bytes": self.distribution_bytes,
             "law_bytes": self.distribution_bytes,  # the first name of the key, kept for readers

@@ -16,14 +16,21 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from offload.checkpoint.checkpoint import Checkpoint, ModelFiles, remembered
+from offload.checkpoint.checkpoint import (
+    Checkpoint,
+    ModelFiles,
+    compute_dtype_name,
+    remembered,
+)
 from offload.checkpoint.layer_sizes import ExpertShape
 from offload.checkpoint.sizes import ModelShape, longest_context, shapes_of, turning_point
 from offload.checkpoint.small_files import TRAINED_CONTEXT, has_encoder
+from offload.encoding.base import PLAIN_OF
 from offload.errors import UserError, require
 from offload.memory.plan import MemoryBudget, MemoryPlan
 from offload.memory.prompt_rows import with_prompt_rows
 from offload.memory.sizes import (
+    FACTOR_BYTES,
     PATH_SCRATCH_BYTES,
     RUNTIME_BYTES,
     activation_bytes,
@@ -58,6 +65,8 @@ GPU_RUNTIME_BYTES = 1 << 30
 # what the driver and its libraries keep on the host beside the program's own
 HOST_RUNTIME_BYTES = 1 << 30
 DEFAULT_CONTEXT = 4096
+# Of the host's budget, at most, for prompts where the budget says no size: what no layer fits into.
+_PROMPT_CACHE_SHARE = 0.125
 # A context below this is not offered as a remedy.
 _LEAST_CONTEXT = 64
 
@@ -79,6 +88,8 @@ def _plan_once(
     _check_encoders(target, draft, budget)
     target_shape, draft_shape = shapes_of(ModelFiles(target, draft), budget.dtype)
     budget = replace(budget, context=_check_context(target, budget.context))
+    if budget.kv_dtype != "auto":
+        target_shape = with_coded_rows(target, target_shape, budget)
     _check_experts(target, target_shape, budget.experts)
     plan = make_plan(target_shape, draft_shape, budget, num_nodes)
     turn = turning_point(target)
@@ -140,6 +151,28 @@ def _is_refused(plan: Callable[[int], object], number: int) -> bool:
     except UserError:
         return True
     return False
+
+
+def with_coded_rows(target: Checkpoint, shape: ModelShape, budget: MemoryBudget) -> ModelShape:
+    """Return a model whose keys and values lie in eight bits, with a factor for each row of a head.
+
+    The layer that runs has those of all texts expanded. Raises `UserError` for families that expand
+    what they keep, or choose by an index.
+    """
+    layers = target.layers
+    item_bytes = PLAIN_OF[compute_dtype_name(target, budget.dtype)].align_bytes
+    heads = [[layer.keys, layer.values] for layer in layers]
+    is_plain = not any(layer.index_width or layer.expanded_width for layer in layers)
+    what = "`kv_dtype` needs layers with keys and values of heads alone"
+    kind = f"model type {target.config.get('model_type')}"
+    require(is_plain and not shape.encoder_bytes, what, kind, "leave it out")
+    row_bytes = [sum(num * (width + FACTOR_BYTES) for num, width in kept) for kept in heads]
+    expanded_bytes = item_bytes * max(sum(num * width for num, width in kept) for kept in heads)
+    return replace(
+        shape,
+        kv_bytes_per_token=sum(row_bytes),
+        column_bytes=shape.column_bytes + budget.parallel * expanded_bytes,
+    )
 
 
 def on_demand(shape: ModelShape) -> ModelShape:
@@ -209,10 +242,14 @@ class _Contents(NamedTuple):
             num_expert_slots=here.num_expert_slots,
             num_host_expert_slots=host.num_expert_slots,
         )
-        if not self.is_gpu:
-            return plan
-        hosted_bytes = plan.total_bytes - bare.total_bytes
-        return replace(plan, staging_bytes=max(0, tiers[-1].passing_bytes - hosted_bytes))
+        if self.is_gpu:
+            hosted_bytes = plan.total_bytes - bare.total_bytes
+            plan = replace(plan, staging_bytes=max(0, tiers[-1].passing_bytes - hosted_bytes))
+        if self.budget.prompt_cache_bytes is None and not target.encoder_bytes:
+            spare_bytes = self.budget.ram_bytes - plan.total_bytes
+            most_bytes = int(_PROMPT_CACHE_SHARE * self.budget.ram_bytes)
+            plan = replace(plan, prompt_cache_bytes=max(0, min(spare_bytes, most_bytes)))
+        return plan
 
     @property
     def is_gpu(self) -> bool:
@@ -237,6 +274,7 @@ class _Contents(NamedTuple):
         rest_bytes = target.head_bytes if is_gpu else target.rest_bytes
         kv_slots = source_tokens + cache_slots(context, num_nodes, parallel)
         kv_bytes = parallel * target.kv_bytes_per_token * kv_slots
+        passed_rows = 0 if budget.prompt_cache_bytes == 0 else prompt_rows
         num_rows = prompt_rows + num_nodes
         pass_bytes = activation_bytes(target, num_rows, num_logits, context, is_gpu=is_gpu)
         pass_bytes += 0 if is_gpu else PATH_SCRATCH_BYTES
@@ -257,6 +295,8 @@ class _Contents(NamedTuple):
             context=context,
             num_nodes=num_nodes,
             parallel=parallel,
+            kv_dtype=budget.kv_dtype,
+            prompt_cache_bytes=budget.prompt_cache_bytes or 0,
             max_prompt_rows=prompt_rows,
             num_logits_rows=num_logits,
             runtime_bytes=self.runtime_bytes,
@@ -265,7 +305,7 @@ class _Contents(NamedTuple):
             rest_bytes=rest_bytes + target.companion_bytes,
             draft_bytes=drafting_bytes,
             distribution_bytes=distributions_bytes,
-            kv_bytes=kv_bytes + states_bytes(target, num_nodes, parallel),
+            kv_bytes=kv_bytes + states_bytes(target, num_nodes, parallel, passed_rows),
             activation_bytes=pass_bytes + parallel * noise_bytes(target.vocab_size),
             source_tokens=source_tokens,
             layer_bytes=target.layer_bytes,

@@ -28,6 +28,11 @@ WIDE_STATES_BYTES = 16 << 20
 STEPPED_STATES_BYTES = 1 << 20
 # A text keeps a state behind its committed rows, one behind its last prompt, and a new one.
 _KEPT_STATES = 3
+# Keys and values in eight bits have a factor for each row of a head, in float32.
+FACTOR_BYTES = 4
+# Rows of a prompt behind which recurrent layers leave a state for other texts: states are as large as
+# many rows.
+POINT_ROWS = 512
 # Copies of a state while it takes a step.
 _STATE_COPIES = 6
 # Hidden states of a pass lie as they were shown, as committed, and as the draft takes them.
@@ -50,10 +55,15 @@ def num_logits_rows(num_rows: int, *, is_gpu: bool) -> int:
     return min(num_rows, MAX_LOGITS_ROWS) if is_gpu else num_rows
 
 
-def states_bytes(shape: ModelShape, num_rows: int, parallel: int) -> int:
-    """Return what texts keep of recurrent layers, see `model.recurrent_cache`."""
+def states_bytes(shape: ModelShape, num_rows: int, parallel: int, prompt_rows: int = 0) -> int:
+    """Return what texts keep of recurrent layers, see `model.recurrent_cache`.
+
+    `prompt_rows` of a pass leave states under way, for other texts.
+    """
     kept = shape.recurrent
-    return parallel * (_KEPT_STATES * kept.state_bytes + num_rows * kept.kept_bytes)
+    num_passed = -(-prompt_rows // POINT_ROWS)
+    states = parallel * _KEPT_STATES + num_passed
+    return states * kept.state_bytes + parallel * num_rows * kept.kept_bytes
 
 
 def stepping_bytes(shape: ModelShape, num_rows: int) -> int:

@@ -8,6 +8,7 @@ Invariant: between steps the cache has row i only where tokens i and i + 1 are c
 the target's own state of token i.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class CarriedCache(KVCache):
     """
 
     target: KVCache | None = None
+    ahead = 1
 
     def __init__(self, width: int, like: Tensor, *sizes: Any) -> None:
         super().__init__(*sizes)
@@ -39,6 +41,7 @@ class CarriedCache(KVCache):
         self._taps_TD = self._nothing_1D[:0]  # of rows from `length` on
         self._outputs_UD = list[Tensor]()
         self._root_1D = self._nothing_1D
+        self._num_sound = sys.maxsize  # rows before the first that lacked the target's state
 
     @property
     def num_ready(self) -> int:
@@ -57,6 +60,8 @@ class CarriedCache(KVCache):
             return
         first = max(log.first, self.length)
         end = min(log.end, self.length + num_rows)
+        if first > self.length or end <= first:
+            self._num_sound = min(self._num_sound, self.length)
         if first < end:
             known_TD = log.take(first, end).to(self._nothing_1D)
             missing_TD = self._taps_TD[: first - self.length]
@@ -94,11 +99,18 @@ class CarriedCache(KVCache):
         self._outputs_UD.clear()
         super().commit(path, kept)
 
+    @property
+    def num_sound(self) -> int:
+        """Return how many rows are made of the target's own states, see `KVCache`."""
+        return min(self._num_sound, self.length)
+
     def clear(self, num_kept: int = 0) -> None:
         """Forget rows that hang on a token beyond the first `num_kept`."""
         self._taps_TD = self._nothing_1D[:0]
         self._outputs_UD.clear()
         super().clear(max(0, num_kept - 1))
+        if self.length <= self._num_sound:
+            self._num_sound = sys.maxsize
 
     def copy_from(self, other: KVCache, num_positions: int) -> None:
         """See `KVCache`."""

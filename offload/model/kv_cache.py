@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from offload.kernels.kv_commit import kv_commit_reference
+from offload.model.kv_coding import KEYS as KEYS
+from offload.model.kv_coding import SCALES, RowCoding
+from offload.model.kv_coding import VALUES as VALUES
 from offload.model.linear import Products
 from offload.model.taps import TapLog
 
-KEYS = "keys"
-VALUES = "values"
 INDEX = "index"  # keys by which layers choose what they attend to
 # what one layer holds of some positions, (1, G, P, K) each, by these names
 LayerStates = Mapping[str, Tensor]
@@ -76,7 +77,14 @@ class KVCache:
         num_uncommitted: U, the rows behind them: of the last commit, and of the passes since then.
         taps: hidden states of the committed positions, where a drafter reads any.
         is_long: whether they are of a text beyond the turning point, see `Target.turn`.
+        ahead: how many tokens behind its own a row depends on.
+        coding: keys and values are kept in fewer bits; None keeps them as they are.
+        point_rows: states are wanted behind every so many rows of a prompt; 0 where it has no say.
     """
+
+    ahead = 0
+    point_rows = 0
+    coding: RowCoding | None = None
 
     def __init__(
         self,
@@ -92,6 +100,7 @@ class KVCache:
         self.length = self.num_uncommitted = 0
         self.taps: TapLog | None = None
         self.is_long = False
+        self._dtype = torch.float32  # of the rows that were coded
         self._lie_in(_Buffers(1, num_layers, num_slots), 0)
 
     def _lie_in(self, buffers: _Buffers, text: int) -> None:
@@ -146,12 +155,27 @@ class KVCache:
 
     def write(self, layer: int, position: int, states: LayerStates) -> None:
         """Put what a layer makes of some rows at positions from there on."""
+        if self.coding is not None:
+            self._dtype = next(iter(states.values())).dtype
+            states = dict(self.coding.coded(states))
+        self._put(layer, position, states)
+
+    def _put(self, layer: int, position: int, states: LayerStates) -> None:
         lo = position - self.num_elsewhere
         for name, rows in states.items():
             self._view(layer, name, rows)[:, :, lo : lo + rows.shape[2]] = rows
 
+    def expanded(self, buffers: LayerStates, name: str, end: int | None = None) -> Tensor:
+        """Return rows of this name up to a column, as attention takes them."""
+        rows = buffers[name][:, :, :end]
+        scales = buffers.get(f"{name}{SCALES}")
+        if self.coding is None or scales is None:
+            return rows
+        return self.coding.expanded(rows, scales[:, :, :end], self._dtype)
+
     def write_slots(self, layer: int, slot_T: Tensor, states: LayerStates) -> None:
         """Put what a layer makes of some rows into these slots, which lie on its device."""
+        assert self.coding is None, "passes that are recorded write plain rows"
         for name, rows in states.items():
             self._view(layer, name, rows).index_copy_(2, slot_T, rows)
 
@@ -214,6 +238,11 @@ class KVCache:
         """Return what a session keeps of a draft whose state this is."""
         return self
 
+    @property
+    def num_sound(self) -> int:
+        """Return how many committed positions, the first ones, are worth keeping for other texts."""
+        return self.length
+
     def can_follow(self, num_positions: int) -> int:
         """Return all: as a draft's it takes tokens alone, which are there."""
         return num_positions
@@ -234,6 +263,18 @@ class KVCache:
         for layer, own in states:
             for name, rows in own.items():
                 self._view(layer, name, self.send(rows[:, :, :1]))[:, :, :length] = rows
+        self._end_at(length)
+
+    @torch.inference_mode()
+    def extend(self, blocks: Iterable[tuple[int, Mapping[int, LayerStates]]], length: int) -> None:
+        """Take in rows, at the positions that stand beside them, and commit all up to `length`.
+
+        Where `blocks` fails half-way, nothing is committed.
+        """
+        for position, layers in blocks:
+            for layer, states in layers.items():
+                sent = {name: self.send(rows) for name, rows in states.items()}
+                self._put(layer, position, sent)
         self._end_at(length)
 
     def copy_from(self, other: "KVCache", num_positions: int) -> None:

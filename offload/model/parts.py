@@ -147,9 +147,11 @@ class _PassLayer(DynamicLayer):
             own = {name: rows[:, :, part.rows] for name, rows in states.items()}
             part.cache.write(self._layer, part.first, own)
         if len(self._parts) > 1:
-            return [first.cache.buffers_of(self._layer)[name] for name in states]
+            buffers = first.cache.buffers_of(self._layer)
+            return [first.cache.expanded(buffers, name) for name in states]
         end = first.end - first.cache.num_elsewhere
-        return [first.cache.layer_states(self._layer)[name][:, :, :end] for name in states]
+        views = first.cache.layer_states(self._layer)
+        return [first.cache.expanded(views, name, end) for name in states]
 
     def get_seq_length(self) -> int:
         return self._parts[0].first if len(self._parts) == 1 else 0

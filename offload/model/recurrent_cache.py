@@ -59,6 +59,8 @@ class RecurrentCache(KVCache):
         # behind what is committed, behind the prompt before it, and behind rows that are certain
         self._here = Point(0)
         self._mark = Point(0)
+        # behind parts of prompts, until they are taken
+        self._points = list[Point]()
         self._begin_anew()
         self._products: Products | None = None
         self._kept = dict[int, RowInputs]()
@@ -75,6 +77,7 @@ class RecurrentCache(KVCache):
         num_rows, num_uncommitted = sees_TU.shape
         if num_rows == num_uncommitted:
             self._trunk = Point(0)
+            self._passed = []
             self._num_certain = 0
             self._tree = RowTree()
         self._products = products
@@ -85,6 +88,8 @@ class RecurrentCache(KVCache):
         if num_uncommitted - num_rows == num_before:  # no open row stands before them
             num_certain = max(0, min(self._num_promised, num_uncommitted) - num_before)
         if num_certain:
+            if num_before:
+                self._passed.append(self._trunk)
             self._num_certain = num_before + num_certain
             behind = self._trunk = Point(self.length + self._num_certain)
         elif not num_before:
@@ -183,6 +188,7 @@ class RecurrentCache(KVCache):
             with self._products.during(len(path)) if self._products else nullcontext():
                 here = self._behind(base, rest, self.length + len(path))
             mark = base if num_certain else mark
+            self._points += self._passed
         super().commit(path)
         self._mark = mark
         self._here = here
@@ -212,9 +218,17 @@ class RecurrentCache(KVCache):
         """Note that there are no rows behind what is committed, and nothing promised."""
         self._tree = RowTree()
         self._trunk = Point(0)
+        # states before that, behind parts of the rows that are certain
+        self._passed = list[Point]()
         self._num_certain = 0
         self._num_promised = 0
         self._keeps_open = True
+
+    def take_points(self) -> list[Point]:
+        """Return all states behind committed positions; those of parts of a prompt only once."""
+        points = [*self._points, self._mark, self._here]
+        self._points.clear()
+        return [point for point in points if 0 < point.length <= self.length]
 
     def keepable(self, num_positions: int) -> int:
         """See `KVCache`: states are there behind what is committed, and behind the last prompt."""
@@ -241,6 +255,7 @@ class RecurrentCache(KVCache):
         """Continue from these states, which belong to the positions that are there or about to be."""
         self._begin_anew()
         self._here = point
+        self._points = [passed for passed in self._points if passed.length <= point.length]
         if self._mark.length > point.length:
             self._mark = Point(0)
 

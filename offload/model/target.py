@@ -5,7 +5,7 @@ It holds weights and no text: the cache of the text's keys and values is lent to
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
+from offload.model.kv_coding import CODINGS
 from offload.model.parts import BatchPart, causal
 from offload.model.taps import TapLog, Taps, tapped
 from offload.model.tree_model import TreeModel
@@ -60,7 +61,9 @@ class Target:
         self._turning_point = plan.turning_point if plan.turns else None
         self._max_logits = plan.num_logits_rows
         self._cache_slots = plan.cache_slots
-        self._gather = kernels.kv_commit
+        self._coding = CODINGS.get(plan.kv_dtype)
+        # kernels move rows of the usual types
+        self._gather = kernels.kv_commit if self._coding is None else None
         self._device = device
         self._taps: Taps | None = None
         # to be entered by every thread that computes with it
@@ -95,6 +98,7 @@ class Target:
     def new_cache(self) -> KVCache:
         """Return an empty cache for one sequence."""
         cache = self._model.new_cache(self._cache_slots, self._gather)
+        cache.coding = self._coding
         cache.taps = None if self._taps is None else TapLog()
         return cache
 
@@ -160,7 +164,9 @@ class Target:
         own = [slice(end - part.num_nodes, end) for end, part in zip(ends, parts, strict=True)]
         # some rows have to be scored
         num_logits = max(1, own[-1].stop)
-        laid = [*_prompts(parts), *_trees(parts)] if len(parts) > 1 else parts
+        # only where several texts share passes
+        are_cut = any(len(_cuts(part)) > 2 for part in parts)
+        laid = [*_prompts(parts), *_trees(parts)] if len(parts) > 1 or are_cut else parts
         logits = self._sweep(laid, num_logits, self._taps)
         return [logits.part(one.start, one.stop) for one in own]
 
@@ -237,9 +243,17 @@ class Target:
 
 def _prompts(parts: Sequence[BatchPart]) -> Iterator[BatchPart]:
     for part in parts:
-        if num := part.num_pending:
-            rows = (part.token_T[:num], part.position_U[:num], part.ancestor_TU[:num, :num])
+        for lo, hi in pairwise(_cuts(part)):
+            rows = (part.token_T[lo:hi], part.position_U[:hi], part.ancestor_TU[lo:hi, :hi])
             yield BatchPart(*rows, part.cache)
+
+
+def _cuts(part: BatchPart) -> list[int]:
+    """Return where the pending tokens of a part are cut: where states are wanted, and at the end."""
+    num = part.num_pending
+    step = part.cache.point_rows
+    first = step - part.cache.length % step if step else num
+    return [0, *range(first, num, step or 1), num] if num else [0]
 
 
 def _trees(parts: Sequence[BatchPart]) -> Iterator[BatchPart]:

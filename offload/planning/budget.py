@@ -72,6 +72,8 @@ def budget_of(
         rule=options.rule,
         experts=options.experts if options.ranks is None else "layers",
         parallel=options.parallel,
+        kv_dtype=options.kv_dtype,
+        prompt_cache_bytes=options.prompt_cache_bytes,
         rates=rates if options.ranks is None else None,
     )
 

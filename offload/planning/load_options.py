@@ -75,6 +75,9 @@ class LoadOptions(ModelOptions, ModelChoice):
         check_device_name(self.device)
         check_values(self)
         self._check_guesses()
+        is_plain = self.kv_dtype == "auto" or self.prompt_cache is None
+        what = "`prompt_cache` keeps the keys and values of the model's own type"
+        require(is_plain, what, f"`kv_dtype` {self.kv_dtype}", "leave one of them out")
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
         check_held(self.draft, self.draft_dtype)
@@ -109,6 +112,12 @@ class LoadOptions(ModelOptions, ModelChoice):
                 (is_free, "`profile` works in one process alone", "leave it out"),
                 (not self.invariant, "`invariant` is promised by one process", one_of_them),
                 (self.parallel == 1, "`parallel` texts work in one process alone", one_of_them),
+                (
+                    not self.keeps_prompts,
+                    "prompts are kept by one process alone",
+                    one_of_them,
+                ),
+                (self.kv_dtype == "auto", "`kv_dtype` works in one process alone", one_of_them),
                 (is_whole, "`experts` demand works in one process alone", one_of_them),
             ):
                 require(holds, rule, f"`ranks` {self.ranks}", remedy)
@@ -132,7 +141,7 @@ class LoadOptions(ModelOptions, ModelChoice):
             parse_pipeline(self.pipeline)
 
     def _check_guesses(self) -> None:
-        for name in ("config", "profile", "ngram", "datastore"):
+        for name in ("config", "profile", "ngram", "datastore", "prompt_cache"):
             path = getattr(self, name)
             is_path = path is None or (isinstance(path, str | os.PathLike) and path != "")
             require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
@@ -159,6 +168,23 @@ class LoadOptions(ModelOptions, ModelChoice):
     def has_no_profile(self) -> bool:
         """Return whether no profile is wanted, not even one that would be found."""
         return str(self.profile) == "none"
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Return whether prompts that were read are kept for others that begin alike."""
+        return self.prompt_cache_ram != "none" or self.prompt_cache is not None
+
+    @property
+    def prompt_cache_bytes(self) -> int | None:
+        """Return the memory for prompts that were read; None is what layers leave."""
+        if self.prompt_cache_ram in ("auto", "none"):
+            return None if self.keeps_prompts else 0
+        return ByteSize.parse(self.prompt_cache_ram, "`prompt_cache_ram`")
+
+    @property
+    def prompt_folder_bytes(self) -> int:
+        """Return the size that the folder of prompts may have."""
+        return ByteSize.parse(self.prompt_cache_size, "`prompt_cache_size`")
 
     @cached_property
     def ram_bytes(self) -> int:

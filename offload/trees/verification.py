@@ -321,12 +321,20 @@ class Rule:
         return walk(tree, logits_NV, sampler, self._trials, lenience=self.lenience)
 
 
-def not_exact_line(rule: Rule) -> str:
-    """Return the warning shown before all that a lenient rule has a part in."""
-    return (
-        f"NOT EXACT: `lenience` {rule.lenience:g} accepts guesses that the target alone would not have written; "
-        "leave it out for the target's own text"
-    )
+def not_exact_lines(rule: Rule, kv_dtype: str) -> list[str]:
+    """Return the warnings shown before all that is not the target's own text."""
+    lines = []
+    if not rule.is_exact:
+        lines.append(
+            f"NOT EXACT: `lenience` {rule.lenience:g} accepts guesses that the target alone would not have "
+            "written; leave it out for the target's own text"
+        )
+    if kv_dtype != "auto":
+        lines.append(
+            f"NOT EXACT: `kv_dtype` {kv_dtype} rounds keys and values, so other tokens may be likelier; "
+            "leave it out for the target's own text"
+        )
+    return lines
 
 
 def find_rule(name: str, lenience: float = 1.0) -> Rule:

@@ -22,7 +22,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.session import _caches, can_use, check_session
+from offload.engine.session import can_use, check_session
 from offload.errors import UserError
 from offload.model.kv_cache import VALUES
 from offload.model.parts import BatchPart
@@ -119,7 +119,7 @@ def test_another_draft_is_no_hindrance(tmp_path: Path) -> None:
     for draft, tree in ((None, "none"), (target, "8x3")):  # the second of the target's weights
         with offload.load(target, draft, "1GiB", tree, context=CONTEXT, dtype="float32", threads=1) as decoder:
             session = decoder.load_session(tmp_path / "text.session")
-            kept = {part: cache.length for part, cache in _caches(decoder._pool).items()}
+            kept = {part: cache.length for part, cache in decoder._pool.caches.saved().items()}
             assert kept.pop("target") == len(session.tokens) - 1 and not any(kept.values()), "of another draft nothing"
             result = gone_on(decoder, session.tokens)
             assert result.token_ids == whole[NUM_FIRST:] and result.stats.num_kept_tokens

@@ -39,7 +39,7 @@ import offload
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
-from offload.engine.session import write_tensors
+from offload.engine.state_tensors import write_tensors
 from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.model import meta
 from offload.model.headers import describe

@@ -26,7 +26,7 @@ import offload
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
-from offload.engine.session import write_tensors
+from offload.engine.state_tensors import write_tensors
 from offload.errors import UserError
 from offload.model import recurrent_rows
 from offload.model.expanded import _runs_with
