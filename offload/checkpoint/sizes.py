@@ -30,9 +30,8 @@ from offload.checkpoint.layer_sizes import (
     scratch_bytes_of,
 )
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
-from offload.checkpoint.recurrent_sizes import FLOAT_BYTES, RecurrentLayer
 from offload.checkpoint.small_files import decoder_config, first_size, has_encoder, of_text
-from offload.checkpoint.spec import PLAIN
+from offload.checkpoint.spec import FLOAT_BYTES, PLAIN, RecurrentLayer
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF, Encoding, Settings
 from offload.encoding.residuals import Residual

@@ -14,12 +14,11 @@ from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
 from offload.checkpoint.files import cache_folder, read_small, write_whole
-from offload.checkpoint.recurrent_sizes import RecurrentLayer
 from offload.encoding.base import PLAIN_OF, Settings
 from offload.errors import UserError
 
@@ -41,6 +40,28 @@ def versions() -> tuple[str, ...]:
         except PackageNotFoundError:  # a checkout that was not installed
             names.append("")
     return tuple(names)
+
+
+# States, and what they are computed with, are float32.
+FLOAT_BYTES = 4
+
+
+class RecurrentLayer(NamedTuple):
+    """Numbers that a layer with a state keeps of a text, and that a row takes in a pass.
+
+    Each is the most that a cache, or a pass, takes.
+    """
+
+    num_taps: int  # of its convolution, whose last inputs but one are kept; 1 without any
+    num_channels: int
+    state: int = 0
+    kept: int = 0  # of a row, as they come
+    kept_floats: int = 0
+    row_floats: int = 0
+
+    def state_bytes(self, item_bytes: int) -> int:
+        """Return what a text keeps behind one of its positions, computed in so many bytes."""
+        return item_bytes * (self.num_taps - 1) * self.num_channels + FLOAT_BYTES * self.state
 
 
 class LayerSpec(msgspec.Struct, frozen=True, array_like=True):

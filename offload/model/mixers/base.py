@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.recurrent_sizes import RecurrentLayer
+from offload.checkpoint.spec import RecurrentLayer
 from offload.kernels.gated_delta import AFTER
 from offload.memory.sizes import STEPPED_STATES_BYTES
 from offload.model.invariant import in_whole_vectors
@@ -42,6 +42,7 @@ class Steps(NamedTuple):
 
 
 LEAST_CHUNK = 16  # rows: fewer are as quick one by one
+CHUNK_FLOATS = 5 * 64  # of each row and head, while a prompt is read in chunks of 64 rows
 
 
 class Inputs(NamedTuple):

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.checkpoint.recurrent_sizes import RecurrentLayer, delta_layer
+from offload.checkpoint.spec import RecurrentLayer
 from offload.kernels.gated_delta import AFTER, BASE, DeltaRows, agrees, walk_heads_compiled
 from offload.model.invariant import in_whole_vectors
 from offload.model.mixers.base import (
+    CHUNK_FLOATS,
     Inputs,
     Mixer,
     Recurrence,
@@ -29,6 +30,7 @@ from offload.model.thread_team import TEAM
 _NORM_EPS = 1e-6  # of queries and keys, in all families
 # rows of a chunk: decays by channel lie inside of a product, (rows, rows, channels) of each head
 _CHUNK = 64
+_COPIES = 12  # of a row's heads, while a prompt is read in chunks
 _CHANNEL_CHUNK = 8
 _HEADS_AT_ONCE = 4  # that a thread takes
 _LEAST_SHARED = 1 << 20  # numbers of states that all steps write: fewer are one thread's
@@ -231,14 +233,16 @@ class DeltaNet(Mixer):
     def sizes(self) -> RecurrentLayer:
         """See `Mixer`."""
         rule = self.recurrence
-        is_by_channel = isinstance(self, ChannelDelta)
-        return delta_layer(
+        num_heads = rule.num_heads
+        copies = _COPIES * num_heads * max(rule.key_size, rule.value_size)
+        return RecurrentLayer(
             self.num_taps,
             self.num_channels,
-            rule.num_heads,
-            rule.key_size,
-            rule.value_size,
-            is_by_channel=is_by_channel,
+            state=num_heads * rule.key_size * rule.value_size,
+            kept=2 * self.num_channels + num_heads,
+            # decays, of each channel of keys or of each head
+            kept_floats=num_heads * (rule.key_size if isinstance(self, ChannelDelta) else 1),
+            row_floats=4 * self.num_channels + copies + CHUNK_FLOATS * num_heads,
         )
 
     def project(self, hidden_1TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.recurrent_sizes import RecurrentLayer, lightning_layer
+from offload.checkpoint.spec import RecurrentLayer
 from offload.model.invariant import in_whole_vectors
 from offload.model.library import ACT2FN
 from offload.model.mixers.base import Inputs, PairMixer, Recurrence, RowInputs, Stepped, num_of
@@ -88,7 +88,9 @@ class Lightning(PairMixer):
 
     def sizes(self) -> RecurrentLayer:
         """See `Mixer`."""
-        return lightning_layer(self.output_gate.weight.shape[0], self.num_heads)
+        width = self.output_gate.weight.shape[0]
+        state = width * width // self.num_heads
+        return RecurrentLayer(1, 0, state, 3 * width, 0, (8 + _CHUNK) * width)
 
     def mix(self, hidden_1TD: Tensor) -> Tensor:
         """See `Mixer`."""

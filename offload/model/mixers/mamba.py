@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.checkpoint.recurrent_sizes import RecurrentLayer, mamba_layer
+from offload.checkpoint.spec import RecurrentLayer
 from offload.model.invariant import in_whole_vectors
 from offload.model.mixers.base import Inputs, Mixer, Recurrence, RowInputs
 
@@ -71,7 +71,10 @@ class Mamba(Mixer):
 
     def sizes(self) -> RecurrentLayer:
         """See `Mixer`."""
-        return mamba_layer(self.conv1d.weight.shape[2], *self.A_log.shape)
+        width, num_states = self.A_log.shape
+        num_taps = self.conv1d.weight.shape[2]
+        kept = 3 * width + 2 * num_states
+        return RecurrentLayer(num_taps, width, width * num_states, kept, 0, 12 * width)
 
     def mix(self, hidden_1TD: Tensor) -> Tensor:
         """See `Mixer`."""

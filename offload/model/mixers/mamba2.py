@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.checkpoint.recurrent_sizes import RecurrentLayer, mamba2_layer
+from offload.checkpoint.spec import RecurrentLayer
 from offload.model.invariant import in_whole_vectors
 from offload.model.mixers.base import (
+    CHUNK_FLOATS,
     Inputs,
     Mixer,
     Recurrence,
@@ -186,9 +187,15 @@ class Mamba2(Mixer):
 
     def sizes(self) -> RecurrentLayer:
         """See `Mixer`."""
-        rule = self.recurrence
-        return mamba2_layer(
-            self.num_taps, self.num_channels, self.width, rule.num_heads, rule.num_states
+        num_heads = self.recurrence.num_heads
+        num_states = self.recurrence.num_states
+        copies = 6 * self.width + 4 * num_heads * num_states
+        return RecurrentLayer(
+            self.num_taps,
+            self.num_channels,
+            state=self.width * num_states,
+            kept=2 * self.num_channels + num_heads,
+            row_floats=4 * self.num_channels + copies + CHUNK_FLOATS * num_heads,
         )
 
     def mix(self, hidden_1TD: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.checkpoint.recurrent_sizes import RecurrentLayer, rg_lru_layer
+from offload.checkpoint.spec import RecurrentLayer
 from offload.model.invariant import in_whole_vectors
 from offload.model.library import ACT2FN
 from offload.model.mixers.base import Inputs, PairMixer, Recurrence, RowInputs
@@ -63,7 +63,8 @@ class RgLru(PairMixer):
     def sizes(self) -> RecurrentLayer:
         """See `Mixer`."""
         num_channels, _, num_taps = self.conv_1d.weight.shape
-        return rg_lru_layer(num_taps, num_channels)
+        kept = 3 * num_channels
+        return RecurrentLayer(num_taps, num_channels, num_channels, kept, 0, 12 * num_channels)
 
     def mix(self, hidden_1TD: Tensor) -> Tensor:
         """See `Mixer`."""

@@ -2,7 +2,7 @@
 
 from torch import Size, Tensor
 
-from offload.checkpoint.recurrent_sizes import RecurrentLayer, short_conv_layer
+from offload.checkpoint.spec import RecurrentLayer
 from offload.model.mixers.base import Mixer
 
 
@@ -23,7 +23,8 @@ class ShortConv(Mixer):
     def sizes(self) -> RecurrentLayer:
         """See `Mixer`."""
         num_channels, _, num_taps = self.conv.weight.shape
-        return short_conv_layer(num_taps, num_channels)
+        row_floats = 4 * num_channels
+        return RecurrentLayer(num_taps, num_channels, kept=num_channels, row_floats=row_floats)
 
     def mix(self, hidden_1TD: Tensor) -> Tensor:
         """See `Mixer`."""

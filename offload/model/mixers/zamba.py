@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.checkpoint.recurrent_sizes import RecurrentLayer, mamba_layer
+from offload.checkpoint.spec import RecurrentLayer
 from offload.model.invariant import in_whole_vectors
 from offload.model.mixers.base import Inputs, Mixer, RowInputs
 from offload.model.mixers.mamba import ChannelStateSpace
@@ -57,8 +57,9 @@ class ZambaMamba(Mixer):
         """See `Mixer`."""
         num_heads, head_size, num_states = self.A_log.shape
         width = num_heads * head_size
-        layer = mamba_layer(self.conv1d.weight.shape[2], width, num_states)
-        return layer._replace(kept=3 * width + 2 * num_heads * num_states)
+        num_taps = self.conv1d.weight.shape[2]
+        kept = 3 * width + 2 * num_heads * num_states
+        return RecurrentLayer(num_taps, width, width * num_states, kept, 0, 12 * width)
 
     def mix(self, hidden_1TD: Tensor) -> Tensor:
         """See `Mixer`."""
