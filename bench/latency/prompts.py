@@ -57,10 +57,10 @@ def one_round(
     number: int,
     tokens: int,
     others: int,
-    how: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> Iterator[tuple[Row, Written]]:
     """Yield a cold prompt, what comes behind others, a short prompt, and what comes behind a restart."""
-    with setting.open("none", **how) as decoder:
+    with setting.open("none", **options) as decoder:
         words = [token for text in texts for token in decoder.encode(text.text, raw=True)]
         # each round begins with another word, so that nothing of it was read
         words = words[number:] * (2 + (tokens + 1) * (others + 4) // len(words))
@@ -71,7 +71,7 @@ def one_round(
             ask(decoder, words[first : first + tokens // 4], "other")
         yield ask(decoder, [*words[:tokens], *questions[1]], OTHERS)
         yield ask(decoder, words[7 : 7 + _QUESTION_TOKENS], PASS)
-    with setting.open("none", **how) as decoder:
+    with setting.open("none", **options) as decoder:
         yield ask(decoder, [*words[:tokens], *questions[2]], RESTART)
 
 
@@ -86,7 +86,7 @@ COLUMNS = (
 
 @command(
     *("prompts", "model draft size ram device gpu_mem source quick"),
-    examples=["offload bench prompts --quick --size 1GB --link-limit 100MB"],
+    examples=["offload bench prompts --quick --size 1GB --ram 400MB --link-limit 100MB"],
 )
 def main(
     bench: Bench,
@@ -98,9 +98,9 @@ def main(
     link_limit: Annotated[str | None, flag("SIZE", "slow the stream down to it")] = None,
 ) -> Findings:
     """Time to the first token of a prompt whose beginning was read before."""
-    rule = "a beginning and a question must fit into `context`"
+    requirement = "a beginning and a question must fit into `context`"
     num_most = tokens + 2 * _QUESTION_TOKENS
-    require(num_most < context, rule, num_most, "give fewer --tokens, or more --context")
+    require(num_most < context, requirement, num_most, "give fewer --tokens, or more --context")
     need = Need("none", context=context, parallel=parallel)
     effort = bench.effort(FULL, QUICK)
     setting = bench.setting(need=need)
@@ -109,7 +109,7 @@ def main(
     written = list[Written]()
     texts = bench.prompts(64)
     with tempfile.TemporaryDirectory(prefix="offload-prompts-") as folder:
-        how = {
+        options = {
             "parallel": parallel,
             "context": context,
             "link_limit": link_limit,
@@ -117,7 +117,7 @@ def main(
             "prompt_cache_ram": cache,
         }
         for number in range(effort.rounds):
-            for row, text in one_round(setting, texts, number, tokens, others, how):
+            for row, text in one_round(setting, texts, number, tokens, others, options):
                 rows.append(row)
                 bench.note(row)
                 written.append(text)

@@ -170,12 +170,12 @@ class BlockFolder:
         with os.scandir(self._directory) as entries:
             for entry in entries:
                 try:
-                    found = entry.stat(follow_symlinks=False)
-                    if is_scratch(Path(entry.path)) and time.time() - found.st_mtime > _STALE_S:
+                    status = entry.stat(follow_symlinks=False)
+                    if is_scratch(Path(entry.path)) and time.time() - status.st_mtime > _STALE_S:
                         os.unlink(entry.path)
                     if entry.name.endswith(_ENDING):
                         key = bytes.fromhex(entry.name.removesuffix(_ENDING))
-                        used.append((found.st_mtime_ns, key, found.st_size))
+                        used.append((status.st_mtime_ns, key, status.st_size))
                 # of another program, which has just removed it; or no block's name
                 except (FileNotFoundError, ValueError):
                     continue
@@ -208,8 +208,10 @@ def _require_ours(directory: Path) -> None:
         # but for the mark that another program is just writing
         others = [name for name in sorted(os.listdir(directory)) if not is_scratch(Path(name))]
         if others:
-            what = f"{directory} holds something else than prompts, such as {others[0]}"
-            raise UserError(f"{what}: name an empty folder, or a new one")
+            raise UserError(
+                f"{directory} holds something else than prompts, such as {others[0]}: "
+                "name an empty folder, or a new one"
+            )
         return
     stated = read_json(mark).get("format")
     if stated != _FORMAT:

@@ -157,8 +157,8 @@ def _held(file: Any, part: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
 
 def require_sessions(start_ids: tuple[int, ...], parallel: int = 1, kv_dtype: str = "auto") -> None:
     """Raise `UserError` where no text could be kept in a file, as behind an encoder."""
-    what = "`session` keeps the keys and values of the model's own type"
-    require(kv_dtype == "auto", what, f"`kv_dtype` {kv_dtype}", "leave one of them out")
+    requirement = "`session` keeps the keys and values of the model's own type"
+    require(kv_dtype == "auto", requirement, f"`kv_dtype` {kv_dtype}", "leave one of them out")
     rule = "`session` keeps the one text that is written, `parallel` must be 1"
     require(parallel == 1, rule, parallel, "leave it out")
     if start_ids:

@@ -185,9 +185,9 @@ def _check_shapes(
     file: Any, part: str, kinds: tuple[str, ...], wanted: Mapping[str, tuple[list[int], str]]
 ) -> None:
     """Check all tensors of some kinds by config and headers. Raises `ValueError`."""
-    names_found = names_of(file, part, kinds)
-    what = f"{part} has {' and '.join(kinds)} in {len(wanted)} tensors"
-    ensure(names_found == {*wanted}, f"{what}, not {sorted(names_found)}"[:200])
+    stated = names_of(file, part, kinds)
+    expectation = f"{part} has {' and '.join(kinds)} in {len(wanted)} tensors"
+    ensure(stated == {*wanted}, f"{expectation}, not {sorted(stated)}"[:200])
     for name, (shape, kind) in wanted.items():
         header = file.get_slice(name)
         ensure(

@@ -163,9 +163,9 @@ def with_coded_rows(target: Checkpoint, shape: ModelShape, budget: MemoryBudget)
     item_bytes = PLAIN_OF[compute_dtype_name(target, budget.dtype)].align_bytes
     heads = [[layer.keys, layer.values] for layer in layers]
     is_plain = not any(layer.index_width or layer.expanded_width for layer in layers)
-    what = "`kv_dtype` needs layers with keys and values of heads alone"
+    requirement = "`kv_dtype` needs layers with keys and values of heads alone"
     kind = f"model type {target.config.get('model_type')}"
-    require(is_plain and not shape.encoder_bytes, what, kind, "leave it out")
+    require(is_plain and not shape.encoder_bytes, requirement, kind, "leave it out")
     row_bytes = [sum(num * (width + FACTOR_BYTES) for num, width in kept) for kept in heads]
     expanded_bytes = item_bytes * max(sum(num * width for num, width in kept) for kept in heads)
     return replace(

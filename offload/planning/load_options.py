@@ -76,8 +76,8 @@ class LoadOptions(ModelOptions, ModelChoice):
         check_values(self)
         self._check_guesses()
         is_plain = self.kv_dtype == "auto" or self.prompt_cache is None
-        what = "`prompt_cache` keeps the keys and values of the model's own type"
-        require(is_plain, what, f"`kv_dtype` {self.kv_dtype}", "leave one of them out")
+        requirement = "`prompt_cache` keeps the keys and values of the model's own type"
+        require(is_plain, requirement, f"`kv_dtype` {self.kv_dtype}", "leave one of them out")
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
         check_held(self.draft, self.draft_dtype)

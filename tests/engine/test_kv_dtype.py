@@ -37,14 +37,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_one_text_for_every_tree_and_way_to_cut_the_prompt(
     dtype: str, temperature: float, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids, how = random_ids(120), {"num_new": 24, "temperature": temperature, "seed": 3}
+    ids, options = random_ids(120), {"num_new": 24, "temperature": temperature, "seed": 3}
     with opened(pair) as plain:
-        plain_text = written(plain, ids, **how)
+        plain_text = written(plain, ids, **options)
     texts = list[list[int]]()
     for tree in ("none", "8x3", "chain:3", "dynamic:8x3"):
         with opened(pair, kv_dtype=dtype, tree=tree, prompt_cache_ram="1MiB") as decoder:
             others = random_ids(30, seed=9)
-            results = [written(decoder, ids, **how), written(decoder, others, 4), written(decoder, ids, **how)]
+            results = [written(decoder, ids, **options), written(decoder, others, 4), written(decoder, ids, **options)]
             texts += [results[0].token_ids, results[2].token_ids]
             assert not any(result.is_exact for result in results) and plain_text.is_exact
             assert results[2].stats.num_kept_tokens >= 64 and "NOT exact (keys and values in" in repr(results[0])
@@ -120,12 +120,11 @@ def test_128_k_positions_of_a_70b_are_planned_or_refused_with_figures(tmp_path: 
 
     with pytest.raises(UserError, match=r"needs .* GiB of .* budget is 32 GiB: raise `ram` to .* or lower `context`"):
         plan("auto", 32)
-    print({kind: plan(kind, 1000).kv_bytes / 2**30 for kind in KV_DTYPES})
+    plain_bytes = plan("auto", 1000).kv_bytes
     for kv_dtype in CODED:
-        for ram, gpu in ((32.0, None), (200.0, 24.0)):
-            try:
-                found = plan(kv_dtype, ram, gpu)
-                print(kv_dtype, ram, gpu, found)
-            except UserError as error:
-                print(kv_dtype, ram, gpu, error)
-                assert "GiB" in str(error) and "lower `context`" in str(error)
+        coded_bytes = plan(kv_dtype, 32).kv_bytes
+        assert 2 * coded_bytes / plain_bytes == pytest.approx((128 + 4) / 128, abs=1e-3)
+        with pytest.raises(
+            UserError, match=r"needs .* GiB of device memory .* budget is 24 GiB: raise `gpu_memory` to"
+        ):
+            plan(kv_dtype, 200, 24)

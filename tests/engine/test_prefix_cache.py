@@ -49,19 +49,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @contextmanager
-def opened(pair: tuple[Path, Path], *, context: int = CONTEXT, parallel: int = 2, **how: Any) -> Iterator[Decoder]:
+def opened(pair: tuple[Path, Path], *, context: int = CONTEXT, parallel: int = 2, **options: Any) -> Iterator[Decoder]:
     """A decoder whose layers stream, with room for prompts beside them where it is asked for."""
     target, draft = pair
     sizes = {"context": context, "parallel": parallel, "num_nodes": 8 * parallel, "experts": "layers"}
-    ram = streaming_ram(target, draft, dtype="float32", **sizes) + (ROOM_BYTES if how else 0)
-    how = {"tree": "8x3", "dtype": "float32", "threads": 1, "experts": "layers", **how}
-    named = how.pop("draft", draft)
-    with offload.load(target, named, ram, context=context, parallel=parallel, **how) as decoder:
+    ram = streaming_ram(target, draft, dtype="float32", **sizes) + (ROOM_BYTES if options else 0)
+    options = {"tree": "8x3", "dtype": "float32", "threads": 1, "experts": "layers", **options}
+    named = options.pop("draft", draft)
+    with offload.load(target, named, ram, context=context, parallel=parallel, **options) as decoder:
         yield decoder
 
 
-def written(decoder: Decoder, ids: list[int], num_new: int = NUM_NEW, **how: Any) -> Any:
-    run = decoder.start(Request(ids, Sampling(**how), num_new), continues=True)
+def written(decoder: Decoder, ids: list[int], num_new: int = NUM_NEW, **options: Any) -> Any:
+    run = decoder.start(Request(ids, Sampling(**options), num_new), continues=True)
     try:
         return finished(run)
     finally:
@@ -71,7 +71,7 @@ def written(decoder: Decoder, ids: list[int], num_new: int = NUM_NEW, **how: Any
 def conversations(number: int, chance: random.Random) -> list[list[tuple[list[int], int]]]:
     """Prompts with seeds, turn by turn: of a few beginnings, gone on with, edited, cut, begun anew."""
     systems = [random_ids(size, seed=size) for size in (70, 100, 140)]
-    found = []
+    talks = []
     for _ in range(number):
         ids = [*chance.choice(systems)]
         turns = []
@@ -82,8 +82,8 @@ def conversations(number: int, chance: random.Random) -> list[list[tuple[list[in
                 ids[chance.randrange(len(ids))] = chance.randrange(3, VOCAB_SIZE)
             ids = [*ids, *(chance.randrange(3, 60) for _ in range(chance.randrange(1, 60)))][: CONTEXT - 20]
             turns.append((ids, chance.randrange(100)))
-        found.append(turns)
-    return found
+        talks.append(turns)
+    return talks
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def conversations(number: int, chance: random.Random) -> list[list[tuple[list[in
 def test_texts_of_four_clients_are_those_without_the_cache(kind: str, number: int, folders: Any) -> None:
     """With edits, at any temperature; memory stays within what was planned for it."""
     talks = conversations(number, random.Random(5))
-    how = {"draft": "mtp"} if kind == "mtp" else {}
+    options = {"draft": "mtp"} if kind == "mtp" else {}
     if kind == "mtp":
         talks = [[([token % 60 + 3 for token in ids], seed) for ids, seed in turns] for turns in talks]
 
     def drawn(seed: int) -> dict[str, Any]:
         return {"temperature": 0.8 * (seed % 2), "seed": seed}
 
-    with opened(folders(kind), **how) as plain:
+    with opened(folders(kind), **options) as plain:
         wanted = [[written(plain, ids, **drawn(seed)).token_ids for ids, seed in talk] for talk in talks]
-    with opened(folders(kind), prompt_cache_ram="1MiB", **how) as decoder, Engine(decoder) as engine:
+    with opened(folders(kind), prompt_cache_ram="1MiB", **options) as decoder, Engine(decoder) as engine:
         prefixes = decoder._pool._prefixes
         assert prefixes is not None and decoder.plan.prompt_cache_bytes == 1 << 20
         kept = []
@@ -123,12 +123,12 @@ def test_a_conversation_behind_seven_others_and_behind_a_restart_is_read_in_a_pa
     kind: str, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six turns, and seven other conversations between each two; the seventh comes from the folder alone."""
-    how = {"prompt_cache_ram": "3MiB", "prompt_cache": tmp_path / "prompts"}
+    options = {"prompt_cache_ram": "3MiB", "prompt_cache": tmp_path / "prompts"}
     most_rows = 80
     monkeypatch.setattr("offload.memory.prompt_rows.PROMPT_ROWS", most_rows)
     monkeypatch.setattr("offload.memory.prompt_rows._LEAST_ROWS", most_rows)
     ids = random_ids(130)
-    with opened(folders(kind), **how) as decoder:
+    with opened(folders(kind), **options) as decoder:
         assert decoder.plan.max_prompt_rows == most_rows
         for turn in range(6):
             for other in range(7):
@@ -136,7 +136,7 @@ def test_a_conversation_behind_seven_others_and_behind_a_restart_is_read_in_a_pa
             result = written(decoder, ids)
             assert turn == 0 or len(ids) - 1 - result.stats.num_kept_tokens <= most_rows, "else it takes two passes"
             ids = [*ids, *result.token_ids, *random_ids(9, seed=turn)]
-    with opened(folders(kind), **how) as decoder, opened(folders(kind)) as plain:
+    with opened(folders(kind), **options) as decoder, opened(folders(kind)) as plain:
         result = written(decoder, ids)
         assert len(ids) - 1 - result.stats.num_kept_tokens <= most_rows
         assert result.token_ids == written(plain, ids).token_ids
@@ -218,8 +218,10 @@ def test_damaged_blocks_are_computed_anew_and_told_once(damage: str, folders: An
         result = written(decoder, ids)
         assert (result.stats.num_kept_tokens, result.token_ids) == (0, wanted)
         noted = decoder.notes[num_notes:]
-        told = {"gone": [], "unreadable": ["cannot be read", "no more prompts are kept"]}.get(damage, ["is damaged ("])
-        assert len(noted) == len(told) and all(words in line for words, line in zip(told, noted, strict=True))
+        expected = {"gone": [], "unreadable": ["cannot be read", "no more prompts are kept"]}.get(
+            damage, ["is damaged ("]
+        )
+        assert len(noted) == len(expected) and all(words in line for words, line in zip(expected, noted, strict=True))
     if damage not in ("gone", "unreadable"):
         assert {path.read_bytes() for path in blocks} & {*contents}, "what was looked at is written again"
 
@@ -252,8 +254,8 @@ def test_a_folder_keeps_to_its_size_and_two_programs_share_it(tmp_path: Path) ->
         os.utime(tmp_path / f"{key.hex()}.safetensors", (number, number))
         assert sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) <= most_bytes
     assert second.look(keys[-1]) and first.look(keys[-2]), "each sees what the other has written"
-    found = second.read(keys[-1], lambda header: None)
-    assert found is not None and found["target.keys.0"].equal(block(11)["target.keys.0"])
+    block_read = second.read(keys[-1], lambda header: None)
+    assert block_read is not None and block_read["target.keys.0"].equal(block(11)["target.keys.0"])
     assert second.read(keys[0], lambda header: None) is None, "the oldest went first"
     assert not first.write(b"x" * 20, {"target.keys.0": torch.zeros(most_bytes)}), "larger than all of it"
 
