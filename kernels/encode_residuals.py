@@ -12,6 +12,7 @@ from torch import Tensor
 from offload.kernels.compiled import compiled, faster
 from offload.kernels.expand_residuals import _transposed, tiles_of
 from offload.kernels.residual_layout import (
+    EMPTY_STEP,
     FURTHER,
     NO_HIGH_BYTE,
     NO_MAGNITUDE,
@@ -163,8 +164,9 @@ def _encode_tiles(
                         half = F32(0.5) if level > I32(0) else F32(-0.5)
                         bound = U32(bits_of(F32(F32(F32(level) - half) * step)) >> U32(16))
                         got = U32(U32(bound + U32(U32(byte - bound) & U32(0xFF))) & U32(0xFFFF))
-                        is_level = level != I32(0)
-                        number[within + i] = U32(got if is_level else bits ^ U32(0x8000))
+                        # so that a weight at level zero of a group that is not empty differs
+                        other = byte if step <= F32(EMPTY_STEP) else U32(bits ^ U32(0x8000))
+                        number[within + i] = U32(got if level != I32(0) else other)
                         num_differ += U64(number[within + i] != bits)
                     if not num_differ:
                         continue
@@ -173,7 +175,8 @@ def _encode_tiles(
                         bits = U32(weight[top + row, first + within + i])
                         if number[within + i] == bits:
                             continue
-                        is_lost = I32(code[row, within + i]) != zero
+                        is_empty = step <= F32(EMPTY_STEP)
+                        is_lost = is_empty or I32(code[row, within + i]) != zero
                         if not is_lost:
                             byte = U32(bits & U32(0xFF))
                             last = U32(largest - U32(U32(largest - byte) & U32(0xFF)))

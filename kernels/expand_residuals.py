@@ -17,6 +17,7 @@ from torch import Tensor
 from offload.kernels.compiled import ByType, compiled, faster, share_rows
 from offload.kernels.jit import jit, tl
 from offload.kernels.residual_layout import (
+    EMPTY_STEP,
     FURTHER,
     NO_HIGH_BYTE,
     NO_MAGNITUDE,
@@ -55,7 +56,7 @@ class Tile(NamedTuple):
     rows: slice
     columns: slice
     bits_RC: Tensor  # int32, the first number from the level's lower bound on
-    is_near_RC: Tensor  # at level zero
+    is_near_RC: Tensor  # at level zero of a group that is not empty
     largest_RC: Tensor  # int32, the largest number with its low byte that level zero holds
 
 
@@ -77,11 +78,14 @@ def tiles_of(low_NK: Tensor, word_BKH: Tensor, scale_GN2: Tensor) -> Iterator[Ti
             half_RC = torch.where(level_RC > 0, 0.5, -0.5)
             bound_RC = ((level_RC - half_RC) * scale_RC).view(torch.int32) >> 16 & 0xFFFF
             top_RC = (0.5 * scale_RC).view(torch.int32) >> 16
+            bits_RC = bound_RC + (low_RC - bound_RC & 0xFF) & 0xFFFF
+            is_zero_RC = level_RC == 0
+            is_empty_RC = scale_RC <= EMPTY_STEP
             yield Tile(
                 rows,
                 columns,
-                bound_RC + (low_RC - bound_RC & 0xFF) & 0xFFFF,
-                level_RC == 0,
+                torch.where(is_zero_RC & is_empty_RC, low_RC, bits_RC),
+                is_zero_RC & ~is_empty_RC,
                 top_RC - (top_RC - low_RC & 0xFF),
             )
 
@@ -159,6 +163,7 @@ def expand_residuals_kernel(
         len(stored_B) - 1,
         *sizes,
         HALF=word_BKH.shape[2],
+        EMPTY=EMPTY_STEP,
         **constants,
     )
     _put_escapes[(num_tiles,)](
@@ -283,6 +288,11 @@ def _fill_blocks(
                         bound = U32(bits_of(F32(F32(F32(level) - half) * step)) >> U32(16))
                         low = U32(stored[line + within + i])
                         bits[within + i] = U16(bound + U32(U32(low - bound) & U32(0xFF)))
+                    if step <= F32(EMPTY_STEP):
+                        for i in range(group):
+                            if I32(code[row, within + i]) == zero:
+                                bits[within + i] = stored[line + within + i]
+                        continue
                     largest = U32(bits_of(F32(F32(0.5) * step)) >> U32(16))
                     lanes = U64(U8(zero)) * U64(0x0101010101010101)
                     for eight in range(U64(0), group, U64(8)):
@@ -342,6 +352,7 @@ def _expand_tiles(
     num_padded: tl.tensor,
     num_tiles: tl.tensor,
     HALF: tl.constexpr,
+    EMPTY: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
@@ -370,7 +381,9 @@ def _expand_tiles(
         bound = ((level.to(tl.float32) - half) * step).to(tl.int32, bitcast=True) >> 16
         low = tl.load(stored + row * num_columns + column, mask=is_column, other=0).to(tl.int32)
         bits = bound + ((low - bound) & 0xFF)
-        is_near = (level == 0) & is_column
+        is_empty = step <= EMPTY
+        bits = tl.where((level == 0) & is_empty, low, bits)
+        is_near = (level == 0) & ~is_empty & is_column
         near = near_at + tl.cumsum(is_near.to(tl.int32), 0) - 1
         near_byte = tl.load(stored + tl.minimum(near >> 2, last), mask=is_near, other=0)
         symbol = (near_byte.to(tl.int32) >> ((near & 3) * 2).to(tl.int32)) & 3

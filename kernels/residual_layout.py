@@ -8,7 +8,8 @@ lower bound on. A weight at level zero, one in eight, has 2 bits more: plus or m
 number with its low byte that the level holds, 2 for a smaller one, 3 for one whose high byte is 0.
 The smaller ones, a quarter, have 4 bits more: the sign, and how often 256 is taken off their bits
 (1 to 7 times), or 7 where the other bits of the high byte are 0. All that this does not give back,
-such as NaN and what its group has no level near, is listed by place with its high byte.
+such as NaN and what its group has no level near, is listed by place with its high byte. Where all
+of a group is about zero, level zero needs no symbols: all high bytes there are 0.
 
 Weights lie in tiles of 64 rows and 256 columns, fewer at the edges; tile follows tile in a row of
 tiles. The low bytes have the order of the matrix. Symbols of 2 and of 4 bits, from the lowest bit
@@ -24,6 +25,8 @@ FURTHER = 2  # symbols of 2 bits
 NO_HIGH_BYTE = 3
 NO_MAGNITUDE = 7  # of the lower three of 4 bits
 STEP = 256
+# a group with such a step or a smaller one holds zeros, and what is next to nothing
+EMPTY_STEP = 2.0**-39
 
 
 def num_tiles(num_rows: int, num_columns: int) -> int:
