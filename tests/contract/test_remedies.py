@@ -33,6 +33,7 @@ from offload.checkpoint.small_files import check_tokenizer_files
 from offload.engine.request import Request
 from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
+from offload.model.headers import specified
 
 SOURCE = Path(offload.__file__).parent
 REMEDY = re.compile(r"download [a-z ]*again|mend [a-z_]*config\.json|raise (`\w+`|`$|--?\w+)")
@@ -366,7 +367,7 @@ def _groups() -> Acts:
 def _ranks(place: Path) -> Acts:
     from offload.distributed.pipeline_rank import PipelineRank
 
-    checkpoint = open_checkpoint(save(build(FAMILIES["llama"]()), place))
+    checkpoint = specified(open_checkpoint(save(build(FAMILIES["llama"]()), place)))
 
     def run(ram_bytes: int) -> object:
         from offload.memory.plan import MemoryBudget
