@@ -50,12 +50,13 @@ class ModelChoice:
     draft: PathLike | None = option(
         "--draft", "-d", kind=str, metavar="MODEL", commands=_LOAD, is_main=True,
         help="small model with the same vocabulary, which guesses ahead; self:int4, self:int8: a copy "
-        "of the target in fewer bits; mtp: layers that its files carry; auto: what is "
-        "quickest here; +lookup, +store:PATH beside it",
+        "of the target in fewer bits; mtp: layers that its files carry; eagle3:PATH, dflash:PATH: a head made for "
+        "it; auto: what is quickest here; +lookup, +store:PATH beside it",
         differs={"tune": {"is_required": True, "help": "small model that guesses ahead, or self:int4, self:int8"}},
         doc="a small model with the same vocabulary; `self:int4`, `self:int8`: the target "
         "itself, [rounded while it is read](drafts.md), as its own draft; `mtp`: the MTP layers that its "
-        "files carry; [`auto`](drafts.md#what-auto-does): what trials find to be quickest; all in one process "
+        "files carry; `eagle3:PATH`, `dflash:PATH`: a [head](drafts.md#heads-that-read-the-target) made for it; "
+        "[`auto`](drafts.md#what-auto-does): what trials find to be quickest; all but the first in one process "
         "alone; `A+lookup+store:PATH` joins others to it",
     )
 

@@ -98,13 +98,14 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
         names = ", ".join(missing) or "its block"
         known = f"{where}: its MTP layer is in a form that is not read (no {names})"
         raise UserError(f"{known}: take lookup, or name a small draft")
-    shared = {
-        name: entry
-        for name, entry in target.tensors.items()
-        if name.endswith("embed_tokens.weight") or name.startswith("lm_head.")
-    }
+    shared = shared_with(target)
     config = _config(target.config, tensors)
-    carried = Carried(frozenset(shared), layout.is_fed_normed, layout.is_hidden_first)
+    carried = Carried(
+        frozenset(shared),
+        layout.is_fed_normed,
+        layout.is_hidden_first,
+        target_width=text.get("hidden_size", 0),
+    )
     return replace(
         target,
         config=config,
@@ -114,6 +115,15 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
         carried=carried,
         layers=(),
     )
+
+
+def shared_with(target: Checkpoint) -> dict[str, TensorEntry]:
+    """Return the target's table and head, which such a draft has as well."""
+    return {
+        name: entry
+        for name, entry in target.tensors.items()
+        if name.endswith("embed_tokens.weight") or name.startswith("lm_head.")
+    }
 
 
 def _by_own_names(

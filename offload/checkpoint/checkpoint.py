@@ -56,7 +56,21 @@ class Carried(NamedTuple):
     shared: frozenset[str]  # tensors that are the target's
     is_fed_normed: bool  # a deeper guess goes on from the normed output, or from the bare one
     is_hidden_first: bool = False  # in what is mixed
-    num_taps: int = 1  # hidden states of the target that a row takes
+    is_residual_normed: bool = False  # beside attention goes the normed state, or the bare one
+    tapped: tuple[int, ...] = ()  # layers of the target, of which it reads what enters
+    has_normed: bool = True  # and whether it reads what the final norm gives
+    # of a smaller vocabulary: what each word's number adds to it to be the target's
+    ids: TensorEntry | None = None
+    target_width: int = 0  # of the target's states
+    block: tuple[int, int] | None = None  # tokens of a block, and the id of those to be guessed
+    lent: tuple[tuple[str, int], ...] = ()  # the target's layers whose keys it reads, by kind
+    # words in the order of clusters, and of how many clusters each row's words are scored
+    clusters: tuple[TensorEntry, int] | None = None
+
+    @property
+    def num_taps(self) -> int:
+        """Return how many of the target's states a row is fed with."""
+        return len(self.tapped) + self.has_normed
 
 
 @dataclass(frozen=True, eq=False)

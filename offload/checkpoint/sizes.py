@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from offload.checkpoint.checkpoint import (
+    Carried,
     Checkpoint,
     ModelFiles,
     compute_dtype_name,
@@ -194,16 +195,27 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     )
     held = checkpoint.held
     if checkpoint.carried is not None:
-        named = checkpoint.tensors.items()
-        own = [entry for name, entry in named if entry in rest and not checkpoint.shares(name)]
-        own_bytes = _rest_bytes(own, computed)
-        taps_bytes = checkpoint.carried.num_taps * sizes["hidden_size"] * item_bytes
-        shape = replace(shape, shares_rest=True, own_rest_bytes=own_bytes, tap_row_bytes=taps_bytes)
+        own = [one for name, one in checkpoint.tensors.items() if not checkpoint.shares(name)]
+        own_bytes = _rest_bytes([entry for entry in own if entry in rest], computed)
+        shape = _carried_shape(shape, checkpoint.carried, own_bytes, item_bytes)
     if held is None:
         return replace(
             shape, experts=expert_shape(checkpoint, sizes["hidden_size"], num_layers, computed)
         )
     return _held_shape(shape, held, held_sizes(checkpoint.tensors, layers, held, computed))
+
+
+def _carried_shape(
+    shape: ModelShape, carried: Carried, own_rest_bytes: int, item_bytes: int
+) -> ModelShape:
+    """Return the sizes of a draft that stands beside its target; one that is lent keys has none."""
+    return replace(
+        shape,
+        shares_rest=True,
+        own_rest_bytes=own_rest_bytes,
+        tap_row_bytes=carried.num_taps * carried.target_width * item_bytes,
+        kv_bytes_per_token=0 if carried.lent else shape.kv_bytes_per_token,
+    )
 
 
 def _kept_sizes(checkpoint: Checkpoint, item_bytes: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ _MISTRAL_NAMES = (
 _EXTRA = "extra layers"
 _OTHER = "other parts"
 _KINDS = {
-    _EXTRA: _MULTI_TOKEN,
+    _EXTRA: re.compile(rf"{_MULTI_TOKEN.pattern}|^(?:(?:pre|post)_projection|masked_embedding)\."),
     "audio": re.compile("audio|speech|sound"),
     "vision": re.compile("vis|vit|image|pixel|patch|multi_modal|mm_"),
 }

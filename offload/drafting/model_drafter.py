@@ -113,7 +113,7 @@ class ModelDrafter:
             shapes = [shape for shape in pooled if isinstance(shape, DynamicShape)]
             num_nodes = sum(shape.num_nodes for shape in shapes)
             depth = max(shape.depth for shape in shapes)
-            policy, *others = (self._policy[_kind(tree.sampler)] for tree in growing.values())
+            policy, *others = (self.policy(tree.sampler) for tree in growing.values())
             forest = grow_forest(
                 [*growing.values()],
                 replace(shapes[0], num_nodes=num_nodes, depth=depth),
@@ -131,7 +131,7 @@ class ModelDrafter:
             scores_TV = torch.stack([tree.score_of_node[node] for node in seen])
             token_T = sampler.send(torch.tensor([emitted_after[node] for node in seen]), scores_TV)
             self._calibration[_kind(sampler)].learn(scores_TV, token_T)
-            self._policy[_kind(sampler)].learn(len(path.tokens))
+            self.policy(sampler).learn(len(path.tokens))
 
     def _rows_to_keep(self, tree: TokenTree, path: Acceptance) -> list[int]:
         rows = tree.row_of_node
@@ -143,6 +143,10 @@ class ModelDrafter:
     def score(self, tokens: Sequence[int], start: int, state: KVCache) -> Iterator[Tensor]:
         """Yield logits (1, V) for `tokens[start]` and every later one, each given all before it."""
         return self._draft(state).score(tokens, start)
+
+    def policy(self, sampler: Sampler) -> DraftPassPolicy:
+        """Return what decides how many nodes are worth their rows."""
+        return self._policy[_kind(sampler)]
 
     def exponent(self, sampler: Sampler) -> float:
         """Return the exponent of the draft's distribution, see `DraftCalibration`."""

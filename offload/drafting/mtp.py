@@ -1,4 +1,4 @@
-"""MTP layers as a proposer: a draft model that starts from the target's hidden states.
+"""Carried drafts as proposers, MTP layers first: models that start from the target's hidden states.
 
 It is a `ModelDrafter` in all but three things. A tree needs the target's state behind its last
 token but the root, so beside a prompt that the target has yet to read there is the root alone. A
@@ -28,7 +28,7 @@ MODEL = CarriedModel
 
 
 @dataclass(frozen=True)
-class _CarriedDraft(Draft):
+class CarriedDraft(Draft):
     """Rows of a carried draft: row i has token i + 1, at position i."""
 
     _cache: CarriedCache
@@ -40,19 +40,22 @@ class _CarriedDraft(Draft):
         return missing
 
     def run(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> Tensor:
+        """See `Draft`."""
         return super().run(token_W, position_U - 1, ancestor_WU)
 
     def part(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> BatchPart:
+        """See `Draft`."""
         return super().part(token_W, position_U - 1, ancestor_WU)
 
 
-class MtpDrafter(ModelDrafter):
-    """Grows trees with layers that the target's files carry."""
+class CarriedDrafter(ModelDrafter):
+    """Grows trees with a model that is fed with the target's states."""
 
     @property
     def needs(self) -> Taps:
-        """Return the state behind the final norm."""
-        return Taps(is_normed=True)
+        """Return which states its model reads."""
+        assert isinstance(self.model, CarriedModel), "a model that reads any"
+        return self.model.needs
 
     def new_state(self, target: KVCache | None = None) -> KVCache:
         """Return an empty cache that reads the log of the target's."""
@@ -110,9 +113,9 @@ class MtpDrafter(ModelDrafter):
 
     def _draft(self, state: KVCache) -> Draft:
         assert isinstance(state, CarriedCache), "a cache of this drafter's"
-        return _CarriedDraft(self.model, self._vocab_size, state)
+        return CarriedDraft(self.model, self._vocab_size, state)
 
 
-def open_proposer(setup: DraftSetup) -> MtpDrafter:
+def open_proposer(setup: DraftSetup) -> CarriedDrafter:
     """Return the drafter of a model that is bound for good."""
-    return MtpDrafter(*setup)
+    return CarriedDrafter(*setup)

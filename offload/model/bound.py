@@ -220,11 +220,16 @@ class BoundModel:
             require_copies(self.checkpoint, map(target._expanded.has, copied))
         if self._borrowed:
             assert target is not None, "what it shares is a target's"
-            places = [(name, place) for name, place in self._rest_places if name in self._borrowed]
+            borrowed = [one for one in self._rest_places if one[0] in self._borrowed]
+            places = [(self._name_in_target(name), place) for name, place in borrowed]
             share(target._rest_places, places, self.torch_device)
         if len(self._borrowed) < len({name for name, _ in self._rest_places}):
             self.bind_rest(fetch(self.rest_layout))
         return self.rest_bytes
+
+    def _name_in_target(self, name: str) -> str:
+        """Return what the target calls a parameter that a draft shares."""
+        return name
 
     @property
     def rest_bytes(self) -> int:

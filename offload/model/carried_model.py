@@ -1,4 +1,6 @@
-"""A draft whose rows mix a token's embedding with a hidden state: MTP layers, as a decoder of theirs.
+"""A draft whose rows mix a token's embedding with a hidden state, as a decoder of its own.
+
+These are MTP layers; heads with files of their own are derived from them (`drafting/eagle3.py`).
 
 Row i has the embedding of token i + 1 and the target's hidden state of token i, and scores token
 i + 2. The row of a guess has what this model made of its parent's row in place of the target's
@@ -18,11 +20,14 @@ from torch import Tensor, nn
 from offload.checkpoint.carried import MIXER
 from offload.checkpoint.checkpoint import Carried, Checkpoint
 from offload.model.kv_cache import KVCache
+from offload.model.linear import replace_linears
 from offload.model.parts import BatchPart
-from offload.model.taps import final_norm
+from offload.model.taps import Taps, final_norm
 from offload.model.tree_model import Replay, TreeModel
 
 _HOST = torch.device("cpu")
+# the target's states of rows (T, W) -> what is fed (T, D)
+Encode = Callable[[Tensor], Tensor]
 
 
 class CarriedCache(KVCache):
@@ -35,9 +40,10 @@ class CarriedCache(KVCache):
     target: KVCache | None = None
     ahead = 1
 
-    def __init__(self, width: int, like: Tensor, *sizes: Any) -> None:
+    def __init__(self, nothing_1D: Tensor, encode: Encode, *sizes: Any) -> None:
         super().__init__(*sizes)
-        self._nothing_1D = like.new_zeros(1, width)
+        self._nothing_1D = nothing_1D
+        self._encode = encode
         self._taps_TD = self._nothing_1D[:0]  # of rows from `length` on
         self._outputs_UD = list[Tensor]()
         self._root_1D = self._nothing_1D
@@ -63,15 +69,20 @@ class CarriedCache(KVCache):
         if first > self.length or end <= first:
             self._num_sound = min(self._num_sound, self.length)
         if first < end:
-            known_TD = log.take(first, end).to(self._nothing_1D)
+            known_TW = log.take(first, end).to(self._nothing_1D)
             missing_TD = self._taps_TD[: first - self.length]
-            self._taps_TD = torch.cat([missing_TD, known_TD])
+            self._taps_TD = torch.cat([missing_TD, self._encode(known_TW)])
+
+    def num_tapped(self, part: BatchPart) -> int:
+        """Return how many of a part's rows, the first ones, are fed with the target's states."""
+        num_rows, num_uncommitted = part.ancestor_TU.shape
+        return max(0, min(len(self._taps_TD) - num_uncommitted + num_rows, num_rows))
 
     def fed(self, part: BatchPart) -> Tensor:
         """Return (T, D): what is mixed into the rows of a part, the target's states or outputs."""
         num_rows, num_uncommitted = part.ancestor_TU.shape
         first = num_uncommitted - num_rows
-        num_taps = max(0, min(len(self._taps_TD) - first, num_rows))
+        num_taps = self.num_tapped(part)
         fed = [self._taps_TD[first : first + num_taps]]
         if num_taps < num_rows:
             # Rows that guess ahead of their parents have the nearest ancestor's output.
@@ -136,8 +147,8 @@ class _Mixer(nn.Module):
 
     def __init__(self, norm: nn.Module, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.enorm = _twin(norm)
-        self.hnorm = _twin(norm)
+        self.enorm = twin(norm)
+        self.hnorm = twin(norm)
         self.eh_proj = nn.Linear(2 * width, width, bias=False, device="meta", dtype=dtype)
 
     def forward(self, embedded_1TD: Tensor, fed_1TD: Tensor, *, is_hidden_first: bool) -> Tensor:
@@ -146,20 +157,22 @@ class _Mixer(nn.Module):
         return mixed_1TD
 
 
-def _twin(norm: nn.Module) -> nn.Module:
-    """Return a norm of the same kind with parameters of its own, which are empty."""
-    twin = type(norm).__new__(type(norm))
-    twin.__dict__.update(norm.__dict__)
-    twin._parameters = {
-        name: nn.Parameter(torch.empty_like(weight), requires_grad=False)
+def twin(norm: nn.Module, width: int | None = None) -> nn.Module:
+    """Return a norm of the same kind, or as wide, with parameters of its own, which are empty."""
+    made = type(norm).__new__(type(norm))
+    made.__dict__.update(norm.__dict__)
+    made._parameters = {
+        name: nn.Parameter(weight.new_empty(width or len(weight)), requires_grad=False)
         for name, weight in norm._parameters.items()
         if weight is not None
     }
-    return twin
+    return made
 
 
 class CarriedModel(TreeModel):
     """The layers that a target carries, between its embedding table and its head."""
+
+    _cache_class: type[CarriedCache] = CarriedCache
 
     def __init__(
         self,
@@ -170,7 +183,7 @@ class CarriedModel(TreeModel):
     ) -> None:
         assert checkpoint.carried is not None, "such a draft says what it shares"
         self._carried: Carried = checkpoint.carried
-        super().__init__(checkpoint, dtype, torch_device, adapt=_add_mixer, **bound)
+        super().__init__(checkpoint, dtype, torch_device, adapt=self._adapt, **bound)
         self._fed_TD = torch.empty(0)
         self._output_TD = torch.empty(0)
         decoder = self.meta_model.get_decoder()
@@ -200,28 +213,51 @@ class CarriedModel(TreeModel):
 
     def new_cache(self, num_slots: int, gather: Callable[..., None] | None = None) -> CarriedCache:
         """Return an empty cache for one text."""
-        width = int(self.meta_model.config.hidden_size)
-        like = torch.empty(0, dtype=self.dtype, device=self.torch_device)
-        return CarriedCache(width, like, self.num_layers, num_slots, gather, self.send)
+        nothing_1D = torch.zeros(1, self._fed_width, dtype=self.dtype, device=self.torch_device)
+        sizes = (self.num_layers, num_slots, gather, self.send)
+        return self._cache_class(nothing_1D, self._encode, *sizes)
+
+    @property
+    def _fed_width(self) -> int:
+        return int(self.meta_model.config.hidden_size)
 
     def replay_with(self, replay: Replay) -> None:
         """Do nothing: recordings know of no rows that are fed."""
 
-    def _mix(self, _: nn.Module, __: Any, embedded_1TD: Tensor) -> Tensor:
-        mixer = self.meta_model.get_decoder().mixer
+    @property
+    def needs(self) -> Taps:
+        """Return which states of the target it reads."""
+        return Taps(self._carried.tapped, self._carried.has_normed)
+
+    @property
+    def _mixer(self) -> Any:
+        return self.meta_model.get_decoder().mixer
+
+    def _adapt(self, meta_model: nn.Module) -> None:
+        """Add what mixes, before weights are looked for."""
+        decoder: Any = meta_model.get_decoder()  # type: ignore[operator]
+        norm = final_norm(decoder)
+        weight = next(norm.parameters())
+        add_mixer(decoder, _Mixer(norm, weight.shape[0], weight.dtype))
+
+    def _encode(self, tapped_TW: Tensor) -> Tensor:
+        """Return what is fed for rows of the target's states: these themselves."""
+        return tapped_TW
+
+    def _enter(self, embedded_1TD: Tensor, fed_1TD: Tensor) -> Tensor:
+        """Return what enters the first layer."""
         is_hidden_first = self._carried.is_hidden_first
-        mixed_1TD: Tensor = mixer(
-            embedded_1TD, self._fed_TD[None].to(embedded_1TD), is_hidden_first=is_hidden_first
-        )
+        mixed_1TD: Tensor = self._mixer(embedded_1TD, fed_1TD, is_hidden_first=is_hidden_first)
         return mixed_1TD
+
+    def _mix(self, _: nn.Module, __: Any, embedded_1TD: Tensor) -> Tensor:
+        return self._enter(embedded_1TD, self._fed_TD[None].to(embedded_1TD))
 
     def _keep_output(self, _: nn.Module, args: Any, normed_1TD: Tensor) -> None:
         self._output_TD = (normed_1TD if self._carried.is_fed_normed else args[0])[0]
 
 
-def _add_mixer(meta_model: nn.Module) -> None:
-    decoder: Any = meta_model.get_decoder()  # type: ignore[operator]
-    norm = final_norm(decoder)
-    weight = next(norm.parameters())
-    name = MIXER.split(".")[1]
-    decoder.add_module(name, _Mixer(norm, weight.shape[0], weight.dtype))
+def add_mixer(decoder: nn.Module, mixer: nn.Module) -> None:
+    """Let a decoder have what mixes, by the name that `checkpoint.carried` has for it."""
+    decoder.add_module(MIXER.split(".")[1], mixer)
+    replace_linears(decoder)

@@ -7,6 +7,7 @@ what that tells is kept (`checkpoint/spec.py`), and who plans it again imports n
 from dataclasses import replace
 
 from offload.checkpoint.checkpoint import Checkpoint, remembered
+from offload.checkpoint.heads import head_kind
 from offload.checkpoint.imagined import checkpoint_of_config, imagined
 from offload.checkpoint.open import ReadHeaders, config_alone, open_headers
 from offload.checkpoint.sizes import config_sizes
@@ -28,7 +29,9 @@ def describe(
     path = config_alone(model)
     # which refuses a source of anything but a GGUF file
     if path is None or source is not None:
-        return specified(read(model, source), is_checked=True)
+        headers = read(model, source)
+        # a head is no model before it stands beside its target
+        return headers if head_kind(headers.config) else specified(headers, is_checked=True)
     config = read_config(path)
     if config.get("quantization_config"):
         what = f"{path}: a config alone does not say how quantised weights are stored"

@@ -234,7 +234,7 @@ class KVCache:
         self._end_at(self.length + len(path), len(kept))
 
     @property
-    def saved(self) -> "KVCache":
+    def saved(self) -> "KVCache | None":
         """Return what a session keeps of a draft whose state this is."""
         return self
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from offload.model.layer_stacks import layer_stacks
 from offload.model.library import PreTrainedModel
@@ -102,8 +103,12 @@ class TapLog:
 
 
 @contextmanager
-def tapped(taps: Taps | None, meta_model: PreTrainedModel) -> Iterator[Callable[[], Tensor]]:
-    """Yield what returns (T, W), the states that the pass within the body has shown."""
+def tapped(taps: Taps | None, meta_model: PreTrainedModel) -> Iterator[Callable[[int], Tensor]]:
+    """Yield what returns (T, W), the states that the pass of T rows within the body has shown.
+
+    Families with layers that share keys run these on the rows to be scored alone: of others there
+    are zeros, which costs guesses and nothing else.
+    """
     decoder = meta_model.get_decoder()
     shown = dict[int, Tensor]()
     hooks = list[Any]()
@@ -116,8 +121,9 @@ def tapped(taps: Taps | None, meta_model: PreTrainedModel) -> Iterator[Callable[
     def note_normed(_: nn.Module, __: Any, out: Any) -> None:
         shown[normed] = out.last_hidden_state[0]
 
-    def states() -> Tensor:
-        return torch.cat([shown[index] for index in sorted(shown)], dim=1)
+    def states(num_rows: int) -> Tensor:
+        whole = [pad(rows, (0, 0, num_rows - len(rows), 0)) for _, rows in sorted(shown.items())]
+        return torch.cat(whole, dim=1)
 
     for index in taps.layers if taps else ():
         module = layers[index] if index < len(layers) else final_norm(decoder)

@@ -227,7 +227,7 @@ class Target:
         with tapped(taps, self._model.meta_model) as states:
             logits = self._model.score(parts, num_logits=num_logits, max_rows=self._max_logits)
         if taps is not None:
-            _log(parts, states())
+            _log(parts, states(sum(len(part.token_T) for part in parts)))
         return logits
 
     def _positions(self, offset_T: Tensor, cache: KVCache) -> Tensor:

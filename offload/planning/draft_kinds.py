@@ -10,8 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from offload.checkpoint.assistants import assistant_checkpoint
 from offload.checkpoint.carried import has_mtp, mtp_checkpoint
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
+from offload.checkpoint.heads import (
+    ASSISTANT,
+    DFLASH,
+    EAGLE3,
+    dflash_checkpoint,
+    eagle3_checkpoint,
+    head_kind,
+    refuse_other_heads,
+)
 from offload.checkpoint.open import require_name
 from offload.errors import UserError, require
 from offload.planning.quantised_drafts import copied, held_draft
@@ -47,6 +57,9 @@ KINDS = {
     MODEL: DraftKind("offload.drafting.model_drafter", works_in_ranks=True),
     "self": DraftKind("offload.drafting.model_drafter", of_target=copied),
     "mtp": DraftKind("offload.drafting.mtp", of_target=mtp_checkpoint, lies_in=has_mtp),
+    EAGLE3: DraftKind("offload.drafting.eagle3", adapt=eagle3_checkpoint),
+    DFLASH: DraftKind("offload.drafting.dflash", adapt=dflash_checkpoint),
+    ASSISTANT: DraftKind("offload.drafting.assistant", adapt=assistant_checkpoint),
 }
 # what the files carry, until trials have shown what is quickest
 KINDS[AUTO] = KINDS["mtp"]
@@ -105,7 +118,10 @@ def carried_kind(target: Checkpoint) -> str | None:
 
 
 def files_of(
-    headers: Sequence[Checkpoint], draft: PathLike | None, draft_dtype: str | None
+    headers: Sequence[Checkpoint],
+    draft: PathLike | None,
+    draft_dtype: str | None,
+    ranks: str | None = None,
 ) -> ModelFiles:
     """Return the checkpoints of a run. Raises `UserError` for a draft that cannot be, or not pay."""
     target = headers[0]
@@ -116,9 +132,18 @@ def files_of(
     if draft is None:
         return ModelFiles(target)
     name, value = kind_of(draft)
+    if len(headers) > 1 and name == MODEL:
+        refuse_other_heads(headers[1])
+        name = head_kind(headers[1].config) or MODEL
     kind = KINDS[name]
+    if name != MODEL:
+        _check_ranks(draft, name, ranks)
     if kind.of_target is not None:
         made = held_draft(kind.of_target(target, value), draft_dtype)
+    elif len(headers) > 1 and name != MODEL:
+        rule = f"`draft_dtype` does not go with a head, which {draft} is"
+        require(draft_dtype is None, rule, f"{draft_dtype}", "leave it out")
+        made = kind.adapt(target, headers[1])
     elif len(headers) > 1:
         made = kind.adapt(target, held_draft(headers[1], draft_dtype))
     else:
@@ -136,9 +161,11 @@ def models_to_read(model: PathLike, draft: PathLike | None) -> list[PathLike]:
 
 def check_draft(draft: PathLike | None, ranks: str | None) -> None:
     """Raise `UserError` for a draft that does not work among ranks."""
-    if draft is None or ranks is None:
-        return
-    name, _ = kind_of(draft)
-    if not KINDS[name].works_in_ranks:
+    if draft is not None:
+        _check_ranks(draft, kind_of(draft)[0], ranks)
+
+
+def _check_ranks(draft: PathLike, name: str, ranks: str | None) -> None:
+    if ranks is not None and not KINDS[name].works_in_ranks:
         rule = f"`draft` {draft} works in one process alone"
         raise UserError(f"{rule}, got `ranks` {ranks}: name a small draft")

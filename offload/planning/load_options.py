@@ -241,7 +241,7 @@ class LoadOptions(ModelOptions, ModelChoice):
 
     def files_of(self, headers: Sequence[Checkpoint]) -> ModelFiles:
         """Return both models with these headers. Raises `UserError` for a draft not worth it."""
-        return files_of(headers, self.draft, self.draft_dtype)
+        return files_of(headers, self.draft, self.draft_dtype, self.ranks)
 
     def pipeline_roles(self) -> tuple[Roles, PipelineOptions]:
         """Return the roles and the pipeline of stages; rank 0 drafts where no rank is named.

@@ -18,7 +18,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.small_files import of_text
 from offload.drafting.base import DraftText
 from offload.drafting.model_drafter import ModelDrafter
-from offload.drafting.mtp import MtpDrafter
+from offload.drafting.mtp import CarriedDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.sequence import TokenSequence
 from offload.errors import UserError
@@ -66,7 +66,7 @@ def test_a_tree_has_the_scores_of_the_librarys_own_layer_along_each_path(family:
 
 def before_the_norm(decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
     num_layers = decoder.target._model.num_layers
-    patch.setattr(MtpDrafter, "needs", Taps(layers=(num_layers,)))
+    patch.setattr(CarriedDrafter, "needs", Taps(layers=(num_layers,)))
 
 
 def swapped(decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_what_leaves_the_text_as_it_is_shows_in_the_scores(
     with opened("mellum", tree="dynamic:12x3") as decoder:
         mistake(decoder, monkeypatch)
         if mistake is before_the_norm:
-            decoder.target.tap(MtpDrafter.needs)
+            decoder.target.tap(CarriedDrafter.needs)
         assert gap("mellum", decoder) > 1e-2
 
 
@@ -101,7 +101,7 @@ def test_rows_of_accepted_guesses_come_again_with_the_targets_states(monkeypatch
     with load(folder, "mtp", dtype="float32", tree="dynamic:12x3", lookup=False) as decoder:
         assert decoder.generate(PROMPT, max_new_tokens=24).stats.tokens_per_sweep > 2
         assert gap("mellum", decoder, is_right=True) < 1e-4
-        monkeypatch.setattr(MtpDrafter, "_rows_to_keep", ModelDrafter._rows_to_keep)
+        monkeypatch.setattr(CarriedDrafter, "_rows_to_keep", ModelDrafter._rows_to_keep)
         assert gap("mellum", decoder, is_right=True) > 1e-3
 
 

@@ -1,0 +1,279 @@
+"""Draft heads with files of their own, as decoders beside a target: EAGLE-3's, and DFlash blocks.
+
+Such a head starts from hidden states inside of the target, and takes what it has not of the
+target's table and head. Its names are those of published files (sources: SpecForge, vLLM's
+`llama_eagle3.py`, speculators 0.9, transformers 5.24 `muse_glimmer_assistant`); what it reads is told
+by its config. Invariant: a head that does not fit the target is refused from headers alone.
+
+Shape letters, in this file only: W words that a head scores.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from offload.checkpoint.carried import MIXER, shared_with
+from offload.checkpoint.checkpoint import Carried, Checkpoint, compute_dtype_name
+from offload.checkpoint.sizes import config_sizes
+from offload.checkpoint.tensors import TensorEntry
+from offload.encoding.base import Settings
+from offload.errors import UserError
+
+EAGLE3 = "eagle3"
+DFLASH = "dflash"
+ASSISTANT = "assistant"
+OTHER_HEAD = "take a head that was made for this target, or lookup"
+_IN_LAYER = re.compile(r"^(?:model\.)?(?:midlayer|layers\.(?P<layer>\d+))\.(?P<inner>.+)$")
+_AROUND = {
+    "fc": f"{MIXER}fc",
+    "encoder.fc": f"{MIXER}fc",
+    "hidden_norm": f"{MIXER}hidden_norm",
+    "encoder.output_norm_enc": f"{MIXER}hidden_norm",
+    "input_norm": f"{MIXER}input_norm",
+    **{f"fc_norm.{turn}": f"{MIXER}fc_norm.{turn}" for turn in range(3)},
+    "norm": "model.norm",
+    "embed_tokens": "model.embed_tokens",
+    "lm_head": "lm_head",
+}
+_WORDS = ("d2t", "t2d")
+# of whole numbers, little-endian, as numpy calls them
+WORD_TYPES = {"I64": "<i8", "I32": "<i4"}
+_MOST = 1 << 20
+_PASSED_OVER = re.compile(r"rotary_emb\.inv_freq$|^verifier_")
+_OF_TYPE = {
+    "muse_glimmer_assistant": DFLASH,
+    "gemma4_assistant": ASSISTANT,
+    "gemma4_unified_assistant": ASSISTANT,
+}
+_LAYER_KINDS = ("llama", "qwen2", "qwen3")
+# forms that only their configs tell, and that are not read
+_NOT_READ = {"medusa_num_heads": "Medusa", "hydra_num_heads": "Hydra"}
+_LEFT_OUT = ("architectures", "auto_map", "quantization_config", "layer_types", "torch_dtype")
+
+
+def head_kind(config: Settings) -> str | None:
+    """Return which kind of head a config is of; None where it is of none that is read."""
+    named = config.get("architectures")
+    architectures = " ".join(map(str, named)) if isinstance(named, list) else ""
+    kind = config.get("speculators_model_type")
+    if kind is not None:
+        return kind if kind in (EAGLE3, DFLASH) else None
+    if "dflash_config" in config or "DFlash" in architectures:
+        return DFLASH
+    kind = _OF_TYPE.get(str(config.get("model_type")))
+    if kind is not None:
+        return kind
+    return EAGLE3 if "draft_vocab_size" in config or "Eagle3" in architectures else None
+
+
+def refuse_other_heads(draft: Checkpoint) -> None:
+    """Raise `UserError` for a head in a form that is not read, which names that form."""
+    config = draft.config
+    form = next((form for key, form in _NOT_READ.items() if key in config), None)
+    kind = config.get("speculators_model_type")
+    if kind is not None and head_kind(config) is None:
+        form = f"speculators' {kind}"
+    mixer = draft.tensors.get("fc.weight")
+    if form is None and head_kind(config) is None and mixer is not None:
+        form = "EAGLE-1, EAGLE-2 or HASS"
+    if form is not None:
+        rule = f"{draft.name}: a head of the {form} form is not read"
+        raise UserError(f"{rule}: take an EAGLE-3 or DFlash head of this target, or lookup")
+
+
+def eagle3_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
+    """Return an EAGLE-3 head as a decoder of one layer. Raises `UserError`."""
+    check_kind(draft, EAGLE3)
+    inner = draft.config.get("transformer_layer_config")
+    config = inner if isinstance(inner, dict) else draft.config
+    depth = config_sizes(target)["num_hidden_layers"]
+    nested = draft.config.get("eagle_config")
+    usual = [2, depth // 2, depth - 3]
+    # SpecForge numbers layers by what leaves them, others by what enters
+    layers = draft.config.get("eagle_aux_hidden_state_layer_ids")
+    if isinstance(nested, dict) and nested.get("eagle_aux_hidden_state_layer_ids"):
+        layers = [
+            number + 1 for number in _numbers(draft, nested["eagle_aux_hidden_state_layer_ids"])
+        ]
+    carried = Carried(
+        frozenset(),
+        is_fed_normed=draft.config.get("norm_output") is True,
+        is_residual_normed=draft.config.get("norm_before_residual") is True,
+        tapped=_tapped(draft, depth, layers or usual),
+        has_normed=False,
+    )
+    return _beside(target, draft, carried, {**config, "num_hidden_layers": 1})
+
+
+def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
+    """Return a DFlash block as a decoder. Raises `UserError`."""
+    check_kind(draft, DFLASH)
+    inner = draft.config.get("transformer_layer_config")
+    config = dict(inner if isinstance(inner, dict) else draft.config)
+    nested = draft.config.get("dflash_config")
+    stated = {**draft.config, **(nested if isinstance(nested, dict) else {})}
+    depth = config_sizes(target)["num_hidden_layers"]
+    layers = stated.get("target_layer_ids")
+    if layers is None:
+        # speculators': what enters, and the last one is for its training
+        layers = _numbers(draft, stated.get("aux_hidden_state_layer_ids"))[:-1]
+    else:
+        layers = [number + 1 for number in _numbers(draft, layers)]
+    size = stated.get("block_size")
+    mask = stated.get("mask_token_id")
+    if type(size) is not int or type(mask) is not int or not (1 < size < _MOST and mask >= 0):
+        rule = f"{draft.name}: a DFlash block states block_size, of two or more, and mask_token_id"
+        raise UserError(f"{rule}, got {size!r:.40} and {mask!r:.40}: {OTHER_HEAD}")
+    if config.get("model_type") in _OF_TYPE:
+        config.setdefault("layer_types", ["sliding_attention"] * config.get("num_hidden_layers", 0))
+    config["model_type"] = "qwen3"
+    if type(window := config.get("sliding_window")) is int:
+        # those as far away as the window are seen as well
+        config["sliding_window"] = window + 1
+    is_last = depth in layers
+    carried = Carried(
+        frozenset(),
+        is_fed_normed=True,
+        tapped=_tapped(draft, depth, [layer for layer in layers if layer != depth]),
+        has_normed=is_last,
+        block=(size, mask),
+    )
+    return _beside(target, draft, carried, config)
+
+
+def check_kind(draft: Checkpoint, wanted: str) -> None:
+    """Raise `UserError` for a head of another kind than it is named."""
+    refuse_other_heads(draft)
+    kind = head_kind(draft.config)
+    if kind is not None and kind != wanted:
+        raise UserError(
+            f"{draft.name}: `draft` {wanted} names such a head, got {kind}: name it {kind}"
+        )
+
+
+def _numbers(draft: Checkpoint, layers: Any) -> list[int]:
+    """Return numbers of layers. Raises `UserError` for anything else."""
+    if not isinstance(layers, list) or not all(type(number) is int for number in layers):
+        rule = f"{draft.name}: config.json must number the target's layers that it reads"
+        raise UserError(f"{rule}, got {layers!r:.80}: {OTHER_HEAD}")
+    return layers
+
+
+def _tapped(draft: Checkpoint, depth: int, layers: Any) -> tuple[int, ...]:
+    """Return rising numbers of the target's layers. Raises `UserError` for others."""
+    numbers = _numbers(draft, layers)
+    if numbers != sorted(set(numbers)) or any(not 0 <= number < depth for number in numbers):
+        rule = f"{draft.name}: the layers that it reads must rise and be the target's, of {depth}"
+        raise UserError(f"{rule}, got {numbers!r:.80}: {OTHER_HEAD}")
+    return tuple(numbers)
+
+
+def _own_name(name: str) -> str | None:
+    """Return what the decoder calls a tensor; None for one that no such head has."""
+    match = _IN_LAYER.match(name)
+    if match is None:
+        module, _, leaf = name.removeprefix("model.").rpartition(".")
+        return f"{_AROUND[module]}.{leaf}" if module in _AROUND else None
+    if match["inner"].startswith("hidden_norm."):
+        return f"{MIXER}{match['inner']}"
+    return f"model.layers.{match['layer'] or 0}.{match['inner']}"
+
+
+def _beside(
+    target: Checkpoint, draft: Checkpoint, carried: Carried, config: dict[str, Any]
+) -> Checkpoint:
+    """Return a head as a decoder that has the target's table and head where it has none."""
+    files = {name: one for name, one in draft.tensors.items() if not _PASSED_OVER.search(name)}
+    named = {name: _own_name(name) for name in files if name not in _WORDS}
+    tensors = {own: files[name] for name, own in named.items() if own is not None}
+    needed = ("fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight")
+    unread = [f"no {name}" for name in needed if _own_name(name) not in tensors]
+    unread += [name for name, own in named.items() if own is None] + [*draft.extra]
+    kind = config.get("model_type")
+    unread += [] if kind in _LAYER_KINDS else [f"layers of type {kind}"]
+    if unread:
+        rule = f"{draft.name}: a head in a form that is not read"
+        raise UserError(f"{rule} ({unread[0]}): {OTHER_HEAD}")
+    sizes = config_sizes(target)
+    mixer = tensors[f"{MIXER}fc.weight"]
+    shared = {name: one for name, one in shared_with(target).items() if name not in tensors}
+    ids = _check_fit(target, draft, carried, {**files, **tensors})
+    is_tied = "lm_head.weight" not in tensors and "lm_head.weight" not in shared
+    own_config = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    own_config |= {
+        "vocab_size": sizes["vocab_size"],
+        "hidden_size": mixer.shape[0],
+        "tie_word_embeddings": is_tied,
+    }
+    if isinstance(kinds := config.get("layer_types"), list) and carried.block:
+        own_config |= {"layer_types": kinds, "use_sliding_window": True}
+    return joined(target, draft, own_config, tensors, carried._replace(ids=ids), shared)
+
+
+def joined(
+    target: Checkpoint,
+    draft: Checkpoint,
+    config: dict[str, Any],
+    own: Mapping[str, TensorEntry],
+    carried: Carried,
+    shared: Mapping[str, TensorEntry],
+) -> Checkpoint:
+    """Return a decoder of its own tensors and of the target's, whose files stand behind its own."""
+    num_shards = len(draft.shards)
+    theirs = {name: _behind(entry, num_shards) for name, entry in shared.items()}
+    return replace(
+        draft,
+        config={**config, "dtype": compute_dtype_name(target, "auto")},
+        tensors={**theirs, **own},
+        shards=(*draft.shards, *target.shards),
+        stamps=(*draft.stamps, *target.stamps),
+        tokenizer=target.tokenizer_path,
+        extra={},
+        left_out={},
+        layers=(),
+        carried=carried._replace(
+            shared=frozenset(theirs), target_width=config_sizes(target)["hidden_size"]
+        ),
+    )
+
+
+def _check_fit(
+    target: Checkpoint, draft: Checkpoint, carried: Carried, tensors: Mapping[str, TensorEntry]
+) -> TensorEntry | None:
+    """Return which words a head scores, where it has fewer. Raises `UserError` for another target's."""
+    sizes = config_sizes(target)
+    width = sizes["hidden_size"]
+    words = sizes["vocab_size"]
+    mixer = tensors[f"{MIXER}fc.weight"]
+    num_read = carried.num_taps * width
+    what = f"{draft.name}: a head of another target"
+    if len(mixer.shape) != 2 or mixer.shape[1] != num_read:
+        states = f"{carried.num_taps} states of {target.name} have {num_read} numbers"
+        raise UserError(f"{what} ({states}, fc takes {mixer.shape[-1:]}): {OTHER_HEAD}")
+    is_wide = "model.embed_tokens.weight" in tensors and "lm_head.weight" in tensors
+    if mixer.shape[0] != width and not is_wide:
+        raise UserError(f"{what} (it is {mixer.shape[0]} wide, its table {width}): {OTHER_HEAD}")
+    known = tensors["t2d"].shape[0] if "t2d" in tensors else draft.config.get("vocab_size", words)
+    if known != words:
+        raise UserError(f"{what} (of {known} words, not {words}): {OTHER_HEAD}")
+    if carried.block is not None and carried.block[1] >= words:
+        raise UserError(f"{what} (its mask is word {carried.block[1]} of {words}): {OTHER_HEAD}")
+    head = tensors.get("lm_head.weight")
+    ids = tensors.get("d2t")
+    if head is None or (ids is None and head.shape[:1] == (words,)):
+        return None
+    rule = f"{draft.name}: a head of {head.shape[0]} words has d2t, which says of each what it adds"
+    if ids is None or ids.shape != head.shape[:1] or ids.dtype not in WORD_TYPES:
+        got = "none" if ids is None else f"{ids.dtype} {list(ids.shape)}"
+        raise UserError(f"{rule}, got {got}: take a head that is whole")
+    return ids
+
+
+def _behind(entry: TensorEntry, num_shards: int) -> TensorEntry:
+    """Return an entry of files that stand behind so many others."""
+    coded = entry.coded
+    if coded is not None:
+        companions = tuple((name, _behind(one, num_shards)) for name, one in coded.companions)
+        coded = coded._replace(companions=companions)
+    return entry._replace(shard=entry.shard + num_shards, coded=coded)

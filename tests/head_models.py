@@ -1,0 +1,288 @@
+"""Tiny targets with random draft heads beside them, and their scores by few lines of torch, all afresh.
+
+The arithmetic follows speculators 0.9 (EAGLE-3), transformers 5.24 (DFlash, Gemma 4's assistant).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+)
+
+WIDTH, VOCAB, WORDS, LAYERS = 32, 64, 24, 8
+HEADS, GROUPS, HEAD_DIM, INNER = 2, 1, 16, 48
+SHAPE: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_attention_heads": HEADS,
+                         "num_key_value_heads": GROUPS, "head_dim": HEAD_DIM, "vocab_size": VOCAB,
+                         "rms_norm_eps": 1e-6, "eos_token_id": None, "pad_token_id": None, "bos_token_id": 1,
+                         "max_position_embeddings": 256}  # fmt: skip
+# what enters these layers
+TAPS = [2, LAYERS // 2, LAYERS - 3]
+
+
+@cache
+def target() -> tuple[Path, Any]:
+    """Return the folder of a tiny Llama, and the model."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **SHAPE)).eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(torch.randn_like(tensor) * 0.25 + ("norm" in name))
+    folder = Path(mkdtemp())
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = 1) -> dict[str, Tensor]:
+    """Return random tensors by name; those of norms lie around one."""
+    source = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=source) * 0.25 + ("norm" in name) for name, shape in shapes.items()}
+
+
+def layer_shapes(where: str, num_inputs: int, *, has_normed_heads: bool = False) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a decoder layer whose attention reads so many numbers."""
+    queries, keys = HEADS * HEAD_DIM, GROUPS * HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (queries, num_inputs), "self_attn.k_proj": (keys, num_inputs),
+        "self_attn.v_proj": (keys, num_inputs), "self_attn.o_proj": (WIDTH, queries), "input_layernorm": (WIDTH,),
+        "post_attention_layernorm": (WIDTH,), "mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH),
+        "mlp.down_proj": (WIDTH, INNER)}  # fmt: skip
+    if has_normed_heads:
+        shapes |= {"self_attn.q_norm": (HEAD_DIM,), "self_attn.k_norm": (HEAD_DIM,)}
+    return {f"{where}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+# SpecForge's names and those of speculators, and flags of the latter
+FORMS: dict[str, dict[str, Any]] = {
+    "specforge": {},
+    "speculators": {"norm_before_residual": True, "is_of_speculators": True},
+    "before fc": {"norm_before_fc": True, "is_of_speculators": True},
+    "3.1": {"fc_norm": True, "norm_output": True, "is_of_speculators": True},
+    "own table": {"own_table": True},
+    "all words": {"all_words": True},
+}
+
+
+@cache
+def eagle3(form: str = "specforge") -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """Return the folder of a head, its tensors by SpecForge's names, and its flags."""
+    flags = FORMS[form]
+    num_words = VOCAB if flags.get("all_words") else WORDS
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (WIDTH, 3 * WIDTH), "norm.weight": (WIDTH,)}
+    shapes |= layer_shapes("midlayer", 2 * WIDTH)
+    shapes |= {"midlayer.hidden_norm.weight": (WIDTH,), "lm_head.weight": (num_words, WIDTH)}
+    if flags.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (3 * WIDTH,)
+    if flags.get("fc_norm"):
+        shapes |= {f"fc_norm.{turn}.weight": (WIDTH,) for turn in range(3)}
+    if flags.get("own_table"):
+        shapes["embed_tokens.weight"] = (VOCAB, WIDTH)
+    tensors = random_weights(shapes)
+    if num_words < VOCAB:
+        id_W = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:num_words].sort().values
+        tensors["d2t"] = id_W - torch.arange(num_words)
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, id_W, True)
+    layer = {"model_type": "llama", "num_hidden_layers": 1, **SHAPE}
+    if flags.get("is_of_speculators"):
+        named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, "draft_vocab_size": WORDS,
+                  "architectures": ["Eagle3DraftModel"], "eagle_aux_hidden_state_layer_ids": TAPS, **flags}  # fmt: skip
+    else:
+        named = tensors
+        left = [number - 1 for number in TAPS]
+        config = {**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": num_words,
+                  "eagle_config": {"eagle_aux_hidden_state_layer_ids": left}}  # fmt: skip
+    return written(named, config), tensors, flags
+
+
+def written(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
+    """Return a new folder with these."""
+    folder = Path(mkdtemp())
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def normed(state: Tensor, weight: Tensor) -> Tensor:
+    """Return a root mean square norm."""
+    return state * torch.rsqrt(state.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def turned(states_HTK: Tensor, place_T: Tensor) -> Tensor:
+    """Return heads turned by their positions."""
+    frequency_K = 10_000 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angle_TK = (place_T[:, None] * frequency_K).repeat(1, 2)
+    first, second = states_HTK.chunk(2, -1)
+    return states_HTK * angle_TK.cos() + torch.cat([-second, first], -1) * angle_TK.sin()
+
+
+def heads(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return (H, T, K) of rows times a matrix."""
+    return (rows @ weight.T).view(len(rows), -1, HEAD_DIM).transpose(0, 1)
+
+
+def fed_forward(state: Tensor, get: Any) -> Tensor:
+    """Return a state behind a layer's second half."""
+    inner = normed(state, get("post_attention_layernorm"))
+    gate = torch.nn.functional.silu(inner @ get("mlp.gate_proj").T)
+    return state + (gate * (inner @ get("mlp.up_proj").T)) @ get("mlp.down_proj").T
+
+
+@torch.no_grad()
+def eagle3_scores(form: str, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+    """Return the scores (V) behind a path of guesses, below tokens of which the last has no state yet."""
+    _, tensors, flags = eagle3(form)
+    model = target()[1]
+    hidden = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+    tapped_TW = torch.cat([hidden[layer][0] for layer in TAPS], -1)
+    if flags.get("norm_before_fc"):
+        tapped_TW = normed(tapped_TW, tensors["input_norm.weight"])
+    if flags.get("fc_norm"):
+        parts = enumerate(tapped_TW.chunk(3, -1))
+        tapped_TW = torch.cat([normed(part, tensors[f"fc_norm.{turn}.weight"]) for turn, part in parts], -1)
+    fed_TD = tapped_TW @ tensors["fc.weight"].T
+    table = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
+
+    def get(name: str) -> Tensor:
+        return tensors[f"midlayer.{name}.weight"]
+
+    token_T = torch.tensor(tokens[1:])
+    for token in (*path, None):
+        normed_TD = normed(fed_TD, get("hidden_norm"))
+        both = torch.cat([normed(table[token_T], get("input_layernorm")), normed_TD], -1)
+        place_T = torch.arange(len(token_T))
+        query, key = (turned(heads(both, get(f"self_attn.{name}_proj")), place_T) for name in "qk")
+        score_HTT = query @ key.transpose(1, 2) / HEAD_DIM**0.5
+        weights = score_HTT.masked_fill(place_T[:, None] < place_T, -torch.inf).softmax(-1)
+        mixed = (weights @ heads(both, get("self_attn.v_proj"))).transpose(0, 1).reshape(len(token_T), -1)
+        state = normed_TD if flags.get("norm_before_residual") else fed_TD
+        out_TD = fed_forward(state + mixed @ get("self_attn.o_proj").T, get)
+        last_TD = normed(out_TD, tensors["norm.weight"])
+        if token is not None:
+            token_T = torch.cat([token_T, torch.tensor([token])])
+            fed_TD = torch.cat([fed_TD, (last_TD if flags.get("norm_output") else out_TD)[-1:]])
+    scores_W = tensors["lm_head.weight"] @ last_TD[-1]
+    if "d2t" not in tensors:
+        return scores_W
+    return torch.full((VOCAB,), -torch.inf).index_copy(0, tensors["d2t"] + torch.arange(WORDS), scores_W)
+
+
+BLOCK, MASK, WINDOW = 4, 63, 6
+# what leaves these layers
+LEFT = [0, 4]
+
+
+@cache
+def dflash(form: str = "z-lab") -> tuple[Path, Any]:
+    """Return the folder of a block, by z-lab's names or Muse's, and the library's model of it."""
+    torch.manual_seed(4)
+    kinds = ["full_attention", "sliding_attention"]
+    sizes = {**SHAPE, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 2, "layer_types": kinds,
+             "sliding_window": WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}  # fmt: skip
+    block = {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": LEFT}
+    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**sizes, **block)).eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(torch.randn_like(tensor) * 0.25 + ("norm" in name))
+    tensors = dict(model.state_dict())
+    if form == "muse":
+        return written(tensors, {**sizes, **block, "model_type": "muse_glimmer_assistant"}), model
+    renamed = (("encoder.fc", "fc"), ("encoder.output_norm_enc", "hidden_norm"))
+    for old, new in renamed:
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    config = {**sizes, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": BLOCK,
+              "dflash_config": {"mask_token_id": MASK, "target_layer_ids": LEFT}}  # fmt: skip
+    return written(tensors, config), model
+
+
+@torch.no_grad()
+def dflash_scores(form: str, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+    """Return the scores (V) of what follows a path of any guesses, see `eagle3_scores`."""
+    model = target()[1]
+    hidden = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+    block_1B = torch.tensor([[tokens[-1], *[MASK] * (BLOCK - 1)]])
+    place_S = torch.arange(len(tokens) - 1 + BLOCK)
+    is_near_BS = (place_S[-BLOCK:, None] - place_S).abs() <= WINDOW
+    out = dflash(form)[1](
+        noise_embeds=model.get_input_embeddings()(block_1B),
+        context_hidden_states=torch.cat([hidden[layer + 1] for layer in LEFT], -1),
+        attention_mask={"full_attention": None, "sliding_attention": is_near_BS[None, None]},
+    )
+    scores_V: Tensor = model.lm_head(out.last_hidden_state[0, len(path) + 1])
+    return scores_V
+
+
+GEMMA: dict[str, Any] = {"vocab_size": VOCAB, "intermediate_size": INNER, "num_attention_heads": HEADS,
+                         "num_key_value_heads": GROUPS, "head_dim": HEAD_DIM, "global_head_dim": HEAD_DIM,
+                         "sliding_window": WINDOW, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1,
+                         "max_position_embeddings": 256}  # fmt: skip
+GEMMA_KINDS = ["sliding_attention", "full_attention"]
+
+
+@cache
+def gemma(num_shared: int = 0) -> tuple[Path, Any]:
+    """Return the folder of a tiny Gemma 4, whose last layers may share keys, and the model."""
+    torch.manual_seed(5)
+    # transformers 5.24 runs no Gemma 4 whose layers share keys and have no inputs of their own
+    inputs = 8 if num_shared else 0
+    config = Gemma4TextConfig(hidden_size=WIDTH, num_hidden_layers=4, layer_types=GEMMA_KINDS * 2,
+                              num_kv_shared_layers=num_shared, hidden_size_per_layer_input=inputs,
+                              vocab_size_per_layer_input=VOCAB, **GEMMA)  # fmt: skip
+    model = Gemma4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(torch.randn_like(tensor) * 0.25 + ("norm" in name))
+    folder = Path(mkdtemp())
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@cache
+def assistant(*, has_clusters: bool = False) -> tuple[Path, Any]:
+    """Return the folder of an assistant of such a target, and the library's model of it."""
+    torch.manual_seed(6)
+    text = dict(GEMMA, hidden_size=16, num_hidden_layers=2, layer_types=GEMMA_KINDS, num_kv_shared_layers=2,
+                hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)  # fmt: skip
+    clusters = {"use_ordered_embeddings": has_clusters, "num_centroids": 16, "centroid_intermediate_top_k": 5}
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=WIDTH, **clusters)
+    model = Gemma4AssistantForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(torch.randn_like(tensor) * 0.25 + ("norm" in name))
+        if has_clusters:
+            model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+    folder = Path(mkdtemp())
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@torch.no_grad()
+def assistant_scores(num_shared: int, has_clusters: bool, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
+    """Return the scores (V) behind a path of guesses, see `eagle3_scores`."""
+    model = gemma(num_shared)[1]
+    out = model.model(torch.tensor([tokens[:-1]]), return_shared_kv_states=True)
+    keys = {kind: tuple(states[:, :, -WINDOW - 1 :] if kind == GEMMA_KINDS[0] else states for states in both)
+            for kind, both in out.shared_kv_states.items()}  # fmt: skip
+    hidden_11D = out.last_hidden_state[:, -1:]
+    for token in (tokens[-1], *path):
+        embedded_11D = model.get_input_embeddings()(torch.tensor([[token]]))
+        given = torch.cat([embedded_11D, hidden_11D], -1)
+        place = torch.tensor([[len(tokens) - 1]])
+        found = assistant(has_clusters=has_clusters)[1](inputs_embeds=given, position_ids=place, shared_kv_states=keys)
+        hidden_11D = found.last_hidden_state
+    scores_V: Tensor = found.logits[0, -1]
+    return scores_V
