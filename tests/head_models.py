@@ -188,7 +188,7 @@ LEFT = [0, 4]
 
 @cache
 def dflash(form: str = "z-lab") -> tuple[Path, Any]:
-    """Return the folder of a block, by z-lab's names or Muse's, and the library's model of it."""
+    """Return the folder of a block, by z-lab's names, Muse's or speculators', and the library's model of it."""
     torch.manual_seed(4)
     kinds = ["full_attention", "sliding_attention"]
     sizes = {**SHAPE, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 2, "layer_types": kinds,
@@ -204,6 +204,15 @@ def dflash(form: str = "z-lab") -> tuple[Path, Any]:
     renamed = (("encoder.fc", "fc"), ("encoder.output_norm_enc", "hidden_norm"))
     for old, new in renamed:
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    if form == "speculators":
+        entered = [layer + 1 for layer in (*LEFT, LAYERS - 1)]
+        layer_config = {
+            "transformer_layer_config": {**sizes, "model_type": "qwen3"},
+            "speculators_model_type": "dflash",
+        }
+        return written(
+            tensors, {**block, **layer_config, "target_layer_ids": None, "aux_hidden_state_layer_ids": entered}
+        ), model
     config = {**sizes, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": BLOCK,
               "dflash_config": {"mask_token_id": MASK, "target_layer_ids": LEFT}}  # fmt: skip
     return written(tensors, config), model

@@ -59,7 +59,7 @@ def head_kind(config: Settings) -> str | None:
     kind = config.get("speculators_model_type")
     if kind is not None:
         return kind if kind in (EAGLE3, DFLASH) else None
-    if "dflash_config" in config or "DFlash" in architectures:
+    if "dflash_config" in config or "dflash" in architectures.lower():
         return DFLASH
     kind = _OF_TYPE.get(str(config.get("model_type")))
     if kind is not None:
@@ -116,8 +116,10 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     depth = config_sizes(target)["num_hidden_layers"]
     layers = stated.get("target_layer_ids")
     if layers is None:
-        # speculators': what enters, and the last one is for its training
-        layers = _numbers(draft, stated.get("aux_hidden_state_layer_ids"))[:-1]
+        # speculators': by what enters; one more may be named, for its training
+        mixer = draft.tensors.get("fc.weight")
+        num_read = mixer.shape[-1] // config_sizes(target)["hidden_size"] if mixer else 0
+        layers = _numbers(draft, stated.get("aux_hidden_state_layer_ids"))[:num_read]
     else:
         layers = [number + 1 for number in _numbers(draft, layers)]
     size = stated.get("block_size")
@@ -131,6 +133,9 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     if type(window := config.get("sliding_window")) is int:
         # those as far away as the window are seen as well
         config["sliding_window"] = window + 1
+    if stated.get("sample_from_anchor"):
+        rule = f"{draft.name}: a block in a form that is not read (sample_from_anchor)"
+        raise UserError(f"{rule}: {OTHER_HEAD}")
     is_last = depth in layers
     carried = Carried(
         frozenset(),

@@ -39,7 +39,7 @@ HEADS = {
     **{f"eagle3 {form}": (lambda form=form: eagle3(form)[0], lambda *path, form=form: eagle3_scores(form, *path))
        for form in FORMS},
     **{f"dflash {form}": (lambda form=form: dflash(form)[0], lambda *path, form=form: dflash_scores(form, *path))
-       for form in ("z-lab", "muse")},
+       for form in ("z-lab", "muse", "speculators")},
 }  # fmt: skip
 HEADS |= {
     f"assistant of {num} with {clusters}": (
@@ -260,6 +260,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"config": {"medusa_num_heads": 4}}, "Medusa form is not read"),
     ("eagle3", {"config": {"speculators_model_type": "eagle"}}, "speculators' eagle form"),
     ("dflash z-lab", {"cut": "fc.weight"}, "another target.*2 states"),
+    ("dflash z-lab", {"config": {"sample_from_anchor": True}}, "not read .sample_from_anchor"),
     ("dflash z-lab", {"config": {"block_size": 1}}, "block_size, of two or more"),
     (
         "dflash z-lab",
