@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -74,13 +74,13 @@ class MtpLayer(nn.Module):
 
     def __init__(self, target: LlamaForCausalLM) -> None:
         super().__init__()
-        donor = packaged("target").model
+        donor: Any = packaged("target").model
         width = target.config.hidden_size
         self.enorm = type(donor.norm)(width, target.config.rms_norm_eps)
         self.hnorm = type(donor.norm)(width, target.config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.eh_proj.weight.data = 0.1 * torch.eye(width).repeat(1, 2)
-        self.block = donor.layers[-1]
+        self.block: Any = donor.layers[-1]
         self.block.self_attn.layer_idx = 0
         self.norm = donor.norm
         self._rotary = [donor.rotary_emb]  # of no weights
@@ -101,7 +101,8 @@ class MtpLayer(nn.Module):
             position_embeddings=self._rotary[0](mixed_BSD, position_1S),
             **{CACHE: cache},
         )
-        return self.norm(out)
+        normed_BSD: Tensor = self.norm(out)
+        return normed_BSD
 
     def stored(self) -> dict[str, Tensor]:
         """Return its tensors in bf16 by the names of a file."""

@@ -95,7 +95,7 @@ def with_draft(options: LoadOptions, name: str) -> LoadOptions:
 def drafts_at_hand(options: LoadOptions, target: Checkpoint) -> Iterator[str]:
     """Yield what can be named as the draft of a target whose files are here."""
     ways = [(name, [target]) for name in (carried_kind(target), _COPY) if name is not None]
-    small = max(_small_models(target), default=None, key=lambda one: one.num_bytes)
+    small = max(_small_models(target), default=None, key=lambda model: model.num_bytes)
     if small is not None:
         ways.append((str(small.directory), [target, small]))
     for name, headers in ways:
@@ -109,7 +109,7 @@ def drafts_at_hand(options: LoadOptions, target: Checkpoint) -> Iterator[str]:
 def _small_models(target: Checkpoint) -> Iterator[Checkpoint]:
     """Yield small models with the target's vocabulary that lie beside it or came from the hub."""
     beside = islice(target.directory.parent.glob("*/config.json"), _MOST_FOLDERS)
-    for folder in (*sorted(one.parent for one in beside), *map(in_cache, cached_models())):
+    for folder in (*sorted(config.parent for config in beside), *map(in_cache, cached_models())):
         try:
             small = open_checkpoint(folder)
             require_described_vocabulary(ModelFiles(target, small))
