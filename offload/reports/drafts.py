@@ -75,7 +75,7 @@ def compare_drafts(
     ways = [("", draft, read) for draft in (*drafts, *copies)]
     for form, files in _packed_forms(options, read or describe).items():
         reads_packed = partial(_read_in_form, read or describe, options.model, files.target)
-        form_drafts = drafts if files.draft is None else [(f"{OWN}:{BESIDE}", None)]
+        form_drafts = drafts if files.draft_kind == "none" else [(f"{OWN}:{BESIDE}", None)]
         ways += [(form, draft, reads_packed) for draft in form_drafts]
     candidates = list[DraftCandidate]()
     for form, (draft, dtype), reads in ways:
