@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A Qwen3-MoE that today's transformers has saved should be convertible by today's mlx-lm.
-# Seen (mlx-lm 0.32.2, transformers 5.24.0): transformers writes `rope_parameters` in place of `rope_theta`, and leaves out
-# values that are its defaults; mlx-lm's ModelArgs has them without defaults, so `mlx_lm.convert` ends with a TypeError that
-# names missing positional arguments.
+# Seen (mlx-lm 0.32.2, transformers 5.24.0): transformers writes `rope_parameters` in place of `rope_theta`, and
+# `num_local_experts` in place of `num_experts`; mlx-lm's ModelArgs knows the older names alone, so `mlx_lm.convert` ends with a
+# TypeError about missing positional arguments.
 # Why it matters: a model that was fine-tuned or resaved with the newest transformers has to be mended by hand first.
 set -euo pipefail
 work=$(mktemp -d)
@@ -30,7 +30,7 @@ try:
 except TypeError as error:
     seen = str(error)
 print("mlx_lm.convert:", seen)
-assert "missing" in seen and "rope_theta" in seen, seen
+assert "missing" in seen and "'num_experts' and 'rope_theta'" in seen, seen
 PY
 "$work/env/bin/python" "$work/run.py" "$work"
 echo "as it was seen"
