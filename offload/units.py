@@ -71,7 +71,7 @@ class Rate(ByteSize):
 
 def parse_cache_size(given: str | int, flag: str) -> str | ByteSize:
     """Return a size, or `auto` and `none` as they are. Raises `UserError`."""
-    return given if given in ("auto", "none") else ByteSize.parse(given, flag)  # type: ignore[return-value]
+    return given if given in ("auto", "none") else ByteSize.parse(given, flag)
 
 
 def parse_size(given: str | int, flag: str) -> int:

@@ -140,7 +140,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
 def shapes_of(files: ModelFiles, dtype: str) -> tuple[ModelShape, ModelShape | None]:
     """Return the sizes of both models; None for a draft that there is not."""
     target, draft = files
-    return model_shape(target, dtype), draft and model_shape(draft, dtype)
+    return model_shape(target, dtype), None if draft is None else model_shape(draft, dtype)
 
 
 @remembered

@@ -67,7 +67,7 @@ def settle_draft(
     runs.
     """
     options = setup.options
-    sampling, _ = setup.settings(request and request.sampling)
+    sampling, _ = setup.settings(None if request is None else request.sampling)
     is_guessing = setup.tree.kind != "none"
     names = [_NONE, *(drafts_at_hand(options, setup.files.target) if is_guessing else ())]
     place = _place(setup, sampling)
