@@ -54,9 +54,9 @@ def test_every_pattern_comes_back_beside_every_code(encode, decode) -> None:
     weight_NK = ALL_PATTERNS.view(256, 256)
     group = torch.arange(256) // 64
     is_slow = decode is expand_residuals_kernel
-    for code in range(0, 16, 5 if is_slow else 1):
+    for code in range(0, 16, 15 if is_slow else 1):
         word_BKH = torch.full((4, 256, 32), code * 17, dtype=torch.uint8)
-        for exponent in (-30, 0, 30) if is_slow else (-40, -30, -12, -6, 0, 30, 37):
+        for exponent in (0,) if is_slow else (-40, -30, -12, -6, 0, 30, 37):
             scale = torch.tensor(1.37 * 10.0**exponent).bfloat16().float()
             zero_G = torch.tensor([0.0, 5.0, 8.0, 15.0])
             scale_G2 = torch.stack((scale.expand(4), (8 - zero_G) * scale), 1).bfloat16()
