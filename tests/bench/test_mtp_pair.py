@@ -31,10 +31,12 @@ def carrying(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCa
     layer = MtpLayer(target)
     with torch.no_grad():
         for weight in layer.parameters():
-            weight.copy_((weight + 0.02 * torch.randn_like(weight)).bfloat16().float())
+            weight += 0.02 * torch.randn_like(weight)
         # sharp enough for deep trees
         width = len(layer.eh_proj.weight)
         layer.eh_proj.weight[:, width:] += torch.eye(width)
+        for weight in layer.parameters():
+            weight.copy_(weight.bfloat16().float())
     folder = tmp_path_factory.mktemp("carrying") / "target"
     write_carrying(layer.stored(), folder)
     return folder, target, layer
@@ -53,14 +55,14 @@ def test_trees_have_the_scores_that_were_learnt(
         text.recover()
         shape = DynamicShape(24, 4)
         (tree,) = decoder.drafter.propose([DraftText(shape, text.tokens, text.sampler, text.caches.draft)])
-        assert tree.score_of_node
+        assert any(tree.path(node) for node in tree.score_of_node)
         for node, score_V in tree.score_of_node.items():
             token_1S = torch.tensor([[*text.tokens, *tree.path(node)]])
             with torch.no_grad():
                 hidden_1SD = target.model(input_ids=token_1S).last_hidden_state
                 *_, out_1SD = depth_outputs(layer, token_1S, hidden_1SD, 1 + len(tree.path(node)))
                 wanted_V = target.lm_head(out_1SD[0, -1])
-            assert float((score_V - wanted_V).abs().max()) < 2e-2
+            assert float((score_V - wanted_V).abs().max()) < 2e-3
         text.caches.draft.commit([])
 
 
