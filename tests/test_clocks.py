@@ -26,7 +26,12 @@ WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "cti
         "fromtimestamp", "st_atime", "st_mtime", "st_ctime", "st_mtime_ns", "getmtime", "getctime"}  # fmt: skip
 TOLD = {
     ("offload/server/openai/choices.py", "time"): "`created` of an answer, in OpenAI's protocol",
+    ("offload/server/openai/responses.py", "time"): "`created_at` of an answer, in OpenAI's protocol",
     ("offload/server/app.py", "time"): "`created` of the model's card",
+    ("offload/server/app.py", "fromtimestamp"): "the same in Anthropic's form",
+    ("offload/engine/block_folder.py", "time"): "scratch files of programs that have ended; a jump costs one block",
+    ("offload/engine/block_folder.py", "st_mtime"): "the same",
+    ("offload/engine/block_folder.py", "st_mtime_ns"): "which block was used longest ago; a jump evicts another one",
     ("offload/reports/windows.py", "now"): "when a profile was written, for people",
     ("offload/checkpoint/files.py", "st_mtime_ns"): "compared for equality alone: whether a file is the same",
     ("offload/checkpoint/whole.py", "st_mtime"): "beside what the hub's library has noted, as it does itself",

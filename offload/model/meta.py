@@ -104,7 +104,6 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         build = AutoModelForCausalLM.from_config if is_known else headed_model
         meta_model = _instantiate(build, config, dtype)
         decoder = meta_model.get_decoder()
-    require_rows(decoder)
     found = getattr(decoder, "layers", None)
     layers = found if isinstance(found, nn.ModuleList) else nn.ModuleList()
     with _refusing(checkpoint, _missing(config)):
@@ -117,6 +116,8 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
             meta_model.set_attn_implementation(attention.NAME)
     if not any(is_following) and (not is_following or not hasattr(decoder, "rotary_emb")):
         raise unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
+    # what is no decoder of ours is refused for that, and not for how its forward names a cache
+    require_rows(decoder)
     tied = [name for pair in meta_model.all_tied_weights_keys.items() for name in pair]
     if config.model_type not in SHARED_LAYERS and any(".layers." in f".{name}" for name in tied):
         raise unsupported(checkpoint, "layers that share weights")

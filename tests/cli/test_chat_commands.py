@@ -379,7 +379,7 @@ def test_what_a_model_says_about_sampling(
     [
         ({"temperature": "hot"}, "--temp must be a number, got 'hot'; mend the file, or leave it out with --greedy"),
         ({"temperature": -1}, "--temp must be 0 or more, got -1"),
-        ({"temperature": float("nan")}, "--temp must be 0 or more, got nan"),
+        ({"temperature": float("nan")}, "is not valid JSON (NaN is no number)"),
         ({"top_p": True}, "--top-p must be a number, got True"),
         ({"top_p": 7}, "--top-p must lie in (0, 1], got 7"),
         ({"top_k": 0.5}, "--top-k must be a number, got 0.5"),
