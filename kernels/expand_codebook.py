@@ -66,10 +66,10 @@ def _scaled(words, shifts, values, scale, out):  # type: ignore[no-untyped-def] 
     for row in range(U64(out.shape[0])):
         source = words[row]
         place = out[row]
-        for one in range(U64(scale.shape[1])):
+        for number in range(U64(scale.shape[1])):
             for code in range(U64(16)):
-                product[code] = rounded(values[code] * scale[row, one])
-            for column in range(one * group, (one + U64(1)) * group, U64(2)):
+                product[code] = rounded(values[code] * scale[row, number])
+            for column in range(number * group, (number + U64(1)) * group, U64(2)):
                 byte = source[column >> U64(1)]
                 place[column] = product[U64((byte >> first) & 15)]
                 place[column + U64(1)] = product[U64((byte >> second) & 15)]
@@ -168,9 +168,9 @@ def _scaled_levels(words, scale, levels, out):  # type: ignore[no-untyped-def]
     for row in range(U64(out.shape[0])):
         source = words[row]
         place = out[row]
-        for one in range(U64(scale.shape[1])):
-            level = levels[scale[row, one]]
-            for pair in range(one * half, (one + U64(1)) * half):
+        for number in range(U64(scale.shape[1])):
+            level = levels[scale[row, number]]
+            for pair in range(number * half, (number + U64(1)) * half):
                 byte = U32(source[pair])
                 first = U32(byte & U32(15))
                 second = U32(byte >> U32(4))

@@ -97,10 +97,10 @@ def expand_exponents_compiled(
             return
         buffer = torch.empty(CHUNK, dtype=torch.int16)
         for chunk in range(lo, hi):
-            own = buffer[: len(out_N) - chunk * CHUNK]
-            expand(*words, window, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
-            put_escapes(kept, *lists, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
-            widen(own.numpy(), numbers(out_N[chunk * CHUNK : (chunk + 1) * CHUNK]))
+            chunk_N = buffer[: len(out_N) - chunk * CHUNK]
+            expand(*words, window, chunk_N.numpy(), (chunk, chunk + 1, chunk * CHUNK))
+            put_escapes(kept, *lists, chunk_N.numpy(), (chunk, chunk + 1, chunk * CHUNK))
+            widen(chunk_N.numpy(), numbers(out_N[chunk * CHUNK : (chunk + 1) * CHUNK]))
 
     share_rows(work, num_chunks)
 

@@ -184,7 +184,7 @@ def _expand_columns(
     # By numpy: torch would call threads of its own for so many numbers, each time from each of
     # ours.
     given = (words_RW, scale_RG, zero_RG)
-    words, scale, zero = (np.ascontiguousarray(one.numpy().T) for one in given)
+    words, scale, zero = (np.ascontiguousarray(rows.numpy().T) for rows in given)
     out = pairs(out_RK)
     made = np.empty((_CHUNK_WORDS * 16 // bits, len(out)), out.dtype)
     _pairs_of_columns.to(out_RK.dtype)(words, bits, (scale, zero), group_K.numpy(), made, out)
@@ -211,11 +211,11 @@ def _nibble_pairs(words, factors, group, out):  # type: ignore[no-untyped-def]
     for row in range(out.shape[0]):
         source = words[row]
         place = out[row]
-        for one in range(scale.shape[1]):
-            s = scale[row, one]
-            z = zero[row, one]
-            a = added[row, one]
-            first = U64(one) * half
+        for number in range(scale.shape[1]):
+            s = scale[row, number]
+            z = zero[row, number]
+            a = added[row, number]
+            first = U64(number) * half
             for pair in range(first, min(first + half, num_pairs)):
                 byte = source[pair]
                 place[pair] = rounded_pair(
@@ -231,11 +231,11 @@ def _bytes(words, factors, group, out):  # type: ignore[no-untyped-def]
     for row in range(out.shape[0]):
         source = words[row]
         place = out[row]
-        for one in range(scale.shape[1]):
-            s = scale[row, one]
-            z = zero[row, one]
-            a = added[row, one]
-            first = U64(one) * size
+        for number in range(scale.shape[1]):
+            s = scale[row, number]
+            z = zero[row, number]
+            a = added[row, number]
+            first = U64(number) * size
             for column in range(first, min(first + size, num_columns)):
                 place[column] = rounded((F32(source[column]) - z) * s + a)
 
@@ -258,11 +258,11 @@ def _stream(bits: int) -> Compiled:
         for row in range(out.shape[0]):
             source = words[row]
             place = out[row]
-            for one in range(scale.shape[1]):
-                s = scale[row, one]
-                z = zero[row, one]
-                a = added[row, one]
-                first = U64(one) * eights
+            for number in range(scale.shape[1]):
+                s = scale[row, number]
+                z = zero[row, number]
+                a = added[row, number]
+                first = U64(number) * eights
                 for eight in range(first, min(first + eights, num_eights)):
                     word = wide(0)
                     for byte in range(bits):
@@ -296,20 +296,21 @@ def _pairs_of_columns(words, bits, factors, index, made, out):  # type: ignore[n
             word = words[number]
             for pair in range(pairs_of_word):
                 column = U64(2) * (number * pairs_of_word + pair)
-                one = U64(index[column])
-                two = U64(index[column + U64(1)])
-                s = scale[one]
-                z = zero[one]
-                s_two = scale[two]
-                z_two = zero[two]
+                here = U64(index[column])
+                beside = U64(index[column + U64(1)])
+                s = scale[here]
+                z = zero[here]
+                s_beside = scale[beside]
+                z_beside = zero[beside]
                 low = I32(I32(2 * bits) * I32(pair))
                 line = made[(number - first) * pairs_of_word + pair]
                 high = I32(low + I32(bits))
                 for row in range(num_rows):
                     code = I32(I32(word[row] >> low) & mask)
-                    code_two = I32(I32(word[row] >> high) & mask)
+                    code_beside = I32(I32(word[row] >> high) & mask)
                     line[row] = rounded_pair(
-                        (F32(code) - z[row]) * s[row], (F32(code_two) - z_two[row]) * s_two[row]
+                        (F32(code) - z[row]) * s[row],
+                        (F32(code_beside) - z_beside[row]) * s_beside[row],
                     )
         start = first * pairs_of_word
         num_pairs = (end - first) * pairs_of_word
@@ -400,11 +401,13 @@ def expand_row_block(
         beyond = here & (place + 1 < row_size)  # a code may end in the next byte
         high = tl.load(words + row * row_size + place + 1, mask=beyond, other=0).to(tl.int32)
         code = ((low | (high << 8)) >> (bit % 8)) & ((1 << BITS) - 1)
-    one = row * num_groups + (
+    group_at = row * num_groups + (
         tl.load(index + column, mask=here, other=0) if IS_ORDERED else column // group
     )
-    code = code - (tl.load(zero + one, mask=here, other=0).to(tl.int32) if HAS_ZERO else MIDDLE)
-    product = code.to(tl.float32) * tl.load(scale + one, mask=here, other=0).to(tl.float32)
+    code = code - (
+        tl.load(zero + group_at, mask=here, other=0).to(tl.int32) if HAS_ZERO else MIDDLE
+    )
+    product = code.to(tl.float32) * tl.load(scale + group_at, mask=here, other=0).to(tl.float32)
     if HAS_ADDED:
-        product += tl.load(added + one, mask=here, other=0).to(tl.float32)
+        product += tl.load(added + group_at, mask=here, other=0).to(tl.float32)
     tl.store(out + row * num_columns + column, product.to(out.dtype.element_ty), mask=here)

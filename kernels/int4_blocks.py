@@ -159,7 +159,8 @@ def _of_this_processor() -> WordLayout:
         return FILE_LAYOUT
     layouts = (WordLayout(size, has_product=True) for size in (BLOCK_ROWS, BLOCK_ROWS // 2))
     return next(
-        (one for one in layouts if torch.equal(pack_int4(code_NK, one), theirs)), FILE_LAYOUT
+        (layout for layout in layouts if torch.equal(pack_int4(code_NK, layout), theirs)),
+        FILE_LAYOUT,
     )
 
 

@@ -99,14 +99,14 @@ class _PathAttention(Code):
             def eight(at: Any) -> None:
                 self._store(self._widened(self._at(begin, at)), self._at(place, at))
 
-            def one(at: Any) -> None:
+            def single(at: Any) -> None:
                 self._builder.store(self._widened(self._at(begin, at), 1), self._at(place, at))
 
             def nothing(at: Any) -> None:
                 self._builder.store(self._single(0.0), self._at(place, at))
 
             self._each(0, whole_vectors, EIGHT, eight)
-            self._each(whole_vectors, width, 1, one)
+            self._each(whole_vectors, width, 1, single)
             self._each(width, whole, 1, nothing)
 
         self._each(0, count, 1, widen)
@@ -410,7 +410,7 @@ class _PathAttention(Code):
             builder.call(self._widen, [*where, *sizes])
             self._pairs(self._index(0), tile.num_all, lambda pair: work(pair, position, count))
 
-        def own(row: Any) -> None:
+        def unshared(row: Any) -> None:
             nth_row = builder.add(tile.first_row, row)
             base = self._walked(given, nth_row, 1)
             seen = self._walked(given, nth_row, 0)
@@ -430,7 +430,7 @@ class _PathAttention(Code):
             self._each(start, seen, BLOCK, block)
 
         self._each(tile.first, tile.end, BLOCK, shared)
-        self._each(0, tile.num_rows, 1, own)
+        self._each(0, tile.num_rows, 1, unshared)
 
     def _pairs(self, lo: Any, hi: Any, work: Callable[[Sequence[Any]], None]) -> None:
         """Do work with two rows after the other; without a second the last is there twice."""

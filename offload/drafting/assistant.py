@@ -114,8 +114,8 @@ class AssistantModel(CarriedModel):
         """Return none: what may not be seen is not lent."""
         return dict.fromkeys(self.windows)
 
-    def _call(self, token_1T: Tensor, **more: Any) -> Any:
-        return super()._call(token_1T, **more, shared_kv_states=self._lent)
+    def _call(self, token_1T: Tensor, **inputs: Any) -> Any:
+        return super()._call(token_1T, **inputs, shared_kv_states=self._lent)
 
     def _mix(self, _: nn.Module, args: Any, embedded_1TD: Tensor) -> Tensor:
         fed_1TE = self._fed_TD[None].to(embedded_1TD)

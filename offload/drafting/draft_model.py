@@ -129,4 +129,4 @@ def run_together(added: Sequence[tuple[Draft, tuple[Tensor, Tensor, Tensor]]]) -
     draft, rows = added[0]
     if len(added) == 1:
         return draft.run(*rows)
-    return draft.score_parts([own.part(*its) for own, its in added])
+    return draft.score_parts([rows.part(*its) for rows, its in added])

@@ -204,7 +204,9 @@ def grow_forest(
     rows.run_ahead(bounds)
     while picked.size:
         best.add(
-            np.concatenate([_children(own, rows, trees[text]) for text, own in _by_text(picked)])
+            np.concatenate(
+                [_children(parents, rows, trees[text]) for text, parents in _by_text(picked)]
+            )
         )
         picked = best.scored()
         if not picked.size:
@@ -218,8 +220,10 @@ def grow_forest(
             if picked.size:
                 rows.run(picked, rows.cursors_of(picked))
     best.cut(policy.num_rows(best.chances, rows.widths, len(trees)))
-    found = [best.candidates[best.candidates["text"] == text] for text in range(len(trees))]
-    return [_as_tree(one, text, trees[text].tokens[-1], rows) for text, one in enumerate(found)]
+    chosen = [best.candidates[best.candidates["text"] == text] for text in range(len(trees))]
+    return [
+        _as_tree(nodes, text, trees[text].tokens[-1], rows) for text, nodes in enumerate(chosen)
+    ]
 
 
 def _by_text(candidates: Candidates) -> Iterator[tuple[int, Candidates]]:
@@ -241,11 +245,11 @@ class _Best:
         self.candidates = np.zeros(0, dtype=_CANDIDATE)
         self._is_expanded_E = np.zeros(most_rows(bounds.num_nodes), dtype=bool)
 
-    def add(self, more: Candidates) -> None:
+    def add(self, added: Candidates) -> None:
         # most of what is new would be cut at once
         if self._depth_R.size == 1 and self._is_full:
-            more = more[more["log_f"] > self.candidates["log_f"].min(initial=np.inf)]
-        self.candidates = np.concatenate([self.candidates, more])
+            added = added[added["log_f"] > self.candidates["log_f"].min(initial=np.inf)]
+        self.candidates = np.concatenate([self.candidates, added])
         self.cut(self._bounds.num_nodes)
 
     def cut(self, num_nodes: int) -> None:
@@ -259,10 +263,10 @@ class _Best:
             return np.argsort(-log_f_C, kind="stable")
         gain_C = np.zeros(log_f_C.size)
         for text in range(self._depth_R.size):
-            own = np.flatnonzero(self.candidates["text"] == text)
-            own = own[np.argsort(-log_f_C[own], kind="stable")]
-            expected = np.cumsum([1.0, *np.exp(log_f_C[own])])
-            gain_C[own] = np.log(expected[1:] / expected[:-1])
+            place_T = np.flatnonzero(self.candidates["text"] == text)
+            place_T = place_T[np.argsort(-log_f_C[place_T], kind="stable")]
+            expected = np.cumsum([1.0, *np.exp(log_f_C[place_T])])
+            gain_C[place_T] = np.log(expected[1:] / expected[:-1])
         return np.argsort(-gain_C, kind="stable")
 
     def _weights(self) -> NDArray[np.float64]:
@@ -293,8 +297,8 @@ class _Best:
     def scored(self) -> Candidates:
         """Return candidates that were run and whose children are not candidates yet."""
         row_C = self.candidates["row"]
-        found = self.candidates[(row_C != _NOT_RUN) & ~self._is_expanded_E[row_C]]
-        return self._expanded(found[np.lexsort((found["row"], found["text"]))])
+        waiting = self.candidates[(row_C != _NOT_RUN) & ~self._is_expanded_E[row_C]]
+        return self._expanded(waiting[np.lexsort((waiting["row"], waiting["text"]))])
 
     def pick(self, first_row: int) -> Candidates:
         """Return the best candidates worth a pass, with rows from `first_row` on, text by text."""
@@ -352,8 +356,8 @@ class _Rows:
         below = picked[["parent", "token"]].tolist()
         guesses = [self._trees[self._text_of[parent]].guesses for parent, _ in below]
         return [
-            own.follow(self.cursors[parent], token)
-            for own, (parent, token) in zip(guesses, below, strict=True)
+            trie.follow(self.cursors[parent], token)
+            for trie, (parent, token) in zip(guesses, below, strict=True)
         ]
 
     def keep(self, picked: Candidates, logits_WV: Tensor, cursors: Sequence[TrieCursor]) -> None:
@@ -361,28 +365,28 @@ class _Rows:
         self.widths.append(picked.size)
         self.cursors += cursors
         lo = self.num_run
-        for text, own in _by_text(picked):
-            logits = logits_WV[: own.size]
+        for text, nodes in _by_text(picked):
+            logits = logits_WV[: nodes.size]
             tree = self._trees[text]
             sampler = tree.sampler
-            logits_WV = logits_WV[own.size :]
+            logits_WV = logits_WV[nodes.size :]
             if sampler.is_adjusted:
                 logits = sampler.adjusted(
-                    logits, [tree.paths[one] for one in self.local[lo : lo + own.size]]
+                    logits, [tree.paths[row] for row in self.local[lo : lo + nodes.size]]
                 )
-            positions = (tree.root + 1 + own["depth"]).tolist()
+            positions = (tree.root + 1 + nodes["depth"]).tolist()
             self.scores += point_mass_scores(logits, sampler, positions).float().unbind()
-            lo += own.size
+            lo += nodes.size
 
     def run(self, picked: Candidates, cursors: Sequence[TrieCursor]) -> None:
         """Score candidates as the next rows, parents before their children."""
         added = []
-        for text, own in _by_text(picked):
+        for text, nodes in _by_text(picked):
             tree = self._trees[text]
             first = tree.num_run
-            self._text_of += [text] * own.size
-            self.local += range(first, first + own.size)
-            rows = tree.add(own, [self.local[row] for row in own["parent"].tolist()])
+            self._text_of += [text] * nodes.size
+            self.local += range(first, first + nodes.size)
+            rows = tree.add(nodes, [self.local[row] for row in nodes["parent"].tolist()])
             added.append((tree.draft, rows))
         self.keep(picked, run_together(added), cursors)
 
@@ -390,24 +394,24 @@ class _Rows:
         """Score the likeliest guesses of all texts in one pass."""
         most = bounds.num_nodes // _AHEAD // len(self._trees)
         first = self.num_run
-        found = list[tuple[int, int, int, int]]()
+        ahead = list[tuple[int, int, int, int]]()
         cursors = list[TrieCursor]()
         for text, tree in enumerate(self._trees):
-            own = tree.guesses.best(most, tree.depth - 1, least=1 / bounds.num_nodes)[1:]
+            guesses = tree.guesses.best(most, tree.depth - 1, least=1 / bounds.num_nodes)[1:]
             # the root, then they themselves
-            rows = [text, *range(first + len(found), first + len(found) + len(own))]
-            found += [(one.item[1], one.depth, rows[one.parent], text) for one in own]
-            cursors += [tree.guesses.follow(*one.item) for one in own]
-        if not found:
+            rows = [text, *range(first + len(ahead), first + len(ahead) + len(guesses))]
+            ahead += [(guess.item[1], guess.depth, rows[guess.parent], text) for guess in guesses]
+            cursors += [tree.guesses.follow(*guess.item) for guess in guesses]
+        if not ahead:
             return
-        picked = np.zeros(len(found), dtype=_CANDIDATE)
+        picked = np.zeros(len(ahead), dtype=_CANDIDATE)
         for name, column in zip(
-            ("token", "depth", "parent", "text"), zip(*found, strict=True), strict=True
+            ("token", "depth", "parent", "text"), zip(*ahead, strict=True), strict=True
         ):
             picked[name] = column
         self.run(picked, cursors)
         self.ahead = {
-            (parent, token): row for row, (token, _, parent, _) in enumerate(found, first)
+            (parent, token): row for row, (token, _, parent, _) in enumerate(ahead, first)
         }
 
 
@@ -444,20 +448,20 @@ def _mixed(
     """Return the draft's children and the guessed ones, each with its chance by both opinions."""
     best_W = np.exp(children_WK["log_f"].max(1, initial=-np.inf)).tolist()
     parents = children_WK["parent"][:, 0].tolist()
-    told = [
+    followers = [
         guesses.children(rows.cursors[row], sureness(best))
         for row, best in zip(parents, best_W, strict=True)
     ]
     pairs = [
         (row, token, chance)
-        for row, (chances, _) in enumerate(told)
+        for row, (chances, _) in enumerate(followers)
         for token, chance in chances.items()
     ]
     guessed = np.zeros(len(pairs), dtype=_CANDIDATE)
     if not pairs:
         return children_WK.reshape(-1)
     row_G, token_G, chance_G = (np.array(column) for column in zip(*pairs, strict=True))
-    rest_W = np.array([rest for _, rest in told])
+    rest_W = np.array([rest for _, rest in followers])
     place_G = sampler.send(torch.from_numpy(row_G * log_pi_WV.shape[1] + token_G), log_pi_WV)
     log_pi_G = log_pi_WV.take(place_G).cpu().numpy()
     guessed["log_f"] = np.log(chance_G + rest_W[row_G] * np.exp(log_pi_G))
@@ -477,14 +481,14 @@ def _keys(candidates: Candidates) -> NDArray[np.int64]:
     return (candidates["parent"] << 32) + candidates["token"]
 
 
-def _as_tree(found: Candidates, root: int, root_token: int, rows: _Rows) -> TokenTree:
+def _as_tree(nodes: Candidates, root: int, root_token: int, rows: _Rows) -> TokenTree:
     row_of = {
-        index: row for index, row in enumerate([root, *found["row"].tolist()]) if row != _NOT_RUN
+        index: row for index, row in enumerate([root, *nodes["row"].tolist()]) if row != _NOT_RUN
     }
     index_of = {row: index for index, row in row_of.items()}
     return TokenTree.listed(
-        [-1, *(index_of[row] for row in found["parent"].tolist())],
-        [root_token, *found["token"].tolist()],
+        [-1, *(index_of[row] for row in nodes["parent"].tolist())],
+        [root_token, *nodes["token"].tolist()],
         row_of={index: rows.local[row] - 1 for index, row in row_of.items() if index},
         score_of={index: rows.scores[row] for index, row in row_of.items()},
     )

@@ -117,18 +117,18 @@ class JoinedDrafter:
         guesses = [self._sources.ask(text, text.state.text) for text in batch]
         grafts = list[Sequence[Guess]]()
         texts = list[DraftText]()
-        for text, own in zip(batch, guesses, strict=True):
+        for text, trie in zip(batch, guesses, strict=True):
             shape = text.shape
-            found: Sequence[Guess] = []
-            if own and not isinstance(shape, DynamicShape):
-                found = own.best(shape.num_nodes - 1, shape.depth)[1:]
-                shape = _without_least(shape, found) if found else shape
-            grafts.append(found)
+            likeliest: Sequence[Guess] = []
+            if trie and not isinstance(shape, DynamicShape):
+                likeliest = trie.best(shape.num_nodes - 1, shape.depth)[1:]
+                shape = _without_least(shape, likeliest) if likeliest else shape
+            grafts.append(likeliest)
             texts.append(text._replace(shape=shape, state=text.state.cache))
         trees = zip(self._model.propose(texts, guesses), grafts, batch, strict=True)
         return [
-            graft(tree, found, text.shape.num_nodes) if found else tree
-            for tree, found, text in trees
+            graft(tree, grafted, text.shape.num_nodes) if grafted else tree
+            for tree, grafted, text in trees
         ]
 
     def accepted(
@@ -153,12 +153,12 @@ class JoinedDrafter:
                 yield Judged(float(pi_V[token]), sureness(float(pi_V.max())))
 
 
-def graft(tree: TokenTree, found: Sequence[Guess], num_nodes: int) -> TokenTree:
+def graft(tree: TokenTree, guesses: Sequence[Guess], num_nodes: int) -> TokenTree:
     """Hang guesses, those behind the root, into a tree until it has `num_nodes`; what is there stays."""
     nodes = [0]  # of the tree, by the order of guesses
     parents = tree.topology.parent_N.tolist()
     tokens = list(tree.tokens)
-    for guess in found:
+    for guess in guesses:
         if len(parents) >= num_nodes:
             break
         above = nodes[guess.parent]
@@ -172,11 +172,11 @@ def graft(tree: TokenTree, found: Sequence[Guess], num_nodes: int) -> TokenTree:
     return TokenTree.listed(parents, tokens, tree.proposals, tree.row_of_node, tree.score_of_node)
 
 
-def _without_least(shape: Topology, found: Sequence[Guess]) -> Topology:
+def _without_least(shape: Topology, guesses: Sequence[Guess]) -> Topology:
     """Drop the shape's least likely nodes, one for each likelier guess, rounded to a few sizes."""
     score_N = path_chances(shape, np.array(DEFAULT_ACCEPTANCE))
     falling_N = np.sort(score_N)[::-1]
-    chances = [guess.score for guess in found]
+    chances = [guess.score for guess in guesses]
     num_likelier = next(
         (n for n, chance in enumerate(chances) if chance <= falling_N[-1 - n]), len(chances)
     )

@@ -244,10 +244,12 @@ class Guesses:
                 num_children = most(node)
                 cursor = self.follow(*node.item) if node.number else self.root
                 chances = self.children(cursor)[0] if num_children else {}
-                found = [(node.score * one, (cursor, token)) for token, one in chances.items()]
-                children.append(sorted(found, key=_SCORE, reverse=True)[:num_children])
-            own = children[node.number]
-            return own[rank] if rank < len(own) and own[rank][0] > least else None
+                steps = [
+                    (node.score * chance, (cursor, token)) for token, chance in chances.items()
+                ]
+                children.append(sorted(steps, key=_SCORE, reverse=True)[:num_children])
+            siblings = children[node.number]
+            return siblings[rank] if rank < len(siblings) and siblings[rank][0] > least else None
 
         return grow_best_first((self.root, _NO_TOKEN), child)
 
@@ -392,14 +394,14 @@ class LookupDrafter(WithoutModel):
             return root_alone(text.tokens)
         if isinstance(text.shape, DynamicShape):
             # as many of the first as bring the most expected tokens per second
-            found = guesses.best(text.shape.num_nodes - 1, text.shape.depth)
-            yields = np.cumsum([guess.score for guess in found])
-            rates = yields / [self._pass_s(num_rows) for num_rows in range(1, len(found) + 1)]
-            found = found[: 1 + int(np.argmax(rates))]
+            nodes = guesses.best(text.shape.num_nodes - 1, text.shape.depth)
+            yields = np.cumsum([guess.score for guess in nodes])
+            rates = yields / [self._pass_s(num_rows) for num_rows in range(1, len(nodes) + 1)]
+            nodes = nodes[: 1 + int(np.argmax(rates))]
         else:
-            found = guesses.within(text.shape)
-        _, *tokens = (guess.item[1] for guess in found)
-        return TokenTree.listed([guess.parent for guess in found], [text.tokens[-1], *tokens])
+            nodes = guesses.within(text.shape)
+        _, *tokens = (guess.item[1] for guess in nodes)
+        return TokenTree.listed([guess.parent for guess in nodes], [text.tokens[-1], *tokens])
 
     def accepted(
         self, tree: TokenTree, path: Acceptance, sampler: Sampler, state: GuessState
@@ -435,10 +437,10 @@ class Copying:
 def _matches(token_T: Tokens, match: MatchLength) -> list[tuple[int, Tokens]]:
     """Return positions behind matches, rising, by length; each next is half as long at most."""
     end_E = np.flatnonzero(token_T[:-1] == token_T[-1]) + 1
-    found = []
+    matches = []
     for length in range(1, match.most + 1):
         if length >= match.least and end_E.size:
-            found.append((length, end_E))
+            matches.append((length, end_E))
         end_E = end_E[end_E > length]
         end_E = (
             end_E[token_T[end_E - length - 1] == token_T[-length - 1]]
@@ -447,7 +449,7 @@ def _matches(token_T: Tokens, match: MatchLength) -> list[tuple[int, Tokens]]:
         )
     chosen = []
     bound = match.most
-    for length, positions_E in reversed(found):
+    for length, positions_E in reversed(matches):
         if length <= bound:
             chosen.append((length, positions_E))
             bound = length // 2

@@ -24,12 +24,12 @@ def open_model(
     checkpoint: Checkpoint,
     dtype: str = "auto",
     torch_device: torch.device = HOST.torch_device,
-    **more: Any,
+    **settings: Any,
 ) -> TreeModel:
     """Return a target or a draft without its layers' weights. Raises `UserError`."""
     usual = EncoderDecoderModel if checkpoint.has_encoder else TreeModel
     kind: type[TreeModel] = getattr(_module(checkpoint), "MODEL", usual)
-    return kind(checkpoint, dtype, torch_device, **more)
+    return kind(checkpoint, dtype, torch_device, **settings)
 
 
 def open_draft(files: ModelFiles, dtype: str, torch_device: torch.device) -> TreeModel | None:

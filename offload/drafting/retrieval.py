@@ -115,17 +115,17 @@ class Ngrams:
 def open_sources(options: LoadOptions, tokenizer: Any, vocab_size: int) -> GuessSources:
     """Return what is asked besides the draft. Raises `UserError` for files that cannot serve."""
     length = parse_match_length(options.lookup_length)
-    found = list[Source]()
+    sources = list[Source]()
     if options.looks_up:
-        found.append(Copying(length))
+        sources.append(Copying(length))
     if options.datastore is not None:
-        found.append(
+        sources.append(
             Retrieval(_open_store("datastore", options.datastore, tokenizer, vocab_size), length)
         )
     if options.ngram is not None:
         open_counts = _open_store if options.ngram_is_store else _count_text
-        found.append(Ngrams(open_counts("ngram", options.ngram, tokenizer, vocab_size)))
-    return GuessSources(found)
+        sources.append(Ngrams(open_counts("ngram", options.ngram, tokenizer, vocab_size)))
+    return GuessSources(sources)
 
 
 def _open_store(

@@ -55,7 +55,7 @@ def check_pack(
         obstacle = copy_obstacle(checkpoint)
         rule = f"{checkpoint.name}: `beside` needs a draft that is a copy of all layers"
         require(obstacle is None, rule, obstacle, "leave it out")
-        is_bfloat16 = any(copied_matrix(*one) for one in checkpoint.tensors.items())
+        is_bfloat16 = any(copied_matrix(*named) for named in checkpoint.tensors.items())
         rule = f"{checkpoint.name}: `beside` needs matrices in bfloat16"
         require(is_bfloat16, rule, "none", "leave it out")
     require_apart(checkpoint.directory, destination)
@@ -92,14 +92,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest. Raises `UserError` where the folder is not a packed model."""
     path = folder / MANIFEST
     if not path.is_file():
-        what = f"{folder} holds no packed model (no {MANIFEST})"
-        raise UserError(f"{what}: give a folder that offload pack has made")
+        complaint = f"{folder} holds no packed model (no {MANIFEST})"
+        raise UserError(f"{complaint}: give a folder that offload pack has made")
     with readable(path):
         manifest = read_object(path, "pack the model again")
     files = manifest.get("files")
     is_sound = isinstance(files, dict) and all(map(is_shard_name, files))
-    for own in files.values() if isinstance(files, dict) else ():
-        numbers = (own.get("num_bytes"), own.get("written_ns")) if isinstance(own, dict) else ()
+    for entry in files.values() if isinstance(files, dict) else ():
+        numbers = (
+            (entry.get("num_bytes"), entry.get("written_ns")) if isinstance(entry, dict) else ()
+        )
         is_sound = is_sound and [*map(type, numbers)] == [int, int]
     if not is_sound or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise UserError(f"{path} is not of {FORMAT} {VERSION}: pack the model again")
@@ -112,21 +114,21 @@ def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:
         return False
     if not (destination / MANIFEST).is_file():
         held = "holds files already" if destination.is_dir() else "is a file"
-        what = f"{destination} {held}, which nothing is written over"
-        raise UserError(f"{what}: choose another folder")
-    found = read_manifest(destination)
-    files = found["files"]
-    is_same = found.get("unpacks") == made_from.get("unpacks")
+        complaint = f"{destination} {held}, which nothing is written over"
+        raise UserError(f"{complaint}: choose another folder")
+    manifest = read_manifest(destination)
+    files = manifest["files"]
+    is_same = manifest.get("unpacks") == made_from.get("unpacks")
     if not is_same or files.keys() != made_from["files"].keys():
-        what = f"{destination} is made from {found.get('source')}"
-        raise UserError(f"{what}: choose another folder, or remove it")
-    if found.get("beside") != made_from.get("beside"):
-        what = f"{destination} was packed {_form_of(found)}, not {_form_of(made_from)}"
-        raise UserError(f"{what}: choose another folder, or remove it")
-    for name, own in made_from["files"].items():
-        if files[name] != own:
-            what = f"{destination} was made from another {name}, which changed since"
-            raise UserError(f"{what}: remove the folder, or choose another")
+        complaint = f"{destination} is made from {manifest.get('source')}"
+        raise UserError(f"{complaint}: choose another folder, or remove it")
+    if manifest.get("beside") != made_from.get("beside"):
+        complaint = f"{destination} was packed {_form_of(manifest)}, not {_form_of(made_from)}"
+        raise UserError(f"{complaint}: choose another folder, or remove it")
+    for name, stamp in made_from["files"].items():
+        if files[name] != stamp:
+            complaint = f"{destination} was made from another {name}, which changed since"
+            raise UserError(f"{complaint}: remove the folder, or choose another")
     return True
 
 
@@ -174,10 +176,12 @@ def require_gain(checkpoint: Checkpoint) -> None:
         raise UserError(f"{name} is packed already: run it as it is, or give its source")
     if coded is not None:
         raise UserError(_NO_GAIN.format(name, coded.name))
-    found = forecast(checkpoint)
+    prediction = forecast(checkpoint)
     kinds = ", ".join(sorted({entry.dtype for entry in stored}))
-    if found is None or not found.is_worth_it:
-        share = "" if found is None else f", of which a sample would keep {found.share:.0%}"
+    if prediction is None or not prediction.is_worth_it:
+        share = (
+            "" if prediction is None else f", of which a sample would keep {prediction.share:.0%}"
+        )
         raise UserError(f"{name}: {_RULE}, its weights are {kinds}{share}: run it as it is")
 
 
@@ -191,6 +195,6 @@ def refuse_gguf(model: str | os.PathLike[str]) -> None:
         stored[entry.dtype] += entry.num_bytes
     ((kind, _),) = stored.most_common(1) or [("nothing", 0)]
     if kind in MANTISSAS:
-        what = f"{file.name} is GGUF, and packing is for safetensors"
-        raise UserError(f"{what}: run it as it is, or give its source")
+        complaint = f"{file.name} is GGUF, and packing is for safetensors"
+        raise UserError(f"{complaint}: run it as it is, or give its source")
     raise UserError(_NO_GAIN.format(file.name, kind))

@@ -42,18 +42,18 @@ _WORTH_PACKING = 0.95  # largest share of a model's bytes for which packing is w
 
 def by_expert(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors, with those of each expert in place of stacks of plain numbers."""
-    found = dict[str, TensorEntry]()
+    parts = dict[str, TensorEntry]()
     for name, entry in tensors.items():
         match = _STACK.match(name)
         is_stack = match is not None and len(entry.shape) == 3 and entry.dtype in STORED
         num_experts = entry.shape[0] if is_stack else 0
         if match is None or entry.coded is not None or not 0 < num_experts <= MOST_EXPERTS:
-            found[name] = entry
+            parts[name] = entry
             continue
         for expert in range(num_experts):
             part = f"{match[1]}.{expert}.{match[2]}{ROWS}0"
-            found[part] = slice_of(entry, expert, num_experts)
-    return found
+            parts[part] = slice_of(entry, expert, num_experts)
+    return parts
 
 
 def stack_of(name: str) -> str:
@@ -150,7 +150,7 @@ def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
     return at(_USUAL_SHARE)
 
 
-def as_beside(checkpoint: Checkpoint, found: PackingForecast) -> ModelFiles | None:
+def as_beside(checkpoint: Checkpoint, prediction: PackingForecast) -> ModelFiles | None:
     """Return the model packed beside a copy, and the copy; None where it can have none."""
     if copy_obstacle(checkpoint) is not None:
         return None
@@ -161,7 +161,7 @@ def as_beside(checkpoint: Checkpoint, found: PackingForecast) -> ModelFiles | No
     }
     if not copied:
         return None
-    packed = as_packed(checkpoint, found)
+    packed = as_packed(checkpoint, prediction)
     target = replace(packed, tensors=packed.tensors | copied)
     return ModelFiles(target, replace(target, held=Held(4, is_copy=True)))
 
@@ -176,13 +176,13 @@ def _residual(entry: TensorEntry) -> TensorEntry:
     return entry._replace(hi=entry.lo + residual_bytes(entry), coded=Coded(Residual(symbol_bytes)))
 
 
-def as_packed(checkpoint: Checkpoint, found: PackingForecast) -> Checkpoint:
+def as_packed(checkpoint: Checkpoint, prediction: PackingForecast) -> Checkpoint:
     """Return the headers of the packed model as planning sees them."""
-    assert found.packed_bytes is not None, "it is worth packing"
+    assert prediction.packed_bytes is not None, "it is worth packing"
     tensors = by_expert(checkpoint.tensors)
     packable = {name: entry for name, entry in tensors.items() if is_packable(name, entry)}
     now_bytes = sum(entry.num_bytes for entry in packable.values())
-    saved_share = (found.source_bytes - found.packed_bytes) / max(1, now_bytes)
+    saved_share = (prediction.source_bytes - prediction.packed_bytes) / max(1, now_bytes)
     shrunk = {name: _shrunk(entry, saved_share) for name, entry in packable.items()}
     return replace(checkpoint, tensors=tensors | shrunk)
 

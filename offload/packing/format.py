@@ -88,20 +88,20 @@ def read_packed(path: Path) -> PackedFile:
     header = read_header(path)
     notes = header.metadata
     if notes.get("format") != FORMAT or notes.get("version") != VERSION:
-        found = f"{notes.get('format', 'nothing')} {notes.get('version', '')}".strip()
+        version = f"{notes.get('format', 'nothing')} {notes.get('version', '')}".strip()
         rule = f"{path}: its header must name {FORMAT} {VERSION}"
-        raise UserError(f"{rule}, it names {found:.80}: pack the model again")
+        raise UserError(f"{rule}, it names {version:.80}: pack the model again")
     stored = header.tensors.items()
-    words = {name: one for name, one in stored if name.endswith(_SUFFIXES)}
-    plain = {name: one for name, one in stored if name not in words}
+    words = {name: entry for name, entry in stored if name.endswith(_SUFFIXES)}
+    plain = {name: entry for name, entry in stored if name not in words}
     tensors = dict(in_file_order({**plain, **with_codings(str(path), {}, words)}))
     try:
         sums = {name: _numbers(text) for name, text in json.loads(notes["crc32"]).items()}
         origin = _origin(notes["origin"])
         source_header = notes.get("source_header", "").encode()
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        what = f"{path}: its header lacks what unpacking needs ({error})"
-        raise UserError(f"{what}: {DAMAGED}") from None
+        complaint = f"{path}: its header lacks what unpacking needs ({error})"
+        raise UserError(f"{complaint}: {DAMAGED}") from None
     if sums.keys() != tensors.keys():
         raise UserError(f"{path}: its header has checksums of other tensors: {DAMAGED}")
     return PackedFile(path, origin, source_header, tensors, sums)
@@ -109,7 +109,7 @@ def read_packed(path: Path) -> PackedFile:
 
 def source_name(stored: str) -> str:
     """Return what the source calls the tensor that one of a packed file is part of."""
-    suffix = next((one for one in _SUFFIXES if stored.endswith(one)), "")
+    suffix = next((ending for ending in _SUFFIXES if stored.endswith(ending)), "")
     return stack_of(stored.removesuffix(suffix))
 
 
@@ -120,19 +120,21 @@ def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
         def jobs() -> Iterator[tuple[str, int, int, Callable[[], np.ndarray]]]:
             for name, entry in packed.tensors.items():
                 where = f"{packed.path}: {name}"
-                own = _parts_of(where, entry, fd)
+                parts_of_it = _parts_of(where, entry, fd)
                 size_bytes = (
                     beside.part_bytes(entry.shape) if beside.is_residual(entry) else PART_BYTES
                 )
-                yield from ((name, at * size_bytes, at, take) for at, take in enumerate(own))
+                yield from (
+                    (name, at * size_bytes, at, take) for at, take in enumerate(parts_of_it)
+                )
 
         def work(
             name: str, lo: int, index: int, take: Callable[[], np.ndarray]
         ) -> tuple[str, int, np.ndarray]:
             raw = take()
             if [zlib.crc32(raw.data)] != [*packed.sums[name][index : index + 1]]:
-                what = f"{packed.path}: {name} does not decode to what was packed"
-                raise UserError(f"{what}: {DAMAGED}")
+                complaint = f"{packed.path}: {name} does not decode to what was packed"
+                raise UserError(f"{complaint}: {DAMAGED}")
             return name, lo, raw
 
         yield from in_order(work, jobs())
@@ -142,18 +144,18 @@ def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) 
     """Restore the source that these files, in order, are of. Raises `OSError` and `UserError`."""
     first, *others = packed
     entries, _ = parse_header(path, first.header, first.origin.num_bytes)
-    names = {name for one in (first, *others) for name in one.tensors}
+    names = {name for file in (first, *others) for name in file.tensors}
     # stacks came whole from earlier versions
     entries = entries if names == {*entries} else by_expert(entries)
     missing = {*entries} ^ names
     if missing:
-        what = f"{min(missing)} is in its header or in its packed files, not in both"
-        raise UserError(f"{path.name}: {what}: {DAMAGED}")
+        complaint = f"{min(missing)} is in its header or in its packed files, not in both"
+        raise UserError(f"{path.name}: {complaint}: {DAMAGED}")
     with replacing(path) as scratch, opened(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as out:
         write_part(out, len(first.header).to_bytes(8, "little") + first.header, 0)
         os.ftruncate(out, first.origin.num_bytes)
-        for one in (first, *others):
-            for name, at, raw in original_parts(one):
+        for file in (first, *others):
+            for name, at, raw in original_parts(file):
                 write_part(out, raw[: max(0, entries[name].num_bytes - at)], entries[name].lo + at)
                 on_bytes(len(raw))
         os.fsync(out)
@@ -242,19 +244,19 @@ class _Writing:
         copied = self._portion.copied
         size_of = self._portion.part_bytes
         jobs = (
-            (own, *part, name if name in copied else windows.get(name))
-            for name, own in tensors.items()
-            for part in parts(own.lo, own.hi, size_of(name))
+            (entry, *part, name if name in copied else windows.get(name))
+            for name, entry in tensors.items()
+            for part in parts(entry.lo, entry.hi, size_of(name))
         )
         done = in_order(self._taken, jobs)
         for name, entry in tensors.items():
-            own = _counted(islice(done, -(-entry.num_bytes // size_of(name))), on_bytes)
+            coded = _counted(islice(done, -(-entry.num_bytes // size_of(name))), on_bytes)
             if name in copied:
-                self._add_beside(name, entry, own)
+                self._add_beside(name, entry, coded)
             elif name not in windows:
-                self._add_plain(name, entry, own)
+                self._add_plain(name, entry, coded)
             # its samples promised a smaller tensor
-            elif not self._add_coded(name, entry, windows[name], own):
+            elif not self._add_coded(name, entry, windows[name], coded):
                 again = (self._taken(entry, *part) for part in parts(entry.lo, entry.hi))
                 self._add_plain(name, entry, again)
         # the widest numbers first, so that all are aligned
@@ -354,9 +356,9 @@ class _Writing:
 
 
 def _counted(taken: Iterable[Any], on_bytes: OnBytes) -> Iterator[Any]:
-    for one in taken:
-        yield one
-        on_bytes(one[2])
+    for part in taken:
+        yield part
+        on_bytes(part[2])
 
 
 def _header(
@@ -367,7 +369,7 @@ def _header(
 ) -> bytes:
     notes = {
         "format": FORMAT, "version": VERSION, "about": _ABOUT, "origin": json.dumps(portion.origin._asdict()),
-        "crc32": json.dumps({name: "".join(f"{one:08x}" for one in own) for name, own in sums.items()}),
+        "crc32": json.dumps({name: "".join(f"{crc:08x}" for crc in crcs) for name, crcs in sums.items()}),
         "source_header": portion.header.decode(),
     }  # fmt: skip
     return header_bytes(entries, notes, align_bytes)

@@ -81,12 +81,12 @@ _PORTION_BYTES = 1 << 30
 
 def _stamps_beside(directory: Path) -> dict[Path, Stamp | None]:
     """Return the visible files beside the weights: config, tokenizer, licence, chat templates."""
-    found = dict[Path, Stamp | None]()
+    stamps = dict[Path, Stamp | None]()
     for path in sorted((*directory.iterdir(), *(directory / MORE_TEMPLATES).glob("*"))):
         is_other = path.name.startswith(".") or path.suffix in _WEIGHTS or path.name == SUMS
         if path.is_file() and not is_other and path.stat().st_size <= _LARGEST_COPY_BYTES:
-            found[path] = stamp_of(path)
-    return found
+            stamps[path] = stamp_of(path)
+    return stamps
 
 
 def packed_files(folder: Path) -> list[Path]:
@@ -97,23 +97,23 @@ def packed_files(folder: Path) -> list[Path]:
 def by_source(folder: Path) -> dict[str, list[PackedFile]]:
     """Return packed files in order, by source file. Raises `UserError` for one missing."""
     files_of = read_manifest(folder)["files"]
-    found = dict[str, list[PackedFile]]()
+    by_name = dict[str, list[PackedFile]]()
     for path in packed_files(folder):
         packed = read_packed(path)
-        found.setdefault(packed.origin.file, []).append(packed)
-    others = found.keys() - files_of.keys()
+        by_name.setdefault(packed.origin.file, []).append(packed)
+    others = by_name.keys() - files_of.keys()
     if others:
-        what = f"{folder}: its {MANIFEST} names no {min(others)}, packed files do"
-        raise UserError(f"{what}: pack the model again")
+        complaint = f"{folder}: its {MANIFEST} names no {min(others)}, packed files do"
+        raise UserError(f"{complaint}: pack the model again")
     for name, files in files_of.items():
-        own = found.get(name, [])
-        own.sort(key=lambda packed: packed.origin.portion)
+        portions = by_name.get(name, [])
+        portions.sort(key=lambda packed: packed.origin.portion)
         stamp = (name, files["num_bytes"], files["written_ns"])
-        wanted = [Origin(*stamp, portion, len(own)) for portion in range(len(own))]
-        if not own or [packed.origin for packed in own] != wanted:
-            what = f"{folder}: of {name} it holds {len(own)} files, not the whole"
-            raise UserError(f"{what}: pack the model again")
-    return found
+        wanted = [Origin(*stamp, portion, len(portions)) for portion in range(len(portions))]
+        if not portions or [packed.origin for packed in portions] != wanted:
+            complaint = f"{folder}: of {name} it holds {len(portions)} files, not the whole"
+            raise UserError(f"{complaint}: pack the model again")
+    return by_name
 
 
 class PackResult(NamedTuple):
@@ -180,8 +180,10 @@ def pack(
             if Stamp.of(path) != checkpoint.stamps[checkpoint.shards.index(path)]:
                 raise _changed(path)
         for path, stamp in others.items():
-            own = path.relative_to(checkpoint.directory)
-            _copy_unchanged(path, stamp, folder / (_SOURCE_INDEX if path.name == INDEX else own))
+            relative = path.relative_to(checkpoint.directory)
+            _copy_unchanged(
+                path, stamp, folder / (_SOURCE_INDEX if path.name == INDEX else relative)
+            )
         _write_index(folder, portions, find_shards(checkpoint.directory)[1])
     return _result_of(destination, len(kept))
 
@@ -191,29 +193,29 @@ def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
     folder = model.expanduser().resolve()
     destination = destination.expanduser().resolve()
     source = check_unpack(folder, destination)
-    found = by_source(folder)
+    files = by_source(folder)
     if not is_finished(destination, source):
         with unfinished(destination, source) as scratch:
-            _write_originals(folder, found, scratch, progress)
+            _write_originals(folder, files, scratch, progress)
     # Last of all, since an unfinished folder without a manifest could not be continued.
     (destination / MANIFEST).unlink()
     return destination
 
 
 def _write_originals(
-    folder: Path, found: Mapping[str, list[PackedFile]], scratch: Path, progress: Progress
+    folder: Path, files: Mapping[str, list[PackedFile]], scratch: Path, progress: Progress
 ) -> None:
-    needed_bytes = sum(own[0].origin.num_bytes for own in found.values())
+    needed_bytes = sum(portions[0].origin.num_bytes for portions in files.values())
     there_bytes = sum(path.stat().st_size for path in scratch.glob("*.safetensors"))
     check_disk(scratch, needed_bytes - there_bytes)
     count = counter(needed_bytes, progress)
     beside = _stamps_beside(folder)
-    for name, own in found.items():
+    for name, portions in files.items():
         if (scratch / name).is_file():  # whole, since it has its name
-            count(own[0].origin.num_bytes)
+            count(portions[0].origin.num_bytes)
             continue
         try:
-            write_original(scratch / name, own, count)
+            write_original(scratch / name, portions, count)
         except UserError as error:
             before = f"what was unpacked before is in {scratch}, which may be removed"
             raise UserError(f"{error}; {before}") from None
@@ -226,10 +228,10 @@ def _write_originals(
 def verify(model: Path, *, progress: Progress) -> PackResult:
     """Decode every weight of a packed folder. Raises `UserError` where a checksum differs."""
     folder = model.expanduser().resolve()
-    found = by_source(folder)
-    count = counter(sum(own[0].origin.num_bytes for own in found.values()), progress)
-    for own in found.values():
-        for packed in own:
+    files = by_source(folder)
+    count = counter(sum(portions[0].origin.num_bytes for portions in files.values()), progress)
+    for portions in files.values():
+        for packed in portions:
             for _, _, raw in original_parts(packed):
                 count(len(raw))
     return _result_of(folder, 0)
@@ -241,7 +243,7 @@ def _changed(path: Path) -> ReadError:
 
 def _portions(checkpoint: Checkpoint, *, has_copy: bool) -> dict[str, Portion]:
     """Return packed files to write, by name. Raises `ReadError` for a source that changed."""
-    found = []
+    portions = []
     for path, stamp in zip(checkpoint.shards, checkpoint.stamps, strict=True):
         raw, now = read_raw_header(path)
         if now != stamp:
@@ -251,26 +253,28 @@ def _portions(checkpoint: Checkpoint, *, has_copy: bool) -> dict[str, Portion]:
         for number, tensors in enumerate(cut):
             origin = Origin(path.name, stamp.num_bytes, stamp.written_ns, number, len(cut))
             header = b"" if number else raw
-            copied = frozenset(name for name, one in tensors.items() if copied_matrix(name, one))
+            copied = frozenset(
+                name for name, entry in tensors.items() if copied_matrix(name, entry)
+            )
             copied = copied if has_copy else frozenset()
-            windows = _windows(path, {n: one for n, one in tensors.items() if n not in copied})
-            found.append(Portion(path, origin, header, tensors, windows, copied))
-    return {shard_name(index, len(found)): one for index, one in enumerate(found)}
+            windows = _windows(path, {n: entry for n, entry in tensors.items() if n not in copied})
+            portions.append(Portion(path, origin, header, tensors, windows, copied))
+    return {shard_name(index, len(portions)): portion for index, portion in enumerate(portions)}
 
 
 def _cut(entries: Mapping[str, TensorEntry]) -> Iterator[dict[str, TensorEntry]]:
     """Yield consecutive tensors of about a portion's size; layers that lie together stay whole."""
-    own = dict[str, TensorEntry]()
+    piece = dict[str, TensorEntry]()
     num_bytes = 0
     for _, layer in groupby(entries.items(), lambda item: (layer_name(item[0]) or item)[:2]):
         if num_bytes >= _PORTION_BYTES:
-            yield own
-            own = {}
+            yield piece
+            piece = {}
             num_bytes = 0
         for name, entry in layer:
-            own[name] = entry
+            piece[name] = entry
             num_bytes += entry.num_bytes
-    yield own
+    yield piece
 
 
 def _expected_bytes(portion: Portion) -> int:
@@ -289,7 +293,7 @@ def _windows(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, Expone
     """Return the windows of the tensors that coding makes smaller."""
     # that of a stack's first expert is that of all
     of_stacks = dict[str, ExponentWindow]()
-    found = dict[str, ExponentWindow]()
+    windows = dict[str, ExponentWindow]()
     with opened(path, os.O_RDONLY) as fd:
         for name, entry in tensors.items():
             if not is_packable(name, entry):
@@ -298,8 +302,8 @@ def _windows(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, Expone
             if stack not in of_stacks:
                 of_stacks[stack] = window_of(fd, entry)
             if coded_bytes(entry, of_stacks[stack]) < entry.num_bytes:
-                found[name] = of_stacks[stack]
-    return found
+                windows[name] = of_stacks[stack]
+    return windows
 
 
 def _is_done(path: Path, portion: Portion) -> bool:
@@ -320,20 +324,20 @@ def _write_index(
     headers = {file: read_header(folder / file).tensors for file in portions}
     weight_map = {
         stored: file
-        for file, own in headers.items()
-        for stored in own
+        for file, entries in headers.items()
+        for stored in entries
         if placed is None or placed.get(source_name(stored)) == portions[file].path.name
     }
     if len(headers) < 2 and len(weight_map) == sum(map(len, headers.values())):
         return
-    total_bytes = sum(one.num_bytes for own in headers.values() for one in own.values())
+    total_bytes = sum(entry.num_bytes for entries in headers.values() for entry in entries.values())
     metadata = {"total_size": total_bytes, "format": FORMAT}
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
 
 
 def _result_of(folder: Path, num_kept: int) -> PackResult:
     paths = packed_files(folder)
-    source_bytes = sum(own["num_bytes"] for own in read_manifest(folder)["files"].values())
+    source_bytes = sum(file["num_bytes"] for file in read_manifest(folder)["files"].values())
     packed_bytes = sum(path.stat().st_size for path in paths)
     return PackResult(folder, source_bytes, packed_bytes, len(paths), num_kept)
 
@@ -342,5 +346,5 @@ def _copy_unchanged(path: Path, stamp: Stamp | None, copy: Path) -> None:
     copy.parent.mkdir(exist_ok=True)
     shutil.copyfile(path, copy)
     if stamp_of(path) != stamp:
-        what = f"{path.name} changed while it was to be copied"
-        raise ReadError(f"{what}: start again when no program writes to it")
+        complaint = f"{path.name} changed while it was to be copied"
+        raise ReadError(f"{complaint}: start again when no program writes to it")

@@ -54,7 +54,7 @@ def decoded_parts(
         own_3E = list_3E[:, own_C[0] : own_C[-1]].flatten()
         lists = (own_3E, own_C - own_C[0], ready["top"])
         own_mantissas = (entry.lo + at, min(entry.lo + after, exponents_lo))
-        lo, hi = (exponents_lo + one // BLOCK * RUN * coding.width for one in (at, after))
+        lo, hi = (exponents_lo + place // BLOCK * RUN * coding.width for place in (at, after))
         places = (own_mantissas, (lo, min(hi, escapes_lo)))
         yield partial(_decoded, fd, kind, places, lists)
 

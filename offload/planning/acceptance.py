@@ -126,8 +126,10 @@ class RankTrie:
             return (self._p[rank], None) if rank < len(self._p) else None
         child = self.children[node].get(rank)
         num_taken = 0 if child is None else self.num_taken[child]
-        more = self._smoothing
-        return (num_taken + more * self._p[rank]) / (self.num_continued[node] + more), child
+        prior_weight = self._smoothing
+        return (num_taken + prior_weight * self._p[rank]) / (
+            self.num_continued[node] + prior_weight
+        ), child
 
     def _add(self, path: Trace) -> None:
         node = 0
@@ -156,8 +158,8 @@ class DynamicYield:
 
 def bounds_to_count(max_nodes: int) -> tuple[DynamicShape, ...]:
     """Return the bounds to grow trees in again, with at most `max_nodes` nodes."""
-    own = [max_nodes] if max_nodes > 1 else []
-    sizes = [size for size in COUNTED_SIZES if size <= max_nodes] or own
+    largest = [max_nodes] if max_nodes > 1 else []
+    sizes = [size for size in COUNTED_SIZES if size <= max_nodes] or largest
     shapes = (
         DynamicShape(size, min(depth, size - 1)) for size in sizes for depth in COUNTED_DEPTHS
     )
@@ -172,8 +174,8 @@ def yields_of(
         [count for window in bursts_WB for count in window[index]] for index in range(len(bounds))
     ]
     return tuple(
-        DynamicYield(one.num_nodes, one.depth, fmean(counts), len(counts))
-        for one, counts in zip(bounds, counts_B, strict=True)
+        DynamicYield(shape.num_nodes, shape.depth, fmean(counts), len(counts))
+        for shape, counts in zip(bounds, counts_B, strict=True)
         if counts
     )
 
@@ -183,10 +185,10 @@ def gains(
 ) -> Callable[[int, int], float]:
     """Return by nodes and depth a dynamic tree's tokens over those of the static one, `fixed`."""
     curves: dict[int, dict[int, float]] = {1: {1: 1.0}}
-    for one in sorted(counted, key=lambda one: (one.num_nodes, one.depth)):
+    for dynamic in sorted(counted, key=lambda dynamic: (dynamic.num_nodes, dynamic.depth)):
         # Trees of one level are the same grown or fixed: the draft's best children of the root.
-        curve = curves.setdefault(one.num_nodes, {1: 1.0})
-        curve[one.depth] = one.tokens_per_sweep / fixed(one.num_nodes, one.depth)
+        curve = curves.setdefault(dynamic.num_nodes, {1: 1.0})
+        curve[dynamic.depth] = dynamic.tokens_per_sweep / fixed(dynamic.num_nodes, dynamic.depth)
 
     def gain(num_nodes: int, depth: int) -> float:
         at_depth = [

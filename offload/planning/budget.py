@@ -87,8 +87,8 @@ def ram_warning(ram: str | int) -> str | None:
         return None
     free = format_bytes(free_bytes, is_decimal=wanted.is_decimal)
     libraries = format_bytes(needed_bytes, is_decimal=wanted.is_decimal)
-    what = f"`ram` {wanted}" + (f" and {libraries} for Python" if wanted <= free_bytes else "")
-    return f"{what} is more than the {free} free here: it may not hold"
+    needs = f"`ram` {wanted}" + (f" and {libraries} for Python" if wanted <= free_bytes else "")
+    return f"{needs} is more than the {free} free here: it may not hold"
 
 
 def traffic_in(
@@ -152,12 +152,12 @@ def _s_per_token(budget: MemoryBudget, files: ModelFiles, sizes: list[int]) -> f
     """Return the cost per token at a byte per second with the best of these sizes, or infinity."""
     usual = prior_for(files) or SMALL
     trees = known_trees(usual.acceptance, max_nodes=max(sizes), max_depth=_MAX_DEPTH)
-    found = [float("inf")]
+    times_s = [float("inf")]
     for size in sizes:
         num_rows = budget.parallel * size
         traffic = traffic_in(budget, files, num_rows)
         if traffic is not None:
             sweep_s = step_of(link_alone(1.0), traffic, num_rows, ()).sweep_s
             tokens = budget.parallel * trees.expected(size, min(_MAX_DEPTH, size))
-            found.append(sweep_s / tokens)
-    return min(found)
+            times_s.append(sweep_s / tokens)
+    return min(times_s)

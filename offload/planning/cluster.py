@@ -74,8 +74,10 @@ class Gathers(NamedTuple):
         Parts are padded to the widest.
         """
         parts = self.num_layers * sum(map(max, self.widths))
-        own = [parts + self.width, *[parts] * (self.num_ranks - 1)]
-        return tuple((self.num_ranks - 1) * numbers * num_rows * self.item_bytes for numbers in own)
+        numbers_R = [parts + self.width, *[parts] * (self.num_ranks - 1)]
+        return tuple(
+            (self.num_ranks - 1) * numbers * num_rows * self.item_bytes for numbers in numbers_R
+        )
 
     def seconds(self, num_rows: int, network: Network) -> float:
         """Return the time that the exchanges of a pass take by themselves."""
@@ -168,10 +170,10 @@ def _rank(values: Any, index: int, file: str) -> Hardware:
     try:
         return replace(find_hardware(str(hardware)), **known) if is_named else Hardware(**known)
     except UserError as error:
-        what = str(error).removeprefix(f"{name}: ").replace("`", "")
+        complaint = str(error).removeprefix(f"{name}: ").replace("`", "")
         for key, field in _FIELD_OF.items():
-            what = what.replace(field, key)
-        raise UserError(f"{where}: {what}") from None
+            complaint = complaint.replace(field, key)
+        raise UserError(f"{where}: {complaint}") from None
 
 
 def _settle_feed(values: dict[str, Any], known: dict[str, Any], where: str) -> None:
@@ -199,15 +201,15 @@ def _network(values: Any, num_ranks: int, file: str) -> Network:
         gbit_per_s = _number(values["gbit_per_s"], f"{where}: gbit_per_s")
         bytes_per_s = _PAYLOAD_SHARE * gbit_per_s * 1e9 / 8
     else:
-        what = f"{where}: bytes_per_s"
-        bytes_per_s = _number(field_value("bytes_per_s", values["bytes_per_s"], what), what)
+        label = f"{where}: bytes_per_s"
+        bytes_per_s = _number(field_value("bytes_per_s", values["bytes_per_s"], label), label)
     latency_us = _number(values.get("latency_us", _USUAL_LATENCY_US), f"{where}: latency_us")
     return Network(bytes_per_s, latency_us / 1e6)
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: Any, label: str) -> float:
     is_number = type(value) in (int, float) and 0 < value < 1e30  # nan is not
-    require(is_number, f"{what} must be a number above 0", _shown(value), "fix it")
+    require(is_number, f"{label} must be a number above 0", _shown(value), "fix it")
     return float(value)
 
 

@@ -335,11 +335,11 @@ class Prediction(NamedTuple):
 
     def as_dict(self) -> dict[str, object]:
         """Return the figures under the names of `--json`."""
-        own = ("tokens_per_sweep", "s_per_token", "s_per_token_range")
+        shown = ("tokens_per_sweep", "s_per_token", "s_per_token_range")
         terms = ("limit", "draft_s", "host_s", "compute_s", "ends_s", "link_s", "verify_s")
         return {
             **{"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth},
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in shown},
             **{name: getattr(self.step, name) for name in terms},
             "tokens_per_sweep_range": self.tokens_range,
             "friction": self.step.overlap_penalty,  # the first name of the key, kept for readers

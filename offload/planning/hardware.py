@@ -142,22 +142,22 @@ def read_hardware(path: Path) -> Hardware:
     return Hardware(name=name, **known)
 
 
-def require_known(values: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+def require_known(values: Mapping[str, Any], known: Sequence[str], subject: str) -> None:
     """Raise `UserError` for an unknown key: a misspelt one would silently mean a default."""
     other = next((key for key in values if key not in known), None)
-    rule = f"{what} has the keys {', '.join(known)}"
+    rule = f"{subject} has the keys {', '.join(known)}"
     require(other is None, rule, f"{other!r:.60}", "fix it")
 
 
-def field_value(field: str, value: Any, what: str) -> Any:
+def field_value(field: str, value: Any, label: str) -> Any:
     """Return what a file says of a field, in the type that it needs. Raises `UserError`.
 
     Sizes and rates may be text such as `48GiB` and `3GB/s`; `Hardware` checks how large they are.
     """
     if isinstance(value, str) and field.endswith("_bytes"):
-        return parse_size(value, what)
+        return parse_size(value, label)
     if isinstance(value, str) and field.endswith("_per_s"):
-        return parse_rate(value, what)
+        return parse_rate(value, label)
     is_number = type(value) in (int, float)
-    require(is_number, f"{what} must be a number", f"{value!r:.60}", "fix it")
+    require(is_number, f"{label} must be a number", f"{value!r:.60}", "fix it")
     return int(value) if field.endswith("_bytes") and math.isfinite(value) else value

@@ -54,14 +54,14 @@ class LoadOptions(ModelOptions, ModelChoice):
     """Both models, and how they are loaded. Raises `UserError` for what could never be."""
 
     @classmethod
-    def of(cls, options: ModelOptions, **more: Any) -> "LoadOptions":
+    def of(cls, options: ModelOptions, **extra: Any) -> "LoadOptions":
         """Return these options, with `more` in place of theirs. Raises `UserError`."""
-        own = {
-            one.name: getattr(options, one.name)
-            for one in fields(cls)
-            if hasattr(options, one.name)
+        values = {
+            field.name: getattr(options, field.name)
+            for field in fields(cls)
+            if hasattr(options, field.name)
         }
-        return cls(**{**own, **more})
+        return cls(**{**values, **extra})
 
     def __post_init__(self) -> None:
         self._take_draft_apart()
@@ -200,8 +200,8 @@ class LoadOptions(ModelOptions, ModelChoice):
         left_bytes = free_bytes - max(int(_RESERVE_SHARE * free_bytes), least_bytes)
         if left_bytes <= 0:
             rule = f"Python and its libraries take some {format_bytes(needed_bytes)} of memory"
-            what = f"{rule}, {format_bytes(free_bytes)} are free here"
-            raise UserError(f"{what}: end other programs, or raise the container's limit")
+            complaint = f"{rule}, {format_bytes(free_bytes)} are free here"
+            raise UserError(f"{complaint}: end other programs, or raise the container's limit")
         return left_bytes
 
     @property

@@ -102,7 +102,7 @@ class Identity:
             top_p=1.0 if sampling.is_greedy else float(sampling.top_p),
             top_k=0 if sampling.is_greedy else sampling.top_k,
             machine=machine,
-            proofs={part: one.proofs for part, one in models.items()},
+            proofs={part: model.proofs for part, model in models.items()},
         )
 
     @property
@@ -113,21 +113,23 @@ class Identity:
 
     def differences(self, other: "Identity") -> list[str]:
         """Return in words what differs in the other identity."""
-        mine, others = ({**asdict(one), **asdict(one.machine)} for one in (self, other))
+        mine, others = (
+            {**asdict(identity), **asdict(identity.machine)} for identity in (self, other)
+        )
         keys = [
             key for key in mine if key not in ("machine", "proofs") and mine[key] != others[key]
         ]
         # A profile shapes the tree and decides no token, so weights that look the same are enough;
         # a sum or the hub's checksum that differs shows that they are not.
-        found = [
+        changes = [
             f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}"
             for key in keys
         ]
         for part in ("target", "draft"):
-            both = (one.proofs.get(part, {}) for one in (self, other))
+            both = (identity.proofs.get(part, {}) for identity in (self, other))
             if part not in keys and proved(*both) is False:
-                found.append(f"other {part} weights, by their checksums")
-        return found
+                changes.append(f"other {part} weights, by their checksums")
+        return changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +220,11 @@ def find_profile(identity: Identity) -> tuple[Profile | None, str]:
     """Return the cached profile for `identity`, or None and why there is none."""
     try:
         folder = profiles_folder()
-        own = folder / identity.file_name
-        if os.path.isfile(own):
-            profile = parse_profile(own)
-            require_same_run(profile, identity, own)
-            return profile, str(own)
+        path = folder / identity.file_name
+        if os.path.isfile(path):
+            profile = parse_profile(path)
+            require_same_run(profile, identity, path)
+            return profile, str(path)
     except UserError as error:
         return None, str(error)
     pair, _ = identity.file_name.split("-", 1)
@@ -257,8 +259,8 @@ def profile_finder(
 
     @lru_cache(maxsize=256)  # a server is asked for any settings
     def find(sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
-        if what := sampling.unprofiled:
-            none = f"no profile holds for a run with {what}"
+        if feature := sampling.unprofiled:
+            none = f"no profile holds for a run with {feature}"
             require(named is None, none, f"`profile` {named}", "leave one of them out")
             return None, none
         if named is None and (is_elsewhere or not are_files_here):
@@ -269,8 +271,8 @@ def profile_finder(
             return profile and profile.of_experts(experts), where
         profile = parse_profile(named)
         if are_files_here:
-            own = machine or profile.identity.machine
-            require_same_run(profile, Identity.of(target, draft, sampling, rule, own), named)
+            here = machine or profile.identity.machine
+            require_same_run(profile, Identity.of(target, draft, sampling, rule, here), named)
         return profile.of_experts(experts, is_named=True), str(named)
 
     return lambda sampling, rule: find(sampling.kind, rule)
@@ -328,10 +330,10 @@ def parse_profile(path: Path) -> Profile:
     """Read and check a profile, whatever it was measured for. Raises `UserError`."""
     with told_by_system(f"cannot read the profile {path}", "check the path"):
         values = read_object(path, _AGAIN)
-    found = values.pop("schema", None)
-    if found != SCHEMA:
+    schema = values.pop("schema", None)
+    if schema != SCHEMA:
         raise UserError(
-            f"profile {path.name} has schema {found}, this version reads {SCHEMA}: {_AGAIN}"
+            f"profile {path.name} has schema {schema}, this version reads {SCHEMA}: {_AGAIN}"
         )
     try:
         profile = _built(values)
@@ -350,10 +352,10 @@ def _built(values: dict[str, Any]) -> Profile:
     return profile
 
 
-def _require_known(told: Any, kept: Any) -> None:
+def _require_known(given: Any, kept: Any) -> None:
     """Raise `ValueError` where nested objects have keys that were not kept."""
-    if isinstance(told, dict):
-        for key, value in told.items():
+    if isinstance(given, dict):
+        for key, value in given.items():
             ensure(key in kept, f"{key!r:.80} is no key of it")
             _require_known(value, kept[key])
 
@@ -366,10 +368,12 @@ def _check(profile: Profile) -> None:
     times = (*profile.costs.compute_s.seconds, *profile.costs.draft_step_s.seconds)
     ensure(all(time > 0 for time in times), "times must be positive")
     ensure(any(profile.traces), "traces must hold ranks")
-    for one in profile.dynamic_yields:
-        ensure(one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that")
+    for shape in profile.dynamic_yields:
+        ensure(
+            shape.depth < shape.num_nodes, "a dynamic tree has a depth, and more nodes than that"
+        )
         rule = "a pass yields one token, and one more for every level"
-        ensure(one.tokens_per_sweep <= one.depth + 1, rule)
+        ensure(shape.tokens_per_sweep <= shape.depth + 1, rule)
     if uses := profile.expert_uses:
         # pools and plans are sized by them
         num_sizes = len({len(row) for row in uses.uses_LE})

@@ -24,8 +24,8 @@ _LEAST_GAIN = 1.5  # bits of the weights over those of the quantised draft
 
 def copy_bits(draft: str | os.PathLike[str] | None) -> int | None:
     """Return the bits of a self draft, else None. Raises `UserError` for other forms of `self`."""
-    own, colon, kind = str(draft or "").partition(":")
-    if own != OWN or (not colon and os.path.isdir(str(draft))):
+    source, colon, kind = str(draft or "").partition(":")
+    if source != OWN or (not colon and os.path.isdir(str(draft))):
         return None
     rule = f"`draft` {OWN} is the target in fewer bits, {_KINDS}"
     require(kind in BITS, rule, repr(str(draft)), f"try {OWN}:int4")

@@ -73,12 +73,12 @@ class Outline(NamedTuple):
 class TreeOrder:
     """Trees of all sizes and depths; parents and elder siblings come first."""
 
-    def __init__(self, found: Sequence[OrderedNode]) -> None:
-        self._found = found
-        self._depth_O = np.array([node.depth for node in found])
-        self._is_first_O = np.array([node.rank == 0 for node in found])  # of its siblings
-        self._score_O = np.array([node.score for node in found])
-        self._parent_O = np.array([node.parent for node in found])
+    def __init__(self, nodes: Sequence[OrderedNode]) -> None:
+        self._found = nodes
+        self._depth_O = np.array([node.depth for node in nodes])
+        self._is_first_O = np.array([node.rank == 0 for node in nodes])  # of its siblings
+        self._score_O = np.array([node.score for node in nodes])
+        self._parent_O = np.array([node.parent for node in nodes])
         self._place = cache(self._placed)
         self._sums = cache(self._summed)
         # a list is quicker for single look-ups
@@ -220,7 +220,7 @@ class TreeSearch:
 
     def _order(self, traces: Sequence[Trace]) -> TreeOrder:
         trie = RankTrie(traces, self.max_depth, self.p_K, self.smoothing)
-        largest = max([self.max_nodes, *(one.num_nodes for one in self.counted)])
+        largest = max([self.max_nodes, *(shape.num_nodes for shape in self.counted)])
         return TreeOrder(grow_order(_SPARE * largest, self.max_depth, trie.follow, 0))
 
 
@@ -292,11 +292,11 @@ def search(
     if is_small and _may_pay(trees, max_nodes, costs, best[0], num_texts):
         trees = trees_of(max_nodes)
         best = ranked(trees)
-    found = []
+    predictions = []
     for _, shape, step, tokens in best if is_dynamic else best[:most]:
         tree = trees.built(shape)
-        found.append(Prediction(label_of(tree), tree, step, (tokens, tokens)))
-    return trees, found
+        predictions.append(Prediction(label_of(tree), tree, step, (tokens, tokens)))
+    return trees, predictions
 
 
 def _may_pay(
@@ -370,9 +370,9 @@ class YieldRange(NamedTuple):
 def range_for(share: float) -> YieldRange:
     """Return the range for a draft with this share of the target's weights."""
     is_large = share >= _LARGE_SHARE
-    rows = [one for one in MEASURED if (one.share >= _LARGE_SHARE) == is_large]
-    usual = known_trees(DEFAULT_ACCEPTANCE, max_nodes=max(one.num_nodes for one in rows))
+    rows = [row for row in MEASURED if (row.share >= _LARGE_SHARE) == is_large]
+    usual = known_trees(DEFAULT_ACCEPTANCE, max_nodes=max(row.num_nodes for row in rows))
     ratios = [
-        (one.tokens_per_sweep - 1) / (usual.expected(one.num_nodes, one.depth) - 1) for one in rows
+        (row.tokens_per_sweep - 1) / (usual.expected(row.num_nodes, row.depth) - 1) for row in rows
     ]
-    return YieldRange(min(ratios), max(ratios), tuple(dict.fromkeys(one.pair for one in rows)))
+    return YieldRange(min(ratios), max(ratios), tuple(dict.fromkeys(row.pair for row in rows)))

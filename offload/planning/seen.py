@@ -71,9 +71,9 @@ class ObservedPasses:
 
     _passes: dict[int, deque[ObservedPass]] = field(default_factory=dict)
 
-    def add(self, one: ObservedPass) -> None:
+    def add(self, observed: ObservedPass) -> None:
         """Add a finished pass."""
-        self._passes.setdefault(len(one.shapes), deque(maxlen=_MOST_SEEN)).append(one)
+        self._passes.setdefault(len(observed.shapes), deque(maxlen=_MOST_SEEN)).append(observed)
 
     @property
     def has_passes(self) -> bool:
@@ -97,11 +97,12 @@ class ObservedPasses:
             return known
         # texts draft together
         widths = (
-            [len(one.shapes) * width for width in one.shapes[0].draft_widths] for one in passes
+            [len(observed.shapes) * width for width in observed.shapes[0].draft_widths]
+            for observed in passes
         )
         expected_s = sum(map(known.draft_step_s.total, widths))
-        drafted = sum(one.draft_s for one in passes) / expected_s if expected_s else 1.0
-        steps_s = tuple(drafted * one for one in known.draft_step_s.seconds)
+        drafted = sum(observed.draft_s for observed in passes) / expected_s if expected_s else 1.0
+        steps_s = tuple(drafted * step_s for step_s in known.draft_step_s.seconds)
         computed_s = _computed_s(passes)
         ratios = {rows: seconds / known.compute_s.at(rows) for rows, seconds in computed_s.items()}
         return replace(
@@ -123,10 +124,15 @@ class ObservedPasses:
             return self._pick(ranked, num_texts)
         best = ranked[0]
         bounds = current and (current.num_nodes, current.depth)
-        own = next(
-            (one for one in ranked if (one.shape.num_nodes, one.shape.depth) == bounds), best
+        kept = next(
+            (
+                prediction
+                for prediction in ranked
+                if (prediction.shape.num_nodes, prediction.shape.depth) == bounds
+            ),
+            best,
         )
-        return own if own.s_per_token < _WORTH_CHANGING * best.s_per_token else best
+        return kept if kept.s_per_token < _WORTH_CHANGING * best.s_per_token else best
 
     def _pick(self, ranked: Sequence[Prediction], num_texts: int) -> Prediction:
         """Return the best tree, or a neighbour that might be better and is not known yet.
@@ -137,10 +143,10 @@ class ObservedPasses:
         """
         passes = [*self._passes.get(num_texts, ())]
         best = ranked[0]
-        times = Counter(one.most_rows for one in passes)
+        times = Counter(observed.most_rows for observed in passes)
         if not times or times[num_texts * best.shape.num_nodes] < _TRIED:
             return best
-        of_size = {one.shape.num_nodes: one for one in reversed(ranked)}
+        of_size = {prediction.shape.num_nodes: prediction for prediction in reversed(ranked)}
         sizes = sorted(of_size)
         place = sizes.index(best.shape.num_nodes)
         # The last has half as many nodes: where passes compute in parts, the next smaller size may
@@ -148,7 +154,7 @@ class ObservedPasses:
         for size in (*sizes[max(0, place - 1) : place + 2], sizes[max(0, place - 2)]):
             is_known = times[num_texts * size] >= _TRIED
             least_s = _at_best_s(
-                of_size[size], best, is_link_known=any(one.has_waited for one in passes)
+                of_size[size], best, is_link_known=any(observed.has_waited for observed in passes)
             )
             if not is_known and least_s * _WORTH_TRYING < best.s_per_token:
                 return of_size[size]
@@ -164,8 +170,8 @@ class ObservedPasses:
         """
         gained = Counter[tuple[int, int]]()
         times = Counter[tuple[int, int]]()
-        for one in (one for passes in [*self._passes.values()] for one in [*passes]):
-            for size, tokens in zip(one.counted_sizes, one.tokens, strict=True):
+        for observed in (observed for passes in [*self._passes.values()] for observed in [*passes]):
+            for size, tokens in zip(observed.counted_sizes, observed.tokens, strict=True):
                 # a tree without a guess tells nothing of guesses
                 if size[0] > 1:
                     gained[size] += tokens
@@ -177,17 +183,19 @@ class ObservedPasses:
         wanted = (gained.total() + scale * assumed) / (1 + scale)
         # with more misses, rank 0 would be less likely than rank 1
         most = 1 / (1 - p_K[0] + p_K[1]) if p_K.size > 1 and p_K[0] < 1 else 1.0
-        misses = [one for one in _MISSES if one <= most]
+        misses = [factor for factor in _MISSES if factor <= most]
 
-        def told(index: int) -> float:
+        def expected_tokens(index: int) -> float:
             p_K_so = with_misses(p_K, misses[index])
             return sum(count * expected(p_K_so, *size) for size, count in times.items())
 
         # the more misses the fewer tokens
-        first_below = bisect_left(range(len(misses)), -wanted, key=lambda index: -told(index))
+        first_below = bisect_left(
+            range(len(misses)), -wanted, key=lambda index: -expected_tokens(index)
+        )
         near = range(max(0, first_below - 1), min(first_below + 1, len(misses)))
         return with_misses(
-            p_K, misses[min(near, key=lambda index: abs(math.log(told(index) / wanted)))]
+            p_K, misses[min(near, key=lambda index: abs(math.log(expected_tokens(index) / wanted)))]
         )
 
 
@@ -196,12 +204,14 @@ def with_misses(p_K: Floats, times: float) -> Floats:
     return np.array([1 - times * (1 - p_K[0]), *(times * p_K[1:])])
 
 
-def _at_best_s(one: Prediction, best: Prediction, *, is_link_known: bool) -> float:
+def _at_best_s(prediction: Prediction, best: Prediction, *, is_link_known: bool) -> float:
     """Return the least seconds per token of one tree that the best one's time leaves possible."""
-    share = min(1.0, one.shape.num_nodes / best.shape.num_nodes)
-    step = one.step._replace(compute_s=min(one.step.compute_s, share * best.step.compute_s))
+    share = min(1.0, prediction.shape.num_nodes / best.shape.num_nodes)
+    step = prediction.step._replace(
+        compute_s=min(prediction.step.compute_s, share * best.step.compute_s)
+    )
     step = step if is_link_known else step._replace(link_s=0.0, asked_s=0.0)
-    return step.total_s / one.tokens_per_sweep
+    return step.total_s / prediction.tokens_per_sweep
 
 
 def _computed_s(passes: Sequence[ObservedPass]) -> dict[int, float]:
@@ -210,15 +220,21 @@ def _computed_s(passes: Sequence[ObservedPass]) -> dict[int, float]:
     Disturbances only make a pass late. Sizes that occurred once count only where none occurred
     twice.
     """
-    found = dict[int, list[float]]()
-    for one in passes:
+    times_by_rows = dict[int, list[float]]()
+    for observed in passes:
         # a device's clock may tell of a longer wait than the host's of the sweep
-        found.setdefault(one.counted_rows, []).append(max(0.0, one.sweep_s - one.stall_s))
-    most = min(_TRIED, max(map(len, found.values())))
+        times_by_rows.setdefault(observed.counted_rows, []).append(
+            max(0.0, observed.sweep_s - observed.stall_s)
+        )
+    most = min(_TRIED, max(map(len, times_by_rows.values())))
     least = {
-        rows: min(times[-_MOST_OF_SIZE:]) for rows, times in found.items() if len(times) >= most
+        rows: min(times[-_MOST_OF_SIZE:])
+        for rows, times in times_by_rows.items()
+        if len(times) >= most
     }
-    return {rows: min(one for more, one in least.items() if more >= rows) for rows in least}
+    return {
+        rows: min(time_s for larger, time_s in least.items() if larger >= rows) for rows in least
+    }
 
 
 def _scaled(curve: Curve, ratio_at: dict[int, float]) -> Curve:
@@ -234,14 +250,16 @@ def _scaled(curve: Curve, ratio_at: dict[int, float]) -> Curve:
 
 def _link_bytes_per_s(passes: Sequence[ObservedPass], known: float, slots_bytes: int) -> float:
     """Return the rate of the link as waited for, or at least what any pass has shown."""
-    waited = [_rate(one, slots_bytes) for one in passes if one.has_waited]
+    waited = [_rate(observed, slots_bytes) for observed in passes if observed.has_waited]
     if len(waited) >= _TRIED:
         return max(waited[-_MOST_OF_SIZE:])
-    shown = (one.num_bytes / one.reading_s for one in passes if one.reading_s)
-    return max(known, *(_rate(one, slots_bytes) for one in passes), *shown)
+    shown = (observed.num_bytes / observed.reading_s for observed in passes if observed.reading_s)
+    return max(known, *(_rate(observed, slots_bytes) for observed in passes), *shown)
 
 
-def _rate(one: ObservedPass, slots_bytes: int) -> float:
+def _rate(observed: ObservedPass, slots_bytes: int) -> float:
     """Return the least rate with which the bytes of a pass can have come."""
-    ahead_bytes = one.num_bytes - slots_bytes
-    return max(one.num_bytes / (one.draft_s + one.sweep_s), ahead_bytes / one.sweep_s)
+    ahead_bytes = observed.num_bytes - slots_bytes
+    return max(
+        observed.num_bytes / (observed.draft_s + observed.sweep_s), ahead_bytes / observed.sweep_s
+    )

@@ -101,7 +101,9 @@ class TreeChoice(NamedTuple):
             why = f"{usual.source}, no measurement of this one"
             return tokens, f"{why}; {basis}" if basis else why
         if profile is None:
-            target, draft = (model_shape(one, dtype).num_weights for one in filter(None, files))
+            target, draft = (
+                model_shape(checkpoint, dtype).num_weights for checkpoint in filter(None, files)
+            )
             like = range_for(draft / target)
             why = f"a range, as measured for {' and '.join(like.pairs)} ({SOURCE})"
             tokens = like.of(self.tokens_per_sweep)
@@ -234,7 +236,7 @@ class _Selection:
             best = self._beside_prompts(ranked)
         why = self.basis
         if isinstance(best.shape, DynamicShape):
-            counted = sum(one.num_sweeps for one in trees.counted)
+            counted = sum(shape.num_sweeps for shape in trees.counted)
             why += (
                 f", growth repeated for {counted} passes"
                 if counted
@@ -254,10 +256,14 @@ class _Selection:
         A pass too many for a prompt takes longer than a whole text gains by a tree that is a
         hundredth quicker.
         """
-        alike = [one for one in ranked if one.s_per_token <= _ALIKE * ranked[0].s_per_token]
+        alike = [
+            prediction
+            for prediction in ranked
+            if prediction.s_per_token <= _ALIKE * ranked[0].s_per_token
+        ]
 
-        def prompt_rows(one: Prediction) -> int:
-            traffic = self._traffic(self.num_texts * one.shape.num_nodes)
+        def prompt_rows(prediction: Prediction) -> int:
+            traffic = self._traffic(self.num_texts * prediction.shape.num_nodes)
             return 0 if traffic is None else traffic.prompt_rows
 
         return max(alike, key=prompt_rows)
@@ -274,7 +280,7 @@ class _Selection:
         else:
             policy = ChainPolicy.of(alpha, self.costs, traffic, most)
         ranked = [policy.predicted(gamma) for gamma in range(most + 1)]
-        ranked.sort(key=lambda one: one.s_per_token)
+        ranked.sort(key=lambda prediction: prediction.s_per_token)
         gamma = policy.length()
         candidates = () if self.costs is None or traffic is None else tuple(ranked[:NUM_SHOWN])
         return TreeChoice(chain(gamma), why, tokens_per_pass(alpha, gamma), candidates, policy)
@@ -298,13 +304,13 @@ class _Selection:
         return TreeChoice(shape, "as named", trees.expected_of(shape))
 
     def _trees(self, max_nodes: int, max_depth: int) -> TreeSearch:
-        own = self.acceptance
-        p_K = isotonic(own.acceptance)  # far ranks are noisy
-        counted = own.dynamic_yields
+        measured = self.acceptance
+        p_K = isotonic(measured.acceptance)  # far ranks are noisy
+        counted = measured.dynamic_yields
         if self.profile is None and self.is_dynamic and not counted:
             p_K = self.known.seen.corrected_acceptance(p_K, self._expected)
-        told = tuple(p_K.tolist())
-        return known_trees(told, own.traces, own.smoothing, max_nodes, max_depth, counted)
+        law = tuple(p_K.tolist())
+        return known_trees(law, measured.traces, measured.smoothing, max_nodes, max_depth, counted)
 
     def _expected(self, p_K: Floats, num_nodes: int, depth: int) -> float:
         """Return the tokens of a tree by the product form."""
@@ -365,10 +371,10 @@ class TreeSelector:
             usual=None,
         )
 
-    def took(self, one: ObservedPass) -> None:
+    def took(self, observed: ObservedPass) -> None:
         """Record a pass; a later choice uses it."""
-        self.seen.add(one)
-        self._since_s += one.draft_s + one.sweep_s
+        self.seen.add(observed)
+        self._since_s += observed.draft_s + observed.sweep_s
         if self._since_s > _SELDOM * _CHOICE_S:
             self._since_s = 0.0
             self._num_learnt += 1
@@ -441,11 +447,11 @@ class TreeSelector:
 
     def _most_alike(self, num_nodes: int) -> int:
         """Return the most nodes, up to `_GROWTH` times as many, whose plan moves the same bytes."""
-        own = self.traffic_at(num_nodes)
-        if own is None:
+        traffic = self.traffic_at(num_nodes)
+        if traffic is None:
             return num_nodes
         sizes = (size for size in reversed(SIZES) if num_nodes < size <= _GROWTH * num_nodes)
-        return next((size for size in sizes if self.traffic_at(size) == own), num_nodes)
+        return next((size for size in sizes if self.traffic_at(size) == traffic), num_nodes)
 
     def settle_link(
         self,

@@ -41,14 +41,20 @@ class RankCapacity(NamedTuple):
 
     @classmethod
     def beside(
-        cls, held: MemoryPlan, kv_bytes: int, *, ram_bytes: int, gpu_bytes: int | None, **more: Any
+        cls,
+        held: MemoryPlan,
+        kv_bytes: int,
+        *,
+        ram_bytes: int,
+        gpu_bytes: int | None,
+        **labels: Any,
     ) -> "RankCapacity":
         """Return the capacity left beside what a plan holds and other keys and values."""
         held_bytes = held.fixed_bytes - held.kv_bytes + kv_bytes
         if gpu_bytes is None:
-            return cls(ram_bytes - held_bytes, **more)
+            return cls(ram_bytes - held_bytes, **labels)
         host_bytes = max(0, ram_bytes - held.runtime_bytes - held.table_bytes)
-        return cls(gpu_bytes - held_bytes, host_bytes=host_bytes, **more)
+        return cls(gpu_bytes - held_bytes, host_bytes=host_bytes, **labels)
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,13 @@ def require_no_states(files: ModelFiles, dtype: str) -> None:
             continue
         shape = model_shape(checkpoint, dtype)
         if shape.recurrent.state_bytes:
-            what = "has recurrent or convolutional layers, whose states stay on one rank"
-            raise UserError(f"{checkpoint.name} {what}: leave `ranks` out")
+            obstacle = "has recurrent or convolutional layers, whose states stay on one rank"
+            raise UserError(f"{checkpoint.name} {obstacle}: leave `ranks` out")
         if shape.index_bytes_per_token:
-            what = "has layers that choose by an index what they attend to, which stays on one rank"
-            raise UserError(f"{checkpoint.name} {what}: leave `ranks` out")
+            obstacle = (
+                "has layers that choose by an index what they attend to, which stays on one rank"
+            )
+            raise UserError(f"{checkpoint.name} {obstacle}: leave `ranks` out")
 
 
 def shard_fractions(ranks: Sequence[RankCapacity], load: Load) -> tuple[float, ...]:
@@ -102,9 +110,9 @@ def shard_fractions(ranks: Sequence[RankCapacity], load: Load) -> tuple[float, .
         room_bytes = sum(max(0, rank.memory_bytes) for rank in ranks)
         has = format_bytes(room_bytes)
         least = format_bytes(needed_bytes)
-        what = f"all ranks together have {has} for layers, and {least} is the least that works"
+        shortage = f"all ranks together have {has} for layers, and {least} is the least that works"
         raise UserError(
-            f"{what}: give them {format_bytes(needed_bytes - room_bytes)} more, or lower `context`"
+            f"{shortage}: give them {format_bytes(needed_bytes - room_bytes)} more, or lower `context`"
         )
     seconds = _least(lambda limit_s: sum(_most_share(rank, load, limit_s) for rank in ranks) >= 1)
     shares = [_most_share(rank, load, seconds) for rank in ranks]
@@ -174,18 +182,18 @@ def _best_cut(
     for rank in range(1, num_ranks):
         cuts: Cuts = {}
         for hi in range(rank + 1, num_layers - num_ranks + rank + 2):
-            own = [
+            options = [
                 (join(best[lo][0], cost(rank, range(lo, hi))), (*best[lo][1], range(lo, hi)))
                 for lo in best
                 if lo < hi
             ]
-            cuts[hi] = min(own, key=itemgetter(0))
+            cuts[hi] = min(options, key=itemgetter(0))
         best = cuts
     return best[num_layers]
 
 
-def _sum(one: Cost, other: Cost) -> Cost:
-    return tuple(map(add, one, other))
+def _sum(cost: Cost, other: Cost) -> Cost:
+    return tuple(map(add, cost, other))
 
 
 def _no_room(ranks: Sequence[RankCapacity], load: Load) -> UserError:
@@ -193,8 +201,9 @@ def _no_room(ranks: Sequence[RankCapacity], load: Load) -> UserError:
     worst, rank = min(enumerate(ranks), key=lambda pair: pair[1].memory_bytes)
     has = format_bytes(rank.memory_bytes)
     least = format_bytes(least_bytes)
-    what = f"rank {rank.name or worst} has {has} for layers, and two slots with a layer's keys and values take {least}"
-    return UserError(f"{what}: give it {format_bytes(least_bytes - rank.memory_bytes)} more")
+    least_needs = f"two slots with a layer's keys and values take {least}"
+    shortage = f"rank {rank.name or worst} has {has} for layers, and {least_needs}"
+    return UserError(f"{shortage}: give it {format_bytes(least_bytes - rank.memory_bytes)} more")
 
 
 def _link_s(rank: RankCapacity, own_bytes: float, kv_bytes: float, held_bytes: float) -> float:
