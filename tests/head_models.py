@@ -5,6 +5,7 @@ The arithmetic follows speculators 0.9 (EAGLE-3), transformers 5.24 (DFlash, Gem
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -124,7 +125,7 @@ def normed(state: Tensor, weight: Tensor) -> Tensor:
 
 def turned(states_HTK: Tensor, place_T: Tensor) -> Tensor:
     """Return heads turned by their positions."""
-    frequency_K = 10_000 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    frequency_K = 10_000 ** -(torch.arange(0, HEAD_DIM, 2, dtype=states_HTK.dtype) / HEAD_DIM)
     angle_TK = (place_T[:, None] * frequency_K).repeat(1, 2)
     first, second = states_HTK.chunk(2, -1)
     return states_HTK * angle_TK.cos() + torch.cat([-second, first], -1) * angle_TK.sin()
@@ -142,11 +143,21 @@ def fed_forward(state: Tensor, get: Any) -> Tensor:
     return state + (gate * (inner @ get("mlp.up_proj").T)) @ get("mlp.down_proj").T
 
 
+@cache
+def target_in_float64() -> Any:
+    """Return the target, computing in float64."""
+    return deepcopy(target()[1]).double()
+
+
 @torch.no_grad()
 def eagle3_scores(form: str, tokens: Sequence[int], path: Sequence[int]) -> Tensor:
-    """Return the scores (V) behind a path of guesses, below tokens of which the last has no state yet."""
-    _, tensors, flags = eagle3(form)
-    model = target()[1]
+    """Return the scores (V) behind a path of guesses, below tokens of which the last has no state yet.
+
+    They are computed in float64: in float32 they may be as far from the truth as what they judge.
+    """
+    _, stored, flags = eagle3(form)
+    tensors = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in stored.items()}
+    model = target_in_float64()
     hidden = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     tapped_TW = torch.cat([hidden[layer][0] for layer in TAPS], -1)
     if flags.get("norm_before_fc"):
@@ -178,7 +189,8 @@ def eagle3_scores(form: str, tokens: Sequence[int], path: Sequence[int]) -> Tens
     scores_W = tensors["lm_head.weight"] @ last_TD[-1]
     if "d2t" not in tensors:
         return scores_W
-    return torch.full((VOCAB,), -torch.inf).index_copy(0, tensors["d2t"] + torch.arange(WORDS), scores_W)
+    none_V = torch.full((VOCAB,), -torch.inf, dtype=scores_W.dtype)
+    return none_V.index_copy(0, tensors["d2t"] + torch.arange(WORDS), scores_W)
 
 
 BLOCK, MASK, WINDOW = 4, 63, 6
