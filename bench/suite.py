@@ -48,6 +48,7 @@ STUDIES = {
     "moe-pair": "trains the mixture of experts and its draft that other commands measure with",
     "hybrid-pair": "tokens a pass of a hybrid beside a twin with full attention, of equal loss",
     "mtp-pair": "trains an MTP layer for the packaged target; tokens a pass beside the small draft",
+    "block-pair": "trains a block drafter for the packaged target; tokens a pass with and without noise",
 }
 COMMANDS = {**MEASURES, **STUDIES}
 # files of commands that do not lie in `latency` under their own names
@@ -61,6 +62,7 @@ _HOMES = {
     "moe-pair": "pairs.moe_pair",
     "hybrid-pair": "pairs.hybrid_pair",
     "mtp-pair": "pairs.mtp_pair",
+    "block-pair": "pairs.block_pair",
 }
 
 

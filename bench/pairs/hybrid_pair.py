@@ -49,6 +49,7 @@ from offload.bench.pairs.training import (
 )
 from offload.planning.acceptance import bursts
 from offload.sampling.sampler import Sampler
+from offload.stats import Stats
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, best_first
 from offload.units import parse_size
@@ -145,16 +146,16 @@ def setting_of(pair: Path, name: str) -> Setting:
 
 def texts_of(
     setting: Setting, prompts: Tensor, temperature: float, num_new: int, **options: Any
-) -> tuple[list[float], list[Written]]:
-    """Return tokens a pass by prompt, and the texts; each prompt has a seed of its own."""
-    yields = list[float]()
+) -> tuple[list[Stats], list[Written]]:
+    """Return the figures of each prompt's text, and the texts; each prompt has a seed of its own."""
+    figures = list[Stats]()
     written = list[Written]()
     with setting.open(TREE, context=_CONTEXT, dtype="float32", **options) as decoder:
         for seed, ids in enumerate(prompts.tolist()):
             done = decoder.generate(ids, max_new_tokens=num_new, temperature=temperature, seed=seed)
-            yields.append(done.stats.tokens_per_sweep)
+            figures.append(done.stats)
             written.append(Written.of(ids, done))
-    return yields, written
+    return figures, written
 
 
 @torch.no_grad()
@@ -244,8 +245,9 @@ def measure(bench: Bench, pair: Path, prompts: Tensor, num_new: int, training: i
         for name in (HYBRID, TWIN):
             setting = setting_of(pair, name)
             bench.screen.wait(f"the {name} at T = {temperature}")
-            yields, written = texts_of(setting, prompts, temperature, num_new)
+            stats, written = texts_of(setting, prompts, temperature, num_new)
             setting.prove(written)
+            yields = [one.tokens_per_sweep for one in stats]
             sides[name] = {PASSES: yields, **without_trees(setting, written)}
         for figure, hybrid in sides[HYBRID].items():
             row = row_of(f"{figure}, T = {temperature}", hybrid, sides[TWIN][figure])

@@ -212,9 +212,9 @@ def tokens_a_pass(folder: Path, prompts: Tensor, temperature: float, num_new: in
     for name, draft in drafts.items():
         setting = Setting(folder, draft, folder, parse_size(_RAM, "--ram"))
         has_lookup = name in (LOOKUP, JOINED)
-        yields, written = texts_of(setting, prompts, temperature, num_new, lookup=has_lookup)
+        figures, written = texts_of(setting, prompts, temperature, num_new, lookup=has_lookup)
         setting._replace(draft=None).prove(written)
-        row[name] = statistics.fmean(yields)
+        row[name] = statistics.fmean(stats.tokens_per_sweep for stats in figures)
     row["share"] = row[CARRIED] / row[SMALL]
     row["gain"] = row[JOINED] / max(row[CARRIED], row[LOOKUP])
     return row

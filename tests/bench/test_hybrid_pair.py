@@ -20,6 +20,7 @@ from offload.bench.pairs import hybrid_pair as make
 from offload.bench.pairs import training
 from offload.bench.pairs.hybrid_pair import HYBRID, TWIN, Recipe, begun, hybrid_pair, setting_of
 from offload.bench.pairs.training import Course
+from offload.stats import Stats
 from offload.trees.topology import DEFAULT_ACCEPTANCE, best_first
 
 IDS = torch.arange(6000) % 7 + torch.arange(6000) // 500
@@ -104,7 +105,8 @@ def test_a_draft_that_is_the_target_agrees_in_every_figure_without_trees(tmp_pat
         (folder / "tokenizer.json").unlink()
     setting = Setting(model, model, model, 1 << 30)
     prompts = torch.arange(24).view(2, 12) % SIZES["vocab_size"]
-    yields, written = make.texts_of(setting, prompts, temperature, 20)
+    figures, written = make.texts_of(setting, prompts, temperature, 20)
+    yields = [stats.tokens_per_sweep for stats in figures]
     setting.prove(written)
     found = make.without_trees(setting, written)
     overlap, first, by_ranks, entropy = found.values()
@@ -121,10 +123,14 @@ def test_a_draft_that_is_the_target_agrees_in_every_figure_without_trees(tmp_pat
 def test_the_command_ends_with_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It did not, for want of a ceiling, after forty minutes."""
     (tmp_path / make.FIGURES).write_text(json.dumps({HYBRID: 4.4, TWIN: 4.5}))
-    yields = {HYBRID: [3.0, 5.0], TWIN: [4.0, 6.0]}
+    yields = {HYBRID: [3, 5], TWIN: [4, 6]}
+    figures = {
+        name: [Stats(num_sweeps=1, accepted_per_sweep=[each], num_new_tokens=each) for each in its]
+        for name, its in yields.items()
+    }
     monkeypatch.setattr(make, "hybrid_pair", lambda recipe, screen: tmp_path)
     monkeypatch.setattr(make, "library_ids", lambda held_out: IDS)
-    monkeypatch.setattr(make, "texts_of", lambda setting, *_: (yields[setting.target.name], []))
+    monkeypatch.setattr(make, "texts_of", lambda setting, *_: (figures[setting.target.name], []))
     monkeypatch.setattr(make, "without_trees", lambda *_: {"overlap": [0.5, 0.5], "entropy": [0.0, 0.0]})
     monkeypatch.setattr(Setting, "prove", lambda self, written: None)
     make.main(quick=True, rows_file=None, json_file=tmp_path / "found.json", seed=[0, 1])
