@@ -22,6 +22,8 @@ from offload.engine.sequence import TokenSequence
 from offload.errors import UserError
 from offload.stats import RankFigures, Transfers
 
+_NO_SCORES = "stages tell tokens alone, and scores need logits"
+
 
 def check_stages(request: Request) -> None:
     """Raise `UserError` for what needs a text's past, or logits: no stage has them."""
@@ -34,6 +36,8 @@ def check_stages(request: Request) -> None:
         raise UserError(
             f"stages tell tokens alone, got `num_logprobs` {request.num_logprobs}: {remedy}"
         )
+    if request.num_prompt_logprobs is not None:
+        raise UserError(f"{_NO_SCORES}: {remedy}")
     if request.grammar is not None:
         raise UserError(f"stages draw without a grammar, got {request.grammar}: {remedy}")
 
@@ -144,7 +148,7 @@ class PipelineDecoder(Decoder):
 
     def score_texts(self, *_: Any) -> NoReturn:
         """Raise `UserError`: scores need logits."""
-        raise UserError("stages tell tokens alone, and scores need logits: use `ranks` shards")
+        raise UserError(f"{_NO_SCORES}: use `ranks` shards")
 
     def save_session(self, *_: Any) -> NoReturn:
         """Raise `UserError`: keys and values lie on all ranks."""

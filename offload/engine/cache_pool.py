@@ -5,6 +5,7 @@ Memory is planned for so many texts at a time, each with a set of caches of its 
 
 import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.prefix_cache import open_prefixes
@@ -12,6 +13,15 @@ from offload.engine.sequence import Caches, TokenSequence
 from offload.errors import UserError
 
 LEAST_COPIED = 16  # copying fewer tokens from another text takes as long as computing them
+
+
+class CacheHolder(Protocol):
+    """What caches are lent to: a text, or scores of several."""
+
+    tokens: list[int]
+
+    def hold(self, caches: Caches | None) -> None:
+        """Let these be its caches from now on; None takes them away."""
 
 
 class _CacheSet:
@@ -22,11 +32,11 @@ class _CacheSet:
         self._returned = list[int]()
         self._last_tokens = list[int]()
         self.is_kept = True  # by the prefix cache, all of it
-        self._holder: weakref.ref[TokenSequence] | None = None
+        self._holder: weakref.ref[CacheHolder] | None = None
 
     @property
-    def holder(self) -> TokenSequence | None:
-        """Return the sequence that has them; one that was dropped has them no more."""
+    def holder(self) -> CacheHolder | None:
+        """Return what has them; one that was dropped has them no more."""
         return None if self._holder is None else self._holder()
 
     @property
@@ -34,17 +44,17 @@ class _CacheSet:
         """Return the tokens of the text in the caches: their content begins with these."""
         return self._returned if self.holder is None else self.holder.tokens
 
-    def give(self, sequence: TokenSequence, num_kept: int) -> None:
-        """Give them to a sequence, with what they hold of its first tokens."""
+    def give(self, holder: CacheHolder, num_kept: int) -> None:
+        """Give them away, with what they hold of the first tokens."""
         self.take_back()
         self.caches.clear(num_kept)
-        sequence.hold(self.caches)
+        holder.hold(self.caches)
         self.is_kept = False
-        self._holder = weakref.ref(sequence, self._forget)
-        self._last_tokens = sequence.tokens
+        self._holder = weakref.ref(holder, self._forget)
+        self._last_tokens = holder.tokens
 
     def take_back(self) -> None:
-        """Take them from the sequence that has them; the text in them stays."""
+        """Take them from what has them; the text in them stays."""
         self._returned = self.tokens
         holder = self.holder
         self._holder = None
@@ -126,17 +136,14 @@ class CachePool:
             self._prefixes.keep(own.caches, own.tokens)
             own.is_kept = True
 
-    def borrow(self) -> Caches:
-        """Return a free set, or the only one, emptied for what is no text; a text may take it.
+    def borrow(self, holder: CacheHolder) -> None:
+        """Lend a free set, or the only one, emptied, to what is no text.
 
         Raises `UserError` where all are taken.
         """
         own = self._free()[0]
         self._keep(own)
-        own.take_back()
-        own.fill([])
-        own.caches.clear()
-        return own.caches
+        own.give(holder, 0)
 
     def _free(self) -> list[_CacheSet]:
         free = [own for own in self._sets if own.holder is None]
@@ -168,7 +175,7 @@ class CachePool:
         is_other = any(one not in tokens[:num] for one in self._start_ids)
         return 0 if is_other else own.caches.target.keepable(min(num, len(tokens) - 1))
 
-    def release(self, sequence: TokenSequence) -> None:
+    def release(self, sequence: CacheHolder) -> None:
         """Let others have its caches; what they hold stays until then."""
         for own in self._sets:
             if own.holder is sequence:

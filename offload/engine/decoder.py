@@ -199,6 +199,8 @@ class Decoder(TokenDecoder):
         # by the thread that asks: passes do not wait for what is compiled or chosen here
         kept = None if request.grammar is None else self._grammars.compiled(request.grammar)
         self._tree_of(request)
+        if request.num_prompt_logprobs is not None:
+            self.require_scores(len(prompt_ids))
         prepared = request.prepared(prompt_ids, self, kept)
         # probes the template, which passes would wait for
         prepared.end_ids(self.tokenizer, self.end_ids)
@@ -216,10 +218,10 @@ class Decoder(TokenDecoder):
         found = dict(zip(writing, gained, strict=True))
         return [one if isinstance(one := found.get(run), Exception) else None for run in runs]
 
-    def release(self, run: Run) -> None:
-        """Let others have its keys and values; it writes nothing more. Again it does nothing."""
+    def release(self, run: Run | Scorer) -> None:
+        """Let others have its keys and values; it does nothing more. Again nothing happens."""
         with self.lock.taken():
-            self._pool.release(run.sequence)
+            self._pool.release(run if isinstance(run, Scorer) else run.sequence)
 
     def score_texts(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[TextScore]:
         """Return how likely the ends of texts are.
@@ -233,29 +235,46 @@ class Decoder(TokenDecoder):
             for text, first in wanted_of(texts)
         ]
         # nothing is asked of the last one
-        most = max((len(tokens) - 1 for tokens, _ in wanted), default=0)
+        self.require_scores(max((len(tokens) - 1 for tokens, *_ in wanted), default=0))
+        with self.lock.taken():
+            scorer = self.start_scores(wanted)
+            try:
+                while self.step_scores(scorer):
+                    pass
+            finally:
+                self.release(scorer)
+            return scorer.scores()
+
+    def require_scores(self, num_rows: int) -> None:
+        """Raise `UserError` where texts of so many rows cannot be scored."""
         rule = "a text must fit, but for its last token, into the context"
         rule = f"{rule} of {self.plan.context} tokens"
-        require(most <= self.plan.context, rule, most, "raise `context`")
-        turn = self.plan.turning_point or most
+        require(num_rows <= self.plan.context, rule, num_rows, "raise `context`")
+        turn = self.plan.turning_point or num_rows
         rule = f"texts are scored up to the {turn} tokens at which longrope changes its factors"
-        require(most <= turn, rule, most, "cut it")
+        require(num_rows <= turn, rule, num_rows, "cut it")
         require(
             not self._start_ids,
             "models with an encoder score no texts",
             "one",
             "choose another model",
         )
+
+    def start_scores(self, texts: Sequence[ScoreRequest]) -> Scorer:
+        """Return what scores texts by passes, in a place of its own until it is released."""
+        most_rows = self.plan.max_prompt_rows + self.plan.num_nodes
+        with self.lock.taken():
+            scorer = Scorer(self.target, None, most_rows, texts)
+            self._pool.borrow(scorer)
+            return scorer
+
+    def step_scores(self, scorer: Scorer) -> bool:
+        """Run one pass over the weights; return whether there was any left."""
         with self.lock.stepping():
-            scorer = Scorer(
-                self.target,
-                self._pool.borrow().target,
-                self.plan.max_prompt_rows + self.plan.num_nodes,
-            )
             self._waiting.compute_in(self.threads.modes(self.plan.max_prompt_rows).sweep)
-            scores = scorer.score(wanted)
-            self.num_score_passes += scorer.num_passes
-            return scores
+            is_stepped = scorer.step()
+            self.num_score_passes += is_stepped
+            return is_stepped
 
     def tree_choice(self, sampling: Sampling) -> TreeChoice:
         """Return the tree that a run with these settings gets, and why."""

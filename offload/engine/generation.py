@@ -161,6 +161,14 @@ class Run:
     def is_writing(self) -> bool:
         return not self.is_finished and not self.sequence.has_ended
 
+    def begin_with(self, likeliest: TokenLogprob) -> None:
+        """Take what a score of the prompt says is next, where that is all that is wanted."""
+        sampler = self.sequence.sampler
+        is_likeliest = sampler.is_greedy and not sampler.is_adjusted
+        if is_likeliest and self.sequence.limits.max_new_tokens == 1:
+            told = [] if self.sequence.num_logprobs is None else [likeliest]
+            self.sequence.extend([likeliest.token], told)
+
     def take(self) -> TextPiece:
         """Return what a pass has gained, see `Decoder.step_all`, and note if the text ends there."""
         sequence = self.sequence

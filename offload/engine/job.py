@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from offload.engine.generation import Generation, TextPiece
 from offload.engine.request import Request
+from offload.engine.scoring import PromptScore
 from offload.errors import RunError
 
 MOST_PIECES = 64  # pieces that wait for a reader; further ones become part of the last
@@ -34,6 +35,8 @@ class Job:
     request: Request
     outcome: Generation | BaseException | None = None  # what has ended it
     is_cancelled: bool = False
+    # of its prompt, before the first piece, where the request asks for it
+    prompt_score: PromptScore | None = None
     submitted_s: float = field(default_factory=time.monotonic)
     # is held to look at pieces and outcome, and told whenever something has come
     _changed: threading.Condition = field(default_factory=threading.Condition)

@@ -64,6 +64,8 @@ class Request:
     is_named: bool = False  # its text will be written under the name of its model
     # tell each new token's, and those of so many of the likeliest; None tells none
     num_logprobs: int | None = None
+    # the same of the prompt's tokens, which engines tell their jobs
+    num_prompt_logprobs: int | None = None
     grammar: Grammar | None = None  # that the text must keep
     is_clipped: bool = False  # more tokens than there is room for become as many as there is
     tree: str | None = None  # others than those given to `load`; the tree no larger than that one

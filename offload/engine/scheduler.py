@@ -25,6 +25,7 @@ from offload.engine.cache_pool import LEAST_COPIED, num_shared
 from offload.engine.generation import Generation, Run
 from offload.engine.job import Cancelled, Job
 from offload.engine.prefix_cache import BLOCK_ROWS
+from offload.engine.prompt_scores import PromptScores, needs_score
 from offload.engine.request import Request
 from offload.engine.sequence import TokenSequence
 from offload.errors import RunError, UserError
@@ -80,12 +81,13 @@ class Scheduler:
         # being written, in the order in which they were begun
         self._active = dict[Run, weakref.ref[Job]]()
         self._waiting = deque[weakref.ref[Job]]()
+        self._scores: PromptScores | None = None  # under way
         self._sums = EngineFigures()
         self._recent = deque[PassDone](maxlen=_MOST_RECENT)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._active)
+        return bool(self._waiting or self.num_active)
 
     @property
     def runs(self) -> list[Run]:
@@ -101,17 +103,25 @@ class Scheduler:
         """Drop what was cancelled, and begin those that wait, in order, while there are places.
 
         A prompt that another text is just taking in waits until it is there, and takes it over.
+        Prompts that are to be scored are, before, all that wait together, in one place.
         """
         self._drop_cancelled()
-        while len(self._active) < self._decoder.num_parallel:
+        while len(self._active) + (self._scores is not None) < self._decoder.num_parallel:
             with self.changed:
                 if not self._waiting or self._is_coming(self._waiting[0]):
+                    break
+                if needs_score(self._waiting[0]):
+                    if self._scores is None:
+                        self._begin_scores()
+                        continue
                     break
                 ref = self._waiting.popleft()
             self._begin(ref)
 
     def step(self) -> None:
-        """Run one pass for all that are being written, and hand out pieces."""
+        """Run one pass for all that are being written, and hand out pieces; one for scores before."""
+        if self._scores is not None:
+            self._step_scores(self._scores)
         runs = self.runs
         before = self._moved()
         num_texts = sum(run.is_writing for run in runs)
@@ -138,6 +148,8 @@ class Scheduler:
 
     def end_all(self, error: BaseException | None = None) -> None:
         """End what is being written, with what there is or with this error."""
+        if self._scores is not None:
+            self._end_scores(self._scores, error or _unbegun())
         for run in self.runs:
             self._leave(run, error)
 
@@ -162,7 +174,7 @@ class Scheduler:
 
     @property
     def num_active(self) -> int:
-        return len(self._active)
+        return len(self._active) + (len(self._scores.jobs) if self._scores else 0)
 
     @property
     def num_waiting(self) -> int:
@@ -190,6 +202,8 @@ class Scheduler:
             return
         try:
             run = self._decoder.start(job.request, continues=True)
+            if job.prompt_score is not None:
+                run.begin_with(job.prompt_score.likeliest)
         except Exception as error:  # this request's own, whatever it is
             self._end(ref, error)
             return
@@ -198,6 +212,47 @@ class Scheduler:
         waited_s = time.monotonic() - job.submitted_s
         num_prompt = run.sequence.stats.num_prompt_tokens
         self.count(num_begun=1, waited_s=waited_s, num_prompt_tokens=num_prompt)
+
+    def _begin_scores(self) -> None:
+        """Give a place to all prompts that wait to be scored."""
+        jobs = [ref for ref in self._waiting if needs_score(ref)]
+        for ref in jobs:
+            self._waiting.remove(ref)
+        self._scores = PromptScores(jobs)
+
+    def _step_scores(self, scores: PromptScores) -> None:
+        """Run one pass for prompts that are scored; behind the last one they wait for places."""
+        before = self._moved()
+        began_s = time.monotonic()
+        try:
+            is_over = not scores.step(self._decoder)
+        except RunError as error:
+            self.end_all(error)
+            return
+        except Exception as error:
+            self._end_scores(scores, error)
+            return
+        if is_over:
+            self._release_scores(scores)
+            with self.changed:
+                self._waiting.extendleft(reversed(scores.jobs))
+        else:
+            moved = self._moved().since(before)
+            self.count(moved=moved, num_passes=1, pass_s=time.monotonic() - began_s)
+
+    def _end_scores(self, scores: PromptScores, error: BaseException) -> None:
+        """Tell all whose prompts are being scored of an error."""
+        self._release_scores(scores)
+        for ref in scores.jobs:
+            self._end(ref, error)
+
+    def _release_scores(self, scores: PromptScores) -> None:
+        """Free the place of prompts that were scored."""
+        with self.changed:
+            self._scores = None
+        # of a decoder that was closed too early, which has no places any more
+        with suppress(UserError):
+            scores.release(self._decoder)
 
     def _is_coming(self, ref: weakref.ref[Job]) -> bool:
         """Return whether a text takes in what this job's prompt begins with, and none has it yet."""
@@ -223,6 +278,8 @@ class Scheduler:
             self._end(ref, _unbegun())
         for run in [run for run, ref in self._active.items() if _is_given_up(ref)]:
             self._leave(run)
+        if self._scores is not None and all(map(_is_given_up, self._scores.jobs)):
+            self._end_scores(self._scores, _unbegun())
 
     def _sweep_each(self, runs: Sequence[Run]) -> list[Exception | None]:
         """Run a pass for all, or if it fails for each, to see whose error it was; but `RunError`."""
@@ -337,8 +394,8 @@ def write_all(
 
     try:
         yield from begin()
-        while runs := scheduler.runs:
-            on_pass(runs)
+        while scheduler.num_active:
+            on_pass(scheduler.runs)
             scheduler.step()
             yield from _ended(numbers)
             yield from begin()

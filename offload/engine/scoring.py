@@ -6,16 +6,16 @@ weights. Nothing is drawn.
 Invariant: a row sees the tokens before it in its own text, and no others.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from offload.declaration import whole_number
 from offload.engine.cache_pool import num_shared
-from offload.errors import UserError, require
+from offload.engine.sequence import Caches, TokenLogprob, token_logprob
+from offload.errors import HostFault, UserError, require
 from offload.model.kv_cache import KVCache
 from offload.model.target import Target
 
@@ -28,11 +28,28 @@ class TextScore(NamedTuple):
     num_tokens: int
 
 
+class PromptScore(NamedTuple):
+    """Every token of a text but the first, given those before it."""
+
+    tokens: tuple[TokenLogprob, ...]
+    likeliest: TokenLogprob  # behind the last
+
+
 class ScoreRequest(NamedTuple):
-    """One text, and from which of its tokens on they are scored; at least one comes before."""
+    """One text, and from which of its tokens on they are scored; at least one comes before.
+
+    With `num_top` each token is told, beside so many of the likeliest in its place, and what is the
+    likeliest behind the last; else only what they come to.
+    """
 
     tokens: Sequence[int]
     first: int
+    num_top: int | None = None
+
+    @property
+    def rows(self) -> list[int]:
+        """Return the tokens that a pass takes in; what is behind the last may not matter."""
+        return list(self.tokens if self.num_top is not None else self.tokens[:-1])
 
 
 def wanted_of(texts: Any) -> list[tuple[Any, int]]:
@@ -45,37 +62,82 @@ def wanted_of(texts: Any) -> list[tuple[Any, int]]:
         ) from None
 
 
-@dataclass(eq=False)
+class _TokenScore(NamedTuple):
+    told: TokenLogprob
+    is_best: bool
+
+
 class Scorer:
-    """Scores texts over a cache that nothing else uses, by passes of `_max_rows` rows at most."""
+    """Scores texts over a cache that nothing else uses, by passes of `max_rows` rows at most.
 
-    _target: Target
-    _cache: KVCache
-    _max_rows: int
-    num_passes: int = 0  # over the weights, so far
+    A pool may lend it the cache, as it does to a text. Raises `UserError` for a text without a
+    beginning.
+    """
 
-    def score(self, texts: Sequence[ScoreRequest]) -> list[TextScore]:
-        """Return the score of each text. Raises `UserError` for one without a beginning."""
-        for tokens, first in texts:
+    def __init__(
+        self,
+        target: Target,
+        cache: KVCache | None,
+        max_rows: int,
+        texts: Sequence[ScoreRequest],
+    ) -> None:
+        for text in texts:
             rule = "a text is scored behind its first token"
-            require(0 < first <= len(tokens), rule, first, "give it a beginning")
-        seen: defaultdict[int, list[tuple[float, bool]]] = defaultdict(list)
-        for batch in self._batches(texts):
-            for index, found in self._pass(texts, batch):
-                seen[index].append(found)
+            require(0 < text.first <= len(text.tokens), rule, text.first, "give it a beginning")
+        self.tokens = list[int]()  # of a text in its cache that others may go on from: none
+        self.num_passes = 0  # over the weights, so far
+        self._target = target
+        self._held = cache
+        self._max_rows = max_rows
+        self._texts = texts
+        self._rows = [text.rows for text in texts]
+        # by text and place
+        self._seen: list[dict[int, _TokenScore]] = [{} for _ in texts]
+        self._left = self._batches()
+
+    def hold(self, caches: Caches | None) -> None:
+        """Let the target's be its cache from now on; None takes it away."""
+        self._held = None if caches is None else caches.target
+
+    def step(self) -> bool:
+        """Run one pass; return whether there was any left. Raises `HostFault` without a cache."""
+        batch = next(self._left, None)
+        if batch is not None:
+            self._pass(batch)
+        return batch is not None
+
+    def scores(self) -> list[TextScore]:
+        """Return the score of each text, behind all passes."""
         return [
             TextScore(
-                sum(one for one, _ in seen[index]),
-                all(best for _, best in seen[index]),
-                len(seen[index]),
+                sum(score.told.logprob for score in seen.values()),
+                all(score.is_best for score in seen.values()),
+                len(seen),
             )
-            for index in range(len(texts))
+            for seen in map(self._in_order, range(len(self._texts)))
         ]
 
-    def _batches(self, texts: Sequence[ScoreRequest]) -> Iterator["_Branches"]:
+    def prompt_scores(self) -> list[PromptScore]:
+        """Return the tokens of each text, which were wanted with `num_top`, behind all passes."""
+        told = [
+            [score.told for score in self._in_order(index).values()]
+            for index in range(len(self._texts))
+        ]
+        return [PromptScore(tuple(tokens), likeliest) for *tokens, likeliest in told]
+
+    def _in_order(self, index: int) -> dict[int, _TokenScore]:
+        return dict(sorted(self._seen[index].items()))
+
+    @property
+    def _cache(self) -> KVCache:
+        if self._held is None:
+            raise HostFault("these scores have lost their place, or the decoder was closed")
+        return self._held
+
+    def _batches(self) -> Iterator["_Branches"]:
         """Yield texts in batches; those that are alike lie together."""
-        order = sorted(range(len(texts)), key=lambda index: list(texts[index].tokens))
-        rows = [list(text.tokens[:-1]) for text in texts]
+        rows = self._rows
+        order = sorted(range(len(rows)), key=lambda index: list(self._texts[index].tokens))
         branches = _Branches(0)
         most = self._room_behind(0)
         for index in (index for index in order if len(rows[index]) <= most):
@@ -84,59 +146,81 @@ class Scorer:
                 branches = _Branches(0)
             branches.add(index, rows[index])
         yield from [branches] if branches.num_rows else []
-        long = [index for index in order if len(rows[index]) > most]
-        yield from self._long_batches(long, rows, [text.first - 1 for text in texts])
+        yield from self._long_batches([index for index in order if len(rows[index]) > most])
 
-    def _long_batches(
-        self, order: list[int], rows: list[list[int]], firsts: list[int]
-    ) -> Iterator["_Branches"]:
+    def _long_batches(self, order: list[int]) -> Iterator["_Branches"]:
         """Yield texts longer than a pass part by part; those that begin alike share those parts."""
+        rows = self._rows
         waiting = deque(order)
-        held = list[int]()
+        num_held = 0
+        before: int | None = None
         while waiting:
             index = waiting.popleft()
-            lo = self._cache.keepable(min(num_shared(held, rows[index]), firsts[index]))
+            lo = self._cache.keepable(self._num_alike(num_held, before, index))
             while len(rows[index]) - lo > (most := self._room_behind(lo)):
                 part = _Branches(lo)
                 part.add(index, rows[index][lo : lo + most])
                 yield part
                 lo += most
-            held = rows[index][:lo]
+            num_held = lo
+            before = index
             branches = _Branches(lo)
             branches.add(index, rows[index][lo:])
-            while waiting and rows[waiting[0]][:lo] == held and firsts[waiting[0]] >= lo:
+            while waiting and self._num_alike(num_held, before, waiting[0]) == lo:
                 if branches.num_rows + branches.num_new(rows[waiting[0]][lo:]) > most:
                     break
                 branches.add(waiting[0], rows[waiting.popleft()][lo:])
             yield branches
 
+    def _num_alike(self, num_held: int, before: int | None, index: int) -> int:
+        """Return how many rows a text need not compute, of those that the one before it has left.
+
+        What was told of a token holds for both texts if it and those before it are the same.
+        """
+        if before is None:
+            return 0
+        num = num_shared(self._rows[before], self._rows[index])
+        first = self._texts[index].first
+        num_untold = min(num, num_held, first - 1)
+        num_alike = min(num - 1, num_held)
+        places = range(first, num_alike + 1)
+        is_alike = self._texts[before].num_top == self._texts[index].num_top
+        seen = self._seen[before]
+        if num_alike <= num_untold or not is_alike or any(place not in seen for place in places):
+            return num_untold
+        self._seen[index] |= {place: seen[place] for place in places}
+        return num_alike
+
     def _room_behind(self, num_kept: int) -> int:
         """Return how many rows fit behind cached tokens; branches may outgrow the context."""
         return min(self._max_rows, self._cache.num_slots - num_kept)
 
-    def _pass(
-        self, texts: Sequence[ScoreRequest], batch: "_Branches"
-    ) -> Iterator[tuple[int, tuple[float, bool]]]:
-        self._cache.clear(batch.first)
-        self._cache.promise(batch.num_rows if batch.is_chain else 0, keeps_others=False)
-        logits = self._target.score_rows(batch.tokens, batch.depths, batch.sees(), self._cache)
+    def _pass(self, batch: "_Branches") -> None:
+        cache = self._cache
+        cache.clear(batch.first)
+        cache.promise(batch.num_rows if batch.is_chain else 0, keeps_others=False)
+        logits = self._target.score_rows(batch.tokens, batch.depths, batch.sees(), cache)
         self.num_passes += 1
         rows = [
-            (row, index, batch.first + depth)
+            (row, index, batch.first + depth + 1)
             for index, path in batch.paths.items()
             for depth, row in enumerate(path)
         ]
-        for row, index, depth in sorted(rows):
-            tokens, first = texts[index]
-            if depth + 1 >= first:
-                logits_V = logits[row].float()
-                token = tokens[depth + 1]
-                yield (
-                    index,
-                    (float(logits_V.log_softmax(0)[token]), int(logits_V.argmax()) == token),
-                )
+        for row, index, place in sorted(rows):
+            text = self._texts[index]
+            if place >= text.first:
+                token = text.tokens[place] if place < len(text.tokens) else None
+                self._seen[index][place] = _told(logits[row].float(), token, text.num_top or 0)
         if batch.is_chain:
-            self._cache.commit(range(batch.num_rows))
+            cache.commit(range(batch.num_rows))
+
+
+def _told(logits_V: torch.Tensor, token: int | None, num_top: int) -> _TokenScore:
+    """Return how likely a token is; None stands for the likeliest."""
+    best = int(logits_V.argmax())
+    token = best if token is None else token
+    logprob_V = logits_V.log_softmax(0)
+    return _TokenScore(token_logprob(logprob_V, token, num_top), token == best)
 
 
 class _Branches:

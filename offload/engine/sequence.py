@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from offload.errors import HostFault
 from offload.model.kv_cache import KVCache
 from offload.planning.chains import ChainPolicy
@@ -36,17 +38,21 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+def token_logprob(logprob_V: Tensor, token: int, num_top: int) -> TokenLogprob:
+    """Return a token with its log-probability, and so many of the likeliest, of a row of them."""
+    logprob_K, token_K = logprob_V.topk(min(int(num_top), len(logprob_V)))
+    top = tuple(zip(token_K.tolist(), logprob_K.tolist(), strict=True))
+    return TokenLogprob(token, float(logprob_V[token]), top)
+
+
 def path_logprobs(
     rows: Rows, nodes: Sequence[int], tokens: Sequence[int], num_top: int
 ) -> list[TokenLogprob]:
     """Return log-probabilities, by the target's own logits, of tokens emitted after nodes."""
-    found = []
-    for node, token in zip(nodes, tokens, strict=True):
-        logprob_V = rows[node].float().log_softmax(0)
-        logprob_K, token_K = logprob_V.topk(min(int(num_top), len(logprob_V)))
-        top = tuple(zip(token_K.tolist(), logprob_K.tolist(), strict=True))
-        found.append(TokenLogprob(token, float(logprob_V[token]), top))
-    return found
+    pairs = zip(nodes, tokens, strict=True)
+    return [
+        token_logprob(rows[node].float().log_softmax(0), token, num_top) for node, token in pairs
+    ]
 
 
 class Caches(NamedTuple):

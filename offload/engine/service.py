@@ -5,6 +5,7 @@ Only that thread touches the decoder.
 """
 
 import threading
+from collections.abc import Sequence
 
 from offload.declaration import whole_number
 from offload.engine.decoder import Decoder
@@ -86,6 +87,19 @@ class Engine:
                 raise QueueFull("requests with long grammars wait already: ask again later")
             self._scheduler.add(job)
         return job
+
+    def submit_all(self, requests: Sequence[Request]) -> list[Job]:
+        """Take several requests, of which none is begun before all are taken; or none, see `submit`."""
+        jobs = list[Job]()
+        with self._changed:
+            try:
+                for request in requests:
+                    jobs.append(self.submit(request))
+            except BaseException:
+                for job in jobs:
+                    job.cancel()
+                raise
+        return jobs
 
     def close(self, grace_s: float = 0.0) -> None:
         """Refuse requests, end those that wait, and after the grace cancel those under way.

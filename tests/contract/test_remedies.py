@@ -277,7 +277,7 @@ ROWS: dict[str, Row] = {
     "engine/conversation.py:encode_prompt": lambda place: _failing_tokenizer(place, "encode"),
     "engine/conversation.py:_in_template": lambda place: _failing_tokenizer(place, "chat"),
     "engine/text_stream.py:TextStream._decode": lambda place: _failing_tokenizer(place, "decode"),
-    "engine/decoder.py:Decoder.score_texts": reciter(score, 16, 64),
+    "engine/decoder.py:Decoder.require_scores": reciter(score, 16, 64),
     "engine/request.py:Request.ids": acts(lambda context: ids((), context)),
     "engine/request.py:_check_source": acts(lambda context: ids((0,), context)),
     "engine/session.py:_checked": reciter(session, 16, 64),

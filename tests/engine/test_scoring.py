@@ -1,6 +1,7 @@
 """How likely texts are: many in one pass, each as it is alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,15 @@ def wanted_of(family: str) -> list[tuple[float, bool]]:
     return found
 
 
+def scored(decoder: Decoder, texts: Any, max_rows: int) -> tuple[scoring.Scorer, list[scoring.TextScore]]:
+    scorer = scoring.Scorer(decoder.target, None, max_rows, [scoring.ScoreRequest(*text) for text in texts])
+    decoder._pool.borrow(scorer)
+    while scorer.step():
+        pass
+    decoder.release(scorer)
+    return scorer, scorer.scores()
+
+
 def test_texts_are_as_likely_as_each_by_itself(target: tuple[str, Path]) -> None:
     family, directory = target
     with opened(directory, parallel=2) as decoder:
@@ -57,11 +67,34 @@ def test_texts_are_as_likely_as_each_by_itself(target: tuple[str, Path]) -> None
 def test_passes_are_no_larger_than_planned(target: tuple[str, Path]) -> None:
     with opened(target[1]) as decoder:
         scores = decoder.score_texts(TEXTS)
-        scorer = scoring.Scorer(decoder.target, decoder._pool.borrow().target, 30)
-        small = scorer.score([scoring.ScoreRequest(*text) for text in TEXTS])
+        scorer, small = scored(decoder, TEXTS, 30)
     assert scorer.num_passes == 8, "148 rows by 30, 40 of three texts that end apart, and what is short together"
     for one, other in zip(scores, small, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4) and one[1:] == other[1:]
+
+
+def test_tokens_are_told_as_if_each_text_were_alone(target: tuple[str, Path]) -> None:
+    """Also those of texts that are longer than a pass, and share what they begin with."""
+    beginning = [1 + number % 90 for number in range(100)]
+    texts = [(beginning + end, 1, 2) for end in ([3, 4], [5], [], [3, 4, 7], [6] * 60)] + [([7, 8], 1, 2), ([9], 1, 2)]
+
+    def told_of(decoder: Decoder, texts: Any, max_rows: int) -> tuple[int, list[scoring.PromptScore]]:
+        scorer, scores = scored(decoder, texts, max_rows)
+        assert [score.num_tokens for score in scores] == [len(text[0]) for text in texts], "and what is next"
+        return scorer.num_passes, scorer.prompt_scores()
+
+    with opened(target[1]) as decoder:
+        num_alone = 0
+        num_passes, found = told_of(decoder, texts, 40)
+        for text, own in zip(texts, found, strict=True):
+            num_own, (alone,) = told_of(decoder, [text], 40)
+            num_alone += num_own
+            assert [token.token for token in own.tokens] == text[0][1:]
+            for token, other in zip([*own.tokens, own.likeliest], [*alone.tokens, alone.likeliest], strict=True):
+                assert token.token == other.token and token.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert [like for like, _ in token.top] == [like for like, _ in other.top]
+            assert own.likeliest.token == decoder.generate(list(text[0]), max_new_tokens=1).token_ids[0]
+    assert (num_passes, num_alone) == (6, 18), "the beginning, its ends, a long one, and what is short"
 
 
 def test_many_ends_of_a_long_beginning_have_room(target: tuple[str, Path]) -> None:
@@ -69,8 +102,7 @@ def test_many_ends_of_a_long_beginning_have_room(target: tuple[str, Path]) -> No
     beginning = [1 + number % 90 for number in range(190)]
     texts = [([*beginning, number, number, 5], 190) for number in range(1, 90)]
     with opened(target[1], parallel=2) as decoder:
-        scorer = scoring.Scorer(decoder.target, decoder._pool.borrow().target, 150)
-        scores = scorer.score([scoring.ScoreRequest(*text) for text in texts])
+        scorer, scores = scored(decoder, texts, 150)
         alone = decoder.score_texts(texts[40:41])
     assert (
         2 < scorer.num_passes < 25

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from served import MODEL_ID, serving
 
 import offload
 from offload.errors import UserError
@@ -136,6 +137,37 @@ def test_requests_share_passes(ours: Any, theirs: Any) -> None:
     assert 0 < num_passes <= len(pairs) / 8, f"{num_passes} passes for {len(pairs)} requests"
     for own, other in zip(found[::8], theirs.loglikelihood(pairs[::8], disable_tqdm=True), strict=True):
         assert own[0] == pytest.approx(other[0], abs=TOLERANCE) and own[1] == other[1]
+
+
+def test_windows_of_several_texts_share_passes(ours: Any) -> None:
+    texts = [request(LONG[begin : begin + 90]) for begin in range(0, 720, 90)]
+    before = ours.decoder.num_score_passes
+    found = ours.loglikelihood_rolling(texts, disable_tqdm=True)
+    assert ours.decoder.num_score_passes == before + 1
+    alone = [ours.loglikelihood_rolling([text], disable_tqdm=True)[0] for text in texts]
+    assert found == pytest.approx(alone, abs=10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("how", [{"batch_size": 4}, {"num_concurrent": 3}], ids=["batches", "at once"])
+def test_its_client_for_servers_scores_as_hf_does(theirs: Any, tasks: Path, how: dict[str, Any]) -> None:
+    """What asks `/v1/completions` for the likelihood of prompts; its windows are shorter than a model's own."""
+    pytest.importorskip("tenacity", reason="lm-eval is not installed: pip install 'offload[eval]'")
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    decoder = offload.load(PAIR / "target", PAIR / "draft", dtype="float32", threads=1, parallel=2)
+    with serving(decoder) as served:
+        how |= {"base_url": f"{served.address}/v1/completions", "max_length": 1024}
+        model = LocalCompletionsAPI(model=MODEL_ID, tokenizer=str(PAIR / "target"), **how)
+        found = results(model, tasks, "small_choice", "small_text")
+        num_passes = decoder.num_score_passes
+    wanted = results(theirs, tasks, "small_choice", "small_text")
+    for (own,), (other,) in zip(answers(found, "small_choice"), answers(wanted, "small_choice"), strict=True):
+        assert float(own[0]) == pytest.approx(float(other[0]), abs=TOLERANCE) and str(own[1]) == str(other[1])
+    assert found["results"]["small_choice"]["acc,none"] == wanted["results"]["small_choice"]["acc,none"]
+    texts = zip(answers(found, "small_text"), answers(wanted, "small_text"), strict=True)
+    for number, ((own,), (other,)) in enumerate(texts):
+        assert float(own) == pytest.approx(float(other), rel=0.02 if TEXTS[number] == LONG else TOLERANCE)
+    assert 0 < num_passes < len(answers(found, "small_choice")) + 3
 
 
 @pytest.mark.parametrize(

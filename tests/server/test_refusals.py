@@ -72,7 +72,11 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "half a character": (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "JSON"),
     "long messages": (CHAT, LONG[CHAT], "shorten the messages or lower `max_tokens`"),
     "a long prompt": (TEXT, LONG[TEXT], "shorten the prompt or lower `max_tokens`"),
-    "echo": (TEXT, {"echo": True}, "'echo' is not supported"),
+    "scores of long prompts": (
+        TEXT, {"echo": True, "logprobs": 20, "prompt": ["x" * 250] * 64},
+        "at most 262144 log-probabilities of prompts, got 336000: ask for fewer 'logprobs'",
+    ),
+    "suffix": (TEXT, {"suffix": "x"}, "'suffix' is not supported"),
     "best_of": (TEXT, {"best_of": 3}, "'best_of' must be equal to 'n'"),
     "a stranger's field": (CHAT, {"\x1b[31m": 1}, "Unrecognized request argument supplied: \x1b[31m"),
     "too many stops": (CHAT, {"stop": ["a"] * 17}, "Invalid value for 'stop': it must have at most 16 items"),

@@ -40,6 +40,12 @@ class TokenNames:
         # a tree has hundreds of tokens, and passes have trees
         self.text = lru_cache(maxsize=1 << 14)(self._pieces.text)
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of several tokens, special ones included."""
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode([*ids], clean_up_tokenization_spaces=False))
+
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token."""
         return self._pieces.bytes_of(token)

@@ -3,8 +3,9 @@
 Invariant: whatever fails before an answer is made cancels every job.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from offload.engine.conversation import template_source, words_of
@@ -16,6 +17,9 @@ from offload.server.core.answer import Answer, TokenNames
 from offload.server.core.body import Body
 from offload.server.core.refusals import Refusal
 from offload.server.settings import ServerSettings
+
+# some hundred bytes each, until the answer is sent
+_MOST_SCORES = 1 << 18
 
 AnswerKind = Callable[[Any, list[Job], TokenNames, str], Answer]
 
@@ -72,15 +76,20 @@ def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Job]:
         checked = prepare(engine, settings, body)
     except NoRoom as error:
         raise _refuse_length(error, body.prompt_field) from None
-    jobs = list[Job]()
-    try:
-        for request in checked:
-            for sample in samples_of(request, body.num_choices):
-                jobs.append(engine.submit(sample))
-    except BaseException:
-        _cancel(jobs)
-        raise
-    return jobs
+    _require_few_scores(checked, body.prompt_field)
+    samples = (samples_of(request, body.num_choices) for request in checked)
+    return engine.submit_all([*chain.from_iterable(samples)])
+
+
+def _require_few_scores(requests: Sequence[Request], field: str) -> None:
+    """Raise `Refusal` where telling how likely prompts are would take much memory."""
+    wanted = [request for request in requests if request.num_prompt_logprobs is not None]
+    prompts: list[Any] = [request.prompt for request in wanted]
+    num_tops = [1 + (request.num_prompt_logprobs or 0) for request in wanted]
+    num = sum(len(ids) * num_top for ids, num_top in zip(prompts, num_tops, strict=True))
+    if num > _MOST_SCORES:
+        rule = f"a request tells at most {_MOST_SCORES} log-probabilities of prompts, got {num}"
+        raise Refusal.of_value(field, rule, "ask for fewer 'logprobs', or in several requests")
 
 
 def prepare(engine: Engine, settings: ServerSettings, body: Body) -> list[Request]:

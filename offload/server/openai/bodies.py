@@ -261,26 +261,28 @@ class CompletionBody(ChoicesBody):
 
     @property
     def num_prompts(self) -> int:
-        return 1 if self._is_one else len(self.prompt)
+        return len(self.prompts)
 
     @property
-    def _is_one(self) -> bool:
-        return isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+    def prompts(self) -> list[Any]:
+        """Return the prompts, each text or token ids."""
+        is_single = isinstance(self.prompt, str) or not self.prompt
+        return [self.prompt] if is_single or isinstance(self.prompt[0], int) else [*self.prompt]
 
     def requests(self, usual: Sampling) -> list[Request]:
         """Return a request for each prompt. Raises `Refusal` and `UserError`."""
-        for name in ("echo", "suffix"):
-            if getattr(self, name):
-                raise Refusal.of_unsupported(name)
+        if self.suffix:
+            raise Refusal.of_unsupported("suffix")
         if self.best_of not in (None, self.num_choices):
             message = "'best_of' must be equal to 'n' on this server: leave it out"
             raise Refusal(400, message, param="best_of")
         if self.prompt == []:
             raise Refusal.of_value("prompt", "it is empty", "give some text")
         num_new = _LEGACY_TOKENS if self.max_tokens is None else self.max_tokens
-        common = self._request(usual, num_new, raw=True, num_logprobs=self.logprobs)
-        prompts: Sequence[Any] = [self.prompt] if self._is_one else self.prompt
-        return [replace(common, prompt=prompt) for prompt in prompts]
+        scored = self.logprobs if self.echo else None
+        logprobs = {"num_logprobs": self.logprobs, "num_prompt_logprobs": scored}
+        common = self._request(usual, num_new, raw=True, **logprobs)
+        return [replace(common, prompt=prompt) for prompt in self.prompts]
 
 
 def _message(index: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -17,7 +17,7 @@ from offload.server.core.events import Event
 from offload.server.core.refusals import Refusal
 from offload.server.openai.bodies import ChatBody, ChoicesBody, CompletionBody
 from offload.server.openai.errors import error_body
-from offload.server.openai.logprobs import of_chat, of_completion
+from offload.server.openai.logprobs import FIELDS, of_chat, of_completion, of_prompt
 from offload.words.parts import Call, Part, Text, Thought
 
 _FINGERPRINT = f"offload-{__version__}"
@@ -188,6 +188,10 @@ class CompletionAnswer(ChoicesAnswer):
     ) -> None:
         super().__init__(body, jobs, names, model_id)
         self._num_chars = [0] * len(jobs)
+        self._has_echo = bool(body.echo)
+        # texts whose prompt is still to be told before them
+        self._unsaid = {*range(len(jobs))} if self._has_echo else set[int]()
+        self._prompts = [prompt for prompt in body.prompts for _ in range(body.num_choices)]
 
     def _text(
         self,
@@ -196,10 +200,37 @@ class CompletionAnswer(ChoicesAnswer):
         reason: str | None = None,
         logprobs: Sequence[TokenLogprob] = (),
     ) -> dict[str, Any]:
+        scored = None
+        if index in self._unsaid:
+            self._unsaid.remove(index)
+            text = self._prompt_text(index) + text
+            scored = self._scored_prompt(index)
         first = self._num_chars[index]
-        told = of_completion(self._names, logprobs, first) if logprobs else None
-        self._num_chars[index] += sum(map(len, told["tokens"])) if told else 0
-        return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
+        told = None
+        if logprobs:
+            told = of_completion(self._names, logprobs, first, has_ends=self._has_echo)
+            self._num_chars[index] += sum(map(len, told["tokens"]))
+        parts = [part for part in (scored, told) if part]
+        whole = {name: [value for part in parts for value in part[name]] for name in FIELDS}
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": whole if parts else None,
+            "finish_reason": reason,
+        }
+
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._prompts[index]
+        return prompt if isinstance(prompt, str) else self._names.text_of(prompt)
+
+    def _scored_prompt(self, index: int) -> dict[str, Any] | None:
+        """Return the tokens of a prompt where it was scored, which are before those of the text."""
+        score = self.jobs[index].prompt_score
+        if score is None:
+            return None
+        prompt: Any = self.jobs[index].request.prompt
+        told, self._num_chars[index] = of_prompt(self._names, prompt[0], score.tokens)
+        return told
 
     def _next(self, index: int, piece: TextPiece, *, may_be_silent: bool) -> dict[str, Any] | None:
         if may_be_silent and not piece.text and not piece.logprobs:

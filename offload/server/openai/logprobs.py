@@ -6,6 +6,7 @@ from typing import Any
 from offload.engine.sequence import TokenLogprob
 from offload.server.core.answer import TokenNames
 
+FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # of plain completions
 _LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
 
 
@@ -20,21 +21,55 @@ def of_chat(names: TokenNames, logprobs: Sequence[TokenLogprob]) -> list[dict[st
 
 
 def of_completion(
-    names: TokenNames, logprobs: Sequence[TokenLogprob], num_chars: int
+    names: TokenNames, logprobs: Sequence[TokenLogprob], num_chars: int, *, has_ends: bool = False
 ) -> dict[str, Any]:
-    """Return `TokenLogprob`s as plain completions have them, behind so many characters."""
-    fields = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    told: dict[str, list[Any]] = {field: [] for field in fields}
+    """Return `TokenLogprob`s as plain completions have them, behind so many characters.
+
+    With `has_ends` tokens that end a text are there as well.
+    """
+    told = _nothing()
     for drawn in logprobs:
-        if drawn.token not in names.end_ids:
-            text = names.text(drawn.token)
-            told["tokens"].append(text)
+        if has_ends or drawn.token not in names.end_ids:
+            num_chars = _add(told, names, drawn.token, num_chars)
             told["token_logprobs"].append(_finite(drawn.logprob))
-            top = {names.text(token): _finite(number) for token, number in drawn.top}
-            told["top_logprobs"].append(top)
-            told["text_offset"].append(num_chars)
-            num_chars += len(text)
+            told["top_logprobs"].append(_top(names, drawn))
     return told
+
+
+def of_prompt(
+    names: TokenNames, first: int, logprobs: Sequence[TokenLogprob]
+) -> tuple[dict[str, Any], int]:
+    """Return the tokens of a prompt in the same form, and how many characters they have.
+
+    Nothing is known of how likely the first is.
+    """
+    told = _nothing()
+    num_chars = _add(told, names, first, 0)
+    told["token_logprobs"].append(None)
+    told["top_logprobs"].append(None)
+    for name, values in of_completion(names, logprobs, num_chars, has_ends=True).items():
+        told[name] += values
+    return told, sum(map(len, told["tokens"]))
+
+
+def _nothing() -> dict[str, list[Any]]:
+    return {field: [] for field in FIELDS}
+
+
+def _add(told: dict[str, list[Any]], names: TokenNames, token: int, num_chars: int) -> int:
+    """Add a token that begins there; return where it ends."""
+    text = names.text(token)
+    told["tokens"].append(text)
+    told["text_offset"].append(num_chars)
+    return num_chars + len(text)
+
+
+def _top(names: TokenNames, drawn: TokenLogprob) -> dict[str, float]:
+    """Return the likeliest tokens by their texts; of several with one text the likeliest."""
+    top: dict[str, float] = {}
+    for token, number in drawn.top:
+        top.setdefault(names.text(token), _finite(number))
+    return top
 
 
 def _named(names: TokenNames, token: int, logprob: float) -> dict[str, Any]:
