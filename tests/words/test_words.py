@@ -2,10 +2,10 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -131,6 +131,132 @@ def test_calls_in_the_form_of_a_family(name: str, key: str) -> None:
         for pieces in cuts(segments_of(text, family.special), len(text)):
             expected = (thoughts or "", content or "", answer)
             assert read(words, pieces, family.special, prompt) == expected, f"{text!r}, {words}"
+
+
+LETTERS = [
+    *"abcXYZ 019.,:;!?'_-/*%&|#",
+    '"',
+    "\\",
+    "\n",
+    "{",
+    "}",
+    "[",
+    "]",
+    "(",
+    ")",
+    "=",
+    "<b>",
+    "a < b",
+    "日本",
+    "😀",
+    "ß",
+    "\t",
+]
+NUM_DRAWN = 20
+
+
+def drawn_text(chance: random.Random) -> str:
+    return "".join(chance.choice(LETTERS) for _ in range(chance.randrange(1, 30))).strip() or "x"
+
+
+def drawn_value(chance: random.Random, depth: int = 0) -> Any:
+    kinds = ("text", "integer", "number", "boolean", "null", *(("list", "object") if depth < 2 else ()))
+    match chance.choice(kinds):
+        case "text":
+            return drawn_text(chance)
+        case "integer":
+            return chance.randrange(-(10**6), 10**12)
+        case "number":
+            return round(chance.uniform(-9, 9), 3)
+        case "boolean":
+            return chance.random() < 0.5
+        case "list":
+            return [drawn_value(chance, depth + 1) for _ in range(chance.randrange(4))]
+        case "object":
+            return {f"k{number}": drawn_value(chance, depth + 1) for number in range(chance.randrange(4))}
+    return None
+
+
+def drawn_call(chance: random.Random) -> tuple[str, dict[str, Any]]:
+    lines = [drawn_value(chance, 1) for _ in range(chance.randrange(3))]
+    file = {"path": drawn_text(chance), "content": drawn_text(chance), "lines": lines,
+            "more": {f"k{number}": drawn_value(chance, 1) for number in range(chance.randrange(3))}}  # fmt: skip
+    days = chance.choice([None, chance.randrange(9999)])
+    weather = {"city": drawn_text(chance), "days": days, "exact": chance.random() < 0.5}
+    name, wanted = chance.choice([("write-file", file), ("get_weather", weather), ("now", {})])
+    return name, {key: value for key, value in wanted.items() if chance.random() < 0.8}
+
+
+class Answered(NamedTuple):
+    """What a family's template writes for an answer that was drawn."""
+
+    text: str
+    thoughts: str
+    content: str
+    calls: list[tuple[str, dict[str, Any]]]
+
+
+def drawn_answers(name: str) -> Iterator[Answered]:
+    """Answers of a family: with thoughts, words and calls, as far as its form has them together."""
+    family, words = FAMILIES[name], words_of(name)
+    for number in range(NUM_DRAWN):
+        chance = random.Random(f"{name} {number}")
+        calls = [drawn_call(chance) for _ in range(chance.randrange(family.most_calls + 1))]
+        thoughts = drawn_text(chance) if family.has_thoughts and chance.random() < 0.6 else ""
+        is_silent = calls and (not family.has_content or chance.random() < 0.5)
+        # a template of channels writes one or the other
+        content = "" if is_silent or (words.is_harmony and thoughts) else drawn_text(chance)
+        if content or calls:
+            yield Answered(said(family, words, calls, content or None, thoughts or None), thoughts, content, calls)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drawn_answers_are_the_same_however_they_are_cut(name: str) -> None:
+    family, words = FAMILIES[name], words_of(name)
+    prompt = "<|start|>assistant" if words.is_harmony else ""
+    num_answers = 0
+    for text, *wanted in drawn_answers(name):
+        num_answers += 1
+        segments = segments_of(text, family.special)
+        whole, single, _ = cuts(segments, 0)
+        found = read(words, whole, family.special, prompt)
+        # a template may have a blank before words
+        assert [found[0], found[1].strip(), found[2]] == wanted, f"{text!r}"
+        for pieces in (single, *(cuts(segments, seed)[2] for seed in range(3))):
+            assert read(words, pieces, family.special, prompt) == found, f"{text!r}"
+    assert num_answers >= NUM_DRAWN // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("Qwen2.5", "qwen2"),
+        ("Hermes, Qwen", "qwen3"),
+        ("Qwen3-Coder, Qwen3.5", "qwen3_5"),
+        ("Gemma 4, thoughts", "gemma4"),
+    ],
+)
+def test_parts_are_those_that_transformers_reads(name: str, model_type: str) -> None:
+    """By its own templates of answers, for families that it has any for; it drops blanks beside a tag's value."""
+    from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
+    from transformers.utils.chat_parsing import parse_response
+
+    family, words = FAMILIES[name], words_of(name)
+    (template,) = [one for types, one in _RESPONSE_TEMPLATE_FALLBACKS.items() if model_type in types]
+    anchors = template["start_anchor"]
+    anchor = anchors if isinstance(anchors, str) else anchors[0]
+    num_compared = 0
+    for text, thoughts, content, calls in drawn_answers(name):
+        if model_type == "gemma4" and any("-" in call for call, _ in calls):
+            continue  # a name that its template has no pattern for
+        found = parse_response(text, template, prefix=anchor, tools=TOOLS)
+        functions = [call["function"] for call in found.get("tool_calls", [])]
+        told = (found.get("reasoning_content", ""), found.get("content", ""))
+        assert tuple(map(str.strip, told)) == (thoughts, content)
+        if [(one["name"], one["arguments"]) for one in functions] == calls:
+            num_compared += 1
+        assert read(words, [segments_of(text, family.special)], family.special) == (thoughts, content, calls)
+    assert num_compared >= NUM_DRAWN // 3
 
 
 @pytest.mark.parametrize("name", FAMILIES)

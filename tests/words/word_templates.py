@@ -133,6 +133,41 @@ HUNYUAN = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %
 </tool_call>
 {% endfor %}</tool_calls>{% endif %}<|hy_eos|>{% endfor %}{% if add_generation_prompt %}<|hy_assistant|>{% endif %}"""
 
+_THOUGHT, _WORDS = (HERMES.index(part) for part in ("{% if m.role == 'assistant' and", "{{ m.content or '' }}"))
+QWEN_25 = HERMES[:_THOUGHT] + HERMES[_WORDS:]
+GLM_47 = GLM.replace(
+    """{{ c.function.name }}
+{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v if v is string else v | tojson }}</arg_value>
+{% endfor %}""",
+    """{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}""",
+)
+DEEPSEEK_32 = DSML.replace(
+    "<｜Assistant｜>{{ m",
+    "<｜Assistant｜>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m",
+)
+MAGISTRAL = MISTRAL_11.replace(
+    "{% elif m.role == 'assistant' %}",
+    "{% elif m.role == 'assistant' %}{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}",
+)
+SEED = """{% if tools %}<seed:bos>system
+{{ tools | tojson }}<seed:eos>{% endif %}{% for m in messages %}<seed:bos>{{ m.role }}
+{% if m.reasoning_content %}<seed:think>{{ m.reasoning_content }}</seed:think>{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}
+<seed:tool_call>
+<function={{ c.function.name }}>
+{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>{{ v if v is string else v | tojson }}</parameter>
+{% endfor %}</function>
+</seed:tool_call>{% endfor %}<seed:eos>{% endfor %}{% if add_generation_prompt %}<seed:bos>assistant
+{% endif %}"""
+LFM = PYTHONIC.replace("<|python_start|>", "<|tool_call_start|>").replace(
+    "<|python_end|>", "<|tool_call_end|>{{ m.content or '' }}"
+)
+PHI = """{% for m in messages %}<|{{ m.role }}|>{% if tools and loop.first %}<|tool|>{{ tools | tojson }}<|/tool|>{% endif %}{{ m.content or '' }}{% if m.tool_calls %}<|tool_call|>[{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{{ '' if loop.last else ', ' }}{% endfor %}]<|/tool_call|>{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+GEMMA_4_THOUGHTS = GEMMA_4.replace(
+    "{{ m.content or '' }}{% for c",
+    "{% if m.reasoning %}<|channel>thought\n{{ m.reasoning }}\n<channel|>{% endif %}{{ m.content or '' }}{% for c",
+)
+
 _CALLS_OF_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 _CALLS_OF_DEEPSEEK += ("<｜tool▁calls▁end｜>",)
 _CALLS_OF_KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>")
@@ -159,5 +194,25 @@ FAMILIES = {
     "Granite 3": Family(GRANITE, "assistant<|end_of_role|>", "<|end_of_text|>\n", ("<|tool_call|>",)),
     "FunctionGemma": Family(GEMMA, "<start_of_turn>model\n", "<end_of_turn>\n"),
     "Gemma 4": Family(GEMMA_4, "<start_of_turn>model\n", "<end_of_turn>\n", ("<|tool_call>", "<tool_call|>")),
+    "Qwen2.5": Family(QWEN_25, *_CHATML),
+    "GLM-4.7": Family(GLM_47, "<|assistant|>", "", has_thoughts=True),
+    "DeepSeek V3.2, thoughts": Family(DEEPSEEK_32, "<｜Assistant｜>", "<｜end▁of▁sentence｜>", has_thoughts=True),
+    "Magistral": Family(
+        MAGISTRAL, "[/INST]", "</s>", ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"), has_thoughts=True
+    ),
+    "Seed-OSS": Family(
+        SEED, "<seed:bos>assistant\n", "<seed:eos>", ("<seed:tool_call>", "</seed:tool_call>"), has_thoughts=True
+    ),
+    "LFM2": Family(
+        LFM, "assistant<|header_end|>\n\n", "<|eot|>", ("<|tool_call_start|>", "<|tool_call_end|>"), has_content=False
+    ),
+    "Phi-4": Family(PHI, "<|assistant|>", "<|end|>", ("<|tool_call|>", "<|/tool_call|>")),
+    "Gemma 4, thoughts": Family(
+        GEMMA_4_THOUGHTS,
+        "<start_of_turn>model\n",
+        "<end_of_turn>\n",
+        ("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>"),
+        has_thoughts=True,
+    ),
     "Hunyuan": Family(HUNYUAN, "<|hy_assistant|>", "<|hy_eos|>"),
 }
