@@ -7,15 +7,18 @@ read, and nothing outside of `out` is written.
 Shape letters beside those of `int4_blocks`: T tiles.
 """
 
+import ctypes
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import ByType, compiled, faster, share_rows
+from offload.kernels.compiled import faster, share_rows
 from offload.kernels.jit import jit, tl
+from offload.kernels.machine_code import call_of, fused_lanes
+from offload.kernels.residual_code import EXPAND, code_for
 from offload.kernels.residual_layout import (
     EMPTY_STEP,
     FURTHER,
@@ -25,10 +28,7 @@ from offload.kernels.residual_layout import (
     TILE_COLUMNS,
     TILE_ROWS,
 )
-from offload.kernels.rounding import F32, I32, U32, U64, bits_of, numbers, of_bfloat16, rounded
 
-U8 = np.uint8
-U16 = np.uint16
 _SUBTRACTED, _KEPT, _SIGN = range(3)
 _ESCAPES = 1024  # that a program handles at once
 
@@ -127,19 +127,22 @@ def expand_residuals_reference(
 def expand_residuals_compiled(
     stored_B: Tensor, word_BKH: Tensor, scale_GN2: Tensor, start_3T: Tensor, out_NK: Tensor
 ) -> None:
-    """Do what the reference does, with numba, on as many threads as torch has."""
-    fill = _fill_blocks.to(out_NK.dtype)
-    words = word_BKH.contiguous().numpy().view(np.uint64)
-    scale = numbers(scale_GN2.contiguous())
-    given = (stored_B.numpy(), words, scale, start_3T.contiguous().numpy(), MEANINGS)
-    out = numbers(out_NK)
-    block_rows = 2 * word_BKH.shape[2]
-    blocks_at_once = TILE_ROWS // block_rows
+    """Do what the reference does, in machine code, on as many threads as torch has."""
+    if not fused_lanes():
+        expand_residuals_reference(stored_B, word_BKH, scale_GN2, start_3T, out_NK)
+        return
+    num_rows, num_columns = out_NK.shape
+    held = (word_BKH.contiguous(), scale_GN2.contiguous(), stored_B, start_3T.contiguous(), out_NK)
+    group = num_columns // len(scale_GN2)
+    sizes = (num_rows, num_columns, scale_GN2.shape[1])
+    call = call_of(0, (*held, *sizes, len(stored_B)))
+    expand = code_for(EXPAND, out_NK.dtype, word_BKH.shape[2], group)
 
     def work(lo: int, hi: int) -> None:
-        fill(*given, (lo // TILE_ROWS, hi // TILE_ROWS, blocks_at_once), out)
+        if lo // TILE_ROWS < hi // TILE_ROWS:
+            expand(ctypes.addressof(call), lo // TILE_ROWS, hi // TILE_ROWS)
 
-    share_rows(work, -(-len(out_NK) // TILE_ROWS) * TILE_ROWS)
+    share_rows(work, -(-num_rows // TILE_ROWS) * TILE_ROWS)
 
 
 expand_residuals = faster(expand_residuals_compiled, expand_residuals_reference)
@@ -185,157 +188,6 @@ def _symbols(packed_B: Tensor, num_bits: int, count: int) -> Tensor:
     needed_B = packed_B[: -(-count * num_bits // 8)].long()
     symbols = ((needed_B[:, None] >> shift) & ((1 << num_bits) - 1)).flatten()[:count]
     return torch.nn.functional.pad(symbols, (0, count - len(symbols)))
-
-
-@compiled
-def _same(bits):  # type: ignore[no-untyped-def]  # numba infers types
-    return bits
-
-
-@compiled
-def _rounded(bits):  # type: ignore[no-untyped-def]
-    return rounded(of_bfloat16(bits))
-
-
-_number = ByType({torch.bfloat16: _same, torch.float16: _rounded, torch.float32: _rounded})
-
-
-@compiled
-def _transposed(word: Any, block: Any, first: Any, width: Any, code: Any, line: Any) -> None:
-    """Write the codes of some columns of a block row by row, eight bytes of eight columns at once.
-
-    `word` has eight rows' bytes in each number, `code` eight columns'.
-    """
-    low8 = U64(0x00FF00FF00FF00FF)
-    low16 = U64(0x0000FFFF0000FFFF)
-    low32 = U64(0x00000000FFFFFFFF)
-    nibbles = U64(0x0F0F0F0F0F0F0F0F)
-    num_eights = U64(word.shape[2])
-    swap = np.empty(8, np.uint64)
-    for within in range(U64(0), width, U64(8)):
-        for eight in range(num_eights):
-            for i in range(U64(8)):
-                swap[i] = word[block, first + within + i, eight]
-            for i in range(U64(4)):
-                first_lines = swap[i]
-                last_lines = swap[i + U64(4)]
-                swap[i] = (first_lines & low32) | (last_lines << U64(32))
-                swap[i + U64(4)] = (first_lines >> U64(32)) | (last_lines & ~low32)
-            for half in range(U64(0), U64(8), U64(4)):
-                for i in range(U64(2)):
-                    first_lines = swap[half + i]
-                    last_lines = swap[half + i + U64(2)]
-                    swap[half + i] = (first_lines & low16) | ((last_lines & low16) << U64(16))
-                    swap[half + i + U64(2)] = ((first_lines >> U64(16)) & low16) | (
-                        last_lines & ~low16
-                    )
-            for i in range(U64(0), U64(8), U64(2)):
-                first_lines = swap[i]
-                last_lines = swap[i + U64(1)]
-                swap[i] = (first_lines & low8) | ((last_lines & low8) << U64(8))
-                swap[i + U64(1)] = ((first_lines >> U64(8)) & low8) | (last_lines & ~low8)
-            row = line + eight * U64(8)
-            for i in range(U64(8)):
-                code[row + i, within >> U64(3)] = swap[i] & nibbles
-                high = (swap[i] >> U64(4)) & nibbles
-                code[row + num_eights * U64(8) + i, within >> U64(3)] = high
-
-
-@compiled
-def _fill_blocks(
-    stored: Any, word: Any, scale: Any, start: Any, meaning: Any, extent: Any, out: Any
-) -> None:
-    """Expand rows of tiles [lo, hi); `extent` is (lo, hi, blocks of the copy in a tile)."""
-    num_rows = U64(out.shape[0])
-    num_columns = U64(out.shape[1])
-    group = num_columns // U64(scale.shape[0])
-    num_blocks = U64(extent[2])
-    last = U64(stored.size - 1)
-    num_ends = start.shape[1] - 1
-    near_lo = num_rows * num_columns
-    far_lo = near_lo + U64(start[0, num_ends])
-    list_lo = far_lo + U64(start[1, num_ends])
-    num_escapes = U64(start[2, num_ends])
-    eights = np.zeros((64, 32), np.uint64)
-    code = eights.view(np.uint8)
-    bits = np.empty(256, np.uint16)
-    place_of = _places()
-    tiles_wide = (num_columns + U64(255)) // U64(256)
-    for across in range(U64(extent[0]), U64(extent[1])):
-        top = across * U64(64)
-        num_here = min(U64(64), num_rows - top)
-        for panel in range(tiles_wide):
-            first = panel * U64(256)
-            width = min(U64(256), num_columns - first)
-            for part in range(num_blocks):
-                block = across * num_blocks + part
-                _transposed(word, block, first, width, eights, part * (U64(64) // num_blocks))
-            tile = across * tiles_wide + panel
-            near_at = U64(4) * (near_lo + U64(start[0, tile]))
-            far_at = U64(2) * (far_lo + U64(start[1, tile]))
-            for row in range(num_here):
-                line = (top + row) * num_columns + first
-                for within in range(U64(0), width, group):
-                    index = (first + within) // group
-                    step = of_bfloat16(scale[index, top + row, 0])
-                    offset = of_bfloat16(scale[index, top + row, 1])
-                    # Added to 1.5 x 2^23 it is rounded, ties to even.
-                    ratio = F32(F32(F32(offset / step) + F32(12582912)) - F32(12582912))
-                    zero = I32(F32(8) - ratio)
-                    for i in range(group):
-                        level = I32(I32(code[row, within + i]) - zero)
-                        half = F32(0.5) if level > I32(0) else F32(-0.5)
-                        bound = U32(bits_of(F32(F32(F32(level) - half) * step)) >> U32(16))
-                        low = U32(stored[line + within + i])
-                        bits[within + i] = U16(bound + U32(U32(low - bound) & U32(0xFF)))
-                    if step <= F32(EMPTY_STEP):
-                        for i in range(group):
-                            if I32(code[row, within + i]) == zero:
-                                bits[within + i] = stored[line + within + i]
-                        continue
-                    largest = U32(bits_of(F32(F32(0.5) * step)) >> U32(16))
-                    lanes = U64(U8(zero)) * U64(0x0101010101010101)
-                    for eight in range(U64(0), group, U64(8)):
-                        differs = eights[row, (within + eight) >> U64(3)] ^ lanes
-                        # codes are below 16, so no byte carries
-                        marked = ~(differs + U64(0x7F7F7F7F7F7F7F7F)) & U64(0x8080808080808080)
-                        while marked:
-                            lowest = marked & (~marked + U64(1))
-                            lane = place_of[(lowest * U64(0x0218A392CD3D5DBF)) >> U64(58)]
-                            marked ^= lowest
-                            at = within + eight + U64(lane)
-                            byte = stored[min(near_at >> U64(2), last)]
-                            symbol = U64(byte >> U8(U8(near_at & U64(3)) << U8(1))) & U64(3)
-                            near_at += U64(1)
-                            byte = stored[min(far_at >> U64(1), last)]
-                            other = U64(byte >> U8(U8(far_at & U64(1)) << U8(2))) & U64(15)
-                            is_far = symbol == U64(2)
-                            far_at += U64(is_far)
-                            symbol = U64(4) + other if is_far else symbol
-                            low = U32(stored[line + at])
-                            number = U32(largest - U32(U32(largest - low) & U32(0xFF)))
-                            number = U32(number - meaning[0, symbol]) & meaning[1, symbol]
-                            bits[at] = U16(U32(number) | meaning[2, symbol])
-                for i in range(width):
-                    out[top + row, first + i] = _number(bits[i])
-            for escape in range(U64(start[2, tile]), U64(start[2, tile + U64(1)])):
-                column = U64(stored[list_lo + escape])
-                line_of = U64(stored[list_lo + num_escapes + escape])
-                if line_of < num_here and column < width:
-                    low = U32(stored[(top + line_of) * num_columns + first + column])
-                    high = U32(stored[list_lo + U64(2) * num_escapes + escape])
-                    word_of = U16(U32(high << U32(8)) | low)
-                    out[top + line_of, first + column] = _number(word_of)
-
-
-@compiled
-def _places() -> Any:
-    """Return which byte a number's only bit lies in, by six bits of a product (de Bruijn's)."""
-    place = np.zeros(64, np.uint8)
-    for lane in range(8):
-        bit = U64(0x80) << U64(8 * lane)
-        place[(bit * U64(0x0218A392CD3D5DBF)) >> U64(58)] = U8(lane)
-    return place
 
 
 @jit(do_not_specialize=["last", "num_rows", "num_columns", "group", "num_padded", "num_tiles"])

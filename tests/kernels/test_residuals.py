@@ -7,6 +7,7 @@ from marks import needs_triton
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.kernels import residual_code
 from offload.kernels.encode_residuals import ResidualWords, encode_residuals_compiled, encode_residuals_reference
 from offload.kernels.expand_residuals import (
     expand_residuals_compiled,
@@ -79,6 +80,22 @@ def test_both_encoders_write_the_same_and_all_decoders_read_it(size: tuple[int, 
         assert (around[[0, -1]] == 7).all(), "written beside its place"
         if size[0] > 1:
             assert not are_equal(expanded(decode, found, copied(other_NK, layout), around[1:-1]), weight_NK)
+
+
+@pytest.mark.parametrize("rows_of_zeros", [0.1, 0.9])
+def test_processors_without_instructions_for_scattered_bits_write_and_read_the_same(
+    rows_of_zeros: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few and with many weights at level zero, which are read otherwise."""
+    monkeypatch.setattr(residual_code, "can_scatter", lambda: False)
+    random = torch.Generator().manual_seed(1)
+    weight_NK = drawn(130, 320)
+    weight_NK[:, 64:] *= torch.rand(130, 256, generator=random) > rows_of_zeros
+    copy = copied(weight_NK)
+    wanted, made = (encode(weight_NK, *copy) for encode in ENCODERS)
+    for left, right in zip(wanted, made, strict=True):
+        assert torch.equal(left, right)
+    assert are_equal(expanded(expand_residuals_compiled, made, copy, torch.empty_like(weight_NK)), weight_NK)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
