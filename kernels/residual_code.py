@@ -9,6 +9,7 @@ written.
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ _HALVES = (0xFFFF, 0xFFFF0000)
 _QUARTERS = (0xFF, 0xFF00, 0xFF0000, 0xFF000000)
 # of 4 bits that are read at once, wherever they begin
 _MOST_SYMBOLS = 14
+_LOCK = Lock()
 # processors that take hundreds of cycles for the instructions of scattered bits
 _SLOW = ("bdver4", "znver1", "znver2")
 
@@ -47,7 +49,9 @@ def code_for(name: str, dtype: torch.dtype, half: int, group: int) -> Callable[.
         half: bytes of a column of a block of codes.
         group: columns that share scales.
     """
-    return _compiled(name, dtype, half, group, can_scatter()).functions[name]
+    # threads that wait for it at once shall not compile two, of which the cache keeps the last
+    with _LOCK:
+        return _compiled(name, dtype, half, group, can_scatter()).functions[name]
 
 
 @cache

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.files import PART_BYTES, read_part
+from offload.checkpoint.numbers import form_of, is_finite, top_bits
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.residuals import (
     ALIGN_BYTES,
@@ -27,6 +28,10 @@ from offload.kernels.encode_residuals import ResidualWords, encode_residuals
 from offload.kernels.expand_residuals import expand_residuals
 from offload.kernels.int4_blocks import FILE_LAYOUT, Int4Words, encode_int4
 from offload.kernels.residual_layout import TILE_ROWS, num_tiles
+from offload.packing.words import as_tensor
+
+_BFLOAT16 = form_of("BF16")
+assert _BFLOAT16 is not None, "a type of safetensors"
 
 
 def is_residual(entry: TensorEntry) -> bool:
@@ -59,8 +64,11 @@ def encode_beside(weight_NK: Tensor) -> BesideWords:
     num_columns = weight_NK.shape[1]
     group = group_of(num_columns)
     assert group is not None, "others are packed otherwise"
-    # one NaN would cost its group all levels
-    finite_NK = torch.where(weight_NK.isfinite(), weight_NK, 0)
+    finite_NK = weight_NK
+    largest_bits = top_bits(weight_NK.flatten().view(torch.uint8).numpy(), _BFLOAT16)
+    if not is_finite(largest_bits, _BFLOAT16):
+        # one NaN would cost its group all levels
+        finite_NK = torch.where(weight_NK.isfinite(), weight_NK, 0)
     copy = encode_int4(finite_NK, group, FILE_LAYOUT)
     word_BKH = copy.word_NK.view(-1, num_columns, TILE_ROWS // 2)
     return BesideWords(copy, encode_residuals(weight_NK, word_BKH, copy.scale_GN2))
@@ -111,8 +119,7 @@ def decoded_parts(
     near_bytes, far_bytes, num_escapes = start_3T[:, -1].tolist()
     used_bytes = near_bytes + far_bytes + 3 * num_escapes
     symbols_lo = entry.lo + num_rows * num_columns
-    # it may be empty
-    symbol_B = torch.tensor(read_part(fd, symbols_lo, symbols_lo + used_bytes), dtype=torch.uint8)
+    symbol_B = as_tensor(read_part(fd, symbols_lo, symbols_lo + used_bytes), torch.uint8)
     near_B, far_B, escape_B = symbol_B.split((near_bytes, far_bytes, 3 * num_escapes))
     list_3E = escape_B.view(3, -1)
     blocks_per_tile = TILE_ROWS // (2 * ready["word"].shape[2])

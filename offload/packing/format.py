@@ -60,6 +60,8 @@ OnBytes = Callable[[int], None]
 
 _ABOUT = "16 bits without loss: X.mantissas, X.exponents, X.escapes and X.code are one tensor; see offload unpack"
 _KEPT_TYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.int64: "I64"}
+# parts that are read while as many as there are cores are computed
+_NUM_READING = 2
 _LARGEST = 10**15  # an offset with the most digits that one can have
 
 
@@ -137,7 +139,7 @@ def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
                 raise UserError(f"{complaint}: {DAMAGED}")
             return name, lo, raw
 
-        yield from in_order(work, jobs())
+        yield from in_order(work, jobs(), _NUM_READING)
 
 
 def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) -> None:
@@ -248,7 +250,7 @@ class _Writing:
             for name, entry in tensors.items()
             for part in parts(entry.lo, entry.hi, size_of(name))
         )
-        done = in_order(self._taken, jobs)
+        done = in_order(self._taken, jobs, _NUM_READING)
         for name, entry in tensors.items():
             coded = _counted(islice(done, -(-entry.num_bytes // size_of(name))), on_bytes)
             if name in copied:

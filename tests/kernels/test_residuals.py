@@ -1,5 +1,7 @@
 """What a copy of 4 bits does not say of bfloat16 weights: any bits come back, within their bounds, in few bits."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from coded_weights import are_equal, forbid_operators
@@ -15,6 +17,7 @@ from offload.kernels.expand_residuals import (
     expand_residuals_reference,
 )
 from offload.kernels.int4_blocks import FILE_LAYOUT, WordLayout, encode_int4
+from offload.kernels.machine_code import compiled
 
 ENCODERS = [encode_residuals_reference, encode_residuals_compiled]
 DECODERS = [
@@ -80,6 +83,20 @@ def test_both_encoders_write_the_same_and_all_decoders_read_it(size: tuple[int, 
         assert (around[[0, -1]] == 7).all(), "written beside its place"
         if size[0] > 1:
             assert not are_equal(expanded(decode, found, copied(other_NK, layout), around[1:-1]), weight_NK)
+
+
+def test_threads_that_begin_at_once_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two compilations a cache would keep one, and the other's instructions would be freed under their thread."""
+    made = []
+    monkeypatch.setattr(residual_code, "compiled", lambda *given: made.append(given) or compiled(*given))
+    residual_code._compiled.cache_clear()
+    weight_NK = drawn(128, 256)
+    copy = copied(weight_NK)
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(encode_residuals_compiled, weight_NK, *copy) for _ in range(8)]
+    wanted = encode_residuals_reference(weight_NK, *copy)
+    assert all(torch.equal(result.result().near_B, wanted.near_B) for result in results)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("rows_of_zeros", [0.1, 0.9])
