@@ -95,7 +95,11 @@ class ExpandedWeights:
         self._sent: dict[int, Tensor] = {}
         coded = [words for layout in (*layouts, *records) for words in layout.coded.values()]
         self._parts = {one.part for words in coded for one in words}
-        self._companions: dict[TensorPart, Companions] = {}
+        # what has none is in no slab that `keep` could be given
+        bare = [part for part in self._parts if not _coded(part).companions]
+        self._companions: dict[TensorPart, Companions] = {
+            part: _coded(part).coding.prepare({}, part.entry.shape) for part in bare
+        }
         self._expansion = REFERENCE
         self.hooks: list[Any] = []
         self._owned: dict[nn.Module, tuple[Callable[[], None], list[Any]]] = {}

@@ -7,7 +7,6 @@ do not depend on what was there already; they are those of transformers' own loo
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -232,32 +231,41 @@ def multiply_experts(module: Any, hidden_ND: Tensor, expert_NK: Tensor, share_NK
     if not is_finite:
         # here they are a router's scores
         raise HostFault(NOT_NUMBERS)
-    row_C = order_C % num_rows
-    share_C = share_NK.T.flatten()[order_C]
+    share_C1 = share_NK.T.flatten()[order_C, None]
     # an index of `num_experts` stands for no expert
     uses = Counter(expert for expert in chosen if expert < module.num_experts)
-    ends = dict(zip(uses, accumulate(uses.values()), strict=True))
+    scales_rows = getattr(module, "scales_rows", False)
+    # the rows as each of their experts takes them, in whose place comes what it makes of them
+    part_CD = hidden_ND[order_C % num_rows]
+    if scales_rows:
+        part_CD = part_CD * share_C1
+    num_used = uses.total()
+    part_CD[num_used:] = 0
+    part_of_expert = dict(zip(uses, part_CD[:num_used].split([*uses.values()]), strict=True))
+    weights = vars(module).get("weight_source") or _stacked(module)
+    for expert, matrices in weights([*uses], [*uses.values()]):
+        part_RD = part_of_expert[expert]
+        part_RD.copy_(_multiply(module, part_RD, matrices))
+        # its numbers may be copies, and memory is planned for those of one expert
+        del matrices
     config = getattr(module, "config", None)
     is_by_shares = getattr(config, "model_type", None) in _SUMS_BY_SHARES
     out_ND = torch.zeros_like(hidden_ND, dtype=share_NK.dtype if is_by_shares else None)
-    weights = vars(module).get("weight_source") or _stacked(module)
-    parts = dict[int, tuple[Tensor, Tensor]]()
-    for expert, matrices in weights([*uses], [*uses.values()]):
-        span = slice(ends[expert] - uses[expert], ends[expert])
-        row_R = row_C[span]
-        out_RD = _multiply(module, hidden_ND[row_R], matrices, share_C[span, None])
-        parts[expert] = row_R, out_RD.to(out_ND.dtype)
-        # its numbers may be copies, and memory is planned for those of one expert
-        del matrices
-    for expert in uses:
-        out_ND.index_add_(0, *parts[expert])
+    for place_N in _places_by_expert(order_C, num_rows):
+        part_ND = part_CD[place_N]
+        out_ND += part_ND if scales_rows else (part_ND * share_C1[place_N]).to(out_ND.dtype)
     return out_ND.to(hidden_ND.dtype)
 
 
-def _multiply(module: Any, row_RD: Tensor, matrices: Weights, share_R1: Tensor) -> Tensor:
-    """Return what an expert adds to rows; Llama 4 weighs what comes in, others what goes out."""
-    scales_rows = getattr(module, "scales_rows", False)
-    row_RD = row_RD * share_R1 if scales_rows else row_RD
+def _places_by_expert(order_C: Tensor, num_rows: int) -> Tensor:
+    """Return (K, N): where each row's contributions stand, in the order of their experts."""
+    place_C = torch.empty_like(order_C)
+    place_C[order_C] = torch.arange(len(order_C), device=order_C.device)
+    return place_C.view(-1, num_rows).sort(dim=0).values
+
+
+def _multiply(module: Any, row_RD: Tensor, matrices: Weights) -> Tensor:
+    """Return what an expert makes of rows."""
     if module.has_gate:
         gated = module._apply_gate(_linear(module, row_RD, matrices, "gate_up_proj"))
     else:
@@ -265,7 +273,7 @@ def _multiply(module: Any, row_RD: Tensor, matrices: Weights, share_R1: Tensor) 
     out_RD = _linear(module, gated, matrices, "down_proj")
     if getattr(module, "has_post_expert_norm", False):
         out_RD = module.post_expert_norm(out_RD)
-    return out_RD if scales_rows else out_RD * share_R1
+    return out_RD
 
 
 def _linear(module: Any, row_RD: Tensor, matrices: Weights, name: str) -> Tensor:
