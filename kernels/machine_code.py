@@ -38,6 +38,7 @@ class Shared(NamedTuple):
         num_products: that all parts make, about.
         held: tensors whose addresses the code has.
         out: the result, once all parts were computed.
+        alone: does what `function` does, with room on its own stack; None where that is too much.
     """
 
     function: Callable[[int, int], None]
@@ -46,6 +47,7 @@ class Shared(NamedTuple):
     num_products: int
     held: object
     out: Tensor
+    alone: Callable[[int], None] | None = None
 
     @property
     def num_parts(self) -> int:
@@ -98,6 +100,16 @@ def emulates_bfloat16() -> bool:
     features = binding.get_host_cpu_features()
     has_instructions = any(features.get(name) for name in ("avx512bf16", "amx-bf16"))
     return bool(features.get("avx512f")) and not has_instructions
+
+
+@cache
+def processor_features() -> Mapping[str, bool]:
+    """Return what LLVM calls this processor's instructions; none where no code can be made."""
+    if not fused_lanes():
+        return {}
+    from llvmlite import binding
+
+    return dict(binding.get_host_cpu_features())
 
 
 class CompiledCode(NamedTuple):

@@ -1,8 +1,9 @@
 """Matrices of a resident model that are held at 4 or 8 bits, and how rows are multiplied with them.
 
-Few rows go through torch's own integer products, which read no more than what is held; for many, a
-matrix is expanded into a scratch that all share, and multiplied as ever. From how many rows on the
-latter is faster is tried out on the largest matrix. Rounding is to the nearest. Invariant: a layer
+Few rows go through integer products, which read no more than what is held: at 4 bits our own where
+the processor has instructions for it (`kernels/int4_products.py`), else torch's. For many, a matrix is
+expanded into a scratch that all share, and multiplied as ever. From how many rows on the latter is
+faster is tried out on the largest matrix. Rounding is to the nearest. Invariant: a layer
 that was taken over keeps nothing of its slab.
 """
 
@@ -27,15 +28,17 @@ from offload.kernels.int4_blocks import (
     layout_for,
     least_step,
 )
+from offload.kernels.int4_products import instructions, int4_rows_product
 from offload.model.expanded import ExpandedWeights
 from offload.model.linear import Linear, Products, inner_of
 from offload.model.parameters import ParameterPlace
+from offload.model.thread_team import compute_with_torch
 from offload.timer import timed
 
 _MOST_8_BITS = 127
 _CHUNK_NUMBERS = 1 << 20  # rounded at once
 _CACHED_ROWS = 256
-_TRIED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_TRIED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NUM_TIMES = 3
 Scratch = Callable[[int], Tensor]
 
@@ -61,11 +64,20 @@ class Int4(NamedTuple):
     @property
     def has_product(self) -> bool:
         """Return whether few rows need no scratch."""
-        return self.layout.has_product
+        return self.layout.has_product or self._has_own_product
+
+    @property
+    def _has_own_product(self) -> bool:
+        return self.word_NK.device.type == "cpu" and instructions() is not None
 
     def product(self, row_MK: Tensor) -> Tensor:
         """Return rows times the transposed matrix, (M, N), for few rows."""
-        return int4_product(row_MK, self.word_NK, self.scale)[:, : self.num_rows]
+        if self._has_own_product:
+            product = int4_rows_product(row_MK, self.word_NK, self.scale, self.layout)
+            out_MN = compute_with_torch(product)
+        else:
+            out_MN = int4_product(row_MK, self.word_NK, self.scale)
+        return out_MN[:, : self.num_rows]
 
     def expanded(self, row_MK: Tensor, scratch: Scratch) -> Tensor:
         """Return the product for many rows; `scratch` gives so many numbers of room."""
@@ -199,7 +211,7 @@ class HeldWeights:
         layout = WordLayout(2 * word_BKH.shape[2], has_product)
         word_NK = word_BKH.view(-1, word_BKH.shape[1] // 2)
         # scales of another type than the target's are the draft's own
-        scale_GN2 = companions["scale"].to(linear.weight.dtype)
+        scale_GN2 = companions["scale"].to(linear.weight.dtype).contiguous()
         self._hold(linear, Int4(word_NK, scale_GN2, layout, num_rows))
 
     def _take_matrix(self, name: str, linear: Linear) -> None:

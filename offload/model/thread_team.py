@@ -7,9 +7,11 @@ left, so a slow one takes fewer. A part is computed by one thread: its bits cann
 many there are.
 """
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from queue import SimpleQueue
 from threading import Lock, Thread, local
 from typing import Any
@@ -24,6 +26,9 @@ from offload.memory.sizes import PATH_SCRATCH_BYTES
 # products of numbers that one thread makes at least before it asks for more
 _SHARE = 1 << 21
 _LEAST_SHARED_THREADS = 2
+# The same of torch's own threads, which begin sooner, and of how many parts each takes at once.
+_TORCH_SHARE = 1 << 20
+_SHARES_A_THREAD = 4
 _NUM_CORES = num_cores()
 _MOST_SHARES = 8 * _NUM_CORES
 # that a thread keeps to compute in
@@ -116,6 +121,11 @@ class ThreadTeam:
             for error in (task.error for task in tasks if task.error is not None):
                 raise error
 
+    @property
+    def has_threads(self) -> bool:
+        """Return whether torch's threads are the team's at present."""
+        return self._num_threads > 0
+
     def _start(self, num_helpers: int) -> None:
         """Let there be at least so many helpers; they end with the process."""
         while len(self._inboxes) < num_helpers:
@@ -177,4 +187,40 @@ def compute(work: Shared) -> Tensor:
         TEAM.run(take_parts, most)
     else:
         take_parts()
+    return work.out
+
+
+@cache
+def _run_in_parallel() -> Callable[[Any, Any, int, int], None] | None:
+    """Return what runs code in the threads that torch has; None where they are not to be had.
+
+    That is the function by which compilers make threads of OpenMP work; libraries of others have
+    it by this name, too.
+    """
+    try:
+        run = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError):
+        return None
+    run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    run.restype = None
+    run_typed: Callable[[Any, Any, int, int], None] = run
+    return run_typed
+
+
+def compute_with_torch(work: Shared) -> Tensor:
+    """Compute all parts, by threads of torch, which wait for work as they do between its products.
+
+    A draft's products take some 50 us each, in which others would only just have woken up.
+    """
+    run = _run_in_parallel()
+    if run is None or work.alone is None or TEAM.has_threads:
+        return compute(work)
+    most = max(1, min(work.num_products // _TORCH_SHARE, work.num_parts))
+    num_threads = min(torch.get_num_threads(), most)
+    work.begin(-(-work.num_parts // (_SHARES_A_THREAD * num_threads)))
+    if num_threads > 1:
+        code: Any = work.alone
+        run(ctypes.cast(code, ctypes.c_void_p), ctypes.addressof(work.call), num_threads, 0)
+    else:
+        work.alone(ctypes.addressof(work.call))
     return work.out

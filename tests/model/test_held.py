@@ -41,7 +41,10 @@ def test_no_number_is_farther_than_half_a_step_and_both_ways_to_multiply_agree(
         assert error_NK.mean() > 0.1 * step_NG1.mean(), "as near as that it has not been rounded"
     if not matrix.has_product:
         pytest.skip("this torch has no such product")
-    torch.testing.assert_close(matrix.product(row_MK), matrix.expanded(row_MK, torch.empty), rtol=1e-4, atol=1e-4)
+    product_MN, wanted_MN = matrix.product(row_MK), matrix.expanded(row_MK, torch.empty)
+    # our own product rounds rows to 8 bits
+    least = 0.02 if bits == 4 else 1e-5
+    assert (product_MN - wanted_MN).norm() < least * wanted_MN.norm()
 
 
 def test_a_group_of_equal_numbers_and_a_row_of_zeros_stay_what_they_are() -> None:
