@@ -28,11 +28,13 @@ _QUESTION_TOKENS = 16
 _NEW_TOKENS = 2
 
 
-def ask(decoder: Decoder, ids: list[int], name: str) -> tuple[Row, Written]:
+def ask(
+    decoder: Decoder, ids: list[int], name: str, num_new: int = _NEW_TOKENS
+) -> tuple[Row, Written]:
     """Return the time to the first token of a prompt, and what was written."""
     began_s = perf_counter()
     passes_before = decoder.target.stream.bytes_read
-    run = decoder.start(Request(ids, max_new_tokens=_NEW_TOKENS), continues=True)
+    run = decoder.start(Request(ids, max_new_tokens=num_new), continues=True)
     pieces = iter(run)
     next(pieces)
     first_s = perf_counter() - began_s
@@ -68,7 +70,7 @@ def one_round(
         yield ask(decoder, [*words[:tokens], *questions[0]], COLD)
         for other in range(others):
             first = (other + 1) * 101
-            ask(decoder, words[first : first + tokens // 4], "other")
+            ask(decoder, words[first : first + tokens // 4], "other", 1)
         yield ask(decoder, [*words[:tokens], *questions[1]], OTHERS)
         yield ask(decoder, words[7 : 7 + _QUESTION_TOKENS], PASS)
     with setting.open("none", **options) as decoder:

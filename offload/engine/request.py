@@ -26,6 +26,7 @@ from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, Grammar, find_grammar
 from offload.sampling_options import MOST_SAMPLES, Sampling
 from offload.units import plural
+from offload.words.infill import infill_form, infilled
 
 # role (system, user, assistant, tool) and content; calls of tools beside it
 Message = Mapping[str, Any]
@@ -74,6 +75,7 @@ class Request:
     # further variables of the chat template, such as `enable_thinking`
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     continues_message: bool = False  # the last message is gone on with
+    suffix: str | None = None  # the text behind a gap; what is written fills it, behind the prompt
     think: bool | None = None  # whether the model is to, by its template; None leaves it to that
     # the text is an answer in a conversation: what ends a turn ends it
     is_answer: bool = False
@@ -179,7 +181,8 @@ class Request:
         options = TemplateOptions(
             self.tools, self.template_variables, self.continues_message, self.think
         )
-        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw, options=options)
+        prompt = self.prompt if self.suffix is None else gap_prompt(tokenizer, self)
+        ids = encode(tokenizer, prompt, vocab_size, raw=self.raw, options=options)
         num_new = self.num_new(ids, context, start_ids)
         if start_ids:
             _check_source(ids, start_ids, num_new, context, None if self.is_clipped else num_new)
@@ -277,6 +280,16 @@ def _check_source(
     if len(start_ids) + num_new > context:
         what = f"a start and {num_new} new tokens exceed the context of {context}"
         raise NoRoom(f"{what}: raise `context` or lower `max_new_tokens`", len(ids), asked, context)
+
+
+def gap_prompt(tokenizer: Tokenizer | None, request: Request) -> str:
+    """Return the prompt for the text between a prompt and its suffix. Raises `UserError`."""
+    rule = "`suffix` goes with a prompt of text alone"
+    require(isinstance(request.prompt, str) and request.raw, rule, "another", "give text")
+    form = None if tokenizer is None else infill_form(tokenizer.get_vocab())
+    if form is None:
+        raise UserError("this model has no tokens that stand around a gap: leave `suffix` out")
+    return infilled(form, str(request.prompt), whole_text(str(request.suffix)))
 
 
 def encode(

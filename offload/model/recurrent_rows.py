@@ -175,9 +175,9 @@ class TreeRows:
         if key not in self._places:
             last = self.num_certain - 1
             parents = [*range(-1, last)]
-            parents += [
-                last if parent == BASE else parent + last + 1 for parent in self.tree.parents
-            ]
+            # a part that is laid behind this one may have added rows since
+            own = self.tree.parents[: self.end]
+            parents += [last if parent == BASE else parent + last + 1 for parent in own]
             if parents == [*range(-1, len(parents) - 1)]:
                 self._places[key] = None
             else:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from carried_models import carrying
+from matrix import matrix
 from test_families import config_of, tiny_model
 from tiny import FAMILIES, VOCAB_SIZE, finished, random_ids, save, save_pair, streaming_ram
 
@@ -27,6 +28,8 @@ from offload.sampling_options import Sampling
 
 CONTEXT, NUM_NEW = 250, 6
 ROOM_BYTES = 4 << 20
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid", "jamba", "kimi_linear", "minimax", "zamba2",
+           "recurrent_gemma", "olmo_hybrid")  # fmt: skip
 FAMILY = {"llama": "llama", "sliding": "gemma3", "delta": "qwen3_5_text", "mamba": "granitemoehybrid"}
 
 
@@ -141,6 +144,47 @@ def test_a_conversation_behind_seven_others_and_behind_a_restart_is_read_in_a_pa
         assert len(ids) - 1 - result.stats.num_kept_tokens <= most_rows
         assert result.token_ids == written(plain, ids).token_ids
         assert result.stats.tokens_per_sweep == written(plain, ids).stats.tokens_per_sweep, "the draft's rows are there"
+
+
+@matrix("family", HYBRIDS, daily=2)
+def test_hybrids_leave_states_inside_of_prompts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another text that begins alike goes on from them, as agents' prompts end apart; so it does behind a restart."""
+    monkeypatch.setattr("offload.engine.prefix_cache.POINT_ROWS", BLOCK_ROWS)
+    pair = (save(tiny_model(config_of(family)), tmp_path / family),) * 2
+    begin, *ends = ([token % 50 + 3 for token in random_ids(size)] for size in (2 * BLOCK_ROWS + 12, 20, 31))
+    ids, other = ([*begin, *end[::-1]] for end in ends)
+    with opened(pair) as plain:
+        wanted = [written(plain, tokens).token_ids for tokens in (ids, other)]
+    options = {"prompt_cache_ram": "4MiB", "prompt_cache": tmp_path / "prompts"}
+    with opened(pair, **options) as decoder:
+        results = [written(decoder, tokens) for tokens in (ids, other)]
+    with opened(pair, **options) as decoder:
+        results.append(written(decoder, [*other[:-3], 5]))
+    assert [result.stats.num_kept_tokens for result in results] == [0, 2 * BLOCK_ROWS, 2 * BLOCK_ROWS]
+    assert [result.token_ids for result in results[:2]] == wanted
+
+
+def test_two_servers_share_one_folder_that_is_too_small(folders: Any, tmp_path: Path) -> None:
+    """At the same time: each removes what the other has just found, and no text is another one."""
+    talks = conversations(8, random.Random(3))
+    with opened(folders("llama")) as plain:
+        wanted = [[written(plain, ids, seed=seed).token_ids for ids, seed in talk] for talk in talks]
+    options = {"prompt_cache": tmp_path / "prompts", "prompt_cache_size": "400KB"}
+
+    def serve(order: int) -> int:
+        with opened(folders("llama"), **options) as decoder, Engine(decoder) as engine:
+            num_kept = 0
+            for talk, texts in [*zip(talks, wanted, strict=True)][::order]:
+                requests = [Request(ids, Sampling(seed=seed), NUM_NEW) for ids, seed in talk]
+                results = [engine.submit(request).result(300) for request in requests]
+                assert [result.token_ids for result in results] == texts
+                num_kept += sum(result.stats.num_kept_tokens for result in results)
+            assert not [line for line in decoder.notes if "prompts" in line], "nothing is told of a block that is gone"
+            return num_kept
+
+    with ThreadPoolExecutor(2) as pool:
+        assert min(pool.map(serve, (1, -1))) > BLOCK_ROWS
+    assert sum(path.stat().st_size for path in (tmp_path / "prompts").iterdir()) < 800_000
 
 
 def test_rows_are_the_bits_that_were_computed(folders: Any, tmp_path: Path) -> None:

@@ -271,8 +271,9 @@ class CompletionBody(ChoicesBody):
 
     def requests(self, usual: Sampling) -> list[Request]:
         """Return a request for each prompt. Raises `Refusal` and `UserError`."""
-        if self.suffix:
-            raise Refusal.of_unsupported("suffix")
+        if self.suffix is not None and self.echo:
+            rule = "what is written fills the gap before it, and 'echo' gives the prompt"
+            raise Refusal.of_value("suffix", rule, "leave one of them out")
         if self.best_of not in (None, self.num_choices):
             message = "'best_of' must be equal to 'n' on this server: leave it out"
             raise Refusal(400, message, param="best_of")
@@ -280,8 +281,8 @@ class CompletionBody(ChoicesBody):
             raise Refusal.of_value("prompt", "it is empty", "give some text")
         num_new = _LEGACY_TOKENS if self.max_tokens is None else self.max_tokens
         scored = self.logprobs if self.echo else None
-        logprobs = {"num_logprobs": self.logprobs, "num_prompt_logprobs": scored}
-        common = self._request(usual, num_new, raw=True, **logprobs)
+        logprobs: Any = {"num_logprobs": self.logprobs, "num_prompt_logprobs": scored}
+        common = self._request(usual, num_new, raw=True, suffix=self.suffix or None, **logprobs)
         return [replace(common, prompt=prompt) for prompt in self.prompts]
 
 
