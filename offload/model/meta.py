@@ -258,7 +258,7 @@ def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
-    """Refuse what transformers raises about a config; `likely` explains what has no value."""
+    """Refuse what transformers raises about a config; `likely` may explain what has no value."""
     try:
         yield
     except Exception as error:
@@ -269,8 +269,10 @@ def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
             raise UserError(f"{checkpoint.name}: {of_version}") from None
         if isinstance(error, KeyError):
             raise unsupported(checkpoint, f"config.json has no {reason(error)}") from None
-        is_likely = bool(likely) and isinstance(error, (TypeError, AttributeError))
-        raise unsupported(checkpoint, likely if is_likely else reason(error)) from None
+        why = reason(error)
+        if likely and isinstance(error, (TypeError, AttributeError)):
+            why = f"{likely}, which may be why transformers says: {why}"
+        raise unsupported(checkpoint, why) from None
 
 
 def _missing(config: Any) -> str:
