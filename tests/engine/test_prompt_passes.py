@@ -53,9 +53,9 @@ def opened(
         assert decoder.plan.is_streamed
         sweep, rows = decoder.target._sweep, list[int]()
 
-        def counted(parts: Sequence[BatchPart], num_logits: int) -> Logits:
+        def counted(parts: Sequence[BatchPart], *given: Any, **named: Any) -> Logits:
             rows.append(sum(len(part.token_T) for part in parts))
-            return sweep(parts, num_logits)
+            return sweep(parts, *given, **named)
 
         patch.setattr(decoder.target, "_sweep", counted)
         yield decoder, rows
