@@ -43,7 +43,7 @@ class ModelChoice:
         "--model", "-m", default="", kind=str, is_required=True, metavar="MODEL", commands=_LOAD,
         is_main=True,
         help="folder, GGUF file or hub id of the target model",
-        differs={one: {"is_required": False} for one in ("chat", "serve")},  # `demo` brings one
+        differs={command: {"is_required": False} for command in ("chat", "serve")},  # `demo` brings one
         doc="the target: folder or hub id, [quantised](quantised.md) or not, or a [GGUF "
         "file](gguf.md)",
     )
@@ -77,7 +77,7 @@ class TalkingModels(ModelChoice):
 
     def names(self) -> tuple[str, str | None]:
         """Return both, as text; the packaged pair where it is asked for. Raises `UserError`."""
-        named = [str(one) for one in (self.model, self.draft) if one]
+        named = [str(path) for path in (self.model, self.draft) if path]
         if self.demo:
             rule = "`demo` brings its own models"
             require(not named, rule, " and ".join(named), "leave out `model` and `draft`, or `demo`")
@@ -146,7 +146,7 @@ class ModelOptions:
         "--context", metavar="N", within="1 to 2^30", remedy="prompt and new tokens have to fit, 4096 is usual",
         commands=(*_RUN, "plan"), is_main=True,
         help="make room for N tokens, prompt and new ones; default: the model's limit, at most 4096",
-        differs={one: {"is_main": False} for one in ("chat", "serve")},  # eight matter first
+        differs={command: {"is_main": False} for command in ("chat", "serve")},  # eight matter first
         doc="positions to make room for, prompt and new tokens; a smaller one leaves more memory"
         " to layers",
     )

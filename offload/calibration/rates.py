@@ -142,9 +142,9 @@ def product_timer(
 
     from offload.model.wide_products import product_for
 
-    how = {"dtype": getattr(torch, dtype), "device": torch_device}
-    weight = torch.ones(width, width, **how)
-    rows = torch.ones(num_rows, width, **how)
+    placed = {"dtype": getattr(torch, dtype), "device": torch_device}
+    weight = torch.ones(width, width, **placed)
+    rows = torch.ones(num_rows, width, **placed)
     multiply = product_for(linear, rows)
     # a number on the host is the sign that a device is done as well
     return partial(timed, lambda: float(multiply(rows, weight)[0, 0]))

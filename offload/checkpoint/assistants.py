@@ -30,15 +30,15 @@ def assistant_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     where = draft.name
     check_kind(draft, ASSISTANT)
     theirs = of_text(target.config)
-    own = dict(of_text(draft.config))
+    sizes_of_draft = dict(of_text(draft.config))
     sizes = config_sizes(target)
     kind = str(theirs.get("model_type"))
     rule = f"{where}: an assistant of Gemma 4 goes with a Gemma 4"
     require(kind.startswith("gemma4"), rule, kind, OTHER_HEAD)
     for given, wanted in (
         (draft.config.get("backbone_hidden_size"), sizes["hidden_size"]),
-        (own.get("vocab_size"), sizes["vocab_size"]),
-        *((own.get(name), theirs.get(name)) for name in _ALIKE),
+        (sizes_of_draft.get("vocab_size"), sizes["vocab_size"]),
+        *((sizes_of_draft.get(name), theirs.get(name)) for name in _ALIKE),
     ):
         rule = f"{where}: an assistant of another target (sizes must be {target.name}'s, {wanted})"
         require(None in (given, wanted) or given == wanted, rule, given, OTHER_HEAD)
@@ -53,7 +53,7 @@ def assistant_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     if missing:
         raise UserError(f"{where}: no {missing[0]}: take an assistant that is whole")
     table = {f"{MIXER}table.weight": target.tensors[_TABLE]}
-    own |= {
+    sizes_of_draft |= {
         "model_type": kind,
         "num_kv_shared_layers": 0,
         "final_logit_softcapping": None,
@@ -62,18 +62,18 @@ def assistant_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     carried = Carried(
         frozenset(),
         is_fed_normed=True,
-        lent=_lenders(where, theirs, own),
+        lent=_lenders(where, theirs, sizes_of_draft),
         clusters=clusters,
     )
-    return joined(target, draft, own, {**draft.tensors, **mixed}, carried, table)
+    return joined(target, draft, sizes_of_draft, {**draft.tensors, **mixed}, carried, table)
 
 
-def _lenders(where: str, target: Settings, own: Settings) -> tuple[tuple[str, int], ...]:
+def _lenders(where: str, target: Settings, borrower: Settings) -> tuple[tuple[str, int], ...]:
     """Return the last of the target's layers that has keys of its own, of each kind. Raises `UserError`."""
     kinds: Any = target.get("layer_types") or []
     num_own = len(kinds) - int(target.get("num_kv_shared_layers") or 0)
     last = {kind: layer for layer, kind in enumerate(kinds[:num_own])}
-    lent = dict.fromkeys(own.get("layer_types") or ["full_attention"])
+    lent = dict.fromkeys(borrower.get("layer_types") or ["full_attention"])
     unknown = [kind for kind in lent if kind not in last]
     rule = f"{where}: an assistant reads keys of layers that the target has"
     require(not unknown, rule, ", ".join(map(str, unknown)), OTHER_HEAD)

@@ -134,9 +134,9 @@ def _by_own_names(
         named = dict[str, TensorEntry]()
         for name, entry in extra.items():
             match = layout.name.match(name)
-            own = match and _own_name(match.groupdict(), num_layers)
-            if own:
-                named[own] = entry
+            renamed = match and _own_name(match.groupdict(), num_layers)
+            if renamed:
+                named[renamed] = entry
         if named:
             return named, layout
     return {}, _LAYOUTS[-1]

@@ -41,11 +41,11 @@ def remembered(
 
     @wraps(function)
     def ask(checkpoint: "Checkpoint", *others: _Others.args, **named: _Others.kwargs) -> _Found:
-        own = known.setdefault(checkpoint, {})
+        answers = known.setdefault(checkpoint, {})
         key = (others, tuple(sorted(named.items())))
-        if key not in own:
-            own[key] = function(checkpoint, *others, **named)
-        return own[key]
+        if key not in answers:
+            answers[key] = function(checkpoint, *others, **named)
+        return answers[key]
 
     return ask
 
@@ -124,7 +124,7 @@ class Checkpoint:
         """Yield name and entry of all tensors that a text needs, companions included."""
         for name, entry in self.tensors.items():
             yield name, entry
-            yield from ((f"{name} {suffix}", one) for suffix, one in entry.companions)
+            yield from ((f"{name} {suffix}", companion) for suffix, companion in entry.companions)
 
     @property
     def codings(self) -> list[Coding]:
@@ -164,7 +164,7 @@ def _usual_dtype_name(checkpoint: Checkpoint) -> str:
 
 def settled_dtype(target: Checkpoint, wish: str, *, is_on_cpu: bool) -> tuple[str, list[str]]:
     """Return `wish`, or bfloat16 in place of float16 on a CPU, and what to tell the user."""
-    is_rounded = not all(isinstance(one, Exponents | Residual) for one in target.codings)
+    is_rounded = not all(isinstance(coding, Exponents | Residual) for coding in target.codings)
     is_open = wish == "auto" and is_on_cpu and is_rounded
     if not is_open or compute_dtype_name(target, wish) != "float16":
         return wish, []
@@ -172,11 +172,11 @@ def settled_dtype(target: Checkpoint, wish: str, *, is_on_cpu: bool) -> tuple[st
     return "bfloat16", [note]
 
 
-def unsupported(checkpoint: Checkpoint, what: str) -> UserError:
+def unsupported(checkpoint: Checkpoint, reason: str) -> UserError:
     """Return the error for a model whose architecture is not supported."""
     kind = f"model type {checkpoint.config.get('model_type', 'unknown')}"
     where = checkpoint.name
-    return UserError(f"{where}: {kind} is not supported ({what}): {_LOOK}")
+    return UserError(f"{where}: {kind} is not supported ({reason}): {_LOOK}")
 
 
 class ModelFiles(NamedTuple):

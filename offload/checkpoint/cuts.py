@@ -36,9 +36,9 @@ def layer_tensors(checkpoint: Checkpoint) -> dict[str, set[tuple[int, ...]]]:
     """Return shapes by names within a layer, such as `self_attn.q_proj.weight`."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for name, entry in checkpoint.tensors.items():
-        own = layer_name(name)
-        if own is not None and own.inner.endswith(_ROWS_ENDS):
-            shapes.setdefault(own.inner, set()).add(entry.shape)
+        place = layer_name(name)
+        if place is not None and place.inner.endswith(_ROWS_ENDS):
+            shapes.setdefault(place.inner, set()).add(entry.shape)
     return shapes
 
 
@@ -47,15 +47,15 @@ def cut_rows(checkpoint: Checkpoint, rows_of: Mapping[str, MatrixRows]) -> Check
     tensors = dict(checkpoint.tensors)
     layers = list(checkpoint.layers)
     for name, entry in tensors.items():
-        own = layer_name(name)
-        rows = None if own is None else rows_of.get(own.inner.rpartition(".")[0])
-        if own is not None and rows is not None and name.endswith(_ROWS_ENDS):
+        place = layer_name(name)
+        rows = None if place is None else rows_of.get(place.inner.rpartition(".")[0])
+        if place is not None and rows is not None and name.endswith(_ROWS_ENDS):
             tensors[name] = _cut(entry, rows)
-            kind = _KEPT.get(own.inner)
-            if kind is not None and own.layer < len(layers):
-                _, head = getattr(layers[own.layer], kind)
+            kind = _KEPT.get(place.inner)
+            if kind is not None and place.layer < len(layers):
+                _, head = getattr(layers[place.layer], kind)
                 kept = {kind: (rows.num // head, head)}
-                layers[own.layer] = msgspec.structs.replace(layers[own.layer], **kept)
+                layers[place.layer] = msgspec.structs.replace(layers[place.layer], **kept)
     return replace(checkpoint, tensors=tensors, layers=tuple(layers))
 
 
@@ -88,22 +88,22 @@ def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
     kept = [*(table if section.has_table else ()), *(head if section.has_head else ())]
     tensors = {}
     for name, entry in whole.tensors.items():
-        found = layer_name(name)
-        if found is not None and section.first <= found.layer < section.last:
-            tensors[found.at(found.layer - section.first)] = entry
-        elif found is None and entry in kept:
+        place = layer_name(name)
+        if place is not None and section.first <= place.layer < section.last:
+            tensors[place.at(place.layer - section.first)] = entry
+        elif place is None and entry in kept:
             # a tied head without its embedding table becomes a head of its own
             is_head = not section.has_table and entry in table
             tensors["lm_head.weight" if is_head else name] = entry
-    own = {
+    changed = {
         "num_hidden_layers": section.last - section.first,
         "dtype": compute_dtype_name(whole, "auto"),
     }
     # without a head there are no logits and no sampling
     if not section.has_head:
-        own["vocab_size"] = None
-    config = {**whole.config, **own}
+        changed["vocab_size"] = None
+    config = {**whole.config, **changed}
     if text_config(whole) is whole.config.get("text_config"):
-        config["text_config"] = {**text_config(whole), **own}
+        config["text_config"] = {**text_config(whole), **changed}
     layers = whole.layers[section.first : section.last]
     return replace(whole, config=config, tensors=tensors, layers=layers)

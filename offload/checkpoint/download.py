@@ -41,8 +41,8 @@ def download_small(repo: str, revision: str | None = None) -> Path:
     """
     if revision is not None:
         with suppress(OSError):
-            how = {"revision": revision, "local_files_only": True}
-            folder = Path(_snapshot(repo, _SMALL, ignore_patterns=list(_NEVER), **how))
+            source = {"revision": revision, "local_files_only": True}
+            folder = Path(_snapshot(repo, _SMALL, ignore_patterns=list(_NEVER), **source))
             if has_tokenizer(folder):
                 return folder
     return download(repo, _SMALL, revision=revision, ignore_patterns=list(_NEVER))
@@ -60,17 +60,17 @@ def in_cache(repo: str) -> Path:
     except OSError as error:
         # Newer releases know what else the repository has, and call a folder without its README.md
         # incomplete.
-        found = getattr(error, "snapshot_path", None)
-        if found is None:
+        snapshot = getattr(error, "snapshot_path", None)
+        if snapshot is None:
             raise
-        return Path(found)
+        return Path(snapshot)
 
 
 def cached_models() -> list[str]:
     """Return the ids of the models that the hub's cache has files of, sorted."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    commits = (one / "commit" for one in Path(HF_HUB_CACHE).glob("*/snapshots"))
+    commits = (snapshots / "commit" for snapshots in Path(HF_HUB_CACHE).glob("*/snapshots"))
     return sorted(filter(is_hub_id, filter(None, map(hub_id_of, commits))))
 
 
@@ -103,10 +103,10 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
     is_around = isinstance(error, LocalEntryNotFoundError)
     why = reason((error.__cause__ if is_around else None) or error)
     if has_answered:
-        what = f"{repo} is neither a directory here nor to be had from the hub ({why})"
-        return UserError(f"{what}: check the name")
-    what = f"{repo} is no directory here, and the hub is out of reach ({why})"
-    return UserError(f"{what}: check the network, or give a folder")
+        complaint = f"{repo} is neither a directory here nor to be had from the hub ({why})"
+        return UserError(f"{complaint}: check the name")
+    complaint = f"{repo} is no directory here, and the hub is out of reach ({why})"
+    return UserError(f"{complaint}: check the network, or give a folder")
 
 
 def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
@@ -129,17 +129,17 @@ def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pa
     fetch = partial(download, str(model), revision=small.name, ignore_patterns=list(_NEVER))
     # Others may be the same weights in another precision, so this name comes first, as in
     # `find_shards`; config.json, since the hub's library warns of what matches nothing.
-    found = fetch([SINGLE, "config.json"])
-    return found if os.path.isfile(found / SINGLE) else fetch(names or ["*.safetensors"])
+    folder = fetch([SINGLE, "config.json"])
+    return folder if os.path.isfile(folder / SINGLE) else fetch(names or ["*.safetensors"])
 
 
 def _not_there(path: Path) -> UserError:
     """Return the error of a name that is neither here nor a hub id, with what may be meant."""
-    what = "file" if path.suffix.lower() == ".gguf" else "model directory"
+    expected = "file" if path.suffix.lower() == ".gguf" else "model directory"
     beside = os.listdir(path.parent) if os.path.isdir(path.parent) else []
     if meant := did_you_mean(path.name, beside[:_MOST_NAMES]):
-        return UserError(f"no {what} at {path}{meant}")
-    return UserError(f"no {what} at {path}: check the path, or give a hub id such as org/name")
+        return UserError(f"no {expected} at {path}{meant}")
+    return UserError(f"no {expected} at {path}: check the path, or give a hub id such as org/name")
 
 
 def shard_names(directory: Path, weight_map: Any) -> list[str]:
@@ -162,5 +162,5 @@ def check_shard_names(directory: Path, names: Iterable[str]) -> None:
     """Raise `UserError` for names in an index that leave its folder or are not safetensors."""
     for name in names:
         if not is_shard_name(name):
-            what = f"the index names {name!r}, which is not a file beside it"
-            raise damaged(f"{directory}: {what}", directory)
+            complaint = f"the index names {name!r}, which is not a file beside it"
+            raise damaged(f"{directory}: {complaint}", directory)

@@ -52,9 +52,9 @@ class Stamp(NamedTuple):
     @classmethod
     def of(cls, file: int | Path) -> "Stamp":
         """Return the stamp of a file, open or by its path, as it is now. Raises `OSError`."""
-        found = os.stat(file)
-        times_ns = found.st_mtime_ns, found.st_ctime_ns
-        return cls(found.st_dev, found.st_ino, found.st_size, *times_ns)
+        status = os.stat(file)
+        times_ns = status.st_mtime_ns, status.st_ctime_ns
+        return cls(status.st_dev, status.st_ino, status.st_size, *times_ns)
 
 
 def stamp_of(path: Path) -> Stamp | None:
@@ -75,9 +75,9 @@ def require_visible(path: Path) -> None:
     for folder in (*reversed(path.absolute().parents), path):
         wanted = os.X_OK | (os.R_OK if folder == path else 0)
         if os.path.isdir(folder) and not os.access(folder, wanted):
-            what = f"{folder} may not be looked into by this user"
+            complaint = f"{folder} may not be looked into by this user"
             raise UserError(
-                f"{what}: let it read the folder (chmod, chown), or run as another user"
+                f"{complaint}: let it read the folder (chmod, chown), or run as another user"
             )
 
 
@@ -100,15 +100,15 @@ def read_small(path: Path, most_bytes: int | None = None) -> str:
 def read_given(path: Path, most_bytes: int | None = None) -> bytes:
     """Return all bytes of a file or pipe; one without a writer is empty. Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    found = os.fstat(fd)
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode) or os.isatty(fd)):
+    status = os.fstat(fd)
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode) or os.isatty(fd)):
         os.close(fd)
-        is_folder = stat.S_ISDIR(found.st_mode)
+        is_folder = stat.S_ISDIR(status.st_mode)
         why = os.strerror(errno.EISDIR) if is_folder else "it is neither a file nor a pipe"
         raise OSError(errno.EISDIR if is_folder else errno.EINVAL, why, str(path))
     os.set_blocking(fd, True)
     with os.fdopen(fd, "rb") as file:
-        return read_all_of(file, most_bytes, found.st_size)
+        return read_all_of(file, most_bytes, status.st_size)
 
 
 def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int = 0) -> bytes:
@@ -120,19 +120,19 @@ def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int 
     return raw
 
 
-def read_text(path: Path, what: str, most_bytes: int | None = None) -> str:
+def read_text(path: Path, subject: str, most_bytes: int | None = None) -> str:
     """Return the text in a file or pipe, which is `what` to the user. Raises `UserError`."""
-    with told_by_system(f"cannot read {what} from {path}", "check the path"):
+    with told_by_system(f"cannot read {subject} from {path}", "check the path"):
         raw = read_given(path, most_bytes)
-    return text_of(raw, what, path)
+    return text_of(raw, subject, path)
 
 
-def text_of(raw: bytes, what: str, source: object) -> str:
+def text_of(raw: bytes, subject: str, source: object) -> str:
     """Return text from bytes that `source` gave. Raises `UserError` for what is no UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        rule = f"{what} must be UTF-8, {source} is not at byte {error.start}"
+        rule = f"{subject} must be UTF-8, {source} is not at byte {error.start}"
         raise UserError(f"{rule}: convert it first") from None
 
 
@@ -159,8 +159,8 @@ def read_json(path: Path) -> dict[str, Any]:
         try:
             return read_object(path, AGAIN)
         except FileNotFoundError:
-            what = f"no {path.name} in {path.parent}"
-            raise UserError(f"{what}: give the folder of a Hugging Face model") from None
+            complaint = f"no {path.name} in {path.parent}"
+            raise UserError(f"{complaint}: give the folder of a Hugging Face model") from None
 
 
 @contextmanager
@@ -345,13 +345,13 @@ def counter(total_bytes: int, progress: Progress) -> Callable[[int], None]:
     return count
 
 
-def require_disk(folder: Path, needed_bytes: int, what: str, remedy: str) -> None:
+def require_disk(folder: Path, needed_bytes: int, subject: str, remedy: str) -> None:
     """Raise `UserError` where a folder's disk lacks room for `needed_bytes` and what lies around."""
     needed_bytes += _MARGIN_BYTES
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         has = f"{folder.parent} has {format_bytes(free_bytes)}"
-        raise UserError(f"{what} {format_bytes(needed_bytes)} more of disk, {has}: {remedy}")
+        raise UserError(f"{subject} {format_bytes(needed_bytes)} more of disk, {has}: {remedy}")
 
 
 def parts(lo: int, hi: int, part_bytes: int = PART_BYTES) -> Iterator[tuple[int, int]]:

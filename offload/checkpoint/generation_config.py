@@ -27,16 +27,16 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
     the file leaves out are off: temperature 1, all tokens. Raises `UserError` for values that make
     no sense.
     """
-    found = _read(model)
-    is_drawn = found.get("do_sample", False) is True
+    settings = _read(model)
+    is_drawn = settings.get("do_sample", False) is True
     given = {}
     try:
-        for key, one in _SUGGESTED.items():
-            value = found.get(key)
-            if value is not None and (is_drawn or not one.is_drawing):
-                if type(value) not in ((int,) if one.kind is int else (int, float)):
-                    raise UserError(f"`{one.name}` must be a number, got {value!r:.80}")
-                given[one.name] = value
+        for key, option in _SUGGESTED.items():
+            value = settings.get(key)
+            if value is not None and (is_drawn or not option.is_drawing):
+                if type(value) not in ((int,) if option.kind is int else (int, float)):
+                    raise UserError(f"`{option.name}` must be a number, got {value!r:.80}")
+                given[option.name] = value
         return Sampling(**{"temperature": 1.0 if is_drawn else 0.0, **given, "seed": seed})
     except UserError as error:
         remedy = "mend the file, or leave it out with `greedy`"

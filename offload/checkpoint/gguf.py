@@ -40,8 +40,8 @@ _KNOWN = f"those of {', '.join(ARCHITECTURES)} are: take this model in safetenso
 def require_reader(file: Path) -> None:
     """Raise `UserError` where the package that reads a tokenizer in a GGUF file is missing."""
     if find_spec("gguf") is None:
-        what = f"the tokenizer in {file.name} is read by the package gguf, which is missing"
-        raise UserError(f"{what}: {installing('gguf')}, or {GIVE_CONFIG}")
+        complaint = f"the tokenizer in {file.name} is read by the package gguf, which is missing"
+        raise UserError(f"{complaint}: {installing('gguf')}, or {GIVE_CONFIG}")
 
 
 def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Checkpoint:
@@ -52,16 +52,16 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
     files = gguf_parts(file)
     for path in files:
         if not os.path.isfile(path):
-            what = f"{path.name} is missing beside {file.name}"
-            raise UserError(f"{what}: download all parts into one folder")
+            complaint = f"{path.name} is missing beside {file.name}"
+            raise UserError(f"{complaint}: download all parts into one folder")
     headers = [read_gguf_header(path, index) for index, path in enumerate(files)]
     metadata, stored = _joined(files, headers)
     where = files[0].name
     kind = metadata.get("general.architecture")
     content = metadata.get("general.type", "model")
     if not isinstance(kind, str) or kind not in ARCHITECTURES or content != "model":
-        what = f"{content!s:.40} of architecture {kind!s:.40}"
-        raise UserError(f"{where}: a GGUF {what} is not read; {_KNOWN}")
+        complaint = f"{content!s:.40} of architecture {kind!s:.40}"
+        raise UserError(f"{where}: a GGUF {complaint} is not read; {_KNOWN}")
     factors = _factors(files, stored.get(FACTORS) if kind == "llama" else None)
     folder = file.parent if os.path.isfile(file.parent / "config.json") else None
     folder = folder if config is None else folder_of(config, with_weights=False)
@@ -69,14 +69,14 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
     if folder is not None:
         settings = _checked_config(where, folder, metadata, factors)
     elif ARCHITECTURES[kind].keys is None:
-        what = f"{where}: a file of architecture {kind} does not say all of its model"
-        raise UserError(f"{what}: {GIVE_CONFIG}")
+        complaint = f"{where}: a file of architecture {kind} does not say all of its model"
+        raise UserError(f"{complaint}: {GIVE_CONFIG}")
     else:
         shapes = {name: entry.shape for name, entry in stored.items()}
         settings = config_of(where, metadata, shapes, factors)
-    own = of_text(settings)
-    tensors = tensors_of(where, kind, stored, stated_config(where, metadata), own)
-    _require_biases(where, settings, own, tensors)
+    text_config = of_text(settings)
+    tensors = tensors_of(where, kind, stored, stated_config(where, metadata), text_config)
+    _require_biases(where, settings, text_config, tensors)
     texts = folder if folder is not None and has_tokenizer(folder) else file.parent
     has_own = metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
     return Checkpoint(
@@ -122,13 +122,13 @@ def _checked_config(
     kind = metadata["general.architecture"]
     named = settings.get("model_type", "none")
     if named not in ARCHITECTURES[kind].model_types:
-        what = f"{where} is of architecture {kind}, {source} of {named}"
-        raise UserError(f"{what}: give `config` of its own model")
-    own = of_text(settings)
-    require_same(where, own, stated, str(source))
-    require_stated(where, own, metadata, str(source))
+        complaint = f"{where} is of architecture {kind}, {source} of {named}"
+        raise UserError(f"{complaint}: give `config` of its own model")
+    text_config = of_text(settings)
+    require_same(where, text_config, stated, str(source))
+    require_stated(where, text_config, metadata, str(source))
     if factors:
-        require_factors(where, own, factors, stated)
+        require_factors(where, text_config, factors, stated)
     return {key: value for key, value in settings.items() if key != "quantization_config"}
 
 
@@ -148,12 +148,12 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
     return factors
 
 
-def _require_biases(where: str, config: Settings, own: Settings, tensors: Entries) -> None:
+def _require_biases(where: str, config: Settings, text_config: Settings, tensors: Entries) -> None:
     """Raise `UserError` for biases that the model of this config would not notice."""
-    wanted = "qkvo" if own.get("attention_bias") else ""
+    wanted = "qkvo" if text_config.get("attention_bias") else ""
     wanted = "qkv" if config.get("model_type") == "qwen2" else wanted
     end = "_proj.bias"
-    found = {name.rpartition(end)[0][-1:] for name in tensors if name.endswith(end)}
-    if extra := found - set(wanted):
-        what = f"{where} has biases of {min(extra)}_proj, which its config has not"
-        raise UserError(f"{what}: give `config` of its own model")
+    biased = {name.rpartition(end)[0][-1:] for name in tensors if name.endswith(end)}
+    if extra := biased - set(wanted):
+        complaint = f"{where} has biases of {min(extra)}_proj, which its config has not"
+        raise UserError(f"{complaint}: give `config` of its own model")

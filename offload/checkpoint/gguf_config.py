@@ -81,10 +81,10 @@ def config_of(
     said = _ArchMetadata(where, metadata)
     unknown = said.keys() - _KNOWN - (ARCHITECTURES[said.arch].keys or set())
     if unknown:
-        what = f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here"
-        raise UserError(f"{what}: {GIVE_CONFIG}")
+        complaint = f"{where}: its header says {said.arch}.{min(unknown)}, which is not known here"
+        raise UserError(f"{complaint}: {GIVE_CONFIG}")
     stated = stated_config(where, metadata)
-    missing = next((key for key, own in _SIZES.items() if key not in stated), None)
+    missing = next((key for key, gguf_key in _SIZES.items() if key not in stated), None)
     if missing:
         raise UserError(f"{where}: its header has no {said.arch}.{_SIZES[missing]}: {GIVE_CONFIG}")
     width = stated["hidden_size"]
@@ -97,16 +97,16 @@ def config_of(
     }
     table = names.get("token_embd.weight", (0,))
     config |= {"vocab_size": table[0], "tie_word_embeddings": "output.weight" not in names}
-    for name, own in _SPECIAL_TOKENS.items():
-        config[f"{name}_token_id"] = metadata.get(f"tokenizer.ggml.{own}_token_id")
+    for name, gguf_name in _SPECIAL_TOKENS.items():
+        config[f"{name}_token_id"] = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
     # those that end a text, a turn, or a message within one
     kinds = ("eos", "eot", "eom")
     named = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds)
-    ends = list(dict.fromkeys(one for one in named if type(one) is int))
+    ends = list(dict.fromkeys(token for token in named if type(token) is int))
     config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
     if said.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-        what = f"{where}: rotary positions of part of a head are not known here"
-        raise UserError(f"{what}: {GIVE_CONFIG}")
+        complaint = f"{where}: rotary positions of part of a head are not known here"
+        raise UserError(f"{complaint}: {GIVE_CONFIG}")
     config["model_type"] = CONFIG_TYPES.get(said.arch, said.arch)
     config["rope_scaling"] = _rope_scaling(said, config, factors)
     if said.arch == "gemma3":
@@ -147,8 +147,8 @@ def stated_config(where: str, metadata: Metadata) -> Config:
     stated["sliding_window"] = said.size("attention.sliding_window")
     stated["rope_theta"] = said.real("rope.freq_base")
     if said.get("attention.value_length", stated["head_dim"]) != stated["head_dim"]:
-        what = f"{where}: keys and values of different widths are not known here"
-        raise UserError(f"{what}: take it in safetensors")
+        complaint = f"{where}: keys and values of different widths are not known here"
+        raise UserError(f"{complaint}: take it in safetensors")
     return _without_extra_layers(said, stated)
 
 
@@ -158,9 +158,9 @@ def _without_extra_layers(said: "_ArchMetadata", stated: Config) -> Config:
     num_layers = stated.get("num_hidden_layers")
     if num_layers and type(num_extra) is int and 0 < num_extra < num_layers:
         stated["num_hidden_layers"] = num_layers - num_extra
-    found = {key: value for key, value in stated.items() if value is not None}
-    check_counts(said.where, found, "its header")
-    return found
+    known = {key: value for key, value in stated.items() if value is not None}
+    check_counts(said.where, known, "its header")
+    return known
 
 
 def require_same(
@@ -170,12 +170,14 @@ def require_same(
     rope = config.get("rope_parameters")
     known = {**(rope if isinstance(rope, dict) else {}), **config}
     for key in _COMPARED:
-        own = stated.get(key)
+        number = stated.get(key)
         other = known.get(key)
-        if own is None or other is None or type(other) not in (int, float):
+        if number is None or other is None or type(other) not in (int, float):
             continue
-        if not math.isclose(own, other, rel_tol=1e-6):
-            raise UserError(f"{where}: {key} is {own} there and {other} in {source}: {GIVE_CONFIG}")
+        if not math.isclose(number, other, rel_tol=1e-6):
+            raise UserError(
+                f"{where}: {key} is {number} there and {other} in {source}: {GIVE_CONFIG}"
+            )
 
 
 def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, source: str) -> None:
@@ -186,7 +188,7 @@ def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, so
     said = _ArchMetadata(where, metadata)
     rope = config.get("rope_parameters")
     rope = rope if isinstance(rope, dict) else {}
-    nested = [own for own in rope.values() if isinstance(own, dict)]
+    nested = [value for value in rope.values() if isinstance(value, dict)]
     places = [config, rope, *nested]
     for key, names in _STATED.items():
         value = said.get(key)
@@ -210,7 +212,9 @@ def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, so
             allowed += [2 * size for size in allowed if config.get("use_double_wide_mlp")]
         for number in numbers:
             is_number = type(number) in (int, float) and bool(allowed)
-            if is_number and not any(math.isclose(number, own, rel_tol=1e-6) for own in allowed):
+            if is_number and not any(
+                math.isclose(number, value, rel_tol=1e-6) for value in allowed
+            ):
                 rule = f"{said.arch}.{key} is {number} there and {allowed[0]} in {source}"
                 raise UserError(f"{where}: {rule}: {GIVE_CONFIG}")
 
@@ -259,8 +263,8 @@ def require_factors(
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError):
         is_same = False
     if not is_same:
-        what = "the config's rope scaling is not that of rope_freqs.weight in the file"
-        raise UserError(f"{where}: {what}: {GIVE_CONFIG}")
+        complaint = "the config's rope scaling is not that of rope_freqs.weight in the file"
+        raise UserError(f"{where}: {complaint}: {GIVE_CONFIG}")
 
 
 class _ArchMetadata:
@@ -275,8 +279,8 @@ class _ArchMetadata:
         return self._metadata.get(f"{self.arch}.{key}", default)
 
     def keys(self) -> set[str]:
-        own = f"{self.arch}."
-        return {key.removeprefix(own) for key in self._metadata if key.startswith(own)}
+        prefix = f"{self.arch}."
+        return {key.removeprefix(prefix) for key in self._metadata if key.startswith(prefix)}
 
     def size(self, key: str) -> int | None:
         value = self.get(key)
@@ -311,8 +315,8 @@ def _rope_scaling(said: _ArchMetadata, config: Config, factors: Sequence[float])
     context = said.size("rope.scaling.original_context_length")
     if factors:
         scaling = {**_LLAMA3, "factor": float(max(factors))}
-        found = llama3_factors(scaling, config["rope_theta"], config["head_dim"])
-        if kind == "none" and said.arch == "llama" and _are_equal(found, factors):
+        computed = llama3_factors(scaling, config["rope_theta"], config["head_dim"])
+        if kind == "none" and said.arch == "llama" and _are_equal(computed, factors):
             return scaling
     elif kind == "none" or (kind == "linear" and factor in (None, 1.0)):
         return None
@@ -321,13 +325,13 @@ def _rope_scaling(said: _ArchMetadata, config: Config, factors: Sequence[float])
     elif kind == "yarn" and None not in (factor, context):
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
     named = "rope_freqs.weight" if factors else f"{kind!r:.40}"
-    what = f"{said.where}: its rope scaling ({named}) is not known from the file alone"
-    raise UserError(f"{what}: {GIVE_CONFIG}")
+    complaint = f"{said.where}: its rope scaling ({named}) is not known from the file alone"
+    raise UserError(f"{complaint}: {GIVE_CONFIG}")
 
 
-def _are_equal(one: Iterable[float], other: Iterable[float]) -> bool:
+def _are_equal(numbers: Iterable[float], other: Iterable[float]) -> bool:
     """Return whether numbers agree up to float32, which is known at the first that does not."""
-    pairs = zip_longest(one, other, fillvalue=math.nan)
+    pairs = zip_longest(numbers, other, fillvalue=math.nan)
     return all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
 
 
@@ -339,8 +343,8 @@ def _gemma_config(said: _ArchMetadata, config: Config) -> Config:
     num_layers = config["num_hidden_layers"]
     pattern = said.get("attention.sliding_window_pattern", _GEMMA_PATTERN)
     if type(pattern) is not int or pattern < 1 or "sliding_window" not in config:
-        what = f"{said.where}: its pattern of windows is not known from the file alone"
-        raise UserError(f"{what}: {GIVE_CONFIG}")
+        complaint = f"{said.where}: its pattern of windows is not known from the file alone"
+        raise UserError(f"{complaint}: {GIVE_CONFIG}")
     is_whole = [(index + 1) % pattern == 0 for index in range(num_layers)]
     local = said.real("rope.freq_base_swa") or _GEMMA_LOCAL_THETA
     scale = config["hidden_size"] // config["num_attention_heads"]

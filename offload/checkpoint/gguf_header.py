@@ -87,8 +87,8 @@ def _require_no_holes(path: Path, entries: Mapping[str, TensorEntry], alignment:
     """
     for (before, entry), (_, following) in pairwise(in_file_order(entries)):
         if following.lo - entry.hi >= alignment:
-            what = f"bytes {entry.hi} to {following.lo}, behind {before}, belong to no tensor"
-            raise damaged(f"{path.name}: {what}")
+            complaint = f"bytes {entry.hi} to {following.lo}, behind {before}, belong to no tensor"
+            raise damaged(f"{path.name}: {complaint}")
 
 
 class _HeaderReader:
@@ -137,14 +137,16 @@ def _read(header: _HeaderReader, shard: int) -> tuple[dict[str, Any], dict[str, 
     if magic == b"vers":
         raise lfs_pointer(header.path)
     if magic != b"GGUF":
-        what = f"{name} does not begin as a GGUF file does"
-        raise UserError(f"{what}: check the file, or download it again")
+        complaint = f"{name} does not begin as a GGUF file does"
+        raise UserError(f"{complaint}: check the file, or download it again")
     version = header.number("<I")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         kind = "big-endian GGUF files are" if swapped in (1, 2, 3) else f"GGUF version {version} is"
-        what = f"{name}: {kind} not read: take a file of version 2 or 3, or convert the model again"
-        raise _not_read(min(version, swapped), what)
+        complaint = (
+            f"{name}: {kind} not read: take a file of version 2 or 3, or convert the model again"
+        )
+        raise _not_read(min(version, swapped), complaint)
     num_tensors = header.number("<Q")
     num_notes = header.number("<Q")
     header.require(24 * num_tensors + 13 * num_notes)
@@ -188,16 +190,16 @@ def _value(header: _HeaderReader, kind: int) -> Any:
 def _entries(
     header: _HeaderReader, num_tensors: int, alignment: int, shard: int
 ) -> dict[str, TensorEntry]:
-    found = dict[str, tuple[str, tuple[int, ...], int]]()
+    places = dict[str, tuple[str, tuple[int, ...], int]]()
     for _ in range(num_tensors):
         name = header.text()
-        if name in found or len(name) > _MAX_NAME_BYTES:
-            what = "twice" if name in found else f"with a name of {len(name)} characters"
-            raise damaged(f"{header.path.name}: its header has {name:.80} {what}")
-        found[name] = _entry(header, name, alignment)
+        if name in places or len(name) > _MAX_NAME_BYTES:
+            fault = "twice" if name in places else f"with a name of {len(name)} characters"
+            raise damaged(f"{header.path.name}: its header has {name:.80} {fault}")
+        places[name] = _entry(header, name, alignment)
     first = rounded_up(header.at, alignment)
     entries = {}
-    for name, (kind, shape, at) in found.items():
+    for name, (kind, shape, at) in places.items():
         lo = first + at
         hi = lo + GgufBlocks(kind).stored_bytes(shape)
         entries[name] = TensorEntry(shard, kind, shape, lo, hi)
@@ -225,6 +227,6 @@ def _entry(header: _HeaderReader, name: str, alignment: int) -> tuple[str, tuple
     return kind, shape, lo
 
 
-def _not_read(number: int, what: str) -> UserError:
+def _not_read(number: int, complaint: str) -> UserError:
     """Return the error for a version or type; a number that may come to exist is no damage."""
-    return UnreadError(what) if number <= _LAST_NUMBER else UserError(what)
+    return UnreadError(complaint) if number <= _LAST_NUMBER else UserError(complaint)

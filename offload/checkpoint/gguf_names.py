@@ -32,14 +32,14 @@ def tensors_of(
     `stated` is what the file says of the model, `config` is that of its text. Raises `UserError`
     for an unknown tensor.
     """
-    found = dict[str, TensorEntry]()
+    tensors = dict[str, TensorEntry]()
     reader = _Reader(where, kind, stored, stated, config)
-    for own, entry in stored.items():
-        for name, one in reader.read(own, entry):
-            if name in found:
-                raise damaged(f"{where}: {own:.80} is there twice")
-            found[name] = one
-    return found
+    for gguf_name, entry in stored.items():
+        for name, tensor in reader.read(gguf_name, entry):
+            if name in tensors:
+                raise damaged(f"{where}: {gguf_name:.80} is there twice")
+            tensors[name] = tensor
+    return tensors
 
 
 class _Reader:
@@ -60,17 +60,17 @@ class _Reader:
         matches = (re.match(r"blk\.(\d+)\.ffn_(gate|up)_exps", name) for name in coded)
         self._kinds = {int(match[1]) for match in matches if match is not None}
 
-    def read(self, own: str, entry: TensorEntry) -> Named:
+    def read(self, gguf_name: str, entry: TensorEntry) -> Named:
         """Yield what becomes of a tensor; nothing of those that have no place in the model."""
         architecture = self._architecture
         outer = {**_OUTER, **architecture.outer}
-        match = _BLOCK.fullmatch(own)
-        extra = _EXTRA.match(own) or match
+        match = _BLOCK.fullmatch(gguf_name)
+        extra = _EXTRA.match(gguf_name) or match
         # layers that guess further ahead
-        if own in architecture.ignored or (extra and int(extra[1]) >= self._num_layers):
+        if gguf_name in architecture.ignored or (extra and int(extra[1]) >= self._num_layers):
             return
-        if own in outer:
-            yield outer[own], self._changed("", outer[own], entry)
+        if gguf_name in outer:
+            yield outer[gguf_name], self._changed("", outer[gguf_name], entry)
             return
         layer, part, end = match.groups() if match else (0, "", None)
         prefix = f"model.layers.{int(layer)}." if match else ""
@@ -90,31 +90,31 @@ class _Reader:
             name = f"{prefix}{architecture.parts[part]}.{end}"
             yield name, self._changed(part, name, entry)
         else:
-            what = f"{self._where}: {own:.80} is not known of architecture {self._kind}"
-            raise UserError(f"{what}: take the model in safetensors")
+            complaint = f"{self._where}: {gguf_name:.80} is not known of architecture {self._kind}"
+            raise UserError(f"{complaint}: take the model in safetensors")
 
     def _experts(self, name: str, layer: int, stack: TensorEntry) -> Named:
         if stack.dtype in BLOCKS or layer in self._kinds:
             stack = stack._replace(coded=Coded(GgufBlocks(stack.dtype)))
-        for expert, one in enumerate(self._slices(name, stack)):
-            yield f"{name.format(expert)}.weight", one
+        for expert, part in enumerate(self._slices(name, stack)):
+            yield f"{name.format(expert)}.weight", part
 
     def _woven(self, name: str, turn: int, stack: TensorEntry) -> Named:
         """Yield the rows of each expert, which alternate with those of other stacks."""
         coding = GgufBlocks(stack.dtype, is_transposed=len(stack.shape) == 3)
         coded = Coded(coding, turn=turn, num_woven=len(self._architecture.woven))
         stack = stack._replace(coded=coded)
-        for expert, one in enumerate(self._slices(name, stack, least_dims=2)):
-            yield f"{name.format(expert)}{ROWS}{turn}", one
+        for expert, part in enumerate(self._slices(name, stack, least_dims=2)):
+            yield f"{name.format(expert)}{ROWS}{turn}", part
 
     def _heads_of_latent(self, prefix: str, part: str, stack: TensorEntry) -> Named:
         """Yield the rows of each head's keys, which are stored as columns, or values."""
         is_keys = part == "attn_k_b"
         stack = stack._replace(coded=Coded(GgufBlocks(stack.dtype, is_flipped=is_keys)))
-        for head, one in enumerate(self._slices(part, stack)):
-            shape = one.shape[::-1] if is_keys else one.shape
+        for head, matrix in enumerate(self._slices(part, stack)):
+            shape = matrix.shape[::-1] if is_keys else matrix.shape
             name = f"{prefix}self_attn.kv_b_proj.weight{ROWS}{2 * head + (not is_keys)}"
-            yield name, one._replace(shape=shape)
+            yield name, matrix._replace(shape=shape)
 
     def _slices(self, name: str, stack: TensorEntry, least_dims: int = 3) -> Iterator[TensorEntry]:
         """Yield the parts along a stack's first dimension."""
@@ -131,8 +131,8 @@ class _Reader:
         added = architecture.added if is_norm else 0
         interleaved = self._heads.get(part, 0) if architecture.has_interleaved_heads else 0
         if interleaved and entry.shape[0] % (2 * interleaved):
-            what = f"{name} has {entry.shape[0]} rows for {interleaved} heads"
-            raise damaged(f"{self._where}: {what}")
+            complaint = f"{name} has {entry.shape[0]} rows for {interleaved} heads"
+            raise damaged(f"{self._where}: {complaint}")
         tiles = self._tiles(part, name, entry.shape)
         is_exponential = part == "ssm_a"
         # gpt-oss multiplies with experts' matrices from the other side
@@ -151,8 +151,8 @@ class _Reader:
         if "linear_attn." not in name or part == "ssm_norm":
             return None
         num_groups, num_heads, key_width, value_width = (
-            first_size(self._config, f"linear_{what}")
-            for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+            first_size(self._config, f"linear_{size}")
+            for size in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
         )
         first = 2 * num_groups * key_width if part in ("attn_qkv", "ssm_conv1d") else 0
         is_columns = part == "ssm_out"

@@ -189,12 +189,18 @@ def _beside(
     target: Checkpoint, draft: Checkpoint, carried: Carried, config: dict[str, Any]
 ) -> Checkpoint:
     """Return a head as a decoder that has the target's table and head where it has none."""
-    files = {name: one for name, one in draft.tensors.items() if not _PASSED_OVER.search(name)}
+    files = {name: entry for name, entry in draft.tensors.items() if not _PASSED_OVER.search(name)}
     named = {name: _own_name(name) for name in files if name not in _WORDS}
-    tensors = {own: files[name] for name, own in named.items() if own is not None}
+    tensors = {
+        decoder_name: files[name]
+        for name, decoder_name in named.items()
+        if decoder_name is not None
+    }
     needed = ("fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight")
     unread = [f"no {name}" for name in needed if _own_name(name) not in tensors]
-    unread += [name for name, own in named.items() if own is None] + [*draft.extra]
+    unread += [name for name, decoder_name in named.items() if decoder_name is None] + [
+        *draft.extra
+    ]
     kind = config.get("model_type")
     unread += [] if kind in _LAYER_KINDS else [f"layers of type {kind}"]
     if unread:
@@ -202,7 +208,7 @@ def _beside(
         raise UserError(f"{rule} ({unread[0]}): {OTHER_HEAD}")
     sizes = config_sizes(target)
     mixer = tensors[f"{MIXER}fc.weight"]
-    shared = {name: one for name, one in shared_with(target).items() if name not in tensors}
+    shared = {name: entry for name, entry in shared_with(target).items() if name not in tensors}
     ids = _check_fit(target, draft, carried, {**files, **tensors})
     is_tied = "lm_head.weight" not in tensors and "lm_head.weight" not in shared
     own_config = {key: value for key, value in config.items() if key not in _LEFT_OUT}
@@ -220,7 +226,7 @@ def joined(
     target: Checkpoint,
     draft: Checkpoint,
     config: dict[str, Any],
-    own: Mapping[str, TensorEntry],
+    added: Mapping[str, TensorEntry],
     carried: Carried,
     shared: Mapping[str, TensorEntry],
 ) -> Checkpoint:
@@ -230,7 +236,7 @@ def joined(
     return replace(
         draft,
         config={**config, "dtype": compute_dtype_name(target, "auto")},
-        tensors={**theirs, **own},
+        tensors={**theirs, **added},
         shards=(*draft.shards, *target.shards),
         stamps=(*draft.stamps, *target.stamps),
         tokenizer=target.tokenizer_path,
@@ -252,18 +258,22 @@ def _check_fit(
     words = sizes["vocab_size"]
     mixer = tensors[f"{MIXER}fc.weight"]
     num_read = carried.num_taps * width
-    what = f"{draft.name}: a head of another target"
+    complaint = f"{draft.name}: a head of another target"
     if len(mixer.shape) != 2 or mixer.shape[1] != num_read:
         states = f"{carried.num_taps} states of {target.name} have {num_read} numbers"
-        raise UserError(f"{what} ({states}, fc takes {mixer.shape[-1:]}): {OTHER_HEAD}")
+        raise UserError(f"{complaint} ({states}, fc takes {mixer.shape[-1:]}): {OTHER_HEAD}")
     is_wide = "model.embed_tokens.weight" in tensors and "lm_head.weight" in tensors
     if mixer.shape[0] != width and not is_wide:
-        raise UserError(f"{what} (it is {mixer.shape[0]} wide, its table {width}): {OTHER_HEAD}")
+        raise UserError(
+            f"{complaint} (it is {mixer.shape[0]} wide, its table {width}): {OTHER_HEAD}"
+        )
     known = tensors["t2d"].shape[0] if "t2d" in tensors else draft.config.get("vocab_size", words)
     if known != words:
-        raise UserError(f"{what} (of {known} words, not {words}): {OTHER_HEAD}")
+        raise UserError(f"{complaint} (of {known} words, not {words}): {OTHER_HEAD}")
     if carried.block is not None and carried.block[1] >= words:
-        raise UserError(f"{what} (its mask is word {carried.block[1]} of {words}): {OTHER_HEAD}")
+        raise UserError(
+            f"{complaint} (its mask is word {carried.block[1]} of {words}): {OTHER_HEAD}"
+        )
     head = tensors.get("lm_head.weight")
     ids = tensors.get("d2t")
     if head is None or (ids is None and head.shape[:1] == (words,)):
@@ -279,6 +289,8 @@ def _behind(entry: TensorEntry, num_shards: int) -> TensorEntry:
     """Return an entry of files that stand behind so many others."""
     coded = entry.coded
     if coded is not None:
-        companions = tuple((name, _behind(one, num_shards)) for name, one in coded.companions)
+        companions = tuple(
+            (name, _behind(companion, num_shards)) for name, companion in coded.companions
+        )
         coded = coded._replace(companions=companions)
     return entry._replace(shard=entry.shard + num_shards, coded=coded)

@@ -50,11 +50,11 @@ def is_held(name: str, shape: tuple[int, ...]) -> bool:
 
 def copied_matrix(name: str, entry: TensorEntry) -> bool:
     """Return whether a tensor is a matrix of which a draft's copy has one of 4 bits."""
-    own = layer_name(name)
-    if own is None or entry.coded is not None or entry.dtype != "BF16":
+    place = layer_name(name)
+    if place is None or entry.coded is not None or entry.dtype != "BF16":
         return False
     is_large = math.prod(entry.shape) >= _LEAST_WEIGHTS
-    return is_held(own.inner, entry.shape) and group_of(entry.shape[1]) is not None and is_large
+    return is_held(place.inner, entry.shape) and group_of(entry.shape[1]) is not None and is_large
 
 
 def is_shared(entry: TensorEntry, held: Held | None) -> bool:
@@ -86,15 +86,17 @@ def held_sizes(
         matrices += [entry.shape for entry in shared]
         shared_bytes_of = sum(shared_bytes(entry.shape, computed) for entry in shared)
         entries = [entry for entry in entries if entry not in shared]
-        own = [entry for entry in entries if is_held(names[entry], entry.shape)]
-        others = sum(computed.stored_bytes(entry.shape) for entry in entries if entry not in own)
-        own_bytes = sum(held_bytes(entry.shape, held.bits, item_bytes) for entry in own)
+        matrices_here = [entry for entry in entries if is_held(names[entry], entry.shape)]
+        others = sum(
+            computed.stored_bytes(entry.shape) for entry in entries if entry not in matrices_here
+        )
+        own_bytes = sum(held_bytes(entry.shape, held.bits, item_bytes) for entry in matrices_here)
         layer_bytes.append(own_bytes + others + shared_bytes_of)
-        matrices += [entry.shape for entry in own]
+        matrices += [entry.shape for entry in matrices_here]
         stored = sum(entry.num_bytes + computed.stored_bytes(entry.shape) for entry in entries)
         # numbers that are rounded in one step; the compiled encoder's threads need far fewer
         rounded = 0
-        for num_rows, num_columns in (entry.shape for entry in own):
+        for num_rows, num_columns in (entry.shape for entry in matrices_here):
             least = max(_CHUNK_NUMBERS, _BLOCK_ROWS * num_columns)
             rounded = max(rounded, min(padded_rows(num_rows) * num_columns, least))
         passing_bytes = max(passing_bytes, stored + rounded * _CHUNK_ITEM_BYTES)

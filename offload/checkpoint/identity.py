@@ -66,11 +66,11 @@ class ModelIdentity(NamedTuple):
         return {**self.parts, "proofs": dict(self.proofs)}
 
     @classmethod
-    def parse(cls, told: Any) -> "ModelIdentity | None":
+    def parse(cls, saved: Any) -> "ModelIdentity | None":
         """Return the identity that a file states, or None for anything else."""
-        if not isinstance(told, dict) or not isinstance(proofs := told.get("proofs"), dict):
+        if not isinstance(saved, dict) or not isinstance(proofs := saved.get("proofs"), dict):
             return None
-        parts = {name: value for name, value in told.items() if name != "proofs"}
+        parts = {name: value for name, value in saved.items() if name != "proofs"}
         are_texts = all(isinstance(value, str) for value in (*parts.values(), *proofs.values()))
         return cls(parts, proofs) if are_texts and parts.keys() >= set(PARTS) else None
 
@@ -118,14 +118,14 @@ def identity_of(checkpoint: Checkpoint) -> ModelIdentity:
     return ModelIdentity(parts, _proofs(checkpoint, parts["weights"]))
 
 
-def proved(told: Mapping[str, str], mine: Mapping[str, str]) -> bool | None:
+def proved(saved: Mapping[str, str], mine: Mapping[str, str]) -> bool | None:
     """Return whether two sets of proofs are of the same weights; None where they prove neither."""
-    shared = told.keys() & mine.keys()
-    if any(told[kind] != mine[kind] for kind in shared.intersection(_DECISIVE)):
+    shared = saved.keys() & mine.keys()
+    if any(saved[kind] != mine[kind] for kind in shared.intersection(_DECISIVE)):
         return False
     # a sum sees what was written into a file since the hub named it
-    enough = shared - {HUB} if SUM in told or SUM in mine else shared
-    return any(told[kind] == mine[kind] for kind in enough) or (True if told == mine else None)
+    enough = shared - {HUB} if SUM in saved or SUM in mine else shared
+    return any(saved[kind] == mine[kind] for kind in enough) or (True if saved == mine else None)
 
 
 def keep_sum(identity: ModelIdentity, total: str) -> None:
@@ -134,11 +134,11 @@ def keep_sum(identity: ModelIdentity, total: str) -> None:
         write_whole(_kept_path(identity.parts["weights"], identity.proofs[FILES]), total)
 
 
-def same_model(told: ModelIdentity, mine: ModelIdentity) -> str:
+def same_model(saved: ModelIdentity, mine: ModelIdentity) -> str:
     """Return in words why these are two models; empty where they are one. Nothing is read."""
-    if what := told.difference(mine):
-        return f"{what} {'differ' if ' and ' in what or what == 'weights' else 'differs'}"
-    has_same = told.has_weights_of(mine)
+    if changed := saved.difference(mine):
+        return f"{changed} {'differ' if ' and ' in changed or changed == 'weights' else 'differs'}"
+    has_same = saved.has_weights_of(mine)
     if has_same is None:
         return "nothing proves that the weights are the same"
     return "" if has_same else "weights differ"
@@ -156,7 +156,7 @@ def _sampled(checkpoint: Checkpoint) -> str:
     """Return a digest of names, types, shapes, places and a few bytes of the tensors."""
     stored = checkpoint.stored_entries
     entries = sorted(
-        (one.shard, one.lo, one.hi, name, one.dtype, one.shape) for name, one in stored
+        (entry.shard, entry.lo, entry.hi, name, entry.dtype, entry.shape) for name, entry in stored
     )
     codings = sorted(set(map(repr, checkpoint.codings)))
     digest = hashlib.sha256(json.dumps([codings, entries]).encode())
@@ -179,8 +179,8 @@ def _places(spans: Sequence[tuple[str, int, int, int]]) -> list[tuple[int, int, 
     many experts.
     """
     if len(spans) > _MOST_READS:
-        others = [one for one in spans if _EXPERT not in one[0]][:_MOST_READS]
-        experts = [one for one in spans if _EXPERT in one[0]]
+        others = [span for span in spans if _EXPERT not in span[0]][:_MOST_READS]
+        experts = [span for span in spans if _EXPERT in span[0]]
         step = -(-len(experts) // max(1, _MOST_READS - len(others)))
         spans = [*others, *experts[:: max(1, step)]]
     num_samples = max(1, min(_NUM_SAMPLES, _MOST_READS // max(1, len(spans))))
@@ -200,9 +200,9 @@ def _opened(checkpoint: Checkpoint, shard: int, opened: ExitStack) -> int:
     path = checkpoint.shards[shard]
     with _reading(path):
         file = opened.enter_context(open_regular(path)).fileno()
-        found = Stamp.of(file)
+        stamp = Stamp.of(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
-    if checkpoint.stamps and found != checkpoint.stamps[shard]:
+    if checkpoint.stamps and stamp != checkpoint.stamps[shard]:
         raise _changed(path)
     return file
 
@@ -237,8 +237,8 @@ def _config(checkpoint: Checkpoint) -> str:
     path = checkpoint.small_files / "config.json"
     stamp = checkpoint.config_stamp
     with _reading(path):
-        found = None if stamp is None else Stamp.of(path)
-    if found != stamp:
+        current = None if stamp is None else Stamp.of(path)
+    if current != stamp:
         raise _changed(path)
     return _json_digest(_without_names(checkpoint.config))
 
@@ -264,13 +264,13 @@ def _text_files(where: Path) -> dict[str, str]:
             digest = template if is_template(path) else tokenizer
             digest.update(path.name.encode())
             if path.name == TOKENIZER_CONFIG:
-                told = _without_names(read_json(path))
-                template.update(json.dumps(told.pop(TEMPLATE, None), sort_keys=True).encode())
-                digest.update(json.dumps(told, sort_keys=True).encode())
+                content = _without_names(read_json(path))
+                template.update(json.dumps(content.pop(TEMPLATE, None), sort_keys=True).encode())
+                digest.update(json.dumps(content, sort_keys=True).encode())
             else:
                 digest.update(_small(path))
-    found = {"tokenizer": tokenizer, "chat template": template}
-    return {name: own.hexdigest()[:_DIGEST_CHARS] for name, own in found.items()}
+    digests = {"tokenizer": tokenizer, "chat template": template}
+    return {name: file_digest.hexdigest()[:_DIGEST_CHARS] for name, file_digest in digests.items()}
 
 
 def _small(path: Path, num_bytes: int = -1) -> bytes:

@@ -34,9 +34,9 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
     width = config["hidden_size"]
     vocab = config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
-    own = layer_shapes(config)
+    layer_parts = layer_shapes(config)
     for index in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in own.items()}
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_parts.items()}
     shapes["model.norm.weight"] = (width,)
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (vocab, width)

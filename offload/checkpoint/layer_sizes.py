@@ -26,11 +26,11 @@ RoutedName = tuple[int, int | None, str]
 
 def routed_name(name: str) -> RoutedName | None:
     """Return the parts of a tensor's name; None where it is not of routed experts."""
-    own = layer_name(name)
-    match = _ROUTED.match(own.inner) if own else None
-    if own is None or match is None:
+    place = layer_name(name)
+    match = _ROUTED.match(place.inner) if place else None
+    if place is None or match is None:
         return None
-    return own.layer, None if match[1] is None else int(match[1]), match[2]
+    return place.layer, None if match[1] is None else int(match[1]), match[2]
 
 
 class ExpertShape(NamedTuple):
@@ -62,7 +62,7 @@ def expert_shape(
     """
     num_experts, num_chosen = chosen_experts(checkpoint)
     names = {name: routed_name(name) for name in checkpoint.tensors}
-    routed = {name: one for name, one in names.items() if one and one[0] < num_layers}
+    routed = {name: place for name, place in names.items() if place and place[0] < num_layers}
     if not routed or not num_chosen:
         return None
     experts = _records(checkpoint, routed, num_experts)
@@ -77,10 +77,10 @@ def expert_shape(
         slot_bytes=max(map(slab_bytes_bound, experts)),
         dense_bytes=tuple(map(slab_bytes_bound, layers)),
         scratch_bytes=scratch_bytes_of(
-            dense, computed, max(_expanded_bytes(one, computed) for one in experts)
+            dense, computed, max(_expanded_bytes(expert, computed) for expert in experts)
         ),
         cast_bytes=sum(
-            max(cast_bytes_of(one, computed) for one in parts) for parts in (layers, experts)
+            max(cast_bytes_of(part, computed) for part in parts) for parts in (layers, experts)
         ),
         row_bytes=num_chosen * width * computed.align_bytes,
     )
@@ -118,7 +118,9 @@ def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
     coding = entry.coded.coding
     each_bytes = coding.stored_bytes((1, *entry.shape[1:]))
     is_even = coding.stored_bytes(entry.shape) == num_experts * each_bytes
-    return is_even and all(one.shape[:1] == (num_experts,) for _, one in entry.companions)
+    return is_even and all(
+        companion.shape[:1] == (num_experts,) for _, companion in entry.companions
+    )
 
 
 def scratch_bytes_of(tensors: Entries, computed: Encoding, least_bytes: int = 0) -> int:
@@ -147,4 +149,6 @@ def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
 def cast_bytes_of(entries: Iterable[TensorEntry], computed: Encoding) -> int:
     """Return the bytes of copies in the compute type; coded tensors use the scratch instead."""
     plain = (entry for entry in entries if entry.coded is None and entry.dtype in ENCODINGS)
-    return sum(computed.stored_bytes(one.shape) for one in plain if one.dtype != computed.name)
+    return sum(
+        computed.stored_bytes(entry.shape) for entry in plain if entry.dtype != computed.name
+    )

@@ -100,8 +100,8 @@ class SlabLayout:
         """Return the bytes before the first weight, less what keeps all weights aligned."""
         coded = chain.from_iterable(self.coded.values())
         weights: list[Placed | Words] = [*self.parameters.values(), *coded]
-        width = math.lcm(1, *(one.align_bytes for one in weights))
-        return min((one.slab_lo for one in weights), default=0) // width * width
+        width = math.lcm(1, *(weight.align_bytes for weight in weights))
+        return min((weight.slab_lo for weight in weights), default=0) // width * width
 
     @property
     def sent(self) -> slice:
@@ -119,7 +119,7 @@ def slab_layout(parameters: Mapping[str, Stack]) -> SlabLayout:
     entries = [part.entry for _, parts in parameters.values() for part in parts]
     plain = [parts for _, parts in parameters.values() if not is_coded(parts)]
     pairs = (pair for parts in plain for pair in pairwise(part.entry for part in parts))
-    adjoin = all((one.shard, one.hi) == (two.shard, two.lo) for one, two in pairs)
+    adjoin = all((before.shard, before.hi) == (after.shard, after.lo) for before, after in pairs)
     if adjoin and all(map(_is_in_place, entries)):
         return _direct(parameters, entries)
     return _scattered(parameters)
@@ -147,13 +147,13 @@ def group_by_layer(
     encoder = layers[num_layers:]
     rest = []
     for name, entry in checkpoint.tensors.items():
-        own = layer_name(name)
-        if own is None:
+        place = layer_name(name)
+        if place is None:
             rest.append(entry)
             continue
-        stack = encoder if own.stack.endswith("encoder.block") else decoder
-        if own.layer < len(stack):
-            stack[own.layer].append(entry)
+        stack = encoder if place.stack.endswith("encoder.block") else decoder
+        if place.layer < len(stack):
+            stack[place.layer].append(entry)
     return layers, rest
 
 
@@ -189,7 +189,7 @@ def _scattered(parameters: Mapping[str, Stack]) -> SlabLayout:
     base = 0
     for name, (shape, parts) in parameters.items():
         if is_coded(parts):
-            sizes = (rounded_up(one.entry.num_bytes, _PARAMETER_ALIGN_BYTES) for one in parts)
+            sizes = (rounded_up(part.entry.num_bytes, _PARAMETER_ALIGN_BYTES) for part in parts)
             starts = [*accumulate(sizes, initial=base)]
             coded[name] = tuple(map(Words, parts, starts))
         else:
@@ -240,8 +240,10 @@ def _aligned_span(lo: int, hi: int) -> int:
 def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLayout]:
     """Return a layout for each expert; shapes lose their first dimension."""
     split = {name: _split(stack) for name, stack in stacks.items()}
-    own = ({name: one[expert] for name, one in split.items()} for expert in range(num_experts))
-    return [*map(slab_layout, own)]
+    parameters_of = (
+        {name: parts[expert] for name, parts in split.items()} for expert in range(num_experts)
+    )
+    return [*map(slab_layout, parameters_of)]
 
 
 def _split(stack: Stack) -> list[Stack]:
@@ -249,14 +251,14 @@ def _split(stack: Stack) -> list[Stack]:
     # With one expert, the only part may already be without the expert dimension.
     if len(parts) == 1 and len(parts[0].entry.shape) > len(rest):
         slices = (slice_of(parts[0].entry, expert, num_experts) for expert in range(num_experts))
-        return [(tuple(rest), [TensorPart(one)]) for one in slices]
+        return [(tuple(rest), [TensorPart(entry)]) for entry in slices]
     size = math.prod(rest)
-    own = [list[TensorPart]() for _ in range(num_experts)]
+    parts_of = [list[TensorPart]() for _ in range(num_experts)]
     for part in parts:
         expert, first = divmod(part.first, size)
         assert first + math.prod(part.entry.shape) <= size, "parts of one expert"
-        own[expert].append(part._replace(first=first))
-    return [(tuple(rest), parts) for parts in own]
+        parts_of[expert].append(part._replace(first=first))
+    return [(tuple(rest), parts) for parts in parts_of]
 
 
 def slice_of(entry: TensorEntry, expert: int, num_experts: int) -> TensorEntry:
@@ -266,7 +268,9 @@ def slice_of(entry: TensorEntry, expert: int, num_experts: int) -> TensorEntry:
     assert is_stack, "stacks begin with experts"
     coded = entry.coded
     if coded is not None:
-        companions = ((name, slice_of(one, expert, num_experts)) for name, one in coded.companions)
+        companions = (
+            (name, slice_of(companion, expert, num_experts)) for name, companion in coded.companions
+        )
         coded = coded._replace(companions=tuple(companions))
     lo = entry.lo + expert * size
     return entry._replace(shape=entry.shape[1:], lo=lo, hi=lo + size, coded=coded)

@@ -109,25 +109,25 @@ def remarks(tops: list[TensorMaximum], *, has_zeros: bool) -> list[str]:
     where others of their kind are not. With `has_zeros` a checkpoint says that its matrices may be
     zero.
     """
-    has_norms = any(one.bits and one.is_norm for one in tops)
-    zero = [one for one in tops if not one.bits and (one.is_matrix or (has_norms and one.is_norm))]
-    sized = [(magnitude(one.bits, one.form), one) for one in tops if one.bits and one.form.is_sized]
-    large = [(size, one) for size, one in sized if size > MOST]
-    small = [(size, one) for size, one in sized if size < LEAST and one.is_matrix]
+    has_norms = any(top.bits and top.is_norm for top in tops)
+    zero = [top for top in tops if not top.bits and (top.is_matrix or (has_norms and top.is_norm))]
+    sized = [(magnitude(top.bits, top.form), top) for top in tops if top.bits and top.form.is_sized]
+    large = [(size, top) for size, top in sized if size > MOST]
+    small = [(size, top) for size, top in sized if size < LEAST and top.is_matrix]
     lines = [f"all zero: {named(zero)}"] if zero and not has_zeros else []
     if large:
-        what = f"numbers as large as {max(large)[0]:.1e}, as no model has"
-        lines.append(f"{what}: {named([one for _, one in large])}")
+        finding = f"numbers as large as {max(large)[0]:.1e}, as no model has"
+        lines.append(f"{finding}: {named([top for _, top in large])}")
     if small:
-        what = f"no number above {max(small)[0]:.1e}, as in no model"
-        lines.append(f"{what}: {named([one for _, one in small])}")
+        finding = f"no number above {max(small)[0]:.1e}, as in no model"
+        lines.append(f"{finding}: {named([top for _, top in small])}")
     return lines
 
 
 def named(tops: list[TensorMaximum]) -> str:
     """Return the name of the first one, and how many more there are."""
-    more = f" and {len(tops) - 1} more" if len(tops) > 1 else ""
-    return f"{tops[0].name:.200} in {tops[0].file}{more}"
+    others = f" and {len(tops) - 1} more" if len(tops) > 1 else ""
+    return f"{tops[0].name:.200} in {tops[0].file}{others}"
 
 
 def is_matrix(shape: tuple[int, ...]) -> bool:

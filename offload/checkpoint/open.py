@@ -69,12 +69,14 @@ def gguf_file(model: str | os.PathLike[str]) -> Path | None:
     if not os.path.isdir(path) or any(True for _ in path.glob("*.safetensors*")):
         return None
     # vision encoders (mmproj) are left out
-    files = sorted(one for one in path.glob(_GGUF) if "mmproj" not in one.name.lower())
+    files = sorted(file for file in path.glob(_GGUF) if "mmproj" not in file.name.lower())
     first = [
-        one for one in files if (match := SPLIT.fullmatch(one.name)) is None or int(match[2]) == 1
+        file
+        for file in files
+        if (match := SPLIT.fullmatch(file.name)) is None or int(match[2]) == 1
     ]
     if len(first) > 1:
-        names = ", ".join(one.name for one in first)
+        names = ", ".join(file.name for file in first)
         raise UserError(f"{path} has several GGUF models ({names}): give the path of one of them")
     return next(iter(first or files), None)
 
@@ -120,15 +122,15 @@ def fetch(
 
     What is here stays the commit that it is.
     """
-    found = []
+    checkpoints = []
     for model, known in zip(models, headers, strict=True):
         if not known.is_here:
             on_phase(f"downloading {model}")
             known = open_checkpoint(model)
         elif is_from_hub(model):
             download_small(str(model), revision=known.directory.name)
-        found.append(known)
-    return found
+        checkpoints.append(known)
+    return checkpoints
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
@@ -142,9 +144,9 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     shards, weight_map = find_shards(directory)
     for path in shards:
         if not os.path.isfile(path):
-            what = f"the index names {path.name}, which is missing"
-            what = what if weight_map else f"{path.name} leads to no file"
-            raise damaged(f"{directory}: {what}", directory)
+            complaint = f"the index names {path.name}, which is missing"
+            complaint = complaint if weight_map else f"{path.name} leads to no file"
+            raise damaged(f"{directory}: {complaint}", directory)
     tensors = dict[str, TensorEntry]()
     stamps = list[Stamp]()
     formats = set[object]()
@@ -158,8 +160,8 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
                 tensors[name] = entry
     for name, file in (weight_map or {}).items():
         if name not in tensors:
-            what = f"the index places {name} in {file}, which lacks it"
-            raise damaged(f"{where}: {what}", directory)
+            complaint = f"the index places {name} in {file}, which lacks it"
+            raise damaged(f"{where}: {complaint}", directory)
     weights, left_out, extra = weights_of(where, config, tensors, formats)
     return Checkpoint(
         directory,
@@ -188,14 +190,14 @@ def weights_of(
     is_mlx = is_of_mlx(config, formats, tensors)
     if is_mlx:
         require_known(where, config)
-    found = text_part(where, config, tensors)
-    weights = with_codings(where, config, found.tensors)
+    text = text_part(where, config, tensors)
+    weights = with_codings(where, config, text.tensors)
     if quantisation(config) and not any(entry.coded for entry in weights.values()):
         raise unexplained(where, config)
     if is_mlx:
         weights = as_in_transformers(where, config, weights)
     turned = with_turned_stacks(config, weights)
-    return found._replace(tensors=with_shared_layers(config, turned))
+    return text._replace(tensors=with_shared_layers(config, turned))
 
 
 def has_weights(directory: Path) -> bool:
@@ -220,12 +222,12 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
     if len(shards) == 1:
         return tuple(shards), None
     if shards:
-        what = f"{directory} has {len(shards)} safetensors files but no {INDEX}"
-        raise damaged(what, directory)
+        complaint = f"{directory} has {len(shards)} safetensors files but no {INDEX}"
+        raise damaged(complaint, directory)
     pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
     if pickles:
-        what = f"{directory} has only pickled weights ({pickles[0]}), which can run code"
-        raise UserError(f"{what}: convert to safetensors")
+        complaint = f"{directory} has only pickled weights ({pickles[0]}), which can run code"
+        raise UserError(f"{complaint}: convert to safetensors")
     _refuse_other_formats(directory)
     has_config = os.path.isfile(directory / "config.json")
     remedy = AGAIN if has_config else "give the folder of a Hugging Face model"
@@ -235,8 +237,8 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
 def _refuse_other_formats(directory: Path) -> None:
     """Raise `UserError` for a folder that holds an adapter without its model."""
     if os.path.isfile(directory / "adapter_config.json"):
-        what = f"{directory} holds an adapter, such as LoRA, without its model"
-        raise UserError(f"{what}: merge it into the model, give the result")
+        complaint = f"{directory} holds an adapter, such as LoRA, without its model"
+        raise UserError(f"{complaint}: merge it into the model, give the result")
 
 
 def shard_name(index: int, count: int) -> str:
@@ -258,17 +260,17 @@ def _on_the_hub(repo: str) -> Checkpoint:
     try:
         # Not hf_hub_download, which tries six times, for 23 s, where there is no network at all.
         config = Path(snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
-        found = get_safetensors_metadata(repo)
+        listing = get_safetensors_metadata(repo)
     except (OSError, network_error, *unusable) as error:
         raise not_on_the_hub(repo, error) from None
-    files = sorted(found.files_metadata)
+    files = sorted(listing.files_metadata)
     tensors = {}
     check_shard_names(Path(repo), files)
     for index, file in enumerate(files):
-        for name, tensor in found.files_metadata[file].tensors.items():
+        for name, tensor in listing.files_metadata[file].tensors.items():
             place = {"shape": list(tensor.shape), "data_offsets": tensor.data_offsets}
             meta = {"dtype": tensor.dtype, **place}
-            if found.weight_map.get(name) == file:
+            if listing.weight_map.get(name) == file:
                 tensors[name] = checked_entry(Path(file), name, meta, index, 0)
     settings = read_config(config)
     shards = tuple(Path(f"{repo}/{file}") for file in files)

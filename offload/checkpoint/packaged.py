@@ -240,10 +240,10 @@ def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     dense = layer_shapes({**config, "model_type": "qwen3"}).items()
     shapes = {name: shape for name, shape in dense if not name.startswith("mlp.")}
     shapes[f"{_ROUTER}.weight"] = (num_experts, width)
-    own = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    expert_shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
     for expert in range(num_experts):
         stem = f"mlp.experts.{expert}"
-        shapes |= {f"{stem}.{part}_proj.weight": shape for part, shape in own.items()}
+        shapes |= {f"{stem}.{part}_proj.weight": shape for part, shape in expert_shapes.items()}
     return dict(sorted(shapes.items()))
 
 
@@ -263,7 +263,7 @@ def _outer_axes(config: dict[str, Any]) -> dict[str, Axes]:
 
 
 def _num_bytes(axes: dict[str, Axes], dtype: str) -> int:
-    return sum(PLAIN_OF[dtype].stored_bytes([*chain(*one)]) for one in axes.values())
+    return sum(PLAIN_OF[dtype].stored_bytes([*chain(*sizes)]) for sizes in axes.values())
 
 
 def _digest(source: Path) -> str:
@@ -272,8 +272,8 @@ def _digest(source: Path) -> str:
     weights = (*source.glob("config.json"), *source.glob("*.safetensors*"))
     for path in sorted({*weights, *_companions(source)}):
         with path.open("rb") as file:
-            own = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.name} {own}\n".encode())
+            file_digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.name} {file_digest}\n".encode())
     return digest.hexdigest()
 
 
@@ -438,5 +438,5 @@ def inflated_target(
             cache_folder().mkdir(parents=True, exist_ok=True)
             return inflate(source, folder, size_bytes, progress=progress)
     except BusyError:
-        what = "another command is making the packaged model just now"
-        raise UserError(f"{what}: try again when it has") from None
+        complaint = "another command is making the packaged model just now"
+        raise UserError(f"{complaint}: try again when it has") from None

@@ -36,21 +36,21 @@ class FileHeader(NamedTuple):
     metadata: Mapping[str, Any]  # texts in safetensors
 
 
-def damaged(what: str, directory: Path | None = None) -> UserError:
+def damaged(complaint: str, directory: Path | None = None) -> UserError:
     """Return the error for a file that contradicts itself; the folder tells how it was made."""
     is_packed = directory is not None and os.path.isfile(directory / MANIFEST)
-    return UserError(f"{what}: {'pack the model again' if is_packed else AGAIN}")
+    return UserError(f"{complaint}: {'pack the model again' if is_packed else AGAIN}")
 
 
-def damaged_file(path: Path, what: str) -> UserError:
+def damaged_file(path: Path, complaint: str) -> UserError:
     """Return the error for a file that contradicts itself, by its name."""
-    return damaged(f"{path.name}: {what}", path.parent)
+    return damaged(f"{path.name}: {complaint}", path.parent)
 
 
 def lfs_pointer(path: Path) -> UserError:
     """Return the error for a file that stands for one that was not fetched."""
-    what = f"{path.name} is a pointer of Git LFS, not the weights"
-    return UserError(f"{what}: run git lfs pull in its folder")
+    complaint = f"{path.name} is a pointer of Git LFS, not the weights"
+    return UserError(f"{complaint}: run git lfs pull in its folder")
 
 
 def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) -> None:
@@ -104,10 +104,10 @@ def parse_header(
     Raises `UserError` where the header contradicts itself or the file.
     """
     data_lo = 8 + len(raw)
-    found, metadata = _parse_json(path, raw)
-    require_few(path.name, len(found))
+    header, metadata = _parse_json(path, raw)
+    require_few(path.name, len(header))
     entries = {
-        name: checked_entry(path, name, meta, shard, data_lo) for name, meta in found.items()
+        name: checked_entry(path, name, meta, shard, data_lo) for name, meta in header.items()
     }
     check_extents(path, entries, file_bytes)
     # in bytes between tensors other programs may see another file
@@ -127,11 +127,11 @@ def header_bytes(
 
     Places of entries are counted from the end of it, which is a multiple of `align_bytes`.
     """
-    told = {
-        name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": (one.lo, one.hi)}
-        for name, one in entries.items()
+    described = {
+        name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.lo, entry.hi)}
+        for name, entry in entries.items()
     }
-    text = json.dumps({"__metadata__": notes, **told}, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": notes, **described}, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % align_bytes)
     return len(text).to_bytes(8, "little") + text
 

@@ -167,7 +167,7 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     # transformers keeps some of T5 in float32 where float16 is asked for
     is_mixed = has_encoder(checkpoint.config) and dtype == "float16"
     types = [computed, PLAIN_OF["float32"]] if is_mixed else [computed]
-    cast_bytes = max(cast_bytes_of(layer, one) for layer in layers for one in types)
+    cast_bytes = max(cast_bytes_of(layer, dtype) for layer in layers for dtype in types)
     shape = ModelShape(
         layer_bytes=tuple(map(slab_bytes_bound, decoder_layers)),
         encoder_bytes=tuple(map(slab_bytes_bound, layers[num_layers:])),
@@ -184,7 +184,7 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         routed_weights=_num_weights(routed),
         routed_bytes=sum(entry.num_bytes for entry in routed),
         companion_bytes=sum(
-            one.coded.coding.companion_bytes(one.shape) for one in coded if one.coded
+            entry.coded.coding.companion_bytes(entry.shape) for entry in coded if entry.coded
         ),
         scratch_bytes=scratch_bytes_of(checkpoint.tensors, computed),
         beside_bytes=_beside_bytes(layers, rest, checkpoint.held),
@@ -195,8 +195,10 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     )
     held = checkpoint.held
     if checkpoint.carried is not None:
-        own = [one for name, one in checkpoint.tensors.items() if not checkpoint.shares(name)]
-        own_bytes = _rest_bytes([entry for entry in own if entry in rest], computed)
+        stored = [
+            entry for name, entry in checkpoint.tensors.items() if not checkpoint.shares(name)
+        ]
+        own_bytes = _rest_bytes([entry for entry in stored if entry in rest], computed)
         shape = _carried_shape(shape, checkpoint.carried, own_bytes, item_bytes)
     if held is None:
         return replace(
@@ -244,18 +246,18 @@ def _recurrent_shape(layers: Iterable[RecurrentLayer | None], item_bytes: int) -
     )
 
 
-def _held_shape(shape: ModelShape, held: Held, own: HeldSizes) -> ModelShape:
+def _held_shape(shape: ModelShape, held: Held, sizes: HeldSizes) -> ModelShape:
     """Return the sizes of a draft of this shape that is quantised in memory."""
     num_layers = len(shape.layer_bytes)
     return replace(
         shape,
-        layer_bytes=own.layer_bytes[:num_layers],
-        encoder_bytes=own.layer_bytes[num_layers:],
+        layer_bytes=sizes.layer_bytes[:num_layers],
+        encoder_bytes=sizes.layer_bytes[num_layers:],
         cast_bytes=0,
         companion_bytes=0,
-        scratch_bytes=own.scratch_bytes,
-        beside_bytes=shape.beside_bytes + own.passing_bytes,
-        expanded_weights=own.expanded_weights,
+        scratch_bytes=sizes.scratch_bytes,
+        beside_bytes=shape.beside_bytes + sizes.passing_bytes,
+        expanded_weights=sizes.expanded_weights,
         product_rows=FEW_ROWS,
         is_compiled=shape.is_compiled or held.bits == 4,
         shares_rest=shape.shares_rest or held.is_copy,
@@ -301,7 +303,9 @@ def text_config(checkpoint: Checkpoint) -> Settings:
 
 def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the numbers that memory depends on; of a list with one per layer, the largest."""
-    kinds = (str(one.get("model_type")) for one in (checkpoint.config, of_text(checkpoint.config)))
+    kinds = (
+        str(config.get("model_type")) for config in (checkpoint.config, of_text(checkpoint.config))
+    )
     reasons = REFUSED | MISCOMPUTED
     why = next((reasons[kind] for kind in kinds if kind in reasons), None)
     if why is not None:
@@ -354,10 +358,12 @@ def table_and_head(
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
     """Return embedding tables and what follows the layers: a tied head is the first table."""
     tensors = checkpoint.tensors.items()
-    named = {name: one for name, one in tensors if _TABLE_NAME.search(name) and one in rest}
+    named = {name: entry for name, entry in tensors if _TABLE_NAME.search(name) and entry in rest}
     tables = list(named.values())
     others = [entry for entry in rest if entry not in tables]
-    heads = [one for one in others if len(one.shape) == 2 and one.shape[0] >= max(vocab_size, 1)]
+    heads = [
+        entry for entry in others if len(entry.shape) == 2 and entry.shape[0] >= max(vocab_size, 1)
+    ]
     is_tied = bool(others) and not heads
     as_head = [entry for name, entry in named.items() if _PER_LAYER not in name] if is_tied else []
     return tables, others + as_head
@@ -376,12 +382,12 @@ def _beside_bytes(
     """Return the largest slab of companions: copies are read one by one, all else at once."""
     beside = [entry for entry in rest if entry.coded]
     largest_bytes = 0
-    for entry in (one for entries in (*layers, rest) for one in entries):
-        own = [one for _, one in entry.companions]
+    for entry in (each for entries in (*layers, rest) for each in entries):
+        companions = [companion for _, companion in entry.companions]
         if entry.coded is None or not isinstance(entry.coded.coding, Residual):
-            beside += own
+            beside += companions
         elif not is_shared(entry, held):
-            largest_bytes = max(largest_bytes, slab_bytes_bound(own))
+            largest_bytes = max(largest_bytes, slab_bytes_bound(companions))
     return max(largest_bytes, slab_bytes_bound(beside))
 
 
@@ -435,8 +441,8 @@ class ModelFacts(NamedTuple):
         if shape is not None:
             num_bytes = shape.num_bytes - (shape.rest_bytes if shape.shares_rest else 0)
         # layers may share some
-        apart = {(one.shard, one.lo): one for one in checkpoint.tensors.values()}
-        count = sum(math.prod(one.shape) for one in apart.values())
+        apart = {(entry.shard, entry.lo): entry for entry in checkpoint.tensors.values()}
+        count = sum(math.prod(entry.shape) for entry in apart.values())
         return cls(
             name_of(model),
             count,

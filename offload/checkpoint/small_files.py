@@ -80,8 +80,8 @@ def _with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
         return config
     if not isinstance(inner, dict) or not inner:
         kind = config.get("model_type", "unknown")
-        what = f"{where}: {_NO_TEXT_CONFIG} (model type {kind}), got {inner!r:.80}"
-        raise UserError(f"{what}: {ANOTHER_FOLDER}")
+        complaint = f"{where}: {_NO_TEXT_CONFIG} (model type {kind}), got {inner!r:.80}"
+        raise UserError(f"{complaint}: {ANOTHER_FOLDER}")
     check_counts(where, config)
     key = spec_key(config)
     spec = kept_spec(key)
@@ -100,8 +100,8 @@ def _usual_text_sizes(where: str, config: dict[str, Any], inner: Settings) -> di
         known = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(config)).get_text_config(decoder=True)
     # transformers rejects a config with exceptions of any type
     except Exception as error:
-        what = f"{where}: {_NO_TEXT_CONFIG} (model type {kind}; {reason(error)})"
-        raise UserError(f"{what}: {ANOTHER_FOLDER}") from None
+        complaint = f"{where}: {_NO_TEXT_CONFIG} (model type {kind}; {reason(error)})"
+        raise UserError(f"{complaint}: {ANOTHER_FOLDER}") from None
     usual = {key: getattr(known, key, None) for key in _SIZES if key not in inner}
     return {key: size for key, size in usual.items() if size is not None}
 
@@ -138,8 +138,8 @@ def objects(value: Any) -> Iterator[Mapping[str, Any]]:
         part = left.pop()
         if isinstance(part, dict):
             yield part
-        own = part.values() if isinstance(part, dict) else part
-        left += (one for one in own if isinstance(one, dict | list))
+        values = part.values() if isinstance(part, dict) else part
+        left += (value for value in values if isinstance(value, dict | list))
 
 
 def of_text(config: Settings) -> Settings:
@@ -169,7 +169,7 @@ def decoder_config(config: Settings) -> Settings:
     """Return the config with the decoder's sizes under their usual names."""
     if not has_encoder(config):
         return config
-    named = {usual: config.get(own) for usual, own in _USUAL_NAMES.items()}
+    named = {usual: config.get(key) for usual, key in _USUAL_NAMES.items()}
     num_layers = config.get("num_layers")
     named |= {
         "num_hidden_layers": config.get("num_decoder_layers") or num_layers,
@@ -235,11 +235,13 @@ def no_chat_template() -> UserError:
 
 def text_files(folder: Path) -> list[Path]:
     """Return the files that texts depend on, without the model's configs. Raises `OSError`."""
-    more = folder / MORE_TEMPLATES
+    templates = folder / MORE_TEMPLATES
     names = filter(_READ_BY_LIBRARIES.fullmatch, sorted(os.listdir(folder)))
-    own = [name for name in names if name == TOKENIZER_CONFIG or not name.endswith("config.json")]
-    beside = sorted(os.listdir(more)) if os.path.isdir(more) else []
-    paths = [*(folder / name for name in own), *(more / name for name in beside)]
+    directly = [
+        name for name in names if name == TOKENIZER_CONFIG or not name.endswith("config.json")
+    ]
+    beside = sorted(os.listdir(templates)) if os.path.isdir(templates) else []
+    paths = [*(folder / name for name in directly), *(templates / name for name in beside)]
     return [path for path in paths if os.path.isfile(path)]
 
 
@@ -278,5 +280,5 @@ def check_tokenizer_files(directory: Path) -> None:
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): {_DOWNLOAD_AGAIN}") from None
     except (ValueError, RecursionError) as error:
-        what = f"cannot read the tokenizer in {directory} ({reason(error)})"
-        raise UserError(f"{what}: {_DOWNLOAD_AGAIN}") from None
+        complaint = f"cannot read the tokenizer in {directory} ({reason(error)})"
+        raise UserError(f"{complaint}: {_DOWNLOAD_AGAIN}") from None

@@ -89,7 +89,7 @@ class Coded(NamedTuple):
 
 Entries = Mapping[str, TensorEntry]
 _IN_LAYER = re.compile(r"^((?:.*?\.)?(?:layers|(?:de|en)coder\.block))\.(\d{1,9})\.(.+)$")
-_SUFFIXES = sorted({suffix for one in FORMATS for suffix in one.suffixes}, key=len, reverse=True)
+_SUFFIXES = sorted({suffix for kind in FORMATS for suffix in kind.suffixes}, key=len, reverse=True)
 
 
 class LayerName(NamedTuple):
@@ -127,43 +127,47 @@ def with_codings(where: str, config: Settings, tensors: Entries) -> dict[str, Te
         else:
             grouped.setdefault(name[: -len(suffix)], {})[suffix] = entry
     rows_of = {
-        stem: own[suffix].shape[-2]
-        for stem, own in grouped.items()
+        stem: parts[suffix].shape[-2]
+        for stem, parts in grouped.items()
         for suffix in (".weight", ".weight_packed")
-        if suffix in own and len(own[suffix].shape) > 1
+        if suffix in parts and len(parts[suffix].shape) > 1
     }
-    for stem, own in grouped.items():
+    for stem, parts in grouped.items():
         site = Site(stem, columns_at(config, stem, rows_of))
-        known |= _weights_of(where, site, own, settings)
+        known |= _weights_of(where, site, parts, settings)
     return known
 
 
-def _weights_of(where: str, site: Site, own: Entries, settings: Settings) -> dict[str, TensorEntry]:
+def _weights_of(
+    where: str, site: Site, parts: Entries, settings: Settings
+) -> dict[str, TensorEntry]:
     """Return one coded weight, or the tensors as they are."""
     stem = site.name
-    if own.keys() == {".weight"} and own[".weight"].dtype in ENCODINGS:
-        return {f"{stem}.weight": own[".weight"]}
-    for one in FORMATS:
-        claimed = {suffix: entry for suffix, entry in own.items() if suffix in one.suffixes}
+    if parts.keys() == {".weight"} and parts[".weight"].dtype in ENCODINGS:
+        return {f"{stem}.weight": parts[".weight"]}
+    for kind in FORMATS:
+        claimed = {suffix: entry for suffix, entry in parts.items() if suffix in kind.suffixes}
         try:
-            found = one.recognise(claimed, settings, site)
-            if found is not None:
-                others = own.keys() - claimed.keys()
-                kept = {f"{stem}{suffix}": own[suffix] for suffix in own if suffix in others}
-                return {**kept, f"{stem}{one.parameter}": _entry(found, claimed)}
+            recognised = kind.recognise(claimed, settings, site)
+            if recognised is not None:
+                others = parts.keys() - claimed.keys()
+                kept = {f"{stem}{suffix}": parts[suffix] for suffix in parts if suffix in others}
+                return {**kept, f"{stem}{kind.parameter}": _entry(recognised, claimed)}
         except ValueError as error:
             raise UserError(f"{where}: {stem}: {error}") from None
-    return {f"{stem}{suffix}": entry for suffix, entry in own.items()}
+    return {f"{stem}{suffix}": entry for suffix, entry in parts.items()}
 
 
-def _entry(found: RecognisedWeight, own: Entries) -> TensorEntry:
-    for suffix in (*found.words, *found.companions):
-        dtype = own[suffix].dtype
+def _entry(recognised: RecognisedWeight, parts: Entries) -> TensorEntry:
+    for suffix in (*recognised.words, *recognised.companions):
+        dtype = parts[suffix].dtype
         rule = f"{suffix} must be of a type that is known"
         ensure(dtype in STORED, f"{rule}, is {dtype:.40}: {ANOTHER}")
-    words = [own[suffix] for suffix in found.words]
-    rule = f"{' and '.join(found.words)} must lie one behind the other in a file"
-    places = [((one.shard, one.hi), (other.shard, other.lo)) for one, other in pairwise(words)]
+    words = [parts[suffix] for suffix in recognised.words]
+    rule = f"{' and '.join(recognised.words)} must lie one behind the other in a file"
+    places = [((word.shard, word.hi), (other.shard, other.lo)) for word, other in pairwise(words)]
     ensure(all(end == start for end, start in places), f"{rule}, they do not: pack it again")
-    coded = Coded(found.coding, tuple((suffix, own[suffix]) for suffix in found.companions))
-    return words[0]._replace(shape=found.shape, hi=words[-1].hi, coded=coded)
+    coded = Coded(
+        recognised.coding, tuple((suffix, parts[suffix]) for suffix in recognised.companions)
+    )
+    return words[0]._replace(shape=recognised.shape, hi=words[-1].hi, coded=coded)

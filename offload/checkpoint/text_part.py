@@ -76,39 +76,41 @@ def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
         for pattern, other in _MISTRAL_NAMES if is_mistral else ():
             renamed = pattern.sub(other, renamed)
         named = is_named and not is_mistral
-        own = _text_model_name(renamed, is_named=named) if is_around else name
-        if own is None or _is_for_multi_token_prediction(own, num_layers):
+        inner = _text_model_name(renamed, is_named=named) if is_around else name
+        if inner is None or _is_for_multi_token_prediction(inner, num_layers):
             kinds = (kind for kind, pattern in _KINDS.items() if pattern.search(name))
-            kind = next(kinds, _OTHER) if own is None else _EXTRA
+            kind = next(kinds, _OTHER) if inner is None else _EXTRA
             left_out[kind] += entry.num_bytes
             if kind == _EXTRA:
-                extra[own or name] = entry
-        elif own in kept:
-            what = f"{where}: {own} of the language model is stored twice"
-            raise UserError(f"{what}: save it with save_pretrained")
+                extra[inner or name] = entry
+        elif inner in kept:
+            complaint = f"{where}: {inner} of the language model is stored twice"
+            raise UserError(f"{complaint}: save it with save_pretrained")
         else:
-            kept[own] = entry
+            kept[inner] = entry
     if is_around and tensors and not any(map(layer_name, kept)):
-        found = " and ".join(left_out) or "nothing"
-        raise UserError(f"{where}: no tensors of a language model, {found} alone: {ANOTHER_FOLDER}")
+        present = " and ".join(left_out) or "nothing"
+        raise UserError(
+            f"{where}: no tensors of a language model, {present} alone: {ANOTHER_FOLDER}"
+        )
     return TextPart(kept, dict(left_out), extra)
 
 
 def _text_model_name(name: str, *, is_named: bool) -> str | None:
     """Return a tensor's name in the language model on its own; None for the parts around it."""
-    found = _INNER.match(name)
-    if found:
-        return f"{found[1] or 'model.'}{name[found.end() :]}"
+    match = _INNER.match(name)
+    if match:
+        return f"{match[1] or 'model.'}{name[match.end() :]}"
     return name if (_HEAD if is_named else _BARE).match(name) else None
 
 
 def _is_for_multi_token_prediction(name: str, num_layers: Any) -> bool:
     """Return whether a tensor is of layers that predict further ahead, or beyond the last."""
-    own = layer_name(name)
+    place = layer_name(name)
     # an encoder, whose layers are called blocks, may have more than the decoder
-    if own is not None and own.stack.endswith("layers"):
+    if place is not None and place.stack.endswith("layers"):
         is_known = type(num_layers) is int and num_layers > 0
-        if is_known and own.layer >= num_layers:
+        if is_known and place.layer >= num_layers:
             return True
     return _MULTI_TOKEN.search(name) is not None
 
@@ -142,15 +144,15 @@ def with_shared_layers(config: Settings, tensors: Entries) -> dict[str, TensorEn
     block_name = SHARED_LAYERS.get(str(config.get("model_type")))
     if block_name is None or type(num_blocks) is not int:
         return dict(tensors)
-    names = {name: own for name in tensors if (own := layer_name(name)) is not None}
-    layers = sorted({own.layer for own in names.values() if own.inner == _HYBRID})
+    names = {name: place for name in tensors if (place := layer_name(name)) is not None}
+    layers = sorted({place.layer for place in names.values() if place.inner == _HYBRID})
     turn = {layer: index % max(1, num_blocks) for index, layer in enumerate(layers)}
     sharing = defaultdict[int, list[int]](list)
     for layer in layers:
         sharing[turn[layer]].append(layer)
-    found = dict(tensors)
-    for name, own in names.items():
-        if own.inner.startswith(block_name):
-            for layer in sharing.get(turn.get(own.layer, -1), ()):
-                found.setdefault(own.at(layer), tensors[name])
-    return found
+    shared = dict(tensors)
+    for name, place in names.items():
+        if place.inner.startswith(block_name):
+            for layer in sharing.get(turn.get(place.layer, -1), ()):
+                shared.setdefault(place.at(layer), tensors[name])
+    return shared

@@ -77,7 +77,7 @@ class Damage(NamedTuple):
 
     file: str
     tensor: str  # "" where it concerns no single tensor
-    what: str
+    fault: str
 
 
 class Span(NamedTuple):
@@ -143,9 +143,9 @@ def open_whole(model: str) -> ModelSpans:
     read = read_header if file is None else read_gguf_header
     headers, unread, damage = _headers(shards, read)
     have = {shard.name: header.tensors for shard, header in headers.items()}
-    for name, own in places.items():
-        if own in have and name not in have[own]:
-            damage.append(Damage(own, name, "is not in the file that the index names"))
+    for name, weights_file in places.items():
+        if weights_file in have and name not in have[weights_file]:
+            damage.append(Damage(weights_file, name, "is not in the file that the index names"))
     # where words of coded weights begin, and what no text needs: not of models that cannot be run
     words = defaultdict[int, set[int]](set)
     left_out: Mapping[str, int] = {}
@@ -156,13 +156,13 @@ def open_whole(model: str) -> ModelSpans:
             if entry.coded is not None:
                 words[entry.shard].add(entry.lo)
     files = list[WholeFile]()
-    for one, header in headers.items():
-        spans = _spans(header, words[shards.index(one)])
-        files.append(WholeFile(one, header.stamp, spans))
-    for one, why in unread.items():
-        stamp = Stamp.of(one)
+    for weights_path, header in headers.items():
+        spans = _spans(header, words[shards.index(weights_path)])
+        files.append(WholeFile(weights_path, header.stamp, spans))
+    for weights_path, why in unread.items():
+        stamp = Stamp.of(weights_path)
         whole = Span(_UNREAD, 0, stamp.num_bytes, stamp.num_bytes)
-        files.append(WholeFile(one, stamp, (Span(None, 0, 0, 0), whole), why))
+        files.append(WholeFile(weights_path, stamp, (Span(None, 0, 0, 0), whole), why))
     return ModelSpans(path, tuple(files), tuple(damage), left_out)
 
 
@@ -182,32 +182,32 @@ def _local(model: str) -> Path:
     except (OSError, HFValidationError) as error:
         # the library's own words for what is not there tell of its settings
         why = "" if isinstance(error, LocalEntryNotFoundError) else f" ({reason(error)})"
-        what = f"{model} is neither a folder nor in the hub's cache{why}"
-        raise UserError(f"{what}: download it first") from None
+        complaint = f"{model} is neither a folder nor in the hub's cache{why}"
+        raise UserError(f"{complaint}: download it first") from None
 
 
 def _headers(
     shards: tuple[Path, ...], read: Callable[[Path], FileHeader]
 ) -> tuple[dict[Path, FileHeader], dict[Path, str], list[Damage]]:
     """Return the headers, why others are not read, and the damage found."""
-    found = dict[Path, FileHeader]()
+    headers = dict[Path, FileHeader]()
     unread = dict[Path, str]()
     damage = list[Damage]()
     for path in shards:
         if not os.path.isfile(path):
-            what = "is no regular file" if os.path.lexists(path) else "is missing"
-            damage.append(Damage(path.name, "", what))
+            fault = "is no regular file" if os.path.lexists(path) else "is missing"
+            damage.append(Damage(path.name, "", fault))
             continue
         if not os.access(path, os.R_OK):
             raise UserError(f"cannot read {path}: check that it is yours to read")
         try:
-            found[path] = read(path)
+            headers[path] = read(path)
         except UnreadError as error:
             # the remedy concerns running the model, not verifying it
             unread[path] = _without_name(error, path).rpartition(": ")[0]
         except UserError as error:
             damage.append(Damage(path.name, "", _without_name(error, path)))
-    return found, unread, damage
+    return headers, unread, damage
 
 
 def _without_name(error: UserError, path: Path) -> str:
@@ -243,9 +243,9 @@ def is_as_downloaded(path: Path, stamp: Stamp) -> bool:
     return stamp.changed_ns <= noted_ns + _SHORT_NS
 
 
-def is_sha256(found: str | None) -> bool:
+def is_sha256(digest: str | None) -> bool:
     """Return whether a checksum is the sha256 of the file's bytes alone."""
-    return found is not None and len(found) == 64
+    return digest is not None and len(digest) == 64
 
 
 def small_file_notes(folder: Path, weights: set[str]) -> list[str]:
@@ -264,8 +264,8 @@ def small_file_notes(folder: Path, weights: set[str]) -> list[str]:
                 unread.append(f"{path.name} ({error.strerror})")
                 continue
             blob = b"blob %d\0" % len(raw) + raw
-            found = hashlib.sha256(raw) if is_sha256(wanted) else hashlib.sha1(blob)
-            if found.hexdigest() != wanted:
+            digest = hashlib.sha256(raw) if is_sha256(wanted) else hashlib.sha1(blob)
+            if digest.hexdigest() != wanted:
                 changed.append(path.name)
     except OSError as error:
         unread.append(f"{folder} ({error.strerror})")
@@ -319,15 +319,15 @@ def read_manifest(path: Path) -> dict[str, FileSums]:
     remedy = "remove it to have it written anew"
     with readable(path):
         try:
-            found = read_object(path, remedy)
+            manifest = read_object(path, remedy)
         except FileNotFoundError:
             return {}
-    if found.get("format") != _FORMAT or found.get("version") != _VERSION:
+    if manifest.get("format") != _FORMAT or manifest.get("version") != _VERSION:
         other = "give another with `manifest`, or move it away"
         raise UserError(f"{path} is no manifest of offload verify: {other}")
-    files = found.get("files")
+    files = manifest.get("files")
     try:
-        ensure(found.get("crc32") == _crc32(files), "it does not have its own checksum")
+        ensure(manifest.get("crc32") == _crc32(files), "it does not have its own checksum")
         return convert(files, dict[str, FileSums])
     except (ValidationError, ValueError) as error:
         raise UserError(f"{path} is damaged, {reason(error)}: {remedy}") from None
@@ -335,28 +335,28 @@ def read_manifest(path: Path) -> dict[str, FileSums]:
 
 def write_manifest(path: Path, files: Mapping[str, FileSums]) -> None:
     """Write the manifest. Raises `OSError`."""
-    told = {name: asdict(own) for name, own in files.items()}
-    whole = {"format": _FORMAT, "version": _VERSION, "crc32": _crc32(told), "files": told}
+    saved = {name: asdict(sums) for name, sums in files.items()}
+    whole = {"format": _FORMAT, "version": _VERSION, "crc32": _crc32(saved), "files": saved}
     write_whole(path, json.dumps(whole, indent=1) + "\n")
 
 
-def have_same_bytes(one: FileSums, other: FileSums) -> bool:
+def have_same_bytes(sums: FileSums, other: FileSums) -> bool:
     """Return whether two files agree, whatever their times of writing and the hub's sums."""
-    return replace(one, written_ns=0, sha256=None) == replace(other, written_ns=0, sha256=None)
+    return replace(sums, written_ns=0, sha256=None) == replace(other, written_ns=0, sha256=None)
 
 
-def differences(file: str, found: FileSums, known: FileSums, manifest: Path) -> list[Damage]:
+def differences(file: str, sums: FileSums, known: FileSums, manifest: Path) -> list[Damage]:
     """Return what changed since the manifest was written, by tensor."""
-    what = f"its bytes are not those of {manifest.name}"
-    if found.written_ns != known.written_ns:
-        what += ", and the file was written to since: where that was meant, remove the manifest"
-    both = {**known.tensors, **found.tensors}
-    names = [name for name in both if known.tensors.get(name) != found.tensors.get(name)]
-    if found.tensors.keys().isdisjoint(known.tensors):
+    fault = f"its bytes are not those of {manifest.name}"
+    if sums.written_ns != known.written_ns:
+        fault += ", and the file was written to since: where that was meant, remove the manifest"
+    both = {**known.tensors, **sums.tensors}
+    names = [name for name in both if known.tensors.get(name) != sums.tensors.get(name)]
+    if sums.tensors.keys().isdisjoint(known.tensors):
         names = []  # the header changed, so tensors cannot be compared by name
-    is_header = found.header != known.header or (found.num_bytes != known.num_bytes and not names)
-    header = [Damage(file, "", f"in its header, {what}")] if is_header else []
-    return [*header, *(Damage(file, name, what) for name in names)]
+    is_header = sums.header != known.header or (sums.num_bytes != known.num_bytes and not names)
+    header = [Damage(file, "", f"in its header, {fault}")] if is_header else []
+    return [*header, *(Damage(file, name, fault) for name in names)]
 
 
 def _crc32(files: object) -> str:

@@ -66,16 +66,16 @@ def pack(
         started_s = time.monotonic()
         if out is None:
             show = partial(console.bytes_landed, label="verifying")
-            found = packing.verify(model, progress=show)
+            outcome = packing.verify(model, progress=show)
         else:
             show = partial(console.bytes_landed, label="packing")
-            found = packing.pack(model, out, beside=done.beside, progress=show)
+            outcome = packing.pack(model, out, beside=done.beside, progress=show)
         elapsed_s = time.monotonic() - started_s
         console.clear()
-        console.say(_outcome_line(found, is_decimal=console.is_decimal, is_verified=out is None))
+        console.say(_outcome_line(outcome, is_decimal=console.is_decimal, is_verified=out is None))
     if output.as_json:
-        proved = {} if found.num_kept else {"is_sound": True}
-        print(json.dumps({**found.as_dict(), **proved, "elapsed_s": elapsed_s}))
+        proved = {} if outcome.num_kept else {"is_sound": True}
+        print(json.dumps({**outcome.as_dict(), **proved, "elapsed_s": elapsed_s}))
 
 
 @flags.command(
@@ -110,15 +110,15 @@ def unpack(
         print(json.dumps({"folder": str(folder), "elapsed_s": elapsed_s}))
 
 
-def _outcome_line(found: "PackResult", *, is_decimal: bool, is_verified: bool) -> str:
+def _outcome_line(outcome: "PackResult", *, is_decimal: bool, is_verified: bool) -> str:
     size, before = (
-        format_bytes(n, is_decimal=is_decimal) for n in (found.packed_bytes, found.source_bytes)
+        format_bytes(n, is_decimal=is_decimal) for n in (outcome.packed_bytes, outcome.source_bytes)
     )
-    share = f"{size} instead of {before}, {found.packed_bytes / max(1, found.source_bytes):.1%}"
-    what = f"{found.folder}: {share}, in {plural(found.num_files, 'file')}"
+    share = f"{size} instead of {before}, {outcome.packed_bytes / max(1, outcome.source_bytes):.1%}"
+    done = f"{outcome.folder}: {share}, in {plural(outcome.num_files, 'file')}"
     if is_verified:
-        return f"{what}; decoded, every checksum is right"
-    if found.was_there:
-        return f"{what}; was there already: --verify reads it"
-    kept = f", {found.num_kept} of them finished before" if found.num_kept else ""
-    return f"{what}{kept}; {'the others ' if kept else ''}read back and decoded, the same bits"
+        return f"{done}; decoded, every checksum is right"
+    if outcome.was_there:
+        return f"{done}; was there already: --verify reads it"
+    kept = f", {outcome.num_kept} of them finished before" if outcome.num_kept else ""
+    return f"{done}{kept}; {'the others ' if kept else ''}read back and decoded, the same bits"

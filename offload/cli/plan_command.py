@@ -57,11 +57,11 @@ def plan(
 
             read = cache(partial(describe, read=headers))  # all estimates are of the same models
             where = (machine.hardware, machine.disk_speed)
-            found = estimate(options, *where, tokens_per_sweep=tokens_per_sweep, read=read)
+            answer = estimate(options, *where, tokens_per_sweep=tokens_per_sweep, read=read)
             drafts = [] if tokens_per_sweep else compare_drafts(options, *where, read)
-            figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
-            how = {"is_verbose": output.verbose, "is_decimal": console.is_decimal}
-            lines = answer_lines(found, drafts, **how)
+            figures = {**answer.as_dict(), "drafts": [draft.as_dict() for draft in drafts]}
+            form = {"is_verbose": output.verbose, "is_decimal": console.is_decimal}
+            lines = answer_lines(answer, drafts, **form)
     print_result(lines, figures, as_json=output.as_json)
 
 
@@ -74,5 +74,7 @@ def _require_no_machine(machine: PlanOptions, model_options: ModelOptions) -> No
         "gpu_memory": model_options.gpu_memory,
         "device": model_options.device,
     }
-    own = next((f"`{name}`" for name, value in given.items() if value not in (None, "auto")), None)
-    require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
+    option = next(
+        (f"`{name}`" for name, value in given.items() if value not in (None, "auto")), None
+    )
+    require(option is None, "`ranks` describes all machines", f"{option} as well", "leave that out")

@@ -32,60 +32,62 @@ _WAYS = {"shards": "a part of every layer on each rank", "stages": "layers of it
 
 
 def answer_lines(
-    found: Estimate,
+    answer: Estimate,
     drafts: Sequence[DraftCandidate] = (),
     *,
     is_verbose: bool = False,
     is_decimal: bool = False,
 ) -> str:
     """Return seconds per token as the headline, then what it rests on; verbose, all terms."""
-    plan = found.plan
-    rows = [("model", model_words(found.models[0]))]
-    for draft in found.models[1:]:
+    plan = answer.plan
+    rows = [("model", model_words(answer.models[0]))]
+    for draft in answer.models[1:]:
         rows.append(("draft", f"{model_words(draft)}, stays {_where(plan)}"))
-    rows.append(("machine", _machine_words(found, is_decimal)))
+    rows.append(("machine", _machine_words(answer, is_decimal)))
     rows.append(("layers", _layers_words(plan)))
     if plan.has_experts and plan.is_streamed:
-        rows.append(("experts", _experts_words(found)))
+        rows.append(("experts", _experts_words(answer)))
     if plan.is_streamed:
-        rows.append(("a pass", _sweep_words(found)))
-    if found.prompt:
-        rows.append(("prompt", _prompt_words(found.prompt, is_least=found.is_lower_bound)))
-    if len(found.predictions) > 1:
-        rows.append(("tokens", _tokens_words(found, is_verbose=is_verbose)))
-    if found.packing and plan.is_streamed:
-        rows.append(("packing", _packing_words(found.packing, found)))
+        rows.append(("a pass", _sweep_words(answer)))
+    if answer.prompt:
+        rows.append(("prompt", _prompt_words(answer.prompt, is_least=answer.is_lower_bound)))
+    if len(answer.predictions) > 1:
+        rows.append(("tokens", _tokens_words(answer, is_verbose=is_verbose)))
+    if answer.packing and plan.is_streamed:
+        rows.append(("packing", _packing_words(answer.packing, answer)))
     rows += _drafts_rows(drafts)
-    rows += [("note", note) for note in found.notes]
-    lines = [_headline(found), "", *(wrapped(*row) for row in rows)]
+    rows += [("note", note) for note in answer.notes]
+    lines = [_headline(answer), "", *(wrapped(*row) for row in rows)]
     if is_verbose:
-        lines += ["", plan_picture(plan, is_decimal=is_decimal), *_table(found.predictions)]
+        lines += ["", plan_picture(plan, is_decimal=is_decimal), *_table(answer.predictions)]
     return "\n".join(lines)
 
 
 def _drafts_rows(drafts: Sequence[DraftCandidate]) -> list[tuple[str, str]]:
     """Return all ways to draft, the best first; what does not work is left to `--json`."""
     rows = list[tuple[str, str]]()
-    for one in drafts:
-        if one.prediction is not None:
-            words = f"{one.label}: {seconds_words(one.prediction.s_per_token)} s per token"
-            if one.draft_bytes:
-                words += f" with {_gb(one.draft_bytes)}, tree {one.prediction.label}"
+    for candidate in drafts:
+        if candidate.prediction is not None:
+            words = (
+                f"{candidate.label}: {seconds_words(candidate.prediction.s_per_token)} s per token"
+            )
+            if candidate.draft_bytes:
+                words += f" with {_gb(candidate.draft_bytes)}, tree {candidate.prediction.label}"
             rows.append(("" if rows else "drafts", f"{len(rows) + 1}. {words}"))
     if drafts and not rows:
         return [("drafts", "nothing is known of computing here")]
     return [] if len(rows) == 1 else rows  # one is what the headline says
 
 
-def _headline(found: Estimate) -> str:
-    if found.is_lower_bound and not found.plan.is_streamed:
-        where = _where(found.plan)
+def _headline(answer: Estimate) -> str:
+    if answer.is_lower_bound and not answer.plan.is_streamed:
+        where = _where(answer.plan)
         return f"It runs, and all of it stays {where}: computing alone decides how fast."
-    if not found.predictions:
+    if not answer.predictions:
         return "It runs. How fast is not known yet."
-    wanted = found.predictions[-1]
-    plain = found.predictions[0]
-    best = min(plain, wanted, key=lambda one: one.s_per_token)
+    wanted = answer.predictions[-1]
+    plain = answer.predictions[0]
+    best = min(plain, wanted, key=lambda prediction: prediction.s_per_token)
     alone = ""
     other = ""
     if wanted is not plain and best is plain:
@@ -93,8 +95,8 @@ def _headline(found: Estimate) -> str:
         other = f" ({_seconds_span(wanted)} with it)"
     elif wanted is not plain:
         other = f" ({_seconds_span(plain)} without a draft)"
-    least = "at least " if found.is_lower_bound else ""
-    texts = f" over {found.plan.parallel} texts" if found.plan.parallel > 1 else ""
+    least = "at least " if answer.is_lower_bound else ""
+    texts = f" over {answer.plan.parallel} texts" if answer.plan.parallel > 1 else ""
     return f"It runs: {least}{_seconds_span(best)} seconds per token{texts}{alone}{other}."
 
 
@@ -104,8 +106,8 @@ def _span(ends: tuple[float, float], say: Callable[[float], str] = "{:.1f}".form
     return low if low == high else f"{low} to {high}"
 
 
-def _seconds_span(one: Prediction | ForecastRate) -> str:
-    return _span(one.s_per_token_range, seconds_words)
+def _seconds_span(prediction: Prediction | ForecastRate) -> str:
+    return _span(prediction.s_per_token_range, seconds_words)
 
 
 def _where(plan: MemoryPlan) -> str:
@@ -120,9 +122,11 @@ def seconds_words(seconds: float) -> str:
 
 def model_words(model: ModelFacts) -> str:
     """Return a model and its size, in words."""
-    how = "in memory" if model.is_held else "as stored"
-    words = f"{model.name}: {_count(model.num_parameters)} parameters, {_gb(model.num_bytes)} {how}"
-    left_out = [f"{_gb(num_bytes)} of {what}" for what, num_bytes in model.left_out.items()]
+    form = "in memory" if model.is_held else "as stored"
+    words = (
+        f"{model.name}: {_count(model.num_parameters)} parameters, {_gb(model.num_bytes)} {form}"
+    )
+    left_out = [f"{_gb(num_bytes)} of {part}" for part, num_bytes in model.left_out.items()]
     return f"{words}; left out: {' and '.join(left_out)}" if left_out else words
 
 
@@ -130,19 +134,21 @@ def _count(number: int) -> str:
     return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
-def _machine_words(found: Estimate, is_decimal: bool) -> str:
-    plan = found.plan
-    hardware = found.hardware
+def _machine_words(answer: Estimate, is_decimal: bool) -> str:
+    plan = answer.plan
+    hardware = answer.hardware
     size = partial(format_bytes, is_decimal=is_decimal)
     parts = [f"{size(plan.gpu_bytes)} on the GPU"] if plan.gpu_bytes else []
     parts.append(f"{size(plan.ram_bytes)} of memory")
     if hardware and hardware.gpu_bytes:
         parts.append(f"{_gb(hardware.feed_bytes_per_s)}/s to the GPU")
-    disk = None if plan.gpu_bytes else found.link_bytes_per_s
+    disk = None if plan.gpu_bytes else answer.link_bytes_per_s
     if hardware:
         disk = hardware.disk_bytes_per_s
     if disk:
-        parts.append(f"a disk of {_gb(disk)}/s{', measured just now' if found.is_measured else ''}")
+        parts.append(
+            f"a disk of {_gb(disk)}/s{', measured just now' if answer.is_measured else ''}"
+        )
     if hardware is None:
         return ", ".join(parts)
     usual = KNOWN.get(hardware.name)
@@ -162,34 +168,34 @@ def _layers_words(plan: MemoryPlan) -> str:
     return f"{stay}, {' and '.join(come)} in every pass"
 
 
-def _experts_words(found: Estimate) -> str:
-    plan = found.plan
+def _experts_words(answer: Estimate) -> str:
+    plan = answer.plan
     share = plan.num_kept_experts / plan.num_experts
     words = f"{plan.num_kept_experts:,} of {plan.num_experts:,} stay ({share:.0%})"
-    if found.hit_share is not None:
-        words += f", which is {found.hit_share:.0%} of what a token needs"
+    if answer.hit_share is not None:
+        words += f", which is {answer.hit_share:.0%} of what a token needs"
     if plan.num_host_expert_slots:
         words += f"; {plan.num_host_expert_slots:,} more in memory"
     return words
 
 
-def _sweep_words(found: Estimate) -> str:
-    plan = found.plan
-    words = f"one pass over the weights moves {_gb(found.sweep_bytes)}"
+def _sweep_words(answer: Estimate) -> str:
+    plan = answer.plan
+    words = f"one pass over the weights moves {_gb(answer.sweep_bytes)}"
     if plan.has_experts:
-        words = f"a pass for one token moves about {_gb(found.sweep_bytes)}"
+        words = f"a pass for one token moves about {_gb(answer.sweep_bytes)}"
     if plan.pinned_bytes and plan.disk_streamed_bytes:
         words += f", {_gb(plan.disk_streamed_bytes)} of it from the disk"
-    if found.sweep_s is None:
+    if answer.sweep_s is None:
         return words
-    if not found.predictions:
-        return f"{words}: {seconds_words(found.sweep_s)} s"
-    limit = found.predictions[-1].step.limit
+    if not answer.predictions:
+        return f"{words}: {seconds_words(answer.sweep_s)} s"
+    limit = answer.predictions[-1].step.limit
     limit = "disk" if limit == "link" and plan.gpu_bytes is None else limit
-    decides = "computing is not counted" if found.is_link_alone else _LIMITS[limit]
-    if found.is_lower_bound and not found.is_link_alone:
+    decides = "computing is not counted" if answer.is_link_alone else _LIMITS[limit]
+    if answer.is_lower_bound and not answer.is_link_alone:
         decides += "; of computing only the products of weights count, as timed on this processor"
-    return f"{words}: {seconds_words(found.sweep_s)} s; {decides}"
+    return f"{words}: {seconds_words(answer.sweep_s)} s; {decides}"
 
 
 _LIMITS = {
@@ -209,7 +215,7 @@ def _prompt_words(prompt: PromptPass, *, is_least: bool) -> str:
     return f"{words}; with computing, as timed on this processor" if is_least else words
 
 
-def _packing_words(packing: PackingForecast, found: Estimate) -> str:
+def _packing_words(packing: PackingForecast, answer: Estimate) -> str:
     if packing.share is None:
         return "unknown: float16 loses a quarter where it stems from bfloat16, which plan sees where its weights are"
     basis = "by its weights" if packing.is_sampled else "as usual"
@@ -218,9 +224,9 @@ def _packing_words(packing: PackingForecast, found: Estimate) -> str:
         return f"{words}: run it as it is"
     if packing.streamed_bytes is None:
         return f"{words}, but needs more memory than this"
-    words += f": a pass moves {_gb(packing.streamed_bytes)} instead of {_gb(found.sweep_bytes)}"
-    if packing.sweep_s is not None and found.sweep_s is not None:
-        before = seconds_words(found.sweep_s)
+    words += f": a pass moves {_gb(packing.streamed_bytes)} instead of {_gb(answer.sweep_bytes)}"
+    if packing.sweep_s is not None and answer.sweep_s is not None:
+        before = seconds_words(answer.sweep_s)
         words += f", {seconds_words(packing.sweep_s)} s instead of {before}"
     beside = packing.beside
     if beside is None:
@@ -230,10 +236,10 @@ def _packing_words(packing: PackingForecast, found: Estimate) -> str:
     return f"{words}, with {_gb(beside.copy_bytes)} for a copy that stays and drafts"
 
 
-def _tokens_words(found: Estimate, *, is_verbose: bool) -> str:
-    best = found.predictions[-1]
+def _tokens_words(answer: Estimate, *, is_verbose: bool) -> str:
+    best = answer.predictions[-1]
     words = f"{_span(best.tokens_range)} a pass with the tree {best.label}"
-    basis = found.basis if is_verbose else found.basis.partition(";")[0]
+    basis = answer.basis if is_verbose else answer.basis.partition(";")[0]
     return words if best.shape.num_nodes == 1 else f"{words}: {basis}"
 
 
@@ -258,10 +264,10 @@ def _table(predictions: Sequence[Prediction]) -> list[str]:
     return [f"{'':>19} {columns}", *map(_row, predictions)] if predictions else []
 
 
-def _row(one: Prediction) -> str:
-    step = one.step
-    terms = f"{one.tokens_per_sweep:>7.2f} {step.draft_s:>10.3f} {step.link_s:>11.3f} {step.compute_s:>11.3f}"
-    return f"{one.label:>19} {terms} {one.s_per_token:>8.3f}  {step.limit}"
+def _row(prediction: Prediction) -> str:
+    step = prediction.step
+    terms = f"{prediction.tokens_per_sweep:>7.2f} {step.draft_s:>10.3f} {step.link_s:>11.3f} {step.compute_s:>11.3f}"
+    return f"{prediction.label:>19} {terms} {prediction.s_per_token:>8.3f}  {step.limit}"
 
 
 def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
@@ -316,49 +322,53 @@ def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int, is_decimal: boo
     return "\n".join(lines)
 
 
-def cluster_lines(found: Forecast, *, is_verbose: bool = False) -> str:
+def cluster_lines(forecast: Forecast, *, is_verbose: bool = False) -> str:
     """Return the better way as the headline, what it rests on, then both ways rank by rank.
 
     With `is_verbose`, also what takes each rank's memory in the better way.
     """
-    network = found.cluster.network
-    head = found.cluster.ranks[0].name
+    network = forecast.cluster.network
+    head = forecast.cluster.ranks[0].name
     rows = [
-        ("model", model_words(found.models[0])),
-        *(("draft", f"{model_words(draft)}, stays on {head}") for draft in found.models[1:]),
+        ("model", model_words(forecast.models[0])),
+        *(("draft", f"{model_words(draft)}, stays on {head}") for draft in forecast.models[1:]),
     ]
     if math.isfinite(network.bytes_per_s):  # one rank may have none
         latency = f"{1e6 * network.latency_s:.0f} us a message"
         rows.append(("network", f"{_gb(network.bytes_per_s)}/s each way, {latency}"))
-    rows.append(("why", found.why))
-    if len(found.best.rates) > 1:
-        rate = found.best.rates[-1]
+    rows.append(("why", forecast.why))
+    if len(forecast.best.rates) > 1:
+        rate = forecast.best.rates[-1]
         rows.append(
             ("tokens", f"{_span(rate.tokens_range)} a pass with {rate.label}: {rate.basis}")
         )
-    if found.is_link_alone:
+    if forecast.is_link_alone:
         words = "computing is not counted: give each rank its flops and memory, or its hardware"
         rows.append(("note", words))
-    lines = [_cluster_headline(found), "", *(wrapped(*row) for row in rows)]
-    for way in found.ways:
+    lines = [_cluster_headline(forecast), "", *(wrapped(*row) for row in rows)]
+    for way in forecast.ways:
         lines.append("")
         if way.layout is None:
             lines.append(wrapped(way.kind, f"do not work here: {way.refusal}"))
         else:
-            lines += _way_lines(way, way.layout.parts, found.is_link_alone)
-    if is_verbose and found.best.layout:
-        for part in found.best.layout.parts:
-            name = f"memory of {part.machine.name} as one of the {found.better}"
+            lines += _way_lines(way, way.layout.parts, forecast.is_link_alone)
+    if is_verbose and forecast.best.layout:
+        for part in forecast.best.layout.parts:
+            name = f"memory of {part.machine.name} as one of the {forecast.better}"
             lines += ["", name, plan_picture(part.plan, is_decimal=True)]
     return "\n".join(lines)
 
 
-def _cluster_headline(found: Forecast) -> str:
-    best = found.best
-    other = next(way for way in found.ways if way is not found.best)
-    if found.is_link_alone and best.layout and not any(part.link_s for part in best.layout.parts):
+def _cluster_headline(forecast: Forecast) -> str:
+    best = forecast.best
+    other = next(way for way in forecast.ways if way is not forecast.best)
+    if (
+        forecast.is_link_alone
+        and best.layout
+        and not any(part.link_s for part in best.layout.parts)
+    ):
         return f"As {best.kind} all of it stays in memory: computing alone decides how fast."
-    least = "at least " if found.is_link_alone else ""
+    least = "at least " if forecast.is_link_alone else ""
     against = f" ({seconds_words(other.s_per_token)} as {other.kind})" if other.layout else ""
     return f"As {best.kind}: {least}{_seconds_span(best.rates[-1])} seconds per token{against}."
 
@@ -380,9 +390,9 @@ def _way_lines(
         at_once = f", {rate.num_in_flight} runs in flight" if rate.num_in_flight > 1 else ""
         yield wrapped("decoding", f"{speed} {tree}{at_once}")
     yield f"  {'rows':<12} {'a pass s':>9} {'next after s':>13} {'network s':>10} {'on the wire':>12}"
-    for one in way.passes:
-        times = f"{one.seconds:>9.3g} {one.cycle_s:>13.3g} {one.exchange_s:>10.2g}"
-        yield f"  {one.num_rows:<12} {times} {_gb(sum(one.sent_bytes)):>12}"
+    for cluster_pass in way.passes:
+        times = f"{cluster_pass.seconds:>9.3g} {cluster_pass.cycle_s:>13.3g} {cluster_pass.exchange_s:>10.2g}"
+        yield f"  {cluster_pass.num_rows:<12} {times} {_gb(sum(cluster_pass.sent_bytes)):>12}"
 
 
 def _rank_row(way: ClusterForecast, part: RankPart) -> str:
@@ -405,12 +415,12 @@ def _waiting_words(way: ClusterForecast, parts: Sequence[RankPart]) -> str:
     """Return which rank the others wait for, and what that one does meanwhile."""
     times = [way.busy(part) for part in parts]
     slowest = max(range(len(times)), key=lambda rank: times[rank].seconds)
-    what = times[slowest].limit
-    whose = "the network" if what == "network" else f"its {what}"
+    limit = times[slowest].limit
+    whose = "the network" if limit == "network" else f"its {limit}"
     if not times[slowest].seconds:
         return "for no disk: computing alone decides"
     if len(times) == 1:
         return f"for {whose}"
-    if times[slowest].seconds <= _ALIKE * min(one.seconds for one in times):
+    if times[slowest].seconds <= _ALIKE * min(rank_time.seconds for rank_time in times):
         return f"all ranks are done at once; each waits for {whose}"
     return f"all wait for {parts[slowest].machine.name}, which waits for {whose}"

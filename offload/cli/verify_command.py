@@ -82,13 +82,13 @@ def _lines(report: "Report") -> list[str]:
     if not report.damage:
         return [*report.notes, f"{report.path}: sound; {size}; {_compared(report)}"]
     lines = list[str]()
-    for fault in report.damage[:_SHOWN]:
-        where = f"{fault.file}: {fault.tensor:.200}" if fault.tensor else fault.file
-        lines.append(f"{where}: {fault.what}")
+    for damage in report.damage[:_SHOWN]:
+        where = f"{damage.file}: {damage.tensor:.200}" if damage.tensor else damage.file
+        lines.append(f"{where}: {damage.fault}")
     if rest := report.damage[_SHOWN:]:
-        files = plural(len({fault.file for fault in rest}), "file")
+        files = plural(len({damage.file for damage in rest}), "file")
         lines.append(f"and {len(rest):,} more, in {files}: --json has all")
-    files = plural(len({fault.file for fault in report.damage}), "file")
+    files = plural(len({damage.file for damage in report.damage}), "file")
     read = size if report.num_files else "no file was read"
     return [*lines, *report.notes, f"{report.path}: DAMAGED in {files}; {read}"]
 

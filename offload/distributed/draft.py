@@ -204,7 +204,7 @@ def load_draft(
     `on_pass` hears of every pass that begins.
     """
     assert setup.files.draft is not None, "there is one to load"
-    model = resident_model(setup.files.draft, setup.dtype, found=setup.hooks.on_note)
+    model = resident_model(setup.files.draft, setup.dtype, on_note=setup.hooks.on_note)
     model.meta_model.register_forward_pre_hook(lambda *_: on_pass())
     vocab_size = config_sizes(setup.files.target)["vocab_size"]
     return DraftTree(model, vocab_size, context, num_rows)

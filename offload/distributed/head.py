@@ -50,14 +50,14 @@ from offload.sampling.sampler import require_token
 from offload.sampling_options import Sampling
 
 # dead: back, without draws
-What = Literal["begun", "issued", "cancelled", "drawn", "dead", "emitted"]
+EventKind = Literal["begun", "issued", "cancelled", "drawn", "dead", "emitted"]
 
 
 class RunEvent(NamedTuple):
     """One moment of a text."""
 
     time_s: float  # of the head's clock
-    what: What
+    kind: EventKind
     run: int  # -1 where none is meant
     num: int = 0  # rows of a run, tokens that were emitted
 
@@ -312,5 +312,5 @@ class Head:
         if self._roles.draft is not None and self._options.speculates:
             self._transport.send(self._roles.draft, Channel.DRAFT, order)
 
-    def _tell(self, kind: What, run: int = -1, num: int = 0) -> None:
+    def _tell(self, kind: EventKind, run: int = -1, num: int = 0) -> None:
         self.listen(RunEvent(self._clock(), kind, run, num))

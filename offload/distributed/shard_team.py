@@ -51,7 +51,7 @@ class Shards(Team):
         self._resources = resources
         self.notes = (f"rows of every layer by rank: {sharding.percentages}", *notes)
 
-    def own(self, setup: Setup) -> Setup:
+    def local_setup(self, setup: Setup) -> Setup:
         """Return the setup with this rank's rows, with all that is around the layers."""
         shard = self.sharding.checkpoint_of(self.exchange.transport.rank, setup.files.target)
         # profiles are those of one process
@@ -131,7 +131,7 @@ def _follow(shards: Shards, setup: Setup, resources: ExitStack) -> None:
     files = shard_files(setup.files, shards.sharding, transport.rank)
     planned = replace(setup, files=files, budget=replace(setup.budget, context=context))
     plan = try_together(transport, lambda: planned.plan_for(num_nodes))
-    shard = shards.own(setup).files.target
+    shard = shards.local_setup(setup).files.target
     model, stream = load_section(
         setup, shard, layers_alone(shard), plan, resources, adapt=shards.adapt
     )

@@ -155,17 +155,17 @@ _PARTS = (("F64", "float64", 8), ("I64", "int64", 8), ("I32", "int32", 4), ("I16
           ("U8", "uint8", 1), ("BOOL", "bool", 1), ("U64", "uint64", 8), ("U32", "uint32", 4), ("U16", "uint16", 2),
           ("F8_E4M3", "float8_e4m3fn", 1), ("F8_E5M2", "float8_e5m2", 1), ("F8_E8M0", "float8_e8m0fnu", 1))  # fmt: skip
 # all types that are read, by the header's name
-STORED = {one[0]: Encoding(*one) for one in (*_PLAIN, *_PARTS)}
+STORED = {row[0]: Encoding(*row) for row in (*_PLAIN, *_PARTS)}
 # the types of weights that are computed with as they are, by the header's name
 ENCODINGS = {name: STORED[name] for name, *_ in _PLAIN}
 # the same types by torch's name
-PLAIN_OF = {one.dtype: one for one in ENCODINGS.values()}
+PLAIN_OF = {encoding.dtype: encoding for encoding in ENCODINGS.values()}
 
 
-def must(holds: bool, rule: str, found: object, remedy: str = AGAIN) -> None:
+def must(holds: bool, rule: str, actual: object, remedy: str = AGAIN) -> None:
     """Raise `ValueError` (rule, value, remedy) where a rule does not hold."""
     if not holds:
-        raise ValueError(f"{rule}, {found}: {remedy}")
+        raise ValueError(f"{rule}, {actual}: {remedy}")
 
 
 def require(stored: Headers, suffixes: Sequence[str], beside: str) -> None:

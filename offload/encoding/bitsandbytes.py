@@ -79,10 +79,10 @@ class Bitsandbytes4:
         must(math.prod(shape) % 2 == 0, rule, f"have shape {list(shape)}", ANOTHER)
         said = _parsed_state(companions[self.state])
         num_blocks = self._num_blocks(shape)
-        found = (said.get("blocksize"), said.get("shape"))
+        stated = (said.get("blocksize"), said.get("shape"))
         rule = f"quant_state must tell of shape {list(shape)} in blocks of {self.block}"
-        has = f"has shape {found[1]!r:.60} in blocks of {found[0]!r:.20}"
-        must(found == (self.block, list(shape)), rule, has)
+        has = f"has shape {stated[1]!r:.60} in blocks of {stated[0]!r:.20}"
+        must(stated == (self.block, list(shape)), rule, has)
         absmax = companions[_ABSMAX]
         if _NESTED[0] in companions:
             absmax = _unnested(absmax, companions, said)
@@ -104,9 +104,11 @@ class Bitsandbytes4:
         for lo, hi, size in ((0, whole, width), (whole, flat.numel(), flat.numel() - whole)):
             if lo < hi:
                 words = stored_B[lo // 2 : hi // 2]
-                own = scale[lo // self.block : -(-hi // self.block)]
+                scale_of_rows = scale[lo // self.block : -(-hi // self.block)]
                 place = flat[lo:hi].view(-1, size)
-                words_NB, scale_NG = (one.view(len(place), -1) for one in (words, own))
+                words_NB, scale_NG = (
+                    tensor.view(len(place), -1) for tensor in (words, scale_of_rows)
+                )
                 expansion.codebook(words_NB, values, scale_NG, place, is_high_first=True)
 
     def _num_blocks(self, shape: Sequence[int]) -> int:

@@ -56,15 +56,15 @@ def best_window(histogram_256: "np.ndarray") -> ExponentWindow:
     import numpy as np
 
     below = np.concatenate(([0], np.cumsum(histogram_256, dtype=np.float64)))
-    found = []
+    windows = []
     for width in _WIDTHS:
         lowest = np.maximum(np.arange(1, 257) - ((1 << width) - 1), 0)
         inside = below[1:] - below[lowest]
         escaped = float(1 - inside.max() / max(below[-1], 1))
-        found.append(
+        windows.append(
             ExponentWindow(int(inside.argmax()), width, 8 + width + 8 * ESCAPE_BYTES * escaped)
         )
-    return min(found, key=lambda window: window.bits)
+    return min(windows, key=lambda window: window.bits)
 
 
 def histogram(bits_N: "np.ndarray", dtype: str) -> "np.ndarray":
@@ -82,7 +82,9 @@ def distance_bytes(num_weights: int, width: int) -> int:
 
 def width_of(num_weights: int, num_bytes: int) -> int | None:
     """Return the width of distances that take so many bytes, or None where none fits."""
-    return next((one for one in _WIDTHS if distance_bytes(num_weights, one) == num_bytes), None)
+    return next(
+        (width for width in _WIDTHS if distance_bytes(num_weights, width) == num_bytes), None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +125,9 @@ class Exponents:
         start_C = torch.cat((torch.zeros(1, dtype=torch.int64), count_C.cumsum(0)))
         spare_bytes = self.escape_bytes - ESCAPE_BYTES * int(start_C[-1])
         is_odd = bool(((count_C < 0) | (count_C > CHUNK)).any())
-        what = f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold"
+        complaint = f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold"
         if is_odd or not 0 <= spare_bytes < ALIGN_BYTES:
-            raise ValueError(f"{what}: {DAMAGED}")
+            raise ValueError(f"{complaint}: {DAMAGED}")
         return {"start": start_C, "top": top_1}
 
     def expand(
@@ -158,7 +160,7 @@ def _recognise(
     num_weights = math.prod(mantissas.shape)
     width = width_of(num_weights, math.prod(exponents.shape))
     types = [stored[name].dtype for name in names]
-    source = {stored_as: one for one, stored_as in MANTISSAS.items()}.get(mantissas.dtype)
+    source = {stored_as: dtype for dtype, stored_as in MANTISSAS.items()}.get(mantissas.dtype)
     if width is None or source is None or types[1:] != ["U8", "U8", "I64"] or len(code.shape) != 1:
         has = f"{num_weights} mantissas have {math.prod(exponents.shape)} bytes of exponents"
         types_of = f"{has} in {', '.join(types)}"

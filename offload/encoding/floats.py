@@ -107,10 +107,10 @@ class Float8:
         weight = STORED[self.kind].decode(stored_B, out.shape)
         scale = companions["scale"]
         block = self._block(out.shape)
-        stacks = (one.reshape(-1, *one.shape[-2:]) for one in (weight, scale, out))
+        stacks = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (weight, scale, out))
         levels = companions.get("levels")
-        for one, own, place in zip(*stacks, strict=True):
-            expansion.float8(one, own, block, place, levels)
+        for matrix, matrix_scale, place in zip(*stacks, strict=True):
+            expansion.float8(matrix, matrix_scale, block, place, levels)
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales, one for each block."""
@@ -177,7 +177,7 @@ def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Settings)
     # as MXFP8 has them, but for matrices of one row, which blocks fit as well
     if tuple(rows_of) == tuple(shape[:-1]) and shape[-2] > 1 and groups and not shape[-1] % groups:
         return 1, shape[-1] // groups
-    said = (one.get("block_structure") for one in config_weights(settings))
+    said = (group.get("block_structure") for group in config_weights(settings))
     block = settings.get("weight_block_size") or next(filter(None, said), _USUAL_BLOCK)
     sizes = block if isinstance(block, list | tuple) else ()
     is_block = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
@@ -198,8 +198,8 @@ class _FourBits:
     ) -> None:
         """See `Coding`; N are the rows of all matrices of a stack."""
         scale_NG = companions["scale"]
-        words_NB, own = (one.view(len(scale_NG), -1) for one in (stored_B, out))
-        expansion.e2m1(words_NB, scale_NG, companions["levels"], own)
+        words_NB, out_N = (tensor.view(len(scale_NG), -1) for tensor in (stored_B, out))
+        expansion.e2m1(words_NB, scale_NG, companions["levels"], out_N)
 
 
 @dataclass(frozen=True)

@@ -117,11 +117,11 @@ def _bits(num_words: int, num_groups: int, settings: Settings, site: Site) -> in
     by_config = [
         bits for bits, size in named if bits in fitting and size in (None, group_bits // bits)
     ]
-    found = (*by_columns, *by_config, *(fitting if len(fitting) == 1 else ()))
+    candidates = (*by_columns, *by_config, *(fitting if len(fitting) == 1 else ()))
     has = f"has {' or '.join(map(str, fitting)) or 'none'}"
     rule = f"{num_words} words and {num_groups} scales a row must tell bits and group_size"
-    must(bool(found), rule, has, "give the config.json that belongs to the weights")
-    return int(found[0])
+    must(bool(candidates), rule, has, "give the config.json that belongs to the weights")
+    return int(candidates[0])
 
 
 MLX = Format((_WORDS, _SCALES, _BIASES, _WHOLE), _recognise)

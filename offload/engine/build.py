@@ -86,14 +86,19 @@ def open_pair(
     draft = open_draft(files, dtype, torch_device)
     if draft is not None:
         resources.callback(draft.close)
-        words = (Vocabulary(one.vocab_size, one.start_ids) for one in (target, draft))
+        words = (
+            Vocabulary(checkpoint.vocab_size, checkpoint.start_ids)
+            for checkpoint in (target, draft)
+        )
         draft.foreign_ids = check_vocabulary(tokenizer, files, *words)
     limit = setup.options.limit_bytes_per_s
     identities = Identities(
         files, setup.open_source, dtype=dtype, limit_bytes_per_s=limit, is_wished=is_summed
     )
     damage = list[str]()
-    scans = tuple(WeightScan(one, damage.append) for one in files if one is not None)
+    scans = tuple(
+        WeightScan(checkpoint, damage.append) for checkpoint in files if checkpoint is not None
+    )
     source = _open_files(setup, files.target, limit, identities.watching("target", scans[0].look))
     resources.callback(source.close)
     pair = ModelPair(
@@ -221,11 +226,11 @@ def resident_model(
     dtype: str,
     torch_device: torch.device = HOST.torch_device,
     *,
-    found: Callable[[str], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> TreeModel:
-    """Return a small model in memory; `found` hears of damage, see `WeightScan`."""
+    """Return a small model in memory; `on_note` hears of damage, see `WeightScan`."""
     model = open_model(checkpoint, dtype, torch_device)
-    watcher = None if found is None else WeightScan(checkpoint, found).look
+    watcher = None if on_note is None else WeightScan(checkpoint, on_note).look
     with closing(
         DiskReader(checkpoint.shards, stamps=checkpoint.stamps, watcher=watcher)
     ) as source:

@@ -109,16 +109,16 @@ class CachePool:
         """
         free = self._free()
         num_kept = 0
-        own = free[0]
+        best = free[0]
         if keeps:
-            alike = [self._num_to_keep(one, sequence.tokens) for one in free]
+            alike = [self._num_to_keep(cache_set, sequence.tokens) for cache_set in free]
             num_kept = max(alike)
-            own = free[alike.index(num_kept)]
-            num_kept = self._copied(own, sequence.tokens, num_kept)
-        self._keep(own)
-        own.give(sequence, num_kept)
-        self._sets.remove(own)
-        self._sets.append(own)
+            best = free[alike.index(num_kept)]
+            num_kept = self._copied(best, sequence.tokens, num_kept)
+        self._keep(best)
+        best.give(sequence, num_kept)
+        self._sets.remove(best)
+        self._sets.append(best)
 
     def fill(self, sequence: TokenSequence) -> None:
         """Bring what is kept of a text that was lent a set, see `PrefixCache`."""
@@ -130,23 +130,23 @@ class CachePool:
         if self._prefixes is not None:
             self._prefixes.keep(sequence.caches, sequence.tokens)
 
-    def _keep(self, own: _CacheSet) -> None:
+    def _keep(self, cache_set: _CacheSet) -> None:
         """Keep what is in a set that another text is about to get, if that was not done."""
-        if self._prefixes is not None and not own.is_kept:
-            self._prefixes.keep(own.caches, own.tokens)
-            own.is_kept = True
+        if self._prefixes is not None and not cache_set.is_kept:
+            self._prefixes.keep(cache_set.caches, cache_set.tokens)
+            cache_set.is_kept = True
 
     def borrow(self, holder: CacheHolder) -> None:
         """Lend a free set, or the only one, emptied, to what is no text.
 
         Raises `UserError` where all are taken.
         """
-        own = self._free()[0]
-        self._keep(own)
-        own.give(holder, 0)
+        cache_set = self._free()[0]
+        self._keep(cache_set)
+        cache_set.give(holder, 0)
 
     def _free(self) -> list[_CacheSet]:
-        free = [own for own in self._sets if own.holder is None]
+        free = [cache_set for cache_set in self._sets if cache_set.holder is None]
         if len(self._sets) == 1:
             return [*self._sets]
         if not free:
@@ -156,37 +156,37 @@ class CachePool:
             )
         return free
 
-    def _copied(self, own: _CacheSet, tokens: list[int], num_kept: int) -> int:
+    def _copied(self, cache_set: _CacheSet, tokens: list[int], num_kept: int) -> int:
         """Copy what another set holds more of these tokens; return how many there are then."""
-        others = [(self._num_to_keep(one, tokens), one) for one in self._sets]
+        others = [(self._num_to_keep(other, tokens), other) for other in self._sets]
         most_shared, other = max(others, key=lambda pair: pair[0])
-        if other is own or most_shared < num_kept + LEAST_COPIED:
+        if other is cache_set or most_shared < num_kept + LEAST_COPIED:
             return num_kept
-        self._keep(own)
-        own.take_back()
-        own.fill([])  # of a copy that is cut short nothing is kept
-        own.caches.copy_from(other.caches, most_shared)
-        own.fill(tokens[:most_shared])
+        self._keep(cache_set)
+        cache_set.take_back()
+        cache_set.fill([])  # of a copy that is cut short nothing is kept
+        cache_set.caches.copy_from(other.caches, most_shared)
+        cache_set.fill(tokens[:most_shared])
         return most_shared
 
-    def _num_to_keep(self, own: _CacheSet, tokens: list[int]) -> int:
+    def _num_to_keep(self, cache_set: _CacheSet, tokens: list[int]) -> int:
         """Return how many tokens but the last a set has; none of another encoder's prompt."""
-        num = num_shared(own.tokens, tokens)
-        is_other = any(one not in tokens[:num] for one in self._start_ids)
-        return 0 if is_other else own.caches.target.keepable(min(num, len(tokens) - 1))
+        num = num_shared(cache_set.tokens, tokens)
+        is_other = any(token not in tokens[:num] for token in self._start_ids)
+        return 0 if is_other else cache_set.caches.target.keepable(min(num, len(tokens) - 1))
 
     def release(self, sequence: CacheHolder) -> None:
         """Let others have its caches; what they hold stays until then."""
-        for own in self._sets:
-            if own.holder is sequence:
-                own.take_back()
-                self._keep(own)
+        for cache_set in self._sets:
+            if cache_set.holder is sequence:
+                cache_set.take_back()
+                self._keep(cache_set)
 
     def take_back(self) -> list[int]:
         """Take the caches from all sequences; return the tokens of the last that had any."""
-        for own in self._sets:
-            own.take_back()
-            self._keep(own)
+        for cache_set in self._sets:
+            cache_set.take_back()
+            self._keep(cache_set)
         return self.tokens
 
     def filled_for(self, tokens: list[int]) -> None:
@@ -198,5 +198,5 @@ def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many tokens at the beginning two texts have in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next(
-        (index for index, (one, other) in pairs if one != other), min(len(first), len(second))
+        (index for index, (token, other) in pairs if token != other), min(len(first), len(second))
     )

@@ -140,10 +140,10 @@ class Chat:
         ids = self._decoder.encode(asked, think=self.think)
         context = self._decoder.plan.context
         if len(ids) >= context:
-            more = "" if self._decoder.plan.has_longest_context else ", or raise `context`"
+            remedy = "" if self._decoder.plan.has_longest_context else ", or raise `context`"
             raise UserError(
                 f"the conversation has {len(ids)} tokens, the context {context}: "
-                f"begin anew with /clear{more}"
+                f"begin anew with /clear{remedy}"
             )
         sampling = self.sampling.later(self._num_turns)
         num_new = context if self.max_new_tokens is None else self.max_new_tokens
@@ -189,8 +189,8 @@ class Chat:
         parts = [*reader.push(result.segments), *reader.finish()]
         content = "".join(part.text for part in parts if isinstance(part, Text))
         thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
-        told = {"reasoning_content": thoughts} if thoughts else {}
-        return {"role": "assistant", "content": content.rstrip(_INCOMPLETE), **told}
+        reasoning = {"reasoning_content": thoughts} if thoughts else {}
+        return {"role": "assistant", "content": content.rstrip(_INCOMPLETE), **reasoning}
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:

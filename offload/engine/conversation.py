@@ -103,31 +103,31 @@ def encode_messages(
         raise no_chat_template()
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     has_more = calls or any("reasoning_content" in message for message in messages)
-    told = [*_adapted(tokenizer, messages)] if has_more else [*map(dict[str, Any], messages)]
-    for part in (told, [*options.tools], options.variables):
+    adapted = [*_adapted(tokenizer, messages)] if has_more else [*map(dict[str, Any], messages)]
+    for part in (adapted, [*options.tools], options.variables):
         _require_unicode(part)
     remedy = _WITH_TOOLS if calls or options.tools else _WITHOUT_TOOLS
-    return _in_template(tokenizer, told, remedy, options, calls)
+    return _in_template(tokenizer, adapted, remedy, options, calls)
 
 
-def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **how: Any) -> str:
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> str:
     """Return a conversation in the model's chat template. Raises `ProgramFailed`.
 
     `how` has arguments of `apply_chat_template`, such as `add_generation_prompt` and `tools`.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str):  # there are several, by name
-        template = tokenizer.get_chat_template(tools=how.get("tools"))
+        template = tokenizer.get_chat_template(tools=options.get("tools"))
     if not isinstance(template, str):
         raise ProgramFailed(f"it must be text, got {template!r:.80}")
     said = [
         {name: value for name, value in message.items() if value is not None or name == "content"}
         for message in messages
     ]
-    variables = {**tokenizer.special_tokens_map, **how}
+    variables = {**tokenizer.special_tokens_map, **options}
     most_chars = MOST_CHARS + _TIMES_TOLD * len(json.dumps([said, variables], default=str))
-    told = {**variables, "chat_template": template, "conversations": [said]}
-    return _renderer_of(os.getpid()).ask(told, most_chars)
+    payload = {**variables, "chat_template": template, "conversations": [said]}
+    return _renderer_of(os.getpid()).ask(payload, most_chars)
 
 
 @cache
@@ -210,22 +210,22 @@ def _adapted(tokenizer: Tokenizer, messages: Sequence[Message]) -> Iterator[dict
     words = words_of(tokenizer)
     keys = dict[str, str]()
     for message in messages:
-        told = dict(message)
-        if calls := told.get("tool_calls"):
-            told["tool_calls"] = [_adapted_call(call, words, keys) for call in calls]
-            if not told.get("content"):
-                told = with_content_form(told, words.content_form)
-        if (key := told.get("tool_call_id")) in keys:
-            told["tool_call_id"] = keys[key]
-        thoughts = told.get("reasoning_content")
+        adapted = dict(message)
+        if calls := adapted.get("tool_calls"):
+            adapted["tool_calls"] = [_adapted_call(call, words, keys) for call in calls]
+            if not adapted.get("content"):
+                adapted = with_content_form(adapted, words.content_form)
+        if (key := adapted.get("tool_call_id")) in keys:
+            adapted["tool_call_id"] = keys[key]
+        thoughts = adapted.get("reasoning_content")
         if thoughts and words.thought_key not in (None, "reasoning_content"):
-            told[words.thought_key] = told.pop("reasoning_content")
-        if thoughts and words.is_harmony and calls and told.get("content"):
+            adapted[words.thought_key] = adapted.pop("reasoning_content")
+        if thoughts and words.is_harmony and calls and adapted.get("content"):
             # such a template takes one of them beside a call
             name = words.thought_key or "reasoning_content"
-            told[name] = f"{thoughts}\n{told.pop('content')}"
-            told["content"] = ""
-        yield told
+            adapted[name] = f"{thoughts}\n{adapted.pop('content')}"
+            adapted["content"] = ""
+        yield adapted
 
 
 def _adapted_call(call: Any, words: ModelWords, keys: dict[str, str]) -> dict[str, Any]:
@@ -248,17 +248,17 @@ def _adapted_call(call: Any, words: ModelWords, keys: dict[str, str]) -> dict[st
     elif isinstance(arguments, str) and words.wants_objects:
         arguments = {"arguments": arguments}
     function["arguments"] = arguments
-    told = {**call, "function": function}
-    key = told.get("id")
+    adapted = {**call, "function": function}
+    key = adapted.get("id")
     if isinstance(key, str):
         named = f"functions.{function['name']}:{len(keys)}"
         is_named = key.startswith(f"functions.{function['name']}:")
         if words.key_form == "short" and not _SHORT_KEY.fullmatch(key):
-            told["id"] = hashlib.sha256(key.encode()).hexdigest()[:9]
+            adapted["id"] = hashlib.sha256(key.encode()).hexdigest()[:9]
         elif words.key_form == "named" and not is_named:
-            told["id"] = named
-        keys[key] = told["id"]
-    return told
+            adapted["id"] = named
+        keys[key] = adapted["id"]
+    return adapted
 
 
 def _require_unicode(part: Any) -> None:
@@ -293,12 +293,12 @@ def _in_template(
     options: TemplateOptions,
     calls: Sequence[Any] = (),
 ) -> list[int]:
-    told = {**thinking_variables(tokenizer, options.think), **options.variables}
-    told |= {"tools": [*options.tools]} if options.tools else {}
-    told |= {"add_generation_prompt": not options.continues}
-    told |= {"continue_final_message": True} if options.continues else {}
+    variables = {**thinking_variables(tokenizer, options.think), **options.variables}
+    variables |= {"tools": [*options.tools]} if options.tools else {}
+    variables |= {"add_generation_prompt": not options.continues}
+    variables |= {"continue_final_message": True} if options.continues else {}
     with refusing("the model's chat template failed", remedy):
-        text = _rendered(tokenizer, messages, told)
+        text = _rendered(tokenizer, messages, variables)
     missing = [call["function"]["name"] for call in calls if call["function"]["name"] not in text]
     if missing:
         rule = "the model's chat template does not tell the model of calls"
@@ -308,7 +308,9 @@ def _in_template(
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
+def _rendered(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: dict[str, Any]
+) -> str:
     """Return the messages in the tokenizer's template.
 
     Templates of some models that also see look for lists of parts, and pass over plain text.
@@ -316,7 +318,7 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[s
     last = str(messages[-1].get("content") or "").strip()
     failure = None
     try:
-        text = render_chat(tokenizer, messages, **told)
+        text = render_chat(tokenizer, messages, **variables)
     except ProgramExceeded:
         raise
     except ProgramFailed as error:
@@ -331,7 +333,7 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[s
         for message in messages
     ]
     try:
-        in_parts = render_chat(tokenizer, parts, **told)
+        in_parts = render_chat(tokenizer, parts, **variables)
     except ProgramFailed:
         in_parts = ""
     if in_parts and last in in_parts:

@@ -63,7 +63,7 @@ class Decoder(TokenDecoder):
         num_samples: Literal[1] = 1,
         tree: str | None = None,
         rule: str | None = None,
-        **how: Unpack[TextArguments],
+        **options: Unpack[TextArguments],
     ) -> Generation: ...
 
     @overload
@@ -74,7 +74,7 @@ class Decoder(TokenDecoder):
         num_samples: int = 1,
         tree: str | None = None,
         rule: str | None = None,
-        **how: Unpack[TextArguments],
+        **options: Unpack[TextArguments],
     ) -> list[Generation]: ...
 
     def generate(
@@ -84,7 +84,7 @@ class Decoder(TokenDecoder):
         num_samples: int = 1,
         tree: str | None = None,
         rule: str | None = None,
-        **how: Unpack[TextArguments],
+        **options: Unpack[TextArguments],
     ) -> Generation | list[Generation]:
         """Generate to the end: one text, or as many at a time as the decoder was loaded for.
 
@@ -107,15 +107,17 @@ class Decoder(TokenDecoder):
         several = several_of(prompt)
         if several is None and whole_number(num_samples, "`num_samples`") == 1:
             with self.lock.taken():
-                run = self.start(request_of(prompt, how, tree, rule))  # type: ignore[arg-type]
+                run = self.start(request_of(prompt, options, tree, rule))  # type: ignore[arg-type]
                 try:
                     deque(run, maxlen=0)
                 finally:
                     self._pool.release(run.sequence)
                 return run.result()
         prompts: Sequence[Prompt] = [prompt] if several is None else several  # type: ignore[list-item]
-        asked = [request_of(own, how, tree, rule) for own in prompts]
-        requests = [one for own in asked for one in samples_of(own, num_samples)]
+        asked = [request_of(text, options, tree, rule) for text in prompts]
+        requests = [
+            request for requested in asked for request in samples_of(requested, num_samples)
+        ]
         with self.lock.taken():
             return in_order(self, requests)
 
@@ -125,10 +127,10 @@ class Decoder(TokenDecoder):
         *,
         tree: str | None = None,
         rule: str | None = None,
-        **how: Unpack[TextArguments],
+        **options: Unpack[TextArguments],
     ) -> Iterator[str]:
         """Yield pieces of one text as they are accepted; the arguments are those of `generate`."""
-        return iter(self.start(request_of(prompt, how, tree, rule)))
+        return iter(self.start(request_of(prompt, options, tree, rule)))
 
     def run(
         self,
@@ -215,8 +217,10 @@ class Decoder(TokenDecoder):
         with self.lock.stepping():
             writing = [run for run in runs if run.is_writing]
             gained = self._pass([run.sequence for run in writing]) if writing else []
-        found = dict(zip(writing, gained, strict=True))
-        return [one if isinstance(one := found.get(run), Exception) else None for run in runs]
+        outcomes = dict(zip(writing, gained, strict=True))
+        return [
+            outcome if isinstance(outcome := outcomes.get(run), Exception) else None for run in runs
+        ]
 
     def release(self, run: Run | Scorer) -> None:
         """Let others have its keys and values; it does nothing more. Again nothing happens."""
@@ -292,8 +296,8 @@ class Decoder(TokenDecoder):
         """
         require_sessions(self._start_ids, self.num_parallel, self.plan.kv_dtype)
         with self.lock.taken():
-            told = (messages, num_turns)
-            save_session(Path(path), self.identities, self._pool, self.arithmetic, *told)
+            transcript = (messages, num_turns)
+            save_session(Path(path), self.identities, self._pool, self.arithmetic, *transcript)
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
         """Read a file's keys and values: the next run that `continues` keeps what it shares.

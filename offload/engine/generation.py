@@ -66,11 +66,11 @@ class Generation:
         """Return the log-probabilities as objects, with the texts of their tokens."""
         return [
             {
-                **one._asdict(),
-                "text": self.text_of(one.token),
-                "top_texts": [self.text_of(token) for token, _ in one.top],
+                **logprob._asdict(),
+                "text": self.text_of(logprob.token),
+                "top_texts": [self.text_of(token) for token, _ in logprob.top],
             }
-            for one in self.logprobs or ()
+            for logprob in self.logprobs or ()
         ]
 
     def as_dict(self) -> dict[str, object]:
@@ -166,8 +166,8 @@ class Run:
         sampler = self.sequence.sampler
         is_likeliest = sampler.is_greedy and not sampler.is_adjusted
         if is_likeliest and self.sequence.limits.max_new_tokens == 1:
-            told = [] if self.sequence.num_logprobs is None else [likeliest]
-            self.sequence.extend([likeliest.token], told)
+            logprobs = [] if self.sequence.num_logprobs is None else [likeliest]
+            self.sequence.extend([likeliest.token], logprobs)
 
     def take(self) -> TextPiece:
         """Return what a pass has gained, see `Decoder.step_all`, and note if the text ends there."""

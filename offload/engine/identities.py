@@ -53,7 +53,8 @@ class Identities:
         """Return the types that are computed in, by part; that of no draft is empty."""
         files = self.files._asdict()
         return {
-            part: compute_dtype_name(one, self._dtype) if one else "" for part, one in files.items()
+            part: compute_dtype_name(checkpoint, self._dtype) if checkpoint else ""
+            for part, checkpoint in files.items()
         }
 
     def _identify(self, part: str, checkpoint: Checkpoint, most_bytes: int) -> None:
@@ -83,24 +84,24 @@ class Identities:
 
     @property
     def target(self) -> ModelIdentity:
-        found = self.of("target")
-        assert found is not None, "there is always a target"
-        return found
+        identity = self.of("target")
+        assert identity is not None, "there is always a target"
+        return identity
 
     def identity(self, *, follows_draft: bool = False) -> ModelIdentity:
         """Return the target's identity, or that of a text that `follows_draft` as well."""
         return self.target.drafted_by(self.of("draft") if follows_draft else None)
 
-    def difference(self, told: ModelIdentity, *, follows_draft: bool = False) -> str:
+    def difference(self, saved: ModelIdentity, *, follows_draft: bool = False) -> str:
         """Return in words why a file that tells this is of another identity; empty where it is not.
 
         All weights are read where nothing else can tell. Raises `ReadError`.
         """
         mine = self.identity(follows_draft=follows_draft)
-        if told.has_weights_of(mine) is None and not told.difference(mine) and told.has_sum:
+        if saved.has_weights_of(mine) is None and not saved.difference(mine) and saved.has_sum:
             mine = with_sum(self.files.target, mine, **self._how)
         self._known["target"] = self.target._replace(proofs=mine.proofs)
-        return same_model(told, mine)
+        return same_model(saved, mine)
 
     def watching(self, part: str, watcher: Watcher) -> Watcher:
         """Return what looks at weights as they are read: this watcher, and a sum that is wanted."""

@@ -51,8 +51,8 @@ def warned(notes: list[str]) -> Iterator[None]:
         return False
 
     places = (sys.stderr, sys.__stderr__)
-    streams = [one for one in logger.handlers if isinstance(one, logging.StreamHandler)]
-    handlers = [one for one in streams if one.stream in places]
+    streams = [handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
+    handlers = [handler for handler in streams if handler.stream in places]
     for handler in handlers:
         handler.addFilter(is_for_others)
     try:
@@ -137,10 +137,10 @@ def open_decoder(
     """
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
-    how: Any = {"device": device, "open_source": open_source}
-    setup = resolve(options, read=read, hooks=hooks, **how)
+    context: Any = {"device": device, "open_source": open_source}
+    setup = resolve(options, read=read, hooks=hooks, **context)
     if options.has_open_draft:
-        setup = settle_draft(setup, request, partial(resolve, **how))
+        setup = settle_draft(setup, request, partial(resolve, **context))
     decoder = open_setup(setup, request, transport)
     decoder.notes.extend(version_notes())
     return decoder

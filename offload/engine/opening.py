@@ -45,7 +45,7 @@ def open_setup(setup: Setup, request: Request | None = None, transport: Any = No
 
 def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) -> Decoder:
     """Open a decoder of what this process of a team has; it takes over `resources`."""
-    setup = team.own(setup)
+    setup = team.local_setup(setup)
     settings = setup.settings(request.sampling)
     trees = setup.tree_selector(settings.sampling)
     if team.exchange_s is not None:
@@ -158,7 +158,7 @@ def _open_experts(
     if not pair.target.experts:
         return None
     records = [experts.records for experts in pair.target.experts]
-    largest = max(record.slab_bytes for own in records for record in own)
+    largest = max(record.slab_bytes for layer_records in records for record in layer_records)
     assert largest <= config.plan.expert_slot_bytes, "an expert is larger than planned"
     trees = config.trees
     profile, _ = trees.find(*settings)

@@ -42,7 +42,7 @@ def check_setup(
         needs_context: whether there must be room for the context of `options`, or for a short one.
     """
     headers = options.headers(headers_here)
-    here = [one for one in headers if one is not None]
+    here = [header for header in headers if header is not None]
     if needs_text and headers[0] is not None:
         _require_tokenizer(headers[0])
     if len(here) == len(headers) and options.ranks is None:
@@ -78,10 +78,10 @@ def _require_tokenizer(target: Checkpoint) -> None:
     if not _has_tokenizer(target.tokenizer_path):
         file = target.shards[0]
         is_gguf = file.suffix.lower() == ".gguf"
-        own = "give `config` ORG/NAME, the model that it was made from, or put"
+        remedy = "give `config` ORG/NAME, the model that it was made from, or put"
         raise UserError(
             f"{file.name if is_gguf else target.name} has no tokenizer: "
-            f"{own if is_gguf else 'put'} its tokenizer.json beside it"
+            f"{remedy if is_gguf else 'put'} its tokenizer.json beside it"
         )
 
 

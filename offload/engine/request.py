@@ -101,7 +101,7 @@ class Request:
                 stops = tuple(self.stop)
         rule = "`stop` must be text"
         require(
-            all(isinstance(one, str) for one in stops), rule, f"{self.stop!r:.80}", "give a str"
+            all(isinstance(stop, str) for stop in stops), rule, f"{self.stop!r:.80}", "give a str"
         )
         return stops
 
@@ -193,9 +193,9 @@ class Request:
             new = "a new one" if num_new == 1 else f"{num_new} new ones"
             fewer = "" if self.is_clipped else " or lower `max_new_tokens`"
             length = plural(len(ids), "token")
-            what = f"a prompt of {length} and {new} exceed the context of {context}"
+            complaint = f"a prompt of {length} and {new} exceed the context of {context}"
             asked = None if self.is_clipped else num_new
-            raise NoRoom(f"{what}{remedy}shorten the prompt{fewer}", len(ids), asked, context)
+            raise NoRoom(f"{complaint}{remedy}shorten the prompt{fewer}", len(ids), asked, context)
         return ids
 
     def num_new(self, ids: Sequence[int], context: int, start_ids: tuple[int, ...] = ()) -> int:
@@ -232,8 +232,8 @@ def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
     is_possible = 1 <= whole_number(num_samples, "`num_samples`") <= MOST_SAMPLES
     require(is_possible, f"`num_samples` must lie in 1 to {MOST_SAMPLES}", num_samples, "try 1")
     for number in range(num_samples):
-        one = replace(request, sampling=request.sampling.later(number))
-        yield _marked(one, request._prepared)
+        sample = replace(request, sampling=request.sampling.later(number))
+        yield _marked(sample, request._prepared)
 
 
 def _marked(request: Request, checked: tuple[Callable[[], object], object] | None) -> Request:
@@ -248,7 +248,7 @@ def several_of(prompt: Any) -> Sequence[Prompt] | None:
     is_one = isinstance(prompt[0], Mapping | int) or not isinstance(prompt[0], str | Sequence)
     if is_one:
         return None
-    if not all(isinstance(one, str | Sequence) for one in prompt):
+    if not all(isinstance(item, str | Sequence) for item in prompt):
         raise UserError("several prompts must each be text, messages or token ids: mend the list")
     return prompt
 
@@ -275,11 +275,17 @@ def _check_source(
             f"begins: leave it out"
         )
     if len(ids) > context:
-        what = f"the encoder reads at most `context` tokens, {context}, got a prompt of {len(ids)}"
-        raise NoRoom(f"{what}: raise `context` or shorten the prompt", len(ids), asked, context)
+        complaint = (
+            f"the encoder reads at most `context` tokens, {context}, got a prompt of {len(ids)}"
+        )
+        raise NoRoom(
+            f"{complaint}: raise `context` or shorten the prompt", len(ids), asked, context
+        )
     if len(start_ids) + num_new > context:
-        what = f"a start and {num_new} new tokens exceed the context of {context}"
-        raise NoRoom(f"{what}: raise `context` or lower `max_new_tokens`", len(ids), asked, context)
+        complaint = f"a start and {num_new} new tokens exceed the context of {context}"
+        raise NoRoom(
+            f"{complaint}: raise `context` or lower `max_new_tokens`", len(ids), asked, context
+        )
 
 
 def gap_prompt(tokenizer: Tokenizer | None, request: Request) -> str:

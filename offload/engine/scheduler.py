@@ -136,10 +136,10 @@ class Scheduler:
         if num_texts and not all(errors):
             ended_s = time.monotonic()
             moved = self._moved().since(before)
-            one = PassDone(ended_s, ended_s - began_s, num_texts, num_tokens, moved)
+            done = PassDone(ended_s, ended_s - began_s, num_texts, num_tokens, moved)
             with self.changed:
-                self._recent.append(one)
-            self.count(moved=moved, num_passes=1, num_tokens=num_tokens, pass_s=one.seconds)
+                self._recent.append(done)
+            self.count(moved=moved, num_passes=1, num_tokens=num_tokens, pass_s=done.seconds)
 
     def _moved(self) -> Transfers:
         """Return what passes have moved so far; of a decoder that was closed too early nothing."""
@@ -165,7 +165,7 @@ class Scheduler:
         """Return what was done, and what goes on."""
         with self.changed:
             now_s = time.monotonic()
-            recent = tuple(one for one in self._recent if now_s - one.ended_s < _RECENT_S)
+            recent = tuple(done for done in self._recent if now_s - done.ended_s < _RECENT_S)
             return self._sums._replace(
                 num_active=self.num_active,
                 num_waiting=self.num_waiting,
@@ -189,10 +189,10 @@ class Scheduler:
             jobs = filter(None, (ref() for ref in self._waiting))
             return sum(job.request.grammar.num_bytes for job in jobs if job.request.grammar)
 
-    def count(self, *, moved: Transfers = _NOTHING, **more: float) -> None:
+    def count(self, *, moved: Transfers = _NOTHING, **sums_of_pass: float) -> None:
         """Add to the figures of these names."""
         with self.changed:
-            sums = {name: getattr(self._sums, name) + value for name, value in more.items()}
+            sums = {name: getattr(self._sums, name) + value for name, value in sums_of_pass.items()}
             self._sums = self._sums._replace(moved=self._sums.moved.and_more(moved), **sums)
 
     def _begin(self, ref: weakref.ref[Job]) -> None:
@@ -290,7 +290,7 @@ class Scheduler:
         except Exception as error:
             if len(runs) == 1:
                 return [error]
-            return [one for run in runs for one in self._sweep_each([run])]
+            return [outcome for run in runs for outcome in self._sweep_each([run])]
 
     def _hand_out(self, run: Run, error: Exception | None) -> int:
         """Hand out what a text has gained; return how many tokens that is."""
@@ -407,22 +407,22 @@ def write_all(
 
 def _ended(numbers: dict[Job, int]) -> list[Finished]:
     """Take the jobs that have ended. Raises an error that is no request's own."""
-    found = []
+    finished = []
     for job in [job for job in numbers if job.is_done]:
         number = numbers.pop(job)
         if not isinstance(job.outcome, Generation | UserError):
             assert job.outcome is not None, "it has ended"
             raise job.outcome
-        found.append(Finished(number, job.outcome))
-    return found
+        finished.append(Finished(number, job.outcome))
+    return finished
 
 
 def in_order(decoder: "Decoder", requests: Sequence[Request]) -> list[Generation]:
     """Return all results, as they were asked for. Raises `UserError` for the first that fails."""
-    found = dict[int, Generation]()
+    outcomes = dict[int, Generation]()
     with closing(write_all(decoder, requests)) as finished:
         for number, outcome in finished:
             if isinstance(outcome, UserError):
                 raise outcome
-            found[number] = outcome
-    return [found[number] for number in range(len(requests))]
+            outcomes[number] = outcome
+    return [outcomes[number] for number in range(len(requests))]

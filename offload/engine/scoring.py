@@ -63,7 +63,7 @@ def wanted_of(texts: Any) -> list[tuple[Any, int]]:
 
 
 class _TokenScore(NamedTuple):
-    told: TokenLogprob
+    drawn: TokenLogprob
     is_best: bool
 
 
@@ -110,7 +110,7 @@ class Scorer:
         """Return the score of each text, behind all passes."""
         return [
             TextScore(
-                sum(score.told.logprob for score in seen.values()),
+                sum(score.drawn.logprob for score in seen.values()),
                 all(score.is_best for score in seen.values()),
                 len(seen),
             )
@@ -119,11 +119,11 @@ class Scorer:
 
     def prompt_scores(self) -> list[PromptScore]:
         """Return the tokens of each text, which were wanted with `num_top`, behind all passes."""
-        told = [
-            [score.told for score in self._in_order(index).values()]
+        scored = [
+            [score.drawn for score in self._in_order(index).values()]
             for index in range(len(self._texts))
         ]
-        return [PromptScore(tuple(tokens), likeliest) for *tokens, likeliest in told]
+        return [PromptScore(tuple(tokens), likeliest) for *tokens, likeliest in scored]
 
     def _in_order(self, index: int) -> dict[int, _TokenScore]:
         return dict(sorted(self._seen[index].items()))

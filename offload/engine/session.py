@@ -87,14 +87,18 @@ def save_session(
         for layer, held in cache.states(len(tokens)).items():
             tensors |= {state_name(part, kind, layer): state for kind, state in held.items()}
         tensors |= _recurrent_tensors(part, cache, len(tokens))
-    told = {"messages": json.dumps(messages), "num_turns": str(num_turns), "arithmetic": arithmetic}
-    told |= {f"{part}_dtype": dtype for part, dtype in identities.dtypes.items()}
-    told["is_long"] = str(pool.caches.target.is_long)
+    notes = {
+        "messages": json.dumps(messages),
+        "num_turns": str(num_turns),
+        "arithmetic": arithmetic,
+    }
+    notes |= {f"{part}_dtype": dtype for part, dtype in identities.dtypes.items()}
+    notes["is_long"] = str(pool.caches.target.is_long)
     try:
         for part in PARTS:
             identity = identities.of(part)
-            told[part] = json.dumps(identity.as_dict()) if identity else ""
-        write_tensors(path, {**told, "format": _FORMAT}, tensors)
+            notes[part] = json.dumps(identity.as_dict()) if identity else ""
+        write_tensors(path, {**notes, "format": _FORMAT}, tensors)
     # of the weights, which have changed since: that need not end a conversation
     except ReadError as error:
         raise UserError(f"cannot tell of which weights a session would be: {error}") from None
@@ -106,18 +110,18 @@ def save_session(
 
 def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
     """Return a part's identity as a file tells it; None for no model. Raises `KeyError`."""
-    told = notes[part]
+    text = notes[part]
     try:
-        return ModelIdentity.parse(json.loads(told))
+        return ModelIdentity.parse(json.loads(text))
     except (ValueError, RecursionError):
         return None
 
 
 def can_use(identities: Identities, part: str, notes: Mapping[str, str]) -> bool:
     """Return whether a file with these notes has this part's weights, in its type; nothing is read."""
-    told = _told_identity(notes, part)
+    saved = _told_identity(notes, part)
     mine = identities.of(part)
-    is_same = told is not None and mine is not None and not same_model(told, mine)
+    is_same = saved is not None and mine is not None and not same_model(saved, mine)
     return is_same and notes.get(f"{part}_dtype") == identities.dtypes[part]
 
 
@@ -179,11 +183,11 @@ def _checked(path: Path, file: Any, identities: Identities, plan: MemoryPlan) ->
         raise UserError(
             f"{path} is no {_FORMAT}, but {notes.get('format', 'something else')}: {_AFRESH}"
         )
-    told = _told_identity(notes, "target") if "target" in notes else None
-    if told is None:
+    saved = _told_identity(notes, "target") if "target" in notes else None
+    if saved is None:
         raise _broken(path, "it does not tell of which model it is")
-    if what := identities.difference(told):
-        raise UserError(f"{path} was computed with another model ({what}): {_AFRESH}")
+    if difference := identities.difference(saved):
+        raise UserError(f"{path} was computed with another model ({difference}): {_AFRESH}")
     if notes.get("target_dtype") != (mine := identities.dtypes["target"]):
         raise UserError(
             f"{path} was computed with other `dtype` ({notes.get('target_dtype')}, not {mine}): "
@@ -214,8 +218,8 @@ def _contents(file: Any, notes: Mapping[str, str]) -> Session:
     messages = json.loads(notes["messages"])
     ensure(messages is None or isinstance(messages, list), "messages are a list")
     are_texts = all(
-        isinstance(one, dict) and {type(one[key]) for key in _TOLD} == {str}
-        for one in messages or []
+        isinstance(message, dict) and {type(message[key]) for key in _TOLD} == {str}
+        for message in messages or []
     )
     ensure(are_texts, "a message has a role and a content of text")
     return Session(file.get_tensor(_TOKENS).tolist(), messages, int(notes["num_turns"]))
@@ -251,5 +255,5 @@ def _require_no_holes(path: Path) -> None:
         raise _broken(path, str(error).rpartition(":")[0]) from None
 
 
-def _broken(path: Path, what: str) -> UserError:
-    return UserError(f"the session {path} is broken ({what}): {_AFRESH}")
+def _broken(path: Path, reason: str) -> UserError:
+    return UserError(f"the session {path} is broken ({reason}): {_AFRESH}")

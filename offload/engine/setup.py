@@ -107,8 +107,10 @@ class Setup:
         """Return what a tree is chosen for; without sampling as the named profile has it, or greedy."""
         named = self._named_profile
         if sampling is None and named is not None:
-            own = parse_profile(named).identity
-            sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
+            identity = parse_profile(named).identity
+            sampling = Sampling(
+                temperature=identity.temperature, top_p=identity.top_p, top_k=identity.top_k
+            )
         return RunSettings(sampling or Sampling(), self.options.rule)
 
     @property
@@ -125,7 +127,7 @@ class Setup:
             self._named_profile,
             None if self.hardware else self.machine,
             self.budget.experts_of(self.files),
-            are_files_here=all(one.is_here for one in self.files if one),
+            are_files_here=all(checkpoint.is_here for checkpoint in self.files if checkpoint),
             is_elsewhere=self.is_elsewhere,
         )
 
@@ -171,7 +173,7 @@ class Setup:
         if self.device.has_own_memory:
             usual_nodes = self.options.parallel * self.tree.num_nodes
             moved = {num: self.traffic_of(num) for num in (usual_nodes, most_nodes)}
-            streaming = (num for num, one in moved.items() if one and one.is_streamed)
+            streaming = (num for num, traffic in moved.items() if traffic and traffic.is_streamed)
             plan = self.plan_for(next(streaming, 1))
             return link.device_link_bytes_per_s(
                 self.device,

@@ -31,15 +31,15 @@ class Team:
     adapt: Callable[[Any], None] | None = None
     is_alone = True
 
-    def own(self, setup: "Setup") -> "Setup":
+    def local_setup(self, setup: "Setup") -> "Setup":
         """Return the setup with what this process reads of the checkpoints."""
         return setup
 
     def tell_plan(self, plan: "MemoryPlan") -> None:
         """Let the others load what the plan leaves to them. Raises `UserError` if one cannot."""
 
-    def target(self, *args: Any, **more: Any) -> "Target":
+    def target(self, *args: Any, **kwargs: Any) -> "Target":
         """Return a `Target` of these arguments, which speaks for all."""
         from offload.model.target import Target
 
-        return Target(*args, **more)
+        return Target(*args, **kwargs)

@@ -87,7 +87,7 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._longest = max((len(one) - 1 for one in self._stop), default=0)
+        self._longest = max((len(stop_text) - 1 for stop_text in self._stop), default=0)
         self._byte_of = _byte_tokens(tokenizer)
         self._special = special_tokens(tokenizer)
         # what a token adds to a text; results hold this, and not the stream

@@ -81,8 +81,8 @@ class TokenDecoder:
         new_caches = [target.new_cache() for _ in range(self.num_parallel)]
         sets = [Caches(cache, drafter.new_state(cache)) for cache in new_caches]
         if self.num_parallel > 1:
-            target.share_sweeps([one.target for one in sets])
-            drafter.share_states([one.draft for one in sets])
+            target.share_sweeps([caches.target for caches in sets])
+            drafter.share_states([caches.draft for caches in sets])
         self._pool = CachePool(sets, self._start_ids, config)
         self.num_score_passes = 0
         # methods of this decoder would make a cycle
@@ -93,7 +93,7 @@ class TokenDecoder:
         self._speculation = SpeculationStep(
             target, drafter, self.threads, compute_in, prompt_rows, *hears
         )
-        found = [
+        notes_of_kernels = [
             self.plan.num_layer_slots and target.stream.carrier.note,
             target.experts and target.experts.carrier.note,
         ]
@@ -101,7 +101,7 @@ class TokenDecoder:
         self.notes = notes
         self.notes += not_exact_lines(self.rule, self.plan.kv_dtype)
         self.notes += [self._rules.note] if self._rules.note else []
-        self.notes += dict.fromkeys(note for note in found if note)
+        self.notes += dict.fromkeys(note for note in notes_of_kernels if note)
         self._is_open = True
 
     def __repr__(self) -> str:
@@ -130,14 +130,16 @@ class TokenDecoder:
         with self.lock.taken():
             rule = rule or self.rule
             masks = [] if grammar is None else [self._grammars.mask(grammar)]
-            how = (rule.drafting, self._kernels, self.target.send)
+            drawing = (rule.drafting, self._kernels, self.target.send)
             begun = with_start(whole_numbers(tokens), self._start_ids)
             is_ranked = self._trees.is_ranked
             # what an encoder reads is no text
             said = begun[begun.index(self._start_ids[0]) :] if self._start_ids else begun
             earlier, later = self._rules.adjustments(len(said), limits.max_new_tokens)
             later += masks
-            sampler = Sampler(sampling, self._vocab_size, *how, adjustments=later, earlier=earlier)
+            sampler = Sampler(
+                sampling, self._vocab_size, *drawing, adjustments=later, earlier=earlier
+            )
             sampler.begin(said)
             sequence = TokenSequence(begun, sampler, rule, shape, limits, is_ranked=is_ranked)
             self._pool.lend(sequence, keeps=keeps)

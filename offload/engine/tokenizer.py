@@ -33,20 +33,20 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     """Return the tokenizer in a folder or GGUF file; None for none. Raises `UserError`."""
     from transformers import AutoTokenizer
 
-    how = {"trust_remote_code": False, "local_files_only": True}
+    safety = {"trust_remote_code": False, "local_files_only": True}
     if os.path.isfile(directory):
         file = Path(directory)
         require_reader(file)
         remedy = "give `config`, the original model's folder or hub id"
         with refusing(f"cannot read the tokenizer in {file.name}", remedy):
-            return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **how)
+            return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **safety)
     if not has_tokenizer(Path(directory)):
         return None
     check_tokenizer_files(Path(directory))
     with refusing(f"cannot read the tokenizer in {directory}", _REMEDY):
         _check_names(Path(directory))
         config = _config_beside(Path(directory))
-        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, **how)
+        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, **safety)
     beside = Path(directory) / PROCESSOR_TEMPLATE
     if not tokenizer.chat_template and os.path.isfile(beside):
         tokenizer.chat_template = read_json(beside).get(TEMPLATE)
@@ -92,14 +92,18 @@ def foreign_note(foreign_ids: Sequence[int]) -> str:
 
 def require_described_vocabulary(files: ModelFiles) -> None:
     """Do what `require_one_vocabulary` does, as far as files here tell without transformers."""
-    both = [one for one in files if one is not None and not one.is_copy]
+    both = [checkpoint for checkpoint in files if checkpoint is not None and not checkpoint.is_copy]
     if len(both) < 2:
         return
-    ids = [_ids_in(one.tokenizer_path) for one in both]
-    is_bare = any(one.is_here and not has_tokenizer(one.tokenizer_path) for one in both)
+    ids = [_ids_in(checkpoint.tokenizer_path) for checkpoint in both]
+    is_bare = any(
+        checkpoint.is_here and not has_tokenizer(checkpoint.tokenizer_path) for checkpoint in both
+    )
     if is_bare or None not in ids:
-        sizes = (config_sizes(one).get("vocab_size", 0) for one in both)
-        words = (Vocabulary(size, ids=own) for size, own in zip(sizes, ids, strict=True))
+        sizes = (config_sizes(checkpoint).get("vocab_size", 0) for checkpoint in both)
+        words = (
+            Vocabulary(size, ids=known_ids) for size, known_ids in zip(sizes, ids, strict=True)
+        )
         require_one_vocabulary(files, *words)
 
 
@@ -116,17 +120,21 @@ def require_one_vocabulary(
     rule = "the draft must share the target's vocabulary"
     remedy = "choose a smaller model of the target's family"
     if target.ids is not None and draft.ids is not None:
-        is_exact = not any(one and os.path.isfile(one.tokenizer_path) for one in files)
+        is_exact = not any(
+            checkpoint and os.path.isfile(checkpoint.tokenizer_path) for checkpoint in files
+        )
         if not are_same(target.ids, draft.ids, is_exact=is_exact):
             foreign = differing_ids(target.ids, draft.ids)
         if len(foreign) > min(_MOST_FOREIGN, len(target.ids) * _MOST_FOREIGN_SHARE):
             first = foreign[0]
             kinds = (
-                f"{_name_of(first, one.ids)} in {of}"
-                for one, of in ((target, "the target"), (draft, name))
+                f"{_name_of(first, vocabulary.ids)} in {of}"
+                for vocabulary, of in ((target, "the target"), (draft, name))
             )
-            told = f"{len(foreign)} tokens differ, the first has the id {first}: {', '.join(kinds)}"
-            raise UserError(f"{rule}, {told}: {remedy}")
+            difference = (
+                f"{len(foreign)} tokens differ, the first has the id {first}: {', '.join(kinds)}"
+            )
+            raise UserError(f"{rule}, {difference}: {remedy}")
     elif target.vocab_size != draft.vocab_size:
         raise UserError(
             f"{rule}, {name} has {draft.vocab_size} entries "
@@ -157,15 +165,15 @@ def _name_of(index: int, ids: Mapping[str, int] | None) -> str:
     return "none" if token is None else f"{token!r:.40}"
 
 
-def are_same(one: Mapping[str, int], other: Mapping[str, int], *, is_exact: bool) -> bool:
+def are_same(first: Mapping[str, int], other: Mapping[str, int], *, is_exact: bool) -> bool:
     """Return whether two vocabularies give the same meaning to the same ids.
 
     GGUF files pad theirs to the width of the embedding, and their tokenizers are rebuilt (not
     `is_exact`): then the larger must contain the smaller.
     """
     if is_exact:
-        return one == other
-    small, large = sorted((one, other), key=len)
+        return first == other
+    small, large = sorted((first, other), key=len)
     return all(large.get(token) == index for token, index in small.items())
 
 
@@ -194,10 +202,10 @@ def _config_beside(directory: Path) -> Any:
 
     if not os.path.isfile(directory / "config.json"):
         return None
-    told = read_json(directory / "config.json")
+    settings = read_json(directory / "config.json")
     try:
         return AutoConfig.for_model(
-            str(told.get("model_type")), tokenizer_class=told.get("tokenizer_class")
+            str(settings.get("model_type")), tokenizer_class=settings.get("tokenizer_class")
         )
     # of a kind that it does not know, or that needs more than this
     except (ValueError, StrictDataclassError):
@@ -206,10 +214,14 @@ def _config_beside(directory: Path) -> Any:
 
 def _check_names(directory: Path) -> None:
     """Raise `ValueError` for a file elsewhere that transformers would open for tokenizer.json."""
-    told = directory / TOKENIZER_CONFIG
-    names = read_json(told).get("fast_tokenizer_files", ()) if os.path.exists(told) else ()
+    config_path = directory / TOKENIZER_CONFIG
+    names = (
+        read_json(config_path).get("fast_tokenizer_files", ())
+        if os.path.exists(config_path)
+        else ()
+    )
     for name in names:
         ensure(
             isinstance(name, str) and Path(name).name == name,
-            f"{name!r:.80} is no file beside {told.name}",
+            f"{name!r:.80} is no file beside {config_path.name}",
         )

@@ -87,7 +87,7 @@ def folded_attention(
     attention_mask: Tensor | PathRows | BatchMask | tuple[PathRows, ...] | None,
     *,
     scaling: float | None = None,
-    **more: Any,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
     """Attend (1, H, T, K) queries to (1, G, S, K) keys; the result is (1, T, H, K).
 
@@ -98,27 +98,27 @@ def folded_attention(
     if isinstance(attention_mask, Tensor) and selection is not None:
         attention_mask = selection.selected
     if isinstance(attention_mask, BatchMask):
-        attend = partial(folded_attention, module, scaling=scaling, **more)
+        attend = partial(folded_attention, module, scaling=scaling, **settings)
         return attention_mask.attend(attend, query, key, value), None
     if isinstance(attention_mask, tuple):
         # each group of heads has rows of its own
         groups = [states.chunk(len(attention_mask), 1) for states in (query, key, value)]
-        attend = partial(folded_attention, module, scaling=scaling, **more)
+        attend = partial(folded_attention, module, scaling=scaling, **settings)
         parts = [attend(*states)[0] for states in zip(*groups, attention_mask, strict=True)]
         return torch.cat(parts, 2), None
     if isinstance(attention_mask, PathRows):
-        if more.get("position_bias") is not None:
-            what = "attention in path order does not support position_bias"
-            raise UserError(f"{what}: choose another model")
+        if settings.get("position_bias") is not None:
+            complaint = "attention in path order does not support position_bias"
+            raise UserError(f"{complaint}: choose another model")
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
-        terms = ScoreTerms(scale, more.get("softcap"), more.get("s_aux"))
+        terms = ScoreTerms(scale, settings.get("softcap"), settings.get("s_aux"))
         given = (query[0], key[0], value[0])
-        states = (one if one.stride(2) == 1 else one.contiguous() for one in given)
+        states = (state if state.stride(2) == 1 else state.contiguous() for state in given)
         return attention_mask.attend(*states, attention_mask, terms)[None].contiguous(), None
-    wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
+    wanted = [name for name in _SCORE_TERMS if settings.get(name) is not None]
     if wanted:
-        what = f"token trees do not support attention with {' and '.join(wanted)}"
-        raise UserError(f"{what}: choose another model")
+        complaint = f"token trees do not support attention with {' and '.join(wanted)}"
+        raise UserError(f"{complaint}: choose another model")
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]
     # head g * group + i becomes the rows i * T + t
@@ -154,12 +154,12 @@ def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
 
 
 def biased_attention(
-    module: nn.Module, *given: Any, position_bias: Tensor, **more: Any
+    module: nn.Module, *given: Any, position_bias: Tensor, **settings: Any
 ) -> tuple[Tensor, None]:
     """Attend like `folded_attention`, with a `position_bias` (1, H, T, S) by position."""
     query, key, value, mask = given
     mask = position_bias if mask is None else position_bias + mask
-    return folded_attention(module, query, key, value, mask, **more)
+    return folded_attention(module, query, key, value, mask, **settings)
 
 
 def scale_by_position(layers: Iterable[nn.Module]) -> None:

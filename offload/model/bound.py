@@ -120,17 +120,17 @@ class BoundModel:
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         # others would expand their weights for each part
-        is_plain = self.held is None and not any(one.coded for one in self._layouts)
+        is_plain = self.held is None and not any(layout.coded for layout in self._layouts)
         if torch_device.type == "cpu" and is_plain:
             take_rows_in_parts(self._layers)
 
     def _lay_out_rest(self, rest: Mapping[str, Stack]) -> dict[str, Sequence[TensorPart]]:
         """Lay out what lies around the layers and is not a target's; return what is coded of it."""
         self._borrowed = _shared_sources(self.checkpoint, rest)
-        own = {name: stack for name, stack in rest.items() if name not in self._borrowed}
-        coded = {name: parts for name, (_, parts) in own.items() if is_coded(parts)}
+        unborrowed = {name: stack for name, stack in rest.items() if name not in self._borrowed}
+        coded = {name: parts for name, (_, parts) in unborrowed.items() if is_coded(parts)}
         self.rest_layout = slab_layout(
-            {name: stack for name, stack in own.items() if name not in coded}
+            {name: stack for name, stack in unborrowed.items() if name not in coded}
         )
         return coded
 
@@ -148,9 +148,9 @@ class BoundModel:
         """Let modules expand coded weights just before they run, and those around layers once."""
         layouts = dict(zip([names[block] for block in self._blocks], self._layouts, strict=True))
         records = {
-            f"{names[one.module]}{index}.": record
-            for one in self.experts
-            for index, record in enumerate(one.records)
+            f"{names[routed.module]}{index}.": record
+            for routed in self.experts
+            for index, record in enumerate(routed.records)
         }
         self._companions = companion_slabs(self.checkpoint.name, coded, layouts | records)
         self._expanded = ExpandedWeights(
@@ -164,20 +164,20 @@ class BoundModel:
         self._expanded_rest: dict[str, Tensor] = {}
         self._hooks: list[Any] = self._expanded.hooks
 
-    def _lay_out(self, own: Sequence[Mapping[str, Stack]], *, on_demand: bool) -> None:
+    def _lay_out(self, stacks_of_blocks: Sequence[Mapping[str, Stack]], *, on_demand: bool) -> None:
         """Lay out the slab of every block from its own parameters; experts on demand stay apart."""
         self._experts_of: dict[int, RoutedExperts] = {}
         self._layouts: list[SlabLayout] = []
         self._copies: list[dict[str, TensorPart]] = []
         self._copied_from: ExpandedWeights | None = None
-        for layer, (block, stacks) in enumerate(zip(self._blocks, own, strict=True)):
+        for layer, (block, stacks) in enumerate(zip(self._blocks, stacks_of_blocks, strict=True)):
             experts, routed = find_experts(block, stacks) if on_demand else (None, set())
             if experts is not None:
                 self._experts_of[layer] = experts
-            kept = {name: what for name, what in stacks.items() if name not in routed}
+            kept = {name: stack for name, stack in stacks.items() if name not in routed}
             if on_demand and any(map(_ROUTED.search, kept)):
-                what = "experts that come one by one, which are made otherwise here"
-                raise too_old(self.checkpoint, what, ", or give --experts layers")
+                unknown = "experts that come one by one, which are made otherwise here"
+                raise too_old(self.checkpoint, unknown, ", or give --experts layers")
             copies = shared_copies(self.checkpoint, kept)
             self._copies.append(copies)
             kept = {name: stack for name, stack in kept.items() if name not in copies}
@@ -220,7 +220,7 @@ class BoundModel:
             require_copies(self.checkpoint, map(target._expanded.has, copied))
         if self._borrowed:
             assert target is not None, "what it shares is a target's"
-            borrowed = [one for one in self._rest_places if one[0] in self._borrowed]
+            borrowed = [place for place in self._rest_places if place[0] in self._borrowed]
             places = [(self._name_in_target(name), place) for name, place in borrowed]
             share(target._rest_places, places, self.torch_device)
         if len(self._borrowed) < len({name for name, _ in self._rest_places}):
@@ -235,7 +235,7 @@ class BoundModel:
     def rest_bytes(self) -> int:
         """Return the bytes that `read_rest` reads."""
         own_bytes = self.rest_layout.slab_bytes if self.rest_layout.parameters else 0
-        return sum(one.layout.slab_bytes for one in self._companions) + own_bytes
+        return sum(slab.layout.slab_bytes for slab in self._companions) + own_bytes
 
     def bring_samples(self, fetch: Fetch) -> None:
         """Let a few experts stand for all that come on demand, to try and to time by."""
@@ -258,14 +258,14 @@ class BoundModel:
 
     def codings_of(self, layer: int) -> list[Coding]:
         """Return the codings of a layer's weights; empty where all are plain."""
-        groups = [own for layout in self._parts_of(layer) for own in layout.coded.values()]
-        coded = [one.part.entry.coded for words in groups for one in words]
-        return [one.coding for one in coded if one is not None]
+        groups = [words for layout in self._parts_of(layer) for words in layout.coded.values()]
+        coded = [word.part.entry.coded for words in groups for word in words]
+        return [storage.coding for storage in coded if storage is not None]
 
     def coded_words(self, layer: int, fetch: Fetch) -> list[CodedWeight]:
         """Return the coded weights of a layer, which need not be bound; of experts, the first's."""
         parts = self._parts_of(layer)
-        return [one for part in parts for one in self._expanded.words(part, fetch(part))]
+        return [word for part in parts for word in self._expanded.words(part, fetch(part))]
 
     def _parts_of(self, layer: int) -> list[SlabLayout]:
         experts = self._experts_of.get(layer)

@@ -117,10 +117,10 @@ class Graphs:
             token_W, position_W, slot_W = held_WI[:, :_INPUTS].T.contiguous().long()
             rows = PathRows(held_WI[:, _INPUTS:], None, self._attend)
             masks = {window: replace(rows, window=window) for window in self._model.windows}
-            own = PassCache(
+            pass_cache = PassCache(
                 [BatchPart(token_W, position_W, causal(width), cache, first=cache.length)], slot_W
             )
-            logits_WV = self._model.run(token_W, position_W, masks, own)
+            logits_WV = self._model.run(token_W, position_W, masks, pass_cache)
             if self._logits_WV is None:  # in the first run, before anything is recorded
                 self._logits_WV = logits_WV.new_empty(WIDTHS[-1], logits_WV.shape[1])
             self._logits_WV[: len(logits_WV)].copy_(logits_WV)
@@ -194,12 +194,12 @@ def use_graphs(model: TreeModel) -> str | None:
         return f"{_WITHOUT} (its attention takes masks)"
     open_recorder = partial(CudaRecorder, side_stream(model.torch_device))
     graphs = Graphs(model, open_recorder)
-    one = torch.zeros(1, dtype=torch.long)
+    zero_1 = torch.zeros(1, dtype=torch.long)
     cache = KVCache(model.num_layers, 1)
     cache.fix()
     try:
         with torch.inference_mode():
-            graphs(BatchPart(one, one, causal(1), cache), 1)
+            graphs(BatchPart(zero_1, zero_1, causal(1), cache), 1)
     except Exception as error:  # whatever a family does in its pass that a recording does not take
         why = str(error).partition("\n")[0] or type(error).__name__
         return f"{_WITHOUT} ({why[:120]})"

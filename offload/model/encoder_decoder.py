@@ -60,12 +60,12 @@ class SourceCache(KVCache):
         return len(self.source)
 
     @contextmanager
-    def passing(self, own: PassCache) -> Iterator[EncoderDecoderCache]:
+    def passing(self, pass_cache: PassCache) -> Iterator[EncoderDecoderCache]:
         """Yield both caches of a pass; keys that one left without values when it was cut short go."""
         if self._is_under_way:
             self.cross = DynamicCache()
         self._is_under_way = True
-        yield EncoderDecoderCache(own, self.cross)
+        yield EncoderDecoderCache(pass_cache, self.cross)
         # not reached where the pass has failed
         self._is_under_way = False
 
@@ -79,8 +79,8 @@ class SourceCache(KVCache):
 class EncoderDecoderModel(TreeModel):
     """A `TreeModel` whose `take_in` runs the encoder; all passes are those of the decoder."""
 
-    def __init__(self, checkpoint: Checkpoint, *how: Any, **more: Any) -> None:
-        super().__init__(checkpoint, *how, **more)
+    def __init__(self, checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
+        super().__init__(checkpoint, *args, **kwargs)
         self.start_ids = start_ids_of(checkpoint)
         rule = f"{checkpoint.name}: decoder_start_token_id must be less than {self.vocab_size}"
         start = self.start_ids[0]
@@ -97,8 +97,8 @@ class EncoderDecoderModel(TreeModel):
 
     def new_cache(self, num_slots: int, gather: Callable[..., None] | None = None) -> SourceCache:
         """Return an empty cache for one text; its slots are of the decoder's positions."""
-        own = (self.meta_model.config.d_model, self.dtype, self.torch_device)
-        return SourceCache(*own, self.num_layers, num_slots, gather, self.send)
+        rows = (self.meta_model.config.d_model, self.dtype, self.torch_device)
+        return SourceCache(*rows, self.num_layers, num_slots, gather, self.send)
 
     @torch.inference_mode()
     def take_in(
@@ -129,13 +129,13 @@ class EncoderDecoderModel(TreeModel):
     def _takes_paths(self) -> bool:
         return False
 
-    def _call(self, token_1T: Tensor, *, logits_to_keep: int = 0, **more: Any) -> Any:
-        own = cache_in(more)
+    def _call(self, token_1T: Tensor, *, logits_to_keep: int = 0, **inputs: Any) -> Any:
+        pass_cache = cache_in(inputs)
         self._num_scored = logits_to_keep
         # without a cache, rows are scored that the decoder has computed
-        cache = None if own is None else own.parts[0].cache
+        cache = None if pass_cache is None else pass_cache.parts[0].cache
         hidden_1SD = torch.empty(0) if cache is None else cache.hidden_1SD
-        with nullcontext() if cache is None else cache.passing(own) as both:
+        with nullcontext() if cache is None else cache.passing(pass_cache) as both:
             return self.meta_model(
                 decoder_input_ids=token_1T,
                 encoder_outputs=(hidden_1SD,),

@@ -94,7 +94,7 @@ class ExpandedWeights:
         self._dtype = dtype
         self._sent: dict[int, Tensor] = {}
         coded = [words for layout in (*layouts, *records) for words in layout.coded.values()]
-        self._parts = {one.part for words in coded for one in words}
+        self._parts = {word.part for words in coded for word in words}
         # what has none is in no slab that `keep` could be given
         bare = [part for part in self._parts if not _coded(part).companions]
         self._companions: dict[TensorPart, Companions] = {
@@ -105,8 +105,10 @@ class ExpandedWeights:
         self._owned: dict[nn.Module, tuple[Callable[[], None], list[Any]]] = {}
         self._inner_bytes = max((self._end_of(record) for record in records), default=0)
         self._around_bytes = 0
-        for layer, (layout, own, block) in enumerate(zip(layouts, places, blocks, strict=True)):
-            self._hook_modules(layer, layout, own, block)
+        for layer, (layout, layer_places, block) in enumerate(
+            zip(layouts, places, blocks, strict=True)
+        ):
+            self._hook_modules(layer, layout, layer_places, block)
 
     @property
     def scratch_bytes(self) -> int:
@@ -119,9 +121,9 @@ class ExpandedWeights:
 
     def keep(self, companions_of: Mapping[TensorPart, Companions]) -> None:
         """Keep those of these prepared companions that layers have, where the model computes."""
-        for part, own in companions_of.items():
+        for part, companions in companions_of.items():
             if part in self._parts:
-                sent = {name: tensor.to(self._device) for name, tensor in own.items()}
+                sent = {name: tensor.to(self._device) for name, tensor in companions.items()}
                 self._companions[part] = sent
 
     def allocate(self) -> None:
@@ -272,16 +274,16 @@ def companion_slabs(
     each, such as `model.layers.3.`.
     """
     layered = [
-        (prefix + name, one.part)
+        (prefix + name, word.part)
         for prefix, layout in layouts.items()
         for name, words in layout.coded.items()
-        for one in words
+        for word in words
     ]
     others = [named for named in layered if not isinstance(_coded(named[1]).coding, Residual)]
     slabs = [CompanionSlab(where, rest, others)]
     slabs += [CompanionSlab(where, {}, [named]) for named in layered if named not in others]
     # empty where codings have no companions
-    return [one for one in slabs if one.layout.coded or one.layout.parameters]
+    return [slab for slab in slabs if slab.layout.coded or slab.layout.parameters]
 
 
 class CompanionSlab:
@@ -317,19 +319,19 @@ class CompanionSlab:
     def companions(self, slab: np.ndarray) -> dict[TensorPart, Companions]:
         """Return all companions, prepared. Raises `UserError` where they cannot be right."""
         flat = torch.from_numpy(slab)
-        found = dict[TensorPart, Companions]()
+        companions = dict[TensorPart, Companions]()
         for index, (name, part) in enumerate(self._parts):
-            own = {
+            stored = {
                 suffix: view_of(flat, self.layout, f"{index}{suffix}")
                 for suffix, _ in _coded(part).companions
             }
             try:
-                ready = _coded(part).coding.prepare(own, part.entry.shape)
+                ready = _coded(part).coding.prepare(stored, part.entry.shape)
             except ValueError as error:
                 raise UserError(f"{self._where}: {name}: {error}") from None
             # the slab can go
-            found[part] = {suffix: tensor.clone() for suffix, tensor in ready.items()}
-        return found
+            companions[part] = {suffix: tensor.clone() for suffix, tensor in ready.items()}
+        return companions
 
     def expanded(
         self,
@@ -402,12 +404,12 @@ def _expand(
     coding, _, turn, num_woven = _coded(part)
     size = math.prod(shape)
     first = part.first - turn * size
-    own = flat[first : first + num_woven * size]
+    part_numbers = flat[first : first + num_woven * size]
     if num_woven == 1:
-        coding.expand(stored_B, companions, own.view(shape), expansion)
+        coding.expand(stored_B, companions, part_numbers.view(shape), expansion)
         return
     row_RB = stored_B.view(shape[0], -1)
-    own_RC = own.view(shape[0], num_woven, -1)[:, turn]
+    own_RC = part_numbers.view(shape[0], num_woven, -1)[:, turn]
     for lo in range(0, shape[0], _WOVEN_ROWS):
         some = own_RC[lo : lo + _WOVEN_ROWS]
         numbers = some.new_empty((len(some), *shape[1:]))

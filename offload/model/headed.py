@@ -18,8 +18,8 @@ def headed_model(config: Any, dtype: torch.dtype, **_: Any) -> PreTrainedModel:
     decoder = _decoder_class(config)
     # In the decoder's own module, whose source transformers reads to learn what its families can be
     # asked for.
-    own = {"__module__": decoder.__module__, "config_class": type(config)}
-    headed: Any = type(f"{decoder.__name__}WithHead", (_WithHead, decoder.__mro__[1]), own)
+    attributes = {"__module__": decoder.__module__, "config_class": type(config)}
+    headed: Any = type(f"{decoder.__name__}WithHead", (_WithHead, decoder.__mro__[1]), attributes)
     return headed._from_config(config, dtype=dtype)
 
 
@@ -34,10 +34,10 @@ class _WithHead:
         self.post_init()  # type: ignore[attr-defined]
 
     def forward(
-        self, input_ids: Tensor, logits_to_keep: int = 0, **more: Any
+        self, input_ids: Tensor, logits_to_keep: int = 0, **inputs: Any
     ) -> CausalLMOutputWithPast:
         """Return scores of the last `logits_to_keep` rows; 0 is all of them."""
-        hidden_1TD = self.model(input_ids=input_ids, **more).last_hidden_state
+        hidden_1TD = self.model(input_ids=input_ids, **inputs).last_hidden_state
         logits_1TV = self.lm_head(hidden_1TD[:, -logits_to_keep:])
         return CausalLMOutputWithPast(logits=_scaled_scores(logits_1TV, self.model.config))
 
@@ -52,18 +52,18 @@ def _decoder_class(config: Any) -> Any:
     if type(config) in MODEL_MAPPING:
         return MODEL_MAPPING[type(config)]
     home = type(config).__module__.replace(".configuration_", ".modeling_")
-    found = [
-        one
-        for name, one in vars(sys.modules.get(home, object)).items()
+    classes = [
+        value
+        for name, value in vars(sys.modules.get(home, object)).items()
         if name.endswith("TextModel")
-        and isinstance(one, type)
-        and issubclass(one, PreTrainedModel)
-        and one.__module__ == home
-        and type(config) in _configs_of(one)
+        and isinstance(value, type)
+        and issubclass(value, PreTrainedModel)
+        and value.__module__ == home
+        and type(config) in _configs_of(value)
     ]
-    if len(found) != 1:
+    if len(classes) != 1:
         raise ValueError(f"transformers has no language model of type {config.model_type}")
-    return found[0]
+    return classes[0]
 
 
 def _configs_of(decoder: type[PreTrainedModel]) -> tuple[Any, Any]:

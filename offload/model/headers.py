@@ -34,8 +34,8 @@ def describe(
         return headers if head_kind(headers.config) else specified(headers, is_checked=True)
     config = read_config(path)
     if config.get("quantization_config"):
-        what = f"{path}: a config alone does not say how quantised weights are stored"
-        raise UserError(f"{what}: give the folder")
+        complaint = f"{path}: a config alone does not say how quantised weights are stored"
+        raise UserError(f"{complaint}: give the folder")
     if config.get("model_type") in LLAMA_LIKE:
         return checkpoint_of_config(config, path)
     stored_dtype(config, path)

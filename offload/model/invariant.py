@@ -186,11 +186,11 @@ class InvariantRows(Products):
         """
         if factor.device.type != "cpu" and factor.data_ptr() % 16:
             return DEVICE_LADDER[:1]
-        what = (product, factor.shape[-2:], factor.stride()[-2:], factor.dtype, factor.device)
-        key = (*what, factor.ndim > 2, bias is None)
+        likeness = (product, factor.shape[-2:], factor.stride()[-2:], factor.dtype, factor.device)
+        key = (*likeness, factor.ndim > 2, bias is None)
         if key not in self._found:
-            more = () if bias is None else (bias.new_zeros(len(factor)),)
-            trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
+            zero_bias = () if bias is None else (bias.new_zeros(len(factor)),)
+            trial = lambda rows, like: product(rows, like, *zero_bias)  # noqa: E731
             precision = torch.get_float32_matmul_precision()
             settings = (key, find_sizes, self.thread_counts, precision, mkldnn.enabled)
             tried = _TRIED if is_tried_by_likeness(factor) else {}

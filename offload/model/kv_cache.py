@@ -260,8 +260,8 @@ class KVCache:
     def refill(self, states: Iterable[tuple[int, LayerStates]], length: int) -> None:
         """Take in what `states` gave; where that fails half-way, the cache is empty."""
         self.clear()
-        for layer, own in states:
-            for name, rows in own.items():
+        for layer, rows_by_name in states:
+            for name, rows in rows_by_name.items():
                 self._view(layer, name, self.send(rows[:, :, :1]))[:, :, :length] = rows
         self._end_at(length)
 

@@ -47,10 +47,10 @@ def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: S
     """Leave the decoder these layers alone, for good, numbered from 0. Raises `UserError`."""
     config = meta_model.config
     decoder = meta_model.get_decoder()
-    for name, what in INSEPARABLE.items():
+    for name, reason in INSEPARABLE.items():
         if getattr(config, name, None):
             kind = f"{checkpoint.name}: model type {config.model_type}"
-            rule = f"cannot be divided by layers ({what})"
+            rule = f"cannot be divided by layers ({reason})"
             raise UserError(f"{kind} {rule}: let one rank have all of it")
     kept = slice(section.first, section.last)
     layers = decoder.layers[kept]

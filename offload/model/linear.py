@@ -199,7 +199,11 @@ def _is_router(module: nn.Module) -> bool:
 def own_matrices(module: nn.Module) -> list[Tensor]:
     """Return the matrices among a module's own parameters."""
     parameters = module._parameters.values()
-    return [one for one in parameters if one is not None and one.ndim == _MATRIX_DIMENSIONS]
+    return [
+        parameter
+        for parameter in parameters
+        if parameter is not None and parameter.ndim == _MATRIX_DIMENSIONS
+    ]
 
 
 def eps_of(module: nn.Module) -> float | None:

@@ -49,25 +49,25 @@ def sources_of_parameters(
         UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would
         need computing.
     """
-    own = _Table(get_model_conversion_mapping(model))
+    table = _Table(get_model_conversion_mapping(model))
     # a model inside another has a table of its own
     kind = checkpoint.config["model_type"] if is_wrapper(checkpoint.config) else None
     whole = _Table((get_checkpoint_conversion_mapping(kind) if kind else None) or [])
-    by_pattern = {**whole.by_pattern, **own.by_pattern}
-    found: dict[str, _Found] = defaultdict(list)
+    by_pattern = {**whole.by_pattern, **table.by_pattern}
+    entries_of: dict[str, _Found] = defaultdict(list)
     for full, entry in checkpoint.tensors.items():
         name, rows, _ = full.partition(ROWS)
         name = _EXPERT.sub("experts.", name) if rows else name
-        renamed, pattern = own.renamed(name, model.base_model_prefix, shapes)
+        renamed, pattern = table.renamed(name, model.base_model_prefix, shapes)
         if renamed not in shapes:
             inner, inner_pattern = whole.renamed(name, model.base_model_prefix, shapes)
             inner = inner.replace("language_model.", "", 1)
             renamed, pattern = (inner, inner_pattern) if inner in shapes else (renamed, pattern)
-        found[renamed].append((rows or pattern, full, entry))
-    shared = _shared(found, model.all_tied_weights_keys)
+        entries_of[renamed].append((rows or pattern, full, entry))
+    shared = _shared(entries_of, model.all_tied_weights_keys)
     where = checkpoint.name
     stored = {
-        name: (shape, _parts(where, name, shape, found[name], by_pattern))
+        name: (shape, _parts(where, name, shape, entries_of[name], by_pattern))
         for name, shape in shapes.items()
         if name not in shared
     }
@@ -78,20 +78,26 @@ class _Table:
     """How transformers renames and converts what files hold, by these transforms."""
 
     def __init__(self, transforms: Sequence[WeightTransform]) -> None:
-        self._renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        self._converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        self.by_pattern = {name: one for one in self._converters for name in one.source_patterns}
+        self._renamings = [
+            transform for transform in transforms if isinstance(transform, WeightRenaming)
+        ]
+        self._converters = [
+            transform for transform in transforms if isinstance(transform, WeightConverter)
+        ]
+        self.by_pattern = {
+            name: converter for converter in self._converters for name in converter.source_patterns
+        }
 
     def renamed(self, name: str, prefix: str, shapes: dict[str, Shape]) -> tuple[str, str | None]:
         """Return a tensor's parameter, and the pattern of its converter.
 
         A renaming that leads nowhere is taken back, as transformers does.
         """
-        found = rename_source_key(name, self._renamings, self._converters, prefix, shapes)
-        return (name, None) if found[0] not in shapes and name in shapes else found
+        renamed = rename_source_key(name, self._renamings, self._converters, prefix, shapes)
+        return (name, None) if renamed[0] not in shapes and name in shapes else renamed
 
 
-def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, str]:
+def _shared(entries_of: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, str]:
     """Return tied parameters that the file does not hold, and the one of their group that it does.
 
     As in transformers, the file decides: what it stores separately is not tied, whatever the config
@@ -102,8 +108,8 @@ def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, s
         groups.setdefault(source, [source]).append(name)
     shared: dict[str, str] = {}
     for group in groups.values():
-        stored = [name for name in group if name in found]
-        shared |= {name: stored[0] for name in group if stored and name not in found}
+        stored = [name for name in group if name in entries_of]
+        shared |= {name: stored[0] for name in group if stored and name not in entries_of}
     return shared
 
 
@@ -111,26 +117,26 @@ def _parts(
     where: str,
     parameter: str,
     shape: Shape,
-    found: _Found,
+    sources: _Found,
     by_pattern: Mapping[str, WeightConverter],
 ) -> list[TensorPart]:
-    if not found:
+    if not sources:
         raise UserError(f"{where}: tensor {parameter} is missing: {AGAIN}")
-    for _, name, entry in found:
+    for _, name, entry in sources:
         if entry.coded is None and entry.dtype not in ENCODINGS:
             rule = f"{where}: weights must be bf16, fp16, fp32 or quantised"
             raise UserError(f"{rule}, {name} is {entry.dtype}: {_UNKNOWN}")
-    pattern = found[0][0]
-    is_converted = {own is not None for own, _, _ in found}
-    if len(is_converted) > 1 or (pattern is None and len(found) > 1):
-        names = " and ".join(name for _, name, _ in found[:2])
+    pattern = sources[0][0]
+    is_converted = {of_converter is not None for of_converter, _, _ in sources}
+    if len(is_converted) > 1 or (pattern is None and len(sources) > 1):
+        names = " and ".join(name for _, name, _ in sources[:2])
         raise UserError(f"{where}: {names} are both stored for {parameter}: {_RESAVE}")
     if pattern is None:
-        entries = [found[0][2]]
+        entries = [sources[0][2]]
     elif pattern == ROWS:
-        entries = [*_natural_order(found, ROWS)]
+        entries = [*_natural_order(sources, ROWS)]
     else:
-        entries = _fused(where, parameter, found, by_pattern[pattern])
+        entries = _fused(where, parameter, sources, by_pattern[pattern])
     parts = _placed(shape, entries, is_whole=pattern is None)
     if parts is not None:
         return parts
@@ -139,8 +145,8 @@ def _parts(
     if len(shape) == 3 and entries[0].shape in (turned, turned[1:]):
         raise UserError(f"{where}: {parameter} is stored transposed, {_COMPUTED}: {_RESAVE}")
     shapes = " and ".join(sorted({str(list(entry.shape)) for entry in entries}))
-    what = f"{where}: {parameter} must have shape {list(shape)}, the file has {shapes}"
-    raise UserError(f"{what}: config.json and weights do not belong together")
+    complaint = f"{where}: {parameter} must have shape {list(shape)}, the file has {shapes}"
+    raise UserError(f"{complaint}: config.json and weights do not belong together")
 
 
 def _placed(
@@ -151,30 +157,35 @@ def _placed(
     first = 0
     for entry in entries:
         coding = None if entry.coded is None else entry.coded.coding
-        own = shape
+        stored_shape = shape
         if coding is not None and coding.is_transposed:
-            own = (*shape[:-2], shape[-1], shape[-2])
+            stored_shape = (*shape[:-2], shape[-1], shape[-2])
         # rows of the parameter; headers may not say how wide a coded one is
         if entry.coded is not None and entry.coded.num_woven > 1:
-            width = own[-1] if len(own) > 2 else shape[-1] // entry.coded.num_woven
-            own = (*entry.shape[:-1], width)
+            width = (
+                stored_shape[-1] if len(stored_shape) > 2 else shape[-1] // entry.coded.num_woven
+            )
+            stored_shape = (*entry.shape[:-1], width)
         elif not is_whole:
             rows = entry.shape[:-1] or (entry.shape[0] // shape[-1],)
-            own = (*rows, shape[-1])
+            stored_shape = (*rows, shape[-1])
         # Of coded weights columns may be padded, so that their bytes tell; some headers only have
         # how many numbers.
-        fits = entry.shape == own
+        fits = entry.shape == stored_shape
         if coding is not None:
-            fits = len(entry.shape) < 2 or entry.shape[:-1] == own[:-1]
-        if not fits or (coding or ENCODINGS[entry.dtype]).stored_bytes(own) != entry.num_bytes:
+            fits = len(entry.shape) < 2 or entry.shape[:-1] == stored_shape[:-1]
+        if (
+            not fits
+            or (coding or ENCODINGS[entry.dtype]).stored_bytes(stored_shape) != entry.num_bytes
+        ):
             return None
-        parts.append(TensorPart(entry._replace(shape=own), first))
-        first += math.prod(own)
+        parts.append(TensorPart(entry._replace(shape=stored_shape), first))
+        first += math.prod(stored_shape)
     return parts if first == math.prod(shape) else None
 
 
 def _fused(
-    where: str, parameter: str, found: _Found, converter: WeightConverter
+    where: str, parameter: str, sources: _Found, converter: WeightConverter
 ) -> list[TensorEntry]:
     """Return the tensors of a fused parameter: expert by expert, in the converter's order."""
     merged = (MergeModulelist, 0)
@@ -182,21 +193,21 @@ def _fused(
     known = ([merged], [merged, (Concatenate, 1)], [(Concatenate, 0)], [(Concatenate, 1)])
     if kinds not in known:
         raise UserError(f"{where}: {parameter} is stored {_COMPUTED}: {_RESAVE}")
-    dtypes = sorted({entry.dtype for _, _, entry in found})
-    if len(dtypes) > 1 and any(entry.coded is None for _, _, entry in found):
-        what = f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}"
-        raise UserError(f"{what}: {_RESAVE}")
+    dtypes = sorted({entry.dtype for _, _, entry in sources})
+    if len(dtypes) > 1 and any(entry.coded is None for _, _, entry in sources):
+        complaint = f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}"
+        raise UserError(f"{complaint}: {_RESAVE}")
     if kinds[0] == merged:
-        _check_numbers(where, parameter, found)
-    columns = [_natural_order(found, pattern) for pattern in converter.source_patterns]
+        _check_numbers(where, parameter, sources)
+    columns = [_natural_order(sources, pattern) for pattern in converter.source_patterns]
     columns = [column for column in columns if column]
     if len({len(column) for column in columns}) > 1:
         raise UserError(f"{where}: a tensor that {parameter} is made of is missing: {AGAIN}")
     for column in columns:
         shapes = sorted({str(list(entry.shape)) for entry in column})
         if len(shapes) > 1:
-            what = f"{where}: all experts of {parameter} must have one shape, the file has"
-            raise UserError(f"{what} {shapes[0]} and {shapes[-1]}: {AGAIN}")
+            complaint = f"{where}: all experts of {parameter} must have one shape, the file has"
+            raise UserError(f"{complaint} {shapes[0]} and {shapes[-1]}: {AGAIN}")
     # within an expert rows of two stacks alternate
     if kinds == [(Concatenate, 1)]:
         stacks = [stack for (stack,) in columns]
@@ -210,23 +221,23 @@ def _fused(
     return [entry for experts in zip(*columns, strict=True) for entry in experts]
 
 
-def _check_numbers(where: str, parameter: str, found: _Found) -> None:
+def _check_numbers(where: str, parameter: str, sources: _Found) -> None:
     """Require experts 0, 1, 2, ... of each pattern: behind a gap all would be misplaced."""
     numbers = defaultdict[str | None, list[int]](list)
-    for pattern, name, _ in found:
+    for pattern, name, _ in sources:
         numbers[pattern] += map(int, _EXPERT.findall(name)[-1:])
-    for own in numbers.values():
-        lost = min({*range(len(own))} - {*own}, default=None)
+    for places in numbers.values():
+        lost = min({*range(len(places))} - {*places}, default=None)
         if lost is not None:
-            what = f"{where}: {parameter} must be made of experts 0 to {len(own) - 1}"
-            raise UserError(f"{what}, the file has {max(own)} and not {lost}: {AGAIN}")
+            complaint = f"{where}: {parameter} must be made of experts 0 to {len(places) - 1}"
+            raise UserError(f"{complaint}, the file has {max(places)} and not {lost}: {AGAIN}")
 
 
-def _natural_order(found: _Found, pattern: str) -> Sequence[TensorEntry]:
+def _natural_order(sources: _Found, pattern: str) -> Sequence[TensorEntry]:
     """Return the tensors of one pattern, expert 2 before expert 10."""
     rows = [
         (re.sub(r"\d+", lambda m: m[0].zfill(8), name), entry)
-        for own, name, entry in found
-        if own == pattern
+        for source_pattern, name, entry in sources
+        if source_pattern == pattern
     ]
     return [entry for _, entry in sorted(rows)]

@@ -85,7 +85,9 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     if whole.is_encoder_decoder:
         return _encoder_decoder(checkpoint, whole, dtype)
     if config is not whole:
-        mappings = [one._model_mapping for one in _WRITING if type(whole) in one._model_mapping]
+        mappings = [
+            classes._model_mapping for classes in _WRITING if type(whole) in classes._model_mapping
+        ]
         if not mappings:
             raise unsupported(checkpoint, "it does not write text")
         _ = mappings[0][type(whole)]  # loads the module in which its text model is
@@ -104,8 +106,8 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         build = AutoModelForCausalLM.from_config if is_known else headed_model
         meta_model = _instantiate(build, config, dtype)
         decoder = meta_model.get_decoder()
-    found = getattr(decoder, "layers", None)
-    layers = found if isinstance(found, nn.ModuleList) else nn.ModuleList()
+    blocks = getattr(decoder, "layers", None)
+    layers = blocks if isinstance(blocks, nn.ModuleList) else nn.ModuleList()
     with _refusing(checkpoint, _missing(config)):
         is_following = replace_mixers(layers, config)
     if is_following:
@@ -136,8 +138,8 @@ def _config(settings: dict[str, Any]) -> Any:
         code = "it needs code of its own, which is not run"
         missing = f"transformers {transformers.__version__} lacks it, a newer one may have it"
         raise ValueError(code if has_code else missing)
-    own = copy.deepcopy({**settings, **_OUTPUT_FLAGS, "model_type": kind})
-    return CONFIG_MAPPING[kind].from_dict(own)
+    values = copy.deepcopy({**settings, **_OUTPUT_FLAGS, "model_type": kind})
+    return CONFIG_MAPPING[kind].from_dict(values)
 
 
 def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -217,12 +219,12 @@ def try_out(
     cache = lay([part], None)
     for selection in filter(None, map(selection_of, layer_stacks(trial)[0])):
         selection.begin(path_rows(0, sees_TT, _of_that_shape), cache)
-    more = {"position_ids": rows, "use_cache": True, **cache.as_argument()}
-    more["attention_mask"] = mask
-    more = {"decoder_input_ids": rows} if meta_model.config.is_encoder_decoder else more
+    inputs = {"position_ids": rows, "use_cache": True, **cache.as_argument()}
+    inputs["attention_mask"] = mask
+    inputs = {"decoder_input_ids": rows} if meta_model.config.is_encoder_decoder else inputs
     try:
         with torch.inference_mode(), cache.running():
-            logits = trial(input_ids=rows, **more).logits
+            logits = trial(input_ids=rows, **inputs).logits
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():  # what looks at numbers cannot be tried without them
             raise
@@ -287,7 +289,7 @@ def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
     known = {*ALLOWED_LAYER_TYPES, *_ATTENTION, *_RECURRENT, *_INDEXED_BEFORE, *_BY_ROW}
     parts = (checkpoint.config, checkpoint.config.get("text_config"))
     lists = (part.get(name) for part in parts if isinstance(part, dict) for name in _KIND_LISTS)
-    kinds = [kind for found in lists if isinstance(found, list) for kind in found]
+    kinds = [kind for listed in lists if isinstance(listed, list) for kind in listed]
     unknown = (kind for kind in kinds if not isinstance(kind, str) or kind not in known)
     _refuse_kinds(checkpoint, {*map(str, unknown)})
 
@@ -317,14 +319,16 @@ def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
     if is_old and kinds & {*_INDEXED, *_INDEXED_BEFORE}:
         raise too_old(checkpoint, "layers that choose by an index, which are made otherwise here")
     if kinds:
-        what = f"layers of kind {', '.join(sorted(kinds))}"
-        raise unsupported(checkpoint, f"{what}, whose state cannot be rolled back to a tree's path")
+        described = f"layers of kind {', '.join(sorted(kinds))}"
+        raise unsupported(
+            checkpoint, f"{described}, whose state cannot be rolled back to a tree's path"
+        )
 
 
-def too_old(checkpoint: Checkpoint, what: str, other_way: str = "") -> UserError:
+def too_old(checkpoint: Checkpoint, reason: str, other_way: str = "") -> UserError:
     """Say that a newer transformers has `what` as it is needed, and what would do without."""
     rule = f"{checkpoint.name}: transformers {transformers.__version__} is too old for"
     kind = f"model type {checkpoint.config.get('model_type')}"
     return UserError(
-        f"{rule} {kind} ({what}): pip install -U transformers, to 5.23 or newer{other_way}"
+        f"{rule} {kind} ({reason}): pip install -U transformers, to 5.23 or newer{other_way}"
     )

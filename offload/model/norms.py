@@ -24,7 +24,7 @@ _NUM_ROWS = 16
 
 def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
     """Return all norms of a model whose forms are known, whether their weights are there or not."""
-    found = list[tuple[nn.Module, NormForm]]()
+    norms = list[tuple[nn.Module, NormForm]]()
     form_of = dict[object, NormForm | None]()
     for module in map(inner_of, model.modules()):
         weight = getattr(module, "weight", None)
@@ -36,8 +36,8 @@ def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
             form_of[kind] = _form_of(module)
         form = form_of[kind]
         if form is not None:
-            found.append((module, form))
-    return found
+            norms.append((module, form))
+    return norms
 
 
 class KernelNorm(Around):
@@ -88,6 +88,8 @@ def _form_of(module: nn.Module) -> NormForm | None:
     # a module of another kind that happens to have such a number
     except Exception:
         return None
-    own = None if weight is None else weight_D
-    same = [form for form in FORMS if torch.equal(rms_norm_reference(rows, own, eps, form), wanted)]
+    factor_D = None if weight is None else weight_D
+    same = [
+        form for form in FORMS if torch.equal(rms_norm_reference(rows, factor_D, eps, form), wanted)
+    ]
     return same[0] if same else None

@@ -51,7 +51,7 @@ def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn
 
 def share(
     theirs: Iterable[tuple[str, ParameterPlace]],
-    own: Iterable[tuple[str, ParameterPlace]],
+    borrowers: Iterable[tuple[str, ParameterPlace]],
     device: torch.device,
 ) -> None:
     """Let places, by sources, have another model's tensors, copied to `device` once if need be."""
@@ -62,14 +62,14 @@ def share(
         if source not in tensors or tensor.device == device:
             tensors[source] = tensor
     tensors = {source: tensor.to(device) for source, tensor in tensors.items()}
-    for source, place in own:
+    for source, place in borrowers:
         place.table[place.key] = tensors[source]
 
 
 def below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
     """Return the entries whose names have this prefix, by their names without it."""
-    own = {name: value for name, value in mapping.items() if name.startswith(prefix)}
-    return {name.removeprefix(prefix): value for name, value in own.items()}
+    under_prefix = {name: value for name, value in mapping.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in under_prefix.items()}
 
 
 def view_of(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:

@@ -144,8 +144,8 @@ class _PassLayer(DynamicLayer):
             first.cache.write_slots(self._layer, self._slot_T, states)
             return [first.cache.layer_states(self._layer)[name] for name in states]
         for part in self._parts:
-            own = {name: rows[:, :, part.rows] for name, rows in states.items()}
-            part.cache.write(self._layer, part.first, own)
+            part_states = {name: rows[:, :, part.rows] for name, rows in states.items()}
+            part.cache.write(self._layer, part.first, part_states)
         if len(self._parts) > 1:
             buffers = first.cache.buffers_of(self._layer)
             return [first.cache.expanded(buffers, name) for name in states]
@@ -185,14 +185,14 @@ class BatchMask:
     ) -> Tensor:
         """Return (1, T, H, K); families may run the last T rows of the pass alone."""
         first_row = self.parts[-1].rows.stop - query.shape[2]
-        found = list[Tensor]()
+        outputs = list[Tensor]()
         for part, mask in zip(self.parts, self.masks, strict=True):
             rows = part.rows
             if rows.stop > first_row:
                 some_rows = query[:, :, max(0, rows.start - first_row) : rows.stop - first_row]
-                own = (states[:, :, part.columns] for states in (key, value))
-                found.append(attend(some_rows, *own, mask)[0])
-        return torch.cat(found, 1)
+                part_states = (states[:, :, part.columns] for states in (key, value))
+                outputs.append(attend(some_rows, *part_states, mask)[0])
+        return torch.cat(outputs, 1)
 
 
 def causal(num_rows: int) -> Tensor:

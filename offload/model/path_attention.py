@@ -130,12 +130,12 @@ def path_attention(
 
 
 def attend_along_paths(
-    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, *how: Any, **more: Any
+    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Compute `path_attention`, whose arguments these are, as quickly as this processor can."""
     if not can_attend(key_GSK, value_GSK):
-        return path_attention(query_HTK, key_GSK, value_GSK, *how, **more)
-    return compute(attention_of(query_HTK, key_GSK, value_GSK, *how)).to(query_HTK.dtype)
+        return path_attention(query_HTK, key_GSK, value_GSK, *args, **kwargs)
+    return compute(attention_of(query_HTK, key_GSK, value_GSK, *args)).to(query_HTK.dtype)
 
 
 def try_scores(multiply: MultiplyBy, key_GSK: Tensor, value_GSK: Tensor) -> None:
@@ -175,13 +175,13 @@ class _Piece(NamedTuple):
     base: int
     seen_T: Tensor  # positions, on the host
     shared: tuple[int, int]  # positions before `base` that they look at, whole blocks
-    own: tuple[_OwnKeys, ...]  # block after block
+    unshared: tuple[_OwnKeys, ...]  # block after block
 
     @property
     def num_scores(self) -> int:
         """Return the scores of one head."""
         num_shared = self.shared[1] - self.shared[0]
-        return (self.hi - self.lo) * (num_shared + BLOCK * len(self.own))
+        return (self.hi - self.lo) * (num_shared + BLOCK * len(self.unshared))
 
 
 def _pieces(rows: PathRows, num_rows: int, group: int, wide: int) -> Sequence[_Piece]:
@@ -209,14 +209,14 @@ def _piece(walk_TL: np.ndarray, lo: int, hi: int, rows: PathRows) -> _Piece:
     first = 0 if window is None else max(0, first_seen(window, int(seen_T.min()) - 1))
     first = first // BLOCK * BLOCK
     end = max(first, min(base, -(-most // BLOCK) * BLOCK))
-    own = []
+    unshared = []
     for start in range(base, most, BLOCK):
         column = HEADER + start - base
         column_TB = torch.from_numpy(walk_TL[lo:hi, column : column + BLOCK].astype(np.int64))
         is_seen_TB = _is_seen(torch.arange(start, start + BLOCK), seen_T[:, None], window)
         if is_seen_TB.any():
-            own.append(_OwnKeys((column_TB - base).to(place), _mask_of(is_seen_TB).to(place)))
-    return _Piece(lo, hi, base, seen_T, (first, end), tuple(own))
+            unshared.append(_OwnKeys((column_TB - base).to(place), _mask_of(is_seen_TB).to(place)))
+    return _Piece(lo, hi, base, seen_T, (first, end), tuple(unshared))
 
 
 def _is_seen(position_S: Tensor, seen_T1: Tensor, window: Window) -> Tensor:
@@ -250,15 +250,15 @@ class _Call(NamedTuple):
         spans = range(*self.piece.shared, _SPAN)
         shared = [self._shared_scores(query_GTIK, key_GSK, first) for first in spans]
         key_GUK = key_GSK[:, base:]
-        own = [self._own_scores(query_GTIK, key_GUK, keys) for keys in self.piece.own]
+        unshared = [self._own_scores(query_GTIK, key_GUK, keys) for keys in self.piece.unshared]
         sink_GTIs = self._sinks(query_GTIK)
-        parts = [*shared, *own, *([] if sink_GTIs is None else [sink_GTIs])]
+        parts = [*shared, *unshared, *([] if sink_GTIs is None else [sink_GTIs])]
         peak_GTI1 = reduce(torch.maximum, (part.amax(3, keepdim=True) for part in parts))
         for part in parts:
             part.sub_(peak_GTI1)
         shared = [in_whole_vectors(Tensor.exp2_, part) for part in shared]
-        own = [in_whole_vectors(Tensor.exp2_, part) for part in own]
-        own_sums = self._own_sums(own, value_GSV[:, base:])
+        unshared = [in_whole_vectors(Tensor.exp2_, part) for part in unshared]
+        own_sums = self._own_sums(unshared, value_GSV[:, base:])
         sum_GTIW = reduce(Tensor.add_, chain(self._shared_sums(shared, value_GSV), own_sums))
         width = value_GSV.shape[2]
         total_GTI1 = sum_GTIW[..., width : width + 1]
@@ -306,7 +306,7 @@ class _Call(NamedTuple):
             lo += BLOCK
 
     def _own_sums(self, weights: Sequence[Tensor], value_GUV: Tensor) -> Iterator[Tensor]:
-        for keys, weight_GTIB in zip(self.piece.own, weights, strict=True):
+        for keys, weight_GTIB in zip(self.piece.unshared, weights, strict=True):
             num_groups, num_rows, group, _ = weight_GTIB.shape
             column_E = keys.column_TB.flatten()
             extended_GEW = _extended(value_GUV, len(column_E))

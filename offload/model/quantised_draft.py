@@ -117,7 +117,9 @@ class Int8(NamedTuple):
         at_once = _CACHED_ROWS if self.has_product else len(self.word_NK)
         parts = self.word_NK.split(at_once)
         weights = (scratch(part.numel()).view(part.shape).copy_(part) for part in parts)
-        return torch.cat([functional.linear(row_MK, one) for one in weights], 1).mul_(self.scale)
+        return torch.cat([functional.linear(row_MK, weight) for weight in weights], 1).mul_(
+            self.scale
+        )
 
 
 def int8(weight_NK: Tensor) -> Int8:
@@ -190,7 +192,7 @@ class HeldWeights:
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.num_bytes for one in self._matrices) + self._scratch_B.nbytes
+        return sum(matrix.num_bytes for matrix in self._matrices) + self._scratch_B.nbytes
 
     def take(self, linear: Linear) -> None:
         """Let a module multiply with a matrix that is held here; its own weight goes."""
@@ -228,19 +230,19 @@ class HeldWeights:
             if isinstance(module, Linear) and module.stored is None:
                 self._take_matrix(f"{name}.weight", module)
             for place in places:
-                own = place.table[place.key]
-                if place.module is module and own is not None and not own.is_meta:
-                    place.table[place.key] = own.clone()
+                parameter = place.table[place.key]
+                if place.module is module and parameter is not None and not parameter.is_meta:
+                    place.table[place.key] = parameter.clone()
         expanded.settle()
 
     def settle(self) -> None:
         """Try out how many rows are few, once all matrices are here."""
-        for one in self._matrices:  # nothing may be allocated while passes are recorded
-            self._room(one.scale, padded_rows(one.shape[0]) * one.shape[1])
+        for matrix in self._matrices:  # nothing may be allocated while passes are recorded
+            self._room(matrix.scale, padded_rows(matrix.shape[0]) * matrix.shape[1])
         for bits in (4, 8):
-            own = [one for one in self._matrices if one.bits == bits]
-            if own:
-                largest = max(own, key=lambda one: one.num_bytes)
+            of_width = [matrix for matrix in self._matrices if matrix.bits == bits]
+            if of_width:
+                largest = max(of_width, key=lambda matrix: matrix.num_bytes)
                 self._most_rows[bits] = self._tried(largest) if largest.has_product else 0
 
     def multiply(self, matrix: Int4 | Int8, rows: Tensor, bias: Tensor | None) -> Tensor:

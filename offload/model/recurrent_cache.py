@@ -54,8 +54,8 @@ class PassRows(NamedTuple):
 class RecurrentCache(KVCache):
     """Keys and values, and states."""
 
-    def __init__(self, num_layers: int, num_slots: int, *more: Any) -> None:
-        super().__init__(num_layers, num_slots, *more)
+    def __init__(self, num_layers: int, num_slots: int, *placement: Any) -> None:
+        super().__init__(num_layers, num_slots, *placement)
         # behind what is committed, behind the prompt before it, and behind rows that are certain
         self._here = Point(0)
         self._mark = Point(0)
@@ -138,14 +138,14 @@ class RecurrentCache(KVCache):
         is_exact = self._products is not None
         known = inputs
         if rows.tree:
-            own = {name: row_T[num_certain:] for name, row_T in inputs.rows.items()}
+            tree_rows = {name: row_T[num_certain:] for name, row_T in inputs.rows.items()}
             if rows.tree.first:
-                own = {
+                tree_rows = {
                     name: torch.cat([*self._earlier(layer, name, rows.tree), row_T])
-                    for name, row_T in own.items()
+                    for name, row_T in tree_rows.items()
                 }
-                known = Inputs(own, inputs.fixed)
-            self._keep(layer, own)
+                known = Inputs(tree_rows, inputs.fixed)
+            self._keep(layer, tree_rows)
         is_few = is_exact or num_certain < LEAST_CHUNK
         if is_few and recurrence.walks(state.device):
             out, after = recurrence.walk(state, known, rows.tree.steps())
@@ -209,9 +209,9 @@ class RecurrentCache(KVCache):
             if layer in self._recurrences:
                 recurrence, fixed = self._recurrences[layer]
                 rows = {name: row_T[row_A] for name, row_T in inputs.items() if name != _CONVOLVED}
-                own = Inputs(rows, fixed)
-                state = _state_of(base, layer, recurrence, own)
-                _, point.states[layer] = recurrence.run(state, own, is_exact=True)
+                path_inputs = Inputs(rows, fixed)
+                state = _state_of(base, layer, recurrence, path_inputs)
+                _, point.states[layer] = recurrence.run(state, path_inputs, is_exact=True)
         return point
 
     def _begin_anew(self) -> None:
@@ -262,7 +262,7 @@ class RecurrentCache(KVCache):
     def restore(self, point: Point) -> None:
         """Continue from states that lie in a file, or anywhere else; see `hold`."""
         tails, states = (
-            {layer: self.send(one.clone()) for layer, one in kind.items()}
+            {layer: self.send(state.clone()) for layer, state in kind.items()}
             for kind in (point.tails, point.states)
         )
         self.hold(Point(point.length, tails, states))

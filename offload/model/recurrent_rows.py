@@ -67,14 +67,14 @@ class RowTree:
 
     def with_ancestors(self, rows: Collection[int]) -> list[int]:
         """Return these rows and all above them, parents first."""
-        found = set(rows)
+        rows_above = set(rows)
         left = list(rows)
         while left:
             parent = self.parents[left.pop()]
-            if parent != BASE and parent not in found:
-                found.add(parent)
+            if parent != BASE and parent not in rows_above:
+                rows_above.add(parent)
                 left.append(parent)
-        return sorted(found, key=lambda row: (self._depths[row], row))
+        return sorted(rows_above, key=lambda row: (self._depths[row], row))
 
     def levels(self, rows: Sequence[int]) -> list[list[int]]:
         """Return the rows of each depth together, the least first."""
@@ -93,7 +93,7 @@ class RowTree:
         slots = {BASE: BASE}
         free = list[int]()
         num_slots = 0
-        found = []
+        moves = []
         for row in _by_branches(rows, self.parents):
             parent = self.parents[row]
             source = slots[parent]
@@ -104,12 +104,12 @@ class RowTree:
                 free.append(num_slots)
                 num_slots += 1
             target = free.pop()
-            found.append((row, source, target))
+            moves.append((row, source, target))
             if waiting[row]:
                 slots[row] = target
             else:
                 free.append(target)
-        return found
+        return moves
 
 
 def _by_branches(rows: Sequence[int], parents: Sequence[int]) -> Iterator[int]:

@@ -93,19 +93,19 @@ def _cost_in_steps(sizes: RowSizes) -> float:
     )
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(result: Tensor, other: Tensor) -> bool:
     """Compare on one thread: `torch.equal` would wait for all of them, many times over."""
-    if one.device.type != "cpu":
-        return torch.equal(one, other)
-    bits = _BITS[one.element_size()]
-    return np.array_equal(one.view(bits).numpy(), other.view(bits).numpy())
+    if result.device.type != "cpu":
+        return torch.equal(result, other)
+    bits = _BITS[result.element_size()]
+    return np.array_equal(result.view(bits).numpy(), other.view(bits).numpy())
 
 
-def _ladder(one: Tensor, sizes: RowSizes) -> RowSizes:
+def _ladder(result: Tensor, sizes: RowSizes) -> RowSizes:
     """Return the sizes whose results are small enough to be tried, by the result for one row."""
-    is_host = one.device.type == "cpu"
+    is_host = result.device.type == "cpu"
     all_sizes, most_bytes = (sizes, _MOST_BYTES) if is_host else (DEVICE_LADDER, _MOST_DEVICE_BYTES)
-    return tuple(size for size in all_sizes if size * one.nbytes <= most_bytes) or all_sizes[:1]
+    return tuple(size for size in all_sizes if size * result.nbytes <= most_bytes) or all_sizes[:1]
 
 
 def _kind_of(out: Tensor, outs: list[Tensor]) -> int:

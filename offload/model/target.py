@@ -161,14 +161,14 @@ class Target:
         for part in parts:
             part.cache.promise(part.num_pending)
         ends = accumulate(part.num_nodes for part in parts)
-        own = [slice(end - part.num_nodes, end) for end, part in zip(ends, parts, strict=True)]
+        rows_of = [slice(end - part.num_nodes, end) for end, part in zip(ends, parts, strict=True)]
         # some rows have to be scored
-        num_logits = max(1, own[-1].stop)
+        num_logits = max(1, rows_of[-1].stop)
         # only where several texts share passes
         are_cut = any(len(_cuts(part)) > 2 for part in parts)
         laid = [*_prompts(parts), *_trees(parts)] if len(parts) > 1 or are_cut else parts
         logits = self._sweep(laid, num_logits, self._taps)
-        return [logits.part(one.start, one.stop) for one in own]
+        return [logits.part(rows.start, rows.stop) for rows in rows_of]
 
     def score_rows(
         self, tokens: Sequence[int], offsets: Sequence[int], sees_TT: Tensor, cache: KVCache

@@ -131,7 +131,9 @@ class TreeModel(BoundModel):
         masks, *others = [self._masks_of(*part[1:4]) for part in parts]
         if others:
             masks = {
-                window: BatchMask(cache.parts, [mask, *(own[window] for own in others)])
+                window: BatchMask(
+                    cache.parts, [mask, *(part_masks[window] for part_masks in others)]
+                )
                 for window, mask in masks.items()
             }
         return self.run(token_T, self.send(position_T), masks, cache, num_logits=num_logits)
@@ -218,9 +220,9 @@ class TreeModel(BoundModel):
         is_host = self.torch_device.type == "cpu"
         return self._products.during(num_rows) if is_host else nullcontext()
 
-    def _call(self, token_1T: Tensor, **more: Any) -> Any:
+    def _call(self, token_1T: Tensor, **inputs: Any) -> Any:
         """Run transformers' own forward pass."""
-        return self.meta_model(input_ids=token_1T, **more)
+        return self.meta_model(input_ids=token_1T, **inputs)
 
     def new_cache(self, num_slots: int, gather: Callable[..., None] | None = None) -> KVCache:
         """Return an empty cache for one text, with states where layers keep any; see `KVCache`."""
@@ -318,10 +320,10 @@ class TreeModel(BoundModel):
             return [self.typical_layer]
         first: dict[object, int] = {}
         for index, layer in enumerate(self._layers):
-            shapes = [(name, one.shape) for name, one in layer.named_parameters()]
-            own = tuple(one for one in shapes if ".experts." not in one[0])
+            shapes = [(name, parameter.shape) for name, parameter in layer.named_parameters()]
+            plain = tuple(shape for shape in shapes if ".experts." not in shape[0])
             if not self._borrows_keys(index):
-                first.setdefault(own, index)
+                first.setdefault(plain, index)
         return sorted({self.typical_layer, *first.values()})
 
     def replay_with(self, replay: Replay) -> None:

@@ -138,7 +138,7 @@ def _widened(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return multiply
 
 
-_WIDE: dict[Any, Callable[..., Tensor]] = {one: _widened(one) for one in MULTIPLY}
+_WIDE: dict[Any, Callable[..., Tensor]] = {product: _widened(product) for product in MULTIPLY}
 _WIDE[functional.linear] = linear
 
 

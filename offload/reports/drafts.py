@@ -39,8 +39,8 @@ class DraftCandidate(NamedTuple):
     def label(self) -> str:
         is_copy = copy_bits(self.draft) is not None
         name = self.draft if self.draft is None or is_copy else name_of(self.draft)
-        how = f" with --draft-dtype {self.draft_dtype}" if self.draft_dtype else ""
-        return f"{name or 'no draft'}{how}{self.form and f', {self.form}'}"
+        form = f" with --draft-dtype {self.draft_dtype}" if self.draft_dtype else ""
+        return f"{name or 'no draft'}{form}{self.form and f', {self.form}'}"
 
     @property
     def s_per_token(self) -> float:

@@ -100,10 +100,10 @@ class _Connection(H11Protocol):
         if len(self.connections) > _MOST_CONNECTIONS:
             transport.abort()
             return
-        own = transport.get_extra_info("socket")
+        connection = transport.get_extra_info("socket")
         # what was written, and is not fetched, ends with the connection too
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_READ_S * 1e3))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_READ_S * 1e3))
         self._limit(_REQUEST_S)
 
     def handle_events(self) -> None:

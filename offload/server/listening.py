@@ -99,8 +99,8 @@ def _answer(client: socket.socket) -> None:
         *again,
         "connection: close",
     ]
-    told = b"" if method == b"HEAD" else body
-    client.sendall("\r\n".join([*head, "", ""]).encode() + told)
+    content = b"" if method == b"HEAD" else body
+    client.sendall("\r\n".join([*head, "", ""]).encode() + content)
     client.shutdown(socket.SHUT_WR)
     # what is not read of a body would reset the connection, and the answer with it
     num_read = len(asked)
@@ -113,12 +113,12 @@ def bind(host: str, port: int) -> socket.socket:
     rule = "`port` must lie in [0, 65536)"
     require(0 <= port < 1 << 16, rule, port, "8080 is usual, 0 takes a free one")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
         bound = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
-        what = f"cannot listen on `host` {host!r:.80} ({error})"
-        raise UserError(f"{what}: name an address of this machine") from None
+        complaint = f"cannot listen on `host` {host!r:.80} ({error})"
+        raise UserError(f"{complaint}: name an address of this machine") from None
     try:
         # what the last server left does not count
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -16,10 +16,10 @@ def metrics_text(figures: EngineFigures) -> str:
     moved = figures.moved
     recent = figures.recent
     num_passes = max(1, len(recent))
-    per_s = 1 / (sum(one.seconds for one in recent) or float("inf"))
-    num_tokens = sum(one.num_tokens for one in recent)
-    num_texts = sum(one.num_texts for one in recent)
-    recent_bytes = sum(one.moved.num_bytes for one in recent)
+    per_s = 1 / (sum(done.seconds for done in recent) or float("inf"))
+    num_tokens = sum(done.num_tokens for done in recent)
+    num_texts = sum(done.num_texts for done in recent)
+    recent_bytes = sum(done.moved.num_bytes for done in recent)
     outcomes = {
         "done": figures.num_done,
         "cancelled": figures.num_cancelled,
@@ -28,27 +28,27 @@ def metrics_text(figures: EngineFigures) -> str:
     }
     lines = list[str]()
 
-    def family(kind: str, name: str, what: str, value: float | Mapping[str, float]) -> None:
+    def family(kind: str, name: str, help_text: str, value: float | Mapping[str, float]) -> None:
         samples = {"": value}
         if isinstance(value, Mapping):
             samples = {f'{{outcome="{outcome}"}}': count for outcome, count in value.items()}
-        lines.append(f"# HELP offload_{name} {what}")
+        lines.append(f"# HELP offload_{name} {help_text}")
         lines.append(f"# TYPE offload_{name} {kind}")
-        lines.extend(f"offload_{name}{labels} {one:.10g}" for labels, one in samples.items())
+        lines.extend(f"offload_{name}{labels} {sample:.10g}" for labels, sample in samples.items())
 
     gauge = partial(family, "gauge")
     counter = partial(family, "counter")
     gauge("requests_active", "texts that are written", figures.num_active)
     gauge("requests_waiting", "requests that wait for a place", figures.num_waiting)
-    what = "tokens of prompts that were begun"
-    counter("prompt_tokens_total", what, figures.num_prompt_tokens)
+    help_text = "tokens of prompts that were begun"
+    counter("prompt_tokens_total", help_text, figures.num_prompt_tokens)
     counter("tokens_total", "new tokens", figures.num_tokens)
     counter("passes_total", "passes over the weights", figures.num_passes)
     counter("pass_seconds_total", "time in passes", figures.pass_s)
     counter("link_bytes_total", "bytes of weights that passes have moved", moved.num_bytes)
     counter("link_wait_seconds_total", "time that computing waited for the link", moved.stall_s)
-    what = "time that requests waited before they were begun"
-    counter("queue_wait_seconds_total", what, figures.waited_s)
+    help_text = "time that requests waited before they were begun"
+    counter("queue_wait_seconds_total", help_text, figures.waited_s)
     gauge("tokens_per_second", "new tokens per second of passes", num_tokens * per_s)
     gauge("tokens_per_pass", "new tokens of all texts per pass", num_tokens / num_passes)
     gauge("texts_per_pass", "texts that share a pass", num_texts / num_passes)

@@ -48,14 +48,14 @@ def read_page(path: Path = _FILE) -> Page:
     return Page(text.encode(), headers)
 
 
-def _field(one: Option) -> str:
+def _field(option: Option) -> str:
     """Return a field of the settings for an option of drawing."""
-    low, high = one.page
-    step = "1" if one.kind is int else "any"
-    absent = "as the model suggests" if "suggested" in one.doors else "a new one each time"
-    label = one.at("chat").capitalize()
+    low, high = option.page
+    step = "1" if option.kind is int else "any"
+    absent = "as the model suggests" if "suggested" in option.doors else "a new one each time"
+    label = option.at("chat").capitalize()
     bounds = f'min="{low}" max="{high}" step="{step}"'
-    return f'      <label>{label}<input id="{one.at("http")}" type="number" {bounds} placeholder="{absent}"></label>'
+    return f'      <label>{label}<input id="{option.at("http")}" type="number" {bounds} placeholder="{absent}"></label>'
 
 
 def _hash_of(text: str, tag: str) -> str:

@@ -30,8 +30,8 @@ class ServerSettings:
         Only on loopback: a stranger's page that gives its own name the address 127.0.0.1 (DNS
         rebinding) would be as good as a page of ours. Elsewhere it lacks the key.
         """
-        own = f"[{self.host}]" if ":" in self.host else self.host
-        return (*_LOOPBACK_NAMES, own.lower()) if is_loopback(self.host) else None
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return (*_LOOPBACK_NAMES, host.lower()) if is_loopback(self.host) else None
 
 
 def is_loopback(host: str) -> bool:

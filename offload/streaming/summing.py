@@ -46,7 +46,7 @@ class BlockSum:
         self._parts = dict[tuple[int, int], np.ndarray]()
         self._sum = 0
         self._lock = Lock()
-        self.total_bytes = sum(int(np.bitwise_count(own).sum()) for own in self._needed)
+        self.total_bytes = sum(int(np.bitwise_count(masks).sum()) for masks in self._needed)
         self.total_bytes *= BLOCK_BYTES
         self.left_bytes = self.total_bytes
 
@@ -161,12 +161,12 @@ def with_sum(
     """
     total = total or BlockSum(checkpoint)
     if (result := total.result) is None:
-        how = {
+        settings = {
             "stamps": checkpoint.stamps,
             "rate_limit_bytes_per_s": limit_bytes_per_s,
             "watcher": total.look,
         }
-        with closing(open_source(checkpoint.shards, **how)) as source:
+        with closing(open_source(checkpoint.shards, **settings)) as source:
             result = read_left(total, source, on_bytes)
     keep_sum(identity, result)
     return identity.with_sum(result)

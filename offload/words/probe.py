@@ -173,8 +173,8 @@ def _probe_calls(render: Render) -> _ShownCalls | None:
             # some want the result behind it
             result = {"role": "tool", "content": "rqone", "name": _NAMES[0]}
             result["tool_call_id"] = _KEYS[key_form][0]
-            told = [_said(_QUESTION), _calling(1, *form), result]
-            shown = _tried(render, told, with_tools=True)
+            messages = [_said(_QUESTION), _calling(1, *form), result]
+            shown = _tried(render, messages, with_tools=True)
             shown = shown and shown.partition("rqone")[0]
         if shown is None or not _is_sound(shown):
             continue
@@ -187,8 +187,10 @@ def _probe_calls(render: Render) -> _ShownCalls | None:
 
 def _turn_end(render: Render, plain: str | None) -> str:
     """Return the mark right behind an answer, before another question and at the end alike."""
-    more = _tried(render, [_said(_QUESTION), _answer(), _said("uqtwo")])
-    ends = [_first_mark(shown.rpartition(_ANSWER)[2].lstrip()) for shown in (plain, more) if shown]
+    longer = _tried(render, [_said(_QUESTION), _answer(), _said("uqtwo")])
+    ends = [
+        _first_mark(shown.rpartition(_ANSWER)[2].lstrip()) for shown in (plain, longer) if shown
+    ]
     return ends[0] if len({*ends}) == 1 else ""
 
 
@@ -203,9 +205,11 @@ def _wants_objects(render: Render, shown: _ShownCalls) -> bool:
 
 def _is_sound(shown: str) -> bool:
     """Return whether a rendering has the call, not in Python's form and not written twice."""
-    told = shown.rpartition(_QUESTION)[2]
-    is_whole = _NAMES[0] in told and "vqone" in told
-    return is_whole and "{'kqone'" not in told and '\\"kqone' not in told and "None" not in told
+    answer = shown.rpartition(_QUESTION)[2]
+    is_whole = _NAMES[0] in answer and "vqone" in answer
+    return (
+        is_whole and "{'kqone'" not in answer and '\\"kqone' not in answer and "None" not in answer
+    )
 
 
 def _said(content: str) -> Message:
@@ -259,12 +263,12 @@ def _tried(render: Render, messages: list[Message], *, with_tools: bool = False)
 
 def _call_text(shown: str, plain: str | None) -> str:
     """Return what stands for the calls: without what stands around any answer."""
-    told = shown.rpartition(_QUESTION)[2]
+    answer = shown.rpartition(_QUESTION)[2]
     if plain is None or _ANSWER not in plain:
-        return told
+        return answer
     before, _, behind = plain.rpartition(_QUESTION)[2].partition(_ANSWER)
-    told = told.removeprefix(_common_start(told, before))
-    return told.removesuffix(behind) if behind else told
+    answer = answer.removeprefix(_common_start(answer, before))
+    return answer.removesuffix(behind) if behind else answer
 
 
 def _form_of(single: str, double: str | None, key_form: KeyForm) -> CallForm | None:
@@ -352,11 +356,11 @@ def _arguments_in(text: str) -> tuple[int, int] | None:
     return None
 
 
-def _tagged_form(told: str, opening: str, closing: str, before: str) -> TaggedCalls | None:
+def _tagged_form(answer: str, opening: str, closing: str, before: str) -> TaggedCalls | None:
     """Return the form of a call with a mark for each argument; `told` begins behind the name."""
     match = re.fullmatch(
         r"(?P<first>.*?)kqone(?P<equals>.+?)vqone(?P<middle>.+?)kqtwo(?P<other>.+?)71(?P<end>.*)",
-        told,
+        answer,
         re.DOTALL,
     )
     if match is None or not match["equals"].strip():
@@ -434,12 +438,12 @@ def _probe_thinking(render: Render, source: str) -> tuple[str, Any, Any] | None:
     for name, on, off in _THINKING:
         if name not in source:
             continue
-        told = []
+        rendered = []
         for value in (on, off):
             with suppress(ValueError):
                 variables = {name: value, "add_generation_prompt": True}
-                told.append(render([_said(_QUESTION)], variables))
-        if len({*told}) > 1:
+                rendered.append(render([_said(_QUESTION)], variables))
+        if len({*rendered}) > 1:
             return name, on, off
     return None
 

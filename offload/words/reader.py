@@ -235,13 +235,13 @@ class TaggedReader:
         """Return the calls of a block; none where it has a name that was not offered."""
         if self._calls is None:
             return []
-        found = self._calls.read(block.strip(), self._offered) or []
-        if not all(call.name in self._offered for call in found):
+        calls = self._calls.read(block.strip(), self._offered) or []
+        if not all(call.name in self._offered for call in calls):
             return []
-        if found:
+        if calls:
             self._is_behind_mark = True
             self._blanks = ""
-        return [call.as_call(self._has_short_keys) for call in found]
+        return [call.as_call(self._has_short_keys) for call in calls]
 
     def _say(self, parts: list[Part], text: str) -> None:
         """Add text to the parts; blanks at its end wait for what follows."""

@@ -177,7 +177,7 @@ def test_what_is_in_the_cache_in_part_is_asked_of_the_hub(cached: Path, monkeypa
     with pytest.raises(UserError, match="the hub is out of reach"):
         headers.open_headers("org/model")
     (found,) = open_whole("org/model").damage
-    assert found.what == "is missing"
+    assert found.fault == "is missing"
 
 
 def test_a_tokenizer_is_fetched_without_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def rate(text: str, accuracy: float = 0.8) -> tuple[float, float]:
     for seed in range(2):
         world = simulated(parse_pipeline(text), seed, roles=FOUR, speeds=STEADY, accuracy=accuracy, capacity=100)
         assert written(world, [seed, 2, 5], 70) == own_text([seed, 2, 5], 70)
-        begun, *later = [event for event in world.events if event.what in ("begun", "emitted")]
+        begun, *later = [event for event in world.events if event.kind in ("begun", "emitted")]
         num, span_s = sum(event.num for event in later[1:]), later[-1].time_s - later[0].time_s
         found.append((num / span_s, later[0].time_s - begun.time_s))
     tokens_per_s, first_token_s = (mean(column) for column in zip(*found, strict=True))
@@ -168,15 +168,15 @@ def test_what_listeners_hear_is_whole() -> None:
     world = simulated(parse_pipeline("async,runs=3"), 6, accuracy=0.5)
     written(world, [1, 2], 80)
     times = [event.time_s for event in world.events]
-    assert times == sorted(times) and world.events[0].what == "begun"
+    assert times == sorted(times) and world.events[0].kind == "begun"
     on_way, most = set[int](), 0
     for event in world.events:
-        if event.what == "issued":
+        if event.kind == "issued":
             on_way.add(event.run)
-        elif event.what in ("drawn", "dead"):
+        elif event.kind in ("drawn", "dead"):
             on_way.remove(event.run)
         most = max(most, len(on_way))
-    assert most == 3 and sum(event.num for event in world.events if event.what == "emitted") == 78
+    assert most == 3 and sum(event.num for event in world.events if event.kind == "emitted") == 78
     token_time = TokenTime()
     for num, now_s in ((1, 10.0), (2, 14.0), (1, 26.0)):
         token_time.emitted(num, now_s)

@@ -148,7 +148,7 @@ def test_allowed_tools_narrow_what_is_offered() -> None:
     for mode in ("auto", "required"):
         body = _read(tools=tools, tool_choice=_choice(mode, "now"))
         toolbox = body.toolbox()
-        assert [tool["function"]["name"] for tool in toolbox.told] == [*toolbox.offered] == ["now"]
+        assert [tool["function"]["name"] for tool in toolbox.described] == [*toolbox.offered] == ["now"]
         assert toolbox.is_forced == (mode == "required")
     for choice in (_choice("auto", "other"), _choice("always", "now"), {"type": "allowed_tools"}):
         with pytest.raises(Refusal, match="tool_choice"):

@@ -93,7 +93,7 @@ def test_bits_of_headers_and_padding_count(tmp_path: Path) -> None:
     shard = sorted(folder.glob("*.safetensors"))[0]
     flip(shard, shard.read_bytes().index(b'"pt"') + 1)
     (found,) = ask(folder).damage
-    assert found.file == shard.name and not found.tensor and "in its header" in found.what
+    assert found.file == shard.name and not found.tensor and "in its header" in found.fault
 
 
 def test_a_packed_model_is_held_against_its_own_checksums_the_first_time(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_packed_model_is_held_against_its_own_checksums_the_first_time(tmp_pat
     report = ask(model)
     assert [one.tensor for one in report.damage] == names
     assert report.num_decoded == report.num_files - len({one.file for one in report.damage})
-    assert report.damage[0].what == "does not decode to what was packed"
+    assert report.damage[0].fault == "does not decode to what was packed"
     assert not default_manifest(model).exists()
 
 
@@ -156,7 +156,7 @@ def test_what_is_not_read_is_no_damage_and_summed_all_the_same(
     assert ask(model).num_as_before == 1
     flip(path, path.stat().st_size // 2)
     (found,) = ask(model).damage
-    assert found.file == path.name and found.what.startswith("its bytes are not those of ")
+    assert found.file == path.name and found.fault.startswith("its bytes are not those of ")
 
 
 def test_a_file_that_was_not_read_is_summed_anew_once_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_files_that_lack_something_are_damaged(
     breaks(folder, path)
     report = ask(folder)
     (found,) = report.damage
-    assert found.file == path.name and words in found.what and path.name not in found.what
+    assert found.file == path.name and words in found.fault and path.name not in found.fault
     assert report.num_files >= 2 and not report.is_written, "the others are looked at all the same"
 
 
@@ -280,7 +280,7 @@ def test_a_disk_that_fails_is_damage_of_that_file(tmp_path: Path, monkeypatch: p
     whole = open_whole(str(folder))
     monkeypatch.setattr(os, "preadv", preadv)
     (found,) = verify(whole, None, progress=silent).damage
-    assert found.file == bad.name and "Input/output error" in found.what
+    assert found.file == bad.name and "Input/output error" in found.fault
 
 
 def test_a_manifest_of_a_file_written_on_purpose_says_so(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_manifest_of_a_file_written_on_purpose_says_so(tmp_path: Path) -> None
     ask(folder)
     change_tensor(folder, "model.norm.weight", lambda tensor: tensor.add_(1))
     (found,) = ask(folder).damage
-    assert found.tensor == "model.norm.weight" and "where that was meant, remove the manifest" in found.what
+    assert found.tensor == "model.norm.weight" and "where that was meant, remove the manifest" in found.fault
     copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
     (copy / "offload_sums.json").unlink()
     ask(copy)

@@ -80,14 +80,14 @@ class GatedDelta(Recurrence):
 
     def _by_head(self, ready: RowInputs) -> RowInputs:
         num_alike = self.num_heads // self.num_key_heads
-        more = (
+        repeated = (
             {}
             if num_alike == 1
             else {
                 name: ready[name].repeat_interleave(num_alike, dim=1) for name in ("query", "key")
             }
         )
-        return {**ready, **more}
+        return {**ready, **repeated}
 
     def prepare(self, inputs: Inputs) -> RowInputs:
         """See `Recurrence`."""

@@ -77,6 +77,6 @@ def has_states(layers: nn.ModuleList) -> bool:
     return bool(mixers_of(layers))
 
 
-def new_cache(layers: nn.ModuleList, num_slots: int, *more: Any) -> KVCache:
+def new_cache(layers: nn.ModuleList, num_slots: int, *placement: Any) -> KVCache:
     """Return a cache for a model of these layers, see `KVCache`."""
-    return (RecurrentCache if has_states(layers) else KVCache)(len(layers), num_slots, *more)
+    return (RecurrentCache if has_states(layers) else KVCache)(len(layers), num_slots, *placement)

@@ -103,7 +103,7 @@ class Message(_Open):
         list[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])
     ]
 
-    def told(self, where: str) -> Iterator[dict[str, Any]]:
+    def as_messages(self, where: str) -> Iterator[dict[str, Any]]:
         """Yield the message as chat templates take it: results of calls are messages of their own.
 
         Raises `Refusal`.
@@ -210,7 +210,7 @@ class CountBody(Body):
         if self.system:
             conversation.append({"role": "system", "content": _joined(self.system)})
         for index, said in enumerate(self.messages):
-            conversation += said.told(f"messages[{index}]")
+            conversation += said.as_messages(f"messages[{index}]")
         last = conversation[-1]
         toolbox = self.toolbox()
         grammar = toolbox.grammar()
@@ -220,7 +220,7 @@ class CountBody(Body):
             usual,
             num_new,
             prompt=conversation,
-            tools=toolbox.told,
+            tools=toolbox.described,
             grammar=grammar,
             template_variables={name: value for name, (_, value) in self.told_template().items()},
             # the answer that the client has begun is gone on with

@@ -62,16 +62,16 @@ _SPELT_OTHERWISE: dict[str, dict[float, float]] = {"top_k": {-1: 0}, "top_p": {0
 
 def _fields() -> dict[str, Any]:
     """Return the options of drawing that a request may have, each a field that may be left out."""
-    found: dict[str, Any] = {}
-    for name, one in options_at("http", Sampling).items():
-        low, high = one.http_within or (None, None)
-        kind: Any = Annotated[one.kind if one.is_number else float, Field(ge=low, le=high)]
-        value: Any = kind | None if one.is_number else dict[str, kind] | None
+    fields: dict[str, Any] = {}
+    for name, option in options_at("http", Sampling).items():
+        low, high = option.http_within or (None, None)
+        kind: Any = Annotated[option.kind if option.is_number else float, Field(ge=low, le=high)]
+        value: Any = kind | None if option.is_number else dict[str, kind] | None
         if name in _SPELT_OTHERWISE:
             value = Annotated[value, BeforeValidator(partial(_respelt, _SPELT_OTHERWISE[name]))]
-        names = AliasChoices(name, *one.synonyms) if one.synonyms else None
-        found[name] = (value, Field(default=None, validation_alias=names))
-    return found
+        names = AliasChoices(name, *option.synonyms) if option.synonyms else None
+        fields[name] = (value, Field(default=None, validation_alias=names))
+    return fields
 
 
 Drawing = create_model("Drawing", __config__=STRICT, **_fields())
@@ -113,8 +113,10 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
 
     def ignored_by(self, source: str) -> list[str]:
         """Return what is ignored, with what a template of this source does not know."""
-        told = self.told_template().items()
-        return sorted({*self.ignored, *(field for name, (field, _) in told if name not in source)})
+        stated = self.told_template().items()
+        return sorted(
+            {*self.ignored, *(field for name, (field, _) in stated if name not in source)}
+        )
 
     @property
     def wants_thoughts(self) -> bool | None:
@@ -143,10 +145,10 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
 
     def _sampling(self, usual: Sampling) -> Sampling:
         given: dict[str, Any] = {}
-        for name, one in options_at("http", Sampling).items():
+        for name, option in options_at("http", Sampling).items():
             value = getattr(self, name)
             if value not in (None, {}):
-                given[one.name] = value
+                given[option.name] = value
         if biases := given.get("logit_bias"):
             try:
                 given["logit_bias"] = [(int(token), number) for token, number in biases.items()]
@@ -165,8 +167,8 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        first = min(found, key=lambda one: one["type"] != "extra_forbidden")
+        errors = error.errors(include_url=False, include_context=False)
+        first = min(errors, key=lambda fault: fault["type"] != "extra_forbidden")
         raise _refusal(first, kind) from None
 
 
@@ -184,11 +186,11 @@ def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
             path += f".{step}"
         before = step
     param = path[1:][:80] or None
-    what = error["msg"]
+    complaint = error["msg"]
     match error["type"]:
         case "json_invalid":
-            what = what.removeprefix("Invalid JSON: ")
-            return Refusal(400, f"The body must be JSON in UTF-8 ({what}): mend it")
+            complaint = complaint.removeprefix("Invalid JSON: ")
+            return Refusal(400, f"The body must be JSON in UTF-8 ({complaint}): mend it")
         case "extra_forbidden":
             meant = did_you_mean(str(param), known) if len(error["loc"]) == 1 else ""
             if param in kind.renamed:
@@ -199,9 +201,11 @@ def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
             return Refusal(400, message, param=param, code="missing_required_parameter")
         case "union_tag_invalid" | "union_tag_not_found":
             # pydantic ends its words with the kinds that there are
-            kinds = what.rpartition("expected tags: ")[2] if "expected tags: " in what else ""
-            what = f"it must have a type that is read here{kinds and f', {kinds}'}"
-    what = f"it {plain_rule(what)}" if plain_rule(what) else what
+            kinds = (
+                complaint.rpartition("expected tags: ")[2] if "expected tags: " in complaint else ""
+            )
+            complaint = f"it must have a type that is read here{kinds and f', {kinds}'}"
+    complaint = f"it {plain_rule(complaint)}" if plain_rule(complaint) else complaint
     value = error["input"]
     if isinstance(value, dict) and "union_tag" in error["type"]:
         value = value.get("type", value)
@@ -209,5 +213,7 @@ def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
     field = known.get(error["loc"][0]) if path else None
     is_needed = not path or (field is not None and field.is_required())
     remedy = "mend it" if is_needed else MEND
-    message = f"Invalid value for {(param and repr(param)) or 'the body'}: {what}{got}: {remedy}"
+    message = (
+        f"Invalid value for {(param and repr(param)) or 'the body'}: {complaint}{got}: {remedy}"
+    )
     return Refusal(400, message, param=param, code="invalid_value")

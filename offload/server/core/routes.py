@@ -131,7 +131,7 @@ def _refuse_length(error: NoRoom, field: str) -> Refusal:
 def require_tools(engine: Engine, body: Body) -> None:
     """Raise `Refusal` where the model is told of no tools, or its calls could not be read."""
     toolbox = body.toolbox()
-    if toolbox.is_forced or not toolbox.told:
+    if toolbox.is_forced or not toolbox.described:
         return
     words = words_of(engine.decoder.tokenizer)
     if not words.knows_tools:

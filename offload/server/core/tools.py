@@ -35,20 +35,20 @@ class Toolbox:
     """The tools of one request.
 
     Attributes:
-        told: that the model is told of, as chat templates take them.
+        described: that the model is told of, as chat templates take them.
         names: functions of these that it may call.
         is_forced: it must call one.
         is_parallel: it may call several in one answer.
     """
 
-    told: Sequence[Mapping[str, Any]] = ()
+    described: Sequence[Mapping[str, Any]] = ()
     names: Set[str] = frozenset()
     is_forced: bool = False
     is_parallel: bool = True
 
     @property
     def offered(self) -> Offered:
-        schemas = schemas_of(self.told)
+        schemas = schemas_of(self.described)
         return {name: schemas[name] for name in schemas if name in self.names}
 
     def grammar(self) -> Grammar | None:
@@ -80,16 +80,16 @@ def choose_tools(
     wished = frozenset(names if allowed is None else allowed)
     if not wished and (is_forced or allowed is not None):
         raise no_choice(functions)
-    told = [function.as_tool() for function in functions if function.name in wished]
-    return Toolbox(told, wished, is_forced, is_parallel)
+    described = [function.as_tool() for function in functions if function.name in wished]
+    return Toolbox(described, wished, is_forced, is_parallel)
 
 
 def force_tool(functions: Sequence[Function], name: str) -> Toolbox:
     """Return the tools of a request that must call this one. Raises `Refusal`."""
     if name not in [function.name for function in functions]:
         raise no_choice(functions)
-    told = [function.as_tool() for function in functions]
-    return Toolbox(told, frozenset([name]), is_forced=True, is_parallel=False)
+    described = [function.as_tool() for function in functions]
+    return Toolbox(described, frozenset([name]), is_forced=True, is_parallel=False)
 
 
 def no_choice(functions: Sequence[Function]) -> Refusal:

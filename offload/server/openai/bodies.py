@@ -128,12 +128,12 @@ class ChatBody(ChoicesBody):
         if self.top_logprobs is not None and not self.logprobs:
             message = "'top_logprobs' goes with 'logprobs': set that to true"
             raise Refusal(400, message, param="top_logprobs")
-        conversation = [_message(index, one)[0] for index, one in enumerate(self.messages)]
+        conversation = [_message(index, message)[0] for index, message in enumerate(self.messages)]
         variables = dict(self.chat_template_kwargs or {})
         check_variables(variables, "chat_template_kwargs")
         # under the name that clients know; templates have others
         think = variables.pop("enable_thinking", None)
-        told = {name: value for name, (_, value) in self.told_template().items()}
+        stated = {name: value for name, (_, value) in self.told_template().items()}
         continues = bool(self.continue_final_message)
         if self.add_generation_prompt is not None and self.add_generation_prompt == continues:
             message = "'add_generation_prompt' must be false with 'continue_final_message', or true"
@@ -147,8 +147,8 @@ class ChatBody(ChoicesBody):
                 usual,
                 num_new,
                 prompt=conversation,
-                tools=toolbox.told,
-                template_variables={**told, **variables},
+                tools=toolbox.described,
+                template_variables={**stated, **variables},
                 continues_message=continues,
                 think=think,
                 grammar=toolbox.grammar() or grammar_of(self.response_format, "response_format"),
@@ -170,8 +170,8 @@ class ChatBody(ChoicesBody):
     @property
     def ignored(self) -> list[str]:
         """Fields that change nothing, those of messages included."""
-        told = (_message(index, one)[1] for index, one in enumerate(self.messages))
-        return sorted({*super().ignored, *(name for names in told for name in names)})
+        ignored = (_message(index, message)[1] for index, message in enumerate(self.messages))
+        return sorted({*super().ignored, *(name for names in ignored for name in names)})
 
     @property
     def schema_field(self) -> str:
@@ -199,8 +199,8 @@ def toolbox_of(
             "name": str(name),
         }:
             return force_tool(functions, name)
-        case {"type": "allowed_tools", **more}:
-            allowed = more.get("allowed_tools", more)
+        case {"type": "allowed_tools", **others}:
+            allowed = others.get("allowed_tools", others)
             return _allowed(functions, allowed if isinstance(allowed, dict) else {}, is_parallel)
     raise no_choice(functions)
 
@@ -297,13 +297,13 @@ def _message(index: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[
     if message.get("role") not in known:
         rule = f"it must be one of {', '.join(known)}"
         raise Refusal.of_value(where, rule, "mend it", f"{where}.role")
-    told = dict(message)
-    if told.get("reasoning_content") is None and isinstance(told.get("reasoning"), str):
-        told["reasoning_content"] = told.pop("reasoning")
-    others = {name for name in told.keys() - _SAID if told[name] not in (None, "", [], {})}
+    content = dict(message)
+    if content.get("reasoning_content") is None and isinstance(content.get("reasoning"), str):
+        content["reasoning_content"] = content.pop("reasoning")
+    others = {name for name in content.keys() - _SAID if content[name] not in (None, "", [], {})}
     for name in sorted(others & _CARRYING):
         raise Refusal.of_stranger(f"{where}.{name:.80}")
-    said = {name: value for name, value in told.items() if name in _SAID and value is not None}
+    said = {name: value for name, value in content.items() if name in _SAID and value is not None}
     if said["role"] == "developer":
         said["role"] = "system"
     if not said.get("tool_calls"):
@@ -319,8 +319,8 @@ def _earlier_call(call: Any, where: str) -> dict[str, Any]:
     Arguments stay as they came; the model's template says in which form it takes them.
     """
     match call:
-        case {"function": {"name": str(), **more}} if isinstance(
-            more.get("arguments"), str | dict | None
+        case {"function": {"name": str(), **others}} if isinstance(
+            others.get("arguments"), str | dict | None
         ):
             return dict(call)
     rule = "each must have a function with a name, and arguments as JSON text or as an object"

@@ -52,8 +52,8 @@ class ChoicesAnswer(Answer):
         choice = self._next(index, piece, may_be_silent=passed is None)
         if choice is None:
             return []
-        more = {} if passed is None else {"offload": _pass_told(self._names, passed)}
-        return [self._chunk([choice], more)]
+        extension = {} if passed is None else {"offload": _pass_told(self._names, passed)}
+        return [self._chunk([choice], extension)]
 
     def closing(self) -> list[Event]:
         """Return the chunks behind the end of all texts."""
@@ -70,18 +70,20 @@ class ChoicesAnswer(Answer):
         choices = [self._choice(index, self._result(index)) for index in range(len(self.jobs))]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
-    def _chunk(self, choices: list[dict[str, Any]], more: Mapping[str, Any] | None = None) -> Event:
+    def _chunk(
+        self, choices: list[dict[str, Any]], extension: Mapping[str, Any] | None = None
+    ) -> Event:
         usage = {"usage": None} if self._body.has_usage_chunk else {}
         head = {**self._head, "object": self.chunk_kind}
-        return Event("", {**head, "choices": choices, **usage, **(more or {})})
+        return Event("", {**head, "choices": choices, **usage, **(extension or {})})
 
     def _usage(self) -> dict[str, Any]:
         results = [self._result(index) for index in range(len(self.jobs))]
         # of each prompt; its other choices have read the same
         firsts = results[:: self._body.num_choices]
-        num_prompt = sum(one.stats.num_prompt_tokens for one in firsts)
-        num_new = sum(len(one.token_ids) for one in results)
-        num_cached = sum(one.stats.num_kept_tokens for one in firsts)
+        num_prompt = sum(first.stats.num_prompt_tokens for first in firsts)
+        num_new = sum(len(result.token_ids) for result in results)
+        num_cached = sum(first.stats.num_kept_tokens for first in firsts)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
@@ -206,11 +208,11 @@ class CompletionAnswer(ChoicesAnswer):
             text = self._prompt_text(index) + text
             scored = self._scored_prompt(index)
         first = self._num_chars[index]
-        told = None
+        listed = None
         if logprobs:
-            told = of_completion(self._names, logprobs, first, has_ends=self._has_echo)
-            self._num_chars[index] += sum(map(len, told["tokens"]))
-        parts = [part for part in (scored, told) if part]
+            listed = of_completion(self._names, logprobs, first, has_ends=self._has_echo)
+            self._num_chars[index] += sum(map(len, listed["tokens"]))
+        parts = [part for part in (scored, listed) if part]
         whole = {name: [value for part in parts for value in part[name]] for name in FIELDS}
         return {
             "index": index,
@@ -229,8 +231,8 @@ class CompletionAnswer(ChoicesAnswer):
         if score is None:
             return None
         prompt: Any = self.jobs[index].request.prompt
-        told, self._num_chars[index] = of_prompt(self._names, prompt[0], score.tokens)
-        return told
+        columns, self._num_chars[index] = of_prompt(self._names, prompt[0], score.tokens)
+        return columns
 
     def _next(self, index: int, piece: TextPiece, *, may_be_silent: bool) -> dict[str, Any] | None:
         if may_be_silent and not piece.text and not piece.logprobs:

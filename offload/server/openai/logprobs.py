@@ -12,12 +12,12 @@ _LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
 
 def of_chat(names: TokenNames, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Return `TokenLogprob`s as chat completions and responses have them."""
-    told = []
+    tokens = []
     for drawn in logprobs:
         if drawn.token not in names.end_ids:
             top = [_named(names, *pair) for pair in drawn.top]
-            told.append({**_named(names, drawn.token, drawn.logprob), "top_logprobs": top})
-    return told
+            tokens.append({**_named(names, drawn.token, drawn.logprob), "top_logprobs": top})
+    return tokens
 
 
 def of_completion(
@@ -27,13 +27,13 @@ def of_completion(
 
     With `has_ends` tokens that end a text are there as well.
     """
-    told = _nothing()
+    columns = _nothing()
     for drawn in logprobs:
         if has_ends or drawn.token not in names.end_ids:
-            num_chars = _add(told, names, drawn.token, num_chars)
-            told["token_logprobs"].append(_finite(drawn.logprob))
-            told["top_logprobs"].append(_top(names, drawn))
-    return told
+            num_chars = _add(columns, names, drawn.token, num_chars)
+            columns["token_logprobs"].append(_finite(drawn.logprob))
+            columns["top_logprobs"].append(_top(names, drawn))
+    return columns
 
 
 def of_prompt(
@@ -43,24 +43,24 @@ def of_prompt(
 
     Nothing is known of how likely the first is.
     """
-    told = _nothing()
-    num_chars = _add(told, names, first, 0)
-    told["token_logprobs"].append(None)
-    told["top_logprobs"].append(None)
+    columns = _nothing()
+    num_chars = _add(columns, names, first, 0)
+    columns["token_logprobs"].append(None)
+    columns["top_logprobs"].append(None)
     for name, values in of_completion(names, logprobs, num_chars, has_ends=True).items():
-        told[name] += values
-    return told, sum(map(len, told["tokens"]))
+        columns[name] += values
+    return columns, sum(map(len, columns["tokens"]))
 
 
 def _nothing() -> dict[str, list[Any]]:
     return {field: [] for field in FIELDS}
 
 
-def _add(told: dict[str, list[Any]], names: TokenNames, token: int, num_chars: int) -> int:
+def _add(columns: dict[str, list[Any]], names: TokenNames, token: int, num_chars: int) -> int:
     """Add a token that begins there; return where it ends."""
     text = names.text(token)
-    told["tokens"].append(text)
-    told["text_offset"].append(num_chars)
+    columns["tokens"].append(text)
+    columns["text_offset"].append(num_chars)
     return num_chars + len(text)
 
 

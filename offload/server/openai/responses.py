@@ -157,7 +157,7 @@ class ResponsesBody(OpenAIBody):
                 usual,
                 self.max_output_tokens,
                 prompt=conversation,
-                tools=toolbox.told,
+                tools=toolbox.described,
                 template_variables={
                     name: value for name, (_, value) in self.told_template().items()
                 },
