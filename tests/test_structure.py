@@ -25,6 +25,7 @@ LIBRARY = PurePosixPath("offload/model/library.py")
 ASK_TRANSFORMERS = {PurePosixPath(f"offload/{name}.py") for name in (
     "checkpoint/small_files", "engine/load", "engine/text_stream", "engine/tokenizer", "guarded_worker", "model/meta",
     "sampling/model_rules", "sampling/sampler")}  # fmt: skip
+EMPTY_NAMES = {"one", "own", "told", "what", "found", "how", "more"}
 PERSONS = re.compile(r"\b(?:whoever|whomever|nobody|somebody)\b", re.IGNORECASE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -119,6 +120,20 @@ def plain_words(path: PurePosixPath, source: str) -> Iterator[str]:
             yield f"{path}:{number} {found[0]} is no subject"
 
 
+def plain_names(path: PurePosixPath, source: str) -> Iterator[str]:
+    """A name says what the thing is: `layer`, `header`, `complaint`; these say nothing of it."""
+    if path.parts[0] == "bench":
+        return
+    for node in nodes(source):
+        is_bound = isinstance(getattr(node, "ctx", None), ast.Store)
+        given = [getattr(node, "arg", None)] if isinstance(node, ast.arg) else []
+        given += [getattr(node, field, None) for field in ("id", "attr")] if is_bound else []
+        if isinstance(node, Function | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar | ast.alias):
+            given += [getattr(node, "asname", None), getattr(node, "name", None)]
+        for name in EMPTY_NAMES.intersection(given):
+            yield f"{path}:{getattr(node, 'lineno', 1)} {name} is a name that says nothing of its thing"
+
+
 def no_package_at_top_level(path: PurePosixPath, source: str) -> Iterator[str]:
     if path.parts[0] in ("kernels", "bench") and path.name == "__init__.py":
         yield f"{path}:1 {path.parts[0]}/ is no package: it would shadow Hugging Face's kernels, or another bench"
@@ -169,7 +184,7 @@ def patches(path: PurePosixPath, source: str) -> Iterator[str]:
 RULES: list[Rule] = [short_files, short_functions, few_imports, nothing_packed, few_parameters, nothing_swallowed]
 RULES += [named_by_its_job, docstrings, plain_words, no_package_at_top_level, kernels_stand_alone]
 RULES += [one_file_knows_the_library]
-RULES += [library_left_alone]
+RULES += [library_left_alone, plain_names]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -258,7 +273,7 @@ PLANTED = [
     planted(short_files, "offload/a.py", "x = 1\n" * 601),
     planted(short_functions, "offload/a.py", "def f():\n" + "    x = 1\n" * 61),
     planted(few_imports, "offload/a.py", "".join(f"from offload.room{num} import x\n" for num in range(16))),
-    planted(nothing_packed, "offload/cli/a.py", "one, other = 1, [2]"),
+    planted(nothing_packed, "offload/cli/a.py", "first, other = 1, [2]"),
     planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, f, g): ...", "positional"),
     planted(few_parameters, "offload/a.py", "def f(*, a, b, c, d, e, f, g, h, i): ...", "keyword_only"),
     planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, *, f, g, h, i): ...", "in_all"),
@@ -276,6 +291,13 @@ PLANTED = [
     planted(plain_words, "offload/a.py", "'''Of a layer.'''", "of"),
     planted(plain_words, "bench/a.py", "def f():\n    '''The same for a list.'''", "the_same"),
     planted(plain_words, "offload/a.py", "# nobody reads it", "persons"),
+    planted(plain_names, "offload/a.py", "totals = [one + 1 for one in sizes]", "loop"),
+    planted(plain_names, "offload/a.py", "def f(x, **more): ...", "parameter"),
+    planted(plain_names, "kernels/a.py", "def own(x): ...", "function"),
+    planted(plain_names, "offload/a.py", "self.told = x", "attribute"),
+    planted(plain_names, "offload/a.py", "try: f()\nexcept OSError as what: g()", "error"),
+    planted(plain_names, "offload/a.py", "if (found := f()): ...", "walrus"),
+    planted(plain_names, "offload/a.py", "from a import b as how", "import"),
     planted(no_package_at_top_level, "kernels/__init__.py", ""),
     planted(one_file_knows_the_library, "offload/a.py", "run(past_key_values=cache)", "argument"),
     planted(one_file_knows_the_library, "offload/a.py", "NAMES = ('cache_params',)", "text"),

@@ -167,7 +167,7 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     # transformers keeps some of T5 in float32 where float16 is asked for
     is_mixed = has_encoder(checkpoint.config) and dtype == "float16"
     types = [computed, PLAIN_OF["float32"]] if is_mixed else [computed]
-    cast_bytes = max(cast_bytes_of(layer, dtype) for layer in layers for dtype in types)
+    cast_bytes = max(cast_bytes_of(layer, encoding) for layer in layers for encoding in types)
     shape = ModelShape(
         layer_bytes=tuple(map(slab_bytes_bound, decoder_layers)),
         encoder_bytes=tuple(map(slab_bytes_bound, layers[num_layers:])),
@@ -183,9 +183,7 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         num_weights=layer_weights + _num_weights(head),
         routed_weights=_num_weights(routed),
         routed_bytes=sum(entry.num_bytes for entry in routed),
-        companion_bytes=sum(
-            entry.coded.coding.companion_bytes(entry.shape) for entry in coded if entry.coded
-        ),
+        companion_bytes=sum(map(_companion_bytes, coded)),
         scratch_bytes=scratch_bytes_of(checkpoint.tensors, computed),
         beside_bytes=_beside_bytes(layers, rest, checkpoint.held),
         layer_weights=layer_weights,
@@ -195,16 +193,21 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     )
     held = checkpoint.held
     if checkpoint.carried is not None:
-        stored = [
-            entry for name, entry in checkpoint.tensors.items() if not checkpoint.shares(name)
+        unshared = [
+            entry
+            for name, entry in checkpoint.tensors.items()
+            if entry in rest and not checkpoint.shares(name)
         ]
-        own_bytes = _rest_bytes([entry for entry in stored if entry in rest], computed)
+        own_bytes = _rest_bytes(unshared, computed)
         shape = _carried_shape(shape, checkpoint.carried, own_bytes, item_bytes)
     if held is None:
-        return replace(
-            shape, experts=expert_shape(checkpoint, sizes["hidden_size"], num_layers, computed)
-        )
+        experts = expert_shape(checkpoint, sizes["hidden_size"], num_layers, computed)
+        return replace(shape, experts=experts)
     return _held_shape(shape, held, held_sizes(checkpoint.tensors, layers, held, computed))
+
+
+def _companion_bytes(entry: TensorEntry) -> int:
+    return entry.coded.coding.companion_bytes(entry.shape) if entry.coded else 0
 
 
 def _carried_shape(

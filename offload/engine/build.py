@@ -86,10 +86,7 @@ def open_pair(
     draft = open_draft(files, dtype, torch_device)
     if draft is not None:
         resources.callback(draft.close)
-        words = (
-            Vocabulary(checkpoint.vocab_size, checkpoint.start_ids)
-            for checkpoint in (target, draft)
-        )
+        words = (Vocabulary(model.vocab_size, model.start_ids) for model in (target, draft))
         draft.foreign_ids = check_vocabulary(tokenizer, files, *words)
     limit = setup.options.limit_bytes_per_s
     identities = Identities(
