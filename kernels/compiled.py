@@ -97,7 +97,7 @@ class Compiled:
         others = dict[str, Compiled]()
         for name in self.function.__code__.co_names:
             callee = self.function.__globals__.get(name)
-            callee = callee.of(dtype) if isinstance(callee, ByType) else callee
+            callee = callee.for_dtype(dtype) if isinstance(callee, ByType) else callee
             if isinstance(callee, Compiled):
                 others[name] = callee
         return others
@@ -116,7 +116,7 @@ class ByType:
     def __init__(self, functions: Mapping[torch.dtype, Compiled]) -> None:
         self._functions = functions
 
-    def of(self, dtype: torch.dtype) -> Compiled:
+    def for_dtype(self, dtype: torch.dtype) -> Compiled:
         """Return the function for that type."""
         return self._functions[dtype]
 

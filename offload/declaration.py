@@ -67,7 +67,7 @@ class Option:
     page: tuple[str, str] = ("", "")  # bounds of its field on the chat page
     doc: str = ""  # what docs/flags.md says instead of `help`
 
-    def of(self, command: str) -> "Option":
+    def for_command(self, command: str) -> "Option":
         """Return the option as one command has it."""
         return replace(self, **(self.differs or {}).get(command, {}))
 

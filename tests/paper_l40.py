@@ -37,7 +37,7 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> dict[str, float]:
     plan = make_plan(target, draft if topology.depth > 0 else None, budget, topology.num_nodes)
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s
-    here_s = step_time(costs, Traffic.of(plan, gpu), topology).total_s
+    here_s = step_time(costs, Traffic.from_plan(plan, gpu), topology).total_s
     steps = {"in_turn": in_turn_s, "overlapped": streamed.total_s, "here": here_s}
     return {name: step_s / tokens_per_step for name, step_s in steps.items()}
 

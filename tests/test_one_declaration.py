@@ -242,6 +242,6 @@ def test_rates_print_themselves_and_options_hold_what_is_parsed() -> None:
     assert Rate.parse(rate, "`link_limit`") is rate and parse_rate(None, "`link_limit`") is None
     options = LoadOptions(ram="8GB", gpu_memory="24GiB", link_limit="1GB/s")
     assert [*map(str, (options.ram, options.gpu_memory, options.link_limit))] == ["8 GB", "24 GiB", "1 GB/s"]
-    assert LoadOptions.of(options) == options
+    assert LoadOptions.from_options(options) == options
     counts = LoadOptions(threads=True, context=np.int64(64), parallel=np.int32(2))
     assert [*map(repr, (counts.threads, counts.context, counts.parallel))] == ["1", "64", "2"], "torch takes no other"

@@ -132,6 +132,8 @@ def plain_names(path: PurePosixPath, source: str) -> Iterator[str]:
             given += [getattr(node, "asname", None), getattr(node, "name", None)]
         for name in EMPTY_NAMES.intersection(given):
             yield f"{path}:{getattr(node, 'lineno', 1)} {name} is a name that says nothing of its thing"
+        if isinstance(node, ast.ClassDef) and "of" in {getattr(child, "name", "") for child in node.body}:
+            yield f"{path}:{node.lineno} {node.name}.of does not say what it makes of what: from_..., parse"
 
 
 def no_package_at_top_level(path: PurePosixPath, source: str) -> Iterator[str]:
@@ -298,6 +300,7 @@ PLANTED = [
     planted(plain_names, "offload/a.py", "try: f()\nexcept OSError as what: g()", "error"),
     planted(plain_names, "offload/a.py", "if (found := f()): ...", "walrus"),
     planted(plain_names, "offload/a.py", "from a import b as how", "import"),
+    planted(plain_names, "offload/a.py", "class A:\n    def of(cls): ...", "of"),
     planted(no_package_at_top_level, "kernels/__init__.py", ""),
     planted(one_file_knows_the_library, "offload/a.py", "run(past_key_values=cache)", "argument"),
     planted(one_file_knows_the_library, "offload/a.py", "NAMES = ('cache_params',)", "text"),

@@ -48,7 +48,7 @@ class Written(NamedTuple):
     is_invariant: bool = False  # written by a decoder that promises the same bits whatever the tree
 
     @classmethod
-    def of(cls, prompt_ids: list[int], result: Generation) -> "Written":
+    def from_result(cls, prompt_ids: list[int], result: Generation) -> "Written":
         return cls(prompt_ids, result.token_ids, result.sampling, result.rule, result.is_invariant)
 
     @property

@@ -184,7 +184,7 @@ def measure(
         rate = result.stats.link_bytes_per_s
         used = rate / max(mean(ceilings[-2:]), rate) if ceilings else None
         measured.runs.append(Timed(prompt.name, case, bursts, result, used))
-        measured.written.append(Written.of(ids, result))
+        measured.written.append(Written.from_result(ids, result))
         rates = {name: getattr(result.stats, name) for name in ("tokens_per_s", "tokens_per_sweep")}
         bench.note({"name": case.name, "prompt": prompt.name, **rates})
     if trace:

@@ -82,7 +82,7 @@ def run_case(
         "is_invariant": is_invariant,
         "stall_share": sum(one.stats.stall_s for one in found) / max(1e-9, sweep_s),
     }
-    return row, [Written.of(own, one) for own, one in zip(ids, found, strict=True)]
+    return row, [Written.from_result(own, one) for own, one in zip(ids, found, strict=True)]
 
 
 COLUMNS = (

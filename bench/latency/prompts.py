@@ -50,7 +50,7 @@ def ask(
         "num_kept": result.stats.num_kept_tokens,
         "num_passes": moved_bytes / max(1, decoder.plan.streamed_bytes),
     }
-    return row, Written.of(ids, result)
+    return row, Written.from_result(ids, result)
 
 
 def one_round(

@@ -154,7 +154,7 @@ def texts_of(
         for seed, ids in enumerate(prompts.tolist()):
             done = decoder.generate(ids, max_new_tokens=num_new, temperature=temperature, seed=seed)
             figures.append(done.stats)
-            written.append(Written.of(ids, done))
+            written.append(Written.from_result(ids, done))
     return figures, written
 
 

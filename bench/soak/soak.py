@@ -250,7 +250,7 @@ def texts_of(
     right = dict(zip(numbers, results, strict=True))
     for answer in answers:
         require_right(answer, right[answer.wish].text)
-    written = [Written.of(ids[number], one) for number, one in right.items()]
+    written = [Written.from_result(ids[number], one) for number, one in right.items()]
     # texts that came several times are proved once
     for one in {repr(one): one for one in texts}.values():
         sampling = table[one.wish].sampling

@@ -50,7 +50,7 @@ class Stamp(NamedTuple):
     changed_ns: int
 
     @classmethod
-    def of(cls, file: int | Path) -> "Stamp":
+    def from_file(cls, file: int | Path) -> "Stamp":
         """Return the stamp of a file, open or by its path, as it is now. Raises `OSError`."""
         status = os.stat(file)
         times_ns = status.st_mtime_ns, status.st_ctime_ns
@@ -60,7 +60,7 @@ class Stamp(NamedTuple):
 def stamp_of(path: Path) -> Stamp | None:
     """Return the stamp of a file, or None where none can be seen."""
     try:
-        return Stamp.of(path)
+        return Stamp.from_file(path)
     except OSError:
         return None
 

@@ -68,7 +68,7 @@ def gguf_parts(file: Path) -> tuple[Path, ...]:
 def read_gguf_header(path: Path, shard: int = 0) -> FileHeader:
     """Read one file's header. Raises `UserError` for a false one, or types that are not read."""
     with readable(path), open_regular(path) as file:
-        stamp = Stamp.of(file.fileno())
+        stamp = Stamp.from_file(file.fileno())
         reader = _HeaderReader(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES))
         metadata, tensors = _read(reader, shard)
     check_extents(path, tensors, stamp.num_bytes)

@@ -200,7 +200,7 @@ def _opened(checkpoint: Checkpoint, shard: int, opened: ExitStack) -> int:
     path = checkpoint.shards[shard]
     with _reading(path):
         file = opened.enter_context(open_regular(path)).fileno()
-        stamp = Stamp.of(file)
+        stamp = Stamp.from_file(file)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
     if checkpoint.stamps and stamp != checkpoint.stamps[shard]:
         raise _changed(path)
@@ -237,7 +237,7 @@ def _config(checkpoint: Checkpoint) -> str:
     path = checkpoint.small_files / "config.json"
     stamp = checkpoint.config_stamp
     with _reading(path):
-        current = None if stamp is None else Stamp.of(path)
+        current = None if stamp is None else Stamp.from_file(path)
     if current != stamp:
         raise _changed(path)
     return _json_digest(_without_names(checkpoint.config))
@@ -280,7 +280,7 @@ def _small(path: Path, num_bytes: int = -1) -> bytes:
 
 def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
     """Return what is known of the weights as a whole without reading them."""
-    stamps = checkpoint.stamps or tuple(map(Stamp.of, checkpoint.shards))
+    stamps = checkpoint.stamps or tuple(map(Stamp.from_file, checkpoint.shards))
     places = [str(path.resolve()) for path in checkpoint.shards]
     proofs = {FILES: _json_digest([places, [stamp[1:] for stamp in stamps]])}
     hub = [hub_sum(path) for path in checkpoint.shards]

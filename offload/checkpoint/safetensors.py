@@ -82,7 +82,7 @@ def read_header(path: Path, shard: int = 0) -> FileHeader:
 def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
     """Return the JSON that a file begins with, and its stamp. Raises `UserError` without one."""
     with readable(path), open_regular(path) as file:
-        stamp = Stamp.of(file.fileno())
+        stamp = Stamp.from_file(file.fileno())
         start = file.read(len(_LFS))
         file.seek(8)
         header_bytes = int.from_bytes(start[:8], "little")

@@ -437,7 +437,7 @@ class ModelFacts(NamedTuple):
     left_out: Mapping[str, int] = MappingProxyType({})
 
     @classmethod
-    def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
+    def from_checkpoint(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
         """Return the facts that headers tell."""
         num_bytes = checkpoint.num_bytes
         shape = model_shape(checkpoint) if checkpoint.held else None

@@ -160,7 +160,7 @@ def open_whole(model: str) -> ModelSpans:
         spans = _spans(header, words[shards.index(weights_path)])
         files.append(WholeFile(weights_path, header.stamp, spans))
     for weights_path, why in unread.items():
-        stamp = Stamp.of(weights_path)
+        stamp = Stamp.from_file(weights_path)
         whole = Span(_UNREAD, 0, stamp.num_bytes, stamp.num_bytes)
         files.append(WholeFile(weights_path, stamp, (Span(None, 0, 0, 0), whole), why))
     return ModelSpans(path, tuple(files), tuple(damage), left_out)

@@ -40,10 +40,10 @@ def chat(
     output: OutputOptions,
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
-    given = GivenSampling.of(sampling)
+    given = GivenSampling.from_options(sampling)
     session = found_session(text_options.session, model_options.ranks)
     first = _any_question(text_options, session)
-    loading = Loading.of(models, model_options, needs_template=True)
+    loading = Loading.from_options(models, model_options, needs_template=True)
     from offload.cli.chat_input import SilentTerminal
 
     shown = Console(output, *model_options.budgets, is_silent=is_worker(model_options.ranks))

@@ -162,7 +162,7 @@ def _info_lines(store: "Store") -> str:
     """Return what a store is for, and what it takes to build one like it."""
     from offload.datastore.index import TokenWidth
 
-    width = TokenWidth.of(store.vocab_size).num_bytes
+    width = TokenWidth.from_vocab_size(store.vocab_size).num_bytes
     ids = f"{store.vocab_size:,} ids in {width} bytes each, sha256 {store.tokenizer_sha256[:12]}"
     sorting = f"sorting its largest chunk took {format_bytes(store.sorting_bytes)} beside the process's own memory"
     return "\n".join([_store_line(store), f"tokenizer of {store.tokenizer}: {ids}", sorting])

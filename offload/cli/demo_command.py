@@ -42,7 +42,7 @@ def demo(
 
     # what cannot be is refused before torch is imported
     draft = str(DEMO_PAIR / "draft")
-    named = LoadOptions.of(model_options, model=DEMO_PAIR / "target", draft=draft)
+    named = LoadOptions.from_options(model_options, model=DEMO_PAIR / "target", draft=draft)
     size_bytes = parse_size(demo_options.size, "`size`")
     require(size_bytes <= _MOST_BYTES, "`size` must be at most 200GB", size_bytes, "try 2GB")
     max_tokens = text_options.max_new_tokens or 0

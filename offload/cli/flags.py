@@ -52,7 +52,7 @@ def command(
             else:
                 params.append(parameter)
         declared = {
-            each_option.name: each_option.of(called)
+            each_option.name: each_option.for_command(called)
             for record in records.values()
             for each_option in options_of(record).values()
             if called in each_option.commands

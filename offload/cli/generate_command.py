@@ -48,7 +48,7 @@ def generate(
     is_elsewhere = is_worker(model_options.ranks)
     prompts = prompts_of(text_options, as_json=output.as_json)
     session = found_session(text_options.session, model_options.ranks)
-    given = GivenSampling.of(sampling)
+    given = GivenSampling.from_options(sampling)
     grammar = found_grammar(text_options)
     prompt = None
     if prompts is None and not is_elsewhere:
@@ -58,7 +58,7 @@ def generate(
         prompt = with_system(text, text_options.system, raw=text_options.raw)
     needs_template = text_options.system is not None
     needs = {"needs_text": session is None, "needs_template": needs_template}
-    loading = Loading.of(models, model_options, **needs)
+    loading = Loading.from_options(models, model_options, **needs)
     if grammar is not None and not is_elsewhere:
         from offload.sampling.grammar import tried_source
 

@@ -39,7 +39,7 @@ def _told(name: str) -> dict[str, Any]:
 
     row: dict[str, Any] = {"name": name, "num_bytes": None, "num_parameters": None}
     try:
-        facts = ModelFacts.of(name, open_headers(in_cache(name)))
+        facts = ModelFacts.from_checkpoint(name, open_headers(in_cache(name)))
     except (UserError, OSError) as error:
         return {**row, "refusal": f"does not run: {reason(error)}"}
     sizes = {"num_bytes": facts.num_bytes, "num_parameters": facts.num_parameters}

@@ -31,7 +31,7 @@ class Loading:
     note: str = ""  # for the user, about the sampling
 
     @classmethod
-    def of(cls, models: ModelChoice, options: ModelOptions, **needs: bool) -> "Loading":
+    def from_options(cls, models: ModelChoice, options: ModelOptions, **needs: bool) -> "Loading":
         """Return what flags name. Raises `UserError` for what cannot be, as far as headers tell.
 
         `needs` are those of `check_setup`.
@@ -40,7 +40,7 @@ class Loading:
         from offload.planning.load_options import LoadOptions
 
         model, draft = models.names()
-        checked = LoadOptions.of(options, model=model, draft=draft)
+        checked = LoadOptions.from_options(options, model=model, draft=draft)
         read = check_setup(checked, **needs)
         return cls(checked, isinstance(models, TalkingModels) and models.demo, read)
 

@@ -35,7 +35,7 @@ def plan(
     if machine.cluster is not None:
         _require_no_machine(machine, model_options)
     model, draft = models.names()
-    options = LoadOptions.of(model_options, model=model, draft=draft)
+    options = LoadOptions.from_options(model_options, model=model, draft=draft)
     tokens_per_sweep = machine.tokens_per_sweep
     with Console(output, *model_options.budgets) as console, ExitStack() as resources:
         console.wait("reading headers")  # the hub may be asked

@@ -24,7 +24,7 @@ class GivenSampling(NamedTuple):
     note: str = ""  # for the user
 
     @classmethod
-    def of(cls, options: SamplingOptions) -> "GivenSampling":
+    def from_options(cls, options: SamplingOptions) -> "GivenSampling":
         """Return what the flags say. Raises `UserError` for what makes no sense.
 
         One flag that chooses among tokens, and nothing is left to the model.

@@ -37,7 +37,7 @@ def serve(
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         remedy = installing("offload[serve]")
         raise UserError(f"offload serve needs {' and '.join(missing)}: {remedy}")
-    loading = Loading.of(models, model_options)
+    loading = Loading.from_options(models, model_options)
     keys = read_keys(server.api_key_file, server.host)
     max_body_bytes = parse_size(server.max_body, "`max_body`")
     require(all(server.alias or ()), "`alias` must be a name", "''", "leave it out")

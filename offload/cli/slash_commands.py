@@ -161,7 +161,7 @@ class SlashCommands:
             except UserError as error:
                 raise UserError(renamed(str(error), {setting.name: name})) from None
         elif name in _TEXT:
-            setting = _TEXT[name].of("chat")
+            setting = _TEXT[name].for_command("chat")
             new_value = value or None
             if setting.kind is int:
                 new_value = _number(name, int, value, least=setting.least or 0)

@@ -46,7 +46,7 @@ def tune(
     model, draft = models.names()
     assert draft is not None, "its flag is required here"
     named = {"model": model, "draft": draft, "tree": model_options.tree or "auto"}
-    options = LoadOptions.of(model_options, **named)
+    options = LoadOptions.from_options(model_options, **named)
     # a tune sets its own
     check_setup(options, needs_context=False)
     with Console(output, *model_options.budgets) as console, libraries(console):

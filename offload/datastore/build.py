@@ -103,7 +103,7 @@ def chunk_room(ram_bytes: int, coder: Coder) -> int:
 
     The budget is that of the whole process. Raises `UserError`.
     """
-    width = TokenWidth.of(vocabulary_size(coder.vocabulary)).num_bytes
+    width = TokenWidth.from_vocab_size(vocabulary_size(coder.vocabulary)).num_bytes
     taken_bytes = rss_bytes() + _RESERVE_BYTES
     least_bytes = taken_bytes + sorting_bytes(_LEAST_ROOM * width)
     rule = f"`ram` must be at least {format_bytes(least_bytes)} here"

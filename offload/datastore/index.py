@@ -40,7 +40,7 @@ class TokenWidth(NamedTuple):
     separator: int  # the highest value
 
     @classmethod
-    def of(cls, vocab_size: int) -> "TokenWidth":
+    def from_vocab_size(cls, vocab_size: int) -> "TokenWidth":
         """Return two bytes where they hold every token and the separator, else four.
 
         Raises `UserError` for an impossible `vocab_size`.
@@ -65,7 +65,7 @@ class CorpusChunk(NamedTuple):
             raise ReadError("a file of the datastore was cut short while in use: build it again")
 
     @classmethod
-    def of(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "CorpusChunk":
+    def from_documents(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "CorpusChunk":
         """Return a chunk of these documents.
 
         Raises `UserError` for tokens outside the vocabulary, or for more than one chunk can hold.
@@ -86,7 +86,7 @@ class ReversedText:
     """
 
     def __init__(self, vocab_size: int, room: int) -> None:
-        self.width = TokenWidth.of(vocab_size)
+        self.width = TokenWidth.from_vocab_size(vocab_size)
         self._vocab_size = vocab_size
         num_bytes = (room + 1) * self.width.num_bytes
         rule = f"a chunk must have at most {MAX_TEXT_BYTES} bytes"
@@ -170,7 +170,7 @@ class SuffixIndex:
         self, chunks: Sequence[CorpusChunk], vocab_size: int, most_ids: int = sys.maxsize
     ) -> None:
         self.vocab_size = min(vocab_size, most_ids)
-        self._width = TokenWidth.of(vocab_size)
+        self._width = TokenWidth.from_vocab_size(vocab_size)
         self._chunks = tuple(chunks)
         # Items of a memoryview are Python's numbers, three times as quick to get and to slice with
         # as numpy's.
@@ -180,7 +180,7 @@ class SuffixIndex:
     @classmethod
     def in_memory(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "SuffixIndex":
         """Return the index of these documents. Raises `UserError` for unknown ids."""
-        chunk = CorpusChunk.of(documents, vocab_size)
+        chunk = CorpusChunk.from_documents(documents, vocab_size)
         return cls([chunk] if len(chunk.position_M) else [], vocab_size)
 
     def longest(self, context: Sequence[int], most: int = 16, least: int = 2) -> Matches:

@@ -91,7 +91,7 @@ class Store:
         kept = asdict(self)
         del kept["path"]
         size = kept.pop("vocab_size")
-        numbers = {"vocab_size": size, "token_bytes": TokenWidth.of(size).num_bytes}
+        numbers = {"vocab_size": size, "token_bytes": TokenWidth.from_vocab_size(size).num_bytes}
         return {"format": FORMAT, "version": VERSION, **numbers, **kept}
 
 
@@ -181,7 +181,7 @@ def map_chunk(store: Store, index: int) -> CorpusChunk:
     files = chunk_files(store.path, index)
     text = _mapped(files[0], entry.tokens.num_bytes)
     order = _mapped(files[1], entry.positions.num_bytes)
-    tokens_B = np.frombuffer(text, TokenWidth.of(store.vocab_size).dtype)
+    tokens_B = np.frombuffer(text, TokenWidth.from_vocab_size(store.vocab_size).dtype)
     position_M = np.frombuffer(order, np.int32)
     return CorpusChunk(text, tokens_B, position_M, (text, order))
 
@@ -194,7 +194,7 @@ def _checked(folder: Path, content: dict[str, Any]) -> Store:
     """
     try:
         store = convert({**content, "path": folder}, Store)
-        width = TokenWidth.of(store.vocab_size).num_bytes
+        width = TokenWidth.from_vocab_size(store.vocab_size).num_bytes
         ensure(content.get("token_bytes") == width, "tokens have another width")
         for chunk in store.chunks:
             num_texts = chunk.num_documents
@@ -231,7 +231,7 @@ def verify(store: Store, on_bytes: Progress) -> None:
             for num_bytes in _check_sum(path, wanted, part.view(np.uint8)):
                 count(num_bytes)
         _check_tokens(files[0], chunk, store.vocab_size, entry.num_documents)
-        _check_order(files[1], chunk, TokenWidth.of(store.vocab_size).separator)
+        _check_order(files[1], chunk, TokenWidth.from_vocab_size(store.vocab_size).separator)
 
 
 def _check_sum(path: Path, wanted: FileEntry, raw_B: NDArray[np.uint8]) -> Iterator[int]:
@@ -249,7 +249,7 @@ def _check_sum(path: Path, wanted: FileEntry, raw_B: NDArray[np.uint8]) -> Itera
 def _check_tokens(path: Path, chunk: CorpusChunk, vocab_size: int, num_documents: int) -> None:
     """Check that tokens lie in the vocabulary, and separators enclose non-empty documents."""
     tokens_B = chunk.tokens_B
-    separator = TokenWidth.of(vocab_size).separator
+    separator = TokenWidth.from_vocab_size(vocab_size).separator
     is_end_B = tokens_B == separator
     wrong = tokens_B[(tokens_B >= vocab_size) & ~is_end_B]
     require(not len(wrong), f"{path}: tokens must lie below {vocab_size}", wrong[:1], AGAIN)

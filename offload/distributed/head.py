@@ -72,7 +72,7 @@ class RowPrice(NamedTuple):
     num_free: int = 4  # rows that take hardly longer than one
 
     @classmethod
-    def of(cls, seconds_by_stage: Sequence[Sequence[float]]) -> "RowPrice":
+    def from_times(cls, seconds_by_stage: Sequence[Sequence[float]]) -> "RowPrice":
         """Return the price by what passes over `TIMED_ROWS` took; long ones are timed for one row."""
         slowest_s = [max(times) for times in zip(*seconds_by_stage, strict=False)]
         # so long that it is the link's doing, which does not mind rows

@@ -66,7 +66,10 @@ class RankPart(NamedTuple):
     @property
     def link_s(self) -> float:
         """Seconds that its link, or a disk behind it, needs in every pass."""
-        return Traffic.of(self.plan, self.machine).streamed_bytes / self.machine.feed_bytes_per_s
+        return (
+            Traffic.from_plan(self.plan, self.machine).streamed_bytes
+            / self.machine.feed_bytes_per_s
+        )
 
     @property
     def compute_s(self) -> Curve:

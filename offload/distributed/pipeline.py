@@ -102,5 +102,5 @@ def _load(
     if rank.pipeline.speculates:  # while all stages try it; of use to guesses alone
         seconds = [] if stage is None else stage.pass_times()
         by_rank = gather_values(rank.transport, seconds, list[float])
-        price = RowPrice.of([times for times in by_rank if times])
+        price = RowPrice.from_times([times for times in by_rank if times])
     return services, price

@@ -71,9 +71,11 @@ class SourceWeights:
         self._weight: dict[tuple[str, int, int], float] = {}
 
     def __repr__(self) -> str:
-        return f"SourceWeights({ {key: round(self.of(*key), 3) for key in sorted(self._loss)} })"
+        return (
+            f"SourceWeights({ {key: round(self.weight(*key), 3) for key in sorted(self._loss)} })"
+        )
 
-    def of(self, source: str, length: int, sureness: int = NO_DRAFT) -> float:
+    def weight(self, source: str, length: int, sureness: int = NO_DRAFT) -> float:
         """Return the weight, in (0, 1), of guesses behind a match, beside a draft so sure."""
         key = source, _length_class(length), sureness
         if key not in self._weight:
@@ -202,7 +204,7 @@ class Guesses:
         chances: dict[int, float] = {}
         rest = 1.0
         for opinion, shares in self._claims(cursor):
-            weight = rest * self._weights.of(
+            weight = rest * self._weights.weight(
                 opinion.source, opinion.length_at(cursor.depth), sureness
             )
             for token, share in shares.items():
@@ -277,7 +279,7 @@ class Guesses:
             length = opinion.length_at(depth)
             share = shares.get(token, 0.0)
             self._weights.learn(opinion.source, length, share, rest, sureness)
-            weight = self._weights.of(opinion.source, length, sureness)
+            weight = self._weights.weight(opinion.source, length, sureness)
             rest = weight * share + (1 - weight) * rest
 
     def _claims(self, cursor: TrieCursor) -> Iterable[tuple[Opinion, Mapping[int, float]]]:

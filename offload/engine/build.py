@@ -104,7 +104,7 @@ def open_pair(
         draft=draft,
         source=source,
         tokenizer=tokenizer,
-        texts=TextRules.of(files.target, tokenizer, target.vocab_size),
+        texts=TextRules.from_checkpoint(files.target, tokenizer, target.vocab_size),
         notes=_notes(setup, draft),
         scans=scans,
         damage=damage,

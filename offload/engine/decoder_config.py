@@ -31,7 +31,7 @@ class PromptPlace(NamedTuple):
     on_fault: Callable[[str], None]  # hears lines for the user
 
     @classmethod
-    def of(cls, setup: Setup, notes: list[str]) -> "PromptPlace | None":
+    def from_setup(cls, setup: Setup, notes: list[str]) -> "PromptPlace | None":
         """Return the folder that the options name, if any; faults become notes."""
         options = setup.options
         if options.prompt_cache is None:
@@ -53,7 +53,7 @@ class TextRules(NamedTuple):
     stated: ModelRules  # of generation_config.json
 
     @classmethod
-    def of(
+    def from_checkpoint(
         cls, checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int
     ) -> "TextRules":
         """Return what a model's files say. Raises `UserError`."""
@@ -92,5 +92,5 @@ class DecoderConfig(NamedTuple):
             rule=setup.options.rule,
             threads=ThreadPolicy.fixed(torch.get_num_threads()),
             tokenizer=tokenizer,
-            texts=TextRules.of(setup.files.target, tokenizer, vocab_size),
+            texts=TextRules.from_checkpoint(setup.files.target, tokenizer, vocab_size),
         )

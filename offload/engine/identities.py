@@ -63,7 +63,7 @@ class Identities:
         if checkpoint.num_bytes <= most_bytes and not self._known[part].has_sum:
             self._sums[part] = BlockSum(checkpoint)
 
-    def of(self, part: str) -> ModelIdentity | None:
+    def for_part(self, part: str) -> ModelIdentity | None:
         """Return the identity of the target or the draft; None for no draft.
 
         It has the sum of all weights once they are read. Raises `ReadError` where it is asked for
@@ -84,13 +84,13 @@ class Identities:
 
     @property
     def target(self) -> ModelIdentity:
-        identity = self.of("target")
+        identity = self.for_part("target")
         assert identity is not None, "there is always a target"
         return identity
 
     def identity(self, *, follows_draft: bool = False) -> ModelIdentity:
         """Return the target's identity, or that of a text that `follows_draft` as well."""
-        return self.target.drafted_by(self.of("draft") if follows_draft else None)
+        return self.target.drafted_by(self.for_part("draft") if follows_draft else None)
 
     def difference(self, saved: ModelIdentity, *, follows_draft: bool = False) -> str:
         """Return in words why a file that tells this is of another identity; empty where it is not.

@@ -105,7 +105,7 @@ def load(given: LoadArguments) -> Decoder:
         require(callable(value), f"`{name}` must be callable", f"{value!r:.80}", "leave it out")
     opened = None if isinstance(device, str) else device
     kind = "cpu" if opened is None or not opened.has_own_memory else "cuda"
-    options = LoadOptions.of(given, device=device if opened is None else kind)
+    options = LoadOptions.from_options(given, device=device if opened is None else kind)
     hooks = Hooks(on_bytes=given.on_bytes, on_layer=given.on_layer)
     notes = list[str]()
     with warned(notes):

@@ -146,7 +146,7 @@ def _measure(
         tokenizer=pair.tokenizer,
         invariance=invariance,
         sources=sources,
-        prompts=PromptPlace.of(setup, pair.notes),
+        prompts=PromptPlace.from_setup(setup, pair.notes),
         texts=pair.texts,
     )
 

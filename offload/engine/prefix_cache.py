@@ -63,7 +63,7 @@ def model_root(part: str, identities: Identities, kv_dtype: str = "auto") -> byt
 
     A draft of the target's own files has rows that are made of the target's. Raises `ReadError`.
     """
-    models = [identities.of(name) for name in (part, "target")]
+    models = [identities.for_part(name) for name in (part, "target")]
     weights = [
         [model.parts.get(name) for name in _PARTS_OF_ROWS] + [model.proofs.get(FILES)]
         for model in models

@@ -96,7 +96,7 @@ def save_session(
     notes["is_long"] = str(pool.caches.target.is_long)
     try:
         for part in PARTS:
-            identity = identities.of(part)
+            identity = identities.for_part(part)
             notes[part] = json.dumps(identity.as_dict()) if identity else ""
         write_tensors(path, {**notes, "format": _FORMAT}, tensors)
     # of the weights, which have changed since: that need not end a conversation
@@ -120,7 +120,7 @@ def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
 def can_use(identities: Identities, part: str, notes: Mapping[str, str]) -> bool:
     """Return whether a file with these notes has this part's weights, in its type; nothing is read."""
     saved = _told_identity(notes, part)
-    mine = identities.of(part)
+    mine = identities.for_part(part)
     is_same = saved is not None and mine is not None and not same_model(saved, mine)
     return is_same and notes.get(f"{part}_dtype") == identities.dtypes[part]
 

@@ -219,7 +219,7 @@ class TreeRows:
                 (row + num_certain, root if source == BASE else source, target)
                 for row, source, target in self.tree.slots(rows)
             ]
-            self._steps[with_certain] = Steps.of(chain + slots)
+            self._steps[with_certain] = Steps.from_rows(chain + slots)
         return self._steps[with_certain]
 
 

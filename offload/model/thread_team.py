@@ -160,7 +160,7 @@ class ThreadRoom(local):
     def __init__(self) -> None:
         self._numbers = torch.empty(0, dtype=torch.float32)
 
-    def of(self, num: int) -> Tensor:
+    def numbers(self, num: int) -> Tensor:
         """Return at least so many uninitialised numbers in float32; kept are no more than a few."""
         if 4 * num > _ROOM_BYTES:
             return torch.empty(num, dtype=torch.float32)
@@ -179,7 +179,7 @@ def compute(work: Shared) -> Tensor:
     work.begin(at_once)
 
     def take_parts() -> None:
-        work.take_parts(ROOM.of(work.num_room))
+        work.take_parts(ROOM.numbers(work.num_room))
 
     most = -(-work.num_parts // at_once)
     # what one thread does needs no other, nor any of torch's

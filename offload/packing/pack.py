@@ -177,7 +177,7 @@ def pack(
                 continue
             write_packed(folder / name, portion, count)
             path = portion.path
-            if Stamp.of(path) != checkpoint.stamps[checkpoint.shards.index(path)]:
+            if Stamp.from_file(path) != checkpoint.stamps[checkpoint.shards.index(path)]:
                 raise _changed(path)
         for path, stamp in others.items():
             relative = path.relative_to(checkpoint.directory)

@@ -96,7 +96,7 @@ def traffic_in(
 ) -> Traffic | None:
     """Return what a sweep moves with trees of this size; None where memory is too small."""
     try:
-        return Traffic.of(plan_memory(files, budget, num_nodes), hardware)
+        return Traffic.from_plan(plan_memory(files, budget, num_nodes), hardware)
     except UserError:
         return None
 

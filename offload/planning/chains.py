@@ -52,7 +52,9 @@ class ChainPolicy:
     steps: tuple[StepTime, ...]  # for chains of 0, 1, ... guesses
 
     @classmethod
-    def of(cls, alpha: float, costs: Costs, traffic: Traffic, max_length: int) -> "ChainPolicy":
+    def from_costs(
+        cls, alpha: float, costs: Costs, traffic: Traffic, max_length: int
+    ) -> "ChainPolicy":
         """Return the policy for chains of up to `max_length` guesses, as memory is planned."""
         return cls(
             alpha, tuple(step_time(costs, traffic, chain(gamma)) for gamma in range(max_length + 1))

@@ -130,7 +130,7 @@ class Traffic(NamedTuple):
     prompt_rows: int = 0  # that a pass takes in of a prompt
 
     @classmethod
-    def of(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "Traffic":
+    def from_plan(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "Traffic":
         """Return the traffic of a plan.
 
         Where the machine's disk is slower than its link, the bytes are those that the link could
@@ -138,7 +138,7 @@ class Traffic(NamedTuple):
         """
         slots_bytes = plan.num_layer_slots * plan.layer_slot_bytes
         link_bytes = int(plan.disk_streamed_bytes * hardware.link_over_disk) if hardware else 0
-        experts = ExpertTraffic.of(plan, hardware)
+        experts = ExpertTraffic.from_plan(plan, hardware)
         is_disk_slower = link_bytes > plan.streamed_bytes or (
             experts is not None and experts.is_disk_slower
         )

@@ -125,7 +125,9 @@ class ExpertTraffic(NamedTuple):
     link_over_disk: float = 1.0  # the link's rate over the disk's; 1 where the disk is the link
 
     @classmethod
-    def of(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "ExpertTraffic | None":
+    def from_plan(
+        cls, plan: MemoryPlan, hardware: Hardware | None = None
+    ) -> "ExpertTraffic | None":
         """Return the traffic of a plan for an unknown text; None where experts come with layers."""
         if not plan.has_experts:
             return None

@@ -121,7 +121,7 @@ class Assumptions(NamedTuple):
     ranks: str | None = None  # what describes the ranks, where several share the target
 
     @classmethod
-    def of(cls, hardware: str | None, disk_speed: str | int | None) -> "Assumptions":
+    def from_flags(cls, hardware: str | None, disk_speed: str | int | None) -> "Assumptions":
         """Return another machine and a rate, as a user names them. Raises `UserError`."""
         disk_bytes_per_s = parse_rate(disk_speed, "`disk_speed`")
         machine = None if hardware is None else find_hardware(hardware)

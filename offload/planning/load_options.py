@@ -54,7 +54,7 @@ class LoadOptions(ModelOptions, ModelChoice):
     """Both models, and how they are loaded. Raises `UserError` for what could never be."""
 
     @classmethod
-    def of(cls, options: ModelOptions, **extra: Any) -> "LoadOptions":
+    def from_options(cls, options: ModelOptions, **extra: Any) -> "LoadOptions":
         """Return these options, with `more` in place of theirs. Raises `UserError`."""
         values = {
             field.name: getattr(options, field.name)

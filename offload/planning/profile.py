@@ -89,7 +89,7 @@ class Identity:
     proofs: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(
+    def from_models(
         cls, target: Checkpoint, draft: Checkpoint, sampling: Sampling, rule: str, machine: Machine
     ) -> "Identity":
         """Return the identity of a run; greedy runs do not depend on top-p and top-k."""
@@ -267,12 +267,16 @@ def profile_finder(
             return None, "no profile was made there"
         if named is None:
             assert machine is not None, "it is here"
-            profile, where = find_profile(Identity.of(target, draft, sampling, rule, machine))
+            profile, where = find_profile(
+                Identity.from_models(target, draft, sampling, rule, machine)
+            )
             return profile and profile.of_experts(experts), where
         profile = parse_profile(named)
         if are_files_here:
             here = machine or profile.identity.machine
-            require_same_run(profile, Identity.of(target, draft, sampling, rule, here), named)
+            require_same_run(
+                profile, Identity.from_models(target, draft, sampling, rule, here), named
+            )
         return profile.of_experts(experts, is_named=True), str(named)
 
     return lambda sampling, rule: find(sampling.kind, rule)

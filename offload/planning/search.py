@@ -362,7 +362,7 @@ class YieldRange(NamedTuple):
     high: float
     pairs: tuple[str, ...]  # the measured ones
 
-    def of(self, tokens_per_sweep: float) -> tuple[float, float]:
+    def around(self, tokens_per_sweep: float) -> tuple[float, float]:
         """Return the least and most tokens per sweep."""
         return 1 + self.low * (tokens_per_sweep - 1), 1 + self.high * (tokens_per_sweep - 1)
 

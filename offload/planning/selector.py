@@ -106,7 +106,7 @@ class TreeChoice(NamedTuple):
             )
             like = range_for(draft / target)
             why = f"a range, as measured for {' and '.join(like.pairs)} ({SOURCE})"
-            tokens = like.of(self.tokens_per_sweep)
+            tokens = like.around(self.tokens_per_sweep)
             basis = f"{why}; {basis}" if basis else why
         is_guess = self.is_dynamic and not (profile and profile.dynamic_yields)
         return tokens, basis + (_AS_STATIC if is_guess else "")
@@ -278,7 +278,7 @@ class _Selection:
             policy = ChainPolicy.assumed(alpha, most)
             why = f"{why}; a draft step as a {ASSUMED_COST:g} of a pass"
         else:
-            policy = ChainPolicy.of(alpha, self.costs, traffic, most)
+            policy = ChainPolicy.from_costs(alpha, self.costs, traffic, most)
         ranked = [policy.predicted(gamma) for gamma in range(most + 1)]
         ranked.sort(key=lambda prediction: prediction.s_per_token)
         gamma = policy.length()
@@ -361,7 +361,7 @@ class TreeSelector:
     @classmethod
     def without_trees(cls, plan: MemoryPlan) -> "TreeSelector":
         """Return what selects no tree, for a decoder whose guesses are made elsewhere."""
-        traffic = Traffic.of(plan)
+        traffic = Traffic.from_plan(plan)
         none = (None, "no profile is wanted")
         return cls(
             TreeSpec("none"),
@@ -484,7 +484,7 @@ class TreeSelector:
 
     def limit_to(self, plan: MemoryPlan) -> None:
         """Limit trees to those that memory is now planned for."""
-        traffic = Traffic.of(plan)
+        traffic = Traffic.from_plan(plan)
         self.traffic_of = lambda _: traffic
         self.max_nodes = plan.num_nodes
         self.context = plan.context

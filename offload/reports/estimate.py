@@ -111,7 +111,7 @@ class Estimate(NamedTuple):
 def facts_of(setup: Setup) -> tuple[ModelFacts, ...]:
     """Return what the target is, and the draft if there is one."""
     names = map(str, filter(None, (setup.options.model, setup.options.draft)))
-    return tuple(map(ModelFacts.of, names, filter(None, setup.files)))
+    return tuple(map(ModelFacts.from_checkpoint, names, filter(None, setup.files)))
 
 
 def models_told(models: Sequence[ModelFacts]) -> dict[str, dict[str, object]]:
@@ -140,7 +140,7 @@ def estimate(
         read: reads headers by name and config; `cache(describe)` where several estimates are of the
             same models.
     """
-    assumed = Assumptions.of(hardware, disk_speed)
+    assumed = Assumptions.from_flags(hardware, disk_speed)
     has_rates = assumed.hardware is not None or assumed.disk_bytes_per_s is not None
     tree = options.planned_tree(tokens_per_sweep)
     if tokens_per_sweep is not None and not has_rates:
@@ -198,8 +198,10 @@ def _packing(
         return packing
     sweep_s = None
     if link_bytes_per_s is not None:
-        sweep_s = Traffic.of(plan, setup.hardware).bytes_at(1) / link_bytes_per_s
-    return packing._replace(streamed_bytes=round(Traffic.of(plan).bytes_at(1)), sweep_s=sweep_s)
+        sweep_s = Traffic.from_plan(plan, setup.hardware).bytes_at(1) / link_bytes_per_s
+    return packing._replace(
+        streamed_bytes=round(Traffic.from_plan(plan).bytes_at(1)), sweep_s=sweep_s
+    )
 
 
 def _beside(
@@ -213,10 +215,10 @@ def _beside(
         plan = replace(setup, files=files).plan_for(num_nodes)
     except UserError:
         return None
-    traffic = Traffic.of(plan, setup.hardware)
+    traffic = Traffic.from_plan(plan, setup.hardware)
     return BesideForecast(
         model_shape(files.target, setup.dtype).companion_bytes,
-        round(Traffic.of(plan).bytes_at(1)),
+        round(Traffic.from_plan(plan).bytes_at(1)),
         None if link_bytes_per_s is None else traffic.bytes_at(1) / link_bytes_per_s,
     )
 
@@ -263,7 +265,7 @@ def _predictions(
 
 
 def _traffic(setup: Setup, trees: TreeSelector, plan: MemoryPlan) -> Traffic:
-    return Traffic.of(plan, setup.hardware).routed_by(trees.routing)
+    return Traffic.from_plan(plan, setup.hardware).routed_by(trees.routing)
 
 
 def _prompt(

@@ -161,7 +161,9 @@ class ClusterForecast(NamedTuple):
 
     def busy(self, part: RankPart) -> RankTime:
         """Return what a rank does in a pass; of stages the network exchanges meanwhile."""
-        is_disk = not part.machine.gpu_bytes or Traffic.of(part.plan, part.machine).is_disk_slower
+        is_disk = (
+            not part.machine.gpu_bytes or Traffic.from_plan(part.plan, part.machine).is_disk_slower
+        )
         assert self.layout is not None, "it has parts"
         is_counted = self.layout.request.knows_compute
         compute_s = part.compute_s.at(self.num_rows) if is_counted else 0.0

@@ -88,7 +88,7 @@ def measure_costs(
         link_bytes_per_s=_link_bytes_per_s(decoder, device, plain),
     )
     sweep_s = [median(step.sweep_s for step in steps) for steps in by_size[1:]]
-    penalty = _overlap_penalty(costs, Traffic.of(decoder.plan), topologies, sweep_s)
+    penalty = _overlap_penalty(costs, Traffic.from_plan(decoder.plan), topologies, sweep_s)
     return replace(costs, overlap_penalty=penalty)
 
 

@@ -95,7 +95,7 @@ def tune(
     rule = "a tune is of a draft that ranks candidates"
     require(own_draft is not None, rule, f"`draft` {options.draft}", "name one")
     assert own_draft is not None
-    identity = Identity.of(target, own_draft, sampling, options.rule, setup.machine)
+    identity = Identity.from_models(target, own_draft, sampling, options.rule, setup.machine)
     with open_setup(timed, Request(is_named=True)) as decoder:
         question = TuneQuestion(
             identity=identity,

@@ -76,7 +76,7 @@ class TuneQuestion:
 
     def proved(self, decoder: Decoder) -> "TuneQuestion":
         """Return the question with a sum of the weights, which all have been read by now."""
-        known = {part: decoder.identities.of(part) for part in self.identity.proofs}
+        known = {part: decoder.identities.for_part(part) for part in self.identity.proofs}
         proofs = {part: identity.proofs for part, identity in known.items() if identity is not None}
         return replace(self, identity=replace(self.identity, proofs=proofs))
 

@@ -151,7 +151,7 @@ class DiskReader(ByteSource):
         self.paths = tuple(shards)
         self.rate_limit_bytes_per_s = rate_limit_bytes_per_s
         self._watcher = watcher
-        self._stamps = [Stamp.of(fd) for fd in self._files]
+        self._stamps = [Stamp.from_file(fd) for fd in self._files]
         self._require_unchanged(stamps)
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="offload-read")
         self._bounce = threading.local()
@@ -260,7 +260,7 @@ class DiskReader(ByteSource):
             if self._throttle is not None:
                 self._throttle.wait_for(wanted)
             self._read_whole(request, view, wanted)
-        if Stamp.of(fd) != stamp:
+        if Stamp.from_file(fd) != stamp:
             change = f"{self.paths[request.shard].name} changed while in use"
             raise ReadError(f"{change}: load the model again")
         if not self.is_direct:

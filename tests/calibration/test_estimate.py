@@ -85,7 +85,7 @@ def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None
     for tree, least in (("64x16", 5.0), ("chain:8", 3.5), ("sequences:40x4", 3.0)):
         _, row = ask(configs, context=512, hardware="l40", tree=tree).predictions
         assert row.label == tree and least < row.tokens_per_sweep < 8
-        expected = range_for(0.098).of(expected_tokens(row.shape, [*DEFAULT_ACCEPTANCE, *[0.0] * 32]))
+        expected = range_for(0.098).around(expected_tokens(row.shape, [*DEFAULT_ACCEPTANCE, *[0.0] * 32]))
         assert row.tokens_range == pytest.approx(expected)
         assert row.s_per_token_range == pytest.approx([row.step.total_s / tokens for tokens in expected[::-1]])
 
@@ -125,7 +125,7 @@ def test_wishes_that_cannot_be_met(wish: dict[str, Any], words: str, configs: li
 def profile_of(directories: Pair) -> Profile:
     """For this machine; a sweep computes for 0.5 s, a draft step for 0.01 s."""
     target, draft = (open_checkpoint(path) for path in directories)
-    identity = Identity.of(target, draft, Sampling(), "match", Machine.here("float32"))
+    identity = Identity.from_models(target, draft, Sampling(), "match", Machine.here("float32"))
     link = Costs(compute_s=Curve((1, 64), (0.5, 0.6)), draft_step_s=Curve((1,), (0.01,)), verify_s=0.0,
                          link_bytes_per_s=1.0)  # fmt: skip
     return Profile(identity=identity, target_name="big", draft_name="small", created="2026-01-01T00:00:00+00:00",

@@ -361,7 +361,7 @@ def _doors(told: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoint
     def profile(checkpoint: Checkpoint) -> None:
         greedy = Sampling()
         mine = replace(
-            ProfileIdentity.of(checkpoint, checkpoint, greedy, "match", machine),
+            ProfileIdentity.from_models(checkpoint, checkpoint, greedy, "match", machine),
             proofs=dict.fromkeys(("target", "draft"), with_sum(checkpoint, identity_of(checkpoint)).proofs),
         )
         made = replace(mine, target=told.digest, draft=told.digest, proofs=dict.fromkeys(mine.proofs, told.proofs))
@@ -435,7 +435,7 @@ def test_weights_are_summed_as_they_are_read(pair: Pair, tmp_path: Path, monkeyp
     options = LoadOptions(*pair, ram="1GiB", tree="4x2", dtype="float32", context=64, threads=1)
     with open_decoder(options, Request(is_named=True)) as decoder:
         decoder.generate([5, 6], max_new_tokens=1)
-        found = [decoder.identities.of(part) for part in ("target", "draft")]
+        found = [decoder.identities.for_part(part) for part in ("target", "draft")]
     assert [one and one.proofs.get("xxh3") for one in found] == wanted
     with open_decoder(options) as decoder:
         assert decoder.identities.target.has_sum, "it is kept"

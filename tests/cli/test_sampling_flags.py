@@ -88,7 +88,7 @@ def test_greedy_wins_and_says_so() -> None:
         ({}, ""), ({"temperature": 0.0, "min_p": 0.0}, ""),
         ({"temperature": 1.0, "top_p": 0.9}, "--greedy wins over `temperature` 1 and `top_p` 0.9"),
     ):  # fmt: skip
-        settled = GivenSampling.of(SamplingOptions({**given, "seed": 7}, greedy=True)).settled("", print)
+        settled = GivenSampling.from_options(SamplingOptions({**given, "seed": 7}, greedy=True)).settled("", print)
         assert settled == (Sampling(seed=7), note)
 
 

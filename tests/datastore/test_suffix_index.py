@@ -22,7 +22,7 @@ def index_of(documents: Documents, vocab_size: int, cuts: list[int]) -> SuffixIn
     """In as many chunks as there are cuts, and one more."""
     bounds = [0, *cuts, len(documents)]
     parts = [documents[lo:hi] for lo, hi in pairwise(bounds)]
-    return SuffixIndex([CorpusChunk.of(part, vocab_size) for part in parts], vocab_size)
+    return SuffixIndex([CorpusChunk.from_documents(part, vocab_size) for part in parts], vocab_size)
 
 
 def letters(vocab_size: int) -> np.ndarray:

@@ -82,7 +82,7 @@ def test_the_longest_match_is_asked_first() -> None:
     one = TrieGuesses("lookup", 9, heaviest(np.array([[1], [1], [2]]), 8))
     other = TrieGuesses("lookup", 3, heaviest(np.array([[1]] * 6 + [[2], [3], [0], [0]]), 8))
     trust = SourceWeights()
-    first, second = trust.of("lookup", 9), trust.of("lookup", 3)
+    first, second = trust.weight("lookup", 9), trust.weight("lookup", 3)
     chances, rest = Guesses([other, one], trust).children(TrieCursor(0, (0, 0)))
     wanted = {1: first * 2 / 3, 2: first / 3, 3: (1 - first) * second / 3, 0: (1 - first) * second * 2 / 3}
     assert first > second and chances == pytest.approx(wanted) and rest == pytest.approx((1 - first) * (1 - second))
@@ -109,10 +109,10 @@ def test_trust_becomes_how_often_a_source_is_right(is_right: float, bound: tuple
     trust, chance = SourceWeights(), np.random.default_rng(0)
     for _ in range(200):
         trust.learn("lookup", 5, float(chance.random() < is_right), 0.0)
-    assert bound[0] <= trust.of("lookup", 5) <= bound[1]
-    assert trust.of("lookup", 24) == SourceWeights().of("lookup", 24) and trust.of(
+    assert bound[0] <= trust.weight("lookup", 5) <= bound[1]
+    assert trust.weight("lookup", 24) == SourceWeights().weight("lookup", 24) and trust.weight(
         "datastore", 5
-    ) == SourceWeights().of("datastore", 5)
+    ) == SourceWeights().weight("datastore", 5)
 
 
 def test_trust_follows_what_comes_true_beside_the_draft() -> None:
@@ -122,14 +122,14 @@ def test_trust_follows_what_comes_true_beside_the_draft() -> None:
     for _ in range(50):
         trust.learn("lookup", 5, 1.0, 0.9)  # both right
         trust.learn("lookup", 5, 0.0, 0.9)  # only the draft
-    assert trust.of("lookup", 5) < 0.2
+    assert trust.weight("lookup", 5) < 0.2
     # A chain that came true to its second token: shorter matches on its way gain, the one behind it
     # loses.
     trie, trust = heaviest(np.array([[1, 2, 3]]), 8), SourceWeights()
-    before = [trust.of("lookup", length) for length in (2, 3, 4)]
+    before = [trust.weight("lookup", length) for length in (2, 3, 4)]
     for _ in range(30):
         Guesses([TrieGuesses("lookup", 2, trie)], trust).learn([1, 2, 0], [None] * 3)
-    after = [trust.of("lookup", length) for length in (2, 3, 4)]
+    after = [trust.weight("lookup", length) for length in (2, 3, 4)]
     assert after[0] > before[0] and after[1] > before[1] and after[2] < before[2]
 
 

@@ -33,7 +33,7 @@ def paper_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(alpha: float, _costs: object, _traffic: object, most: int) -> ChainPolicy:
         return ChainPolicy(alpha, tuple(StepTime(0.1 * gamma, 1.0, 0.0, 0.0) for gamma in range(most + 1)))
 
-    monkeypatch.setattr("offload.planning.selector.ChainPolicy.of", of)
+    monkeypatch.setattr("offload.planning.selector.ChainPolicy.from_costs", of)
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def test_what_a_profile_has_counted_is_compared_with_the_target(
     uses = ExpertUses(((6, 1, 0, 0, 3, 6), (0, 0, 8, 8, 0, 0), (1, 1, 1, 1, 6, 6)), 8)
     files = ModelFiles(open_checkpoint(target), open_checkpoint(target))
     assert files.draft is not None
-    identity = Identity.of(files.target, files.draft, Sampling(), "match", Machine.here("float32"))
+    identity = Identity.from_models(files.target, files.draft, Sampling(), "match", Machine.here("float32"))
     path = save_profile(replace(profile(), identity=identity, expert_uses=uses))
     with offload.load(target, target, tree=tree, **LOAD) as decoder:
         pool, routing = decoder.target.experts, decoder._trees.routing

@@ -122,7 +122,7 @@ def test_what_numba_refuses_torch_does(tmp_path: Path) -> None:
 
 
 def test_only_compiled_functions_round() -> None:
-    assert isinstance(rounded, ByType) and isinstance(rounded.of(torch.float16), Compiled)
+    assert isinstance(rounded, ByType) and isinstance(rounded.for_dtype(torch.float16), Compiled)
     with pytest.raises(TypeError, match="only compiled functions"):
         rounded(1.0)
 

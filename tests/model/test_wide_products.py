@@ -101,10 +101,10 @@ def test_few_numbers_are_wide_at_once_and_a_thread_keeps_little_room() -> None:
     assert 0 < largest.num_bytes <= PATH_SCRATCH_BYTES // 4
     # A thread keeps no more room than it may.
     room = ThreadRoom()
-    kept = room.of(100)
-    assert len(kept) == 100 and room.of(90).data_ptr() == kept.data_ptr()
-    assert len(room.of(thread_team._ROOM_BYTES)) == thread_team._ROOM_BYTES
-    assert room.of(100).data_ptr() == kept.data_ptr()
+    kept = room.numbers(100)
+    assert len(kept) == 100 and room.numbers(90).data_ptr() == kept.data_ptr()
+    assert len(room.numbers(thread_team._ROOM_BYTES)) == thread_team._ROOM_BYTES
+    assert room.numbers(100).data_ptr() == kept.data_ptr()
 
 
 @pytest.mark.usefixtures("narrow")

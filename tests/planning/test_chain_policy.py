@@ -97,7 +97,7 @@ def test_where_steps_take_what_the_paper_says_the_policy_is_the_papers() -> None
         costs = Costs(
             compute_s=Curve((1,), (2.0,)), draft_step_s=Curve((1,), (2.0 * cost,)), verify_s=0, link_bytes_per_s=1
         )
-        policy = ChainPolicy.of(alpha, costs, Traffic(0, 0), MOST)
+        policy = ChainPolicy.from_costs(alpha, costs, Traffic(0, 0), MOST)
         assert policy.length() == best_length(alpha, MOST, paper(cost))
         for gamma in (0, 1, 5, MOST):
             gain = policy.predicted(0).s_per_token / policy.predicted(gamma).s_per_token
@@ -108,7 +108,7 @@ def streamed(slots_bytes: int, rows_s: float = 0.0) -> ChainPolicy:
     """A sweep of ten seconds on the link, draft steps of half a second, computing that may grow with the rows."""
     compute_s = Curve((1, 33), (1.0, 1.0 + 32 * rows_s))
     costs = Costs(compute_s=compute_s, draft_step_s=Curve((1,), (0.5,)), verify_s=0, link_bytes_per_s=1)
-    return ChainPolicy.of(0.8, costs, Traffic(10, slots_bytes), MOST)
+    return ChainPolicy.from_costs(0.8, costs, Traffic(10, slots_bytes), MOST)
 
 
 def test_drafting_that_the_link_hides_makes_chains_longer_and_computing_makes_them_shorter() -> None:

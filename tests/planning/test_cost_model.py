@@ -93,7 +93,7 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
     memory = make_plan(target, draft, TOY.ram_bytes, TOY.gpu_bytes, context=512, num_nodes=64)
     costs = costs_on(TOY, target, draft, 256)
-    traffic, shape = Traffic.of(memory, TOY), best_first([0.7, 0.2, 0.05], 64, 8)
+    traffic, shape = Traffic.from_plan(memory, TOY), best_first([0.7, 0.2, 0.05], 64, 8)
     got = Prediction("64x8", shape, step_time(costs, traffic, shape), (2.0, 8.0))
     slots_s = 3 * memory.layer_slot_bytes / 20e9
     hidden_s, ends_s = min(slots_s, got.step.draft_s + got.step.host_s + VERIFY_S), 2 / 80 * costs.compute_s.at(64)
@@ -110,12 +110,12 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
     # The disk sets the pace where it feeds the card too slowly.
     target = SHAPES["Llama-2-70B"]
     memory = make_plan(target, None, 64 * GB, TOY.gpu_bytes, context=512, num_nodes=1)
-    assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and Traffic.of(memory, TOY).is_disk_slower
-    traffic = Traffic.of(memory, TOY)
+    assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and Traffic.from_plan(memory, TOY).is_disk_slower
+    traffic = Traffic.from_plan(memory, TOY)
     assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)
     quick = replace(TOY, disk_bytes_per_s=20e9)
     rows = memory.max_prompt_rows
-    assert Traffic.of(memory, quick) == Traffic(memory.streamed_bytes, traffic.slots_bytes, prompt_rows=rows)
+    assert Traffic.from_plan(memory, quick) == Traffic(memory.streamed_bytes, traffic.slots_bytes, prompt_rows=rows)
 
 
 @pytest.mark.parametrize("num_nodes", [64, 128, 512])
@@ -137,10 +137,10 @@ def test_every_measured_pair_lies_within_the_range_that_it_is_given() -> None:
         expected = expected_tokens(
             best_first(DEFAULT_ACCEPTANCE, one.num_nodes, one.depth), [*DEFAULT_ACCEPTANCE, *[0] * 99]
         )
-        low, high = range_for(one.share).of(expected)
+        low, high = range_for(one.share).around(expected)
         assert 1 < low < high and low - 1e-9 <= one.tokens_per_sweep <= high + 1e-9, one
     assert range_for(0.5) == range_for(0.1) != range_for(0.02) == range_for(1e-4)
-    assert range_for(0.1).of(1.0) == (1.0, 1.0), "a sweep yields one token, whatever the draft"
+    assert range_for(0.1).around(1.0) == (1.0, 1.0), "a sweep yields one token, whatever the draft"
 
 
 TREES = {"none": chain(0), "static": best_first(DEFAULT_ACCEPTANCE, 768, 24), "dynamic": DynamicShape(768, 32),
@@ -187,11 +187,11 @@ def played_s(plan: MemoryPlan, costs: Costs, step: StepTime, num_steps: int = 4)
 def test_a_step_takes_what_playing_it_through_says(tree: str, machine: str) -> None:
     shape, hardware = TREES[tree], KNOWN[machine]
     costs, plan = opened(hardware, shape)
-    step = step_time(costs, Traffic.of(plan, hardware), shape)
+    step = step_time(costs, Traffic.from_plan(plan, hardware), shape)
     seen_s = played_s(plan, costs, step)
     assert step.total_s == pytest.approx(seen_s, rel=0.01)
     if tree != "none":  # as if nothing were hidden behind drafting, and as if all of it were
-        wrong = [Traffic.of(plan, hardware)._replace(slots_bytes=slots_bytes) for slots_bytes in (0, 1 << 60)]
+        wrong = [Traffic.from_plan(plan, hardware)._replace(slots_bytes=slots_bytes) for slots_bytes in (0, 1 << 60)]
         wrong_s = [step_time(costs, one, shape).total_s for one in wrong]
         assert any(one_s != pytest.approx(seen_s, rel=0.01) for one_s in wrong_s)
 
@@ -199,7 +199,7 @@ def test_a_step_takes_what_playing_it_through_says(tree: str, machine: str) -> N
 def test_every_term_is_in_the_bill_and_more_slots_gain_nothing() -> None:
     shape, hardware = TREES["dynamic"], KNOWN["l40"]
     costs, plan = opened(hardware, shape)
-    traffic = Traffic.of(plan, hardware)
+    traffic = Traffic.from_plan(plan, hardware)
     step = step_time(costs, traffic, shape)
     for name, less in {"grow_s": NOTHING, "host_s": NOTHING, "draft_step_s": NOTHING, "ends_share": 0.0,
                        "verify_s": 0.0}.items():  # fmt: skip

@@ -114,7 +114,9 @@ def test_few_of_many_experts_want_small_trees_and_few_experts_large_ones() -> No
 
 def test_chains_growth_and_guesses_pay_for_their_rows() -> None:
     moved, layers, known = traffic(kept=0.2), Traffic(int(traffic(kept=0.2).bytes_at(1)), 0), costs(pass_s=0.05)
-    assert ChainPolicy.of(0.8, known, moved, 16).length() < ChainPolicy.of(0.8, known, layers, 16).length()
+    assert (
+        ChainPolicy.from_costs(0.8, known, moved, 16).length() < ChainPolicy.from_costs(0.8, known, layers, 16).length()
+    )
     trees = trees_with(moved)
     trees.costs, trees.link_bytes_per_s = known, LINK
     steps = [trees.step_s(num_rows, (1,)) for num_rows in (1, 2, 8, 32)]
@@ -151,7 +153,7 @@ def test_a_second_pool_spares_the_disk() -> None:
         gpu_bytes = roomy.fixed_bytes + roomy.resident_bytes + 200 * roomy.expert_slot_bytes
         plan = make_plan(shape, None, host_bytes, gpu_bytes, context=512, num_nodes=1)
         assert plan.num_expert_slots == pytest.approx(200, abs=2) and plan.num_host_expert_slots >= num_pinned
-        return Traffic.of(plan, machine)
+        return Traffic.from_plan(plan, machine)
 
     few, many, all_of = of(10), of(600), of(1080)
     sizes = [one.bytes_at(4) for one in (few, many, all_of)]

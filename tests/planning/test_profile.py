@@ -239,7 +239,9 @@ def test_a_copy_of_a_model_has_its_profile_until_sums_tell_them_apart(tmp_path: 
     for folder in pair:
         shutil.copytree(folder, tmp_path / "two" / folder.name)
     mine, copy = (
-        Identity.of(*(open_checkpoint(tmp_path / name / one.name) for one in pair), Sampling(), "match", MACHINE)
+        Identity.from_models(
+            *(open_checkpoint(tmp_path / name / one.name) for one in pair), Sampling(), "match", MACHINE
+        )
         for name in ("one", "two")
     )
     path = save_profile(profile(identity=mine))
@@ -257,7 +259,7 @@ def test_a_copy_of_a_model_has_its_profile_until_sums_tell_them_apart(tmp_path: 
 def test_greedy_settings_are_one_identity(tmp_path: Path) -> None:
     pair = [open_checkpoint(path) for path in save_pair(FAMILIES["llama"](), tmp_path)]
     greedy, filtered, warm = (
-        Identity.of(*pair, sampling, "match", MACHINE)
+        Identity.from_models(*pair, sampling, "match", MACHINE)
         for sampling in (Sampling(), Sampling(top_p=0.5, top_k=3, seed=4), Sampling(temperature=0.1, top_p=0.5))
     )
     assert greedy == filtered != warm

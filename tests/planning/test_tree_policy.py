@@ -64,7 +64,7 @@ def profile_of(files: ModelFiles, smoothing: float, counted: tuple[DynamicYield,
     assert files.draft is not None
     traces = runs_of_luck(12)
     p_K, error_K = measured_acceptance(traces)
-    identity = Identity.of(files.target, files.draft, Sampling(), "match", Machine.here("float32"))
+    identity = Identity.from_models(files.target, files.draft, Sampling(), "match", Machine.here("float32"))
     found = {"acceptance": tuple(p_K.tolist()), "standard_error": tuple(error_K.tolist()), "smoothing": smoothing}
     return profile_with(identity, **found, costs=COSTS, dynamic_yields=counted, traces=tuple(map(tuple, traces)))
 
@@ -97,7 +97,7 @@ def is_predicted(pair: tuple[Path, Path], tree: str, choice: TreeChoice, profile
     row = estimate(options, hardware=hardware).predictions[-1]
     assert row.label in (label_of(choice.shape), tree.replace("grown", "dynamic"))
     tokens = choice.tokens_per_sweep
-    expected = (tokens, tokens) if profile != Path("none") else range_for(1.0).of(tokens)
+    expected = (tokens, tokens) if profile != Path("none") else range_for(1.0).around(tokens)
     return row.shape == choice.shape and row.tokens_range == pytest.approx(expected)
 
 

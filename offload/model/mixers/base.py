@@ -35,7 +35,7 @@ class Steps(NamedTuple):
     is_kept: bool  # whether any leaves its state in `AFTER`
 
     @classmethod
-    def of(cls, steps: Sequence[tuple[int, int, int]]) -> "Steps":
+    def from_rows(cls, steps: Sequence[tuple[int, int, int]]) -> "Steps":
         """Return steps of rows, each with the slot of the state before it and its own."""
         targets = [target for _, _, target in steps]
         return cls(torch.tensor(steps), max([0, *targets]) + 1, AFTER in targets)

@@ -127,7 +127,7 @@ class GatedDelta(Recurrence):
         if not self.walks(state.device):
             return super()._by_steps(state, inputs)
         chain = [(row, AFTER if row else BASE, AFTER) for row in range(inputs.num_rows)]
-        return self.walk(state, inputs, Steps.of(chain))
+        return self.walk(state, inputs, Steps.from_rows(chain))
 
     def walks(self, device: torch.device) -> bool:
         """See `Recurrence`."""

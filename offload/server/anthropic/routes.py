@@ -19,6 +19,6 @@ def _count(context: RouteContext, body: CountBody) -> dict[str, Any]:
 
 
 ROUTES = {
-    "/v1/messages": Route.of(MessagesBody, MessageAnswer),
+    "/v1/messages": Route.for_body(MessagesBody, MessageAnswer),
     "/v1/messages/count_tokens": Route(CountBody, _count),
 }

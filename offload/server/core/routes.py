@@ -56,7 +56,7 @@ class Route(NamedTuple):
     reply: Callable[[RouteContext, Any], Answer | dict[str, Any]]
 
     @classmethod
-    def of(cls, body: type[Body], kind: AnswerKind) -> "Route":
+    def for_body(cls, body: type[Body], kind: AnswerKind) -> "Route":
         """Return the route that submits a body and answers in this kind."""
         return cls(body, lambda context, asked: context.answer(asked, kind))
 

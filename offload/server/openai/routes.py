@@ -6,7 +6,7 @@ from offload.server.openai.choices import ChatAnswer, CompletionAnswer
 from offload.server.openai.responses import ResponseAnswer, ResponsesBody
 
 ROUTES = {
-    "/v1/chat/completions": Route.of(ChatBody, ChatAnswer),
-    "/v1/completions": Route.of(CompletionBody, CompletionAnswer),
-    "/v1/responses": Route.of(ResponsesBody, ResponseAnswer),
+    "/v1/chat/completions": Route.for_body(ChatBody, ChatAnswer),
+    "/v1/completions": Route.for_body(CompletionBody, CompletionAnswer),
+    "/v1/responses": Route.for_body(ResponsesBody, ResponseAnswer),
 }

@@ -56,7 +56,7 @@ _VARIABLES = ("OFFLOAD_RAM", "OFFLOAD_CONTEXT", "OFFLOAD_MODEL", "OFFLOAD_TREE",
 def _save_profile(folder: Path) -> None:
     target, draft = save_files(folder / "target"), save_files(folder / "draft")
     machine = Machine.here("float32")
-    identity = Identity.of(open_checkpoint(target), open_checkpoint(draft), Sampling(), "match", machine)
+    identity = Identity.from_models(open_checkpoint(target), open_checkpoint(draft), Sampling(), "match", machine)
     costs = Costs(compute_s=Curve((1, 16, 64), (0.1, 0.12, 0.2)), draft_step_s=Curve((1, 8), (0.001, 0.002)),
         verify_s=0.001, link_bytes_per_s=1e9)  # fmt: skip
     known = Profile(identity=identity, target_name="target", draft_name="draft", created="2026-01-01T00:00:00+00:00",
