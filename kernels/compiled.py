@@ -31,7 +31,7 @@ _Made = TypeVar("_Made")
 
 @cache
 def runs_numba() -> bool:
-    """Return whether numba is there, and works with the libraries beside it."""
+    """Return True if numba is there, and works with the libraries beside it."""
     try:
         import numba  # noqa: F401
     except (ImportError, OSError):

@@ -17,7 +17,7 @@ from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.jit import jit, tl
 from offload.kernels.rounding import F32, I32, U32, U64, numbers, rounded
 
-# What is made of so many in float32 stays in the cache; a quarter of it would keep Python busier
+# What is made of this many in float32 stays in the cache; a quarter of it would keep Python busier
 # than torch.
 _CHUNK_NUMBERS = 1 << 17
 _TILE = 1024  # numbers of one program

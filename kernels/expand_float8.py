@@ -80,7 +80,7 @@ def expand_float8_compiled(
         if levels is None:
             fill(weight, scale, (lo, hi, *block), out)
             return
-        # by numpy, and for so many rows as stay in the cache
+        # by numpy, and for as many rows as stay in the cache
         for first in range(lo, hi, _CHUNK_ROWS):
             last = min(first + _CHUNK_ROWS, hi)
             start = first // block[0]

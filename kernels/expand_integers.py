@@ -181,7 +181,7 @@ def _expand_rows(
 def _expand_columns(
     words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group_K: Tensor, out_RK: Tensor
 ) -> None:
-    # By numpy: torch would call threads of its own for so many numbers, each time from each of
+    # By numpy: torch would call threads of its own for that many numbers, each time from each of
     # ours.
     given = (words_RW, scale_RG, zero_RG)
     words, scale, zero = (np.ascontiguousarray(rows.numpy().T) for rows in given)
@@ -241,7 +241,7 @@ def _bytes(words, factors, group, out):  # type: ignore[no-untyped-def]
 
 
 def _stream(bits: int) -> Compiled:
-    """Return the function for codes of so many bits, eight of which are as many bytes.
+    """Return the function for codes of this many bits, eight of which are as many bytes.
 
     Numba takes bound values for constants, so that loops over them are unrolled.
     """

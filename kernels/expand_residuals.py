@@ -34,7 +34,7 @@ _ESCAPES = 1024  # that a program handles at once
 
 
 def _meanings() -> np.ndarray:
-    """Return what is subtracted, what is kept then, and the sign: of 4 symbols, then of 16."""
+    """Return the subtrahend, the rest and the sign: of 4 symbols, then of 16."""
     table = np.zeros((3, 20), np.uint32)
     table[_KEPT] = 0x7FFF
     table[_SIGN, 1] = 0x8000
@@ -183,7 +183,7 @@ def _parts(stored_B: Tensor, start_3T: Tensor, num_weights: int) -> tuple[Tensor
 
 
 def _symbols(packed_B: Tensor, num_bits: int, count: int) -> Tensor:
-    """Return so many numbers of `num_bits` bits, as int64; zeros where the bytes end."""
+    """Return this many numbers of `num_bits` bits, as int64; zeros where the bytes end."""
     shift = torch.arange(0, 8, num_bits, device=packed_B.device)
     needed_B = packed_B[: -(-count * num_bits // 8)].long()
     symbols = ((needed_B[:, None] >> shift) & ((1 << num_bits) - 1)).flatten()[:count]

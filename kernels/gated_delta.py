@@ -97,7 +97,7 @@ def walk_heads_compiled(
 
 @cache
 def agrees(key_size: int, value_size: int) -> bool:
-    """Return whether the compiled form runs here, with the reference's bits for these sizes."""
+    """Return True if the compiled form runs here, with the reference's bits for these sizes."""
     if key_size > _MOST_SUMMED or not runs_numba():
         return False
     generator = torch.Generator().manual_seed(0)

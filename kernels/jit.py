@@ -31,5 +31,5 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def is_for_kernels(device: torch.device | str) -> bool:
-    """Return whether kernels run there: on CUDA, with Triton to compile them."""
+    """Return True if kernels run there: on CUDA, with Triton to compile them."""
     return HAS_TRITON and torch.device(device).type == "cuda"

@@ -29,7 +29,7 @@ def kv_commit_reference(buffers: Sequence[Tensor], length: int, row_A: Tensor) -
 
 
 def are_alike(buffers: Sequence[Tensor]) -> bool:
-    """Return whether buffers have one shape, type and strides, and rows without gaps."""
+    """Return True if buffers have one shape, type and strides, and rows without gaps."""
     kinds = {(buffer.shape, buffer.dtype, buffer.stride()) for buffer in buffers}
     is_plain = buffers[0].shape[0] == 1 and buffers[0].stride(3) == 1
     return len(kinds) == 1 and is_plain and buffers[0].dtype in _TYPES

@@ -54,7 +54,7 @@ class Shared(NamedTuple):
         return self.call[2]
 
     def begin(self, at_once: int) -> None:
-        """Let all parts be taken, so many at once."""
+        """Let all parts be taken, this many at once."""
         self.call[:2] = [0, at_once]
 
     def take_parts(self, room: Tensor) -> None:
@@ -63,7 +63,7 @@ class Shared(NamedTuple):
 
 
 def call_of(num_parts: int, given: Iterable[Tensor | int | None]) -> "ctypes.Array[ctypes.c_int64]":
-    """Return what machine code is called with, numbers and addresses; 0 for what there is not."""
+    """Return the arguments of machine code, numbers and addresses; 0 for a missing one."""
     numbers = [
         argument.data_ptr() if isinstance(argument, Tensor) else argument or 0 for argument in given
     ]
@@ -88,7 +88,7 @@ def fused_lanes() -> int:
 
 @cache
 def emulates_bfloat16() -> bool:
-    """Return whether the library makes products of bfloat16 by wider instructions, where code can be made.
+    """Return True if the library multiplies bfloat16 by wider instructions, where code can be made.
 
     These are processors with AVX-512 and without its instructions for bfloat16: oneDNN multiplies
     there at half the rate of code that widens a weight once for all rows.
@@ -351,7 +351,7 @@ class Code:
         return [builder.fpext(part, self._eight) for part in parts]
 
     def _widened(self, place: Any, count: int = EIGHT) -> Any:
-        """Return so many numbers that lie there, in float32; one alone is no register."""
+        """Return this many numbers that lie there, in float32; one alone is no register."""
         builder = self._builder
         if self._dtype == torch.float32:
             return self._loaded(place, self._eight) if count > 1 else builder.load(place)

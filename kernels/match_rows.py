@@ -3,7 +3,7 @@
 Noise is computed where it is added, so no (N, V) matrix of it is ever stored, and the tokens of all
 rows come to the host in one copy. Invariant: noise and sum are float64 and the division is float32,
 as when one row is drawn alone; ties go to the lowest token. So kernel and reference draw the same
-token, but for logarithms that differ in their last place.
+token, except for logarithms that differ in their last place.
 """
 
 import torch

@@ -31,7 +31,7 @@ class AttentionChunk(NamedTuple):
     size: int
 
 
-# a row sees keys less than so many positions back; None is without limit
+# a row sees keys less than this many positions back; None is without limit
 Window: TypeAlias = int | AttentionChunk | None
 
 
@@ -65,7 +65,7 @@ class PathRows:
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what is made of these walks when the first layer asks for it."""
+        """Return the tables of these walks, made when the first layer asks for them."""
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
@@ -136,7 +136,7 @@ def path_attention_kernel(
 
 
 def _block_size(width: int, item_bytes: int) -> int:
-    """Return how many positions are added up at once, the same for all passes of a model.
+    """Return the number of positions that are added up at once, the same for all passes of a model.
 
     Wide keys allow fewer, and so does float32, which has no tensor cores and spills registers.
     """

@@ -27,7 +27,7 @@ from offload.kernels.path_attention_code import FIELDS, KEY_STEP, NAME, VALUE_ST
 
 # scores of a tile: they stay in the second cache
 _MOST_SCORES = 1 << 16
-# so many tiles at least, if rows allow, for threads to share
+# this many tiles at least, if rows allow, for threads to share
 _LEAST_TILES = 16
 _LOG2_E = math.log2(math.e)
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,7 +41,7 @@ class _Tiles(NamedTuple):
         least_T: int64, the first position that each row sees.
         span_N2: int64, by tile: the positions before `base` that its rows look at, whole blocks.
         tile_rows: of each tile but the last.
-        set_heads: of the heads that share keys, so many are computed at once.
+        set_heads: of the heads that share keys, this many are computed at once.
         num_positions: from the first of a tile on, the most.
     """
 
@@ -75,7 +75,7 @@ def can_attend(key_GSK: Tensor, value_GSK: Tensor) -> bool:
 def attention_of(
     query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
 ) -> Shared:
-    """Return what `path_attention_kernel` does, (T, H, V), but in float32.
+    """Return the result of `path_attention_kernel`, (T, H, V), in float32.
 
     `can_attend` must admit the keys and values, whose last dimension has no gaps. A row's bits are
     those of its path alone as long as values are finite.
@@ -142,7 +142,7 @@ def _scaled(query_JTIK: Tensor, factor: float) -> Tensor:
 
 
 def _cap_factors(cap: float | None) -> Tensor | None:
-    """Return what a score is multiplied by for e^(2 score / cap), and what the tangent is for 2^x."""
+    """Return the factor of a score for e^(2 score / cap), and that of the tangent for 2^x."""
     if cap is None:
         return None
     return torch.tensor([2 * _LOG2_E / cap, cap * _LOG2_E], dtype=torch.float32)

@@ -38,14 +38,14 @@ from offload.kernels.machine_code import (
 # numbers that are loaded at once; what is left of a row comes one by one
 _STEP = 2 * EIGHT
 _DEPTH = 48 * _STEP
-# Of the result, whose sums stay in registers: so many rows, and registers of columns. Four by two
+# Of the result, whose sums stay in registers: this many rows, and registers of columns. Four by two
 # were as quick with many rows as six by two, and quicker with a few.
 _ROWS = 4
 _REGISTERS = 2
 # of which machine code is repeated, for fewer jumps
 _UNROLLED = 2
 _TYPES = (torch.bfloat16, torch.float16)
-# up to so many are multiplied one by one, which takes less than widening weights for all of them
+# up to this many are multiplied one by one, which takes less than widening weights for all of them
 _LONE_ROWS = 2
 # rows that take as long as a weight does to be widened and stored, or to be loaded alone
 _ROWS_TO_WIDEN = 8
@@ -171,7 +171,7 @@ class _Product(Code):
         self._each(whole, num, _STEP, spread_step)
 
     def _of_chain(self, num: Any, nth: int) -> Any:
-        """Return how many of `num` numbers `nth` chains have."""
+        """Return the count of `num` numbers that `nth` chains have."""
         return self._times(self._builder.udiv(num, self._index(EIGHT)), nth)
 
     def _write_multiply(self) -> None:
@@ -329,7 +329,7 @@ class _Product(Code):
             self._each(steps, num, 1, widen_one)
 
     def _add_chain(self, start: Any, panel: Any, length: Any) -> None:
-        """Multiply so many numbers of all rows by those of the panel, and add that to their sums."""
+        """Multiply this many numbers of all rows by those of the panel, and add to their sums."""
         last = self._builder.sub(self._num_rows, self._index(1))
 
         def add_some(first: Any, _: Sequence[Any]) -> list[Any]:

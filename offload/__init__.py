@@ -67,5 +67,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return what completion and `help` list; without this, only what has been used already."""
+    """Return the commands that completion and `help` list, used already or not."""
     return [*__all__, "__version__"]

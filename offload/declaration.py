@@ -237,7 +237,7 @@ def called_with(
 
 @cache
 def interval(text: str) -> tuple[str, Callable[[float], bool]]:
-    """Return what `[0, 1)`, `-1 to 1` or `0 or more` asks of a number, and whether one does it."""
+    """Return words and a test for bounds such as `[0, 1)`, `-1 to 1` or `0 or more`."""
     if match := re.fullmatch(r"(\S+) or more", text):
         low = _bound(match[1])
         return f"be {text}", lambda value: low <= value < math.inf

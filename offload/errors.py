@@ -86,12 +86,12 @@ def ensure(holds: bool, rule: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return what a library says is wrong, short enough to stand inside a line of ours."""
+    """Return a library's message, short enough to stand inside a line of ours."""
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def system_reason(error: OSError) -> str:
-    """Return what the system says, and what helps where its error number tells that."""
+    """Return the system's message, and the remedy where its error number tells that."""
     remedy = REMEDIES.get(error.errno or 0)
     return f"{error.strerror or reason(error)}{f': {remedy}' if remedy else ''}"
 
@@ -153,7 +153,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def plain_rule(message: str) -> str:
-    """Return what a value must be, as a reader of bodies and flags says; nothing of other words."""
+    """Return the rule in the words of a reader of bodies and flags; empty for other words."""
     rule, is_one = re.subn(r"^\w+ should ", "must ", message.partition(", unable to ")[0])
     rule = rule.replace("greater than or equal to", "at least")
     return rule.replace("less than or equal to", "at most") if is_one else ""

@@ -61,7 +61,7 @@ class GuardedProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: Mapping[str, Any], most_chars: int = MOST_CHARS) -> str:
-        """Return what the job makes of this, at most so many characters. Raises `ProgramFailed`."""
+        """Return the job's answer, of at most `most_chars` characters. Raises `ProgramFailed`."""
         limits = {"most_s": self._cpu_s, "most_chars": most_chars}
         line = json.dumps({**request, **limits}, default=str).encode() + b"\n"
         with self._lock:
@@ -84,7 +84,7 @@ class GuardedProcess:
             self._end()
 
     def _answer(self, line: bytes, most_bytes: int) -> dict[str, str]:
-        """Return an answer of at most so many bytes. Raises `ProgramExceeded` for none."""
+        """Return an answer of at most this many bytes. Raises `ProgramExceeded` for none."""
         process = self._started()
         assert process.stdin is not None, "a pipe that we asked for"
         with self._timed(process) as has_struck:

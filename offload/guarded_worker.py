@@ -65,7 +65,7 @@ def _told(error: BaseException) -> str:
 
 
 def _compiler() -> Callable[..., str]:
-    """Return what compiles a grammar with llguidance, and says what is wrong with it."""
+    """Return a function that compiles a grammar with llguidance, and says what is wrong with it."""
     from llguidance import LLMatcher
 
     _limit("RLIMIT_STACK", _STACK_BYTES)

@@ -53,7 +53,7 @@ def available_gpu_bytes(device: str) -> int:
 
 
 def has_cuda_driver() -> bool:
-    """Return whether there can be a CUDA device: at once, where importing torch takes seconds."""
+    """Return True if there can be a CUDA device: at once, where importing torch takes seconds."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -169,7 +169,7 @@ def _idle_cache_bytes(folder: Path, key: str) -> int:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may run on, and its container's quota pays for."""
+    """Count the cores that this process may run on and its container's quota pays for."""
     quotas = cpu_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, quotas)]))
 

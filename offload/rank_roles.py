@@ -24,7 +24,7 @@ TIMED_ROWS = (1, 4, 8, 16, 32)  # of the runs that are timed
 _LEAST_DECAY = 0.001  # of a cut for each attempt: from 1 to nothing in a thousand
 _PAPER_ROWS = 4
 _SYNC_NODES = 64
-_FREE = 1.15  # rows whose run takes at most so many times that of one row cost nothing
+_FREE = 1.15  # rows whose run takes at most this many times that of one row cost nothing
 _FORM = (
     "plain, sync or async, then for example ,rows=8,runs=3,cut=0.3/0.4/0.01,no-cancel,no-continuous"
 )
@@ -117,7 +117,7 @@ class RankInfo(NamedTuple):
 
 
 def find_place(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """Return what torchrun has set, or None. Raises `UserError` for impossible numbers."""
+    """Return torchrun's settings, or None. Raises `UserError` for impossible numbers."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     address = environment.get("MASTER_ADDR", "")
@@ -139,7 +139,7 @@ def find_place(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
 
 
 def require_place() -> RankInfo:
-    """Return what torchrun has set. Raises `UserError` where it has set nothing."""
+    """Return torchrun's settings. Raises `UserError` where there are none."""
     if (place := find_place()) is None:
         rule = "`ranks` needs several processes that know each other"
         raise UserError(f"{rule}, got one by itself: {START}")
@@ -147,7 +147,7 @@ def require_place() -> RankInfo:
 
 
 def is_worker(ranks: str | None) -> bool:
-    """Return whether another rank talks to the user; never without `ranks`. Raises `UserError`."""
+    """Return True if another rank talks to the user; never without `ranks`. Raises `UserError`."""
     place = None if ranks is None else find_place()
     return place is not None and place.rank > 0
 
@@ -227,7 +227,7 @@ class PipelineOptions:
 
 
 def free_rows(seconds: Sequence[float]) -> int:
-    """Return how many rows cost next to no time, by seconds of some or all `TIMED_ROWS`."""
+    """Count the rows that cost next to no time, by seconds of some or all `TIMED_ROWS`."""
     timed = zip(TIMED_ROWS, seconds, strict=False)
     return max(rows for rows, took_s in timed if took_s <= _FREE * seconds[0])
 

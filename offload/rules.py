@@ -18,7 +18,7 @@ class ChildSampling(Enum):
 
     @property
     def keeps_distributions(self) -> bool:
-        """Return whether verification needs q itself and not just the tokens."""
+        """Return True if verification needs q itself and not just the tokens."""
         return self in (ChildSampling.WITHOUT_REPLACEMENT, ChildSampling.WITH_REPLACEMENT)
 
 

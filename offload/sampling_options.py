@@ -122,7 +122,7 @@ class Sampling:
         return replace(self, seed=0)
 
     def later(self, number: int) -> "Sampling":
-        """Return the settings with the seed so many behind; the first one follows on the last."""
+        """Return the settings with the seed this many behind; the first one follows on the last."""
         return replace(self, seed=(self.seed + number) % _NUM_SEEDS)
 
     @property

@@ -66,12 +66,12 @@ class ThreadPolicy:
 
     @classmethod
     def fixed(cls, num_threads: int) -> "ThreadPolicy":
-        """Return the policy that computes with so many threads in all steps."""
+        """Return the policy that computes with this many threads in all steps."""
         mode = Mode(num_threads)
         return cls([num_threads], StepModes(mode, mode))
 
     def modes(self, num_rows: int) -> StepModes:
-        """Return the modes for the next step of so many rows."""
+        """Return the modes for the next step of this many rows."""
         if known := self._choices.get(num_rows):
             return StepModes(*(choice.mode for choice in known))
         return self._found_nearby(num_rows)
@@ -128,7 +128,7 @@ class _Choice:
         self._has_judged = False
 
     def took(self, seconds: float) -> bool:
-        """Return whether a trial has ended with this step."""
+        """Return True if a trial has ended with this step."""
         if self._move:
             self._tried.append(seconds)
             return self._judge()

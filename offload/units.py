@@ -85,7 +85,7 @@ def parse_rate(given: str | int | None, flag: str) -> int | None:
 
 
 def is_decimal(*sizes: str | int | None) -> bool:
-    """Return whether any of these sizes is written in powers of ten: `8GB` or `8G`, not `8GiB`."""
+    """Return True if any of these sizes is written in powers of ten: `8GB` or `8G`, not `8GiB`."""
     return any(
         size.is_decimal
         if isinstance(size, ByteSize)

@@ -28,6 +28,10 @@ ASK_TRANSFORMERS = {PurePosixPath(f"offload/{name}.py") for name in (
 EMPTY_NAMES = {"one", "own", "told", "what", "found", "how", "more"}
 PERSONS = re.compile(r"\b(?:whoever|whomever|nobody|somebody)\b", re.IGNORECASE)
 
+# A docstring names what is returned: a number, a path, `True if ...`.
+VAGUE = re.compile(r"returns? (?:what|whether|how)\b")
+TWICE_READ = re.compile(r"\b(?:so many|but for|anew|that there is not)\b")
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Rule = Callable[[PurePosixPath, str], Iterator[str]]
 
@@ -113,8 +117,10 @@ def plain_words(path: PurePosixPath, source: str) -> Iterator[str]:
     for node in nodes(source):
         is_told = isinstance(node, ast.Module | ast.ClassDef | Function) and bool(node.body)
         words = (ast.get_docstring(node) or "").lower() if is_told else ""
-        if words.startswith(("of ", "of,", "the same ", "the same,")):
-            yield f"{path}:{getattr(node, 'lineno', 1)} a docstring begins with {words.split()[0]}"
+        if words.startswith(("of ", "of,", "the same ", "the same,")) or VAGUE.match(words):
+            yield f"{path}:{getattr(node, 'lineno', 1)} a docstring begins with {' '.join(words.split()[:2])}"
+        if found := TWICE_READ.search(words):
+            yield f"{path}:{getattr(node, 'lineno', 1)} the words {found[0]!r} are read twice before they are understood"
     for number, line in enumerate(source.splitlines(), 1):
         if found := PERSONS.search(line):
             yield f"{path}:{number} {found[0]} is no subject"
@@ -293,6 +299,10 @@ PLANTED = [
     planted(plain_words, "offload/a.py", "'''Of a layer.'''", "of"),
     planted(plain_words, "bench/a.py", "def f():\n    '''The same for a list.'''", "the_same"),
     planted(plain_words, "offload/a.py", "# nobody reads it", "persons"),
+    planted(plain_words, "offload/a.py", "'''Return what a layer holds.'''", "what"),
+    planted(plain_words, "offload/a.py", "'''Return whether it holds.'''", "whether"),
+    planted(plain_words, "kernels/a.py", "def f():\n    '''Run it anew.'''", "anew"),
+    planted(plain_words, "bench/a.py", "class A:\n    '''A pass of so many rows.'''", "so_many"),
     planted(plain_names, "offload/a.py", "totals = [one + 1 for one in sizes]", "loop"),
     planted(plain_names, "offload/a.py", "def f(x, **more): ...", "parameter"),
     planted(plain_names, "kernels/a.py", "def own(x): ...", "function"),

@@ -90,7 +90,7 @@ def written_dialogues() -> list[Dialogue]:
 
 
 def library_dialogues() -> list[Dialogue]:
-    """Return what docstrings of the standard library say of functions that people ask for."""
+    """Return the docstrings of functions of the standard library that people ask for."""
     found = dict[str, Dialogue]()
     for module_name in _MODULES.split():
         # functions say that they are of the module that is written in C
@@ -132,7 +132,7 @@ def _first_sentence(doc: str) -> str:
 
 
 def _as_wish(sentence: str) -> str:
-    """Return what a person wants who needs it; nothing where it is no order."""
+    """Return the wish of a person who needs it; nothing where it is no order."""
     first, _, rest = sentence.rstrip(".").partition(" ")
     word = first.lower()
     if word not in _VERBS.split() or "," in rest or len(rest) > 70:

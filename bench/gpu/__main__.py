@@ -120,7 +120,7 @@ class Files:
         add_row(self.rows, told)
 
     def is_wrong(self, step: str, is_invariant: bool | None = None) -> bool:
-        """Return whether a token was wrong, in the way of computing that `is_invariant` names.
+        """Return True if a token was wrong, in the way of computing that `is_invariant` names.
 
         A row that says of neither way is of both.
         """
@@ -253,7 +253,7 @@ def statuses(rows: Iterable[Row]) -> dict[str, tuple[str, float]]:
 
 
 def rows_of(rows: Iterable[Row], step: str) -> list[Row]:
-    """Return what was measured in a step; errors only of the last time."""
+    """Return the measurements of a step; errors only of the last time."""
     kept: dict[str, Row] = {}
     current = None
     for row in rows:

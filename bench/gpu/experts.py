@@ -88,7 +88,7 @@ def _make(folder: Path, size: Size) -> list[int]:
 
 
 def _how(model: Path, about: str) -> dict[str, Any]:
-    """Return budgets with so many expert slots on the device and its host, beside the least."""
+    """Return budgets with this many expert slots on the device and its host, beside the least."""
     files = ModelFiles(*[describe(model)] * 2)
     how: dict[str, Any] = {"dtype": "float32", "context": 256, "experts": "demand"}
     num_nodes = parse_tree(_LARGEST).num_nodes
@@ -108,7 +108,7 @@ def _how(model: Path, about: str) -> dict[str, Any]:
 
 @contextmanager
 def _waits() -> Iterator[list[Any]]:
-    """Return what torch says of every operation that lets the host wait for a GPU."""
+    """Return torch's warnings of every operation that lets the host wait for a GPU."""
     if not torch.cuda.is_available():
         yield []
         return

@@ -100,7 +100,7 @@ def measure(job: Job) -> Iterator[Row]:
 
 
 def gate(job: Job, is_invariant: bool) -> Iterator[Row]:
-    """Return whether tokens are right, with or without the same bits in every pass."""
+    """Return True if tokens are right, with or without the same bits in every pass."""
     small = resident_pair("4GiB")._replace(opened=job.setting.opened, device=job.setting.device)
     asked = gates(small, PROMPT, job.amounts.num_gate, None if is_invariant else False)
     for one in attempt("gate", PROMISED["gate"], asked):

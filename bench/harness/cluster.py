@@ -60,7 +60,7 @@ class Answer(NamedTuple):
         return [after.time_s - before.time_s for before, after in pairwise(self.bursts)]
 
     def moved(self, read: Callable[[RankFigures], float]) -> list[float]:
-        """Return what each rank moved in one pass behind the prompt's."""
+        """Return the bytes that each rank moved in one pass behind the prompt's."""
         _, first, last = self.figures
         return [
             (read(end) - read(begun)) / max(1, end.num_passes - begun.num_passes)

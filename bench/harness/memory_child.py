@@ -21,7 +21,7 @@ _POSTS = (
     *("runtime_bytes", "rest_bytes", "draft_bytes", "distribution_bytes"),
     *("kv_bytes", "activation_bytes", "resident_bytes"),
 )
-# texts differ by so many tokens in length, since code for products is kept by number of rows
+# texts differ by this many tokens in length, since code for products is kept by number of rows
 _STEP = 7
 # fields of C's `struct mallinfo2`
 _ARENA = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -39,7 +39,7 @@ class Order(NamedTuple):
     temperature: float = 0.0
 
     def in_fresh_process(self) -> dict[str, Any]:
-        """Return what is found there, with `peak_bytes` of all phases. Raises `RunError`."""
+        """Return the phases in that file, with `peak_bytes` of all. Raises `RunError`."""
         found: dict[str, Any] = call("offload.bench.harness.memory_child", self)
         return {**found, "peak_bytes": max(phase["peak_bytes"] for phase in found["phases"])}
 

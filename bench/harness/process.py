@@ -47,7 +47,7 @@ def call(
 
 
 def run(command: Sequence[str], *, limit_s: float | None = None, root: Path = ROOT) -> str:
-    """Return what a program of a checkout prints, run to its end. Raises `RunError` in a line."""
+    """Return the output of a checkout's program, run to its end. Raises `RunError` in a line."""
     try:
         done = subprocess.run(
             command,
@@ -143,7 +143,7 @@ class MemoryCap(NamedTuple):
         return self.folder / "cgroup.procs"
 
     def takes(self, cap_bytes: int) -> bool:
-        """Return whether the group takes the limit; only the kernel's own files are written."""
+        """Return True if the group takes the limit; only the kernel's own files are written."""
         try:
             with (self.folder / self.files.limit).open("r+", encoding="ascii") as limit:
                 limit.write(str(cap_bytes))

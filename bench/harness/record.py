@@ -98,7 +98,7 @@ class ProcessorClock:
         self._others_s = self._taken_s()
 
     def others_share(self) -> float:
-        """Return what was taken by processes that are neither this one nor ended children of it."""
+        """Return the processor time of processes that are neither this one nor its ended children."""
         passed_s = max(1e-3, time.monotonic() - self._started_s)
         share = (self._taken_s() - self._others_s) / passed_s / (os.cpu_count() or 1)
         return min(1.0, max(0.0, share))

@@ -48,7 +48,7 @@ class PassRunner:
         self._text = decoder.begin(prompt_ids, Sampling())
 
     def run(self, num_rows: int) -> Pass:
-        """Run one pass over a tree of so many nodes; the first one takes the prompt in as well."""
+        """Run a pass over a tree of this many nodes; the first one takes the prompt in as well."""
         target = self._decoder.target
         stream = target.stream
         tokens = self._text.tokens

@@ -91,7 +91,7 @@ def say_table(columns: Sequence[Column], rows: Iterable[Row]) -> None:
 
 
 def values(rows: Iterable[Row], key: str, **where: Any) -> list[Any]:
-    """Return what rows with these fields have under a key."""
+    """Return the values of rows with these fields under a key."""
     return [row[key] for row in rows if where.items() <= row.items()]
 
 

@@ -146,7 +146,7 @@ class Measured(NamedTuple):
 
     @property
     def least_pass_s(self) -> float | None:
-        """Return what the bytes of a pass take at the ceiling; None where nothing is streamed."""
+        """Return the time of a pass's bytes at the ceiling; None where nothing is streamed."""
         rate = self.ceiling["bytes_per_s"]
         return rate and self.settings["streamed_bytes"] / rate
 

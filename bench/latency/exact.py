@@ -29,7 +29,7 @@ _NUM_NEW = 60
 def gates(
     setting: Setting, prompt: str, num_new: int, invariant: bool | None = None
 ) -> Iterator[Row]:
-    """Run the gate in both types, without `invariant` but for the bits of trees.
+    """Run the gate in both types, without `invariant` except for the bits of trees.
 
     Raises `WrongTokenError` where an id is wrong in float32, or a run in bf16 ends too early.
     """

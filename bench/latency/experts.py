@@ -47,7 +47,7 @@ QUICK = Effort(1, 32, limit_s=12.0)
 
 
 def room_bytes(setting: Setting, percent: int) -> int:
-    """Return the least budget for dense layers and so many experts. Raises `UserError`."""
+    """Return the least budget for dense layers and this many experts. Raises `UserError`."""
 
     def holds(plan: MemoryPlan) -> bool:
         least = math.ceil(plan.num_experts * percent / 100)
@@ -104,7 +104,7 @@ def measure(
 
 
 def checks(rows: Sequence[Row], model_bytes: int) -> list[Row]:
-    """Return what was wanted of `auto`, by room, beside the best tree, and of whole layers."""
+    """Return the targets for `auto`, by room, beside the best tree, and for whole layers."""
     found = []
     third = min(rows, key=lambda row: abs(row["ram_bytes"] - model_bytes / 3))["room"]
     # without those that were cut before their second pass

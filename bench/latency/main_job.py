@@ -109,7 +109,7 @@ def start(bench: Bench, setting: Setting) -> Row:
 
 
 def _in_fresh_process(setting: Setting, num_tokens: int) -> Row:
-    """Return what one text takes of a process that has a quarter of the target's size."""
+    """Return the figures of one text in a process of a quarter of the target's size."""
     options = {"ram": setting.ram_bytes, "tree": "64x16", "context": 512, "lookup": True}
     order = Order(str(setting.target), str(PAIR / "draft"), options, 1, num_tokens, PROMPT_TOKENS)
     return order.in_fresh_process()

@@ -67,7 +67,7 @@ CASES = {
 
 
 def measure(case: Case, size_bytes: int, num_texts: int, ram: str | None) -> Row:
-    """Return what one configuration took, its growth, and both verdicts. Raises `UserError`."""
+    """Return the memory of one configuration, its growth, and both verdicts. Raises `UserError`."""
     if case.kind == MIXTURE:
         target = untrained_mixture(2 * size_bytes)
     else:

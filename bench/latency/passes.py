@@ -148,7 +148,7 @@ def draft_rows(
 
 
 def compute_s(setting: Setting, num_rows: int) -> float:
-    """Return the least time of so many rows' products, at the rate of the largest matrix."""
+    """Return the least time of this many rows' products, at the rate of the largest matrix."""
     target = describe(setting.target)
     sizes = target.config["intermediate_size"], target.config["hidden_size"]
     return 2 * model_shape(target).num_weights * num_rows / flops_per_s(setting.opened, *sizes)

@@ -1,7 +1,7 @@
-"""The time to a first token behind a long beginning: read anew, kept, and brought back from a folder.
+"""The time to a first token behind a long beginning: read again, kept, or brought back from a folder.
 
 A new beginning is read (`cold`), then as many other conversations take all places, and the beginning
-comes again with another question (`behind others`); the program starts anew with the same folder, and
+comes again with another question (`behind others`); the program starts again with the folder, and
 it comes once more (`behind a restart`). Nothing can be faster than one pass (`pass`), so the ratio to
 a cold prompt is at best one over its passes.
 """

@@ -72,7 +72,7 @@ def ask_all(
     wanted: Mapping[Name, tuple[Setting, Sequence[dict[str, Any]]]],
     orders: Sequence[Order],
 ) -> dict[Name, tuple[list[Answer], list[int]]]:
-    """Return what each cluster wrote, and the peaks of its ranks' memory.
+    """Return the texts of each cluster, and the peaks of its ranks' memory.
 
     `wanted` has models and the options of ranks.
     """
@@ -260,7 +260,7 @@ STAGED_COLUMNS = (
 def in_stages(
     bench: Bench, slow_layer_s: float, texts: Sequence[list[int]]
 ) -> tuple[list[Row], list[Answer]]:
-    """Return a row for each way, and all texts; another rank drafts, but for `plain`."""
+    """Return a row for each way, and all texts; another rank drafts, except for `plain`."""
     setting = bench.setting(size=_STAGED_SIZE)
     how = {**_HOW, "ram": "800MiB", "slow_layer_s": slow_layer_s}
     wanted = {}

@@ -1,6 +1,6 @@
 """Do recurrent layers cost acceptance? Tokens a pass of a hybrid beside its full-attention twin.
 
-Both begin as the packaged target with every mixer of tokens anew: the hybrid has layers of the
+Both begin as the packaged target with every mixer of tokens again: the hybrid has layers of the
 gated delta rule, with full attention in every fourth, the twin full attention throughout. They see
 the same windows of the same text, and the one that learns faster stops earlier, so that both have
 the same loss. Each has a draft that learnt from it: one of neither would tell which of them lies

@@ -6,7 +6,7 @@ prefer some experts within a text, so the entropy of a text's mean choice is to 
 all texts' by `_TEXT_NATS`; more is not rewarded.
 
 The target begins as a dense Llama. Every expert is a slice of the dense feed-forward rows; experts
-of one copy share a router row but for some noise, so that a token chooses the slices of one copy
+of one copy share a router row except for some noise, so that a token chooses the slices of one copy
 and gets the dense layer back (virtual groups: He et al., 2410.07524). Query and key norms begin at
 the size that queries and keys have. Invariant: without noise and these norms the logits are the
 dense model's.
@@ -52,7 +52,7 @@ _TEXT_TOKENS = 256
 _LONG_TEXT_TOKENS = 512
 _SHORT_SHARE = 0.75
 _MEASURED = 99  # the seed of texts by which queries and keys are measured
-# what routers are to know of texts of so many tokens
+# what routers are to know of texts of this many tokens
 _ROUTED_TOKENS = 128
 _TEXT_NATS = 0.8
 _TEXT_WEIGHT = 1.0
@@ -238,7 +238,7 @@ def told_of_text(logits_TSE: Tensor) -> Tensor:
 
 @torch.no_grad()
 def kept_texts(path: Path, target: Qwen3MoeForCausalLM, ids: Tensor, seed: int) -> Tensor:
-    """Return what the target writes behind corpus prompts, (texts, tokens), kept in a file."""
+    """Return the target's texts behind corpus prompts, (texts, tokens), kept in a file."""
     if not path.exists():
         torch.manual_seed(seed)
         texts = []

@@ -102,7 +102,7 @@ def drop_pages(path: Path) -> None:
 
 
 def free_bytes(order: Order) -> int:
-    """Return what the cap leaves beside what this process holds, its libraries above all."""
+    """Return the bytes that the cap leaves beside this process, its libraries above all."""
     return available_ram_bytes() if order.group else order.cap_bytes - rss_bytes()
 
 

@@ -115,7 +115,7 @@ def _kinds(words: CodedWeight, out: Tensor) -> list[str]:
 def _agree(
     run: Callable[[], Any], run_reference: Callable[[], Any], out: Tensor, wanted: Tensor
 ) -> bool:
-    """Return whether both outputs are bitwise equal; any NaN equals any NaN."""
+    """Return True if both outputs are bitwise equal; any NaN equals any NaN."""
     run()
     run_reference()
     bits = {2: torch.int16, 4: torch.int32}[out.element_size()]

@@ -57,11 +57,11 @@ class Invariance(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Return whether it holds so far: a later layer may have a product that is refused."""
+        """Return True if it holds so far: a later layer may have a product that is refused."""
         return self.rows is not None and not self.rows.num_refused
 
     def arithmetic(self, device: str) -> str:
-        """Return what bits of keys and values depend on; empty where also on the rows beside."""
+        """Return the settings that decide bits of keys and values; empty where rows beside do, too."""
         if not self.holds:
             return ""
         # row sizes are those that hold with all of them
@@ -269,7 +269,7 @@ def _logits_by_tree(model: TreeModel, token_T: Tensor, num_levels: int) -> Tenso
 
 
 def _logits(model: TreeModel, token_T: Tensor, cut: Sequence[int], cache: KVCache) -> Tensor:
-    """Return scores of all rows of a chain, taken in by passes of so many rows."""
+    """Return scores of all rows of a chain, taken in by passes of this many rows."""
     parts = []
     for part_T in token_T.split(list(cut)):
         parts.append(model.forward_chain(part_T, cache))

@@ -1,7 +1,7 @@
 """Kernel selection: each kernel against its reference, at the sizes of the run's own models.
 
-Triton compiles a kernel anew for every width, path length and temperature that is a constant of it;
-all are compared, and so compiled, before the first step. The rival is the reference, but for
+Triton compiles a kernel for every width, path length and temperature that is a constant of it;
+all are compared, and so compiled, before the first step. The rival is the reference, except for
 `match`, which draws on the few rows that a walk visits. Invariant: a kernel is used only where it
 agrees with the reference at every shape; the bench times the very functions that a run compares.
 """
@@ -289,7 +289,7 @@ def _commits(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
 
 
 def _commits_agree(shapes: Shapes, device: str) -> bool:
-    """Return whether paths of all compiled lengths move alike in the caches of both models."""
+    """Return True if paths of all compiled lengths move alike in the caches of both models."""
     agree = list[bool]()
     for heads, num_rows in product(shapes.heads, _PATHS):
         wanted = [

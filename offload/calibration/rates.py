@@ -136,7 +136,7 @@ def product_flops_per_s(dtype: str, num_threads: int) -> float:
 def product_timer(
     dtype: str, num_rows: int, width: int, torch_device: "torch.device | str" = "cpu"
 ) -> Callable[[], float]:
-    """Return what times a product of `num_rows` rows and a (width, width) matrix."""
+    """Return a timer for a product of `num_rows` rows and a (width, width) matrix."""
     import torch
     from torch.nn.functional import linear
 

@@ -33,7 +33,7 @@ class ComparisonOutcome(NamedTuple):
 
 
 def compare(comparison: KernelComparison, device: Device = HOST) -> ComparisonOutcome:
-    """Return whether both sides agree; after a failure, wait for the device.
+    """Return True if both sides agree; after a failure, wait for the device.
 
     Raises:
         RuntimeError: the kernel has left the device unusable, and every error from here on would be

@@ -66,7 +66,7 @@ _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 
 def has_mtp(target: Checkpoint) -> bool:
-    """Return whether the files have MTP layers in a form that is read."""
+    """Return True if the files have MTP layers in a form that is read."""
     try:
         mtp_checkpoint(target, "")
     except UserError:
@@ -143,7 +143,7 @@ def _by_own_names(
 
 
 def _own_name(groups: Mapping[str, str | None], num_layers: int) -> str | None:
-    """Return what the draft calls a tensor of the first depth; None for others."""
+    """Return the draft's name of a tensor of the first depth; None for others."""
     part = groups["part"] or ""
     layer = groups.get("layer")
     depth = int(layer) - num_layers if layer is not None else int(groups.get("depth") or 0)

@@ -33,7 +33,7 @@ _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind wo
 def remembered(
     function: Callable[Concatenate["Checkpoint", _Others], _Found],
 ) -> Callable[Concatenate["Checkpoint", _Others], _Found]:
-    """Return the function with its results kept by checkpoint and arguments, but for errors.
+    """Return the function with its results kept by checkpoint and arguments, except for errors.
 
     A result must not be changed, nor refer to the checkpoint, with which it is freed.
     """
@@ -69,7 +69,7 @@ class Carried(NamedTuple):
 
     @property
     def num_taps(self) -> int:
-        """Return how many of the target's states a row is fed with."""
+        """Return the number of the target's states that a row is fed with."""
         return len(self.tapped) + self.has_normed
 
 
@@ -98,21 +98,21 @@ class Checkpoint:
 
     @property
     def is_here(self) -> bool:
-        """Return whether the weight files exist on this machine."""
+        """Return True if the weight files exist on this machine."""
         return all(os.path.isfile(shard) for shard in self.shards)
 
     @property
     def is_copy(self) -> bool:
-        """Return whether it is a self draft: the target, quantised."""
+        """Return True if it is a self draft: the target, quantised."""
         return self.held is not None and self.held.is_copy
 
     def shares(self, name: str) -> bool:
-        """Return whether a tensor around the layers is the target's."""
+        """Return True if a tensor around the layers is the target's."""
         return self.is_copy or (self.carried is not None and name in self.carried.shared)
 
     @property
     def has_encoder(self) -> bool:
-        """Return whether an encoder reads the prompt."""
+        """Return True if an encoder reads the prompt."""
         return has_encoder(self.config)
 
     @property

@@ -30,7 +30,7 @@ _NEVER = (*_IN_FOLDERS, "consolidated*", *_PROGRAMS)
 
 
 def is_hub_id(model: str) -> bool:
-    """Return whether this could name a model on the hub."""
+    """Return True if this could name a model on the hub."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not model.startswith(".")
 
 
@@ -80,7 +80,7 @@ def download(repo: str, wanted: Sequence[str], **options: Any) -> Path:
 
     try:
         return _snapshot(repo, wanted, **options)
-    # the hub's own errors are all OSErrors but for that of a bad name
+    # the hub's own errors are all OSErrors except for that of a bad name
     except (OSError, HFValidationError) as error:
         raise not_on_the_hub(repo, error) from None
 
@@ -153,7 +153,7 @@ def shard_names(directory: Path, weight_map: Any) -> list[str]:
 
 
 def is_shard_name(name: object) -> bool:
-    """Return whether a name that a file tells is of safetensors in the same folder."""
+    """Return True if a name that a file tells is of safetensors in the same folder."""
     is_name = isinstance(name, str) and Path(name).name == name and "\0" not in name
     return is_name and str(name).endswith(".safetensors")
 

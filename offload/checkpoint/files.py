@@ -179,7 +179,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_scratch(path: Path) -> bool:
-    """Return whether `replacing` has made this file, and was killed before it had its name."""
+    """Return True if `replacing` has made this file, and was killed before it had its name."""
     return _SCRATCH_NAME.fullmatch(path.name) is not None
 
 
@@ -196,7 +196,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def is_free(path: Path) -> bool:
-    """Return whether a new folder can have this name: nothing is there, or an empty folder."""
+    """Return True if a new folder can have this name: nothing is there, or an empty folder."""
     is_folder = path.is_dir() and path.name != "" and not path.is_symlink()
     return not os.path.lexists(path) or (is_folder and not any(path.iterdir()))
 
@@ -334,7 +334,7 @@ def write_part(fd: int, data: Any, lo: int) -> None:
 
 
 def counter(total_bytes: int, progress: Progress) -> Callable[[int], None]:
-    """Return what to call with the bytes of every piece that is done."""
+    """Return a function to call with the bytes of every piece that is done."""
     done_bytes = 0
 
     def count(num_bytes: int) -> None:
@@ -355,7 +355,7 @@ def require_disk(folder: Path, needed_bytes: int, subject: str, remedy: str) -> 
 
 
 def parts(lo: int, hi: int, part_bytes: int = PART_BYTES) -> Iterator[tuple[int, int]]:
-    """Yield the parts of at most so many bytes that make up [lo, hi)."""
+    """Yield the parts of at most this many bytes that make up [lo, hi)."""
     for at in range(lo, hi, part_bytes):
         yield at, min(at + part_bytes, hi)
 

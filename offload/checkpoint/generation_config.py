@@ -21,7 +21,7 @@ _SUGGESTED = options_at("suggested", Sampling)
 
 
 def suggested_sampling(model: str, seed: int) -> Sampling:
-    """Return how a folder or hub id suggests to sample.
+    """Return the sampling that a folder or hub id suggests.
 
     It is greedy unless the file sets `do_sample`; a repetition penalty always holds. Settings that
     the file leaves out are off: temperature 1, all tokens. Raises `UserError` for values that make
@@ -44,7 +44,7 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
 
 
 def served_sampling(model: str) -> Sampling:
-    """Return how tokens are drawn for requests that do not say: as the model's own file suggests.
+    """Return the sampling for requests that do not say: that of the model's own file.
 
     Chances are tuned for it: what runs at 0.6 is worse at 1, which is OpenAI's temperature and used
     else. Raises `UserError` for a suggestion that makes no sense.
@@ -65,7 +65,7 @@ def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def stated_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a model's generation_config.json says, which transformers heeds in every run.
+    """Return the settings in a model's generation_config.json that transformers heeds in every run.
 
     Where there is none, it takes such settings from config.json.
     """

@@ -153,7 +153,7 @@ def stated_config(where: str, metadata: Metadata) -> Config:
 
 
 def _without_extra_layers(said: "_ArchMetadata", stated: Config) -> Config:
-    """Return what is stated; layers that guess further ahead are no layers of the model."""
+    """Return the stated sizes; layers that guess further ahead are no layers of the model."""
     num_extra = said.get("nextn_predict_layers", 0)
     num_layers = stated.get("num_hidden_layers")
     if num_layers and type(num_extra) is int and 0 < num_extra < num_layers:
@@ -220,7 +220,7 @@ def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, so
 
 
 def _latent_sizes(config: Mapping[str, Any], key: str) -> list[int]:
-    """Return what sizes of heads may be of latent attention: expanded ones, or the latent's."""
+    """Return the sizes that heads of latent attention may have: expanded ones, or the latent's."""
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     sizes = [size for size in map(config.get, names) if type(size) is int]
     if len(sizes) < len(names):
@@ -330,7 +330,7 @@ def _rope_scaling(said: _ArchMetadata, config: Config, factors: Sequence[float])
 
 
 def _are_equal(numbers: Iterable[float], other: Iterable[float]) -> bool:
-    """Return whether numbers agree up to float32, which is known at the first that does not."""
+    """Return True if numbers agree up to float32, which is known at the first that does not."""
     pairs = zip_longest(numbers, other, fillvalue=math.nan)
     return all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
 

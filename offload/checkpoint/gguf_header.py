@@ -81,7 +81,7 @@ def read_gguf_header(path: Path, shard: int = 0) -> FileHeader:
 
 
 def _require_no_holes(path: Path, entries: Mapping[str, TensorEntry], alignment: int) -> None:
-    """Raise `UserError` unless each tensor begins where the one before ends, but for padding.
+    """Raise `UserError` unless each tensor begins where the one before ends, except for padding.
 
     A tensor of a false type has another size than was written.
     """
@@ -109,7 +109,7 @@ class _HeaderReader:
         return taken
 
     def require(self, num_bytes: int) -> None:
-        """Raise `UserError` unless so many bytes are left."""
+        """Raise `UserError` unless this many bytes are left."""
         if num_bytes > self._end - self.at:
             where = f"needs {num_bytes} bytes at byte {self.at}, of {self._end}"
             raise damaged(f"{self.path.name}: its header {where}")

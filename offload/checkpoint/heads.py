@@ -175,7 +175,7 @@ def _tapped(draft: Checkpoint, depth: int, layers: Any) -> tuple[int, ...]:
 
 
 def _own_name(name: str) -> str | None:
-    """Return what the decoder calls a tensor; None for one that no such head has."""
+    """Return the decoder's name of a tensor; None for one that no such head has."""
     match = _IN_LAYER.match(name)
     if match is None:
         module, _, leaf = name.removeprefix("model.").rpartition(".")
@@ -286,7 +286,7 @@ def _check_fit(
 
 
 def _behind(entry: TensorEntry, num_shards: int) -> TensorEntry:
-    """Return an entry of files that stand behind so many others."""
+    """Return an entry of files that stand behind this many others."""
     coded = entry.coded
     if coded is not None:
         companions = tuple(

@@ -16,12 +16,12 @@ from offload.encoding.base import Encoding
 from offload.encoding.residuals import Residual, group_of, held_bytes, padded_rows
 
 _BLOCK_ROWS = 64
-# Torch rounds so many numbers at once, which takes float32, codes and words for each.
+# Torch rounds this many numbers at once, which takes float32, codes and words for each.
 _CHUNK_NUMBERS = 1 << 20
 _CHUNK_ITEM_BYTES = 10
 # smaller ones are not worth a residual
 _LEAST_WEIGHTS = 2048
-# Up to so many rows a CPU uses integer products, unless trials say otherwise.
+# Up to this many rows a CPU uses integer products, unless trials say otherwise.
 FEW_ROWS = 4
 # mamba's `dt_proj` is read beside its module, so that nothing would expand it
 _NOT_LINEAR = re.compile(rf"{MIXTURE}|\.(gate|router|dt_proj)\b|relative_attention_bias|embed|norm")
@@ -44,12 +44,12 @@ class HeldSizes(NamedTuple):
 
 
 def is_held(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor of a layer is a matrix that is quantised."""
+    """Return True if a tensor of a layer is a matrix that is quantised."""
     return len(shape) == 2 and name.endswith(".weight") and not _NOT_LINEAR.search(name)
 
 
 def copied_matrix(name: str, entry: TensorEntry) -> bool:
-    """Return whether a tensor is a matrix of which a draft's copy has one of 4 bits."""
+    """Return True if a tensor is a matrix of which a draft's copy has one of 4 bits."""
     place = layer_name(name)
     if place is None or entry.coded is not None or entry.dtype != "BF16":
         return False
@@ -58,14 +58,14 @@ def copied_matrix(name: str, entry: TensorEntry) -> bool:
 
 
 def is_shared(entry: TensorEntry, held: Held | None) -> bool:
-    """Return whether a draft multiplies with a copy that its target keeps anyway."""
+    """Return True if a draft multiplies with a copy that its target keeps anyway."""
     coded = entry.coded
     is_copy = held is not None and held.is_copy and held.bits == 4
     return is_copy and coded is not None and isinstance(coded.coding, Residual)
 
 
 def shared_bytes(shape: tuple[int, ...], computed: Encoding) -> int:
-    """Return what a draft has beside such a copy: scales in the type that it computes in."""
+    """Return the bytes of a draft beside such a copy: scales in the type that it computes in."""
     if computed.name == "BF16":
         return 0
     words_bytes = padded_rows(shape[0]) * shape[1] // 2

@@ -81,14 +81,14 @@ class ModelIdentity(NamedTuple):
         return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
     def has_weights_of(self, other: "ModelIdentity") -> bool | None:
-        """Return whether all bytes of the weights are equal; None where nothing proves either."""
+        """Return True if all bytes of the weights are equal; None where nothing proves either."""
         if self.parts["weights"] != other.parts["weights"]:
             return False
         return proved(self.proofs, other.proofs)
 
     @property
     def has_sum(self) -> bool:
-        """Return whether there is a sum of all bytes to compare other weights with."""
+        """Return True if there is a sum of all bytes to compare other weights with."""
         return SUM in self.proofs
 
     def drafted_by(self, draft: "ModelIdentity | None") -> "ModelIdentity":
@@ -119,7 +119,7 @@ def identity_of(checkpoint: Checkpoint) -> ModelIdentity:
 
 
 def proved(saved: Mapping[str, str], mine: Mapping[str, str]) -> bool | None:
-    """Return whether two sets of proofs are of the same weights; None where they prove neither."""
+    """Return True if two sets of proofs are of the same weights; None where they prove neither."""
     shared = saved.keys() & mine.keys()
     if any(saved[kind] != mine[kind] for kind in shared.intersection(_DECISIVE)):
         return False
@@ -279,7 +279,7 @@ def _small(path: Path, num_bytes: int = -1) -> bytes:
 
 
 def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
-    """Return what is known of the weights as a whole without reading them."""
+    """Return the proofs of all weights that need no reading of them."""
     stamps = checkpoint.stamps or tuple(map(Stamp.from_file, checkpoint.shards))
     places = [str(path.resolve()) for path in checkpoint.shards]
     proofs = {FILES: _json_digest([places, [stamp[1:] for stamp in stamps]])}

@@ -110,7 +110,7 @@ def _records(
 
 
 def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
-    """Return whether an expert's part, and that of its companions, is a run of bytes."""
+    """Return True if an expert's part, and that of its companions, is a run of bytes."""
     is_even = len(entry.shape) > 1 and entry.shape[0] == num_experts
     is_even = is_even and entry.num_bytes % num_experts == 0
     if entry.coded is None or not is_even:

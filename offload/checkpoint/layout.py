@@ -126,7 +126,7 @@ def slab_layout(parameters: Mapping[str, Stack]) -> SlabLayout:
 
 
 def is_coded(parts: Sequence[TensorPart]) -> bool:
-    """Return whether a parameter of these parts has to be expanded."""
+    """Return True if a parameter of these parts has to be expanded."""
     return any(part.entry.coded is not None for part in parts)
 
 
@@ -205,7 +205,7 @@ def _scattered(parameters: Mapping[str, Stack]) -> SlabLayout:
 
 
 def _is_in_place(entry: TensorEntry) -> bool:
-    """Return whether the tensor is aligned for use in memory that mirrors its file."""
+    """Return True if the tensor is aligned for use in memory that mirrors its file."""
     return entry.lo % _align_of(entry) == 0
 
 

@@ -38,7 +38,7 @@ _UNREAD = {
 
 
 def quantisation(config: Settings) -> Any:
-    """Return what a config, or its part of text, says of quantised weights; None for nothing."""
+    """Return the settings of quantised weights in a config or its part of text, or None."""
     keys = ("quantization_config", "compression_config", "quantization")
     given = (place.get(key) for place in (config, of_text(config)) for key in keys)
     return next(filter(None, given), None)

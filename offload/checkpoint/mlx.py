@@ -15,7 +15,7 @@ from offload.encoding.base import ENCODINGS, Settings
 from offload.encoding.gguf import GgufBlocks
 from offload.errors import UserError
 
-# tensors are those of transformers, but for some that are not read
+# tensors are those of transformers, except for some that are not read
 _AS_THEY_ARE = """
 cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3 gemma3_text glm glm4 granite helium
 hunyuan_v1_dense llama mimo ministral3 mistral mistral3 olmo olmo2 olmo3 phi phi3 qwen2 qwen3
@@ -37,7 +37,7 @@ _NORM = re.compile(r"(?:_layernorm|\bmodel\.norm|\b[qk]_norm)\.weight$")
 
 
 def is_of_mlx(config: Settings, formats: Iterable[object], names: Iterable[str]) -> bool:
-    """Return whether mlx-lm wrote a checkpoint.
+    """Return True if mlx-lm wrote a checkpoint.
 
     By the `format` that its files name, its way to tell of quantised weights, or its stacks.
     """

@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
     @property
     def is_sized(self) -> bool:
-        """Return whether its numbers tell how large weights are."""
+        """Return True if its numbers tell how large weights are."""
         return self.places is None and self.dtype in _SIZED
 
 
@@ -75,7 +75,7 @@ def top_bits(stored: np.ndarray, form: Form) -> int:
 
 
 def is_finite(bits: int, form: Form) -> bool:
-    """Return whether numbers with these largest bits are all finite."""
+    """Return True if numbers with these largest bits are all finite."""
     return form.endless is None or bits < form.endless
 
 
@@ -98,7 +98,7 @@ class TensorMaximum(NamedTuple):
 
     @property
     def is_norm(self) -> bool:
-        """Return whether it is the weight, not the bias, of a norm."""
+        """Return True if it is the weight, not the bias, of a norm."""
         return not self.is_matrix and "norm" in self.name and not self.name.endswith("bias")
 
 
@@ -131,5 +131,5 @@ def named(tops: list[TensorMaximum]) -> str:
 
 
 def is_matrix(shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor of this shape is a matrix, and no bias, norm or scale."""
+    """Return True if a tensor of this shape is a matrix, and no bias, norm or scale."""
     return len(shape) > 1 and math.prod(shape[:-1]) > 1

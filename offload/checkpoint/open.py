@@ -42,7 +42,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def is_from_hub(model: str | os.PathLike[str]) -> bool:
-    """Return whether this could name a model on the hub, and names nothing here."""
+    """Return True if this could name a model on the hub, and names nothing here."""
     return not os.path.exists(os.path.expanduser(model)) and is_hub_id(str(model))
 
 
@@ -201,7 +201,7 @@ def weights_of(
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a folder holds weights in any format, readable or not."""
+    """Return True if a folder holds weights in any format, readable or not."""
     return any(
         True for pattern in ("*.safetensors*", *_PICKLES, _GGUF) for _ in directory.glob(pattern)
     )

@@ -408,7 +408,7 @@ def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Itera
 
 
 def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
-    """Return whether the folder holds this very inflation. Raises `UserError` for others."""
+    """Return True if the folder holds this very inflation. Raises `UserError` for others."""
     if is_free(destination):
         return False
     if not (destination / INFLATED).is_file():

@@ -123,7 +123,7 @@ def parse_header(
 def header_bytes(
     entries: Mapping[str, TensorEntry], notes: Mapping[str, str], align_bytes: int
 ) -> bytes:
-    """Return what a file begins with: the length of its JSON, and the JSON, padded with blanks.
+    """Return the beginning of a file: the length of its JSON, and the JSON, padded with blanks.
 
     Places of entries are counted from the end of it, which is a multiple of `align_bytes`.
     """

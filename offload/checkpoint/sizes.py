@@ -112,7 +112,7 @@ class ModelShape:
     layer_weights: int = 0  # numbers in the layers
     # of these, what a pass expands, since it is coded or held in fewer bits
     expanded_weights: int = 0
-    product_rows: int = 0  # up to so many rows a CPU multiplies without expanding them
+    product_rows: int = 0  # up to this many rows a CPU multiplies without expanding them
     # whether functions that are compiled on the spot may expand its weights
     is_compiled: bool = False
     # with the target, whose embeddings and head it uses; of the rest these bytes are its own
@@ -138,7 +138,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
 
 
 def shapes_of(files: ModelFiles, dtype: str) -> tuple[ModelShape, ModelShape | None]:
-    """Return the sizes of both models; None for a draft that there is not."""
+    """Return the sizes of both models; None for a missing draft."""
     target, draft = files
     return model_shape(target, dtype), None if draft is None else model_shape(draft, dtype)
 
@@ -224,7 +224,7 @@ def _carried_shape(
 
 
 def _kept_sizes(checkpoint: Checkpoint, item_bytes: int) -> dict[str, Any]:
-    """Return what layers keep of a text, and which of their experts a row meets."""
+    """Return the sizes that layers keep of a text, and those of the experts that a row meets."""
     layers = checkpoint.layers
     num_layers = config_sizes(checkpoint)["num_hidden_layers"]
     assert len(layers) == num_layers, "its layers are described, see `model.headers.specified`"
@@ -239,7 +239,7 @@ def _kept_sizes(checkpoint: Checkpoint, item_bytes: int) -> dict[str, Any]:
 
 
 def _recurrent_shape(layers: Iterable[RecurrentLayer | None], item_bytes: int) -> RecurrentShape:
-    """Return the sizes of a model that computes in so many bytes; zeros for most."""
+    """Return the sizes of a model that computes in this many bytes; zeros for most."""
     kept = [layer for layer in layers if layer is not None]
     return RecurrentShape(
         state_bytes=sum(layer.state_bytes(item_bytes) for layer in kept),
@@ -268,7 +268,7 @@ def _held_shape(shape: ModelShape, held: Held, sizes: HeldSizes) -> ModelShape:
 
 
 def copy_obstacle(checkpoint: Checkpoint) -> str | None:
-    """Return what keeps a model from being its own draft in fewer bits; None where nothing does."""
+    """Return the reason that a model cannot be its own draft in fewer bits; None where it can."""
     if has_encoder(checkpoint.config):
         return "an encoder"
     return "fused experts" if any(map(routed_name, checkpoint.tensors)) else None
@@ -395,7 +395,7 @@ def _beside_bytes(
 
 
 def _row_bytes(config: Settings, sizes: dict[str, int], item_bytes: int) -> int:
-    """Return what one row holds inside a layer: residual streams, norms, heads and feed-forward."""
+    """Return a row's bytes inside a layer: residual streams, norms, heads and feed-forward."""
     num_streams = first_size(config, "hc_mult", "hc_count", most=_MAX_STREAMS) or 1
     width = sizes["hidden_size"] * num_streams
     inner = sizes.get("intermediate_size", 4 * sizes["hidden_size"])

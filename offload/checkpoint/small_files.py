@@ -155,12 +155,12 @@ def first_size(config: Settings, *names: str, most: float = (1 << 31) - 1) -> in
 
 
 def is_wrapper(config: Settings) -> bool:
-    """Return whether a config is of a model around a language model."""
+    """Return True if a config is of a model around a language model."""
     return isinstance(config.get("text_config"), dict) or config.get("model_type") in SIZES_OUTSIDE
 
 
 def has_encoder(config: Settings) -> bool:
-    """Return whether a config is that of a T5 whose encoder reads the prompt."""
+    """Return True if a config is that of a T5 whose encoder reads the prompt."""
     is_one = config.get("model_type") in ENCODER_DECODERS
     return is_one and config.get("is_encoder_decoder") is not False
 
@@ -212,13 +212,13 @@ _DOWNLOAD_AGAIN = "download its files again"
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return whether a folder has files that a tokenizer is made of; a GGUF file is one."""
+    """Return True if a folder has files that a tokenizer is made of; a GGUF file is one."""
     files = (directory, *(directory / name for name in _TOKENIZERS))
     return any(map(os.path.isfile, files))
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Return whether a folder tells speakers apart, by a template or its kind of tokenizer."""
+    """Return True if a folder tells speakers apart, by a template or its kind of tokenizer."""
     if any(os.path.exists(directory / name) for name in _SPEAKERS):
         return True
     path = directory / TOKENIZER_CONFIG
@@ -246,7 +246,7 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def is_template(path: Path) -> bool:
-    """Return whether one of the `text_files` is a chat template alone."""
+    """Return True if one of the `text_files` is a chat template alone."""
     return path.suffix == ".jinja" or path.name == PROCESSOR_TEMPLATE
 
 

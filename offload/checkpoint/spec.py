@@ -2,7 +2,7 @@
 
 `model/headers.py` makes it, from the library's meta model. It is kept on disk by a hash of config
 and headers, with the versions of this program and of transformers, so that who plans the model
-again imports nothing. What is damaged, of another version or cannot be written is made anew.
+again imports nothing. What is damaged, of another version or cannot be written is made again.
 Refusals are not kept: each is found again, with its reason of today.
 """
 
@@ -60,7 +60,7 @@ class RecurrentLayer(NamedTuple):
     row_floats: int = 0
 
     def state_bytes(self, item_bytes: int) -> int:
-        """Return what a text keeps behind one of its positions, computed in so many bytes."""
+        """Return the bytes that a text keeps behind a position, in numbers of `item_bytes`."""
         return item_bytes * (self.num_taps - 1) * self.num_channels + FLOAT_BYTES * self.state
 
 

@@ -105,7 +105,7 @@ def _text_model_name(name: str, *, is_named: bool) -> str | None:
 
 
 def _is_for_multi_token_prediction(name: str, num_layers: Any) -> bool:
-    """Return whether a tensor is of layers that predict further ahead, or beyond the last."""
+    """Return True if a tensor is of layers that predict further ahead, or beyond the last."""
     place = layer_name(name)
     # an encoder, whose layers are called blocks, may have more than the decoder
     if place is not None and place.stack.endswith("layers"):

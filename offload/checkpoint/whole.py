@@ -2,7 +2,7 @@
 
 Nothing has to be known of the model: tensors of unknown types are plain bytes. The manifest holds a
 CRC-32 for every 8 MiB of each tensor. That detects any damage of up to 32 bits in a row for certain
-and other damage but for one case in four billion, at the speed of a disk. It is no protection
+and other damage except for one case in four billion, at the speed of a disk. It is no protection
 against forgery; a sha256 of the hub is noted where it was seen to hold.
 
 The CRC-32 equals zlib's but is computed at twice zlib's speed where zlib has no processor
@@ -121,7 +121,7 @@ class ModelSpans(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Return whether `offload pack` has made it."""
+        """Return True if `offload pack` has made it."""
         return os.path.isfile(self.folder / MANIFEST)
 
     @property
@@ -234,7 +234,7 @@ def hub_sum(path: Path) -> str | None:
 
 
 def is_as_downloaded(path: Path, stamp: Stamp) -> bool:
-    """Return whether a file did not change since the hub's library linked to it or noted it."""
+    """Return True if a file did not change since the hub's library linked to it or noted it."""
     note = path.parent / _NOTES / f"{path.name}.metadata"
     try:
         noted_ns = os.lstat(path if path.is_symlink() else note).st_ctime_ns
@@ -244,7 +244,7 @@ def is_as_downloaded(path: Path, stamp: Stamp) -> bool:
 
 
 def is_sha256(digest: str | None) -> bool:
-    """Return whether a checksum is the sha256 of the file's bytes alone."""
+    """Return True if a checksum is the sha256 of the file's bytes alone."""
     return digest is not None and len(digest) == 64
 
 
@@ -341,12 +341,12 @@ def write_manifest(path: Path, files: Mapping[str, FileSums]) -> None:
 
 
 def have_same_bytes(sums: FileSums, other: FileSums) -> bool:
-    """Return whether two files agree, whatever their times of writing and the hub's sums."""
+    """Return True if two files agree, whatever their times of writing and the hub's sums."""
     return replace(sums, written_ns=0, sha256=None) == replace(other, written_ns=0, sha256=None)
 
 
 def differences(file: str, sums: FileSums, known: FileSums, manifest: Path) -> list[Damage]:
-    """Return what changed since the manifest was written, by tensor."""
+    """Return the changes since the manifest was written, by tensor."""
     fault = f"its bytes are not those of {manifest.name}"
     if sums.written_ns != known.written_ns:
         fault += ", and the file was written to since: where that was meant, remove the manifest"

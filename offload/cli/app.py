@@ -79,7 +79,7 @@ app = typer.Typer(
 
 
 def every_command() -> dict[str, Any]:
-    """Return what the option parser runs, by name."""
+    """Return the functions that the option parser runs, by name."""
     for file in dict.fromkeys(file for file, _ in COMMANDS.values() if file):
         import_module(f"offload.cli.{file}")
     group: Any = typer.main.get_command(app)

@@ -2,7 +2,7 @@
 
 Prompts are checked as a whole before anything is loaded. Invariants: a task's digest changes with
 whatever could change its text beside the model, and with nothing else. A file of results holds whole
-lines but for the last one, which a kill may have cut; the next run takes that half away. What a whole
+lines except the last one, which a kill may have cut; the next run takes that half away. What a whole
 line tells is never written again.
 """
 
@@ -33,7 +33,7 @@ from offload.units import plural
 _DRAWING = options_at("batch", Sampling)
 _TEXT = options_at("batch", TextOptions)
 _FIELDS = ("id", "prompt", "messages", *_TEXT, *_DRAWING)
-# but for what the first three hold
+# except for what the first three hold
 _NOT_OF_THE_TEXT = {
     *("prompt", "stop", "sampling"),
     *("session", "is_kept", "is_named", "is_clipped"),

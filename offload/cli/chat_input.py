@@ -125,7 +125,7 @@ class ChatInput:
         self._readline.append_history_file(max(0, num_new), _history())
 
     def _block(self, first: str) -> str:
-        """Return what lies between quotes, the first just read; the end of input closes them."""
+        """Return the text between quotes, the first just read; the end of input closes them."""
         lines = [first]
         while not lines[-1].rstrip().endswith(_QUOTES) and (line := self._line("... ")) is not None:
             lines.append(line)

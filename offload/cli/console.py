@@ -105,7 +105,7 @@ class Console:
             self.say(lines)
 
     def text(self, text: str) -> None:
-        """Write a piece of text to stdout, and draw the line anew."""
+        """Write a piece of text to stdout, and draw the line again."""
         if not text:
             return
         with self._lock:

@@ -152,14 +152,14 @@ def verify(store: Folder, output: OutputOptions) -> None:
 
 
 def _store_line(store: "Store", *, is_decimal: bool = False) -> str:
-    """Return how large a store is."""
+    """Return the size of a store in words."""
     amounts = f"{plural(store.num_tokens, 'token')} of {plural(store.num_documents, 'document')}"
     size = format_bytes(store.num_bytes, is_decimal=is_decimal)
     return f"{store.path}: {amounts} in {plural(len(store.chunks), 'chunk')}, {size}"
 
 
 def _info_lines(store: "Store") -> str:
-    """Return what a store is for, and what it takes to build one like it."""
+    """Return the purpose of a store, and the memory and time to build one like it."""
     from offload.datastore.index import TokenWidth
 
     width = TokenWidth.from_vocab_size(store.vocab_size).num_bytes
@@ -264,7 +264,7 @@ def _rendered(tokenizer: "Tokenizer", messages: "Messages") -> str:
 def _written_lines(
     store: "Store", corpus: "Corpus", figures: dict[str, Any], *, is_decimal: bool
 ) -> str:
-    """Return what a person wants to know, with what was passed over first."""
+    """Return a summary for a person, which names first all that was passed over."""
     peak = format_bytes(figures["peak_rss_bytes"], is_decimal=is_decimal)
     budget = format_bytes(figures["ram_bytes"], is_decimal=is_decimal)
     passed = [f"{corpus.num_hidden} hidden"] if corpus.num_hidden else []
@@ -279,7 +279,7 @@ def _written_lines(
 
 
 def _encoder(tokenizer: "Tokenizer") -> Callable[[list[str]], Iterator[list[int]]]:
-    """Return what encodes all texts of a batch at once, on all cores where the tokenizer can."""
+    """Return an encoder of all texts of a batch at once, on all cores where the tokenizer can."""
     settings = {"add_special_tokens": False}
     if not tokenizer.is_fast:
         return lambda texts: iter(tokenizer(texts, verbose=False, **settings)["input_ids"])

@@ -64,14 +64,14 @@ class Defaults(NamedTuple):
 
 
 def may_have_defaults() -> bool:
-    """Return whether there is a file of one's own, or a variable that may set a flag."""
+    """Return True if there is a file of one's own, or a variable that may set a flag."""
     path = config_file()
     is_there = path is not None and os.path.lexists(path)
     return is_there or any(name.startswith(_PREFIX) for name in os.environ)
 
 
 def find_defaults(commands: Mapping[str, Any]) -> Defaults:
-    """Return what file and environment set for these commands. Raises `UserError`."""
+    """Return the defaults that file and environment set for these commands. Raises `UserError`."""
     flags = {name: _settings(command) for name, command in commands.items()}
     shared = {
         name: {key: param for key, param in known.items() if _may(param, "is_shared")}
@@ -112,13 +112,13 @@ def config_file() -> Path | None:
 
 
 def _settings(command: Any) -> dict[str, Any]:
-    """Return what may be set of a command, by key."""
+    """Return the options of a command that may be set, by key."""
     known = {_key(param): param for param in command.params if _may(param, "is_setting")}
     return {key: param for key, param in known.items() if key not in ("", "help", "help-all")}
 
 
 def _may(param: Any, attribute: str) -> bool:
-    """Return what is declared of a parameter; one that is not declared may all."""
+    """Return the declaration of a parameter; one without a declaration may be set everywhere."""
     return param.name not in DECLARED or bool(getattr(DECLARED[param.name], attribute))
 
 

@@ -204,7 +204,7 @@ def _speed_row(label: str, stats: Stats) -> str:
 
 
 def proof_line(result: DemoResult) -> str:
-    """Return what the comparison has shown, for a reader who has not heard of it."""
+    """Return the result of the comparison, for a reader who has not heard of it."""
     num_proved = result.num_exact + result.num_near
     if not num_proved:
         return "this rule draws afresh: the tokens have the model's distribution, and no text is compared"
@@ -215,7 +215,7 @@ def proof_line(result: DemoResult) -> str:
 
 
 def proof_details(result: DemoResult) -> str:
-    """Return how exactly the tokens were compared."""
+    """Return a line on how exactly the tokens were compared."""
     if not result.num_exact + result.num_near:
         return ""
     details = (

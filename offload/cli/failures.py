@@ -48,13 +48,13 @@ def _remedy(error: OSError) -> str:
 
 
 def _space_remedy(number: int) -> str:
-    """Return what helps where memory or threads lack: both also for want of address space."""
+    """Return the remedy where memory or threads lack: both also for want of address space."""
     is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     return f"{_LARGER_SPACE}, or {REMEDIES[number]}" if is_limited else REMEDIES[number]
 
 
 def is_stuck() -> bool:
-    """Return whether standard output cannot be written to: then that failed, and no other file."""
+    """Return True if standard output cannot be written to: then that failed, and no other file."""
     try:
         sys.stdout.flush()
     except OSError:

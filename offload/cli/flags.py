@@ -128,7 +128,7 @@ def as_flags(message: str) -> str:
 
 
 def ask_for_silence(words: Iterable[str]) -> bool:
-    """Return whether a command line wants no lines on stderr but errors."""
+    """Return True if a command line wants no lines on stderr but errors."""
     output = options_of(OutputOptions)
     return not {*output["quiet"].flags, *output["as_json"].flags}.isdisjoint(words)
 
@@ -171,7 +171,7 @@ def grouped(declared: Mapping[str, Option]) -> type[TyperCommand]:
 
 
 def is_long(declared: Mapping[str, Option]) -> bool:
-    """Return whether a command has so many options that its help shows the main ones alone."""
+    """Return True if a command has so long a help that it shows the main options alone."""
     return sum(not each_option.is_hidden for each_option in declared.values()) > _FEW
 
 
@@ -185,7 +185,7 @@ class _GroupedCommand(TyperCommand):
         return super().get_help(ctx).replace(_HYPHEN, "-")
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return what follows the command's name; of a required argument its name alone."""
+        """Return the words behind the command's name; of a required argument its name alone."""
         pieces = super().collect_usage_pieces(ctx)
         return [re.sub(r"^\{(.*?)(\.\.\.)?\}", r"\1", piece) for piece in pieces]
 

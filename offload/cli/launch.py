@@ -89,7 +89,7 @@ class Launch(NamedTuple):
 def plan_launch(
     num_ranks: int, hosts: str | None, host_index: int | None, port: int | None, command: list[str]
 ) -> Launch:
-    """Return what the flags ask for. Raises `UserError`."""
+    """Return the launch that the flags ask for. Raises `UserError`."""
     rule = f"offload launch starts one of {', '.join(COMMANDS)}"
     named = command[: 1 + (command[0] == "bench")]
     require(takes_ranks(command), rule, " ".join(named), "offload launch -n 2 -- generate ...")
@@ -245,7 +245,7 @@ def _find_host(names: Sequence[str]) -> int:
 
 
 def _is_here(name: str) -> bool:
-    """Return whether that is what this host calls itself, or an address of its own."""
+    """Return True if that is what this host calls itself, or an address of its own."""
     if name.lower() in (socket.gethostname().lower(), socket.getfqdn().lower()):
         return True
     try:

@@ -32,7 +32,7 @@ def list_models(output: OutputOptions) -> None:
 
 
 def _told(name: str) -> dict[str, Any]:
-    """Return what is known of a model, as `--json` has it, or why its headers cannot be read."""
+    """Return the facts of a model, as `--json` has them, or why its headers cannot be read."""
     from offload.checkpoint.download import in_cache
     from offload.checkpoint.open import open_headers
     from offload.checkpoint.sizes import ModelFacts

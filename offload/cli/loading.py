@@ -32,7 +32,7 @@ class Loading:
 
     @classmethod
     def from_options(cls, models: ModelChoice, options: ModelOptions, **needs: bool) -> "Loading":
-        """Return what flags name. Raises `UserError` for what cannot be, as far as headers tell.
+        """Return the models and options of flags. Raises `UserError` for misfits that headers show.
 
         `needs` are those of `check_setup`.
         """
@@ -66,7 +66,7 @@ class Loading:
         return replace(self, options=options, is_packaged=False)
 
     def identities(self) -> "Identities | None":
-        """Return what models are known by, before they are loaded; None where files must be fetched."""
+        """Return the models' names, before they are loaded; None where files must be fetched."""
         from offload.checkpoint.open import open_headers
         from offload.engine.identities import Identities
 

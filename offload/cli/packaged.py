@@ -30,7 +30,7 @@ _CHAT_CONTEXT = 1024
 
 
 def demo_options(options: LoadOptions, size_bytes: int) -> LoadOptions:
-    """Return how the demo loads, with a target of that size. Raises `UserError` for too little memory."""
+    """Return the demo's options, with a target of that size. Raises `UserError` for too little memory."""
     looks_up = True if parse_tree(options.tree).kind in ("best", "dynamic") else None
     wanted = replace(options, context=_CONTEXT, lookup=looks_up)
     streamed, plan = _streamed(PAIR, size_bytes, wanted)
@@ -40,7 +40,7 @@ def demo_options(options: LoadOptions, size_bytes: int) -> LoadOptions:
 
 
 def packaged_chat(options: LoadOptions, progress: Progress) -> LoadOptions:
-    """Return how the packaged target that answers questions is loaded, and make it large.
+    """Return the options of the packaged target that answers questions, and make it large.
 
     Raises `UserError`.
     """
@@ -53,7 +53,7 @@ def packaged_chat(options: LoadOptions, progress: Progress) -> LoadOptions:
 def _streamed(
     pair: Path, size_bytes: int, options: LoadOptions
 ) -> tuple[LoadOptions, Callable[[int], object]]:
-    """Return how a pair streams whose target is made so large, and what plans memory by a budget.
+    """Return the options of a pair with an enlarged target, and a planner of its memory.
 
     On the CPU, since any GPU would hold all of the target, and from a quarter of its size if that
     works, unless the user has named others.

@@ -130,7 +130,7 @@ class BatchProgress(Progress):
         self.num_passes += bool(runs)
 
     def finish(self, num_tokens: int) -> None:
-        """Note that one more is finished, with so many new tokens."""
+        """Note that one more is finished, with this many new tokens."""
         self.num_done += 1
         self._num_finished_tokens += num_tokens
         self._under_way = [run for run in self._under_way if not run.is_finished]

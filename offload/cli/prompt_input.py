@@ -35,7 +35,7 @@ def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
 
 
 def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True) -> str:
-    """Return what `-p`, `-f` or standard input give: one prompt. Raises `UserError`."""
+    """Return the one prompt of `-p`, `-f` or standard input. Raises `UserError`."""
     if prompt not in (None, "-"):
         name = "-p"
         text = text_of(os.fsencode(str(prompt)), _WHAT, name)

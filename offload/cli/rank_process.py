@@ -24,12 +24,12 @@ _HEARD_S = 3.0
 
 
 def takes_ranks(command: Sequence[str]) -> bool:
-    """Return whether it is a command that runs on many ranks."""
+    """Return True if it is a command that runs on many ranks."""
     return any(list(command[: len(name.split())]) == name.split() for name in COMMANDS)
 
 
 def names_ranks(command: Sequence[str]) -> bool:
-    """Return whether the command says which rank does what."""
+    """Return True if the command says which rank does what."""
     return any(word.split("=")[0] == "--ranks" for word in command)
 
 

@@ -98,7 +98,7 @@ def converse(
         )
         if first.session is not None:
             line = go_on(chat, first.session, console)
-            # one that was given anew holds
+            # one that was given again holds
             chat.system = text.system or chat.system
             console.say(line)
         console.say(HINT)

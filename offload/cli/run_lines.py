@@ -27,7 +27,7 @@ def opening_lines(
     *,
     is_decimal: bool = False,
 ) -> str:
-    """Return what is not as fast as it could be, what runs, where, and what to expect.
+    """Return lines on slow parts, on the models and their places, and on the speed to expect.
 
     Models go by the names that the user knows; no choice is told of where texts have trees of
     their own.
@@ -125,7 +125,7 @@ def _tree_words(num_nodes: int, depth: int, is_dynamic: bool) -> str:
 
 
 def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
-    """Return what was predicted for the best few trees."""
+    """Return the predictions for the best few trees."""
     return [
         f"  {c.label:>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step.total_s:.3f} s, "
         f"{c.s_per_token:.4f} s/token, {c.step.limit}-bound"
@@ -162,7 +162,7 @@ def closing_lines(
 
 
 def alpha_line(stats: Stats) -> str:
-    """Return how alike draft and target were where both are known; empty where they are not."""
+    """Return a line on how alike draft and target were, empty where that is not known."""
     if stats.alpha is None:
         return ""
     error = stats.alpha.standard_error
@@ -183,7 +183,7 @@ def memory_line(
 
 
 def clipped_line(asked: int, num_new: int, num_prompt: int, plan: "MemoryPlan") -> str:
-    """Return what becomes of more new tokens than there is room for; nothing where they fit.
+    """Return a line on new tokens that exceed the room; empty where they fit.
 
     Nor is anything told where as many were asked for as there is room for.
     """
@@ -195,7 +195,7 @@ def clipped_line(asked: int, num_new: int, num_prompt: int, plan: "MemoryPlan") 
 
 
 def fills_context(stats: Stats, plan: "MemoryPlan") -> bool:
-    """Return whether a text has all the room that there is."""
+    """Return True if a text has all the room that there is."""
     return stats.num_prompt_tokens + stats.num_new_tokens >= plan.context
 
 
@@ -215,7 +215,7 @@ def _longer(plan: "MemoryPlan") -> str:
 
 
 def turn_line(stats: Stats, finish_reason: str) -> str:
-    """Return how long an answer of a conversation took, and how much had to be read again for it."""
+    """Return a line on an answer's time, and on the tokens that had to be read again for it."""
     ending = {"interrupted": ", stopped", "length": ", cut off by its limit"}.get(finish_reason, "")
     speed = ""
     if stats.tpot_s:

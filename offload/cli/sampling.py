@@ -25,7 +25,7 @@ class GivenSampling(NamedTuple):
 
     @classmethod
     def from_options(cls, options: SamplingOptions) -> "GivenSampling":
-        """Return what the flags say. Raises `UserError` for what makes no sense.
+        """Return the sampling that the flags ask for. Raises `UserError` for contradictions.
 
         One flag that chooses among tokens, and nothing is left to the model.
         """
@@ -88,7 +88,7 @@ def sampling_words(sampling: Sampling) -> str:
 
 
 def found_grammar(text: TextOptions) -> Grammar | None:
-    """Return what a text must keep, read from files, or None. Raises `UserError`."""
+    """Return the grammar that a text must keep, read from files, or None. Raises `UserError`."""
     given = {name: getattr(text, name) for name in GRAMMARS}
     for name, file in given.items():
         if isinstance(file, Path):

@@ -62,7 +62,7 @@ def serve_model(
 
 
 def serving_lines(name: str, address: str) -> str:
-    """Return what a user opens, what a program is given, and how the server ends."""
+    """Return lines on the page to open, the address for programs, and the end of the server."""
     return f"serving {name}, Ctrl-C ends it\n  chat page  {address}/\n  API        {address}/v1"
 
 

@@ -66,7 +66,7 @@ def tune(
 
 
 def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
-    """Return what a tune has found: acceptance by rank, the curves, and the trees that follow."""
+    """Return the results of a tune: acceptance by rank, the curves, and the trees that follow."""
     costs = tuned.costs
     identity = tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]

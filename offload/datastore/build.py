@@ -99,7 +99,7 @@ def append(
 
 
 def chunk_room(ram_bytes: int, coder: Coder) -> int:
-    """Return how many tokens and separators of a chunk can be sorted within `ram_bytes`.
+    """Return the number of tokens and separators of a chunk that can be sorted within `ram_bytes`.
 
     The budget is that of the whole process. Raises `UserError`.
     """

@@ -206,7 +206,7 @@ class SuffixIndex:
     def continuations(
         self, matches: Matches, length: int = 10, most: int = 256, seed: int = 0
     ) -> NDArray[np.int64]:
-        """Return what follows up to `most` drawn matches, (M, length), -1 from a document's end."""
+        """Return tokens behind up to `most` drawn matches, (M, length), -1 from a document's end."""
         drawn_M = _drawn(matches, most, seed)
         bounds = np.cumsum([0, *(match.hi - match.lo for match in matches.ranges)])
         cuts = np.searchsorted(drawn_M, bounds)
@@ -225,7 +225,7 @@ class SuffixIndex:
         return b"".join(token.to_bytes(self._width.num_bytes, "big") for token in known)
 
     def _place(self, index: int, wanted: bytes) -> tuple[int, int]:
-        """Return how many tokens of `wanted` a chunk has, and their place in its order."""
+        """Count the tokens of `wanted` that a chunk has; return that and their place in its order."""
         view = self._views[index]
         read_at = self._reader(index, len(wanted))
         at = bisect_left(view, wanted, key=read_at)
@@ -241,7 +241,7 @@ class SuffixIndex:
         return MatchRange(index, lo, bisect_right(view, wanted, at, key=read_at))
 
     def _reader(self, index: int, size: int) -> Callable[[int], bytes]:
-        """Return a function of a position that reads so many bytes of a chunk from there."""
+        """Return a function of a position that reads this many bytes of a chunk from there."""
         text = self._chunks[index].text
         width = self._width.num_bytes
         return lambda position: text[width * position : width * position + size]

@@ -187,7 +187,7 @@ def map_chunk(store: Store, index: int) -> CorpusChunk:
 
 
 def _checked(folder: Path, content: dict[str, Any]) -> Store:
-    """Return what a manifest says.
+    """Return the content of a manifest.
 
     Sizes follow from the numbers of documents and tokens: each document has one separator, each
     token one position.

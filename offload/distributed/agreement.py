@@ -18,7 +18,7 @@ _MOST_BYTES = 1 << 20
 
 
 def gather_values(transport: Transport, value: T, kind: Any) -> list[T]:
-    """Return what each rank says, of the type `kind`, when the last one has spoken."""
+    """Return the value of each rank, of the type `kind`, when the last one has come."""
     if transport.rank != HEAD:
         _say(transport, HEAD, value)
         return broadcast_from_head(transport, [], list[kind])
@@ -29,7 +29,7 @@ def gather_values(transport: Transport, value: T, kind: Any) -> list[T]:
 
 
 def broadcast_from_head(transport: Transport, value: T, kind: Any) -> T:
-    """Return what the head says, of the type `kind`, on every rank; others' `value` is passed over."""
+    """Return the head's value, a `kind`, on every rank; others' `value` is passed over."""
     if transport.rank != HEAD:
         heard: T = _heard(transport, HEAD, kind)
         return heard
@@ -46,7 +46,7 @@ def agree_on(transport: Transport, refusal: str | None = None) -> None:
 
 
 def try_together(transport: Transport, attempt: Callable[[], T]) -> T:
-    """Return what this rank's attempt gives, when no rank's is refused; raises as `agree_on`."""
+    """Return the result of this rank's attempt, when no rank's is refused; raises as `agree_on`."""
     try:
         outcome = attempt()
     except UserError as error:

@@ -193,7 +193,7 @@ class DraftTree:
 
 _MOST_PASSES = 4  # for one answer, if it has a node at all
 _ANSWER = 8  # nodes that are made ready before the head asks
-_AHEAD = 2  # one of so many rows may be run before the head asks; the others are kept for answers
+_AHEAD = 2  # one of this many rows may be run before the head asks; the others are kept for answers
 
 
 def load_draft(

@@ -89,7 +89,7 @@ class Exchange:
         return Curve(_TIMED_ROWS, tuple(seconds))
 
     def figures(self, stream: LayerStream, plan: MemoryPlan) -> list[RankFigures]:
-        """Return what each rank has moved and held so far; all ranks ask at one time."""
+        """Return the bytes that each rank has moved and held so far; all ranks ask at one time."""
         mine = RankFigures(
             plan.ram_bytes,
             self._own_bytes,

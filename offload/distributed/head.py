@@ -233,7 +233,7 @@ class Head:
 
     @property
     def _num_wanted(self) -> int:
-        """Return how many guesses the next run needs, or all at once, if not continuous."""
+        """Count the guesses that the next run needs, or all at once, if not continuous."""
         num_runs = (
             1 if self._options.is_continuous else self._options.num_runs(len(self._roles.stages))
         )

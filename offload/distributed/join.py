@@ -94,7 +94,7 @@ class Joined(NamedTuple):
     handshakes: list[RankHandshake]  # by rank
 
     def note(self) -> str:
-        """Return what the user should know of where ranks are; empty where there is nothing."""
+        """Return notes for the user on the places of ranks; empty where there are none."""
         users = defaultdict[tuple[str, str], list[int]](list)
         for rank, handshake in enumerate(self.handshakes):
             for disk in handshake.disks:
@@ -358,7 +358,7 @@ def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: 
 
 
 def _boot_id() -> str:
-    """Return what differs between hosts, and between containers' hosts, of the same name."""
+    """Return an identity that differs between hosts or containers' hosts of the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

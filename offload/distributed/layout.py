@@ -172,7 +172,7 @@ def lay_out_stages(request: ClusterRequest, num_nodes: int) -> ClusterLayout:
 def _part(
     request: ClusterRequest, num_nodes: int, machine: Hardware, files: ModelFiles, layers: range
 ) -> RankPart:
-    """Return what a rank has that reads all of these files, with its share of all layers' bytes."""
+    """Return the sizes of a rank that reads these files, with its share of all layers' bytes."""
     own_bytes, whole_bytes = (
         checkpoint_of(checkpoint, layers_alone(checkpoint)).num_bytes
         for checkpoint in (files.target, request.files.target)
@@ -209,7 +209,7 @@ def _plan(
 def _capacity(
     request: ClusterRequest, num_nodes: int, machine: Hardware, files: ModelFiles, kept_bytes: int
 ) -> tuple[RankCapacity, int]:
-    """Return what a rank has for layers and cache, and how many slots a cache has.
+    """Return a rank's bytes for layers and cache, and the number of a cache's slots.
 
     `kept_bytes` of each slot it keeps in any case. Raises `UserError` where nothing is left.
     """

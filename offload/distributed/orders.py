@@ -76,7 +76,7 @@ class RunOrder(Order):
         return torch.tensor(self.tokens), torch.tensor(self.positions), sees_WU
 
     def activations(self, width: int, dtype: torch.dtype) -> Tensor:
-        """Return what the stage before has computed, (W, D), in memory of its own."""
+        """Return the activations of the stage before, (W, D), in memory of its own."""
         hidden_WD = torch.empty(len(self.tokens), width, dtype=dtype)
         content = b"" if self.hidden is None else self.hidden
         num_bytes = len(content)
@@ -136,7 +136,7 @@ class Least(NamedTuple):
 
 
 class Grow(Order):
-    """The head has room for so many guesses within these bounds."""
+    """The head has room for this many guesses within these bounds."""
 
     num_nodes: Count
     least: Least
@@ -184,7 +184,7 @@ _ENCODER = msgpack.Encoder()
 
 
 def encode(order: Order) -> bytearray:
-    """Return what `decode` takes; activations are copied once."""
+    """Return the bytes that `decode` takes; activations are copied once."""
     content = bytearray()
     _ENCODER.encode_into(order, content)
     return content

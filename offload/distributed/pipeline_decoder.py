@@ -48,11 +48,11 @@ class NullCache:
     length = 0
 
     def keepable(self, num_positions: int) -> int:
-        """Return how many of these are there."""
+        """Return the number of slots."""
         return min(num_positions, self.length)
 
     def clear(self, num_kept: int = 0) -> None:
-        """Keep so many from now on."""
+        """Keep this many from now on."""
         self.length = num_kept
 
 
@@ -70,7 +70,7 @@ class RemoteTarget:
         self.note = self.experts = None
 
     def new_cache(self) -> NullCache:
-        """Return what stands for a cache."""
+        """Return the stand-in for a cache."""
         return NullCache()
 
     def turn(self, tokens: Sequence[int], cache: NullCache) -> None:

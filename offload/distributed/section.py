@@ -104,7 +104,7 @@ class SectionModel(TreeModel):
 
 
 def capacity_of(setup: Setup, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
-    """Return what this rank can take, measured on all ranks of a host at one time.
+    """Return the capacity of this rank, measured on all ranks of a host at one time.
 
     `held` is a plan without limits; keys and values count with layers where ranks share those.
     """

@@ -68,7 +68,7 @@ class Shards(Team):
         agree_on(self.exchange.transport)
 
     def target(self, *args: Any, **settings: Any) -> ShardedTarget:
-        """Return what the others follow, once all have loaded, until `resources` are closed."""
+        """Return the team of ranks, once all have loaded; it lasts until `resources` are closed."""
         agree_on(self.exchange.transport)  # all have loaded
         target = ShardedTarget(*args, exchange=self.exchange, **settings)
         self._resources.callback(target.stop)

@@ -28,7 +28,7 @@ from offload.errors import UserError
 from offload.families.types import BY_HEADS
 from offload.planning.cluster import Gathers
 
-# rows that a share of a matrix is a multiple of, where a rank has so many times that many
+# rows that a share of a matrix is a multiple of, where a rank has this many times that many
 _STEP = 16
 _MANY = 4
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -70,13 +70,13 @@ class Sharding(NamedTuple):
         return ", ".join(f"{100 * count / sum(counts):.0f} %" for count in counts)
 
     def checkpoint_of(self, rank: int, checkpoint: Checkpoint) -> Checkpoint:
-        """Return what one rank reads of the layers."""
+        """Return the part of the layers that one rank reads."""
         return cut_rows(
             checkpoint, {name: matrix.rows_R[rank] for name, matrix in self.matrices.items()}
         )
 
     def widths(self, name: str) -> list[int]:
-        """Return how many numbers of a row of this matrix's output each rank has."""
+        """Return the count of numbers that each rank has of a row of this matrix's output."""
         return [rows.num for rows in self.matrices[name].rows_R]
 
     def input_widths(self, name: str) -> list[int]:
@@ -159,7 +159,7 @@ def split_rows(
 
 
 def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) -> bool:
-    """Return whether heads and features can be computed apart, as in Llama."""
+    """Return True if heads and features can be computed apart, as in Llama."""
     sizes = config_sizes(checkpoint)
     num_heads = sizes.get("num_attention_heads", 0)
     num_groups = sizes.get("num_key_value_heads")
@@ -230,7 +230,7 @@ def gathers_of(target: Checkpoint, sharding: Sharding, dtype: str) -> Gathers:
 
 
 def shard_files(files: ModelFiles, sharding: Sharding, rank: int) -> ModelFiles:
-    """Return what a rank of shards reads; embeddings, head and draft are the head's."""
+    """Return the files that a rank of shards reads; embeddings, head and draft are the head's."""
     shard = sharding.checkpoint_of(rank, files.target)
     if rank == 0:
         return files._replace(target=shard)

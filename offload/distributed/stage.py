@@ -117,7 +117,7 @@ class PipelineStage:
         self._is_whole_U = self._is_whole_U[list(kept)]
 
     def run(self, run: RunOrder, is_cancelled: Cancelled) -> Tensor | None:
-        """Return what the next stage gets, (W, D), or the drawn tokens; None where cancelled.
+        """Return activations for the next stage, (W, D), or drawn tokens; None where cancelled.
 
         Raises `ValueError` for rows that cannot be, and `ReadError`.
         """
@@ -200,7 +200,7 @@ class PipelineStage:
             raise _CancelledError
 
     def _may_stop(self, layer: int) -> bool:
-        """Return whether to stop a cancelled pass behind this layer.
+        """Return True if to stop a cancelled pass behind this layer.
 
         Not where the slots, which stopping throws away, hold all that is left to stream.
         """

@@ -156,7 +156,7 @@ class Transport:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], -1)
 
     def lost(self) -> RankError | None:
-        """Return what `receive` would raise now, if another rank is known to be lost."""
+        """Return the error that `receive` would raise now, if another rank is known to be lost."""
         return None if self._watch.loss is None else self._watch.loss.error()
 
     def note_work(self, kind: str, *, is_under_way: bool) -> None:
@@ -168,7 +168,7 @@ class Transport:
 
     @property
     def is_stalled(self) -> bool:
-        """Return whether work of this rank stood still for too long."""
+        """Return True if work of this rank stood still for too long."""
         return self._watch.is_stalled
 
     def fail(self, reason: str) -> None:
@@ -316,7 +316,7 @@ def _wait_for_each(sent: _Reaped) -> None:
 
 
 def _line(source: int | None, error: Exception) -> str:
-    """Return what an error of gloo's says, where the watch knows nothing better."""
+    """Return the message of a gloo error, where the watch knows nothing better."""
     who = "ranks" if source is None else f"rank {source}"
     if "imed out" in str(error):
         return f"{who} kept this one waiting for too long: {' '.join(str(error).split())[:120]}"

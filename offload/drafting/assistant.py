@@ -166,7 +166,7 @@ class _Projections(nn.Module):
             self.centroids = empty_linear(width, shapes["centroids.weight"][0], dtype)
 
     def forward(self, token_1T: Tensor, fed_1TE: Tensor) -> Tensor:
-        """Return what enters the first layer."""
+        """Return the input of the first layer."""
         mixed_1TD: Tensor = self.pre_projection(torch.cat([self.table(token_1T), fed_1TE], dim=-1))
         return mixed_1TD
 

@@ -30,13 +30,13 @@ class DraftState(Protocol):
 
     @property
     def saved(self) -> KVCache | None:
-        """Return what a session keeps of it."""
+        """Return the tensors that a session keeps of it."""
 
     def copy_from(self, other: Any, num_tokens: int) -> None:
         """Take over what `other` knows of the first `num_tokens` tokens, and nothing else."""
 
     def can_follow(self, num_positions: int) -> int:
-        """Return behind how many of the target's positions it can go on, so many at most."""
+        """Count the target's positions behind which it can go on, this many at most."""
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text beyond its first `num_kept` tokens."""

@@ -93,7 +93,7 @@ class _ContextMixer(nn.Module):
         return mixed_TD
 
     def place(self, _: nn.Module, __: Any, normed_1TD: Tensor) -> Tensor:
-        """Return what a layer's attention reads, of its own normed rows and of context."""
+        """Return keys and values of a layer's attention, from its own normed rows and context."""
         is_context_1T1, fed_1TD = self.context
         return torch.where(is_context_1T1, fed_1TD, normed_1TD)
 

@@ -62,7 +62,7 @@ class DraftPassPolicy:
         self._num_steps = 0
 
     def pays(self, gain: float, num_rows: int, draft_widths: Sequence[int]) -> bool:
-        """Return whether one more pass like the last one is worth its time.
+        """Return True if one more pass like the last one is worth its time.
 
         Args:
             gain: expected tokens that the last pass has added.
@@ -76,7 +76,7 @@ class DraftPassPolicy:
     def num_rows(
         self, chances: NDArray[np.float64], draft_widths: Sequence[int], num_roots: int = 1
     ) -> int:
-        """Return how many rows bring the most tokens for their time: the roots and the best nodes.
+        """Count the rows that bring the most tokens for their time: roots and best nodes.
 
         Args:
             chances: of the nodes below the roots to be accepted, falling.
@@ -287,7 +287,7 @@ class _Best:
 
     @property
     def expected(self) -> float:
-        """Return how many of them the target's pass is expected to accept."""
+        """Return the number of them that the target's pass is expected to accept."""
         return float(np.exp(self.candidates["log_f"]).sum())
 
     @property
@@ -496,7 +496,7 @@ def _as_tree(nodes: Candidates, root: int, root_token: int, rows: _Rows) -> Toke
 
 _GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 12.7, 16.0)
 _START = 1.6  # the exponent before anything was observed
-# prior loss of other exponents: so many nats times the squared log of their ratio to `_START`
+# prior loss of other exponents: this many nats times the squared log of their ratio to `_START`
 _PRIOR_LOSS = 4.0
 _KEPT = 0.998  # share of all losses that is kept from one token to the next
 

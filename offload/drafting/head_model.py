@@ -42,7 +42,7 @@ class HeadModel(CarriedModel):
         return wide_TV.index_copy_(1, self._id_W, logits_TW)
 
     def _new_mixer(self, decoder: Any) -> nn.Module:
-        """Return what makes (T, D) of states (T, W), and let layers read what it makes."""
+        """Return a function from states (T, W) to (T, D), and let layers read its result."""
         raise NotImplementedError
 
     def _adapt(self, meta_model: Any) -> None:

@@ -51,12 +51,12 @@ class JoinedState:
 
     @property
     def saved(self) -> KVCache | None:
-        """Return what a session keeps of the draft."""
+        """Return the tensors that a session keeps of the draft."""
         kept: KVCache | None = self.cache.saved
         return kept
 
     def can_follow(self, num_positions: int) -> int:
-        """Return what the draft says, see `DraftState`."""
+        """Return the draft's answer, see `DraftState`."""
         return int(self.cache.can_follow(num_positions))
 
     def copy_from(self, other: "JoinedState", num_tokens: int) -> None:
@@ -79,7 +79,7 @@ class JoinedDrafter:
 
     @property
     def needs(self) -> Taps | None:
-        """Return what the draft reads of the target."""
+        """Return the target's states that the draft reads."""
         return self._model.needs
 
     @property
@@ -89,7 +89,7 @@ class JoinedDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Return what the draft takes."""
+        """Return the bytes of the draft."""
         return self._model.num_bytes
 
     def cost(self, shape: Shape) -> Sequence[int]:

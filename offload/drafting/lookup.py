@@ -118,13 +118,13 @@ class Opinion(Protocol):
     length: int  # tokens of the context that it rests on
 
     def length_at(self, depth: int) -> int:
-        """Return how many tokens it rests on at the end of a path of this depth."""
+        """Return the number of tokens that it rests on at the end of a path of this depth."""
 
     def start(self) -> Any:
         """Return the state in which paths begin."""
 
     def shares(self, state: Any) -> Mapping[int, float]:
-        """Return how often each token followed there, as a share of all."""
+        """Return the share of each token among those that followed there."""
 
     def follow(self, state: Any, token: int) -> Any:
         """Return the state behind that token, None where nothing is known of it."""
@@ -308,7 +308,7 @@ class Source(Protocol):
     name: str
 
     def opinions(self, token_T: Tokens, num_nodes: int, depth: int) -> Iterable[Opinion]:
-        """Return opinions of at most so many nodes on what `depth` tokens follow a text."""
+        """Return opinions of at most this many nodes on what `depth` tokens follow a text."""
 
 
 class GuessState:
@@ -326,7 +326,7 @@ class GuessState:
         return num_positions
 
     def copy_from(self, other: "GuessState", num_tokens: int) -> None:
-        """Start empty: the text is read anew when it is asked about."""
+        """Start empty: the text is read again when it is asked about."""
         self.clear()
 
     def clear(self, num_kept: int = 0) -> None:
@@ -371,7 +371,7 @@ class GuessSources:
 
 NO_SOURCES = GuessSources(())
 
-# seconds of a weight pass over so many rows
+# seconds of a weight pass over this many rows
 PassSeconds = Callable[[int], float]
 
 

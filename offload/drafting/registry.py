@@ -57,7 +57,7 @@ def proposer_of(
     sources: GuessSources,
     step_s: StepSeconds,
 ) -> Proposer:
-    """Return what grows trees: a draft, other sources, both, or without either the root alone.
+    """Return the drafter: a draft, other sources, both, or without either the root alone.
 
     See `DraftSetup`.
     """

@@ -82,7 +82,7 @@ class NgramGuesses:
         return self._token
 
     def shares(self, state: int) -> Mapping[int, float]:
-        """Return how often each token came next, as shares."""
+        """Return the shares of the tokens that came next."""
         return self._shares_after((state,) if self.length else ())
 
     def follow(self, state: int, token: int) -> int:
@@ -113,7 +113,7 @@ class Ngrams:
 
 
 def open_sources(options: LoadOptions, tokenizer: Any, vocab_size: int) -> GuessSources:
-    """Return what is asked besides the draft. Raises `UserError` for files that cannot serve."""
+    """Return the sources besides the draft. Raises `UserError` for files that cannot serve."""
     length = parse_match_length(options.lookup_length)
     sources = list[Source]()
     if options.looks_up:

@@ -1,7 +1,7 @@
 """compressed-tensors' integers: `pack-quantized` of 2 to 8 bits, `int-quantized` of 8.
 
 Zero points are packed along rows of the weight, words along its columns. Codes of 3, 5, 6 and 7
-bits lie one behind the other; versions of the library up to 0.12 began each word anew, which the
+bits lie one behind the other; versions of the library up to 0.12 began each word again, which the
 number of words tells. The true number of columns is data (`weight_shape`); headers only say how
 many words there are, so the last of them may be padded. Which group of the config a weight belongs
 to is told by the shapes, and by the columns that the model has where several fit.
@@ -60,7 +60,7 @@ class _Fit(NamedTuple):
     most: int  # columns that they hold
 
     def holds(self, columns: int, num_groups: int) -> bool:
-        """Return whether so many columns take these words and scales."""
+        """Return True if this many columns take these words and scales."""
         fits = num_groups == (math.ceil(columns / self.group) if self.group else 1)
         return fits and self.least <= columns <= self.most
 
@@ -130,7 +130,7 @@ def _recognise_packed(stored: Headers, settings: Settings, site: Site) -> Recogn
 
 
 def _fit(num_words: int, num_groups: int, settings: Settings, site: Site) -> _Fit:
-    """Return how the config group that fits these words and scales has them read.
+    """Return the settings of the config group that fits these words and scales.
 
     Groups may be assigned by names, which tensors need not follow, so shapes decide.
     """

@@ -81,7 +81,7 @@ def distance_bytes(num_weights: int, width: int) -> int:
 
 
 def width_of(num_weights: int, num_bytes: int) -> int | None:
-    """Return the width of distances that take so many bytes, or None where none fits."""
+    """Return the width of distances that take this many bytes, or None where none fits."""
     return next(
         (width for width in _WIDTHS if distance_bytes(num_weights, width) == num_bytes), None
     )

@@ -168,13 +168,13 @@ def _recognise_float8(
 
 
 def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Settings) -> tuple[int, int]:
-    """Return how many rows and columns share a scale; 0 stands for all."""
+    """Return the numbers of rows and columns that share a scale; 0 stands for all."""
     if math.prod(scale_shape) == 1:
         return 0, 0
     if tuple(scale_shape) in ((*shape[:-1], 1), tuple(shape[:-1])):
         return 1, 0
     *rows_of, groups = scale_shape
-    # as MXFP8 has them, but for matrices of one row, which blocks fit as well
+    # as MXFP8 has them, except for matrices of one row, which blocks fit as well
     if tuple(rows_of) == tuple(shape[:-1]) and shape[-2] > 1 and groups and not shape[-1] % groups:
         return 1, shape[-1] // groups
     said = (group.get("block_structure") for group in config_weights(settings))

@@ -133,9 +133,9 @@ def require_integers(stored: Headers, suffixes: Sequence[str]) -> None:
 
 
 def group_size(num_columns: int, num_groups: int, said: object) -> int:
-    """Return how many columns share a scale: `said` by the config, or what divides them; 0 for all.
+    """Count the columns that share a scale: `said` by the config, or a divisor; 0 for all.
 
-    Raises `ValueError` where so many groups do not fit so many columns.
+    Raises `ValueError` where this many groups do not fit this many columns.
     """
     if num_groups == 1:
         return 0

@@ -1,7 +1,7 @@
 """Blocks of a prompt cache on a disk: a safetensors file each, named by what it holds.
 
 Any number of programs may use one folder at a time: a file is written under another name first, its
-name determines its content, and one that another program has removed is computed anew. Blocks of
+name determines its content, and one that another program has removed is computed again. Blocks of
 other models, types or versions have other names and are never read; they only count to the size.
 
 Invariant: tensors are returned only from a file that states this very name, has the shapes of the
@@ -48,7 +48,7 @@ class BlockHeader(NamedTuple):
         return [*self.entries]
 
     def get_slice(self, name: str) -> "TensorHeader":
-        """Return what is known of one tensor."""
+        """Return the record of one tensor."""
         entry = self.entries[name]
         return TensorHeader(list(entry.shape), entry.dtype)
 
@@ -69,7 +69,7 @@ class TensorHeader(NamedTuple):
 
 
 class BlockFolder:
-    """Blocks by name in a folder of at most so many bytes; what was used least makes room.
+    """Blocks by name in a folder of at most this many bytes; what was used least makes room.
 
     Args:
         directory: is made if need be.
@@ -99,7 +99,7 @@ class BlockFolder:
         return key in self._sizes
 
     def look(self, key: bytes) -> bool:
-        """Return whether there is such a block, also of another program."""
+        """Return True if there is such a block, also of another program."""
         if key not in self._sizes and key not in self._unread:
             with suppress(OSError):
                 self._add(key, self._path(key).stat().st_size)
@@ -205,7 +205,7 @@ def _require_ours(directory: Path) -> None:
     """Raise `UserError` for a folder of something else, or of another version."""
     mark = directory / _MARK
     if not mark.exists():
-        # but for the mark that another program is just writing
+        # except for the mark that another program is just writing
         others = [name for name in sorted(os.listdir(directory)) if not is_scratch(Path(name))]
         if others:
             raise UserError(

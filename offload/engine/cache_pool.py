@@ -1,6 +1,6 @@
 """Sets of caches, lent to the texts that are being written.
 
-Memory is planned for so many texts at a time, each with a set of caches of its own.
+Memory is planned for a number of texts at a time, each with a set of caches of its own.
 """
 
 import weakref
@@ -170,7 +170,7 @@ class CachePool:
         return most_shared
 
     def _num_to_keep(self, cache_set: _CacheSet, tokens: list[int]) -> int:
-        """Return how many tokens but the last a set has; none of another encoder's prompt."""
+        """Count these tokens that a set has, the last left out; 0 for another encoder's prompt."""
         num = num_shared(cache_set.tokens, tokens)
         is_other = any(token not in tokens[:num] for token in self._start_ids)
         return 0 if is_other else cache_set.caches.target.keepable(min(num, len(tokens) - 1))
@@ -195,7 +195,7 @@ class CachePool:
 
 
 def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens at the beginning two texts have in common."""
+    """Return the number of first tokens that two texts have in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next(
         (index for index, (token, other) in pairs if token != other), min(len(first), len(second))

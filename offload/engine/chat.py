@@ -80,7 +80,7 @@ class Chat:
 
     @property
     def system(self) -> str | None:
-        """Return what the model is told before the first question; setting it keeps the rest."""
+        """Return the system prompt; setting it keeps the rest."""
         is_there = bool(self.messages) and self.messages[0]["role"] == "system"
         return self.messages[0]["content"] if is_there else None
 
@@ -89,7 +89,7 @@ class Chat:
         self.messages = [*_opening(text), *self.messages[self.system is not None :]]
 
     def clear(self) -> None:
-        """Begin anew, with the system prompt alone."""
+        """Begin again, with the system prompt alone."""
         self.messages = _opening(self.system)
 
     def undo(self) -> str:
@@ -169,7 +169,7 @@ class Chat:
                     self.messages = [*asked, self._said(run, result)]
 
     def _reader(self, run: Run) -> PartReader | None:
-        """Return what takes thoughts and channels apart, where special tokens mark them.
+        """Return a reader that takes thoughts and channels apart, where special tokens mark them.
 
         Other marks are in the text, and stay there.
         """

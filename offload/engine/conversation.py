@@ -161,7 +161,7 @@ def words_of(tokenizer: Tokenizer) -> ModelWords:
 
 
 def _render_until_exceeded(tokenizer: Tokenizer) -> Render:
-    """Return what renders a probe; once a template takes more than it may, no further is tried."""
+    """Return a renderer of probes; once a template takes more than it may, it tries no further."""
     has_exceeded = False
 
     def render(messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
@@ -194,7 +194,7 @@ def turn_end_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 def thinking_variables(tokenizer: Tokenizer, think: bool | None) -> dict[str, Any]:
-    """Return what tells a template to let the model think, or not. Raises `UserError`."""
+    """Return the template variables that let the model think, or not. Raises `UserError`."""
     if think is None:
         return {}
     switch = words_of(tokenizer).thinking

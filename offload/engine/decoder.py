@@ -149,7 +149,7 @@ class Decoder(TokenDecoder):
         Args:
             sampling: how tokens are drawn; the other arguments are those of `generate`.
             continues: keep the keys and values of all tokens that the prompt shares with the run
-                before; but for `invariance` they differ from the prompt's own by rounding.
+                before; except for `invariance` they differ from the prompt's own by rounding.
         """
         request = Request(prompt, sampling, max_new_tokens, raw=raw, tree=tree, rule=rule)
         return self.start(request, continues=continues)
@@ -161,7 +161,7 @@ class Decoder(TokenDecoder):
         """
         request = self.prepare(request)
         prompt_ids: Any = request.prompt
-        # anew: passes since it was checked may have shown more
+        # again: passes since it was checked may have shown more
         choice = self._tree_of(request)
         # no text goes on that an encoder reads
         start_ids = self._start_ids or prompt_ids
@@ -228,7 +228,7 @@ class Decoder(TokenDecoder):
             self._pool.release(run if isinstance(run, Scorer) else run.sequence)
 
     def score_texts(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[TextScore]:
-        """Return how likely the ends of texts are.
+        """Return the log probabilities of the ends of texts.
 
         Each is given as token ids, and from which of them on they count. Texts share passes,
         `num_score_passes` in all, and those that begin alike the rows of their beginning. Raises
@@ -310,7 +310,7 @@ class Decoder(TokenDecoder):
 
     @property
     def arithmetic(self) -> str:
-        """Return what the bits of keys and values depend on here, see `Invariance.arithmetic`."""
+        """Return the settings that decide bits of keys and values, see `Invariance.arithmetic`."""
         return self.invariance.arithmetic(self.plan.device)
 
     def encode(
@@ -331,7 +331,7 @@ class Decoder(TokenDecoder):
             return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, options=options)
 
     def _tree_of(self, request: Request, num_texts: int = 1) -> TreeChoice:
-        """Return the tree of a request, where so many texts share a pass. Raises `UserError`."""
+        """Return the tree of a request, where this many texts share a pass. Raises `UserError`."""
         rule = self._rule_of(request).name
         return self._trees.for_run(request.sampling, rule, request.tree, num_texts)
 

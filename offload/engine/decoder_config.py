@@ -56,7 +56,7 @@ class TextRules(NamedTuple):
     def from_checkpoint(
         cls, checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int
     ) -> "TextRules":
-        """Return what a model's files say. Raises `UserError`."""
+        """Return the rules of a model's files. Raises `UserError`."""
         end_ids = end_ids_of(checkpoint)
         grammars = Grammars(tokenizer, vocab_size, end_ids | tokenizer_end_ids(tokenizer))
         stated = ModelRules(stated_settings(checkpoint), end_ids, vocab_size)
@@ -83,7 +83,7 @@ class DecoderConfig(NamedTuple):
     def without_trees(
         cls, setup: Setup, plan: MemoryPlan, tokenizer: Tokenizer | None
     ) -> "DecoderConfig":
-        """Return what a decoder has to know whose target other ranks compute, guesses included."""
+        """Return the config of a decoder whose target other ranks compute, guesses included."""
         vocab_size = config_sizes(setup.files.target)["vocab_size"]
         return cls(
             plan=plan,

@@ -34,7 +34,7 @@ from offload.sampling_options import Sampling
 _MOST_TOKENS = 96  # of a trial
 _MOST_S = 10.0  # of a trial, once it has had its least passes
 _LEAST_PASSES = 4
-_SMALL = 8  # a draft at hand has at most a so many-th of the target's bytes
+_SMALL = 8  # a draft at hand has at most one in this many of the target's bytes
 _MOST_FOLDERS = 64
 _COPY = "self:int4"
 _NONE = "none"
@@ -47,7 +47,7 @@ class DraftTrials(msgspec.Struct, frozen=True):
 
     @property
     def by_speed(self) -> list[tuple[float, str]]:
-        """Return what runs, the quickest first."""
+        """Return the candidates that run, the quickest first."""
         return sorted((took, name) for name, took in self.s_per_token.items() if took is not None)
 
     @property
@@ -149,7 +149,7 @@ def _s_per_token(decoder: Decoder, sampling: Sampling) -> float:
 
 
 def _kept(place: Path) -> DraftTrials | None:
-    """Return what was found earlier; None where nothing was, or nothing that can be read."""
+    """Return an earlier choice; None where there is none that can be read."""
     if not place.is_file():
         return None
     try:

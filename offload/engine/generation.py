@@ -49,7 +49,7 @@ class Generation:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the text is the target's own, or is distributed like that."""
+        """Return True if the text is the target's own, or is distributed like that."""
         return self.lenience == 1 and self.plan.kv_dtype == "auto"
 
     def __repr__(self) -> str:
@@ -170,7 +170,7 @@ class Run:
             self.sequence.extend([likeliest.token], logprobs)
 
     def take(self) -> TextPiece:
-        """Return what a pass has gained, see `Decoder.step_all`, and note if the text ends there."""
+        """Return the gain of a pass, see `Decoder.step_all`, and note if the text ends there."""
         sequence = self.sequence
         num_before = len(self._text.tokens)
         num_segments = self._text.num_segments
@@ -207,7 +207,7 @@ class Run:
             stats.decode_s = self._elapsed_s - stats.ttft_s
 
     def result(self) -> Generation:
-        """Return what was generated so far."""
+        """Return the generation so far."""
         stats = self.sequence.stats
         token_ids = self.sequence.new_ids
         stats.num_new_tokens = len(token_ids)

@@ -104,7 +104,7 @@ class Identities:
         return same_model(saved, mine)
 
     def watching(self, part: str, watcher: Watcher) -> Watcher:
-        """Return what looks at weights as they are read: this watcher, and a sum that is wanted."""
+        """Return a watcher of weights as they are read: this one, and a sum that is wanted."""
         total = self._sums.get(part)
         if total is None:
             return watcher

@@ -61,7 +61,7 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Return whether nothing more will come; pieces may still wait to be taken."""
+        """Return True if nothing more will come; pieces may still wait to be taken."""
         return self.outcome is not None
 
     def result(self, timeout_s: float | None = None) -> Generation:
@@ -79,7 +79,7 @@ class Job:
         self.is_cancelled = True
 
     def take(self) -> list[TextPiece]:
-        """Return what has come by now and was not taken yet, without waiting."""
+        """Return the pieces that have come by now and were not taken yet, without waiting."""
         with self._changed:
             pieces = list(self._pieces)
             self._pieces.clear()

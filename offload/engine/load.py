@@ -82,7 +82,7 @@ def load(given: LoadArguments) -> Decoder:
         {arguments}
         request: the first run, refused here if it must be; the tree is chosen for its sampling.
         open_source: opens weight files.
-        on_bytes: hears of (bytes, bytes in all) as they land, beginning anew with each phase:
+        on_bytes: hears of (bytes, bytes in all) as they land, beginning again with each phase:
             draft, embeddings and head; layers that stay; experts.
         on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the
             next one may begin.

@@ -59,7 +59,7 @@ class CheckBlock(Protocol):
 
 
 def model_root(part: str, identities: Identities, kv_dtype: str = "auto") -> bytes:
-    """Return what names of a model's blocks begin with: its weights, its config and its type.
+    """Return the prefix of a model's block names: its weights, its config and its type.
 
     A draft of the target's own files has rows that are made of the target's. Raises `ReadError`.
     """
@@ -73,7 +73,7 @@ def model_root(part: str, identities: Identities, kv_dtype: str = "auto") -> byt
 
 
 def open_prefixes(config: DecoderConfig, caches: Sequence[KVCache]) -> "PrefixCache | None":
-    """Return what keeps beginnings of the texts in these caches; None where it is not wanted.
+    """Return the store of beginnings of the texts in these caches; None where it is not wanted.
 
     Raises `UserError` for a folder of something else.
     """
@@ -125,7 +125,7 @@ class TokenChain:
         return keys
 
     def point_key(self, position: int) -> bytes:
-        """Return the name of the point behind so many positions, one at least."""
+        """Return the name of the point behind this many positions, one at least."""
         num_blocks = point_blocks(position)
         before = self.keys[num_blocks - 1] if num_blocks else self._root
         return _digest(b"point", before, self._tokens(num_blocks * BLOCK_ROWS, position))
@@ -136,7 +136,7 @@ class TokenChain:
 
 
 def point_blocks(position: int) -> int:
-    """Return how many whole blocks lie before a point's own rows, of which there are some."""
+    """Return the number of whole blocks before a point's own rows, of which there are some."""
     return (position - 1) // BLOCK_ROWS
 
 
@@ -149,7 +149,7 @@ def _digest(*parts: bytes) -> bytes:
 
 
 class BlockStore:
-    """Tensors by name in at most so many bytes; what was used least makes room."""
+    """Tensors by name in at most this many bytes; what was used least makes room."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -239,7 +239,7 @@ class PrefixCache:
 
     @property
     def num_bytes(self) -> int:
-        """Return what blocks take in memory."""
+        """Return the bytes of blocks in memory."""
         return self._ram.num_bytes
 
     @torch.inference_mode()
@@ -317,7 +317,7 @@ class PrefixCache:
         self._ram.use([*way.keys, *filter(None, [way.point_key])])
 
     def _longest(self, chain: TokenChain, most_rows: int, *, has_states: bool) -> _Way:
-        """Return the longest way, of at most so many rows, that blocks and points lead."""
+        """Return the longest way, of at most this many rows, that blocks and points lead."""
         keys = chain.keys
         num_blocks = next((at for at, key in enumerate(keys) if not self._has(key)), len(keys))
         if not has_states:

@@ -63,7 +63,7 @@ class Request:
     session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
     is_kept: bool = False  # its text will be kept in such a file
     is_named: bool = False  # its text will be written under the name of its model
-    # tell each new token's, and those of so many of the likeliest; None tells none
+    # tell each new token's, and those of this many of the likeliest; None tells none
     num_logprobs: int | None = None
     # the same of the prompt's tokens, which engines tell their jobs
     num_prompt_logprobs: int | None = None
@@ -87,7 +87,7 @@ class Request:
 
     @property
     def is_for_file(self) -> bool:
-        """Return whether something will be written that must tell of which model it is."""
+        """Return True if something will be written that must tell of which model it is."""
         return self.is_kept or self.is_named or self.session is not None
 
     @property
@@ -106,7 +106,7 @@ class Request:
         return stops
 
     def is_prepared_by(self, decoder: object) -> bool:
-        """Return whether this decoder has checked it: its prompt is token ids then."""
+        """Return True if this decoder has checked it: its prompt is token ids then."""
         return self._prepared is not None and self._prepared[0]() is decoder
 
     def prepared(self, ids: Sequence[int], decoder: object, made: object = None) -> "Request":
@@ -119,7 +119,7 @@ class Request:
 
     @property
     def _is_templated(self) -> bool:
-        """Return whether a template, where the model has one, puts the prompt into a turn."""
+        """Return True if a template, where the model has one, puts the prompt into a turn."""
         return _are_messages(self.prompt) or (isinstance(self.prompt, str) and not self.raw)
 
     def end_ids(self, tokenizer: Tokenizer | None, end_ids: frozenset[int]) -> frozenset[int]:
@@ -199,7 +199,7 @@ class Request:
         return ids
 
     def num_new(self, ids: Sequence[int], context: int, start_ids: tuple[int, ...] = ()) -> int:
-        """Return how many tokens may be written behind a prompt, one at least if any are wanted."""
+        """Count the tokens that may be written behind a prompt, at least 1 if any are wanted."""
         if not self.is_clipped:
             return self.max_new_tokens
         return min(self.max_new_tokens, max(1, context - len(start_ids or ids)))
@@ -208,7 +208,7 @@ class Request:
 def request_of(
     prompt: Prompt, arguments: Mapping[str, Any], tree: str | None = None, rule: str | None = None
 ) -> Request:
-    """Return what keywords of `Decoder.generate` ask for. Raises `UserError`, `TypeError`."""
+    """Return the request of keywords of `Decoder.generate`. Raises `UserError`, `TypeError`."""
     drawing = options_of(Sampling)
     known = [*options_at("python", TextOptions), *drawing]
     if unknown := arguments.keys() - {*known}:
@@ -225,7 +225,7 @@ def request_of(
 
 
 def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
-    """Yield a request so many times, each with a seed of its own. Raises `UserError`.
+    """Yield a request this many times, each with a seed of its own. Raises `UserError`.
 
     Those of a request that was checked are.
     """
@@ -348,7 +348,7 @@ def whole_numbers(prompt: Any) -> list[int]:
 
 
 def _are_messages(prompt: object) -> bool:
-    """Return whether a prompt is messages, by the first; other lists are token ids."""
+    """Return True if a prompt is messages, by the first; other lists are token ids."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 

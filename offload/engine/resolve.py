@@ -95,7 +95,7 @@ def resolve_files(
     device: Device = HOST,
     assumed: Assumptions | None = None,
 ) -> Setup:
-    """Return what headers alone decide. Raises `UserError` for misfit options."""
+    """Return the setup that headers alone decide. Raises `UserError` for misfit options."""
     hardware = assumed and assumed.hardware
     budget = budget_of(
         options, str(device.torch_device) if device.has_own_memory else None, hardware

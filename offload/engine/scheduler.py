@@ -142,7 +142,7 @@ class Scheduler:
             self.count(moved=moved, num_passes=1, num_tokens=num_tokens, pass_s=done.seconds)
 
     def _moved(self) -> Transfers:
-        """Return what passes have moved so far; of a decoder that was closed too early nothing."""
+        """Return the transfers of all passes so far; none of a decoder that closed too early."""
         target = getattr(self._decoder, "target", None)
         return _NOTHING if target is None else target.moved
 
@@ -162,7 +162,7 @@ class Scheduler:
             self._end(ref, error)
 
     def figures(self) -> EngineFigures:
-        """Return what was done, and what goes on."""
+        """Return the work that was done, and the work that goes on."""
         with self.changed:
             now_s = time.monotonic()
             recent = tuple(done for done in self._recent if now_s - done.ended_s < _RECENT_S)
@@ -178,13 +178,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many jobs wait for a place; a cancelled one needs none."""
+        """Return the number of jobs that wait for a place; a cancelled one needs none."""
         with self.changed:
             return sum(not _is_given_up(ref) for ref in self._waiting)
 
     @property
     def waiting_grammar_bytes(self) -> int:
-        """Return how long the grammars are, compiled by now, of all jobs that wait."""
+        """Return the total length of the grammars, compiled by now, of all jobs that wait."""
         with self.changed:
             jobs = filter(None, (ref() for ref in self._waiting))
             return sum(job.request.grammar.num_bytes for job in jobs if job.request.grammar)
@@ -255,7 +255,7 @@ class Scheduler:
             scores.release(self._decoder)
 
     def _is_coming(self, ref: weakref.ref[Job]) -> bool:
-        """Return whether a text takes in what this job's prompt begins with, and none has it yet."""
+        """Return True if a text takes in this job's first tokens, and no text has them yet."""
         if (job := ref()) is None:
             return False
         shares = [
@@ -336,7 +336,7 @@ class Scheduler:
 
 
 def _num_alike(request: Request, text: TokenSequence, waiting: Request) -> int:
-    """Return how many tokens a waiting prompt shares with a text's, a block at least or all of it.
+    """Count the tokens that a waiting prompt shares with a text's: a block at least, or all.
 
     What is not encoded yet is compared as it was given.
     """

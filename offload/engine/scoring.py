@@ -192,7 +192,7 @@ class Scorer:
         return num_alike
 
     def _room_behind(self, num_kept: int) -> int:
-        """Return how many rows fit behind cached tokens; branches may outgrow the context."""
+        """Count the rows that fit behind cached tokens; branches may outgrow the context."""
         return min(self._max_rows, self._cache.num_slots - num_kept)
 
     def _pass(self, batch: "_Branches") -> None:
@@ -240,7 +240,7 @@ class _Branches:
 
     @property
     def is_chain(self) -> bool:
-        """Return whether all rows are of one text, so that more of it may follow."""
+        """Return True if all rows are of one text, so that more of it may follow."""
         return len(self.paths) == 1
 
     def num_new(self, tokens: Sequence[int]) -> int:

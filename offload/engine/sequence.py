@@ -62,7 +62,7 @@ class Caches(NamedTuple):
     draft: Any  # a `DraftState`, of a kind that its drafter alone knows
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text but for its first tokens."""
+        """Forget the text except for its first tokens."""
         self.target.clear(num_kept)
         self.draft.clear(num_kept)
         self.rejoin()
@@ -135,7 +135,7 @@ class TokenSequence:
         self.set_shape(self.shape)
 
     def set_shape(self, shape: Shape) -> Stats:
-        """Give later trees this shape; return the figures of their steps, which begin anew."""
+        """Give later trees this shape; return the figures of their steps, which begin again."""
         self.stats = Stats(num_prompt_tokens=self.num_prompt_tokens)
         self._take_shape(shape)
         is_known = self.sampler.is_greedy or self.sampler.drafting is not ChildSampling.COUPLED
@@ -153,7 +153,7 @@ class TokenSequence:
         self._among = among
 
     def next_shape(self, num_texts: int) -> Shape:
-        """Return the shape of the next tree, where so many texts share the pass."""
+        """Return the shape of the next tree, where this many texts share the pass."""
         if self._chains is None and self._among is not None:
             self._take_shape(self._among(num_texts))
         return self.shape
@@ -175,7 +175,7 @@ class TokenSequence:
 
     @property
     def caches(self) -> Caches:
-        """Return what the models keep of it. Raises `UserError` once they were taken away."""
+        """Return the caches of the models. Raises `UserError` once they were taken away."""
         if self._caches is None:
             raise HostFault(
                 "this decoder has begun another generation or was closed: finish one before the "
@@ -202,12 +202,12 @@ class TokenSequence:
 
     @property
     def num_computed(self) -> int:
-        """Return how many of its tokens the target's cache has; none once that was taken away."""
+        """Return the number of its tokens in the target's cache; 0 once that was taken away."""
         return 0 if self._caches is None else self._caches.target.length
 
     @property
     def num_pending(self) -> int:
-        """Return how many tokens the target's cache lacks, the root left out."""
+        """Return the number of tokens that the target's cache lacks, the root left out."""
         return len(self.tokens) - 1 - self.caches.target.length
 
     @property
@@ -216,7 +216,7 @@ class TokenSequence:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether nothing more is to be written, as far as tokens tell."""
+        """Return True if nothing more is to be written, as far as tokens tell."""
         is_whole = self.num_new >= self.limits.max_new_tokens
         return is_whole or self.is_at_end_token or self.sampler.is_over
 
@@ -241,6 +241,6 @@ class TokenSequence:
             self.cut(self.num_new)
 
     def cut(self, num_new: int) -> None:
-        """Drop all but so many of its new tokens: behind them a stop string is complete."""
+        """Drop all but this many of its new tokens: behind them a stop string is complete."""
         del self.tokens[self.num_prompt_tokens + num_new :], self.logprobs[num_new:]
         self.sampler.cut(self.new_ids)

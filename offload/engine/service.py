@@ -116,7 +116,7 @@ class Engine:
         self._ended.wait()
 
     def figures(self) -> EngineFigures:
-        """Return what was done, and what goes on."""
+        """Return the work that was done, and the work that goes on."""
         return self._scheduler.figures()
 
     def _require_room(self) -> None:

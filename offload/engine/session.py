@@ -118,7 +118,7 @@ def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
 
 
 def can_use(identities: Identities, part: str, notes: Mapping[str, str]) -> bool:
-    """Return whether a file with these notes has this part's weights, in its type; nothing is read."""
+    """Return True if a file with these notes has this part's weights, in its type."""
     saved = _told_identity(notes, part)
     mine = identities.for_part(part)
     is_same = saved is not None and mine is not None and not same_model(saved, mine)
@@ -172,7 +172,7 @@ def require_sessions(start_ids: tuple[int, ...], parallel: int = 1, kv_dtype: st
 
 
 def check_session(path: Path, identities: Identities, plan: MemoryPlan) -> Session:
-    """Return what a file holds, proved by its header to fit; fills nothing. Raises `UserError`."""
+    """Return a file's content, proved by its header to fit. Raises `UserError`."""
     with _opened(path) as file:
         return _checked(path, file, identities, plan)
 

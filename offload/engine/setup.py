@@ -61,17 +61,17 @@ class Setup:
 
     @property
     def ranks(self) -> str | None:
-        """Return what the user names the ranks by; None for one process."""
+        """Return the user's name of the ranks; None for one process."""
         return self.options.ranks or (self.assumed and self.assumed.ranks)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether no link of this machine and no profile made on it says anything."""
+        """Return True if no link of this machine and no profile made on it says anything."""
         is_gpu_elsewhere = self.budget.gpu_bytes is not None and not self.device.has_own_memory
         return self.hardware is not None or is_gpu_elsewhere
 
     def plan_for(self, num_nodes: int) -> MemoryPlan:
-        """Plan memory for trees of so many nodes together. Raises `UserError` for too little."""
+        """Plan memory for trees of this many nodes together. Raises `UserError` for too little."""
         return plan_memory(self.files, self.budget, num_nodes)
 
     @property
@@ -81,7 +81,7 @@ class Setup:
 
     @property
     def traffic_of(self) -> TrafficOf:
-        """Return what tells the bytes that a sweep moves with trees of so many nodes."""
+        """Return a function from a number of nodes to the bytes that a sweep moves."""
         return partial(traffic_in, self.budget, self.files, hardware=self.hardware)
 
     def admit(self) -> None:
@@ -104,7 +104,7 @@ class Setup:
         return Machine.here(compute_dtype_name(self.files.target, self.dtype), self.device.name)
 
     def settings(self, sampling: Sampling | None = None) -> RunSettings:
-        """Return what a tree is chosen for; without sampling as the named profile has it, or greedy."""
+        """Return the settings of a tree's choice; without sampling the named profile's, or greedy."""
         named = self._named_profile
         if sampling is None and named is not None:
             identity = parse_profile(named).identity
@@ -119,7 +119,7 @@ class Setup:
         return None if named is None or self.options.has_no_profile else Path(named)
 
     def profile_finder(self) -> FindProfile:
-        """Return what finds the profile for settings and rule, or says why there is none."""
+        """Return a finder of the profile for settings and rule, which says why there is none."""
         if prior_for(self.files) is None or self.options.has_no_profile:
             return lambda *_: (None, "no profile is wanted")
         return profile_finder(
@@ -132,7 +132,7 @@ class Setup:
         )
 
     def tree_selector(self, sampling: Sampling) -> TreeSelector:
-        """Return what chooses the trees, with all that is known before anything is measured.
+        """Return the selector of trees, with all that is known before anything is measured.
 
         Raises `UserError` for a named profile that does not hold for such runs.
         """
@@ -155,7 +155,7 @@ class Setup:
 
     @property
     def knows_link(self) -> bool:
-        """Return whether the rate at which layers arrive is said, or can be measured here."""
+        """Return True if the rate at which layers arrive is said, or can be measured here."""
         is_here_or_given = bool(self.disk_bytes_per_s) or self.files.target.is_here
         return self.hardware is not None or (not self.is_elsewhere and is_here_or_given)
 

@@ -77,7 +77,7 @@ def point_tensors(part: str, point: Point) -> dict[str, Tensor]:
 
 
 def point_of(part: str, tensors: Mapping[str, Tensor], length: int) -> Point:
-    """Return the states behind so many positions, see `point_tensors`."""
+    """Return the states behind this many positions, see `point_tensors`."""
     tails, states = (
         {
             int(name.rsplit(".", 1)[1]): tensor

@@ -3,7 +3,7 @@
 Texts share the pass and nothing else: each has its own tree, keys and values, noise and limits, and
 joins or leaves between passes. Prompts are taken in by the same passes as the others' trees, in
 chunks, in the order in which they came.
-Invariant: what a text gains does not depend on who else is there, but for how much of it comes in
+Invariant: what a text gains does not depend on who else is there, except how much of it comes in
 one pass.
 """
 
@@ -123,7 +123,7 @@ class SpeculationStep:
         return [gained.get(text, []) for text in texts]
 
     def _part_of(self, text: TokenSequence, tree: TokenTree | None, num_pending: int) -> BatchPart:
-        """Return what a text has in the pass; of a prompt that takes several, the drafter hears."""
+        """Return a text's part of the pass; of a prompt that takes several, the drafter hears."""
         caches = text.caches
         observe = partial(self._observe, text)
         return self._target.part_of(text.tokens, caches.target, tree, num_pending, observe)
@@ -136,7 +136,7 @@ class SpeculationStep:
     def _verify(
         self, text: TokenSequence, tree: TokenTree, rows: Rows, figures: PassFigures
     ) -> tuple[Acceptance, list[int]]:
-        """Return what of a scored tree is accepted, and the new tokens of the text, which has them."""
+        """Return a scored tree's accepted part, and the text's new tokens, which it has by then."""
         began_s = time.perf_counter()
         adjusted = text.sampler.adjusted_rows(tree.path, rows)
         accepted = text.rule.verify(tree, adjusted, text.sampler, len(text.tokens) - 1)

@@ -17,7 +17,7 @@ from offload.words.parts import Special
 _REPLACEMENT = "\ufffd"
 # Tokens decoded before the new ones: some tokenizers glue, or drop a leading space.
 _CONTEXT_TOKENS = 8
-_MOST_TOKENS = 128  # that are decoded anew with those of a pass
+_MOST_TOKENS = 128  # that are decoded again with those of a pass
 _SPACE = "\u2581"  # SentencePiece writes a space so
 
 
@@ -58,7 +58,7 @@ class MarkedText(NamedTuple):
 
     @property
     def has_words(self) -> bool:
-        """Return whether there is more than special tokens."""
+        """Return True if there is more than special tokens."""
         return len(self.text) > sum(end - first for first, end in self.spans)
 
     def between(self, first: int, end: int) -> list[str]:
@@ -107,16 +107,16 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """Return what was handed out."""
+        """Return the text that was handed out."""
         return plain_text(self._segments)
 
     @property
     def num_segments(self) -> int:
-        """Return how many segments were handed out."""
+        """Return the number of segments that were handed out."""
         return len(self._segments)
 
     def segments_from(self, first: int) -> tuple[str, ...]:
-        """Return what was handed out from this segment on, special tokens included."""
+        """Return the text that was handed out from this segment on, special tokens included."""
         return tuple(self._segments[first:])
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
@@ -149,7 +149,7 @@ class TextStream:
         return plain_text(self.whole_segments())
 
     def whole_segments(self) -> tuple[str, ...]:
-        """Return what `whole` does, with special tokens."""
+        """Return the whole text, with special tokens."""
         marked = self._window()
         return (*self._segments, *marked.between(self._num_shown, len(marked.text)))
 
@@ -189,7 +189,7 @@ class TextStream:
         """
         if len(window) < self._most_tokens:
             return
-        # one of so many neighbours is a border: characters have four bytes at most
+        # one of this many neighbours is a border: characters have four bytes at most
         for middle in range(len(window) // 2, len(window) // 2 - 4, -1):
             before = self._marked(self._context, window[:middle], self._places).text
             if len(before) > self._num_shown:
@@ -209,7 +209,7 @@ class TextStream:
     def _marked(
         self, context: Sequence[int], tokens: Sequence[int], places: dict[int, int]
     ) -> MarkedText:
-        """Return what tokens add to a text behind those before them, special tokens in between.
+        """Return the text that tokens add behind those before them, special tokens in between.
 
         `places` has where special tokens stand in the text without them, as far as that is known.
         """
@@ -233,7 +233,7 @@ class TextStream:
         return MarkedText("".join(pieces) + text[place:], tuple(spans))
 
     def _text_behind(self, context: Sequence[int], tokens: Sequence[int]) -> str:
-        """Return what tokens add to a text behind those before them."""
+        """Return the text that tokens add behind those before them."""
         before = self._decode(context)
         text = self._decode([*context, *tokens])
         num_before = len(before)

@@ -37,7 +37,7 @@ class TokenDecoder:
 
     It writes as many at a time as it was loaded for, each in a cache set of its own; where that is one,
     a sequence that is begun overtakes the one before. Any thread may use it, one at a time: others
-    get a `UserError` meanwhile, but for `close`, which ends a step. One that is dropped closes
+    get a `UserError` meanwhile, except for `close`, which ends a step. One that is dropped closes
     itself.
     """
 

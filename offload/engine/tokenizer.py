@@ -166,7 +166,7 @@ def _name_of(index: int, ids: Mapping[str, int] | None) -> str:
 
 
 def are_same(first: Mapping[str, int], other: Mapping[str, int], *, is_exact: bool) -> bool:
-    """Return whether two vocabularies give the same meaning to the same ids.
+    """Return True if two vocabularies give the same meaning to the same ids.
 
     GGUF files pad theirs to the width of the embedding, and their tokenizers are rebuilt (not
     `is_exact`): then the larger must contain the smaller.
@@ -192,7 +192,7 @@ def _ids_in(directory: Path) -> dict[str, int] | None:
 
 
 def _config_beside(directory: Path) -> Any:
-    """Return what the model's config says of its tokenizer; None where there is none.
+    """Return the tokenizer's settings in the model's config; None where there is none.
 
     Raises `OSError`, `ValueError`. The library takes a file that the disk does not give for none,
     and may choose another class of tokenizer: other ids.

@@ -59,7 +59,7 @@ SHARED_LAYERS = {"zamba": "shared_transf.", "zamba2": "shared_transformer."}
 ENCODER_DECODERS = ("t5", "mt5")
 # The config has the sizes of text at the top, beside `vision_config`.
 SIZES_OUTSIDE = ("qwen2_vl", "qwen2_5_vl")
-# One layer structure, but for biases and norms of heads: a config alone tells all tensors.
+# One layer structure, except for biases and norms of heads: a config alone tells all tensors.
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 BIASED_QUERIES = ("qwen2",)
 NORMED_HEADS = ("qwen3",)

@@ -227,7 +227,7 @@ class OffloadLM(TemplateLM):
     def _request(
         self, context: str, settings: dict[str, Any], *, repetition: int
     ) -> tuple[Request, list[str]]:
-        """Return what to write, and strings that end it, with the end token's. Raises `UserError`."""
+        """Return the request to write, and strings that end it. Raises `UserError`."""
         left: dict[str, Any] = {**normalize_gen_kwargs(settings, self.max_gen_toks)}
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(left.pop("until"), eos=eos)

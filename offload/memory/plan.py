@@ -126,28 +126,28 @@ class MemoryPlan:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether routed experts are read on demand."""
+        """Return True if routed experts are read on demand."""
         return self.num_experts > 0
 
     @property
     def num_kept_experts(self) -> int:
-        """Return how many experts may stay where layers are computed."""
+        """Return the number of experts that may stay where layers are computed."""
         pool = ExpertPoolSize(self.num_experts, self.expert_slot_bytes)
         return pool.kept_in(self.num_expert_slots)
 
     @property
     def is_streamed(self) -> bool:
-        """Return whether any weight of a layer still has to come when a sweep needs it."""
+        """Return True if any weight of a layer still has to come when a sweep needs it."""
         return self.streamed_bytes > 0 or self.num_kept_experts < self.num_experts
 
     @property
     def has_longest_context(self) -> bool:
-        """Return whether the model allows no more positions."""
+        """Return True if the model allows no more positions."""
         return self.max_context is not None and self.context >= self.max_context
 
     @property
     def turns(self) -> bool:
-        """Return whether the context has room for a text beyond the turning point."""
+        """Return True if the context has room for a text beyond the turning point."""
         return self.turning_point is not None and self.context > self.turning_point
 
     def __repr__(self) -> str:
@@ -193,12 +193,12 @@ class MemoryPlan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Return what every sweep moves to where layers are computed, without experts on demand."""
+        """Return the bytes that every sweep moves to the layers' device, experts on demand aside."""
         return self.pinned_bytes + self.disk_streamed_bytes
 
     @property
     def pass_bytes(self) -> int:
-        """Return what a pass of many rows moves: all that does not stay, experts included."""
+        """Return the bytes that a pass of many rows moves: all but the resident, with experts."""
         num_moved = self.num_experts - self.num_kept_experts
         return self.streamed_bytes + num_moved * self.expert_slot_bytes
 
@@ -210,7 +210,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Return what the plan takes of `ram_bytes`."""
+        """Return the bytes that the plan takes of `ram_bytes`."""
         if self.gpu_bytes is None:
             return self._computing_bytes
         slots_bytes = (
@@ -228,7 +228,7 @@ class MemoryPlan:
 
     @property
     def gpu_total_bytes(self) -> int:
-        """Return what the plan takes of `gpu_bytes`; 0 on a CPU."""
+        """Return the bytes that the plan takes of `gpu_bytes`; 0 on a CPU."""
         return 0 if self.gpu_bytes is None else self._computing_bytes
 
     @property

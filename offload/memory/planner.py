@@ -206,7 +206,7 @@ def _plan_experts(
 
 
 class _Contents(NamedTuple):
-    """What memory has to hold: models, trees of so many nodes, passes of so many prompt rows.
+    """What memory has to hold: models, trees of this many nodes, passes of this many prompt rows.
 
     The experts of `target`, if any, are read on demand.
     """
@@ -257,7 +257,7 @@ class _Contents(NamedTuple):
 
     @property
     def runtime_bytes(self) -> int:
-        """Return what the program takes on the host, a driver or a compiler included."""
+        """Return the program's bytes on the host, a driver or a compiler included."""
         if self.is_gpu:
             return RUNTIME_BYTES + HOST_RUNTIME_BYTES
         is_compiled = any(model.is_compiled for model in (self.target, self.draft) if model)

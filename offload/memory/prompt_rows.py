@@ -59,7 +59,7 @@ def with_prompt_rows(
 
 
 def gains_by_rows(usual: MemoryPlan) -> bool:
-    """Return whether more rows than usual could make a better plan."""
+    """Return True if more rows than usual could make a better plan."""
     return (
         usual.is_streamed
         and usual.max_prompt_rows == PROMPT_ROWS < usual.context

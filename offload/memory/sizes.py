@@ -51,12 +51,12 @@ def cache_slots(context: int, num_nodes: int, parallel: int) -> int:
 
 
 def num_logits_rows(num_rows: int, *, is_gpu: bool) -> int:
-    """Return how many rows of a pass are scored at once."""
+    """Return the number of rows of a pass that are scored at once."""
     return min(num_rows, MAX_LOGITS_ROWS) if is_gpu else num_rows
 
 
 def states_bytes(shape: ModelShape, num_rows: int, parallel: int, prompt_rows: int = 0) -> int:
-    """Return what texts keep of recurrent layers, see `model.recurrent_cache`.
+    """Return the bytes that texts keep of recurrent layers, see `model.recurrent_cache`.
 
     `prompt_rows` of a pass leave states under way, for other texts.
     """
@@ -88,7 +88,7 @@ def draft_bytes(
         (*draft.layer_bytes, *draft.encoder_bytes)
     )
     weights_bytes += draft.scratch_bytes
-    if draft.shares_rest:  # but for a table that the target keeps on the host
+    if draft.shares_rest:  # except for a table that the target keeps on the host
         weights_bytes -= draft.head_bytes if is_gpu else draft.rest_bytes
         weights_bytes += draft.own_rest_bytes
     pass_bytes = activation_bytes(
@@ -103,7 +103,7 @@ def draft_bytes(
 
 
 def taps_bytes(draft: ModelShape, num_rows: int) -> int:
-    """Return the bytes of hidden states that a pass over so many rows hands a draft."""
+    """Return the bytes of hidden states that a pass over this many rows hands a draft."""
     return _TAP_COPIES * draft.tap_row_bytes * num_rows
 
 

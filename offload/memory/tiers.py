@@ -54,7 +54,7 @@ def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int)
 
 
 def num_passing(num_slots: int, slot_bytes: int) -> int:
-    """Return how many of a pool's slots are for experts that pass through.
+    """Return the number of a pool's slots for experts that pass through.
 
     Some are computed with while others are read ahead. They are at most a quarter of all, so that a
     small pool keeps experts too, but no fewer than any pass needs.
@@ -100,7 +100,7 @@ class ExpertPoolSize(NamedTuple):
         return min(self.num_left, room_bytes // self.slot_bytes)
 
     def kept_in(self, num_slots: int) -> int:
-        """Return how many experts stay there; the other slots are for those that pass through."""
+        """Count the experts that stay there; the other slots are for those that pass through."""
         if num_slots >= self.num_left:
             return self.num_left
         return max(0, num_slots - num_passing(num_slots, self.slot_bytes))

@@ -31,12 +31,12 @@ _SCORE_TERMS = ("softcap", "s_aux", "position_bias")
 
 
 def is_for_rows(config: Any) -> bool:
-    """Return whether a model's layers pass their mask on to our attention function untouched."""
+    """Return True if a model's layers pass their mask on to our attention function untouched."""
     return config._attn_implementation == NAME and config.model_type not in CALCULATE_WITH_MASKS
 
 
 def windows_of(config: Any, num_layers: int) -> list[Window]:
-    """Return how far back each layer sees. Raises `UserError` for what is no number."""
+    """Return the width of each layer's window. Raises `UserError` where it is no number."""
     window = _num_keys(config, "sliding_window")
     chunk = _num_keys(config, "attention_chunk_size")
     usual = "sliding_attention" if window else "full_attention"

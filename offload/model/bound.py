@@ -228,7 +228,7 @@ class BoundModel:
         return self.rest_bytes
 
     def _name_in_target(self, name: str) -> str:
-        """Return what the target calls a parameter that a draft shares."""
+        """Return the target's name of a parameter that a draft shares."""
         return name
 
     @property
@@ -273,7 +273,7 @@ class BoundModel:
 
     @property
     def own_bytes(self) -> int:
-        """Return the bytes of memory that bound weights take, but for those of a target."""
+        """Return the bytes of memory that bound weights take, except for those of a target."""
         borrowed = [place for name, place in self._rest_places if name in self._borrowed]
         theirs = {_storage(place.table[place.key]) for place in borrowed}
         bound = (weight for weight in self.meta_model.parameters() if not weight.is_meta)

@@ -74,7 +74,7 @@ class CarriedCache(KVCache):
             self._taps_TD = torch.cat([missing_TD, self._encode(known_TW)])
 
     def num_tapped(self, part: BatchPart) -> int:
-        """Return how many of a part's rows, the first ones, are fed with the target's states."""
+        """Return the number of a part's first rows that are fed with the target's states."""
         num_rows, num_uncommitted = part.ancestor_TU.shape
         return max(0, min(len(self._taps_TD) - num_uncommitted + num_rows, num_rows))
 
@@ -112,7 +112,7 @@ class CarriedCache(KVCache):
 
     @property
     def num_sound(self) -> int:
-        """Return how many rows are made of the target's own states, see `KVCache`."""
+        """Return the number of rows that are made of the target's own states, see `KVCache`."""
         return min(self._num_sound, self.length)
 
     def clear(self, num_kept: int = 0) -> None:
@@ -241,11 +241,11 @@ class CarriedModel(TreeModel):
         add_mixer(decoder, _Mixer(norm, weight.shape[0], weight.dtype))
 
     def _encode(self, tapped_TW: Tensor) -> Tensor:
-        """Return what is fed for rows of the target's states: these themselves."""
+        """Return the input for rows of the target's states: these themselves."""
         return tapped_TW
 
     def _enter(self, embedded_1TD: Tensor, fed_1TD: Tensor) -> Tensor:
-        """Return what enters the first layer."""
+        """Return the input of the first layer."""
         is_hidden_first = self._carried.is_hidden_first
         mixed_1TD: Tensor = self._mixer(embedded_1TD, fed_1TD, is_hidden_first=is_hidden_first)
         return mixed_1TD

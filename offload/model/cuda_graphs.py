@@ -90,7 +90,7 @@ class Graphs:
         return self._logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
 
     def _turn_to(self, cache: KVCache) -> bool:
-        """Return whether this cache has the recordings; one that is alone for a while gets them."""
+        """Return True if this cache has the recordings; one that is alone for a while gets them."""
         if cache is self._cache:
             self._next = None
             return True

@@ -112,7 +112,7 @@ class ExpandedWeights:
 
     @property
     def scratch_bytes(self) -> int:
-        """Return what the largest module needs, and the largest around others."""
+        """Return the bytes of the largest module and of the largest around others."""
         return self._inner_bytes + self._around_bytes
 
     def expand_with(self, expansion: Expansion) -> None:
@@ -131,7 +131,7 @@ class ExpandedWeights:
         self._scratch_B = torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=self._device)
 
     def has(self, part: TensorPart) -> bool:
-        """Return whether companions are kept of a part."""
+        """Return True if companions are kept of a part."""
         return part in self._companions
 
     def companions(self, part: TensorPart) -> Companions:

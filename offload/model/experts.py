@@ -83,7 +83,7 @@ class ChosenRows(nn.Module):
         self.shared_expert = theirs.shared_expert
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what transformers' module does, with the scores of its router."""
+        """Return the output of transformers' module, with the scores of its router."""
         hidden_ND = hidden_states.reshape(-1, self.hidden_dim)
         score_NE, logits_NE = self.router(hidden_ND)
         share_NK, expert_NK = score_NE.topk(self.top_k, dim=1)
@@ -136,7 +136,7 @@ def _are_experts(module: nn.Module) -> bool:
 
 
 def experts_of(block: nn.Module) -> tuple[int, int]:
-    """Return how many experts a layer has, and how many a row met in a pass without numbers.
+    """Count a layer's experts, and those that a row met in a pass without numbers.
 
     Zeros for a layer whose rows are all multiplied with all of its experts, if it has any.
     """

@@ -22,7 +22,7 @@ class InParts(Around):
     """A feed-forward that takes wide passes in parts."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return what the inner feed-forward does."""
+        """Return the output of the inner feed-forward."""
         num_rows = hidden_states.shape[-2]
         if num_rows <= INNER_ROWS:
             return self.inner(hidden_states)
@@ -44,7 +44,7 @@ def take_rows_in_parts(layers: Iterable[nn.Module]) -> None:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer's feed-forward has matrices alone, and is given nothing but rows."""
+    """Return True if a layer's feed-forward has matrices alone, and is given nothing but rows."""
     inner = getattr(layer, "mlp", None)
     if not isinstance(inner, nn.Module):
         return False

@@ -84,7 +84,7 @@ def known_layers(checkpoint: Checkpoint) -> Checkpoint | None:
 
 
 def _kept(checkpoint: Checkpoint) -> ModelSpec | None:
-    """Return what is known of a checkpoint's layers; None where it was not built."""
+    """Return the known layers of a checkpoint; None where it was not built."""
     spec = (
         ModelSpec(layers=checkpoint.layers) if checkpoint.layers else kept_spec(_key_of(checkpoint))
     )
@@ -95,7 +95,7 @@ def _kept(checkpoint: Checkpoint) -> ModelSpec | None:
 def is_built(
     model: PathLike, source: PathLike | None = None, *, read: ReadHeaders = open_headers
 ) -> bool:
-    """Return whether `describe` builds the model, which imports torch. Raises `UserError`."""
+    """Return True if `describe` builds the model, which imports torch. Raises `UserError`."""
     path = config_alone(model)
     if path is None or source is not None:
         kept = _kept(read(model, source))

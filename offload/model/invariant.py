@@ -222,7 +222,7 @@ def in_parts(
 ) -> Tensor:
     """Do `work` on rows, the last dimension but one, in parts of these sizes, the last one padded.
 
-    With `num_columns` it is told where to put so many for each row, as `out`, in one place.
+    With `num_columns` it is told where to put this many for each row, as `out`, in one place.
     """
     num_rows = rows.shape[-2]
     parts = parts_of(num_rows, sizes)
@@ -250,7 +250,7 @@ def _apart(rows: Tensor) -> Tensor:
 
 
 def _spans(num_rows: int, sizes: RowSizes) -> list[tuple[int, int]]:
-    """Return where each part of so many rows begins, and its size."""
+    """Return where each part of this many rows begins, and its size."""
     parts = parts_of(num_rows, sizes) or [sizes[0]]
     return [(sum(parts[:nth]), size) for nth, size in enumerate(parts)]
 
@@ -272,7 +272,7 @@ def _rows_of(argument: Any, rows: Tensor, lo: int, size: int) -> Any:
 
 
 def _joined(parts: Sequence[Any], sizes: Sequence[int], num_rows: int) -> Any:
-    """Return what parts of these sizes give for all rows, without those that were padded."""
+    """Return the result of parts of these sizes for all rows, without those that were padded."""
     first = parts[0]
     if isinstance(first, tuple):
         return tuple(_joined(outs, sizes, num_rows) for outs in zip(*parts, strict=True))
@@ -329,7 +329,7 @@ def in_whole_vectors(
 
 
 def _are_shares_whole(num: int) -> bool:
-    """Tell whether no thread's share of so many numbers, whole vectors, ends within one."""
+    """Tell whether no thread's share of this many numbers, whole vectors, ends within one."""
     num_threads = torch.get_num_threads()
     shares = (num_threads, max(1, min(num_threads, math.ceil(num / _GRAIN))))
     return num < _LEAST_SHARED or all(math.ceil(num / share) % _VECTOR == 0 for share in shares)

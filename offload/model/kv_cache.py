@@ -79,7 +79,7 @@ class KVCache:
         is_long: whether they are of a text beyond the turning point, see `Target.turn`.
         ahead: how many tokens behind its own a row depends on.
         coding: keys and values are kept in fewer bits; None keeps them as they are.
-        point_rows: states are wanted behind every so many rows of a prompt; 0 where it has no say.
+        point_rows: states are wanted each time behind this many rows of a prompt; 0 for no say.
     """
 
     ahead = 0
@@ -121,20 +121,20 @@ class KVCache:
             cache._lie_in(buffers, text)
 
     def layer_states(self, layer: int) -> LayerStates:
-        """Return what a layer holds of this text, (1, G, S, K) each."""
+        """Return a layer's keys and values of this text, (1, G, S, K) each."""
         return self._views[layer]
 
     def buffers_of(self, layer: int) -> LayerStates:
-        """Return what a layer holds, (1, G, B * S, K) each, of this and all texts beside it."""
+        """Return a layer's keys and values, (1, G, B * S, K) each, of this and all other texts."""
         return self._buffers.of_layer[layer]
 
     def is_beside(self, other: "KVCache") -> bool:
-        """Return whether one pass can serve both."""
+        """Return True if one pass can serve both."""
         return self._buffers is other._buffers
 
     @property
     def num_elsewhere(self) -> int:
-        """Return how many committed positions, the first ones, have no slots here."""
+        """Return the number of first committed positions that have no slots here."""
         return 0
 
     @property
@@ -143,7 +143,7 @@ class KVCache:
         return self._text * self._buffers.stride - self.num_elsewhere
 
     def reserve(self, num_before: int, num_rows: int) -> int:
-        """Let so many rows stand behind `num_before` uncommitted ones; return the first's position.
+        """Let this many rows stand behind `num_before` uncommitted; return the first's position.
 
         A pass whose rows were reserved and does not run leaves rows of whatever was there before; see `fix`.
         """
@@ -202,7 +202,7 @@ class KVCache:
         """
 
     def keepable(self, num_positions: int) -> int:
-        """Return how many of so many first positions `clear` can keep."""
+        """Return the number of these first positions that `clear` can keep."""
         return min(num_positions, self.length)
 
     def fix(self) -> None:
@@ -235,12 +235,12 @@ class KVCache:
 
     @property
     def saved(self) -> "KVCache | None":
-        """Return what a session keeps of a draft whose state this is."""
+        """Return the tensors that a session keeps of a draft whose state this is."""
         return self
 
     @property
     def num_sound(self) -> int:
-        """Return how many committed positions, the first ones, are worth keeping for other texts."""
+        """Return the number of first committed positions that are worth keeping for other texts."""
         return self.length
 
     def can_follow(self, num_positions: int) -> int:
@@ -248,7 +248,7 @@ class KVCache:
         return num_positions
 
     def states(self, most: int) -> dict[int, LayerStates]:
-        """Return views of what each layer holds of at most so many positions, (1, G, P, K)."""
+        """Return views of what each layer holds of at most this many positions, (1, G, P, K)."""
         num_kept = min(most, self.length)
         return {
             layer: {name: states[:, :, :num_kept] for name, states in views.items()}
@@ -283,7 +283,7 @@ class KVCache:
         self.is_long = other.is_long
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the sequence but for its first positions."""
+        """Forget the sequence except for its first positions."""
         self._end_at(min(num_kept, self.length))
         if self.taps is not None:
             self.taps.clear(self.length)

@@ -46,7 +46,7 @@ def layers_of(checkpoint: Checkpoint, *, is_checked: bool) -> tuple[LayerSpec, .
 def layer_specs(
     checkpoint: Checkpoint, meta_model: PreTrainedModel, dtype: torch.dtype
 ) -> tuple[LayerSpec, ...]:
-    """Return what the layers of a decoder are, by a pass that fills a cache without numbers."""
+    """Return the specs of a decoder's layers, by a pass that fills a cache without numbers."""
     filled, trial = try_out(meta_model, dtype)
     sizes = config_sizes(checkpoint)
     num_heads = sizes.get("num_attention_heads", 1)

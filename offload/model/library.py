@@ -47,7 +47,7 @@ def version_notes() -> list[str]:
 
 
 def version_error(error: Exception) -> UserError | None:
-    """Return what an error comes to that a newer transformers has caused; None for any other.
+    """Return the error for the user where a newer transformers has caused one; None for any other.
 
     These are errors out of the program's own frames, and of the kinds that a rename ends in.
     """
@@ -153,7 +153,7 @@ LAYER_CACHES = (STATE_CACHE, *_CACHE_NAMES)
 
 
 def require_arguments(module: nn.Module, names: Iterable[str]) -> Signature:
-    """Return what a module's forward pass is given. Raises `UserError` where names are missing."""
+    """Return the arguments of a module's forward pass. Raises `UserError` for missing names."""
     arguments = signature(module.forward)
     missing = [name for name in names if name not in arguments.parameters]
     if missing:

@@ -32,7 +32,7 @@ class Products:
         return functional.linear(rows, weight, bias)
 
     def multiply(self, product: Callable[..., Tensor], left: Tensor, right: Tensor) -> Tensor:
-        """Return what `product` (`torch.matmul` or what is like it) gives for both factors."""
+        """Return the result of `product` (`torch.matmul` or the like) for both factors."""
         return product(left, right)
 
     def run_by_row(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -40,11 +40,11 @@ class Products:
         return module(*args, **kwargs)
 
     def widen(self, rows: Tensor) -> Tensor:
-        """Return what a gate's product gives, which a family widens to float32 before it does more."""
+        """Return the product of a gate, which a family widens to float32 before it does more."""
         return rows
 
     def during(self, num_rows: int) -> AbstractContextManager[Any]:
-        """Return what has to be entered around a pass of so many rows."""
+        """Return the context to enter around a pass of `num_rows` rows."""
         return nullcontext()
 
 
@@ -129,7 +129,7 @@ class ByRow(Around):
         self.products: Products = PLAIN
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the inner module does for these rows."""
+        """Return the inner module's output for these rows."""
         return self.products.run_by_row(self.inner, *args, **kwargs)
 
 
@@ -207,7 +207,7 @@ def own_matrices(module: nn.Module) -> list[Tensor]:
 
 
 def eps_of(module: nn.Module) -> float | None:
-    """Return what a norm adds to a mean, None where a module has no such number."""
+    """Return the epsilon of a norm, None where a module has no such number."""
     numbers = (getattr(module, name) for name in _EPS_NAMES if hasattr(module, name))
     number = next(numbers, None)
     return number if isinstance(number, float) else None

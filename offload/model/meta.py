@@ -2,7 +2,7 @@
 
 A tree needs a decoder whose layers stand in `layers[i]`, see positions through rotary embeddings,
 or by what comes before in recurrent layers, and keep keys and values, or a state that can be
-computed anew along an accepted path. Invariant: parameters bear the names of a language model on
+computed again along an accepted path. Invariant: parameters bear the names of a language model on
 its own, also where the family is built here (`headed.py`), and no rule of the family is lost.
 """
 
@@ -130,7 +130,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
 
 
 def _config(settings: dict[str, Any]) -> Any:
-    """Return what `AutoConfig` makes of a config.json; it reads folders, and a GGUF file has none."""
+    """Return `AutoConfig`'s reading of a config.json; it reads folders, GGUF files have none."""
     kind: Any = settings.get("model_type")
     kind = next((BUILT_AS[kind, key] for key in settings if (kind, key) in BUILT_AS), kind)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -278,7 +278,7 @@ def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
 
 
 def _missing(config: Any) -> str:
-    """Return what a family stumbles over where its config has no value for it."""
+    """Return the key that a family stumbles over where its config has no value for it."""
     settings = config.to_dict()
     missing = [name for name in NEEDED_OF_CONFIGS if name in settings and settings[name] is None]
     return f"config.json has no {' and no '.join(missing)}" if missing else ""

@@ -88,7 +88,7 @@ class PassCache(Cache):
     as wide as they are.
 
     Args:
-        slot_T: of a recorded pass: where its rows go, read anew at each replay. Its layers get all
+        slot_T: of a recorded pass: where its rows go, read again at each replay. Its layers get all
             slots, whatever was placed.
     """
 

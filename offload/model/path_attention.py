@@ -82,7 +82,7 @@ def path_rows(
 
 
 def _num_linear(sees_TU: np.ndarray) -> int:
-    """Return how many columns, the first ones, every row from there on sees."""
+    """Return the number of first columns that every row from there on sees."""
     num_rows, num_uncommitted = sees_TU.shape
     for lo in range(0, num_uncommitted, BLOCK):
         column_B = np.arange(lo, min(lo + BLOCK, num_uncommitted))
@@ -185,7 +185,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(rows: PathRows, num_rows: int, group: int, wide: int) -> Sequence[_Piece]:
-    """Return the last rows of a pass, so many at a time that scores of one group fit into a tile."""
+    """Return the last rows of a pass, in pieces whose scores of one group fit into a tile."""
     walk_TL = rows.walk_TL[-num_rows:].cpu().numpy()
     base = int(walk_TL[0, 1])
     # rows whose paths end before `base`: the first ones
@@ -220,7 +220,7 @@ def _piece(walk_TL: np.ndarray, lo: int, hi: int, rows: PathRows) -> _Piece:
 
 
 def _is_seen(position_S: Tensor, seen_T1: Tensor, window: Window) -> Tensor:
-    """Tell which positions rows see whose paths have so many."""
+    """Tell which positions rows see, by the lengths of their paths."""
     is_seen_TS = position_S < seen_T1
     if window is not None:
         is_seen_TS &= position_S >= first_seen(window, seen_T1 - 1)
@@ -335,7 +335,7 @@ def _in_float32(states: Tensor) -> Tensor:
 
 
 def _extended(value_GSV: Tensor, num_columns: int) -> Tensor:
-    """Return room for so many values, (G, C, W), with ones behind them."""
+    """Return room for this many values, (G, C, W), with ones behind them."""
     num_groups, _, width = value_GSV.shape
     sizes = (num_groups, num_columns, _extended_width(width))
     extended_GCW = value_GSV.new_zeros(sizes, dtype=torch.float32)

@@ -80,7 +80,7 @@ class Int4(NamedTuple):
         return out_MN[:, : self.num_rows]
 
     def expanded(self, row_MK: Tensor, scratch: Scratch) -> Tensor:
-        """Return the product for many rows; `scratch` gives so many numbers of room."""
+        """Return the product for many rows; `scratch` gives this many numbers of room."""
         num_rows = len(self.word_NK)
         num_columns = self.shape[1]
         out_KN = scratch(num_rows * num_columns).view(num_columns, num_rows)

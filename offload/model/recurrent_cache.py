@@ -236,7 +236,7 @@ class RecurrentCache(KVCache):
         return next((length for length in lengths if length <= num_positions), 0)
 
     def point_at(self, length: int) -> Point:
-        """Return what layers hold behind so many positions, which must be `keepable`."""
+        """Return the states of layers behind `length` positions, which must be `keepable`."""
         known = {point.length: point for point in (Point(0), self._mark, self._here)}
         assert length in known, "states are there"
         return known[length]
@@ -283,7 +283,7 @@ def _state_of(point: Point, layer: int, recurrence: Recurrence, inputs: Inputs) 
 
 
 def _sum_taps(taps_RTC: Tensor, weight_CR: Tensor, bias_C: Tensor | None) -> Tensor:
-    """Return what `conv1d` computes, (T, C), in the type of the weight; inputs are float32.
+    """Return the result of `conv1d`, (T, C), in the type of the weight; inputs are float32.
 
     Products are rounded before they are added, on any device.
     """

@@ -131,7 +131,7 @@ def _by_branches(rows: Sequence[int], parents: Sequence[int]) -> Iterator[int]:
 
 
 def previous_inputs(parents: Sequence[int], num_taps: int) -> NDArray[np.int64]:
-    """Return what a convolution of so many taps sees, (taps, U), the row itself last.
+    """Return the rows that a convolution of `num_taps` taps sees, (taps, U), the row itself last.
 
     These are places in the last taps - 1 inputs of the base, then in those of rows; the oldest
     comes first.
@@ -167,7 +167,7 @@ class TreeRows:
         return self.end - self.first
 
     def places(self, num_taps: int, device: torch.device) -> Tensor | None:
-        """Return what a convolution sees, (taps, T), see `previous_inputs`; None for a chain.
+        """Return the rows that a convolution sees, (taps, T), as `previous_inputs`; None for a chain.
 
         Rows of earlier passes lie before those of this one.
         """

@@ -21,7 +21,7 @@ DEVICE_LADDER = (MAX_ROWS, 2 * MAX_ROWS, 4 * MAX_ROWS, 8 * MAX_ROWS)
 # for stacks, whose factors are small: attention multiplies by one for each key/value head.
 STACKED_LADDER = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_STACKED_ROWS = STACKED_LADDER[-1]
-_CALL_ROWS = 48  # a product costs about what so many more rows would, however few it has
+_CALL_ROWS = 48  # a product costs about what this many more rows would, however few it has
 # of steps without a tree, with one of the usual size, and with a large one
 _STEP_ROWS = (1, 64, MAX_ROWS)
 _LEAST_ROWS = 32  # a product in parts of fewer rows takes several times as long
@@ -120,7 +120,7 @@ def _kind_of(out: Tensor, outs: list[Tensor]) -> int:
 
 
 def parts_of(num_rows: int, sizes: RowSizes) -> list[int]:
-    """Return the sizes of the products that so many rows are made in; the last may be padded."""
+    """Return the sizes of the products that this many rows are made in; the last may be padded."""
     num_most, rest = divmod(num_rows, sizes[-1])
     return [sizes[-1]] * num_most + (_cheapest(rest, sizes)[1] if rest else [])
 

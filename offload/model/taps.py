@@ -35,7 +35,7 @@ class Taps(NamedTuple):
 
     @property
     def num_states(self) -> int:
-        """Return how many states of width D a row has."""
+        """Return the number of states of width D that a row has."""
         return len(self.layers) + self.is_normed
 
 

@@ -74,7 +74,7 @@ class Target:
 
     @property
     def moved(self) -> Transfers:
-        """Return what passes have moved and waited for, of layers and experts that do not stay."""
+        """Return the transfers and waits of passes, for layers and experts that do not stay."""
         stream = self.stream
         moved = Transfers(stream.bytes_read, stream.stall_s, reading_s=stream.reading_s)
         if self.experts is None:
@@ -124,7 +124,7 @@ class Target:
             cache.is_long = is_long
 
     def num_scored(self, num_tokens: int) -> int:
-        """Return how many tokens behind so many one pass can tell: at the turning point it ends."""
+        """Count the tokens that one pass can score behind these: at the turning point it ends."""
         turn = self._turning_point
         return sys.maxsize if turn is None or num_tokens > turn else turn + 1 - num_tokens
 
@@ -136,7 +136,7 @@ class Target:
         most_pending: int = sys.maxsize,
         on_chunk: Callable[[], None] = lambda: None,
     ) -> BatchPart:
-        """Return what a text has in the next sweep: tokens that its cache lacks, at most so many,
+        """Return a text's part of the next sweep: tokens that its cache lacks, `most_pending` at most,
         and where all are taken in, the tree below the last one, which is the root.
 
         What an encoder makes of a prompt, and what is too much for one sweep, is taken in at once;
@@ -216,7 +216,7 @@ class Target:
         return self._device.peak_bytes()
 
     def commit(self, nodes: Sequence[int], num_tokens: int, cache: KVCache) -> None:
-        """Keep what the last sweep over so many tokens took in, and the path, root first."""
+        """Keep what the last sweep over this many tokens took in, and the path, root first."""
         num_pending = num_tokens - 1 - cache.length
         cache.commit([*range(num_pending), *(num_pending + node for node in nodes)])
 

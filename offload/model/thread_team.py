@@ -127,7 +127,7 @@ class ThreadTeam:
         return self._num_threads > 0
 
     def _start(self, num_helpers: int) -> None:
-        """Let there be at least so many helpers; they end with the process."""
+        """Let there be at least this many helpers; they end with the process."""
         while len(self._inboxes) < num_helpers:
             inbox: SimpleQueue[_Task] = SimpleQueue()
             self._inboxes.append(inbox)
@@ -161,7 +161,7 @@ class ThreadRoom(local):
         self._numbers = torch.empty(0, dtype=torch.float32)
 
     def numbers(self, num: int) -> Tensor:
-        """Return at least so many uninitialised numbers in float32; kept are no more than a few."""
+        """Return at least this many uninitialised numbers in float32; only a few are kept."""
         if 4 * num > _ROOM_BYTES:
             return torch.empty(num, dtype=torch.float32)
         if num > len(self._numbers):

@@ -216,7 +216,7 @@ class TreeModel(BoundModel):
         return out.logits[0, -num_logits:]
 
     def _during(self, num_rows: int) -> AbstractContextManager[Any]:
-        """Return what is entered while a pass of so many rows is computed."""
+        """Return the context to enter while a pass of `num_rows` rows is computed."""
         is_host = self.torch_device.type == "cpu"
         return self._products.during(num_rows) if is_host else nullcontext()
 
@@ -296,7 +296,7 @@ class TreeModel(BoundModel):
 
     @property
     def windows(self) -> set[Window]:
-        """Return how far back layers see, each width once; None is without limit."""
+        """Return the widths of layers' windows, each once; None is without limit."""
         return set(self._windows)
 
     @property
@@ -305,7 +305,7 @@ class TreeModel(BoundModel):
 
     @property
     def has_rows_alone(self) -> bool:
-        """Return whether layers are products and attention of each row, without experts and states."""
+        """Return True if layers are products and attention of rows, without experts and states."""
         has_experts = self._usual_experts not in (None, "eager")
         return not self.has_states and not self.has_index and not has_experts
 
@@ -348,7 +348,7 @@ class TreeModel(BoundModel):
 
     @property
     def attend(self) -> Attend | None:
-        """Return what computes attention along paths; None where rows have masks."""
+        """Return the function of attention along paths; None where rows have masks."""
         if self.kernel is not None:
             return self.kernel
         if self._invariant is not None:
@@ -356,7 +356,7 @@ class TreeModel(BoundModel):
         return attend_along_paths if self._is_by_path else None
 
     def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
-        """Return what rows of one text see, by window: positions on their paths, or masks."""
+        """Return the views of one text's rows, by window: positions on their paths, or masks."""
         attend = self.attend
         if attend is None:
             return self._build_masks(self.send(position_U), ancestor_TU, cache)

@@ -36,7 +36,7 @@ MULTIPLY = (
     Tensor.mm,
 )
 _ROWS_BYTES = PATH_SCRATCH_BYTES // 4  # of rows in float32: the plan keeps room for a scratch free
-# Up to so many rows one thread does what lies between products sooner than others would wake up.
+# Up to this many rows one thread does what lies between products sooner than others would wake up.
 _TEAM_ROWS = 256
 _MASK_BYTES = PATH_SCRATCH_BYTES // 2  # of a mask in float32, in the same room
 _STEP_ROWS = 16

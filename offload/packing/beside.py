@@ -35,7 +35,7 @@ assert _BFLOAT16 is not None, "a type of safetensors"
 
 
 def is_residual(entry: TensorEntry) -> bool:
-    """Return whether a stored tensor is a matrix beside its copy."""
+    """Return True if a stored tensor is a matrix beside its copy."""
     return entry.coded is not None and isinstance(entry.coded.coding, Residual)
 
 

@@ -64,7 +64,7 @@ def check_pack(
 
 
 def check_unpack(model: Path, destination: Path) -> dict[str, Any]:
-    """Return what an unpacked folder is made from. Raises `UserError`."""
+    """Return the origin of an unpacked folder. Raises `UserError`."""
     folder = model.expanduser().resolve()
     destination = destination.expanduser().resolve()
     source = {**read_manifest(folder), "unpacks": str(folder)}
@@ -74,7 +74,7 @@ def check_unpack(model: Path, destination: Path) -> dict[str, Any]:
 
 
 def made_from(checkpoint: Checkpoint, beside: str | None = None) -> dict[str, Any]:
-    """Return what identifies a packed model's source, and shows that it was written to."""
+    """Return the identity of a packed model's source, which shows that it was written to."""
     files = {
         path.name: {
             "num_bytes": stamp.num_bytes,
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:
-    """Return whether the folder holds this model; False if empty. Raises `UserError` otherwise."""
+    """Return True if the folder holds this model; False if empty. Raises `UserError` otherwise."""
     if is_free(destination):
         return False
     if not (destination / MANIFEST).is_file():

@@ -80,7 +80,7 @@ class PackingForecast(NamedTuple):
 
     @property
     def is_worth_it(self) -> bool:
-        """Return whether packing saves enough."""
+        """Return True if packing saves enough."""
         return self.share is not None and self.share <= _WORTH_PACKING
 
     def as_dict(self) -> dict[str, object]:
@@ -105,7 +105,7 @@ class BesideForecast(NamedTuple):
 
 
 def is_packable(name: str, entry: TensorEntry) -> bool:
-    """Return whether a tensor can be coded at all."""
+    """Return True if a tensor can be coded at all."""
     # each expert has a row of it, which comes apart only as it is
     if _BIASES.search(name):
         return False

@@ -110,7 +110,7 @@ def read_packed(path: Path) -> PackedFile:
 
 
 def source_name(stored: str) -> str:
-    """Return what the source calls the tensor that one of a packed file is part of."""
+    """Return the source's name of the tensor that one of a packed file is part of."""
     suffix = next((ending for ending in _SUFFIXES if stored.endswith(ending)), "")
     return stack_of(stored.removesuffix(suffix))
 

@@ -307,7 +307,7 @@ def _windows(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, Expone
 
 
 def _is_done(path: Path, portion: Portion) -> bool:
-    """Return whether an earlier packing has finished this file, which then was checked."""
+    """Return True if an earlier packing has finished this file, which then was checked."""
     if not path.is_file():
         return False
     packed = read_packed(path)

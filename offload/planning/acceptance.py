@@ -238,7 +238,7 @@ COPIES = {
 
 
 def prior_for(files: ModelFiles) -> AcceptancePrior | None:
-    """Return what is assumed of the draft; None where nothing ranks candidates.
+    """Return the assumed acceptance of the draft; None where nothing ranks candidates.
 
     Quantising a small draft changes little.
     """

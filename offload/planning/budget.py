@@ -94,7 +94,7 @@ def ram_warning(ram: str | int) -> str | None:
 def traffic_in(
     budget: MemoryBudget, files: ModelFiles, num_nodes: int, hardware: Hardware | None = None
 ) -> Traffic | None:
-    """Return what a sweep moves with trees of this size; None where memory is too small."""
+    """Return the bytes of a sweep with trees of this size; None where memory is too small."""
     try:
         return Traffic.from_plan(plan_memory(files, budget, num_nodes), hardware)
     except UserError:

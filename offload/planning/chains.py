@@ -83,7 +83,7 @@ class ChainPolicy:
         return (_PRIOR_GUESSES * self.alpha + seen.total) / (_PRIOR_GUESSES + seen.count)
 
     def predicted(self, gamma: int) -> Prediction:
-        """Return what decoding with chains of this length is expected to cost at first."""
+        """Return the expected cost of decoding with chains of this length at first."""
         tokens = tokens_per_pass(self.alpha, gamma)
         return Prediction(f"chain:{gamma}", chain(gamma), self.steps[gamma], (tokens, tokens))
 

@@ -30,7 +30,7 @@ from offload.planning.hardware import (
     require_known,
 )
 
-MAX_RANKS = 64  # of so many, stages are still found in seconds
+MAX_RANKS = 64  # with this many, stages are still found in seconds
 DRAWN_BYTES = 8  # of a row at most: its token, which comes back from the last stage
 _PAYLOAD_SHARE = 0.94  # of a cable's rate: 1448 bytes of TCP in the 1538 of a packet with its gaps
 _USUAL_LATENCY_US = 100.0  # of a message on Gigabit Ethernet
@@ -69,7 +69,7 @@ class Gathers(NamedTuple):
         return len(self.widths[0])
 
     def sent_bytes(self, num_rows: int) -> tuple[int, ...]:
-        """Return the bytes that each rank sends to all others in a pass of so many rows.
+        """Return the bytes that each rank sends to all others in a pass of this many rows.
 
         Parts are padded to the widest.
         """
@@ -125,7 +125,7 @@ class Cluster(NamedTuple):
     network: Network
 
     def assumed(self, file: Path) -> Assumptions:
-        """Return what is planned for: the head of the ranks that a file describes."""
+        """Return the machine to plan for: the head of the ranks that a file describes."""
         return Assumptions(self.ranks[0], ranks=str(file))
 
 

@@ -152,7 +152,7 @@ class Traffic(NamedTuple):
 
     @property
     def is_streamed(self) -> bool:
-        """Return whether a sweep may have to wait for any bytes."""
+        """Return True if a sweep may have to wait for any bytes."""
         return self.streamed_bytes > 0 or (
             self.experts is not None and self.experts.whole_bytes > 0
         )
@@ -374,7 +374,7 @@ def costs_on(
 
 
 def _host_curve(hardware: Hardware, target: ModelShape) -> Curve:
-    """Return what a step waits for beside its passes: path tables and chunks of logits on a device.
+    """Return a step's waits beside its passes: path tables and chunks of logits on a device.
 
     A walk down a tree may look at every chunk; the first one is part of the sweep.
     """

@@ -106,7 +106,7 @@ def kind_of(draft: PathLike) -> tuple[str, str]:
 
 
 def is_auto(draft: PathLike | None) -> bool:
-    """Return whether trials shall find the draft."""
+    """Return True if trials shall find the draft."""
     return draft is not None and kind_of(draft)[0] == AUTO
 
 

@@ -71,7 +71,7 @@ class ExpertRouting:
         return self.misses(num_rows, 0)
 
     def misses(self, num_rows: float, num_kept: int) -> float:
-        """Return how many of these are not among the `num_kept` most used of all layers."""
+        """Return the number of these that are not among the `num_kept` most used of all layers."""
         key = (num_rows, num_kept)
         if key not in self._known:
             left_R = np.clip(self._lo_R + self._count_R - num_kept, 0, self._count_R)

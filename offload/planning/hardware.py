@@ -150,7 +150,7 @@ def require_known(values: Mapping[str, Any], known: Sequence[str], subject: str)
 
 
 def field_value(field: str, value: Any, label: str) -> Any:
-    """Return what a file says of a field, in the type that it needs. Raises `UserError`.
+    """Return the value of a field of a file, in the type that it needs. Raises `UserError`.
 
     Sizes and rates may be text such as `48GiB` and `3GB/s`; `Hardware` checks how large they are.
     """

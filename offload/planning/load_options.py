@@ -166,12 +166,12 @@ class LoadOptions(ModelOptions, ModelChoice):
 
     @property
     def has_no_profile(self) -> bool:
-        """Return whether no profile is wanted, not even one that would be found."""
+        """Return True if no profile is wanted, not even one that would be found."""
         return str(self.profile) == "none"
 
     @property
     def keeps_prompts(self) -> bool:
-        """Return whether prompts that were read are kept for others that begin alike."""
+        """Return True if prompts that were read are kept for others that begin alike."""
         return self.prompt_cache_ram != "none" or self.prompt_cache is not None
 
     @property
@@ -188,7 +188,7 @@ class LoadOptions(ModelOptions, ModelChoice):
 
     @cached_property
     def ram_bytes(self) -> int:
-        """Return what is allowed; by default of what is free when this is first asked for.
+        """Return the allowed bytes; by default of those that are free when this is first asked for.
 
         So a run is planned with what it was checked with, before libraries took some of it.
         """
@@ -206,7 +206,7 @@ class LoadOptions(ModelOptions, ModelChoice):
 
     @property
     def ngram_is_store(self) -> bool:
-        """Return whether `ngram` names a datastore, which is a folder, and no text to count."""
+        """Return True if `ngram` names a datastore, which is a folder, and no text to count."""
         return self.ngram is not None and os.path.isdir(os.path.expanduser(self.ngram))
 
     @property
@@ -220,7 +220,7 @@ class LoadOptions(ModelOptions, ModelChoice):
 
     @property
     def has_open_draft(self) -> bool:
-        """Return whether trials shall find the draft."""
+        """Return True if trials shall find the draft."""
         return is_auto(self.draft)
 
     @property
@@ -229,7 +229,7 @@ class LoadOptions(ModelOptions, ModelChoice):
         return models_to_read(self.model, self.draft)
 
     def headers(self, read: Callable[[PathLike, PathLike | None], Found]) -> list[Found]:
-        """Return what `read` finds of each of these by its name, and by the config of a GGUF file.
+        """Return the result of `read` for each of these by name, and by the config of a GGUF file.
 
         So `check_setup` reads them before torch is imported, as far as they lie here; `resolve`,
         which asks the hub for others; and what names the results of many texts.
@@ -268,7 +268,7 @@ class LoadOptions(ModelOptions, ModelChoice):
 
     @property
     def looks_up(self) -> bool:
-        """Return whether the text's own past is searched for continuations.
+        """Return True if the text's own past is searched for continuations.
 
         By default it is where there is no draft, or the tree may follow it.
         """
@@ -282,12 +282,12 @@ class LoadOptions(ModelOptions, ModelChoice):
         return tree_to_fill(self.tree, self.rule, is_ranked=is_ranked, has_sources=has_sources)
 
     def planned_tree(self, tokens_per_sweep: float | None) -> TreeSpec:
-        """Return the tree to plan for, of which a sweep may be said to yield so many tokens.
+        """Return the tree to plan for, of which a sweep may be said to yield this many tokens.
 
         Raises `UserError` for a tree without a draft, and for a yield that belongs to no one tree.
         """
         tree = self.tree_spec()
-        # what guesses yield depends on the text, and by themselves they take no room that there is not
+        # what guesses yield depends on the text, and by themselves they take no extra room
         if not self.has_draft:
             is_left_out = tree.is_chosen or tree.kind == "none"
             rule = "`tree` needs a `draft` to be planned for"

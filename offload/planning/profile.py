@@ -168,7 +168,7 @@ class Profile:
 
     @property
     def follows_traces(self) -> bool:
-        """Return whether trees consist of traced paths, not of the acceptance vector alone."""
+        """Return True if trees consist of traced paths, not of the acceptance vector alone."""
         return self.smoothing < PRODUCT_FORM
 
     def of_experts(self, experts: ExpertShape | None, *, is_named: bool = False) -> "Profile":
@@ -189,7 +189,7 @@ class Profile:
         raise UserError(f"the named profile counts uses in {sizes}: {_AGAIN}")
 
     def as_dict(self) -> dict[str, object]:
-        """Return what the file holds and `--json` prints."""
+        """Return the values that the file holds and `--json` prints."""
         values = {_KEY_OF.get(name, name): value for name, value in asdict(self).items()}
         measured = {
             name: value for name, value in values["costs"].items() if name not in _NEVER_MEASURED
@@ -246,7 +246,7 @@ def profile_finder(
     are_files_here: bool,
     is_elsewhere: bool,
 ) -> FindProfile:
-    """Return what finds the profile of a pair, and raises `UserError` for a named one that misfits.
+    """Return a finder of a pair's profile, which raises `UserError` for a named one that misfits.
 
     Args:
         named: what the user has named; None looks for the one that was saved for the run.

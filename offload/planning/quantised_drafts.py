@@ -45,7 +45,7 @@ def check_held(draft: str | os.PathLike[str] | None, draft_dtype: str | None) ->
 
 
 def copied(target: Checkpoint, value: str) -> Checkpoint:
-    """Return the target as its own draft, in so many bits. Raises `UserError`."""
+    """Return the target as its own draft, in this many bits. Raises `UserError`."""
     draft = f"{OWN}:{value}"
     bits = copy_bits(draft)
     assert bits is not None, "another form is refused"

@@ -94,7 +94,7 @@ class TreeOrder:
         return in_level_order([-1, *place_O[self._parent_O[kept[1:]]].tolist()])[0]
 
     def num_nodes(self, depth: int) -> int:
-        """Return how many nodes are no deeper than `depth`."""
+        """Return the number of nodes that are no deeper than `depth`."""
         return len(self._sums(depth))
 
     def outline(self, num_nodes: int, depth: int) -> Outline:
@@ -109,7 +109,7 @@ class TreeOrder:
         return float(sums[min(num_nodes, len(sums)) - 1])
 
     def bursts(self, num_nodes: int, depth: int, trace: Trace) -> list[int]:
-        """Return what `acceptance.bursts` returns of the built tree."""
+        """Return the result of `acceptance.bursts` for the built tree."""
         return walk(self._children, self._place_list(depth), num_nodes, trace)
 
     def _placed(self, depth: int) -> Ints:
@@ -264,8 +264,8 @@ def search(
     With several texts in a pass each has such a tree, and a prediction is for all of them together.
 
     Args:
-        traffic_of: what a sweep moves with so many nodes; None where they do not fit.
-        trees_of: returns the trees of at most so many nodes; large ones take long to order.
+        traffic_of: what a sweep moves with this many nodes; None where they do not fit.
+        trees_of: returns the trees of at most this many nodes; large ones take long to order.
         most: how many of the best static trees are built and returned; None for all of them.
     """
 
@@ -302,7 +302,7 @@ def search(
 def _may_pay(
     trees: TreeSearch, max_nodes: int, costs: Costs, best: _Candidate, num_texts: int
 ) -> bool:
-    """Return whether a larger tree than these could be quicker than the best one.
+    """Return True if a larger tree than these could be quicker than the best one.
 
     Its further nodes are no likelier than the last ordered one, and it computes for as long as its
     rows take.

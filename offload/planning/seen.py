@@ -80,7 +80,7 @@ class ObservedPasses:
         return bool(self._passes)
 
     def among(self, num_texts: int) -> Sequence[ObservedPass]:
-        """Return the passes of so many texts, or of the nearest number."""
+        """Return the passes of this many texts, or of the nearest number."""
         known = self._passes.copy()
         if not known:
             return ()

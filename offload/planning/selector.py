@@ -57,7 +57,7 @@ _ALIKE = 1.02
 _GROWTH = 4  # times the nodes of a tree that may yet change
 _FEW_NODES = 64  # of trees whose nodes are ordered at once
 _MOST_KNOWN = 256  # choices that are kept
-# A choice is made anew when passes have taken so many times as long as choosing takes.
+# A choice is made again when passes have taken this many times as long as choosing takes.
 _SELDOM = 25
 _CHOICE_S = 0.02  # measured on one core at 2.4 GHz
 _AS_STATIC = "; a dynamic tree counted as the static one of its size, which yields less"
@@ -88,7 +88,7 @@ class TreeChoice(NamedTuple):
 
     @property
     def is_dynamic(self) -> bool:
-        """Return whether size and depth are bounds, and every step has a shape of its own."""
+        """Return True if size and depth are bounds, and every step has a shape of its own."""
         return isinstance(self.shape, DynamicShape)
 
     def tokens_range(
@@ -137,7 +137,7 @@ class _Selection:
 
     @property
     def acceptance(self) -> Profile | AcceptancePrior:
-        """Return what is known of acceptance, measured or assumed."""
+        """Return the acceptance, measured or assumed."""
         known = self.profile or self.known.usual
         assert known is not None, "something ranks candidates"
         return known
@@ -148,7 +148,7 @@ class _Selection:
 
     @property
     def most(self) -> int:
-        """Return how many nodes each text may have."""
+        """Return the number of nodes that each text may have."""
         return max(1, self.max_nodes // self.num_texts)
 
     @property
@@ -319,7 +319,7 @@ class _Selection:
 
 
 def is_free_of_trees(rule: str) -> bool:
-    """Return whether a seed's text is the same with every tree, which then may be dynamic."""
+    """Return True if a seed's text is the same with every tree, which then may be dynamic."""
     return not drafting_of(rule).keeps_distributions
 
 
@@ -335,7 +335,7 @@ class TreeSelector:
 
     spec: TreeSpec  # the tree that `load` was asked for
     find: FindProfile
-    # what a plan for so many nodes moves; after `limit_to` the plan's own
+    # what a plan for this many nodes moves; after `limit_to` the plan's own
     traffic_of: TrafficOf = lambda _: None
     # measured at start: disks drift, so a profile's own figure may be old
     link_bytes_per_s: float | None = None
@@ -360,7 +360,7 @@ class TreeSelector:
 
     @classmethod
     def without_trees(cls, plan: MemoryPlan) -> "TreeSelector":
-        """Return what selects no tree, for a decoder whose guesses are made elsewhere."""
+        """Return a selector of no tree, for a decoder whose guesses are made elsewhere."""
         traffic = Traffic.from_plan(plan)
         none = (None, "no profile is wanted")
         return cls(
@@ -387,17 +387,17 @@ class TreeSelector:
 
     @property
     def is_ranked(self) -> bool:
-        """Return whether a draft ranks every candidate."""
+        """Return True if a draft ranks every candidate."""
         return self.usual is not None
 
     @property
     def is_copy(self) -> bool:
-        """Return whether that draft is a copy of the target."""
+        """Return True if that draft is a copy of the target."""
         return self.usual is not None and self.usual.is_copy
 
     @property
     def max_depth(self) -> int:
-        """Return how deep a tree may be that is chosen."""
+        """Return the greatest depth of a chosen tree."""
         return DEPTHS[-1] if self.context is None else self.context - 1
 
     @property
@@ -526,7 +526,7 @@ class TreeSelector:
         return NEVER if traffic is None else traffic.ahead_rows(self.costs_of(None))
 
     def traffic_at(self, num_nodes: int) -> Traffic | None:
-        """Return what a sweep moves with memory planned for so many nodes, routed as counted."""
+        """Return the traffic of a sweep with memory planned for `num_nodes`, routed as counted."""
         traffic = self.traffic_of(num_nodes)
         return None if traffic is None else traffic.routed_by(self.routing)
 

@@ -230,7 +230,7 @@ def _most_share(rank: RankCapacity, load: Load, limit_s: float) -> float:
 
 
 def _carried_bytes(rank: RankCapacity, limit_s: float) -> float:
-    """Return what reaches a rank within `limit_s`, limited by its link and by its host and disk."""
+    """Return the bytes that reach a rank within `limit_s`, by its link, its host and its disk."""
     carried_bytes = rank.link_bytes_per_s * limit_s
     if math.isinf(rank.disk_bytes_per_s):
         return carried_bytes

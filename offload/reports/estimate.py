@@ -5,8 +5,8 @@ measured here and now, and from a profile of `offload tune`; where only the link
 perhaps how fast this processor multiplies, a prediction is a lower bound and says so. Tokens per
 pass are a range, from pairs that papers measured, where this pair was not.
 
-Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link, and a
-few pieces whose exponents tell what packing would win. No torch but for a GPU, for the speed of
+Invariant: no weights are fetched, and none are read except in the .3 s that measure the link, and a
+few pieces whose exponents tell what packing would win. No torch except for a GPU, for the speed of
 products, or to count a model that only torch can build.
 """
 
@@ -109,7 +109,7 @@ class Estimate(NamedTuple):
 
 
 def facts_of(setup: Setup) -> tuple[ModelFacts, ...]:
-    """Return what the target is, and the draft if there is one."""
+    """Return the facts of the target, and of the draft if there is one."""
     names = map(str, filter(None, (setup.options.model, setup.options.draft)))
     return tuple(map(ModelFacts.from_checkpoint, names, filter(None, setup.files)))
 
@@ -182,7 +182,7 @@ def estimate(
 def _packing(
     setup: Setup, num_nodes: int, link_bytes_per_s: float | None
 ) -> PackingForecast | None:
-    """Return what packing the target would win, None where there is nothing to pack."""
+    """Return the gain of packing the target, None where there is nothing to pack."""
     packing = forecast(setup.files.target)
     if packing is None or not packing.is_worth_it:
         return packing
@@ -207,7 +207,7 @@ def _packing(
 def _beside(
     setup: Setup, packing: PackingForecast, num_nodes: int, link_bytes_per_s: float | None
 ) -> BesideForecast | None:
-    """Return what a pass takes beside a copy that drafts; None where that needs more memory."""
+    """Return the time of a pass beside a copy that drafts; None where that needs more memory."""
     files = as_beside(setup.files.target, packing)
     if files is None:
         return None

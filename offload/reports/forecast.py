@@ -160,7 +160,7 @@ class ClusterForecast(NamedTuple):
         return {"works": True, "ranks": ranks, "passes": passes, "predictions": rates}
 
     def busy(self, part: RankPart) -> RankTime:
-        """Return what a rank does in a pass; of stages the network exchanges meanwhile."""
+        """Return a rank's work in a pass; of stages the network exchanges meanwhile."""
         is_disk = (
             not part.machine.gpu_bytes or Traffic.from_plan(part.plan, part.machine).is_disk_slower
         )

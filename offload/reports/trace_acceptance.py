@@ -27,7 +27,7 @@ from offload.trees.token_tree import Proposals, TokenTree
 from offload.trees.topology import DynamicShape, chain, sequences
 from offload.trees.verification import Acceptance, ratio_trials, walk
 
-# an unlikely token may take many draws; after so many the last outcome stands
+# an unlikely token may take many draws; after this many the last outcome stands
 _MAX_DRAWS = 64
 
 DrawStar = Callable[[], TokenTree]

@@ -146,7 +146,7 @@ def trace_window(decoder: Decoder, question: TuneQuestion, index: int) -> Traced
 
 
 def expert_uses(decoder: Decoder) -> ExpertUses | None:
-    """Return how often experts were used; None where they come unasked, or no window was traced."""
+    """Return the counts of experts' uses; None where they come unasked, or no window was traced."""
     pool = decoder.target.experts
     if pool is None or not pool.num_rows:
         return None
@@ -154,7 +154,7 @@ def expert_uses(decoder: Decoder) -> ExpertUses | None:
 
 
 def _unfinished(question: TuneQuestion) -> list[TracedWindow]:
-    """Return what an interrupted tune has finished; nothing of a file that is not whole."""
+    """Return the finished windows of an interrupted tune; none of a file that is not whole."""
     try:
         windows = read_object(question.state_path, "it is made anew")["windows"]
         traced = convert(windows, list[TracedWindow])

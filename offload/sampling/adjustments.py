@@ -120,7 +120,7 @@ class Penalties:
         )
 
     def _lost(self, num_C: Tensor) -> Tensor:
-        """Return what tokens lose that are new text so many times."""
+        """Return the penalties of tokens, by their counts in the new text."""
         sampling = self._sampling
         return (
             num_C.double() * sampling.frequency_penalty + (num_C > 0) * sampling.presence_penalty

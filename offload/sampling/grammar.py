@@ -198,7 +198,7 @@ def require_sound(error: str | None, grammar: Grammar) -> None:
 
 
 def _gist(error: str) -> str:
-    """Return what is wrong, of a message that also draws where."""
+    """Return the fault, from a message that also draws its place."""
     if match := re.search(r"^error: (.+)", error, re.MULTILINE):
         return match[1]
     if "coerce_one_of" in error:

@@ -59,7 +59,7 @@ class GrammarMask:
         self.begin(())
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Start anew; the prompt is no part of what the grammar speaks of."""
+        """Start again; the prompt is no part of what the grammar speaks of."""
         self._committed = list[int]()
         self._has_ended = False
         self._masks: dict[TokenPath, Bits | None] = {}
@@ -93,7 +93,7 @@ class GrammarMask:
     def adjust(
         self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
     ) -> Tensor:
-        """Mask what the grammar forbids, but for rows that sampling reports, as not finite."""
+        """Mask what the grammar forbids, except for rows that sampling reports, as not finite."""
         scores_TV = logits_TV.to(torch.float32, copy=True)
         allowed_TV = np.ones(scores_TV.shape, dtype=bool)
         # neighbours share most
@@ -108,7 +108,7 @@ class GrammarMask:
         return scores_TV.masked_fill_(knows_none_T1 & mask_TV, 0.0)
 
     def _mask(self, path: TokenPath) -> Bits | None:
-        """Return what may follow a path; None where nothing is masked or the matcher gave up."""
+        """Return tokens that may follow a path; None where nothing is masked or the matcher gave up."""
         if path not in self._masks:
             self._masks[path] = self._allowed_behind(path)
         return self._masks[path]
@@ -147,7 +147,7 @@ class GrammarMask:
 
 
 def _behind(token: int, known: Mapping[TokenPath, T]) -> dict[TokenPath, T]:
-    """Return what is known of paths that begin with `token`, keyed as once that is committed."""
+    """Return the known paths that begin with `token`, keyed as once that is committed."""
     return {path[1:]: state for path, state in known.items() if path[:1] == (token,)}
 
 
@@ -173,11 +173,11 @@ class Grammars:
         self._lock = threading.Lock()
 
     def mask(self, grammar: Grammar) -> GrammarMask:
-        """Return what keeps a text within a grammar. Raises `UserError` if it allows nothing."""
+        """Return a mask that keeps a text to a grammar. Raises `UserError` if it allows nothing."""
         return GrammarMask(self.compiled(grammar), self._allowed, self._end_ids, str(grammar))
 
     def compiled(self, grammar: Grammar) -> _Compiled:
-        """Return what keeps a grammar compiled while it is held. Raises as `mask` does."""
+        """Return a handle that keeps a grammar compiled while it is held. Raises as `mask` does."""
         with self._lock:
             compiled = self._known.get(grammar)
         if compiled is None:
@@ -233,7 +233,7 @@ class Grammars:
         return self._vocabulary
 
     def _allowed(self, matcher: Any) -> Bits:
-        """Return what may follow, ends of the text exactly where it may end."""
+        """Return the tokens that may follow, ends of the text exactly where it may end."""
         mask_bytes = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed_V = _unpacked(mask_bytes, len(mask_bytes) * 8)
         allowed_V[self._vocabulary.eos_tokens] = False

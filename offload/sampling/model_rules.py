@@ -79,7 +79,7 @@ class ModelRules:
     def adjustments(
         self, num_prompt: int, max_new_tokens: int
     ) -> tuple[list[Adjustment], list[Adjustment]]:
-        """Return what is done to the scores of one text before penalties, and behind them."""
+        """Return the rules for the scores of one text before penalties, and behind them."""
         size = TextSize(num_prompt, max_new_tokens)
         return self._added("sequence_bias", size), self._later(size)
 
@@ -232,7 +232,7 @@ class AddedScores:
 
 
 class NoRepeatedNgrams:
-    """No sequence of so many tokens comes twice, as `NoRepeatNGramLogitsProcessor` has it.
+    """No sequence of this many tokens comes twice, as `NoRepeatNGramLogitsProcessor` has it.
 
     That one reads the whole text for every row; here the accepted tokens are read once.
     """
@@ -324,6 +324,6 @@ def _sequences(value: Any) -> list[list[Any]]:
 
 
 def _most_seen(sequences: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens a look at these sequences needs: none for single tokens."""
+    """Return the number of tokens that a look at these sequences needs: 0 for single tokens."""
     longest = max(map(len, sequences), default=0)
     return longest if longest > 1 else 0

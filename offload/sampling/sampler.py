@@ -131,7 +131,7 @@ class Sampler:
         return require_token(self.token_at(logits_V, position))
 
     def token_at(self, logits_V: Tensor, position: int) -> int:
-        """Return what `draw` does, or `NO_TOKEN`."""
+        """Return the drawn token, or `NO_TOKEN`."""
         scores_1V = self.perturbed(logits_V[None], position)
         return int(or_no_token(scores_1V.argmax(1), scores_1V))
 
@@ -159,7 +159,7 @@ class Sampler:
         return tensor.to(scores.device) if self._send_by is None else self._send_by(tensor)
 
     def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
-        """Return log p + G but for a constant per row, float64; the logits when greedy."""
+        """Return log p + G except for a constant per row, float64; the logits when greedy."""
         if self.is_greedy:
             return logits_TV
         scores_TV = self._warped(logits_TV)
@@ -172,7 +172,7 @@ class Sampler:
         return scores_TV.double().add_(noise[..., : scores_TV.shape[1]])
 
     def distribution(self, logits_TV: Tensor) -> Tensor:
-        """Return what is drawn from, float32 (T, V), the first argmax when greedy; may be NaN."""
+        """Return distributions to draw from, float32 (T, V), the first argmax when greedy; may be NaN."""
         if self.is_greedy:
             probs_TV = torch.nn.functional.one_hot(
                 logits_TV.argmax(-1), logits_TV.shape[-1]
@@ -260,7 +260,7 @@ def _lack_numbers(scores_TV: Tensor) -> Tensor:
 
 
 def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
-    """Return what filters a distribution, in the order of transformers."""
+    """Return the filters of a distribution, in the order of transformers."""
     warpers: list[LogitsProcessor] = []
     if not sampling.is_greedy:
         warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))

@@ -114,7 +114,7 @@ _ROUTES: list[tuple[str, str, Callable[[HttpRequest], Any]]] = [
 
 
 def _serving(route: Route) -> Callable[[HttpRequest], Any]:
-    """Return what serves a route of a protocol."""
+    """Return the handler of a protocol's route."""
 
     async def served(request: HttpRequest) -> Response:
         state = request.app.state

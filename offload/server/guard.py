@@ -146,7 +146,7 @@ class Guard:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return what gives a body that was read once more; then what else the client does."""
+    """Return a `receive` that gives a read body once more; then whatever else the client does."""
     left = [body]
 
     async def receiving() -> Message:
@@ -158,7 +158,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _marked(send: Send, guest: str | None) -> Send:
-    """Return what sends answers with the marks of all; pages of the origin `guest` may read them."""
+    """Return a `send` that adds all answers' headers; pages of the origin `guest` may read them."""
     allowed = {} if guest is None else {"access-control-allow-origin": guest, "vary": "Origin"}
     marks = {**_MARKS, **allowed}
 

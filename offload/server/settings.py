@@ -35,7 +35,7 @@ class ServerSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether this machine alone is meant: an address, or `localhost` of all names."""
+    """Return True if this machine alone is meant: an address, or `localhost` of all names."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

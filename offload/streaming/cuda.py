@@ -53,12 +53,12 @@ class StagingRing:
     # waits for an event
     _synchronize: Callable[[Event], None]
     # by part where it begins, and an event of the stream that computes, behind its last reader;
-    # positions go on counting where the ring begins anew
+    # positions go on counting where the ring begins again
     _parts: deque[tuple[int, Event]] = field(default_factory=deque)
     _next: int = 0
 
     def has_room_for(self, source: Tensor) -> bool:
-        """Return whether the ring is large enough for a tensor."""
+        """Return True if the ring is large enough for a tensor."""
         return 0 < source.numel() * source.element_size() <= len(self._array)
 
     def send(self, source: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class CudaDevice(Device):
         # kernels between copies must not wait long
         self.copies = torch.cuda.Stream(self.torch_device, priority=-1)
         self._ring: StagingRing | None = None
-        # cuDNN plans for every length anew, tens of milliseconds each
+        # cuDNN plans for every length again, tens of milliseconds each
         torch.backends.cuda.enable_cudnn_sdp(False)
         multiply_by_ieee()
         torch.cuda.reset_peak_memory_stats(self.torch_device)

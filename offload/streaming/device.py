@@ -127,7 +127,7 @@ HOST = Device()
 
 
 def is_host(name: str) -> bool:
-    """Return whether this names the host, as far as it is known without torch."""
+    """Return True if this names the host, as far as it is known without torch."""
     return name == "cpu" or (name == "auto" and not has_cuda_driver())
 
 
@@ -188,7 +188,7 @@ class Spans:
 
     @property
     def listener(self) -> Listener | None:
-        """Return what hears of spans. Before another is set, it hears of all queued work."""
+        """Return the listener to spans. Before another is set, it hears of all queued work."""
         return self._listener
 
     @listener.setter

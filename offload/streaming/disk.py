@@ -51,7 +51,7 @@ class ByteSource(Protocol):
         """
 
     def fetch(self, layout: SlabLayout) -> np.ndarray:
-        """Return what is `sent` of a slab of its own, complete. Raises `ReadError`."""
+        """Return the `sent` part of a slab of its own, complete. Raises `ReadError`."""
         slab = allocate(layout.slab_bytes)
         finish(self.read(layout, slab))
         return slab[layout.sent]
@@ -317,7 +317,7 @@ class _Throttle:
 def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
     """Return descriptors of all shards, and whether all have O_DIRECT.
 
-    Raises `ReadError`, and `UserError` where so many may not be open.
+    Raises `ReadError`, and `UserError` where too many files would be open.
     """
     direct = [_open_direct(path) for path in shards]
     opened = [fd for fd in direct if fd is not None]

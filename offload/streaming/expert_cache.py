@@ -42,7 +42,7 @@ class ExpertCache:
         uses_B: a warm start: uses by block for each token, such as counts of an earlier run over
             its number of tokens.
         num_passing: how many slots may be lent at once to blocks that shall not stay, at least 2
-            and at most half of all: so many of those are read ahead.
+            and at most half of all: this many of those are read ahead.
 
     Attributes:
         uses_B: the share of rows that is expected to use each block, by what rows did lately; read

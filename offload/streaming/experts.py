@@ -57,7 +57,7 @@ class ExpertPool:
         slots: flat bytes (num_slots, slot_bytes), where the carrier's device computes.
         carrier: moves blocks into slots; it has the layouts by block.
         cache: says which block lies in which of the slots.
-        ahead_rows: from so many rows on a pass reads ahead.
+        ahead_rows: from this many rows on a pass reads ahead.
 
     Attributes:
         uses_LE: how often rows have chosen each expert, since the pool was opened.
@@ -217,7 +217,7 @@ class ExpertPool:
             self._schedule.popleft()
 
     def _is_for_all(self, num_rows: int) -> bool:
-        """Return whether a pass needs so much of what is missing that all is worth reading."""
+        """Return True if a pass needs so much of what is missing that all is worth reading."""
         if num_rows < self.ahead_rows:
             return False
         is_known = self.num_rows >= _KNOWN_ROWS

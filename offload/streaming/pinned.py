@@ -254,7 +254,7 @@ def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:
 
 
 def sees_registered(index: int, open_library: Callable[[str], Any] = ctypes.CDLL) -> bool:
-    """Return whether kernels read registered memory by the host's address; False if unknown."""
+    """Return True if kernels read registered memory by the host's address; False if unknown."""
     value = ctypes.c_int(0)
     try:
         ask = open_library("libcuda.so.1").cuDeviceGetAttribute

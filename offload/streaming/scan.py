@@ -116,7 +116,7 @@ class WeightScan:
             self._look_at(shard, index, lo, stored, turn if is_passing else None)
 
     def news(self) -> list[str]:
-        """Return what is odd about finite tensors that were scanned whole since the last call."""
+        """Return remarks on finite tensors that were scanned whole since the last call."""
         with self._lock:
             tops = list[TensorMaximum]()
             for (shard, index), (bits, seen) in self._tops.items():
@@ -132,7 +132,7 @@ class WeightScan:
         return [f"{line}: {_ASK}" for line in remarks(tops, has_zeros=self._has_zeros)]
 
     def _passes(self, shard: int, at: int) -> bool:
-        """Return whether this byte of a file is read in every sweep."""
+        """Return True if this byte of a file is read in every sweep."""
         ranges = self._passing.get(shard, [])
         index = bisect_right(ranges, (at, 1 << 62)) - 1
         return index >= 0 and at < ranges[index][1]
@@ -199,5 +199,5 @@ def _united(seen: list[_Range], lo: int, hi: int) -> list[_Range]:
 
 
 def has_zeros(directory: Path) -> bool:
-    """Return whether `inflate` has written a folder: it pads matrices with zeros."""
+    """Return True if `inflate` has written a folder: it pads matrices with zeros."""
     return (directory / INFLATED).is_file()

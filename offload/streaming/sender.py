@@ -1,7 +1,7 @@
 """Copies of blocks from host memory to a device: at once where it is locked, else by way of buffers.
 
 The copy into a slot waits, on the device, for the event after which nothing reads the slot; kernels
-wait for the event after the copy. The host only enqueues, but for memory that could not be locked,
+wait for the event after the copy. The host only enqueues, except memory that could not be locked,
 which goes in pieces through locked buffers (`Bounces`).
 """
 

@@ -81,7 +81,7 @@ class SlotCycle:
 
     @property
     def is_at_start(self) -> bool:
-        """Return whether the first block comes next, all slots are on their way, none failed."""
+        """Return True if the first block comes next, all slots are on their way, none failed."""
         if not self._blocks:
             return not self._transfers
         is_whole = len(self._transfers) == len(self.slots)

@@ -106,7 +106,7 @@ class TreeSpec:
 
 
 def label_of(shape: Shape) -> str:
-    """Return what `--tree` would call a shape that was chosen."""
+    """Return the name in `--tree` of a shape that was chosen."""
     if shape.num_nodes == 1:
         return "none"
     return f"{'dynamic:' if isinstance(shape, DynamicShape) else ''}{shape.num_nodes}x{shape.depth}"

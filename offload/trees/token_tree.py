@@ -68,7 +68,7 @@ class Proposals:
         return cls(np.full(topology.num_nodes, int(draw)), row_N, probs_EV)
 
     def reordered(self, order: Sequence[int]) -> "Proposals":
-        """Return what nodes in this order were drawn from; those beyond its own are point masses."""
+        """Return the distributions of nodes in this order; the nodes beyond are point masses."""
         beyond = np.zeros(len(order) - len(self.draw_N), dtype=np.int64)
         draw_N = np.concatenate([self.draw_N, beyond + int(Draw.POINT_MASS)])[order]
         return Proposals(draw_N, np.concatenate([self.row_N, beyond - 1])[order], self.probs_EV)

@@ -4,7 +4,7 @@ Sequoia (2402.12374, section 3.1): a verifier accepts the child of rank k with c
 position, so a node is reached with f(v) = product of p[rank] along its path and a pass yields F(T)
 = sum of f over the nodes. For a non-increasing p the n best scores *are* the best tree, found by a
 heap; a measured p is fitted so that it falls. A `DynamicShape` only bounds a tree whose shape the
-draft settles anew in every step.
+draft settles again in every step.
 
 Invariant: the root is node 0, it counts as a node (its row yields the bonus token), and nodes stand
 in level order: by depth (edges from the root, the number of draft steps), then by parent, then by
@@ -151,7 +151,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class DynamicShape:
-    """Bounds of a tree whose shape the draft settles anew in every step."""
+    """Bounds of a tree whose shape the draft settles again in every step."""
 
     num_nodes: int  # at most, the root included
     depth: int  # at most, in edges from the root

@@ -42,7 +42,7 @@ class Acceptance(NamedTuple):
     guesses: Sequence[float] = ()
 
     def first(self, num: int) -> "Acceptance":
-        """Return as much of it as emits so many tokens."""
+        """Return as much of it as emits this many tokens."""
         return Acceptance(self.nodes[:num], self.tokens[:num], self.guesses[:num])
 
 
@@ -311,7 +311,7 @@ class Rule:
     def verify(
         self, tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
     ) -> Acceptance:
-        """Return what of a scored tree is emitted. Raises `UserError` for scores that are no numbers."""
+        """Return the emitted part of a scored tree. Raises `UserError` for scores that are NaN."""
         if sampler.is_greedy and not self.is_exact:
             return greedily_lenient(tree, logits_NV, sampler, self.lenience)
         if self._trials is None:

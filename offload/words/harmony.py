@@ -40,7 +40,7 @@ class HarmonyReader:
         self._is_new = False
 
     def push(self, segments: Iterable[str]) -> list[Part]:
-        """Return what has become certain."""
+        """Return the parts that have become certain."""
         for segment in segments:
             self._held.add(segment)
         parts = list[Part]()
@@ -49,7 +49,7 @@ class HarmonyReader:
         return parts
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return what is left; arguments that are cut are no JSON."""
+        """Return the parts that are left; arguments that are cut are no JSON."""
         parts = list[Part]()
         if self._function:
             body = self._held.take(len(self._held.text))

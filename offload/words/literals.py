@@ -122,7 +122,7 @@ class Scanner:
 
 
 def typed_value(text: str, schema: Any) -> Any:
-    """Return what a bare text means by its JSON schema: text where that may be text."""
+    """Return the value of a bare text by its JSON schema: text where that may be text."""
     kinds = _kinds(schema)
     if "string" in kinds:
         return None if "null" in kinds and text in ("null", "None") else text

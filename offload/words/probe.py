@@ -195,7 +195,7 @@ def _turn_end(render: Render, plain: str | None) -> str:
 
 
 def _wants_objects(render: Render, shown: _ShownCalls) -> bool:
-    """Return whether a template fails where a model's broken arguments stay text."""
+    """Return True if a template fails where a model's broken arguments stay text."""
     if shown.has_text_arguments:
         return False
     message = _calling(1, False, shown.content_form, shown.key_form)
@@ -204,7 +204,7 @@ def _wants_objects(render: Render, shown: _ShownCalls) -> bool:
 
 
 def _is_sound(shown: str) -> bool:
-    """Return whether a rendering has the call, not in Python's form and not written twice."""
+    """Return True if a rendering has the call, not in Python's form and not written twice."""
     answer = shown.rpartition(_QUESTION)[2]
     is_whole = _NAMES[0] in answer and "vqone" in answer
     return (
@@ -221,7 +221,7 @@ def _answer() -> Message:
 
 
 def _calling(num: int, is_text: bool, content_form: ContentForm, key_form: KeyForm) -> Message:
-    """Return an answer of so many calls."""
+    """Return an answer of this many calls."""
     calls = []
     for name, arguments, key in zip(_NAMES, _ARGUMENTS, _KEYS[key_form], strict=True):
         given = json.dumps(arguments) if is_text else arguments
@@ -262,7 +262,7 @@ def _tried(render: Render, messages: list[Message], *, with_tools: bool = False)
 
 
 def _call_text(shown: str, plain: str | None) -> str:
-    """Return what stands for the calls: without what stands around any answer."""
+    """Return the text of the calls, without the text around any answer."""
     answer = shown.rpartition(_QUESTION)[2]
     if plain is None or _ANSWER not in plain:
         return answer
@@ -317,7 +317,7 @@ def _json_form(single: str) -> JsonCalls | None:
 
 
 def _wrappers(single: str, double: str | None) -> tuple[str, str, str, str]:
-    """Return what stands before all calls, before each, behind all, and behind each."""
+    """Return the texts before all calls, before each, behind all, and behind each."""
     before = single[: single.index(_NAMES[0])]
     behind = single[_end_of_call(single, 0) :]
     if double is None or _NAMES[0] not in double:

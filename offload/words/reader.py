@@ -59,7 +59,7 @@ class HeldText:
         return best
 
     def certain(self, marks: Sequence[str]) -> int:
-        """Return how much of the text can be no beginning of a mark."""
+        """Return the length of the text that can be no beginning of a mark."""
         longest = max(map(len, marks), default=0)
         for size in range(min(longest - 1, len(self.text)), 0, -1):
             if any(mark.startswith(self.text[-size:]) for mark in marks):
@@ -67,7 +67,7 @@ class HeldText:
         return len(self.text)
 
     def take(self, num_chars: int) -> str:
-        """Take so many characters; return those that are no special tokens."""
+        """Take this many characters; return those that are no special tokens."""
         kept = []
         place = 0
         for first, end in self._spans:
@@ -79,7 +79,7 @@ class HeldText:
         return "".join(kept)
 
     def drop(self, num_chars: int) -> str:
-        """Take so many characters; return all of them, special tokens included."""
+        """Take this many characters; return all of them, special tokens included."""
         taken = self.text[:num_chars]
         self.text = self.text[num_chars:]
         left = [(first - num_chars, end - num_chars) for first, end in self._spans]
@@ -144,7 +144,7 @@ class TaggedReader:
         self._block_end: int | None = None
 
     def push(self, segments: Iterable[str]) -> list[Part]:
-        """Return what has become certain, see `PartReader`."""
+        """Return the parts that have become certain, see `PartReader`."""
         for segment in segments:
             self._held.add(segment)
         parts = list[Part]()
@@ -153,7 +153,7 @@ class TaggedReader:
         return parts
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return what is left, see `PartReader`."""
+        """Return the parts that are left, see `PartReader`."""
         parts = list[Part]()
         is_lacking = is_cut and self._calls is not None and bool(self._calls.closing)
         while self._held.text:
@@ -183,7 +183,7 @@ class TaggedReader:
         return [*thoughts, *([self._opening] if self._opening else [])]
 
     def _may_be_whole(self) -> bool:
-        """Return whether all of the answer may be calls, which its end tells."""
+        """Return True if all of the answer may be calls, which its end tells."""
         is_bare = self._calls is not None and not self._opening and not self._is_thinking
         start = self._held.text.lstrip()[:1]
         return is_bare and not self._has_said and start in ("{", "[")

@@ -78,7 +78,7 @@ class Recurrence(ABC):
 
     @abstractmethod
     def prepare(self, inputs: Inputs) -> RowInputs:
-        """Return what `advance` and `read` need of each row, computed for all of them at once."""
+        """Return the inputs of `advance` and `read` for all rows, computed at once."""
 
     @abstractmethod
     def advance(self, state: Tensor, ready: RowInputs) -> Tensor:
@@ -113,7 +113,7 @@ class Recurrence(ABC):
         return joined(outs), state
 
     def walks(self, device: torch.device) -> bool:
-        """Return whether `walk` does better than step after step."""
+        """Return True if `walk` does better than step after step."""
         return False
 
     def walk(self, state: Tensor, inputs: Inputs, steps: Steps) -> Stepped:
@@ -122,7 +122,7 @@ class Recurrence(ABC):
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return what `cat` does; a single tensor is returned itself."""
+    """Return the concatenation of tensors; a single one is returned itself."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
@@ -156,12 +156,12 @@ class Mixer(nn.Module, ABC):
 
     @classmethod
     def fits(cls, shapes: dict[str, torch.Size]) -> bool:
-        """Return whether a module with these parameters is of this kind."""
+        """Return True if a module with these parameters is of this kind."""
         return cls.REQUIRED <= shapes.keys() <= cls.REQUIRED | cls.OPTIONAL
 
     @abstractmethod
     def sizes(self) -> RecurrentLayer:
-        """Return what caches and passes hold of this layer, as counts of numbers."""
+        """Return the numbers that caches and passes hold of this layer."""
 
     @abstractmethod
     def mix(self, hidden_1TD: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class PairMixer(Mixer):
 
 @cache
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Return the library's activation of this name, which a pass would make anew for each layer."""
+    """Return the library's activation of this name, kept for all layers and passes."""
     return ACT2FN[name]
 
 

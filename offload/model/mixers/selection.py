@@ -101,7 +101,7 @@ class Selection:
 
 @contextmanager
 def selecting_few(num_keys: int) -> Iterator[None]:
-    """Let rows of this thread select at most so many keys, so that a short trial has a selection."""
+    """Let this thread's rows select at most this many keys: a short trial has a selection."""
     token = _MOST_KEYS.set(num_keys)
     try:
         yield
@@ -277,7 +277,7 @@ def _walked(rows: PathRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _pools(rows: PathRows, seen_TS: Tensor, size: int) -> _Pools:
-    """Return the pools of so many tokens that are complete on the path of any row."""
+    """Return the pools of this many tokens that are complete on the path of any row."""
     walk_TL, row_E, nth_E = _walked(rows)
     base = int(walk_TL[0, 1])
     num_columns = seen_TS.shape[1]

@@ -73,7 +73,7 @@ def mixers_of(layers: nn.ModuleList) -> list[Mixer]:
 
 
 def has_states(layers: nn.ModuleList) -> bool:
-    """Return whether any of these layers keeps a state, which only a `RecurrentCache` has."""
+    """Return True if any of these layers keeps a state, which only a `RecurrentCache` has."""
     return bool(mixers_of(layers))
 
 

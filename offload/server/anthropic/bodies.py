@@ -240,11 +240,11 @@ class CountBody(Body):
 
     @property
     def wants_thoughts(self) -> bool | None:
-        """Return whether the model is to think, see `Body`."""
+        """Return True if the model is to think, see `Body`."""
         return _THINKS.get(str((self.thinking or {}).get("type")))
 
     def told_template(self) -> dict[str, tuple[str, Any]]:
-        """Return what a template is told, see `Body`."""
+        """Return the template's variables, see `Body`."""
         effort = (self.output_config or {}).get("effort")
         if not isinstance(effort, str):
             return {}

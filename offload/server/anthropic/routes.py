@@ -9,7 +9,7 @@ from offload.server.core.routes import Route, RouteContext, prepare
 
 
 def _count(context: RouteContext, body: CountBody) -> dict[str, Any]:
-    """Return how many tokens the prompt has, however little room there is."""
+    """Return the number of the prompt's tokens, however little room there is."""
     try:
         (request,) = prepare(context.engine, context.settings, body)
     except NoRoom as error:

@@ -51,7 +51,7 @@ class TokenNames:
         return self._pieces.bytes_of(token)
 
     def reader(self, toolbox: Toolbox, request: Request) -> "AnswerReader":
-        """Return what reads an answer to a request, which was prepared, in the model's own form."""
+        """Return a reader of answers to a prepared request, in the model's own form."""
         if toolbox.is_forced:
             # a grammar keeps its form
             reader: PartReader = TaggedReader(None, JsonCalls("", ""), toolbox.offered)
@@ -125,7 +125,7 @@ class Answer:
         return result
 
     def _num_prompt(self, index: int = 0) -> int:
-        """Return how many tokens a prompt has, which is known from the beginning."""
+        """Return the number of a prompt's tokens, which is known from the beginning."""
         ids: Any = self.jobs[index].request.prompt
         return len(ids)
 

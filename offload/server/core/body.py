@@ -51,7 +51,7 @@ AnyStops = Annotated[
 
 
 def _respelt(other: Mapping[Any, Any], value: Any) -> Any:
-    """Return what other servers mean by a number."""
+    """Return the value that other servers mean by a number."""
     is_number = type(value) in (int, float)
     return other.get(value, value) if is_number else value
 
@@ -112,7 +112,7 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
         return {}
 
     def ignored_by(self, source: str) -> list[str]:
-        """Return what is ignored, with what a template of this source does not know."""
+        """Return the ignored fields, with those that a template of this source does not know."""
         stated = self.told_template().items()
         return sorted(
             {*self.ignored, *(field for name, (field, _) in stated if name not in source)}
@@ -120,7 +120,7 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
 
     @property
     def wants_thoughts(self) -> bool | None:
-        """Return whether the model is to think, where its template has a switch; None leaves it."""
+        """Return True if the model is to think, where its template has a switch; None leaves it."""
         return None
 
     def toolbox(self) -> Toolbox:
@@ -128,7 +128,7 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
         return NO_TOOLS
 
     def requests(self, usual: Sampling) -> list[Request]:
-        """Return what is asked for, a request for each prompt; `usual` holds where nothing is said.
+        """Return the requests, one for each prompt; `usual` holds where nothing is said.
 
         Raises `Refusal` and `UserError`.
         """

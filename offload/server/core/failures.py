@@ -17,7 +17,7 @@ _MOST_WAIT_S = 60
 
 
 def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Refusal:
-    """Return what a client is told of an error: nothing of one that none of ours foresaw."""
+    """Return the message of an error for a client: nothing of one that none of ours foresaw."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, QueueFull):

@@ -52,7 +52,7 @@ class Toolbox:
         return {name: schemas[name] for name in schemas if name in self.names}
 
     def grammar(self) -> Grammar | None:
-        """Return what a forced call must keep; None where none is forced. Raises `Refusal`."""
+        """Return the grammar that a forced call must keep, or None. Raises `Refusal`."""
         if not self.is_forced:
             return None
         return find_grammar(json_schema=_schema_of_calls(self.offered, self.is_parallel))

@@ -157,7 +157,7 @@ class ChatBody(ChoicesBody):
         ]
 
     def told_template(self) -> dict[str, tuple[str, Any]]:
-        """Return what a template is told, see `Body`; one that does not know it passes over it."""
+        """Return the template's variables, see `Body`; a template passes over unknown ones."""
         if not isinstance(self.reasoning_effort, str):
             return {}
         return {"reasoning_effort": ("reasoning_effort", self.reasoning_effort)}
@@ -230,7 +230,7 @@ def _name_of(tool: Any) -> str:
 
 
 def grammar_of(wished: Mapping[str, Any] | None, field: str) -> Grammar | None:
-    """Return what an answer must keep, by a field that has OpenAI's form of a format.
+    """Return the grammar that an answer must keep, by a field that has OpenAI's form of a format.
 
     Raises `Refusal` for no format, `UserError` for no schema.
     """

@@ -247,7 +247,7 @@ class CompletionAnswer(ChoicesAnswer):
 
 
 def _pass_told(names: TokenNames, passed: PassFigures) -> dict[str, Any]:
-    """Return what a pass did, for the page: its tree with texts, and what it took."""
+    """Return a pass for the page: its tree with texts, and its times."""
     return {
         "parents": passed.parents,
         "tokens": [names.text(token) for token in passed.tokens],

@@ -23,7 +23,7 @@ def of_chat(names: TokenNames, logprobs: Sequence[TokenLogprob]) -> list[dict[st
 def of_completion(
     names: TokenNames, logprobs: Sequence[TokenLogprob], num_chars: int, *, has_ends: bool = False
 ) -> dict[str, Any]:
-    """Return `TokenLogprob`s as plain completions have them, behind so many characters.
+    """Return `TokenLogprob`s as plain completions have them, behind this many characters.
 
     With `has_ends` tokens that end a text are there as well.
     """

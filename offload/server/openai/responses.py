@@ -192,7 +192,7 @@ class ResponsesBody(OpenAIBody):
             yield turn
 
     def told_template(self) -> dict[str, tuple[str, Any]]:
-        """Return what a template is told of thoughts, see `Body`."""
+        """Return the template's variables of thoughts, see `Body`."""
         effort = (self.reasoning or {}).get("effort")
         if not isinstance(effort, str):
             return {}
