@@ -120,7 +120,7 @@ def plain_words(path: PurePosixPath, source: str) -> Iterator[str]:
         if words.startswith(("of ", "of,", "the same ", "the same,")) or VAGUE.match(words):
             yield f"{path}:{getattr(node, 'lineno', 1)} a docstring begins with {' '.join(words.split()[:2])}"
         if found := TWICE_READ.search(words):
-            yield f"{path}:{getattr(node, 'lineno', 1)} the words {found[0]!r} are read twice before they are understood"
+            yield f"{path}:{getattr(node, 'lineno', 1)} the words {found[0]!r} are understood when read twice"
     for number, line in enumerate(source.splitlines(), 1):
         if found := PERSONS.search(line):
             yield f"{path}:{number} {found[0]} is no subject"
@@ -136,6 +136,7 @@ def plain_names(path: PurePosixPath, source: str) -> Iterator[str]:
         given += [getattr(node, field, None) for field in ("id", "attr")] if is_bound else []
         if isinstance(node, Function | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar | ast.alias):
             given += [getattr(node, "asname", None), getattr(node, "name", None)]
+        given += [node.rest] if isinstance(node, ast.MatchMapping) else []
         for name in EMPTY_NAMES.intersection(given):
             yield f"{path}:{getattr(node, 'lineno', 1)} {name} is a name that says nothing of its thing"
         if isinstance(node, ast.ClassDef) and "of" in {getattr(child, "name", "") for child in node.body}:
@@ -310,6 +311,7 @@ PLANTED = [
     planted(plain_names, "offload/a.py", "try: f()\nexcept OSError as what: g()", "error"),
     planted(plain_names, "offload/a.py", "if (found := f()): ...", "walrus"),
     planted(plain_names, "offload/a.py", "from a import b as how", "import"),
+    planted(plain_names, "offload/a.py", "match x:\n    case {'a': 1, **more}: ...", "match"),
     planted(plain_names, "offload/a.py", "class A:\n    def of(cls): ...", "of"),
     planted(no_package_at_top_level, "kernels/__init__.py", ""),
     planted(one_file_knows_the_library, "offload/a.py", "run(past_key_values=cache)", "argument"),

@@ -131,7 +131,7 @@ class Block(nn.Module):
         return named
 
     def config(self) -> dict[str, Any]:
-        """Return what a file says of it."""
+        """Return the record of a file."""
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",

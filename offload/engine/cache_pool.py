@@ -36,7 +36,7 @@ class _CacheSet:
 
     @property
     def holder(self) -> CacheHolder | None:
-        """Return what has them; one that was dropped has them no more."""
+        """Return the holder; one that was dropped holds them no more."""
         return None if self._holder is None else self._holder()
 
     @property

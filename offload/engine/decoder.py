@@ -250,7 +250,7 @@ class Decoder(TokenDecoder):
             return scorer.scores()
 
     def require_scores(self, num_rows: int) -> None:
-        """Raise `UserError` where texts of so many rows cannot be scored."""
+        """Raise `UserError` where texts of this many rows cannot be scored."""
         rule = "a text must fit, but for its last token, into the context"
         rule = f"{rule} of {self.plan.context} tokens"
         require(num_rows <= self.plan.context, rule, num_rows, "raise `context`")
@@ -265,7 +265,7 @@ class Decoder(TokenDecoder):
         )
 
     def start_scores(self, texts: Sequence[ScoreRequest]) -> Scorer:
-        """Return what scores texts by passes, in a place of its own until it is released."""
+        """Return a scorer of texts, in a place of its own until it is released."""
         most_rows = self.plan.max_prompt_rows + self.plan.num_nodes
         with self.lock.taken():
             scorer = Scorer(self.target, None, most_rows, texts)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def needs_score(ref: weakref.ref[Job]) -> bool:
-    """Return whether a job waits for a score of its prompt."""
+    """Return True if a job waits for a score of its prompt."""
     job = ref()
     if job is None or job.is_cancelled:
         return False

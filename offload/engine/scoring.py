@@ -38,7 +38,7 @@ class PromptScore(NamedTuple):
 class ScoreRequest(NamedTuple):
     """One text, and from which of its tokens on they are scored; at least one comes before.
 
-    With `num_top` each token is told, beside so many of the likeliest in its place, and what is the
+    With `num_top` each token is told, beside this many of the likeliest in its place, and what is the
     likeliest behind the last; else only what they come to.
     """
 
@@ -173,7 +173,7 @@ class Scorer:
             yield branches
 
     def _num_alike(self, num_held: int, before: int | None, index: int) -> int:
-        """Return how many rows a text need not compute, of those that the one before it has left.
+        """Count the rows that a text need not compute, of those that the one before it has left.
 
         What was told of a token holds for both texts if it and those before it are the same.
         """
@@ -216,7 +216,7 @@ class Scorer:
 
 
 def _told(logits_V: torch.Tensor, token: int | None, num_top: int) -> _TokenScore:
-    """Return how likely a token is; None stands for the likeliest."""
+    """Return a token's log probability; None stands for the likeliest."""
     best = int(logits_V.argmax())
     token = best if token is None else token
     logprob_V = logits_V.log_softmax(0)

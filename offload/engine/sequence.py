@@ -39,7 +39,7 @@ class TokenLogprob(NamedTuple):
 
 
 def token_logprob(logprob_V: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return a token with its log-probability, and so many of the likeliest, of a row of them."""
+    """Return a token with its log-probability, and this many of the likeliest, of a row of them."""
     logprob_K, token_K = logprob_V.topk(min(int(num_top), len(logprob_V)))
     top = tuple(zip(token_K.tolist(), logprob_K.tolist(), strict=True))
     return TokenLogprob(token, float(logprob_V[token]), top)
