@@ -1,10 +1,10 @@
 # Every target sets itself up from a bare Python 3.11 or newer; a second run installs nothing.
 #   make demo    decode with a model larger than its memory budget
 #   make test    linters and types, and the tests that run each time
-#   make test-full  all tests, what computes as one kind of processor computes it; TEST_SEED=20261118 repeats the draws of a day
+#   make test-full  all tests, what computes as one kind of processor computes it; TEST_SEED=3141592653 repeats the draws of another commit
 #   make test-costs measures what every test takes, which decides what a quick run can afford
 #   make test-rest  what `make test` leaves to the full run, likewise: both together are all tests, each once
-#   make test-slice the share of that which is this day's: after 33 days all of it has run
+#   make test-slice the thirty-third of that which is this commit's
 #   make test-isa   all that computes, as every kind of processor computes it
 #   make test-eval  what speaks to lm-eval, in an environment that has it
 #   make planted  mistakes in the program, one against each promise: which test notices; ONLY="--only session" for some
@@ -31,8 +31,8 @@ AUDIT := .venv-audit# tools that look at the environment from outside
 PIP_INSTALL := $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,-qq) --disable-pip-version-check -c constraints.txt
 # What outlives a clone: what mypy knows of the libraries, and a browser (tests/server/headless.py).
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/offload-tests
-# Which rows run today; the workers of a run, and who repeats it, draw the same.
-export TEST_SEED ?= $(shell date -u +%Y%m%d)
+# Which rows run, by the commit: what is green stays green until something changes. `tests/matrix.py` has the same rule.
+export TEST_SEED ?= $(shell printf %d 0x$$(git rev-parse HEAD 2>/dev/null | grep -oE '^.{8}' || echo 1))
 # Compiled once and kept, whatever the environment says: every process that a test starts would compile all of it again.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
@@ -66,7 +66,7 @@ ISA_VARIANTS := ATEN_CPU_CAPABILITY=default,MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABIL
 NOT_COMPUTED := bench checkpoint cli memory planning kernels/test_kernels_compile.py streaming/test_disk.py \
   test_packaging.py test_structure.py
 comma := ,
-# One of the variants, or this processor as it is, by the seed of the day.
+# One of the variants, or this processor as it is, by the commit's seed.
 COMPUTED_AS ?= $(word $(shell expr $(TEST_SEED) % $(words as-it-is $(ISA_VARIANTS)) + 1),as-it-is $(ISA_VARIANTS))
 
 test-full: $(VENV)/.installed-dev
@@ -81,7 +81,7 @@ test-rest: $(VENV)/.installed-dev
 	@env $(subst $(comma), ,$(filter-out as-it-is,$(COMPUTED_AS))) $(PYTEST) -m full
 
 test-slice: $(VENV)/.installed-dev
-	@echo "== pytest, this day's share of what a quick run leaves out: COMPUTED_AS=$(COMPUTED_AS)"
+	@echo "== pytest, this commit's share of what a quick run leaves out: COMPUTED_AS=$(COMPUTED_AS)"
 	@env $(subst $(comma), ,$(filter-out as-it-is,$(COMPUTED_AS))) $(PYTEST) --slice
 
 # What every test takes, and so what a quick run can afford (tests/costs.py).

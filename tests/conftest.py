@@ -23,7 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
-from costs import Meter, mark_costly, slice_of_the_day
+from costs import Meter, mark_costly, slice_of_the_seed
 from matrix import TEST_SEED
 
 # Shells start background jobs with SIGINT ignored, `nohup` what it starts with SIGHUP, and children inherit that; tests
@@ -83,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     target = "test-full" if config.option.full else "test"
-    return f"rows of the day are drawn by seed {TEST_SEED}: `make {target} TEST_SEED={TEST_SEED}` draws them again"
+    return f"rows are drawn by the commit's seed {TEST_SEED}: `make {target} TEST_SEED={TEST_SEED}` draws them again"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.add("full")
     kept = {item for item in items if not left_out & {mark.name for mark in item.iter_markers()}}
     if config.option.slice:
-        kept &= {item for item in slice_of_the_day(items) if item.get_closest_marker("full")}
+        kept &= {item for item in slice_of_the_seed(items) if item.get_closest_marker("full")}
     if deselected := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item in kept]

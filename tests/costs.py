@@ -1,11 +1,11 @@
 """What tests cost, as measured, and which of their cases a quick run can afford.
 
 `costs.tsv` has the processor seconds, those of children included, of every test function whose cases take a fifth of a
-second or more together; `make test-costs` measures them anew. On average over the days a quick run has so many seconds
-for each of them, more where its file guards a promise (`planted/mistakes.txt`): as many cases as fit, drawn by the seed
-of the day, and on some days one more, so that a case of two seconds runs every seventh day, or twentieth. The others
-are marked `full`, and so is what takes longer than that by itself. Of those `make test-slice` runs the day's share: all
-tests are dealt out to as many days as it takes, so that after those days each has run.
+second or more together; `make test-costs` measures them again. On average over commits a quick run has
+some seconds for each of them, more where its file guards a promise (`planted/mistakes.txt`): as many cases as fit, drawn by the
+commit's seed, and for some commits one more, so that a case of two seconds runs for every seventh commit, or twentieth.
+The others are marked `full`, and so is what takes longer than that by itself. Of those `make test-slice` runs the
+commit's share: all tests are dealt out to shares that take as long as each other, and the seed chooses one.
 """
 
 import math
@@ -14,22 +14,21 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from matrix import TEST_SEED, random_of_the_day
+from matrix import TEST_SEED, random_of_the_seed
 from planted.mistakes import read_mistakes
 
 _TABLE = Path(__file__).with_suffix(".tsv")
 _LISTED_S = 0.2
-# of all cases of one function in a quick run, on average over the days: those that guard a promise, and others
+# of all cases of one function in a quick run, on average over commits: those that guard a promise, and others
 _PROMISED_S = 0.3
 _QUICK_S = 0.1
 # of one case at most
 _SINGLE_S = 2.0
-# of the share of one day
+# of the share of one commit
 _SLICE_S = 150.0
 
 
@@ -40,7 +39,7 @@ class Cost(NamedTuple):
     num_cases: int
 
     def num_quick(self, luck: float, afforded_s: float) -> int:
-        """Return how many cases fit into these seconds, on average, on a day with this luck in [0, 1)."""
+        """Return how many cases fit into these seconds, on average, with this luck in [0, 1)."""
         each_s = self.seconds / self.num_cases
         return int(afforded_s / each_s + luck) if each_s <= _SINGLE_S else 0
 
@@ -55,7 +54,7 @@ def mark_costly(items: Iterable[pytest.Item]) -> None:
             cases[function_of(item.nodeid)].append(item)
     for function in cases.keys() & costs.keys():
         own = cases[function]
-        chance = random_of_the_day(function)
+        chance = random_of_the_seed(function)
         afforded_s = _PROMISED_S if function.partition("::")[0] in guards else _QUICK_S
         num_quick = min(len(own), costs[function].num_quick(chance.random(), afforded_s))
         drawn = chance.sample(range(len(own)), num_quick)
@@ -63,8 +62,8 @@ def mark_costly(items: Iterable[pytest.Item]) -> None:
             own[index].add_marker("full")
 
 
-def slice_of_the_day(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests that are this day's: what does not change with the day decides whose a test is."""
+def slice_of_the_seed(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests of the seed's share; which share a test is in does not change with the seed."""
     costs = read_costs()
     total_s, until_s = 0.0, list[float]()
     dealt = sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))
@@ -72,18 +71,15 @@ def slice_of_the_day(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         cost = costs.get(function_of(item.nodeid))
         total_s += cost.seconds / cost.num_cases if cost else 0.0
         until_s.append(total_s)
-    num_days = max(1, math.ceil(total_s / _SLICE_S))
-    today = day_number(TEST_SEED) % num_days
-    whose = (min(int(end_s / _SLICE_S), num_days - 1) for end_s in until_s)
-    return [item for item, day in zip(dealt, whose, strict=True) if day == today]
+    num_shares = max(1, math.ceil(total_s / _SLICE_S))
+    chosen = number_of(TEST_SEED) % num_shares
+    whose = (min(int(end_s / _SLICE_S), num_shares - 1) for end_s in until_s)
+    return [item for item, share in zip(dealt, whose, strict=True) if share == chosen]
 
 
-def day_number(seed: str) -> int:
-    """Return the number of a day that is written 20261127, of which the next one is the next; else any number."""
-    try:
-        return date.fromisoformat(seed).toordinal()
-    except ValueError:
-        return zlib.crc32(seed.encode())
+def number_of(seed: str) -> int:
+    """Return the number that a seed is; of a word any number."""
+    return int(seed) if seed.isdecimal() else zlib.crc32(seed.encode())
 
 
 def function_of(nodeid: str) -> str:

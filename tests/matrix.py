@@ -1,20 +1,34 @@
-"""Rows of a table of which a quick run takes some: those that always run, and a few that the seed of the day draws.
+"""Rows of a table of which a quick run takes some: those that always run, and a few that the commit's seed draws.
 
-Everything runs in `make test-full`, so nothing that a table proves is lost; a quick run sees each row every few days.
+Everything runs in `make test-full`, so nothing that a table proves is lost; a quick run has each row now and then.
 Invariant: which rows are drawn depends on the seed and on the table alone, so that every worker collects the same ones,
-and `TEST_SEED=...` repeats a day.
+and `TEST_SEED=...` repeats a run. The seed is the commit's: what is green stays green until something changes.
 """
 
 import os
 import random
-import time
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Set for the workers, too: a run that goes on past midnight stays one run.
-TEST_SEED = os.environ.setdefault("TEST_SEED", time.strftime("%Y%m%d", time.gmtime()))
+NO_COMMIT = "1"  # the seed of a checkout without git
+
+
+def seed_of_commit(folder: Path = Path(__file__).parent) -> str:
+    """Return the first 32 bits of the commit's hash in decimals, as the Makefile has them, or `NO_COMMIT`."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return NO_COMMIT
+    return str(int(told[:8], 16))
+
+
+# Set for the workers, too: a commit meanwhile does not change a run.
+TEST_SEED = os.environ.get("TEST_SEED") or os.environ.setdefault("TEST_SEED", seed_of_commit())
 
 
 def matrix(
@@ -27,7 +41,7 @@ def matrix(
     """Return a `parametrize` of all rows, of which those outside of a quick run are marked `full`.
 
     `name` is one name, or several with commas between. `always` names rows by their value or, where a row is a
-    `pytest.param` with an id, by that id. `daily` counts the other rows that the seed of the day draws.
+    `pytest.param` with an id, by that id. `daily` counts the other rows that the seed draws.
     """
     return pytest.mark.parametrize(name, rows(name, all_, always, daily), ids=ids)
 
@@ -39,14 +53,14 @@ def rows(name: str, all_: Iterable[Any], always: Iterable[Any] = (), daily: int 
     unknown = [one for one in wanted if not any(_is_named(row, one) for row in found)]
     assert not unknown, f"{unknown} are no rows of the table of {name}"
     others = [index for index, row in enumerate(found) if not any(_is_named(row, one) for one in wanted)]
-    drawn = random_of_the_day(name, len(found)).sample(others, min(daily, len(others)))
-    left_out = set(others) - set(drawn)
+    chosen = random_of_the_seed(name, len(found)).sample(others, min(daily, len(others)))
+    left_out = set(others) - set(chosen)
     is_single = "," not in name
     return [_only_in_full(row, is_single) if index in left_out else row for index, row in enumerate(found)]
 
 
-def random_of_the_day(*what: object) -> random.Random:
-    """Return numbers of the day's seed, other ones for each `what`."""
+def random_of_the_seed(*what: object) -> random.Random:
+    """Return numbers of the seed, other ones for each `what`."""
     return random.Random(" ".join(map(str, (TEST_SEED, *what))))
 
 

@@ -1,6 +1,8 @@
 """Which cases a quick run can afford, what it leaves out, and that nothing is left out unseen."""
 
+import os
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from typing import Any
 import conftest
 import matrix
 import pytest
-from costs import Cost, function_of, mark_costly, read_costs, slice_of_the_day, write_costs
+from costs import Cost, function_of, mark_costly, read_costs, slice_of_the_seed, write_costs
 from rounding import Promise, assert_same_bits
 
 HERE = Path(__file__).parent
@@ -49,13 +51,13 @@ def test_the_others_are_left_to_the_full_run(monkeypatch: pytest.MonkeyPatch) ->
     assert len(quick) == 5, "one of the many, three where they guard a promise, and none that is marked by hand"
 
 
-def test_each_test_has_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_test_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("costs.read_costs", lambda: {"a::dear": Cost(600.0, 30)})
     items = [_Item(f"a::dear[{case}]") for case in range(30)] + [_Item("a::cheap")]
     seen = Counter[str]()
-    for day in range(20261127, 20261131):
-        monkeypatch.setattr("costs.TEST_SEED", str(day))
-        seen.update(item.nodeid for item in slice_of_the_day(items))  # type: ignore[arg-type]
+    for seed in range(20261127, 20261131):
+        monkeypatch.setattr("costs.TEST_SEED", str(seed))
+        seen.update(item.nodeid for item in slice_of_the_seed(items))  # type: ignore[arg-type]
     assert seen == Counter({item.nodeid: 1 for item in items})
 
 
@@ -121,3 +123,13 @@ def test_bits_that_differ_are_told_with_what_was_promised() -> None:
         assert_same_bits(one, torch.nextafter(one, torch.tensor([1.0, 3.0])), Promise.SAME_PRODUCTS, "here")
     with pytest.raises(AssertionError, match="bfloat16"):
         assert_same_bits(one, one.bfloat16(), Promise.SAME_PRODUCTS)
+
+
+def test_the_seed_is_the_commits_and_make_has_the_same(tmp_path: Path) -> None:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False).stdout
+    assert matrix.seed_of_commit() == (str(int(commit[:8], 16)) if commit else matrix.NO_COMMIT)
+    assert matrix.seed_of_commit(tmp_path) == matrix.NO_COMMIT, "no checkout"
+    bare = {name: value for name, value in os.environ.items() if name not in ("TEST_SEED", "MAKEFLAGS")}
+    show = ["make", "-s", "--eval", "show:; @echo $(TEST_SEED)", "show"]
+    shown = subprocess.run(show, cwd=HERE.parent, env=bare, capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == matrix.seed_of_commit()

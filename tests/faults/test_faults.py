@@ -20,7 +20,7 @@ from faults.forge import Ended, Forge, restore
 from faults.scenes import Scene, prepare, scenes
 from faults.trial import Damage, Trial
 from faults.verdict import Circumstances, Reference, Verdict, contents, judged, of_ids
-from matrix import matrix, random_of_the_day
+from matrix import matrix, random_of_the_seed
 
 STRIKES = 2  # of each row
 ROWS = [("session, new", 0), ("session, new", 1), *(("datastore build", number) for number in range(4))]
@@ -45,7 +45,7 @@ def trial_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialOf]:
 @has_shim
 @matrix("name, number", ROWS, daily=1)
 def test_faults_end_as_promised(name: str, number: int, trial_of: TrialOf) -> None:
-    chance, trial = random_of_the_day(name, number), trial_of(name)
+    chance, trial = random_of_the_seed(name, number), trial_of(name)
     possible = [fault for fault in FAULTS if trial.numbers(fault)]
     for fault in chance.sample(possible, STRIKES):
         at = chance.choice(trial.numbers(fault))
