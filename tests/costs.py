@@ -1,11 +1,11 @@
 """What tests cost, as measured, and which of their cases a quick run can afford.
 
 `costs.tsv` has the processor seconds, those of children included, of every test function whose cases take a fifth of a
-second or more together; `make test-costs` measures them again. On average over commits a quick run has
-some seconds for each of them, more where its file guards a promise (`planted/mistakes.txt`): as many cases as fit, drawn by the
-commit's seed, and for some commits one more, so that a case of two seconds runs for every seventh commit, or twentieth.
-The others are marked `full`, and so is what takes longer than that by itself. Of those `make test-slice` runs the
-commit's share: all tests are dealt out to shares that take as long as each other, and the seed chooses one.
+second or more together; `make test-costs` measures them again. On average over commits a quick run has some seconds for
+each of them, more where its file guards a promise (`planted/mistakes.txt`): as many cases as fit, drawn by the commit's
+seed, and for some commits one more: a case of two seconds runs for every seventh commit, or twentieth. The others are
+marked `full`, and so is what takes longer than that by itself. Of those `make test-slice` runs the commit's share: all
+tests are dealt out to shares that take as long as each other, and the seed chooses one.
 """
 
 import math

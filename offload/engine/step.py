@@ -8,9 +8,11 @@ one pass.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from offload.drafting.base import DraftText, Proposer
 from offload.engine.sequence import PassFigures, TokenSequence, path_logprobs
@@ -19,7 +21,8 @@ from offload.model.parts import BatchPart
 from offload.model.target import Target
 from offload.planning.seen import ObservedPass
 from offload.sampling.logits import Rows
-from offload.threads import Mode, ThreadPolicy
+from offload.stats import Transfers
+from offload.threads import Mode, StepModes, ThreadPolicy
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import Shape
 from offload.trees.verification import Acceptance
@@ -39,6 +42,65 @@ def share_out(texts: Sequence[TokenSequence], num_rows: int) -> list[tuple[Token
     return batch
 
 
+@dataclass(slots=True, eq=False)
+class TextStep:
+    """One text in a step; each of the four acts adds its part."""
+
+    text: TokenSequence
+    num_read: int  # tokens of its prompt that the pass takes in
+    shape: Shape | None  # of its tree; None while more of the prompt is left
+    tree: TokenTree | None = None
+    part: BatchPart | None = None
+    rows: Rows | None = None  # scores of the tree
+    accepted: Acceptance | None = None
+    kept: Acceptance | None = None  # as far as the text goes on
+    gained: list[int] | Exception = field(default_factory=list)
+    verify_s: float = 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        return isinstance(self.gained, Exception)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Time what is done for this text, and let an error of its own end nothing else."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        except RunError:
+            raise
+        except Exception as error:  # of its scores, or of its grammar
+            self.gained = error
+        self.verify_s += time.perf_counter() - began_s
+
+
+class StepResult(NamedTuple):
+    """A step of several texts, for those who listen: figures, threads, the choice of trees."""
+
+    texts: Sequence[TextStep]
+    modes: StepModes
+    draft_s: float
+    sweep_s: float
+    moved: Transfers
+    peak_device_bytes: int
+
+    @property
+    def observed(self) -> ObservedPass | None:
+        """None where a text read its prompt or failed: such a pass is like no other."""
+        if any(each.num_read or each.has_failed for each in self.texts):
+            return None
+        # what is accepted beyond a text's end counts as well
+        seen = [(each.shape, each.tree, each.accepted) for each in self.texts]
+        shapes = [shape for shape, _, _ in seen if shape is not None]
+        nodes = [tree.num_nodes for _, tree, _ in seen if tree is not None]
+        tokens = [len(accepted.tokens) for _, _, accepted in seen if accepted is not None]
+        link = (self.moved.stall_s, self.moved.num_bytes, self.moved.reading_s)
+        return ObservedPass(shapes, nodes, tokens, self.draft_s, self.sweep_s, *link)
+
+
+Listener = Callable[[StepResult], None]
+
+
 @dataclass(slots=True)
 class SpeculationStep:
     """Runs the steps of one decoder: grow, score, accept, commit."""
@@ -49,153 +111,181 @@ class SpeculationStep:
     _compute_in: Callable[[Mode], None]  # from then on computes in this mode
     # committed tokens that a step takes in, of all texts together; a text alone has no limit
     _max_prompt_rows: int
-    # hears of every pass in which all texts had trees, and none a prompt
-    _learn: Callable[[ObservedPass], None]
     # hears of every text of whose prompt a pass has taken in a part
     _keep: Callable[[TokenSequence], None]
+    _listeners: Sequence[Listener] = ()
 
-    def step(self, texts: Sequence[TokenSequence]) -> list[list[int] | Exception]:
+    def run(self, texts: Sequence[TokenSequence]) -> list[list[int] | Exception]:
         """Run one round of speculation; return each text's new tokens, none during its prompt.
 
-        What fails of one text alone, behind the pass, is returned in its place.
+        What fails of one text alone, behind the pass, is returned in its place. Texts on both sides
+        of longrope's turning point take two passes.
         """
         for text in texts:
             text.recover()
             self._target.turn(text.tokens, text.caches.target)
-        long = [text for text in texts if text.caches.target.is_long]
-        if 0 < len(long) < len(texts):
-            short = [text for text in texts if not text.caches.target.is_long]
-            gained = dict(zip(short, self._step(short), strict=True))
-            gained |= zip(long, self._step(long), strict=True)
-            return [gained[text] for text in texts]
-        return self._step(texts)
-
-    def _step(self, texts: Sequence[TokenSequence]) -> list[list[int] | Exception]:
-        """Run one pass for texts on one side of the turning point, see `step`."""
-        batch = share_out(texts, self._max_prompt_rows)
-        num_pending = sum(num for _, num in batch)
-        growing = [text for text, num in batch if num == text.num_pending]
-        shapes = [text.next_shape(len(growing)) for text in growing]
-        moved = self._target.moved
-
-        began_s = time.perf_counter()
-        num_rows = num_pending + sum(shape.num_nodes for shape in shapes)
-        modes = self._threads.modes(_rows_alike(num_rows))
-        self._compute_in(modes.draft)
-        drafts = [
-            DraftText(shape, text.tokens, text.sampler, text.caches.draft)
-            for text, shape in zip(growing, shapes, strict=True)
-        ]
-        trees = self._drafter.propose(drafts)
-
-        grown_s = time.perf_counter()
-        num_rows = num_pending + sum(tree.num_nodes for tree in trees)
-        modes = modes._replace(sweep=self._threads.modes(_rows_alike(num_rows)).sweep)
-        self._compute_in(modes.sweep)
-        tree_of = dict(zip(growing, trees, strict=True))
-        parts = [self._part_of(text, tree_of.get(text), num) for text, num in batch]
-        scored = self._target.score(parts)
-        self._target.wait()
-
-        ended_s = time.perf_counter()
-        moved = self._target.moved.since(moved)
-        figures = PassFigures([], [], [], len(batch), grown_s - began_s, ended_s - grown_s, moved)
-        gained = dict[TokenSequence, list[int] | Exception]()
-        num_accepted = list[int]()
-        for (text, num_read), part, rows in zip(batch, parts, scored, strict=True):
-            text.stats.threads = modes
-            text.stats.peak_device_bytes = self._target.peak_device_bytes
-            if (tree := tree_of.get(text)) is None:
-                part.cache.commit(range(part.num_pending))
-                self._observe(text)
-                continue
-            try:
-                accepted, gained[text] = self._verify(text, tree, rows, figures)
-                num_accepted.append(len(accepted.tokens))
-                if num_read:
-                    self._keep(text)
-            except RunError:
-                raise
-            except Exception as error:  # of its scores, or of its grammar
-                gained[text] = error
-        if not num_pending and len(num_accepted) == len(shapes):
-            self._learn_from(shapes, trees, num_accepted, figures)
+        sides: list[list[TokenSequence]] = [[], []]
+        for text in texts:
+            sides[text.caches.target.is_long].append(text)
+        results = [self.step(side) for side in sides if side]
+        gained = {each.text: each.gained for result in results for each in result.texts}
         return [gained.get(text, []) for text in texts]
 
-    def _part_of(self, text: TokenSequence, tree: TokenTree | None, num_pending: int) -> BatchPart:
+    def step(self, texts: Sequence[TokenSequence]) -> StepResult:
+        """Run one pass for texts on one side of the turning point."""
+        batch = _batch_of(texts, self._max_prompt_rows)
+        moved = self._target.moved
+        began_s = time.perf_counter()
+        draft_mode = self._grow(batch)
+        grown_s = time.perf_counter()
+        sweep_mode = self._score(batch)
+        scored_s = time.perf_counter()
+        moved = self._target.moved.since(moved)
+        self._accept(batch)
+        self._commit(batch)
+        result = StepResult(
+            batch,
+            StepModes(draft_mode, sweep_mode),
+            grown_s - began_s,
+            scored_s - grown_s,
+            moved,
+            self._target.peak_device_bytes,
+        )
+        for listener in self._listeners:
+            listener(result)
+        return result
+
+    def _grow(self, batch: Sequence[TextStep]) -> Mode:
+        """Grow the trees of texts whose prompt ends in this pass; return the mode of the threads."""
+        growing = [(each, each.shape) for each in batch if each.shape is not None]
+        num_rows = sum(each.num_read for each in batch)
+        num_rows += sum(shape.num_nodes for _, shape in growing)
+        mode = self._threads.modes(_bucket(num_rows)).draft
+        self._compute_in(mode)
+        drafts = [
+            DraftText(shape, each.text.tokens, each.text.sampler, each.text.caches.draft)
+            for each, shape in growing
+        ]
+        for (each, _), tree in zip(growing, self._drafter.propose(drafts), strict=True):
+            each.tree = tree
+        return mode
+
+    def _score(self, batch: Sequence[TextStep]) -> Mode:
+        """Score all trees, and read parts of prompts, in one pass; return the mode of the threads."""
+        num_rows = sum(each.num_read for each in batch)
+        num_rows += sum(each.tree.num_nodes for each in batch if each.tree is not None)
+        mode = self._threads.modes(_bucket(num_rows)).sweep
+        self._compute_in(mode)
+        parts = [self._part_of(each) for each in batch]
+        scored = self._target.score(parts)
+        self._target.wait()
+        for each, part, rows in zip(batch, parts, scored, strict=True):
+            each.part = part
+            each.rows = rows
+        return mode
+
+    def _part_of(self, each: TextStep) -> BatchPart:
         """Return a text's part of the pass; of a prompt that takes several, the drafter hears."""
-        caches = text.caches
+        text = each.text
         observe = partial(self._observe, text)
-        return self._target.part_of(text.tokens, caches.target, tree, num_pending, observe)
+        return self._target.part_of(
+            text.tokens, text.caches.target, each.tree, each.num_read, observe
+        )
 
     def _observe(self, text: TokenSequence) -> None:
         """Let the drafter take in what a pass has read of a prompt, and keep it for other texts."""
         self._drafter.observe(text.tokens, text.caches.draft)
         self._keep(text)
 
-    def _verify(
-        self, text: TokenSequence, tree: TokenTree, rows: Rows, figures: PassFigures
-    ) -> tuple[Acceptance, list[int]]:
-        """Return a scored tree's accepted part, and the text's new tokens, which it has by then."""
-        began_s = time.perf_counter()
-        adjusted = text.sampler.adjusted_rows(tree.path, rows)
-        accepted = text.rule.verify(tree, adjusted, text.sampler, len(text.tokens) - 1)
-        counted = self._commit(text, tree, accepted, rows)
-        _note(text, tree, accepted, figures, time.perf_counter() - began_s)
-        return accepted, counted
+    def _accept(self, batch: Sequence[TextStep]) -> None:
+        """Verify every tree by its text's rule."""
+        for each in batch:
+            if each.tree is None or each.rows is None:
+                continue
+            with each.alone():
+                text = each.text
+                adjusted = text.sampler.adjusted_rows(each.tree.path, each.rows)
+                root = len(text.tokens) - 1
+                each.accepted = text.rule.verify(each.tree, adjusted, text.sampler, root)
 
-    def _commit(
-        self, text: TokenSequence, tree: TokenTree, accepted: Acceptance, rows: Rows
-    ) -> list[int]:
-        """Keep the accepted path as far as the text goes on; return the tokens that it has gained."""
+    def _commit(self, batch: Sequence[TextStep]) -> None:
+        """Keep the states of accepted paths, and of parts of prompts."""
+        for each in batch:
+            if each.tree is None:
+                assert each.part is not None, "it was scored"
+                each.part.cache.commit(range(each.part.num_pending))
+                self._observe(each.text)
+            elif each.accepted is not None:
+                with each.alone():
+                    each.gained = self._commit_path(each, each.tree, each.accepted)
+                    if each.num_read:
+                        self._keep(each.text)
+
+    def _commit_path(self, each: TextStep, tree: TokenTree, accepted: Acceptance) -> list[int]:
+        """Keep an accepted path as far as the text goes on; return the tokens that it has gained."""
+        text = each.text
         caches = text.caches
         num_tokens = len(text.tokens)
         accepted = accepted.first(self._target.num_scored(num_tokens))
         logprobs = []
-        if text.num_logprobs is not None:
-            logprobs = path_logprobs(rows, accepted.nodes, accepted.tokens, text.num_logprobs)
+        if text.num_logprobs is not None and each.rows is not None:
+            logprobs = path_logprobs(each.rows, accepted.nodes, accepted.tokens, text.num_logprobs)
         counted = text.extend(accepted.tokens, logprobs)
         # a state cannot go back to where a text has ended
-        kept = accepted.first(len(counted))
-        self._target.commit(kept.nodes, num_tokens, caches.target)
-        self._drafter.accepted(tree, kept, text.sampler, caches.draft)
-        text.stats.first_guess.add(kept.guesses)
+        each.kept = accepted.first(len(counted))
+        self._target.commit(each.kept.nodes, num_tokens, caches.target)
+        self._drafter.accepted(tree, each.kept, text.sampler, caches.draft)
         return counted
 
-    def _learn_from(
-        self,
-        shapes: Sequence[Shape],
-        trees: Sequence[TokenTree],
-        num_accepted: Sequence[int],
-        figures: PassFigures,
-    ) -> None:
-        """Learn from a pass of trees alone; what is accepted beyond a text's end counts as well."""
-        draft_s = figures.draft_s
-        sweep_s = figures.sweep_s
-        moved = figures.moved
-        nodes = [tree.num_nodes for tree in trees]
-        self._threads.took(_rows_alike(sum(nodes)), draft_s=draft_s, sweep_s=sweep_s)
-        link = (moved.stall_s, moved.num_bytes, moved.reading_s)
-        self._learn(ObservedPass(shapes, nodes, num_accepted, draft_s, sweep_s, *link))
+
+def _batch_of(texts: Sequence[TokenSequence], num_rows: int) -> list[TextStep]:
+    """Return the texts of a pass, each with a shape if its prompt ends there."""
+    shared = share_out(texts, num_rows)
+    num_growing = sum(num_read == text.num_pending for text, num_read in shared)
+    return [
+        TextStep(
+            text,
+            num_read,
+            text.next_shape(num_growing) if num_read == text.num_pending else None,
+        )
+        for text, num_read in shared
+    ]
 
 
-def _note(
-    text: TokenSequence,
-    tree: TokenTree,
-    accepted: Acceptance,
-    figures: PassFigures,
-    verify_s: float,
-) -> None:
-    """Count the step in the text's figures, and let its next chain follow from them."""
-    text.stats.add_step(
-        figures.moved, draft_s=figures.draft_s, sweep_s=figures.sweep_s, verify_s=verify_s
-    )
-    text.last_pass = figures._replace(
-        parents=tree.topology.parent_N.tolist(), tokens=tree.tokens, accepted=accepted.nodes
-    )
-    text.lengthen()
+def count_step(result: StepResult) -> None:
+    """Count a step in the figures of its texts, and let their next chains follow from them."""
+    for each in result.texts:
+        stats = each.text.stats
+        stats.threads = result.modes
+        stats.peak_device_bytes = result.peak_device_bytes
+        if each.kept is None or each.tree is None or each.accepted is None or each.has_failed:
+            continue
+        stats.first_guess.add(each.kept.guesses)
+        times = {"draft_s": result.draft_s, "sweep_s": result.sweep_s}
+        stats.add_step(result.moved, **times, verify_s=each.verify_s)
+        each.text.last_pass = PassFigures(
+            each.tree.topology.parent_N.tolist(),
+            each.tree.tokens,
+            each.accepted.nodes,
+            len(result.texts),
+            moved=result.moved,
+            **times,
+        )
+        each.text.lengthen()
 
 
-def _rows_alike(num_rows: int) -> int:
+def learning(threads: ThreadPolicy, learn: Callable[[ObservedPass], None]) -> Listener:
+    """Return a listener by which threads, and the choice of trees, learn from passes of trees."""
+
+    def listen(result: StepResult) -> None:
+        if (observed := result.observed) is not None:
+            num_rows = _bucket(sum(observed.nodes))
+            threads.took(num_rows, draft_s=observed.draft_s, sweep_s=observed.sweep_s)
+            learn(observed)
+
+    return listen
+
+
+def _bucket(num_rows: int) -> int:
     """Round up a pass's rows, so that passes of nearly one size are compared with each other."""
     return 1 << (num_rows - 1).bit_length()

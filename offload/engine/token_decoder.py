@@ -18,7 +18,7 @@ from offload.engine.decoder_config import DecoderConfig
 from offload.engine.decoder_lock import DecoderLock
 from offload.engine.request import whole_numbers, with_start
 from offload.engine.sequence import Caches, Limits, TokenSequence
-from offload.engine.step import SpeculationStep
+from offload.engine.step import SpeculationStep, count_step, learning
 from offload.machine import giving_back_memory
 from offload.model.target import Target
 from offload.sampling.grammar import Grammar
@@ -89,9 +89,9 @@ class TokenDecoder:
         compute_in = self._waiting.compute_in
         # a decoder of one text takes in all of a prompt, by as many sweeps as that needs
         prompt_rows = self.plan.max_prompt_rows if self.num_parallel > 1 else sys.maxsize
-        hears = (self._trees.took, self._pool.keep)
+        listeners = (count_step, learning(self.threads, self._trees.took))
         self._speculation = SpeculationStep(
-            target, drafter, self.threads, compute_in, prompt_rows, *hears
+            target, drafter, self.threads, compute_in, prompt_rows, self._pool.keep, listeners
         )
         notes_of_kernels = [
             self.plan.num_layer_slots and target.stream.carrier.note,
@@ -166,7 +166,7 @@ class TokenDecoder:
 
     def _pass(self, sequences: Sequence[TokenSequence]) -> list[list[int] | Exception]:
         """Run one step of all of them, see `SpeculationStep`."""
-        return self._speculation.step(sequences)
+        return self._speculation.run(sequences)
 
     @property
     def num_parallel(self) -> int:

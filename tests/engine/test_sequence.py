@@ -15,6 +15,7 @@ from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.cache_pool import CachePool
 from offload.engine.decoder import Decoder
 from offload.engine.sequence import Caches, Limits, TokenSequence
+from offload.engine.step import count_step, learning
 from offload.engine.text_stream import TextStream
 from offload.model.target import Target
 from offload.sampling.adjustments import Penalties
@@ -68,7 +69,8 @@ def test_a_text_follows_what_passes_have_taught(decoder: Decoder, monkeypatch: p
         return usual(self, *args, **how)._replace(shape=DynamicShape(16 if len(taught) < 2 else 6, 4))
 
     monkeypatch.setattr(type(selector), "for_run", for_run)
-    monkeypatch.setattr(decoder._speculation, "_learn", lambda one: taught.append(one.most_rows))
+    learn = learning(decoder.threads, lambda observed: taught.append(observed.most_rows))
+    monkeypatch.setattr(decoder._speculation, "_listeners", [count_step, learn])
     result = decoder.generate(PROMPT, max_new_tokens=24)
     assert result.token_ids == wanted
     assert taught[:2] == [16, 16] and set(taught[2:]) == {6}
