@@ -143,15 +143,13 @@ def load_command(name: str) -> Any:
 @contextmanager
 def _announced(name: str) -> Iterator[None]:
     """Tell a terminal what is under way, since the imports of a bench take seconds."""
+    from tqdm import tqdm
+
     can_redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    if not can_redraw or "_OFFLOAD_COMPLETE" in os.environ:
+    is_off = not can_redraw or "_OFFLOAD_COMPLETE" in os.environ
+    line = f"importing what bench {name} needs"
+    with tqdm(desc=line, bar_format="{desc}{bar}", leave=False, dynamic_ncols=True, disable=is_off):
         yield
-        return
-    print(f"\rimporting what bench {name} needs", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 app = typer.Typer(

@@ -4,7 +4,6 @@ What was promised of a GPU is told row by row, as soon as each is known. A promi
 row that counts for it is; one without a row was not measured, which is not the same.
 """
 
-import shutil
 import sys
 import time
 import traceback
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal, NamedTuple
+
+from tqdm import tqdm
 
 from offload.errors import UserError, reason
 
@@ -30,10 +31,11 @@ class Guard:
 
 
 class Screen:
-    """One live line on standard error. Nothing is shown when `is_quiet`."""
+    """One bar on standard error, if that is a terminal. Nothing is shown when `is_quiet`."""
 
     def __init__(self, *, is_quiet: bool) -> None:
-        self._is_shown = not is_quiet and sys.stderr.isatty()
+        # so long a delay that nothing is drawn before there is a label
+        self._bar = tqdm(leave=False, dynamic_ncols=True, disable=is_quiet or None, delay=1e9)
         self._next_s = 0.0
 
     def __enter__(self) -> "Screen":
@@ -43,20 +45,25 @@ class Screen:
         self.clear()
 
     def wait(self, label: str) -> None:
-        if self._is_shown:
-            sys.stderr.write(f"\r\x1b[K{label[: shutil.get_terminal_size().columns - 1]}")
-            sys.stderr.flush()
+        self._show(label, "{desc}{bar}")
 
     def count(self, done: float, total: float, label: str) -> None:
-        if time.monotonic() >= self._next_s:
-            self._next_s = time.monotonic() + _LEAST_S
-            self.wait(f"{label}: {done:.0f} of {total:.0f}")
+        self._bar.total = total
+        self._bar.n = done
+        if self._bar.disable or time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + _LEAST_S
+        self._show(label, "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} [{elapsed}]")
 
     def make_target(self, done_bytes: int, total_bytes: int) -> None:
         self.count(done_bytes / 1e6, total_bytes / 1e6, "making the target, MB")
 
     def clear(self) -> None:
-        self.wait("")
+        self._bar.clear()
+
+    def _show(self, label: str, form: str) -> None:
+        self._bar.bar_format = form
+        self._bar.set_description_str(label)
 
 
 class Column(NamedTuple):

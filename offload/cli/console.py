@@ -1,10 +1,9 @@
-"""What a person sees beside the text: lines, and one that lives at the bottom of a terminal.
+"""What a person sees beside the text: lines, and a bar of tqdm below them.
 
 Text goes to stdout and all else to stderr, and both may be the same terminal. Where text stands in
-mid-line, the live line lies in the row below, and the cursor goes back to where text goes on. A
-thread keeps it moving, for an import or a large read tells nothing of itself. Invariant: no byte of
-it is on the screen while text is written; what cannot be drawn over (`TERM=dumb`, a file, a pipe)
-gets a plain line now and then instead.
+mid-line, the bar lies in the row below, and the cursor goes back to where text goes on. A thread
+keeps its clock moving, for an import or a large read tells nothing of itself. Invariant: no byte of
+it is on the screen while text is written; a file, a pipe and `TERM=dumb` get no bar at all.
 """
 
 import os
@@ -14,42 +13,60 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import UnsupportedOperation
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from offload.cli.flags import as_flags
-from offload.cli.progress import Phase, Progress, TextProgress
-from offload.cli.terminal import column_after, columns, fitted, fitting
+from offload.cli.progress import Phase, Progress, Shown, TextProgress
+from offload.cli.terminal import column_after, columns, fitted
 from offload.engine.hooks import Hooks
 from offload.interrupts import held_back
 from offload.options import OutputOptions
 from offload.units import is_decimal
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
+    from tqdm import tqdm
+
     from offload.engine.generation import Run
     from offload.memory.plan import MemoryPlan
 
-# between two lines on a terminal, on one that cannot redraw, in a file
 _TICK_S = 0.25
-_DUMB_S = 5.0
-_FILE_S = 30.0
+_WIDE = 90  # columns with room for a note behind the bar
 # for one row below, scrolling if need be; the column stays
 _LEAVE_ROOM = "\x1bD\x1b[A"
 _UP = "\x1b[A"
 _SAVE_CURSOR = "\x1b7"
 _RESTORE_CURSOR = "\x1b8"
-_CLEAR_ROW = "\x1b[K"
-_CLEAR_BELOW = "\x1b[J"
+# `{bar}` at the end, which is blank, lets tqdm cut a line to the width of the terminal
+_CLOCK = "{desc} [{elapsed}{postfix}]{bar}"
+_COUNT = "{desc}: {n_fmt}{unit} [{elapsed}, {rate_noinv_fmt}{postfix}]{bar}"
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
+
+
+class _BarRow:
+    """The stream that a bar is written to: its row is below the cursor where text stands there."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.column = 0  # of the text
+
+    def write(self, drawn: str) -> None:
+        if drawn and self.column:
+            drawn = f"{_LEAVE_ROOM}{_SAVE_CURSOR}\n{drawn}{_RESTORE_CURSOR}"
+        self._stream.write(drawn)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Console:
-    """Shows the lines of one run, and the live one below them; nothing where JSON or quiet is wanted.
+    """Shows the lines of one run, and the bar below them; nothing where JSON or quiet is wanted.
 
     Args:
         sizes_like: sizes as the user has written them, for the unit of those that are shown.
         is_silent: show nothing, whatever is wanted.
 
     Attributes:
-        progress: what the live line tells of; None while there is none.
+        progress: what the bar tells of; None while there is none.
         num_written: characters of text.
     """
 
@@ -65,17 +82,15 @@ class Console:
         self.progress: Progress | None = None
         self.num_written = 0
         self._stream = sys.stderr
-        is_terminal = not self._is_quiet and self._stream.isatty()
-        self._redraws = is_terminal and os.environ.get("TERM", "dumb") != "dumb"
-        self._pause_s = _TICK_S if self._redraws else _DUMB_S if is_terminal else _FILE_S
-        self._is_shared = not self._is_quiet and _is_same_file(sys.stdout, self._stream)
-        self._begins_at_once = is_terminal
+        is_terminal = self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._has_bar = is_terminal and not self._is_quiet
+        self._is_shared = self._has_bar and _is_same_file(sys.stdout, self._stream)
         # one's own thread may have it, where a signal or a destructor has something to say
         self._lock = threading.RLock()
         self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._column = 0
-        self._is_drawn = False
+        self._row = _BarRow(self._stream)
+        self._bar: tqdm[Any] | None = None
         self._has_wrapped = False
 
     def __enter__(self) -> "Console":
@@ -96,8 +111,7 @@ class Console:
         with self._lock:
             self._erase()
             print(fitted(as_flags(lines), self._stream), file=self._stream)
-            if self._redraws:
-                self._draw()
+            self._draw()
 
     def detail(self, lines: str) -> None:
         """Print lines that only `--verbose` shows."""
@@ -105,7 +119,7 @@ class Console:
             self.say(lines)
 
     def text(self, text: str) -> None:
-        """Write a piece of text to stdout, and draw the line again."""
+        """Write a piece of text to stdout, and draw the bar again."""
         if not text:
             return
         with self._lock:
@@ -117,8 +131,7 @@ class Console:
             if self._is_shared:
                 self._follow(text)
             sys.stdout.flush()
-            if self._redraws:
-                self._draw()
+            self._draw()
 
     def write(self, pieces: Iterable[str]) -> BaseException | None:
         """Write pieces of text as they come; return what ended them, to raise it behind the text."""
@@ -130,16 +143,14 @@ class Console:
             failure = error
         return failure
 
-    def show(self, progress: Progress, *, is_at_once: bool = False) -> None:
-        """Let the line tell of this from now on; `is_at_once` also in a file or a pipe."""
+    def show(self, progress: Progress) -> None:
+        """Let the bar tell of this from now on."""
         if self._is_quiet:
             return
         with self._lock:
             self.progress = progress
-            if self._redraws or self._begins_at_once or is_at_once:
-                self._draw()
-        self._begins_at_once = False
-        if self._thread is None:
+            self._draw()
+        if self._thread is None and self._has_bar:
             # one that Ctrl-C met as it began could not be waited for
             with held_back():
                 self._thread = threading.Thread(
@@ -147,20 +158,17 @@ class Console:
                 )
                 self._thread.start()
 
-    def wait(self, label: str, *, is_at_once: bool = False) -> None:
+    def wait(self, label: str) -> None:
         """Show that something is under way of which it is not known how much is left."""
-        self.show(Phase(label), is_at_once=is_at_once)
+        self.show(Phase(label))
 
     def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "") -> None:
         """Show the progress in bytes of something; without a label, of what is under way."""
-        phase = self._phase(label)
-        phase.is_in_bytes = True
-        phase.is_decimal = self.is_decimal
-        phase.reach(done_bytes, total_bytes)
+        self._reach(label, done_bytes, total_bytes, "B" if self.is_decimal else "iB")
 
     def count(self, done: int, total: int, label: str) -> None:
         """Show the progress of something that is counted."""
-        self._phase(label).reach(done, total)
+        self._reach(label, done, total)
 
     def follow(self, run: "Run", plan: "MemoryPlan", max_new_tokens: int | None) -> None:
         """Show a text that is about to be written: the next calls of `layer_done` are its sweeps."""
@@ -184,10 +192,10 @@ class Console:
                 self.clear()
 
     def clear(self) -> None:
-        """Take the line away until something else is shown."""
+        """Take the bar away until something else is shown."""
         with self._lock:
-            self._erase()
             self.progress = None
+            self._drop()
 
     def close(self) -> None:
         """Take it away, and its thread; what is shown later begins another one."""
@@ -198,17 +206,19 @@ class Console:
             self._thread = None
             self._has_ended.clear()
 
-    def _phase(self, label: str) -> Phase:
-        """Return the phase under way, or a new one where it has another label."""
+    def _reach(self, label: str, done: float, total: float, unit: str = "") -> None:
+        """Note how far the phase under way is, or a new one where it has another label."""
         shown = self.progress
         if not isinstance(shown, Phase) or label not in ("", shown.label):
             shown = Phase(label)
             self.show(shown)
-        return shown
+        shown.unit = unit
+        shown.total = total
+        shown.done = done
 
     def _keep_moving(self) -> None:
         try:
-            while not self._has_ended.wait(self._pause_s):
+            while not self._has_ended.wait(_TICK_S):
                 with self._lock:
                     self._draw()
         # stderr is gone, which the writer of text will find out by itself
@@ -216,25 +226,33 @@ class Console:
             return
 
     def _draw(self) -> None:
-        if self.progress is None:
+        if self.progress is None or not self._has_bar:
             return
-        width = columns(self._stream)
-        line = fitting(self.progress.parts(), width - 1)
-        if not self._redraws:
-            line = "" if self._column else f"{line}\n"
-        elif self._column:
-            line = f"{_LEAVE_ROOM}{_SAVE_CURSOR}\n\r{line}{_CLEAR_ROW}{_RESTORE_CURSOR}"
-        else:
-            line = f"\r{line}{_CLEAR_ROW}"
-        self._stream.write(line)
-        self._stream.flush()
-        self._is_drawn = self._redraws
+        shown = self.progress.now()
+        # what steers a terminal would take the bar apart
+        label = "".join(char if char.isprintable() else "?" for char in shown.label)
+        if self._bar is None or self._bar.desc != label:
+            self._drop()
+            self._bar = _bar_of(label, shown, self._row)
+        self._bar.n = shown.done
+        self._bar.total = shown.total or None
+        self._bar.unit = shown.unit
+        self._bar.unit_scale = shown.unit in ("B", "iB")
+        self._bar.unit_divisor = 1024 if shown.unit == "iB" else 1000
+        self._bar.bar_format = _BAR if shown.total else _COUNT if shown.done else _CLOCK
+        is_wide = columns(self._stream) >= _WIDE
+        self._bar.set_postfix_str(shown.note if is_wide else "", refresh=False)
+        self._bar.refresh()
 
     def _erase(self) -> None:
-        if self._is_drawn:
-            self._stream.write(_CLEAR_BELOW if self._column else f"\r{_CLEAR_BELOW}")
-            self._stream.flush()
-        self._is_drawn = False
+        if self._bar is not None:
+            self._bar.clear()
+
+    def _drop(self) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+            self._bar.close()
+        self._bar = None
 
     def _follow(self, text: str) -> None:
         """Note the column where text has left the cursor.
@@ -242,11 +260,23 @@ class Console:
         Behind the last one terminals differ, so the row is ended there by a blank that goes.
         """
         width = columns(self._stream)
-        self._column = column_after(text, self._column, width)
-        self._has_wrapped = self._redraws and self._column >= width
+        self._row.column = column_after(text, self._row.column, width)
+        self._has_wrapped = self._row.column >= width
         if self._has_wrapped:
             sys.stdout.write(" \r")
-            self._column = 0
+            self._row.column = 0
+
+
+def _bar_of(label: str, shown: Shown, row: _BarRow) -> "tqdm[Any]":
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        """A bar that is drawn when the console says so, and by no thread of tqdm's."""
+
+        monitor_interval = 0
+
+    # so long a delay that it is drawn by `refresh` alone
+    return Bar(desc=label, initial=shown.done, file=row, leave=False, dynamic_ncols=True, delay=1e9)
 
 
 def _is_same_file(file: TextIO, other: TextIO) -> bool:

@@ -59,10 +59,8 @@ def libraries(
             warnings.simplefilter("ignore", category)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, category, *_, **__: tell(category.__name__, message)
-        if "torch" in sys.modules:
-            console.wait(_PHASE)
-        else:
-            console.wait(_PHASE, is_at_once=True)
+        console.wait(_PHASE)
+        if "torch" not in sys.modules:
             _import(before_leaving)
             # its own settings decide how much it logs
             handler = logging.Handler()

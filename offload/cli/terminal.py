@@ -7,7 +7,6 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Sequence
 from typing import Any, TextIO
 
 from offload.cli.flags import as_flags, error_line
@@ -40,22 +39,6 @@ def fitted(text: str, stream: TextIO) -> str:
         layout = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
         lines += textwrap.wrap(line, width, **layout) or [""]  # type: ignore[arg-type]
     return "\n".join(lines)
-
-
-def fitting(parts: Sequence[str], width: int) -> str:
-    """Return as many parts as fit into a row, and of the first as much as does."""
-    line = ""
-    for char in parts[0]:
-        # what steers a terminal would take the line apart
-        shown = char if char.isprintable() else "?"
-        if column_after(line + shown, 0, sys.maxsize) > width:
-            return line
-        line += shown
-    for part in parts[1:]:
-        if column_after(f"{line}, {part}", 0, sys.maxsize) > width:
-            break
-        line += f", {part}"
-    return line
 
 
 def print_result(lines: str, figures: Any, *, as_json: bool) -> None:

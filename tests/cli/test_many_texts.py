@@ -324,13 +324,12 @@ def test_samples_are_texts_of_the_seeds_that_follow(ender: Path) -> None:
 
 def test_the_line_tells_of_all_texts() -> None:
     progress = BatchProgress(4, 10)
-    assert progress.parts() == ["0 of 4 texts", "0 under way", "layer 0 of 10"]
+    assert progress.now() == ("writing", 0, 4, " texts", "0 under way")
     progress.advance([])
     progress.finish(30)
     progress.started_s -= 10
-    progress.num_layers = 13
-    told = progress.parts()
-    assert told[:4] == ["1 of 4 texts", "0 under way", "3.00 tokens/s", "30 s left"] and told[5:] == ["layer 3 of 10"]
+    *bar, note = progress.now()
+    assert bar == ["writing", 1, 4, " texts"] and note.startswith("0 under way, 3.00 tokens/s, ")
 
 
 @contextmanager

@@ -237,7 +237,7 @@ def test_messages_exclude_raw_and_parts_of_text_are_one_text(talker: Path) -> No
 def test_a_terminal_is_asked_and_answered(talker: Path) -> None:
     command = [sys.executable, "-m", "offload", "chat", "-m", str(talker), "--ram", "1GiB", "--context", "256"]
     typist = Typist(command, {"TERM": "dumb", "COLUMNS": "80"})
-    assert "importing torch" in typist.sees("leaves\r\n> ")
+    assert "importing" not in typist.sees("leaves\r\n> "), "what cannot be drawn over is not drawn"
     typist.types("Say\n")
     assert SAID.replace("\n", "\r\n") in typist.sees("read)\r\n> ")
     # One that comes between the prompt and the waiting for keys is heard with the next key only.
