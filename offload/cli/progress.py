@@ -29,7 +29,7 @@ class Progress:
     num_layers: int = 0  # that have run since it began
 
     def now(self) -> Shown:
-        """Return what is to be shown."""
+        """Return the state to show."""
         raise NotImplementedError
 
 
