@@ -270,7 +270,7 @@ class Console:
 def _bar_of(label: str, shown: Shown, row: _BarRow) -> "tqdm[Any]":
     from tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):
         """A bar that is drawn when the console says so, and by no thread of tqdm's."""
 
         monitor_interval = 0
