@@ -26,7 +26,7 @@ _MADV_DONTNEED = 4
 _LIBRARY = "libllvmlite"
 
 
-class Shared(NamedTuple):
+class ParallelKernelCall(NamedTuple):
     """Work that threads share by its parts, each of which has the same bits in any thread.
 
     Attributes:
@@ -265,7 +265,7 @@ class Code:
             self._loop(start, end, step, [], once)
 
     def _given(self, call: Any, kinds: Sequence[Any]) -> list[Any]:
-        """Return a call's own numbers, those of pointers' kinds as pointers; see `Shared`."""
+        """Return a call's own numbers, those of pointers' kinds as pointers; see `ParallelKernelCall`."""
         values = []
         for place, kind in enumerate(kinds):
             value = self._builder.load(self._at(call, _NUM_SHARED + place))
@@ -273,7 +273,7 @@ class Code:
         return values
 
     def _share(self, call: Any, work: Callable[[Any], None]) -> None:
-        """Write a loop over parts that no other thread has taken; see `Shared`."""
+        """Write a loop over parts that no other thread has taken; see `ParallelKernelCall`."""
         builder = self._builder
         at_once = builder.load(self._at(call, 1))
         num_parts = builder.load(self._at(call, 2))

@@ -34,7 +34,7 @@ NAME = "attend"
 
 @cache
 def code_for(dtype: torch.dtype) -> CompiledCode:
-    """Return a function for such keys and values; its call has `FIELDS`, see `Shared`."""
+    """Return a function for such keys and values; its call has `FIELDS`, see `ParallelKernelCall`."""
     return compiled(_PathAttention(dtype).text(), {NAME: [ctypes.c_void_p] * 2})
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.machine_code import Shared, call_of, fused_lanes
+from offload.kernels.machine_code import ParallelKernelCall, call_of, fused_lanes
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, first_seen
 from offload.kernels.path_attention_code import FIELDS, KEY_STEP, NAME, VALUE_STEP, code_for
 
@@ -74,7 +74,7 @@ def can_attend(key_GSK: Tensor, value_GSK: Tensor) -> bool:
 
 def attention_of(
     query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
-) -> Shared:
+) -> ParallelKernelCall:
     """Return the result of `path_attention_kernel`, (T, H, V), in float32.
 
     `can_attend` must admit the keys and values, whose last dimension has no gaps. A row's bits are
@@ -128,7 +128,9 @@ def attention_of(
     num_room = BLOCK * block_width + num_all * (tiles.num_positions + out_THX.shape[2] + 1)
     num_products = num_heads * num_rows * tiles.num_positions * (width + value_width)
     function = code_for(key_GSK.dtype).functions[NAME]
-    return Shared(function, call, num_room, num_products, given, out_THX[..., :value_width])
+    return ParallelKernelCall(
+        function, call, num_room, num_products, given, out_THX[..., :value_width]
+    )
 
 
 def _scaled(query_JTIK: Tensor, factor: float) -> Tensor:

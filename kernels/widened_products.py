@@ -29,7 +29,7 @@ from offload.kernels.machine_code import (
     EIGHT,
     Code,
     CompiledCode,
-    Shared,
+    ParallelKernelCall,
     call_of,
     compiled,
     fused_lanes,
@@ -64,7 +64,7 @@ def can_multiply(weight_NK: Tensor) -> bool:
     return is_ours and fused_lanes() > 0
 
 
-def product_of(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Shared:
+def product_of(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> ParallelKernelCall:
     """Return the product of rows and a weight, in the weight's type; its parts are of some columns.
 
     Every operation of torch takes some 10 us where a pass has just filled the caches, so there are
@@ -100,7 +100,7 @@ def product_of(rows: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Shared
     beside = _ROWS_TO_LOAD if wide is None else _ROWS_TO_WIDEN
     num_products = (num_rows + beside) * width * num_columns
     out = out[..., :num_columns] if missing else out
-    return Shared(code.functions[_MULTIPLY], call, num_room, num_products, given, out)
+    return ParallelKernelCall(code.functions[_MULTIPLY], call, num_room, num_products, given, out)
 
 
 @cache
@@ -175,7 +175,7 @@ class _Product(Code):
         return self._times(self._builder.udiv(num, self._index(EIGHT)), nth)
 
     def _write_multiply(self) -> None:
-        """multiply(call, room): compute parts; see `Shared`. The call's own numbers are where rows
+        """multiply(call, room): compute parts; see `ParallelKernelCall`. The call's own numbers are where rows
         lie, where they were spread (a few need not be), the weight, the result and the bias, and
         then how many rows, numbers of a row and columns there are.
         """

@@ -131,7 +131,7 @@ def refusing(failure: str, remedy: str, kind: type[UserError] = UserError) -> It
 
 
 @contextmanager
-def told_by_system(failure: str, remedy: str) -> Iterator[None]:
+def os_errors_as_user_error(failure: str, remedy: str) -> Iterator[None]:
     """Raise `UserError` where the system does not let a file be read or written.
 
     An error of a run that has begun passes unchanged.

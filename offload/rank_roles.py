@@ -169,7 +169,7 @@ def _number(environment: Mapping[str, str], name: str, otherwise: int | None = N
     return int(text)
 
 
-class PaperCut(NamedTuple):
+class FixedCutoff(NamedTuple):
     """The numbers of PipeInfer's cut-off on the draft's own probability of a token."""
 
     start: float
@@ -186,7 +186,7 @@ class PipelineOptions:
     is_continuous: bool = True
     credits: int | None = None  # most runs in flight; None is one more than there are stages
     micro_batch: int | None = None  # rows of a run; None takes as many as cost next to no time
-    cut: PaperCut | None = None  # None uses a price instead
+    cut: FixedCutoff | None = None  # None uses a price instead
 
     def __post_init__(self) -> None:
         mode = self.mode
@@ -248,9 +248,9 @@ def parse_pipeline(text: str) -> PipelineOptions:
     return PipelineOptions(mode=mode, **fields)  # type: ignore[arg-type]
 
 
-def _cut(value: str) -> PaperCut:
+def _cut(value: str) -> FixedCutoff:
     start, recovery, decay = map(float, value.split("/"))
-    return PaperCut(start, recovery, decay)
+    return FixedCutoff(start, recovery, decay)
 
 
 def _switched_off(value: str) -> bool:

@@ -20,7 +20,7 @@ class BigramModel:
     def new_cache(self, num_slots: int, *more: object) -> KVCache:
         return KVCache(self.num_layers, num_slots, *more)  # type: ignore[arg-type]
 
-    def take_in(self, *_: object) -> None:
+    def encode_prompt(self, *_: object) -> None:
         """There is no encoder."""
 
     def forward(self, token_T: Tensor, *_: object, num_logits: int = 0) -> Tensor:

@@ -149,5 +149,5 @@ class Capturing(StrictDevice):
 def draft_on_card(checkpoint: Checkpoint) -> TreeModel:
     """A draft that may be recorded; to be made while the card is there."""
     model = resident_model(checkpoint, "float32", place())
-    model.attend_with(attend_on_card)
+    model.set_attention_kernel(attend_on_card)
     return model

@@ -36,7 +36,7 @@ def half(folder: Path, config: str, seed: int = 0, dtype: torch.dtype = torch.bf
 
 def logits(folder: Path, dtype: str, expansion=REFERENCE) -> torch.Tensor:
     model, token_T = resident_model(open_checkpoint(folder), dtype), torch.tensor(prompts()[1])
-    model.expand_with(expansion)
+    model.set_expansion(expansion)
     sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
     return model.forward(token_T, torch.arange(len(token_T)), sees_TT, model.new_cache(64))
 

@@ -31,7 +31,7 @@ import typer
 
 from offload.bench.harness.tables import Guard, Row
 from offload.checkpoint.files import write_whole
-from offload.errors import UserError, reason, told_by_system
+from offload.errors import UserError, os_errors_as_user_error, reason
 from offload.machine import available_ram_bytes, cpu_name
 
 SCHEMA = 1
@@ -115,7 +115,7 @@ def store(found: Row, path: Path) -> None:
     """Write what JSON can hold, whole or not at all. Raises `UserError` where that cannot be."""
     text = json.dumps(found, indent=1) + "\n"
     path = path.resolve()  # a link stays one, and what it points to is replaced
-    with told_by_system(f"cannot write {path}", "name another file"):
+    with os_errors_as_user_error(f"cannot write {path}", "name another file"):
         # a pipe or a device takes what is written, and is not to be replaced
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")

@@ -20,7 +20,7 @@ from offload.bench.harness.command import Bench, Effort, Findings, command, flag
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, Guard, Row, medians, values
-from offload.checkpoint.files import becoming
+from offload.checkpoint.files import publish_atomically
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.state_tensors import write_tensors
 from offload.errors import UserError, require
@@ -148,7 +148,7 @@ def quantised(source: Path, name: str) -> Path:
             held |= {f"{stem}{key}": one for key, one in quantise(weight).items()}
     # as the format's own writer has them: by type, then by name
     ordered = sorted(held.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    with becoming(folder, folder.with_name(f"{folder.name}.part")) as scratch:
+    with publish_atomically(folder, folder.with_name(f"{folder.name}.part")) as scratch:
         for path in source.iterdir():
             if path.is_file() and "safetensors" not in path.name:
                 shutil.copyfile(path, scratch / path.name)

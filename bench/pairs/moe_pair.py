@@ -38,7 +38,7 @@ from offload.bench.pairs.training import (
     windows,
     write_rounded,
 )
-from offload.checkpoint.files import becoming, cache_folder, replacing
+from offload.checkpoint.files import cache_folder, publish_atomically, replacing
 from offload.checkpoint.packaged import inflated_target
 from offload.units import parse_size
 
@@ -160,7 +160,7 @@ def untrained_mixture(size_bytes: int) -> Path:
         dense = packaged("target")
         generator = torch.Generator().manual_seed(0)
         tokens_BS = torch.randint(dense.config.vocab_size, (4, 128), generator=generator)
-        with becoming(folder, folder.with_name(f"{folder.name}.part")) as scratch:
+        with publish_atomically(folder, folder.with_name(f"{folder.name}.part")) as scratch:
             write_rounded(upcycled(dense, ExpertSizes(), tokens_BS, 0), scratch)
     return inflated_target(size_bytes, lambda done, total: None, folder, folder.name)
 

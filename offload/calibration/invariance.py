@@ -176,7 +176,7 @@ def make_invariant(
         invariance = Invariance(reason=str(error).partition("\n")[0])
     finally:
         if not invariance.holds:
-            model.be_invariant(None)
+            model.set_batch_invariant(None)
     return invariance
 
 
@@ -227,7 +227,7 @@ def _require_invariance(model: TreeModel, rows: InvariantRows) -> None:
     num_rows = min(length for length in (_NUM_ROWS, *lengths) if length)
     generator = torch.Generator().manual_seed(0)
     token_T = torch.randint(model.vocab_size, (num_rows,), generator=generator)
-    model.be_invariant(rows)
+    model.set_batch_invariant(rows)
     cache = model.new_cache(len(token_T))
     with _ByFewerRows(len(token_T)) if len(token_T) == _NUM_ROWS else nullcontext():
         wanted_TV = _logits(model, token_T, (len(token_T),), cache)

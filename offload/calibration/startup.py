@@ -20,7 +20,7 @@ from offload.drafting.registry import open_drafter
 from offload.kernels.jit import is_for_kernels
 from offload.memory.plan import MemoryPlan
 from offload.model.cuda_graphs import use_graphs
-from offload.model.norms import normalize_with
+from offload.model.norms import set_norm_kernel
 from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import NOTHING, Costs
 from offload.planning.selector import RunSettings, TreeSelector
@@ -102,8 +102,8 @@ def pick_kernels(
         return NO_KERNELS
     choice = choose_kernels(shapes_of(target, plan, settings.sampling, draft), device)
     for model in filter(None, (target, draft)):
-        model.attend_with(choice.kernels.path_attention)
-        normalize_with(model.meta_model, choice.kernels.rms_norm)
+        model.set_attention_kernel(choice.kernels.path_attention)
+        set_norm_kernel(model.meta_model, choice.kernels.rms_norm)
     if draft is None or draft.torch_device.type != "cuda":
         return choice
     note = use_graphs(draft)

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from offload.encoding.base import AGAIN
-from offload.errors import ReadError, UserError, ensure, reason, system_reason, told_by_system
+from offload.errors import (
+    ReadError,
+    UserError,
+    ensure,
+    os_errors_as_user_error,
+    reason,
+    system_reason,
+)
 from offload.interrupts import held_back
 from offload.machine import num_cores
 from offload.units import format_bytes
@@ -67,7 +74,9 @@ def stamp_of(path: Path) -> Stamp | None:
 
 def readable(path: Path) -> AbstractContextManager[None]:
     """Raise `UserError` inside for a file that the system does not let us read."""
-    return told_by_system(f"cannot read {path}", "check that it is a file and yours to read")
+    return os_errors_as_user_error(
+        f"cannot read {path}", "check that it is a file and yours to read"
+    )
 
 
 def require_visible(path: Path) -> None:
@@ -122,7 +131,7 @@ def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int 
 
 def read_text(path: Path, subject: str, most_bytes: int | None = None) -> str:
     """Return the text in a file or pipe, which is `what` to the user. Raises `UserError`."""
-    with told_by_system(f"cannot read {subject} from {path}", "check the path"):
+    with os_errors_as_user_error(f"cannot read {subject} from {path}", "check the path"):
         raw = read_given(path, most_bytes)
     return text_of(raw, subject, path)
 
@@ -261,7 +270,7 @@ def locked_anew(folder: Path) -> Iterator[int]:
 
 
 @contextmanager
-def becoming(destination: Path, scratch: Path) -> Iterator[Path]:
+def publish_atomically(destination: Path, scratch: Path) -> Iterator[Path]:
     """Yield an empty, locked folder: `destination` when the body succeeds, else removed."""
     with ExitStack() as held:
         is_ours = False

@@ -13,7 +13,7 @@ from offload.checkpoint.safetensors import damaged
 from offload.checkpoint.small_files import first_size
 from offload.checkpoint.tensors import MOST_EXPERTS, ROWS, Coded, Entries, TensorEntry
 from offload.encoding.base import Settings
-from offload.encoding.gguf import BLOCKS, GgufBlocks, Tiles
+from offload.encoding.gguf import BLOCKS, GgufBlocks, HeadPermutation
 from offload.errors import UserError
 from offload.families.gguf import ARCHITECTURES, PROJECTIONS
 
@@ -146,7 +146,7 @@ class _Reader:
             entry = entry._replace(shape=(entry.shape[0], 1, entry.shape[1]))
         return entry
 
-    def _tiles(self, part: str, name: str, shape: tuple[int, ...]) -> Tiles | None:
+    def _tiles(self, part: str, name: str, shape: tuple[int, ...]) -> HeadPermutation | None:
         """Return the order of value heads in recurrent layers; None where it is the model's."""
         if "linear_attn." not in name or part == "ssm_norm":
             return None
@@ -162,4 +162,4 @@ class _Reader:
             raise damaged(f"{self._where}: {name} has shape {list(shape)}, not that of its config")
         if num_heads == num_groups:
             return None
-        return Tiles(num_groups, num_heads // num_groups, first, is_columns)
+        return HeadPermutation(num_groups, num_heads // num_groups, first, is_columns)

@@ -31,9 +31,9 @@ from offload.checkpoint.download import INDEX
 from offload.checkpoint.files import (
     INFLATED,
     BusyError,
-    becoming,
     cache_folder,
     is_free,
+    publish_atomically,
     read_json,
     require_disk,
     write_json,
@@ -44,7 +44,7 @@ from offload.checkpoint.open import shard_name
 from offload.checkpoint.safetensors import header_bytes
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF
-from offload.errors import UserError, told_by_system
+from offload.errors import UserError, os_errors_as_user_error
 from offload.options import DEMO_PAIR
 
 _FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
@@ -165,7 +165,7 @@ def inflate(
     plan = plan_inflation(small, target_bytes)
     big = inflated_config(source, target_bytes)
     scratch = destination.with_name(f".{destination.name}.inflating")
-    with becoming(destination, scratch) as folder:
+    with publish_atomically(destination, scratch) as folder:
         remedy = "free some or ask for less"
         require_disk(folder, plan.total_bytes, "the inflated model needs", remedy)
         shards = _shards(_Corners(source, small), big, plan)
@@ -434,7 +434,9 @@ def inflated_target(
     """Return a target inflated to about `size_bytes`, made once and reused. Raises `UserError`."""
     folder = cache_folder() / f"{name}-{size_bytes // 10**6}MB"
     try:
-        with told_by_system(f"cannot write {folder}", "set XDG_CACHE_HOME to another folder"):
+        with os_errors_as_user_error(
+            f"cannot write {folder}", "set XDG_CACHE_HOME to another folder"
+        ):
             cache_folder().mkdir(parents=True, exist_ok=True)
             return inflate(source, folder, size_bytes, progress=progress)
     except BusyError:

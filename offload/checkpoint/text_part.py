@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from offload.checkpoint.small_files import ANOTHER_FOLDER, is_wrapper, of_text
 from offload.checkpoint.tensors import Coded, Entries, TensorEntry, layer_name
 from offload.encoding.base import ENCODINGS, Settings
-from offload.encoding.floats import Turned
+from offload.encoding.floats import TransposedStack
 from offload.errors import UserError
 from offload.families.types import SHARED_LAYERS, TURNED_STACKS
 
@@ -135,7 +135,7 @@ def _turned(name: str, entry: TensorEntry, wanted: Mapping[str, tuple[int, int]]
     if rows == columns or entry.shape[1:] != (columns, rows):
         return entry
     shape = (entry.shape[0], rows, columns)
-    return entry._replace(shape=shape, coded=Coded(Turned(entry.dtype)))
+    return entry._replace(shape=shape, coded=Coded(TransposedStack(entry.dtype)))
 
 
 def with_shared_layers(config: Settings, tensors: Entries) -> dict[str, TensorEntry]:

@@ -24,7 +24,7 @@ from offload.checkpoint.identity import ModelIdentity
 from offload.cli.prompt_input import with_system
 from offload.declaration import listed, options_at, renamed, synonyms_at
 from offload.engine.request import Prompt, Request, samples_of
-from offload.errors import RunError, UserError, did_you_mean, require, told_by_system
+from offload.errors import RunError, UserError, did_you_mean, os_errors_as_user_error, require
 from offload.options import TextOptions
 from offload.sampling.grammar import GRAMMARS, find_grammar
 from offload.sampling_options import NARROWING, Sampling
@@ -295,7 +295,7 @@ def open_results(
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file to read and append, by one process at a time. Raises `UserError`."""
-    with told_by_system(f"cannot write results to {path}", "name another file"):
+    with os_errors_as_user_error(f"cannot write results to {path}", "name another file"):
         opened = path.open("a+b", buffering=0)
     with opened as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -14,7 +14,7 @@ from offload.checkpoint.packaged import PAIR
 from offload.cli.console import Console
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
-from offload.engine.sequence import PassFigures
+from offload.engine.sequence import StepMetrics
 from offload.errors import UserError
 from offload.reports.proof import draw_gaps, rounding
 from offload.sampling_options import Sampling
@@ -34,7 +34,7 @@ class ShownPass(NamedTuple):
 
     number: int  # among the passes of the text, from 1
     num_passes: int
-    figures: PassFigures
+    figures: StepMetrics
     own_token: int  # the root of the next pass
 
     @property
@@ -43,7 +43,7 @@ class ShownPass(NamedTuple):
         return len(self.figures.accepted) - 1
 
 
-def usual_pass(passes: list[PassFigures]) -> ShownPass | None:
+def usual_pass(passes: list[StepMetrics]) -> ShownPass | None:
     """Return the pass that kept as many guesses as most, by the median; None without guesses.
 
     The last pass is left out: the text may end within it.
@@ -161,7 +161,7 @@ def show_run(
     """Print one run of the demo as it goes, and draw one of its passes."""
     console.say(f"--- {heading}")
     console.follow(run, decoder.plan, run.sequence.limits.max_new_tokens)
-    passes: list[PassFigures] = []
+    passes: list[StepMetrics] = []
     try:
         for piece in run:
             if not is_silent:

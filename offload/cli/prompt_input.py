@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.checkpoint.files import read_all_of, read_text, text_of
-from offload.errors import UserError, require, told_by_system
+from offload.errors import UserError, os_errors_as_user_error, require
 from offload.options import TextOptions
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True
         text = read_text(file, _WHAT)
     elif not sys.stdin.isatty():
         name = "standard input"
-        with told_by_system(f"cannot read {_WHAT} from {name}", "check the path"):
+        with os_errors_as_user_error(f"cannot read {_WHAT} from {name}", "check the path"):
             piped = read_all_of(sys.stdin.buffer)
         # What ends the line of `echo` is not meant; what a file holds is.
         text = text_of(piped.removesuffix(b"\n").removesuffix(b"\r"), _WHAT, name)

@@ -20,7 +20,7 @@ class GivenSampling(NamedTuple):
     """How tokens are drawn, as the flags say."""
 
     sampling: Sampling | None  # None leaves it to the model
-    laid_over: Mapping[str, Any]  # that holds for greedy text as well, over what the model suggests
+    overrides: Mapping[str, Any]  # that holds for greedy text as well, over what the model suggests
     note: str = ""  # for the user
 
     @classmethod
@@ -33,18 +33,18 @@ class GivenSampling(NamedTuple):
         if biases := given.get("logit_bias"):
             given["logit_bias"] = tuple(_bias(text) for text in biases)
         sampling = Sampling(**given)
-        laid_over = {name: value for name, value in given.items() if name not in (*DRAWING, "seed")}
+        overrides = {name: value for name, value in given.items() if name not in (*DRAWING, "seed")}
         if options.greedy:
             idle = [f"`{name}` {given[name]:g}" for name in DRAWING if given.get(name)]
             note = f"--greedy wins over {listed(idle)}" if idle else ""
-            return cls(Sampling(**laid_over, seed=sampling.seed), {}, note)
+            return cls(Sampling(**overrides, seed=sampling.seed), {}, note)
         is_drawn = any(name in given for name in DRAWING)
         if is_drawn and "temperature" not in given:
             rule = (
                 f"{listed([f'`{name}`' for name in NARROWING])} choose among tokens that are drawn"
             )
             raise UserError(f"{rule}: give `temperature` as well")
-        return cls(sampling if is_drawn else None, {**laid_over, "seed": sampling.seed})
+        return cls(sampling if is_drawn else None, {**overrides, "seed": sampling.seed})
 
     def settled(self, model: str, on_phase: Callable[[str], None]) -> tuple[Sampling, str]:
         """Return the user's own sampling, or the model's with a note. Raises `UserError`."""
@@ -54,11 +54,11 @@ class GivenSampling(NamedTuple):
 
         if not os.path.isdir(os.path.expanduser(model)):
             on_phase("asking the hub")
-        suggested = suggested_sampling(model, self.laid_over["seed"])
-        chosen = replace(suggested, **self.laid_over)
+        suggested = suggested_sampling(model, self.overrides["seed"])
+        chosen = replace(suggested, **self.overrides)
         if suggested == Sampling(seed=suggested.seed):
             return chosen, ""
-        but = ", but for flags" if len(self.laid_over) > 1 else ""
+        but = ", but for flags" if len(self.overrides) > 1 else ""
         words = sampling_words(chosen)
         return chosen, f"sampling as the model suggests{but}: {words}; --greedy for none"
 

@@ -195,6 +195,6 @@ def _result(outcome: Generation | UserError) -> dict[str, object]:
         "seed": sampling.pop("seed"),
         "sampling": sampling,
         "tokens": {"prompt": outcome.stats.num_prompt_tokens, "new": len(outcome.token_ids)},
-        **({} if outcome.logprobs is None else {"logprobs": outcome.logprobs_told()}),
+        **({} if outcome.logprobs is None else {"logprobs": outcome.logprobs_dicts()}),
         **({} if outcome.lenience == 1 else {"lenience": outcome.lenience}),
     }

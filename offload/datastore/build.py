@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.checkpoint.files import becoming, is_free, locked
+from offload.checkpoint.files import is_free, locked, publish_atomically
 from offload.datastore.index import MAX_TEXT_BYTES, ReversedText, TokenWidth, sorted_positions
 from offload.datastore.store import (
     MANIFEST_NAME,
@@ -63,7 +63,7 @@ def build(
     room = chunk_room(ram_bytes, coder)
     with _refusing_bad_places(path):
         require_new(path)
-        with becoming(path, scratch_folder(path)) as folder:
+        with publish_atomically(path, scratch_folder(path)) as folder:
             writer = _ChunkWriter(folder, vocabulary_size(coder.vocabulary), room, on_phase)
             chunks = tuple(writer.write(_encoded(documents, coder, room), 0))
             require(bool(chunks), "a corpus must hold some text", "none", "name other files")

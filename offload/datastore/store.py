@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from offload.checkpoint.files import Progress, counter, open_regular, read_object
 from offload.datastore.index import CorpusChunk, SuffixIndex, TokenWidth
-from offload.errors import UserError, ensure, require, told_by_system
+from offload.errors import UserError, ensure, os_errors_as_user_error, require
 
 MANIFEST_NAME = "store.json"
 FORMAT = "offload datastore"
@@ -143,7 +143,7 @@ def read_store(path: str | os.PathLike[str]) -> Store:
     """Return the content of `store.json`, its files' sizes checked. Raises `UserError`."""
     folder = Path(os.path.expanduser(path))
     file = folder / MANIFEST_NAME
-    with told_by_system(f"cannot read {file}", "check its permissions"):
+    with os_errors_as_user_error(f"cannot read {file}", "check its permissions"):
         try:
             content = read_object(file, AGAIN)
         except (FileNotFoundError, NotADirectoryError):
@@ -209,7 +209,7 @@ def _checked(folder: Path, content: dict[str, Any]) -> Store:
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
-    with told_by_system(f"cannot read {path}", AGAIN), open_regular(path) as file:
+    with os_errors_as_user_error(f"cannot read {path}", AGAIN), open_regular(path) as file:
         found_bytes = os.fstat(file.fileno()).st_size
         rule = f"{path} must have {num_bytes} bytes"
         require(found_bytes == num_bytes, rule, found_bytes, AGAIN)

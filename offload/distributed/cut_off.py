@@ -1,7 +1,7 @@
 """From which chance on a guess is worth a row of a run, by what a token takes lately."""
 
 from offload.distributed.orders import Least
-from offload.rank_roles import PaperCut
+from offload.rank_roles import FixedCutoff
 
 _KEPT = 0.9  # of the time of a token so far, from one step to the next
 # times that time: a longer one is no token's, but that of a process that was stopped or has slept
@@ -17,14 +17,14 @@ class CutOff:
     cut = start + recovery x (batches since a run was accepted) - decay x (failed attempts since)
     """
 
-    def __init__(self, row_s: float, rule: PaperCut | None = None) -> None:
+    def __init__(self, row_s: float, rule: FixedCutoff | None = None) -> None:
         self._row_s = row_s
         self._rule = rule
         self.reset()
 
     @property
     def _cut(self) -> float:
-        rule = self._rule or PaperCut(0.0, 0.0, 0.0)
+        rule = self._rule or FixedCutoff(0.0, 0.0, 0.0)
         return rule.start + self._num_batches * rule.recovery - self._num_fails * rule.decay
 
     def least(self, token_s: float) -> Least:

@@ -28,7 +28,7 @@ from offload.distributed.orders import HEAD, Accept, DraftNodeUpdate, Grow, Gues
 from offload.distributed.rows import RowNode, UncommittedRows
 from offload.distributed.service import Acts, obey
 from offload.distributed.transport import Channel, Transport
-from offload.drafting.base import ByKind
+from offload.drafting.base import PerKindLRU
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, ranked_children
 from offload.drafting.static import point_mass_scores
@@ -223,7 +223,7 @@ class _DraftService:
     def __init__(self, transport: Transport, tree: DraftTree) -> None:
         self._transport = transport
         self._tree = tree
-        self._calibration = ByKind[Hashable, DraftCalibration](DraftCalibration)
+        self._calibration = PerKindLRU[Hashable, DraftCalibration](DraftCalibration)
         self._asked: Grow | None = None
         self._num_passes = 0  # for the answer
 

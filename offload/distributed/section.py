@@ -163,7 +163,7 @@ def load_section(
         for note in send_beside_layers(device, resources, model):
             setup.hooks.on_note(note)
     model.read_rest(source.fetch)
-    model.expand_with(choose_expansion(model, source.fetch, device).kernels)
+    model.set_expansion(choose_expansion(model, source.fetch, device).kernels)
     threads = thread_policy(model, None, AUTO_NODES, setup.options.threads, device)
     torch.set_num_threads(threads.start.sweep.num_threads)
     stream = open_layers(source, model.layer_layouts, plan, device, resources)

@@ -126,7 +126,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class ByKind(OrderedDict[K, V]):
+class PerKindLRU(OrderedDict[K, V]):
     """What was learned for each kind of sampling, the latest `MOST_KINDS`; it starts with `new()`.
 
     Kinds are kept apart because what is certain at temperature 0 is not at temperature 1.

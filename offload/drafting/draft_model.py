@@ -37,7 +37,7 @@ class Draft:
         return self._as_wide_as_target(logits)
 
     def _missing(self, tokens: Sequence[int]) -> Tensor:
-        self._model.take_in(tokens, self._cache)
+        self._model.encode_prompt(tokens, self._cache)
         missing = torch.tensor(tokens[self._cache.length :])
         assert len(missing), "the root is cached already, and its scores are gone"
         return missing
@@ -65,7 +65,7 @@ class Draft:
     def score(self, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
         """Yield logits (1, V) for `tokens[start]` and every later one, each given all before it."""
         self._cache.clear()
-        self._model.take_in(tokens, self._cache)
+        self._model.encode_prompt(tokens, self._cache)
         for chunk in torch.tensor(tokens[self._cache.length : -1]).split(SCORED_CHUNK):
             lo = self._cache.length
             for row, logits_V in enumerate(self._run_committed(chunk, num_logits=len(chunk))):
@@ -73,7 +73,7 @@ class Draft:
                     yield logits_V[None, : self.vocab_size]
 
     def _run_committed(self, token_T: Tensor, num_logits: int) -> Tensor:
-        self._cache.promise(len(token_T))
+        self._cache.expect_rows(len(token_T))
         logits = self._model.forward_chain(self._known(token_T), self._cache, num_logits=num_logits)
         self._cache.commit(range(len(token_T)))
         return logits
@@ -111,7 +111,7 @@ def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
         for chunk in long:
             draft._run_committed(chunk, num_logits=1)
         num_rows = len(last)
-        draft._cache.promise(num_rows)
+        draft._cache.expect_rows(num_rows)
         position_U = torch.arange(num_rows) + draft._cache.length
         sees_UU = causal(num_rows)
         before += (

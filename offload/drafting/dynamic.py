@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.drafting.draft_model import Draft, catch_up, run_together
-from offload.drafting.lookup import NO_GUESSES, Guesses, TrieCursor, sureness
+from offload.drafting.lookup import NO_GUESSES, Guesses, TrieCursor, confidence
 from offload.drafting.static import point_mass_scores
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import TokenTree
@@ -449,7 +449,7 @@ def _mixed(
     best_W = np.exp(children_WK["log_f"].max(1, initial=-np.inf)).tolist()
     parents = children_WK["parent"][:, 0].tolist()
     followers = [
-        guesses.children(rows.cursors[row], sureness(best))
+        guesses.children(rows.cursors[row], confidence(best))
         for row, best in zip(parents, best_W, strict=True)
     ]
     pairs = [

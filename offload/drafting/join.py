@@ -17,11 +17,11 @@ from torch import Tensor
 
 from offload.drafting.base import DraftText
 from offload.drafting.lookup import (
+    DraftVerdict,
     Guess,
     GuessSources,
     GuessState,
-    Judged,
-    sureness,
+    confidence,
 )
 from offload.drafting.model_drafter import ModelDrafter
 from offload.model.kv_cache import KVCache
@@ -141,7 +141,7 @@ class JoinedDrafter:
 
     def _judged(
         self, tree: TokenTree, accepted: Acceptance, sampler: Sampler
-    ) -> Iterator[Judged | None]:
+    ) -> Iterator[DraftVerdict | None]:
         """Yield what the draft gave each emitted token, None where it scored nothing."""
         exponent = self._model.exponent(sampler)
         for node, token in zip(accepted.nodes, accepted.tokens, strict=True):
@@ -150,7 +150,7 @@ class JoinedDrafter:
                 yield None
             else:
                 pi_V = (exponent * score_V).softmax(0)
-                yield Judged(float(pi_V[token]), sureness(float(pi_V.max())))
+                yield DraftVerdict(float(pi_V[token]), confidence(float(pi_V.max())))
 
 
 def graft(tree: TokenTree, guesses: Sequence[Guess], num_nodes: int) -> TokenTree:

@@ -1,7 +1,7 @@
 """Trees without a draft model: guesses of what follows, from the text itself or from other sources.
 
 A source says for a context what followed on it elsewhere: in the text itself, in a datastore, in
-n-gram counts. Each such opinion (an `Opinion`) knows how many tokens of context it rests on. The
+n-gram counts. Each such opinion (a `SourceOpinion`) knows how many tokens of context it rests on. The
 one that rests on most is asked first; what it does not claim is left to the next, for other tokens.
 That is prediction by partial matching with exclusion (Cleary and Witten, 1984), with learned
 weights (`SourceWeights`) in place of its escapes.
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.datastore.index import Trie, heaviest
-from offload.drafting.base import ByKind, DraftText, WithoutModel, root_alone
+from offload.drafting.base import DraftText, PerKindLRU, WithoutModel, root_alone
 from offload.model.kv_cache import KVCache
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -53,7 +53,7 @@ NO_DRAFT = -1
 _PRIOR_COUNT = 4.0  # observations that the prior is worth
 # share of losses kept from one observation to the next: a text may turn from prose to code
 _KEPT = 0.99
-UNSAID = 1e-3  # chance of a token that no source has
+FLOOR_PROB = 1e-3  # chance of a token that no source has
 
 
 class SourceWeights:
@@ -75,32 +75,32 @@ class SourceWeights:
             f"SourceWeights({ {key: round(self.weight(*key), 3) for key in sorted(self._loss)} })"
         )
 
-    def weight(self, source: str, length: int, sureness: int = NO_DRAFT) -> float:
+    def weight(self, source: str, length: int, confidence: int = NO_DRAFT) -> float:
         """Return the weight, in (0, 1), of guesses behind a match, beside a draft so sure."""
-        key = source, _length_class(length), sureness
+        key = source, _length_class(length), confidence
         if key not in self._weight:
             self._weight[key] = float(_GRID[np.argmin(self._loss.get(key, 0) + _prior_loss(*key))])
         return self._weight[key]
 
     def learn(
-        self, source: str, length: int, share: float, rest: float, sureness: int = NO_DRAFT
+        self, source: str, length: int, share: float, rest: float, confidence: int = NO_DRAFT
     ) -> None:
         """Note a token that was emitted: the source gave it `share`, all others together `rest`."""
-        key = source, _length_class(length), sureness
-        loss = -np.log(_GRID * share + (1 - _GRID) * max(rest, UNSAID))
+        key = source, _length_class(length), confidence
+        loss = -np.log(_GRID * share + (1 - _GRID) * max(rest, FLOOR_PROB))
         self._loss[key] = _KEPT * self._loss.get(key, 0) + loss
         self._weight.pop(key, None)
 
 
-def sureness(chance: float) -> int:
+def confidence(chance: float) -> int:
     """Return the class of a draft that gives its likeliest token this chance."""
     return bisect_right(_SURE, chance) - 1
 
 
-def _prior_loss(source: str, length_class: int, sureness: int) -> np.ndarray:
+def _prior_loss(source: str, length_class: int, confidence: int) -> np.ndarray:
     """Return losses by assumed observations: long matches are right, the text's own most."""
     first = _LENGTHS[length_class] / (_LENGTHS[length_class] + 3) * _PRIOR_TRUST.get(source, 0.5)
-    first *= 1.0 if sureness == NO_DRAFT else _UNSURE[sureness]
+    first *= 1.0 if confidence == NO_DRAFT else _UNSURE[confidence]
     return -_PRIOR_COUNT * (first * np.log(_GRID) + (1 - first) * np.log1p(-_GRID))
 
 
@@ -111,7 +111,7 @@ def _length_class(length: int) -> int:
 _NOTHING: Mapping[int, float] = {}
 
 
-class Opinion(Protocol):
+class SourceOpinion(Protocol):
     """One opinion on what follows on the context, and on every path from there."""
 
     source: str
@@ -176,20 +176,20 @@ _NO_TOKEN = -1  # stands for the root's, which is known
 _SCORE = itemgetter(0)
 
 
-class Judged(NamedTuple):
+class DraftVerdict(NamedTuple):
     """What a draft said of a token that was emitted."""
 
     chance: float
-    sureness: int  # the draft's class of sureness there, see `sureness`
+    confidence: int  # the draft's class of confidence there, see `confidence`
 
 
-_UNJUDGED = Judged(0.0, NO_DRAFT)
+_UNJUDGED = DraftVerdict(0.0, NO_DRAFT)
 
 
 class Guesses:
     """All opinions on one context, mixed into one chance for every path."""
 
-    def __init__(self, opinions: Iterable[Opinion], weights: SourceWeights) -> None:
+    def __init__(self, opinions: Iterable[SourceOpinion], weights: SourceWeights) -> None:
         self._opinions = sorted(opinions, key=lambda opinion: -opinion.length)
         self._weights = weights
         self.root = TrieCursor(0, tuple(opinion.start() for opinion in self._opinions))
@@ -198,14 +198,14 @@ class Guesses:
         return bool(self._opinions)
 
     def children(
-        self, cursor: TrieCursor, sureness: int = NO_DRAFT
+        self, cursor: TrieCursor, confidence: int = NO_DRAFT
     ) -> tuple[dict[int, float], float]:
         """Return the chance of every token guessed there, and what is left for others."""
         chances: dict[int, float] = {}
         rest = 1.0
         for opinion, shares in self._claims(cursor):
             weight = rest * self._weights.weight(
-                opinion.source, opinion.length_at(cursor.depth), sureness
+                opinion.source, opinion.length_at(cursor.depth), confidence
             )
             for token, share in shares.items():
                 chances[token] = chances.get(token, 0.0) + weight * share
@@ -255,7 +255,7 @@ class Guesses:
 
         return grow_best_first((self.root, _NO_TOKEN), child)
 
-    def learn(self, tokens: Sequence[int], drafted: Sequence[Judged | None]) -> None:
+    def learn(self, tokens: Sequence[int], drafted: Sequence[DraftVerdict | None]) -> None:
         """Learn from tokens emitted in turn; `drafted` is what a draft said of each, or None."""
         cursor = self.root
         for token, judged in zip(tokens, drafted, strict=True):
@@ -269,20 +269,20 @@ class Guesses:
 
     def _learn_one(
         self,
-        claims: Sequence[tuple[Opinion, Mapping[int, float]]],
+        claims: Sequence[tuple[SourceOpinion, Mapping[int, float]]],
         depth: int,
         token: int,
-        judged: Judged,
+        judged: DraftVerdict,
     ) -> None:
-        rest, sureness = judged
+        rest, confidence = judged
         for opinion, shares in reversed(claims):
             length = opinion.length_at(depth)
             share = shares.get(token, 0.0)
-            self._weights.learn(opinion.source, length, share, rest, sureness)
-            weight = self._weights.weight(opinion.source, length, sureness)
+            self._weights.learn(opinion.source, length, share, rest, confidence)
+            weight = self._weights.weight(opinion.source, length, confidence)
             rest = weight * share + (1 - weight) * rest
 
-    def _claims(self, cursor: TrieCursor) -> Iterable[tuple[Opinion, Mapping[int, float]]]:
+    def _claims(self, cursor: TrieCursor) -> Iterable[tuple[SourceOpinion, Mapping[int, float]]]:
         """Yield what each opinion claims beyond those before it: mere agreement adds nothing."""
         claimed: set[int] = set()
         for opinion, at in zip(self._opinions, cursor.at, strict=True):
@@ -307,7 +307,7 @@ class Source(Protocol):
 
     name: str
 
-    def opinions(self, token_T: Tokens, num_nodes: int, depth: int) -> Iterable[Opinion]:
+    def opinions(self, token_T: Tokens, num_nodes: int, depth: int) -> Iterable[SourceOpinion]:
         """Return opinions of at most this many nodes on what `depth` tokens follow a text."""
 
 
@@ -348,7 +348,7 @@ class GuessSources:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
-        self._weights = ByKind[Sampling, SourceWeights](SourceWeights)
+        self._weights = PerKindLRU[Sampling, SourceWeights](SourceWeights)
 
     def __bool__(self) -> bool:
         return bool(self._sources)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.drafting.base import ByKind, DraftText, root_alone
+from offload.drafting.base import DraftText, PerKindLRU, root_alone
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, DraftPassPolicy, GrowingTree, grow_forest
 from offload.drafting.lookup import NO_GUESSES, Guesses
@@ -62,8 +62,8 @@ class ModelDrafter:
         self._vocab_size = vocab_size
         self._num_slots = num_slots
         self._kv_commit = kernels.kv_commit
-        self._calibration = ByKind[_Kind, DraftCalibration](DraftCalibration)
-        self._policy = ByKind[_Kind, DraftPassPolicy](new_policy)
+        self._calibration = PerKindLRU[_Kind, DraftCalibration](DraftCalibration)
+        self._policy = PerKindLRU[_Kind, DraftPassPolicy](new_policy)
 
     @property
     def needs(self) -> Taps | None:

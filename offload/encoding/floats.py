@@ -332,7 +332,7 @@ NVFP4 = Format(
 
 
 @dataclass(frozen=True, slots=True)
-class Turned(WordsAlone):
+class TransposedStack(WordsAlone):
     """Matrices of plain numbers whose rows are stored as columns.
 
     They are copied row by row when their module runs, as coded weights are expanded: a view would be

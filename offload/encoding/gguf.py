@@ -41,7 +41,7 @@ BLOCKS = {
 _CHUNK_ROWS = 64  # whose columns are put in order at once
 
 
-class Tiles(NamedTuple):
+class HeadPermutation(NamedTuple):
     """Rows, or columns, from `first` on: value heads of `num_groups` key heads in turn."""
 
     num_groups: int
@@ -65,7 +65,7 @@ class GgufBlocks(WordsAlone):
     kind: str  # GGUF's name: one of `BLOCKS`, or plain numbers that the writer has changed
     num_heads: int = 0  # heads whose rows are interleaved; 0 where rows lie in order
     added: int = 0  # what the writer added to each number
-    tiles: Tiles | None = None
+    tiles: HeadPermutation | None = None
     is_exponential: bool = False  # stored is -exp of each number
     is_flipped: bool = False  # rows are stored as columns
     align_bytes: int = 4
@@ -108,7 +108,7 @@ class GgufBlocks(WordsAlone):
         out.copy_((-number).log() if self.is_exponential else number - self.added)
 
     def _expand_tiled(
-        self, tiles: Tiles, stored_B: "Tensor", out: "Tensor", expansion: "Expansion"
+        self, tiles: HeadPermutation, stored_B: "Tensor", out: "Tensor", expansion: "Expansion"
     ) -> None:
         if out.dim() == 1 or self.kind not in BLOCKS:
             number = self._numbers(stored_B, out, expansion).float()

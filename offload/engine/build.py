@@ -72,7 +72,7 @@ def open_pair(
     files = setup.files
     dtype = setup.dtype
     torch_device = setup.device.torch_device
-    plan = setup.least_plan
+    plan = setup.minimal_plan
     target = open_model(
         files.target,
         dtype,
@@ -117,7 +117,7 @@ def open_pair(
 def _notes(setup: Setup, draft: TreeModel | None) -> list[str]:
     """Return lines for the user about what the two models do not have in full."""
     notes = [foreign_note(draft.foreign_ids)] if draft and draft.foreign_ids else []
-    if (plan := setup.least_plan).turns:
+    if (plan := setup.minimal_plan).turns:
         notes.append(
             f"a text that grows beyond {plan.turning_point} tokens is read anew once: longrope turns "
             "its positions by other factors from there on"
@@ -127,7 +127,7 @@ def _notes(setup: Setup, draft: TreeModel | None) -> list[str]:
 
 def _check(pair: ModelPair, request: Request) -> None:
     """Raise `UserError` for a request that these models cannot serve."""
-    plan = pair.setup.least_plan
+    plan = pair.setup.minimal_plan
     start_ids = pair.target.start_ids
     if request.prompt is not None:
         bounds = (plan.context, plan.has_longest_context)
@@ -182,11 +182,11 @@ def send_beside_layers(
     """Let what these models send pass the layers that stream to a GPU; return lines for the user."""
     refusal = device.open_uploads(resources)
     for model in filter(None, models):
-        model.send_with(device.upload)
+        model.set_uploader(device.upload)
     return [] if refusal is None else [refusal]
 
 
-def telling(pair: ModelPair) -> Callable[[int], None]:
+def layer_callback(pair: ModelPair) -> Callable[[int], None]:
     """Return `on_layer` for a target: behind first sweeps it tells what weights have shown."""
     hooks = pair.setup.hooks
     num_layers = pair.target.num_layers
@@ -213,7 +213,7 @@ def telling(pair: ModelPair) -> Callable[[int], None]:
 def _pick_expansion(pair: ModelPair, model: TreeModel, source: ByteSource) -> KernelChoice:
     """Choose how a model's coded weights are expanded, and let them be so."""
     choice = choose_expansion(model, source.fetch, pair.setup.device)
-    model.expand_with(choice.kernels)
+    model.set_expansion(choice.kernels)
     pair.notes.extend(note for note in choice.notes if note not in pair.notes)
     return choice
 
@@ -233,6 +233,6 @@ def resident_model(
     ) as source:
         model.read_rest(source.fetch)
         if torch_device == HOST.torch_device:
-            model.expand_with(choose_expansion(model, source.fetch, HOST).kernels)
+            model.set_expansion(choose_expansion(model, source.fetch, HOST).kernels)
         model.bind_layers(source.fetch)
     return model

@@ -24,7 +24,7 @@ from offload.engine.request import (
 )
 from offload.engine.scheduler import in_order
 from offload.engine.scoring import Scorer, ScoreRequest, TextScore, wanted_of
-from offload.engine.sequence import Limits
+from offload.engine.sequence import StopCriteria
 from offload.engine.session import Session, load_session, require_sessions, save_session
 from offload.engine.text_arguments import TextArguments
 from offload.engine.text_stream import TextStream
@@ -168,7 +168,7 @@ class Decoder(TokenDecoder):
         # before a place is taken: it may fail
         text = TextStream(self.tokenizer, start_ids, request.stops)
         num_new = request.num_new(prompt_ids, self.plan.context, self._start_ids)
-        limits = Limits(num_new, request.end_ids(self.tokenizer, self.end_ids))
+        limits = StopCriteria(num_new, request.end_ids(self.tokenizer, self.end_ids))
         sequence = self.begin(
             prompt_ids,
             request.sampling,

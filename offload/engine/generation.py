@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from offload.calibration.trial import ComparisonOutcome, rows_of
-from offload.engine.sequence import PassFigures, TokenLogprob, TokenSequence
+from offload.engine.sequence import StepMetrics, TokenLogprob, TokenSequence
 from offload.engine.text_stream import TextStream, plain_text
 from offload.engine.token_decoder import TokenDecoder
 from offload.machine import peak_rss_bytes
@@ -62,7 +62,7 @@ class Generation:
         speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per pass"
         return f"Generation({text!r}\n  {len(self.token_ids)} tokens, {ended}, {speed}\n  {self.sampling})"
 
-    def logprobs_told(self) -> list[dict[str, object]]:
+    def logprobs_dicts(self) -> list[dict[str, object]]:
         """Return the log-probabilities as objects, with the texts of their tokens."""
         return [
             {
@@ -81,7 +81,7 @@ class Generation:
             "num_prompt_tokens": self.stats.num_prompt_tokens,
             "num_kept_tokens": self.stats.num_kept_tokens,  # of these, by a session
             "num_new_tokens": len(self.token_ids),
-            **({} if self.logprobs is None else {"logprobs": self.logprobs_told()}),
+            **({} if self.logprobs is None else {"logprobs": self.logprobs_dicts()}),
             "finish_reason": self.finish_reason,
             "seed": self.sampling.seed,
             "sampling": self.sampling.as_dict(),
@@ -96,18 +96,18 @@ class Generation:
         }
 
 
-class TextPiece(NamedTuple):
+class OutputDelta(NamedTuple):
     """What a text has gained by a pass, or by several where it was not fetched in between."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob]  # of these tokens, where the request asks for them
-    last_pass: PassFigures | None  # of the last one; None where several passes are put together
+    last_pass: StepMetrics | None  # of the last one; None where several passes are put together
     segments: tuple[str, ...] = ()  # the text with special tokens between
 
-    def joined(self, other: "TextPiece") -> "TextPiece":
+    def joined(self, other: "OutputDelta") -> "OutputDelta":
         """Return this piece with the one behind it."""
-        return TextPiece(
+        return OutputDelta(
             self.text + other.text,
             self.token_ids + other.token_ids,
             self.logprobs + other.logprobs,
@@ -141,7 +141,7 @@ class Run:
         for piece in self.pieces():
             yield piece.text
 
-    def pieces(self) -> Iterator[TextPiece]:
+    def pieces(self) -> Iterator[OutputDelta]:
         """Yield what iterating gives, with special tokens, ids and figures."""
         started = time.perf_counter() - self._elapsed_s
         while not self.is_finished:
@@ -169,7 +169,7 @@ class Run:
             logprobs = [] if self.sequence.num_logprobs is None else [likeliest]
             self.sequence.extend([likeliest.token], logprobs)
 
-    def take(self) -> TextPiece:
+    def take(self) -> OutputDelta:
         """Return the gain of a pass, see `Decoder.step_all`, and note if the text ends there."""
         sequence = self.sequence
         num_before = len(self._text.tokens)
@@ -188,7 +188,7 @@ class Run:
         token_ids = sequence.new_ids_from(num_before)
         if gained or self.finish_reason != "length":
             self._count(len(token_ids))
-        return TextPiece(
+        return OutputDelta(
             text,
             token_ids,
             sequence.logprobs[num_before:],

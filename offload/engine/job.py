@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from offload.engine.generation import Generation, TextPiece
+from offload.engine.generation import Generation, OutputDelta
 from offload.engine.request import Request
 from offload.engine.scoring import PromptScore
 from offload.errors import RunError
@@ -40,14 +40,14 @@ class Job:
     submitted_s: float = field(default_factory=time.monotonic)
     # is held to look at pieces and outcome, and told whenever something has come
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _pieces: deque[TextPiece] = field(default_factory=deque)
+    _pieces: deque[OutputDelta] = field(default_factory=deque)
     _heard: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "cancelled" if self.is_cancelled else "under way"
         return f"Job({state})"
 
-    def __iter__(self) -> Iterator[TextPiece]:
+    def __iter__(self) -> Iterator[OutputDelta]:
         while True:
             with self._changed:
                 is_done = self.is_done
@@ -78,7 +78,7 @@ class Job:
         """End the request before the next pass; nothing happens if it has ended already."""
         self.is_cancelled = True
 
-    def take(self) -> list[TextPiece]:
+    def take(self) -> list[OutputDelta]:
         """Return the pieces that have come by now and were not taken yet, without waiting."""
         with self._changed:
             pieces = list(self._pieces)
@@ -93,7 +93,7 @@ class Job:
 
     # What follows is the scheduler's.
 
-    def hand_out(self, piece: TextPiece) -> None:
+    def push(self, piece: OutputDelta) -> None:
         """Hand out one more piece."""
         with self._changed:
             if len(self._pieces) == MOST_PIECES:

@@ -18,10 +18,10 @@ from offload.drafting.registry import proposer_of
 from offload.drafting.retrieval import open_sources
 from offload.engine.build import (
     ModelPair,
+    layer_callback,
     open_pair,
     read_pair,
     send_beside_layers,
-    telling,
 )
 from offload.engine.decoder import Decoder
 from offload.engine.decoder_config import DecoderConfig, PromptPlace
@@ -53,10 +53,10 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
     trees.check(*settings)
     setup.hooks.on_phase("building the models")
     # a sum of all weights is taken on the way where all of them are read
-    is_summed = request.is_for_file and team.is_alone and not setup.least_plan.has_experts
+    is_summed = request.is_for_file and team.is_alone and not setup.minimal_plan.has_experts
     pair = open_pair(setup, request, resources, team.adapt, is_summed=is_summed)
     prepare_invariance(
-        pair.target, setup.options, setup.least_plan, device=setup.device, is_alone=team.is_alone
+        pair.target, setup.options, setup.minimal_plan, device=setup.device, is_alone=team.is_alone
     )
     config = _measure(pair, trees, team, settings, resources)
     plan = config.plan
@@ -73,7 +73,7 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
         layers,
         plan,
         kernels=config.choice.kernels,
-        on_layer=telling(pair),
+        on_layer=layer_callback(pair),
         experts=_open_experts(pair, config, settings, resources),
         device=setup.device,
     )
@@ -98,7 +98,7 @@ def _measure(
     hooks = setup.hooks
     target = pair.target
     draft = pair.draft
-    least = setup.least_plan
+    least = setup.minimal_plan
     sources = open_sources(options, pair.tokenizer, target.vocab_size)
     most = setup.plan_for(trees.most_nodes)
     # by the largest trees: where only these need room that layers would have, they stream with them
@@ -129,7 +129,7 @@ def _measure(
             choice=choice,
             link=setup.measure_link,
         )
-    plan = setup.plan_for(trees.nodes_to_plan(*settings))
+    plan = setup.plan_for(trees.planned_nodes(*settings))
     trees.limit_to(plan)
     if plan.is_streamed and not least.is_streamed:
         invariance = same_bits(plan, hooks.on_phase, device=setup.device, is_alone=team.is_alone)

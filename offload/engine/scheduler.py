@@ -49,7 +49,7 @@ class PassDone(NamedTuple):
     moved: Transfers
 
 
-class EngineFigures(NamedTuple):
+class EngineStats(NamedTuple):
     """What was done since the beginning, and what goes on now."""
 
     num_active: int = 0
@@ -82,7 +82,7 @@ class Scheduler:
         self._active = dict[Run, weakref.ref[Job]]()
         self._waiting = deque[weakref.ref[Job]]()
         self._scores: PromptScores | None = None  # under way
-        self._sums = EngineFigures()
+        self._sums = EngineStats()
         self._recent = deque[PassDone](maxlen=_MOST_RECENT)
 
     @property
@@ -108,7 +108,7 @@ class Scheduler:
         self._drop_cancelled()
         while len(self._active) + (self._scores is not None) < self._decoder.num_parallel:
             with self.changed:
-                if not self._waiting or self._is_coming(self._waiting[0]):
+                if not self._waiting or self._is_prefix_in_flight(self._waiting[0]):
                     break
                 if needs_score(self._waiting[0]):
                     if self._scores is None:
@@ -153,7 +153,7 @@ class Scheduler:
         for run in self.runs:
             self._leave(run, error)
 
-    def turn_away(self, error: BaseException) -> None:
+    def reject_waiting(self, error: BaseException) -> None:
         """End all that wait with this error."""
         with self.changed:
             waiting = list(self._waiting)
@@ -161,7 +161,7 @@ class Scheduler:
         for ref in waiting:
             self._end(ref, error)
 
-    def figures(self) -> EngineFigures:
+    def figures(self) -> EngineStats:
         """Return the work that was done, and the work that goes on."""
         with self.changed:
             now_s = time.monotonic()
@@ -254,7 +254,7 @@ class Scheduler:
         with suppress(UserError):
             scores.release(self._decoder)
 
-    def _is_coming(self, ref: weakref.ref[Job]) -> bool:
+    def _is_prefix_in_flight(self, ref: weakref.ref[Job]) -> bool:
         """Return True if a text takes in this job's first tokens, and no text has them yet."""
         if (job := ref()) is None:
             return False
@@ -303,7 +303,7 @@ class Scheduler:
             self._leave(run, failure)
             return 0
         if (piece.text or piece.token_ids) and (job := self._active[run]()) is not None:
-            job.hand_out(piece)
+            job.push(piece)
         if run.is_finished:
             self._leave(run)
         return len(piece.token_ids)
@@ -402,7 +402,7 @@ def write_all(
     finally:
         given_up = Cancelled("the others were given up")
         scheduler.end_all(given_up)
-        scheduler.turn_away(given_up)
+        scheduler.reject_waiting(given_up)
 
 
 def _ended(numbers: dict[Job, int]) -> list[Finished]:

@@ -198,7 +198,7 @@ class Scorer:
     def _pass(self, batch: "_Branches") -> None:
         cache = self._cache
         cache.clear(batch.first)
-        cache.promise(batch.num_rows if batch.is_chain else 0, keeps_others=False)
+        cache.expect_rows(batch.num_rows if batch.is_chain else 0, keeps_others=False)
         logits = self._target.score_rows(batch.tokens, batch.depths, batch.sees(), cache)
         self.num_passes += 1
         rows = [

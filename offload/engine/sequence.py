@@ -89,7 +89,7 @@ class Caches(NamedTuple):
             self.target.clear(num_joined)
 
 
-class PassFigures(NamedTuple):
+class StepMetrics(NamedTuple):
     """What the last pass over the weights did for one text."""
 
     parents: list[int]  # of its tree's nodes, in level order; the root's is -1
@@ -101,7 +101,7 @@ class PassFigures(NamedTuple):
     moved: Transfers
 
 
-class Limits(NamedTuple):
+class StopCriteria(NamedTuple):
     """What ends a text."""
 
     max_new_tokens: int = sys.maxsize
@@ -117,10 +117,10 @@ class TokenSequence:
     sampler: Sampler
     rule: Rule
     shape: Shape  # of the next tree
-    limits: Limits
+    limits: StopCriteria
     # whether a draft ranks candidates
     is_ranked: bool = field(default=True, kw_only=True)
-    last_pass: PassFigures | None = field(default=None, init=False)  # None before the first
+    last_pass: StepMetrics | None = field(default=None, init=False)  # None before the first
     # how many of the likeliest tokens to note beside each new one; None notes nothing
     num_logprobs: int | None = field(default=None, init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, init=False)  # where they are noted

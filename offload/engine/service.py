@@ -11,7 +11,7 @@ from offload.declaration import whole_number
 from offload.engine.decoder import Decoder
 from offload.engine.job import Job
 from offload.engine.request import Request
-from offload.engine.scheduler import EngineFigures, Scheduler
+from offload.engine.scheduler import EngineStats, Scheduler
 from offload.errors import UserError, require
 from offload.machine import give_back_memory
 
@@ -109,13 +109,13 @@ class Engine:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-            self._scheduler.turn_away(Closing(ASK_LATER))
+            self._scheduler.reject_waiting(Closing(ASK_LATER))
         self._ended.wait(max(0.0, grace_s))
         with self._changed:
             self._is_over = True
         self._ended.wait()
 
-    def figures(self) -> EngineFigures:
+    def figures(self) -> EngineStats:
         """Return the work that was done, and the work that goes on."""
         return self._scheduler.figures()
 
@@ -149,7 +149,7 @@ class Engine:
             with self._changed:
                 self._is_closing = True
             self._scheduler.end_all(error)
-            self._scheduler.turn_away(error or Closing(ASK_LATER))
+            self._scheduler.reject_waiting(error or Closing(ASK_LATER))
 
     def _has_work(self) -> bool:
         """Wait for some; False once there will be none."""

@@ -108,7 +108,7 @@ def save_session(
         ) from None
 
 
-def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
+def _saved_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
     """Return a part's identity as a file tells it; None for no model. Raises `KeyError`."""
     text = notes[part]
     try:
@@ -119,7 +119,7 @@ def _told_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
 
 def can_use(identities: Identities, part: str, notes: Mapping[str, str]) -> bool:
     """Return True if a file with these notes has this part's weights, in its type."""
-    saved = _told_identity(notes, part)
+    saved = _saved_identity(notes, part)
     mine = identities.for_part(part)
     is_same = saved is not None and mine is not None and not same_model(saved, mine)
     return is_same and notes.get(f"{part}_dtype") == identities.dtypes[part]
@@ -183,7 +183,7 @@ def _checked(path: Path, file: Any, identities: Identities, plan: MemoryPlan) ->
         raise UserError(
             f"{path} is no {_FORMAT}, but {notes.get('format', 'something else')}: {_AFRESH}"
         )
-    saved = _told_identity(notes, "target") if "target" in notes else None
+    saved = _saved_identity(notes, "target") if "target" in notes else None
     if saved is None:
         raise _broken(path, "it does not tell of which model it is")
     if difference := identities.difference(saved):

@@ -75,7 +75,7 @@ class Setup:
         return plan_memory(self.files, self.budget, num_nodes)
 
     @property
-    def least_plan(self) -> MemoryPlan:
+    def minimal_plan(self) -> MemoryPlan:
         """Return the plan without a tree, which has the context and the way of experts of all."""
         return self.plan_for(1)
 
@@ -146,7 +146,7 @@ class Setup:
             cache(self.traffic_of),
             costs=machine_costs(self.budget, self.files, self.hardware),
             has_own_times=self.hardware is None,
-            context=self.least_plan.context,
+            context=self.minimal_plan.context,
             usual=prior_for(self.files),
             routing=routing_in(profile),
             parallel=self.options.parallel,

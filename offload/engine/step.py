@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from offload.drafting.base import DraftText, Proposer
-from offload.engine.sequence import PassFigures, TokenSequence, path_logprobs
+from offload.engine.sequence import StepMetrics, TokenSequence, path_logprobs
 from offload.errors import RunError
 from offload.model.parts import BatchPart
 from offload.model.target import Target
@@ -263,7 +263,7 @@ def count_step(result: StepResult) -> None:
         stats.first_guess.add(each.kept.guesses)
         times = {"draft_s": result.draft_s, "sweep_s": result.sweep_s}
         stats.add_step(result.moved, **times, verify_s=each.verify_s)
-        each.text.last_pass = PassFigures(
+        each.text.last_pass = StepMetrics(
             each.tree.topology.parent_N.tolist(),
             each.tree.tokens,
             each.accepted.nodes,

@@ -17,7 +17,7 @@ from offload.engine.cache_pool import CachePool
 from offload.engine.decoder_config import DecoderConfig
 from offload.engine.decoder_lock import DecoderLock
 from offload.engine.request import whole_numbers, with_start
-from offload.engine.sequence import Caches, Limits, TokenSequence
+from offload.engine.sequence import Caches, StopCriteria, TokenSequence
 from offload.engine.step import SpeculationStep, count_step, learning
 from offload.machine import giving_back_memory
 from offload.model.target import Target
@@ -29,7 +29,7 @@ from offload.trees.topology import Shape, chain
 from offload.trees.verification import Rule, find_rule, not_exact_lines
 
 _ROOT = chain(0)
-_UNLIMITED = Limits()
+_UNLIMITED = StopCriteria()
 
 
 class TokenDecoder:
@@ -115,7 +115,7 @@ class TokenDecoder:
         *,
         rule: Rule | None = None,
         shape: Shape = _ROOT,
-        limits: Limits = _UNLIMITED,
+        limits: StopCriteria = _UNLIMITED,
         keeps: bool = False,
         grammar: Grammar | None = None,
     ) -> TokenSequence:

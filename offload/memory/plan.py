@@ -65,7 +65,7 @@ class MemoryBudget:
         """Return a size in words, in the units in which the budgets were given."""
         return format_bytes(num_bytes, is_decimal=self._is_decimal)
 
-    def enough(self, num_bytes: float) -> str:
+    def format_at_least(self, num_bytes: float) -> str:
         """Return a size as a flag takes it, rounded up."""
         unit_bytes, unit = (10**6, "MB") if self._is_decimal else (2**20, "MiB")
         return f"{math.ceil(num_bytes / unit_bytes)}{unit}"

@@ -46,9 +46,9 @@ from offload.memory.tiers import (
     MIN_SLOTS,
     NUM_LOADERS,
     ExpertPoolSize,
-    Filling,
     LayerTier,
     MemoryTier,
+    TierAllocation,
     fill_all,
 )
 from offload.rules import drafting_of
@@ -196,7 +196,7 @@ def _plan_experts(
 
     def plan_of(shape: ModelShape) -> MemoryPlan:
         def in_rows(num_rows: int) -> MemoryPlan:
-            return _Contents(shape, draft, budget, num_nodes, num_rows).plan()
+            return _MemoryLayout(shape, draft, budget, num_nodes, num_rows).plan()
 
         return with_prompt_rows(in_rows, shape, budget.positions, budget.rates)
 
@@ -205,7 +205,7 @@ def _plan_experts(
     return plan_of(on_demand(target))
 
 
-class _Contents(NamedTuple):
+class _MemoryLayout(NamedTuple):
     """What memory has to hold: models, trees of this many nodes, passes of this many prompt rows.
 
     The experts of `target`, if any, are read on demand.
@@ -229,7 +229,7 @@ class _Contents(NamedTuple):
         num_layers = len(target.layer_bytes)
         fillings = fill_all(tiers, all_bytes, num_layers, pool)
         here = fillings[0]
-        host = fillings[1] if self.is_gpu else Filling(frozenset(), 0)
+        host = fillings[1] if self.is_gpu else TierAllocation(frozenset(), 0)
         tier_of = dict.fromkeys(here.layers, LayerTier.RESIDENT)
         tier_of |= dict.fromkeys(host.layers, LayerTier.PINNED)
         plan = replace(
@@ -344,7 +344,7 @@ class _Contents(NamedTuple):
                 f"needs {budget.size(slots_bytes)} of {where} for {slots} and "
                 f"{budget.size(fixed_bytes)} for the rest{of_draft}, "
                 f"budget is {budget.size(budget_bytes)}: raise `{argument}` to "
-                f"{budget.enough(fixed_bytes + slots_bytes)}{smaller}"
+                f"{budget.format_at_least(fixed_bytes + slots_bytes)}{smaller}"
             )
 
         return MemoryTier(budget_bytes, fixed_bytes, passing_bytes, refusal)
@@ -363,7 +363,7 @@ class _Contents(NamedTuple):
                 f"needs {budget.size(least_bytes)} of RAM to pass layers on to the GPU and "
                 f"{budget.size(fixed_bytes)} for embeddings and program, "
                 f"budget is {budget.size(budget.ram_bytes)}: raise `ram` to "
-                f"{budget.enough(least_bytes + fixed_bytes)}"
+                f"{budget.format_at_least(least_bytes + fixed_bytes)}"
             )
 
         return MemoryTier(budget.ram_bytes, fixed_bytes, max(passing), refusal)

@@ -71,7 +71,7 @@ class MemoryTier(NamedTuple):
     refusal: Callable[[int], UserError]  # takes the least room that works
 
 
-class Filling(NamedTuple):
+class TierAllocation(NamedTuple):
     """What one tier gets."""
 
     layers: frozenset[int]  # layers that stay
@@ -108,7 +108,7 @@ class ExpertPoolSize(NamedTuple):
 
 def fill_all(
     tiers: Sequence[MemoryTier], layer_bytes: Sequence[int], num_swept: int, pool: ExpertPoolSize
-) -> list[Filling]:
+) -> list[TierAllocation]:
     """Give each tier what those before could not keep; an encoder's layers follow `num_swept`."""
     fillings = []
     left = list(range(len(layer_bytes)))
@@ -130,12 +130,12 @@ def _fill(
     layers: Sequence[int],
     num_swept: int,
     pool: ExpertPoolSize,
-) -> Filling:
+) -> TierAllocation:
     room_bytes = tier.budget_bytes - tier.fixed_bytes
     slot_bytes = max(layer_bytes)
     all_bytes = sum(layer_bytes[layer] for layer in layers)
     if room_bytes >= max(all_bytes + pool.least_bytes, tier.passing_bytes):
-        return Filling(frozenset(layers), 0, pool.slots_in(room_bytes - all_bytes))
+        return TierAllocation(frozenset(layers), 0, pool.slots_in(room_bytes - all_bytes))
     # few small layers take less whole than slots would
     moving_bytes = min(all_bytes, MIN_SLOTS * slot_bytes)
     least_bytes = max(moving_bytes + pool.least_bytes, tier.passing_bytes)
@@ -148,4 +148,4 @@ def _fill(
     swept = [layer for layer in layers if layer < num_swept]
     staying = spread(layer_bytes, swept, layers_bytes - num_slots * slot_bytes)
     taken_bytes = num_slots * slot_bytes + sum(layer_bytes[layer] for layer in staying)
-    return Filling(staying, num_slots, pool.slots_in(room_bytes - taken_bytes))
+    return TierAllocation(staying, num_slots, pool.slots_in(room_bytes - taken_bytes))

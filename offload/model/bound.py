@@ -252,9 +252,9 @@ class BoundModel:
         for experts in self.experts:
             drop_source(experts)
 
-    def expand_with(self, expansion: Expansion) -> None:
+    def set_expansion(self, expansion: Expansion) -> None:
         """Let coded weights of layers be expanded by these functions from now on."""
-        self._expanded.expand_with(expansion)
+        self._expanded.set_expansion(expansion)
 
     def codings_of(self, layer: int) -> list[Coding]:
         """Return the codings of a layer's weights; empty where all are plain."""

@@ -221,7 +221,7 @@ class CarriedModel(TreeModel):
     def _fed_width(self) -> int:
         return int(self.meta_model.config.hidden_size)
 
-    def replay_with(self, replay: Replay) -> None:
+    def set_graph_runner(self, replay: Replay) -> None:
         """Do nothing: recordings know of no rows that are fed."""
 
     @property

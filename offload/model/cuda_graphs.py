@@ -46,7 +46,7 @@ class _Recording(NamedTuple):
 
 
 class Graphs:
-    """Recordings of one model's passes over one cache at a time, for `replay_with`."""
+    """Recordings of one model's passes over one cache at a time, for `set_graph_runner`."""
 
     def __init__(self, model: TreeModel, open_recorder: Callable[[], Recorder]) -> None:
         assert not model.experts, "what a pass asks for while it runs cannot be recorded"
@@ -203,5 +203,5 @@ def use_graphs(model: TreeModel) -> str | None:
     except Exception as error:  # whatever a family does in its pass that a recording does not take
         why = str(error).partition("\n")[0] or type(error).__name__
         return f"{_WITHOUT} ({why[:120]})"
-    model.replay_with(Graphs(model, open_recorder))
+    model.set_graph_runner(Graphs(model, open_recorder))
     return None

@@ -77,7 +77,7 @@ class SourceCache(KVCache):
 
 
 class EncoderDecoderModel(TreeModel):
-    """A `TreeModel` whose `take_in` runs the encoder; all passes are those of the decoder."""
+    """A `TreeModel` whose `encode_prompt` runs the encoder; all passes are those of the decoder."""
 
     def __init__(self, checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
         super().__init__(checkpoint, *args, **kwargs)
@@ -101,7 +101,7 @@ class EncoderDecoderModel(TreeModel):
         return SourceCache(*rows, self.num_layers, num_slots, gather, self.send)
 
     @torch.inference_mode()
-    def take_in(
+    def encode_prompt(
         self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None
     ) -> None:
         """Run the encoder over the tokens before the first start, unless `cache` has read them."""
@@ -120,7 +120,7 @@ class EncoderDecoderModel(TreeModel):
         source_1S = torch.tensor([source]).clamp(max=self.vocab_size - 1)
         cache.read(source, self.meta_model.get_encoder()(input_ids=source_1S).last_hidden_state)
 
-    def be_invariant(self, rows: object) -> None:
+    def set_batch_invariant(self, rows: object) -> None:
         """Raise `UserError` unless `rows` is None: no rows are added up by position here."""
         if rows is not None:
             kind = self.meta_model.config.model_type

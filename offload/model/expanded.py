@@ -115,7 +115,7 @@ class ExpandedWeights:
         """Return the bytes of the largest module and of the largest around others."""
         return self._inner_bytes + self._around_bytes
 
-    def expand_with(self, expansion: Expansion) -> None:
+    def set_expansion(self, expansion: Expansion) -> None:
         """Expand by these functions from now on."""
         self._expansion = expansion
 

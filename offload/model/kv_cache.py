@@ -60,7 +60,7 @@ class _Buffers:
         return buffers[name]
 
 
-def _stay(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -91,7 +91,7 @@ class KVCache:
         num_layers: int,
         num_slots: int,
         gather: Gather | None = None,
-        send: Send = _stay,
+        send: Send = _identity,
     ) -> None:
         self._gather = gather or kv_commit_reference
         self.send = send
@@ -187,7 +187,7 @@ class KVCache:
             views[name] = self._buffers.make(layer, name, states)[:, :, first : first + stride]
         return views[name]
 
-    def promise(self, num_rows: int, *, keeps_others: bool = True) -> None:
+    def expect_rows(self, num_rows: int, *, keeps_others: bool = True) -> None:
         """Note that the first rows behind the committed ones are a chain that will be committed.
 
         Of the others of the next pass nothing is needed later unless `keeps_others`. Caches of keys

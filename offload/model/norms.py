@@ -57,7 +57,7 @@ class KernelNorm(Around):
         return self._normalize(rows, weight, self._eps, self._form)
 
 
-def normalize_with(model: nn.Module, normalize: Normalize | None) -> None:
+def set_norm_kernel(model: nn.Module, normalize: Normalize | None) -> None:
     """Let `normalize` compute every norm whose form is known; with None they stay as they are."""
     if normalize is None:
         return

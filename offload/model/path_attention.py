@@ -41,7 +41,7 @@ _LOG2_E = math.log2(math.e)
 MultiplyBy = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
 
 
-def _stay(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -53,7 +53,7 @@ def path_rows(
     num_prefix: int,
     ancestor_TU: Tensor,
     attend: Callable[..., Tensor],
-    send: Callable[[Tensor], Tensor] = _stay,
+    send: Callable[[Tensor], Tensor] = _identity,
 ) -> PathRows:
     """Return the last T of U uncommitted rows behind P committed ones, without a window.
 

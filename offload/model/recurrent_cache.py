@@ -67,7 +67,7 @@ class RecurrentCache(KVCache):
         self._num_taps = dict[int, int]()
         self._recurrences = dict[int, tuple[Recurrence, dict[str, Any]]]()
 
-    def promise(self, num_rows: int, *, keeps_others: bool = True) -> None:
+    def expect_rows(self, num_rows: int, *, keeps_others: bool = True) -> None:
         """See `KVCache`."""
         self._num_promised = num_rows
         self._keeps_open = keeps_others

@@ -143,11 +143,11 @@ class Target:
         `on_chunk` is called behind each sweep of that.
         """
         self.turn(tokens, cache)
-        self._model.take_in(tokens, cache, self.stream.begin_prompt)
+        self._model.encode_prompt(tokens, cache, self.stream.begin_prompt)
         num_pending = min(most_pending, len(tokens) - 1 - cache.length)
         while num_pending > self._max_rows:
             num_pending -= self._max_rows
-            cache.promise(self._max_rows)
+            cache.expect_rows(self._max_rows)
             self._sweep([self._part(tokens, cache, self._max_rows)], 1, self._taps)
             cache.commit(range(self._max_rows))
             on_chunk()
@@ -159,7 +159,7 @@ class Target:
         They are valid until the next sweep; a text without a tree has none.
         """
         for part in parts:
-            part.cache.promise(part.num_pending)
+            part.cache.expect_rows(part.num_pending)
         ends = accumulate(part.num_nodes for part in parts)
         rows_of = [slice(end - part.num_nodes, end) for end, part in zip(ends, parts, strict=True)]
         # some rows have to be scored

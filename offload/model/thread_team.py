@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.kernels.machine_code import Shared
+from offload.kernels.machine_code import ParallelKernelCall
 from offload.machine import num_cores
 from offload.memory.sizes import PATH_SCRATCH_BYTES
 
@@ -172,7 +172,7 @@ class ThreadRoom(local):
 ROOM = ThreadRoom()
 
 
-def compute(work: Shared) -> Tensor:
+def compute(work: ParallelKernelCall) -> Tensor:
     """Compute all parts, by as many threads as there is work for; return the result."""
     num_shares = max(1, min(work.num_products // _SHARE, _MOST_SHARES))
     at_once = -(-work.num_parts // num_shares)

@@ -43,7 +43,7 @@ class TreeModel(BoundModel):
 
     Attributes:
         start_ids: what stands between a prompt and the new text; an encoder has read the prompt.
-        kernel: what computes attention along paths in place of torch, see `attend_with`.
+        kernel: what computes attention along paths in place of torch, see `set_attention_kernel`.
         foreign_ids: of a draft, ids that mean another token in the target.
     """
 
@@ -232,12 +232,12 @@ class TreeModel(BoundModel):
             cache.fix()
         return cache
 
-    def take_in(
+    def encode_prompt(
         self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None
     ) -> None:
         """Let `cache` have what an encoder makes of a prompt; `begin` is called before it runs."""
 
-    def be_invariant(self, rows: Products | None) -> None:
+    def set_batch_invariant(self, rows: Products | None) -> None:
         """Let a row's numbers not depend on other rows from now on; None is the quickest way again.
 
         Raises `UserError` where this family's attention cannot be ours.
@@ -326,11 +326,11 @@ class TreeModel(BoundModel):
                 first.setdefault(plain, index)
         return sorted({self.typical_layer, *first.values()})
 
-    def replay_with(self, replay: Replay) -> None:
+    def set_graph_runner(self, replay: Replay) -> None:
         """Ask `replay` for each pass first from now on; what it declines is computed as ever."""
         self._replay = replay
 
-    def send_with(self, send: Callable[[Tensor], Tensor]) -> None:
+    def set_uploader(self, send: Callable[[Tensor], Tensor]) -> None:
         """Let `send` bring the host's tensors where this model computes; others stay as is."""
         self._send_by = send
 
@@ -338,7 +338,7 @@ class TreeModel(BoundModel):
         """Return a small tensor where this model computes; itself where it is there already."""
         return self._send_by(tensor)
 
-    def attend_with(self, kernel: Attend | None) -> None:
+    def set_attention_kernel(self, kernel: Attend | None) -> None:
         """Let rows attend along their paths by this kernel, if the family's attention can be ours.
 
         Where layers choose, the kernel's reference goes on.

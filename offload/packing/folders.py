@@ -30,7 +30,7 @@ from offload.checkpoint.open import gguf_file, open_checkpoint
 from offload.checkpoint.sizes import copy_obstacle
 from offload.encoding.exponents import MANTISSAS, Exponents
 from offload.encoding.residuals import Residual
-from offload.errors import UserError, require, told_by_system
+from offload.errors import UserError, os_errors_as_user_error, require
 from offload.packing.forecast import forecast
 
 FORMAT = "offload.packed"
@@ -148,7 +148,7 @@ def unfinished(destination: Path, made_from: Mapping[str, Any]) -> Iterator[Path
     """Yield a locked folder: `destination` when the body succeeds, else kept to go on."""
     folder = destination.with_name(f"{destination.name}.unfinished")
     remedy = "mend that, the same command goes on"
-    with told_by_system(f"cannot write {folder}", remedy), locked_anew(folder) as lock:
+    with os_errors_as_user_error(f"cannot write {folder}", remedy), locked_anew(folder) as lock:
         # a file under way, of a process that was killed
         for leftover in filter(is_scratch, folder.glob(".*")):
             leftover.unlink()

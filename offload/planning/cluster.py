@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.files import read_object
-from offload.errors import UserError, require, told_by_system
+from offload.errors import UserError, os_errors_as_user_error, require
 from offload.planning.hardware import (
     Assumptions,
     Hardware,
@@ -131,7 +131,7 @@ class Cluster(NamedTuple):
 
 def read_cluster(path: Path) -> Cluster:
     """Read a cluster from JSON. Raises `UserError`, which names file, rank and key."""
-    with told_by_system(f"cannot read {path}", "check the path"):
+    with os_errors_as_user_error(f"cannot read {path}", "check the path"):
         values = read_object(path, "fix it")
     require_known(values, ("ranks", "network"), f"{path.name}: a cluster")
     listed = values.get("ranks")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.files import read_object
-from offload.errors import UserError, require, told_by_system
+from offload.errors import UserError, os_errors_as_user_error, require
 from offload.memory.plan import Rates
 from offload.units import parse_rate, parse_size
 
@@ -132,7 +132,7 @@ class Assumptions(NamedTuple):
 
 def read_hardware(path: Path) -> Hardware:
     """Read a machine from JSON. Raises `UserError`."""
-    with told_by_system(f"cannot read {path}", "check the path"):
+    with os_errors_as_user_error(f"cannot read {path}", "check the path"):
         values = read_object(path, "fix it")
     require_known(values, [field.name for field in fields(Hardware)], f"{path.name}: a machine")
     name = str(values.pop("name", path.stem))

@@ -17,7 +17,7 @@ from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.files import open_regular
 from offload.datastore.store import read_store
 from offload.declaration import check_values, options_of
-from offload.errors import UserError, require, told_by_system
+from offload.errors import UserError, os_errors_as_user_error, require
 from offload.machine import available_ram_bytes, library_bytes
 from offload.options import ModelChoice, ModelOptions, PathLike
 from offload.planning.draft_kinds import DraftSpec, check_draft, files_of, is_auto, models_to_read
@@ -156,7 +156,7 @@ class LoadOptions(ModelOptions, ModelChoice):
             read_store(self.ngram)
         elif self.ngram is not None:
             path = Path(self.ngram).expanduser()  # which is read seconds later
-            with told_by_system(f"cannot read {path}", "check the path"):
+            with os_errors_as_user_error(f"cannot read {path}", "check the path"):
                 open_regular(path).close()
         named = next(
             (name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None

@@ -24,7 +24,7 @@ from offload.checkpoint.files import cache_folder, read_object, read_text, write
 from offload.checkpoint.identity import identity_of, proved
 from offload.checkpoint.layer_sizes import ExpertShape
 from offload.checkpoint.tensors import MOST_EXPERTS
-from offload.errors import UserError, ensure, reason, require, told_by_system
+from offload.errors import UserError, ensure, os_errors_as_user_error, reason, require
 from offload.machine import MAX_THREADS, cpu_name
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.planning.cost_model import Costs, Positive
@@ -300,7 +300,7 @@ def require_writable(folder: Path) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file, whole or not at all. Raises `UserError` where that fails."""
-    with told_by_system(f"cannot write {path}", "set XDG_CACHE_HOME to another folder"):
+    with os_errors_as_user_error(f"cannot write {path}", "set XDG_CACHE_HOME to another folder"):
         write_whole(path, text)
 
 
@@ -332,7 +332,7 @@ def _why_not(path: Path, identity: Identity) -> str:
 
 def parse_profile(path: Path) -> Profile:
     """Read and check a profile, whatever it was measured for. Raises `UserError`."""
-    with told_by_system(f"cannot read the profile {path}", "check the path"):
+    with os_errors_as_user_error(f"cannot read the profile {path}", "check the path"):
         values = read_object(path, _AGAIN)
     schema = values.pop("schema", None)
     if schema != SCHEMA:

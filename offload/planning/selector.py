@@ -430,7 +430,7 @@ class TreeSelector:
                 return size
         return 1
 
-    def nodes_to_plan(self, sampling: Sampling, rule: str) -> int:
+    def planned_nodes(self, sampling: Sampling, rule: str) -> int:
         """Return the nodes of the largest trees that runs with these settings will take.
 
         With `chain:auto` it is the longest chain. Trees that passes may yet change have room to
@@ -443,9 +443,9 @@ class TreeSelector:
             for num in {1, self.parallel}
         )
         may_change = self.spec.kind == "auto" and self.is_ranked and is_free_of_trees(rule)
-        return self._most_alike(chosen) if may_change and chosen > 1 else chosen
+        return self._largest_with_same_traffic(chosen) if may_change and chosen > 1 else chosen
 
-    def _most_alike(self, num_nodes: int) -> int:
+    def _largest_with_same_traffic(self, num_nodes: int) -> int:
         """Return the most nodes, up to `_GROWTH` times as many, whose plan moves the same bytes."""
         traffic = self.traffic_at(num_nodes)
         if traffic is None:

@@ -153,7 +153,7 @@ def estimate(
     link = setup.measure_link(trees.most_nodes) if setup.knows_link else None
     products_s = _products_s(setup)
     costs = trees.settle_link(link, profile, is_here=setup.hardware is None, products_s=products_s)
-    plan = setup.plan_for(trees.nodes_to_plan(*settings))
+    plan = setup.plan_for(trees.planned_nodes(*settings))
     # passes of a self draft are no small matter, so the link says nothing
     is_unknown = costs is None and trees.is_copy
     predictions: tuple[Prediction, ...] = ()
@@ -250,7 +250,7 @@ def _predictions(
     tokens_per_sweep: float | None,
 ) -> tuple[tuple[Prediction, ...], str]:
     """Return the predictions without a tree and with the wanted one, and what tokens rest on."""
-    alone = replace(setup, files=setup.files.alone).least_plan
+    alone = replace(setup, files=setup.files.alone).minimal_plan
     plain = _predict(setup, trees, costs, alone, chain(0), (1.0, 1.0))
     basis = _basis(setup, trees, settings)
     if not trees.is_ranked or setup.tree.kind == "none":

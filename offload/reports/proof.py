@@ -44,7 +44,7 @@ def draw_gaps(
 def chain_logits(model: TreeModel, ids: list[int]) -> Tensor:
     """Return scores (T, V) after each of these ids, except for those that an encoder reads."""
     cache = model.new_cache(len(ids))
-    model.take_in(ids, cache)
+    model.encode_prompt(ids, cache)
     token_T = torch.tensor(ids[cache.length :])
     return model.forward_chain(token_T, cache)
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from functools import partial
 
-from offload.engine.scheduler import EngineFigures
+from offload.engine.scheduler import EngineStats
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def metrics_text(figures: EngineFigures) -> str:
+def metrics_text(figures: EngineStats) -> str:
     """Return one family of lines for each figure, in Prometheus' text format.
 
     Rates are of the passes of the last minute, and 0 where there was none.

@@ -105,10 +105,10 @@ def test_a_model_computes_the_same_with_either(recipe: str, tmp_path: Path) -> N
         return model.forward(token_T, torch.arange(7), sees_TT, model.new_cache(16))
 
     wanted_TV = logits()
-    model.expand_with(COMPILED)
+    model.set_expansion(COMPILED)
     assert_same_bits(logits(), wanted_TV, Promise.SAME_PRODUCTS)
     lost = COMPILED._replace(**{KINDS[recipe]: lambda *args, **named: args[-1].zero_()})
-    model.expand_with(lost)
+    model.set_expansion(lost)
     assert not torch.equal(logits(), wanted_TV), "it is these functions that a pass calls"
 
 

@@ -164,7 +164,7 @@ def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
         seen.add((query.shape[0], key.shape[0], query.shape[2], value.shape[2]))
         return path_attention(query, key, value, *what)
 
-    model.attend_with(note)
+    model.set_attention_kernel(note)
     sees_TT = torch.ones(6, 6, dtype=torch.bool).tril()
     model.forward(torch.arange(6), torch.arange(6), sees_TT, model.new_cache(8))
     assert seen == {target_heads[:4]}, "what it is called with"

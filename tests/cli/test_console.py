@@ -28,7 +28,7 @@ from offload.cli.run_lines import (
     place_line,
     turn_line,
 )
-from offload.engine.sequence import PassFigures
+from offload.engine.sequence import StepMetrics
 from offload.memory.plan import MemoryPlan
 from offload.memory.tiers import LayerTier
 from offload.options import OutputOptions
@@ -187,12 +187,12 @@ PARENTS = [-1, 0, 0, 0, 0, 1, 1, 2]
 WORDS = ["(", "self", " x", "*", "key", ",", "=", "\x1b[31m", "\n        "]
 
 
-def a_pass(parents: list[int], accepted: list[int], root: int = 0) -> PassFigures:
+def a_pass(parents: list[int], accepted: list[int], root: int = 0) -> StepMetrics:
     moved: Any = None
-    return PassFigures(parents, [root, *range(1, len(parents))], accepted, 1, 0.1, 0.5, moved)
+    return StepMetrics(parents, [root, *range(1, len(parents))], accepted, 1, 0.1, 0.5, moved)
 
 
-def lines(passed: PassFigures) -> list[str]:
+def lines(passed: StepMetrics) -> list[str]:
     return tree_lines(ShownPass(3, 9, passed, 8), lambda token: WORDS[token]).splitlines()
 
 

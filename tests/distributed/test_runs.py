@@ -9,7 +9,7 @@ from offload.distributed.cut_off import CutOff
 from offload.distributed.head import RowPrice
 from offload.distributed.orders import Least
 from offload.distributed.runs import RunNode, RunTable
-from offload.rank_roles import PaperCut, PipelineOptions, Roles
+from offload.rank_roles import FixedCutoff, PipelineOptions, Roles
 
 ON, A, MAT, RUG, HAT = range(10, 15)
 END = 40
@@ -114,7 +114,7 @@ def some_world(seed: int) -> World:
         is_continuous=not is_async or draw.random() < 0.7,
         credits=draw.choice([None, 1, 2, 7]) if is_async else None,
         micro_batch=draw.choice([None, 1, 2, 9]) if mode != "plain" else None,
-        cut=draw.choice([None, PaperCut(0.5, 0.2, 0.1), PaperCut(0.1, 0.0, 0.0)]) if mode != "plain" else None,
+        cut=draw.choice([None, FixedCutoff(0.5, 0.2, 0.1), FixedCutoff(0.1, 0.0, 0.0)]) if mode != "plain" else None,
     )
     roles = Roles(first + num_stages + 1, tuple(range(first, first + num_stages)), draw.choice([0, first + num_stages]))
     speeds = Speeds(*(10 ** draw.uniform(-2, 1) for _ in range(4)))
@@ -148,7 +148,7 @@ def test_a_row_has_to_be_worth_its_time() -> None:
 
 
 def test_the_papers_cut_rises_with_every_batch_falls_with_failures_and_is_reset_by_acceptance() -> None:
-    cut = CutOff(0.0, PaperCut(start=0.3, recovery=0.4, decay=0.25))
+    cut = CutOff(0.0, FixedCutoff(start=0.3, recovery=0.4, decay=0.25))
     found = [cut.least(1.0).p]
     cut.speculated()
     found.append(cut.least(1.0).p)
@@ -157,7 +157,7 @@ def test_the_papers_cut_rises_with_every_batch_falls_with_failures_and_is_reset_
     cut.reset()
     assert [*found, cut.least(1.0).p] == pytest.approx([0.3, 0.7, 0.45, 0.3])
     assert cut.least(1.0).f == 0
-    cut = CutOff(0.0, PaperCut(start=0.5, recovery=0.0, decay=0.125))
+    cut = CutOff(0.0, FixedCutoff(start=0.5, recovery=0.0, decay=0.125))
     assert [cut.failed() for _ in range(6)] == [True, True, True, True, False, False], "anything would do"
     assert cut.least(1.0).p == 0
-    assert not CutOff(0.0, PaperCut(0.3, 0.4, 0.0)).failed(), "a cut that never falls needs no other attempt"
+    assert not CutOff(0.0, FixedCutoff(0.3, 0.4, 0.0)).failed(), "a cut that never falls needs no other attempt"

@@ -11,7 +11,7 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
 from offload.checkpoint.open import open_checkpoint
 from offload.datastore.index import SuffixIndex, heaviest
-from offload.drafting.base import MOST_KINDS, ByKind, DraftText
+from offload.drafting.base import MOST_KINDS, DraftText, PerKindLRU
 from offload.drafting.lookup import (
     Copying,
     Guess,
@@ -221,7 +221,7 @@ def test_bigrams_then_unigrams() -> None:
 
 
 def test_few_kinds_of_sampling_are_kept_and_those_that_nobody_asks_for_go_first() -> None:
-    known = ByKind[int, list[int]](list)
+    known = PerKindLRU[int, list[int]](list)
     known[-1].append(7)
     for kind in range(3 * MOST_KINDS):
         known[kind].append(kind)

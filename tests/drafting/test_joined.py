@@ -21,7 +21,7 @@ from offload.drafting.lookup import (
     SourceWeights,
     TrieCursor,
     TrieGuesses,
-    sureness,
+    confidence,
 )
 from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.build import resident_model
@@ -98,7 +98,7 @@ def test_a_dynamic_tree_is_the_best_of_the_mixture(model: TreeModel) -> None:
     open_paths: list[tuple[tuple[int, ...], TrieCursor]] = [((), guesses.root)]
     for path, cursor in open_paths:
         pi_V = (1.3 * draft_of(model).catch_up([*PROMPT, *path])[0].float()).softmax(0)
-        chances, rest = guesses.children(cursor, sureness(float(pi_V.max())))
+        chances, rest = guesses.children(cursor, confidence(float(pi_V.max())))
         mixed = {token: chances.get(token, 0) + rest * float(pi_V[token]) for token in range(VOCAB_SIZE)}
         for token in sorted(mixed, key=lambda one: -mixed[one])[:32]:
             child = (*path, token)

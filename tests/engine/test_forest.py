@@ -368,7 +368,7 @@ def test_a_larger_tree_that_is_not_chosen_takes_nothing(
     num_nodes: int, pair: Pair, ram_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal bits are promised where layers are streamed: where the chosen tree makes them, and nowhere else."""
-    monkeypatch.setattr(TreeSelector, "nodes_to_plan", lambda *_: num_nodes)
+    monkeypatch.setattr(TreeSelector, "planned_nodes", lambda *_: num_nodes)
     with offload.load(*pair, ram_bytes, "auto", context=CONTEXT, threads=1, profile="none") as decoder:
         assert decoder.plan.num_nodes == num_nodes and decoder.plan.is_streamed == (num_nodes == 64)
         assert decoder.invariance.holds == decoder.plan.is_streamed, decoder.invariance.reason

@@ -14,7 +14,7 @@ from offload.drafting.draft_model import Draft
 from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.cache_pool import CachePool
 from offload.engine.decoder import Decoder
-from offload.engine.sequence import Caches, Limits, TokenSequence
+from offload.engine.sequence import Caches, StopCriteria, TokenSequence
 from offload.engine.step import count_step, learning
 from offload.engine.text_stream import TextStream
 from offload.model.target import Target
@@ -45,8 +45,8 @@ def written(decoder: Decoder, prompt: list[int], sampling: Sampling, shape: Shap
     return sequence
 
 
-def text_of(tokens: list[int], limits: Limits | None = None) -> TokenSequence:
-    return TokenSequence(tokens, Sampler(Sampling(), 10), find_rule("match"), chain(0), limits or Limits())
+def text_of(tokens: list[int], limits: StopCriteria | None = None) -> TokenSequence:
+    return TokenSequence(tokens, Sampler(Sampling(), 10), find_rule("match"), chain(0), limits or StopCriteria())
 
 
 def test_two_sequences_in_turn_know_nothing_of_each_other(decoder: Decoder) -> None:
@@ -168,16 +168,16 @@ def test_a_text_keeps_its_last_token_to_begin_with() -> None:
 @pytest.mark.parametrize(
     ("limits", "bursts", "wanted", "has_ended"),
     [
-        (Limits(), [[5, 9], [5]], [5, 9, 5], False),
-        (Limits(3), [[5, 9], [4]], [5, 9, 4], True),
-        (Limits(3), [[5, 9], [4, 6, 6]], [5, 9, 4], True),
-        (Limits(9, frozenset({9})), [[5], [4, 9, 6]], [5, 4, 9], True),
-        (Limits(2, frozenset({9})), [[5], [4, 9, 6]], [5, 4], True),
-        (Limits(0), [], [], True),
-        (Limits(9, frozenset({2})), [], [], False),
+        (StopCriteria(), [[5, 9], [5]], [5, 9, 5], False),
+        (StopCriteria(3), [[5, 9], [4]], [5, 9, 4], True),
+        (StopCriteria(3), [[5, 9], [4, 6, 6]], [5, 9, 4], True),
+        (StopCriteria(9, frozenset({9})), [[5], [4, 9, 6]], [5, 4, 9], True),
+        (StopCriteria(2, frozenset({9})), [[5], [4, 9, 6]], [5, 4], True),
+        (StopCriteria(0), [], [], True),
+        (StopCriteria(9, frozenset({2})), [], [], False),
     ],
 )
-def test_limits(limits: Limits, bursts: list[list[int]], wanted: list[int], has_ended: bool) -> None:
+def test_limits(limits: StopCriteria, bursts: list[list[int]], wanted: list[int], has_ended: bool) -> None:
     """What lies behind the end was accepted in vain; an end token in the prompt ends nothing."""
     sequence = text_of([1, 2], limits)
     counted = [token for burst in bursts for token in sequence.extend(burst)]

@@ -11,7 +11,7 @@ from test_path_rows import config_named
 from torch import Tensor, nn
 
 from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_kernel, rms_norm_reference
-from offload.model.norms import find_norms, normalize_with
+from offload.model.norms import find_norms, set_norm_kernel
 
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 pytestmark = ON_DEVICE
@@ -107,14 +107,14 @@ def test_a_model_computes_the_same_by_the_reference(family: str) -> None:
     token_1T = torch.arange(9)[None]
     with torch.inference_mode():
         wanted = model(token_1T).logits
-        normalize_with(model, lambda *what: calls.append(what) or rms_norm_reference(*what))
+        set_norm_kernel(model, lambda *what: calls.append(what) or rms_norm_reference(*what))
         assert torch.equal(model(token_1T).logits, wanted)
     assert calls
 
 
 def test_forms_are_found_without_weights_and_weights_of_another_type_keep_their_own_code() -> None:
     (module, _), *_ = find_norms(tiny_model(config_named("llama")))
-    normalize_with(module, lambda *_: pytest.fail("the kernel was asked"))
+    set_norm_kernel(module, lambda *_: pytest.fail("the kernel was asked"))
     rows = numbers(3, module.weight.shape[0]).cpu().bfloat16()
     assert module(rows).dtype == torch.float32
     # At load they are on the meta device.

@@ -95,7 +95,7 @@ from offload.kernels.expansion import COMPILED
 own_bytes = rss_bytes()
 more = {"context": 128, "threads": 1, "tree": "none", "profile": "none", "lookup": False}
 with offload.load(sys.argv[1], None, sys.argv[2], **more) as decoder:
-    decoder.target._model.expand_with(COMPILED)  # whatever was the faster one
+    decoder.target._model.set_expansion(COMPILED)  # whatever was the faster one
     decoder.generate([5, 6, 7], max_new_tokens=8)
     print(json.dumps([peak_rss_bytes() - own_bytes, decoder.plan.total_bytes]))
 """

@@ -44,8 +44,8 @@ class Calls:
 def models(family: str, directory: Path) -> tuple[TreeModel, TreeModel, Calls]:
     checkpoint = open_checkpoint(save(build(FAMILIES[family]()), directory))
     plain, replayed, calls = resident_model(checkpoint, "float32"), resident_model(checkpoint, "float32"), Calls()
-    replayed.attend_with(path_attention)
-    replayed.replay_with(Graphs(replayed, lambda: calls))
+    replayed.set_attention_kernel(path_attention)
+    replayed.set_graph_runner(Graphs(replayed, lambda: calls))
     return plain, replayed, calls
 
 
@@ -152,7 +152,7 @@ def test_padding_sees_numbers_and_slots_never_written_hold_some(
     """A row that is masked everywhere is NaN in some kernels of CUDA."""
     _, replayed, _ = models("llama", tmp_path)
     recorded = Graphs(replayed, Calls)
-    replayed.replay_with(recorded)
+    replayed.set_graph_runner(recorded)
     replayed.forward(torch.arange(3), torch.arange(3), causal(3), KVCache(replayed.num_layers, 8))
     ((_, recording),) = recorded._recordings.items()
     walk_WL = recording.input_WI[:, graphed._INPUTS :]
@@ -167,7 +167,7 @@ def test_padding_sees_numbers_and_slots_never_written_hold_some(
 def test_logits_outlive_the_next_pass_and_lie_in_one_place(tmp_path: Path) -> None:
     _, replayed, _ = models("llama", tmp_path)
     recorded = Graphs(replayed, Calls)
-    replayed.replay_with(recorded)
+    replayed.set_graph_runner(recorded)
     first = grown(replayed, KVCache(replayed.num_layers, 8))
     kept = first.clone()
     with torch.inference_mode():
@@ -177,7 +177,7 @@ def test_logits_outlive_the_next_pass_and_lie_in_one_place(tmp_path: Path) -> No
     # With a large vocabulary those of every width and length would take hundreds of megabytes beyond the plan.
     _, replayed, _ = models("llama", tmp_path)
     recorded, cache = Graphs(replayed, Calls), KVCache(replayed.num_layers, 8)
-    replayed.replay_with(recorded)
+    replayed.set_graph_runner(recorded)
     places = set()
     for width in (1, 2, 4):
         replayed.forward(torch.arange(width), torch.arange(width), causal(width), cache)
@@ -190,7 +190,7 @@ def test_another_cache_gets_another_recorder(tmp_path: Path) -> None:
     """CUDA refuses to record into a pool of memory whose graphs are gone."""
     _, replayed, _ = models("llama", tmp_path)
     opened: list[Calls] = []
-    replayed.replay_with(Graphs(replayed, lambda: opened.append(Calls()) or opened[-1]))
+    replayed.set_graph_runner(Graphs(replayed, lambda: opened.append(Calls()) or opened[-1]))
     for cache in (KVCache(replayed.num_layers, 8), KVCache(replayed.num_layers, 8)):
         for _ in range(2):
             grown(replayed, cache)

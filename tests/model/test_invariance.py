@@ -46,7 +46,7 @@ def invariant_model(family: str, dtype: str, base: Path) -> TreeModel:
     if not invariance.holds:
         pytest.skip(f"this processor: {invariance.reason}")
     model = resident_model(open_checkpoint(folder), dtype)
-    model.be_invariant(InvariantRows(invariance.thread_counts))
+    model.set_batch_invariant(InvariantRows(invariance.thread_counts))
     return model
 
 
@@ -162,7 +162,7 @@ def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("offload.model.invariant.find_sizes", noting)
     monkeypatch.setattr(path_attention, "can_attend", lambda *_: False)
     model = resident_model(open_checkpoint(checkpoint_of("llama", base)), "float32")
-    model.be_invariant(InvariantRows([1]))
+    model.set_batch_invariant(InvariantRows([1]))
     taken_in(model, CUTS[0])
     assert set(begun) == {2, 3}
 
@@ -194,8 +194,8 @@ def test_threads_share_activations_in_whole_vectors(function: Callable[[Tensor],
 def test_a_refused_check_leaves_the_model_as_it_was(family: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = resident_model(open_checkpoint(checkpoint_of(family, base)), "float32")
     wanted = score(model, model.new_cache(30), TEXT[:20], chain(19))
-    model.be_invariant(InvariantRows([1]))
-    model.be_invariant(None)
+    model.set_batch_invariant(InvariantRows([1]))
+    model.set_batch_invariant(None)
     assert_same_bits(score(model, model.new_cache(30), TEXT[:20], chain(19)), wanted, Promise.INVARIANT)
 
 
@@ -204,7 +204,7 @@ def test_layers_that_a_trial_has_cut_off_become_invariant_as_well(base: Path) ->
     model = resident_model(open_checkpoint(checkpoint_of("llama", base)), "bfloat16")
     invariant = InvariantRows([1])
     with model.cut_to(slice(0, 1)):
-        model.be_invariant(invariant)
+        model.set_batch_invariant(invariant)
     multiply = [module for module in model.meta_model.modules() if hasattr(module, "products")]
     assert len(multiply) > 1
     assert all(module.products is invariant for module in multiply)

@@ -22,7 +22,7 @@ from offload.engine.build import resident_model
 from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.model import invariant as invariance
 from offload.model.invariant import InvariantRows
-from offload.model.norms import normalize_with
+from offload.model.norms import set_norm_kernel
 from offload.model.path_attention import path_attention
 from offload.model.tree_model import Attend, TreeModel
 from offload.trees.token_tree import ancestors
@@ -89,8 +89,8 @@ def launches_of(
     def normalize(rows: Tensor, *_: Any) -> Tensor:
         return one("norm", rows, *rows.shape)
 
-    model.attend_with(slow or attend)
-    normalize_with(model.meta_model, None if slow else normalize)
+    model.set_attention_kernel(slow or attend)
+    set_norm_kernel(model.meta_model, None if slow else normalize)
     hooks = [layer.register_forward_pre_hook(begin) for layer in model._layers]
     hooks += [layer.register_forward_hook(end) for layer in model._layers]
     cache = model.new_cache(num_prefix + num_rows)
@@ -123,7 +123,7 @@ def test_a_layer_launches_few_kernels(family: str, base: Path, monkeypatch: pyte
         model = resident_model(checkpoint, "bfloat16", place())
         is_mixed = any(map(MIXED.search, checkpoint.tensors))
         for sizes in (ALL_SIZES, FIRST_SIZE):
-            model.be_invariant(Sized(sizes))
+            model.set_batch_invariant(Sized(sizes))
             for num_rows, num_prefix in CALLS:
                 found = launches_of(model, card, num_rows, num_prefix)
                 assert found["attention"] == 1 + (family == "diffllama"), "which has two a layer"

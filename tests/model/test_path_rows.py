@@ -52,7 +52,7 @@ def checkpoint_of(family: str, base: Path) -> Path:
 
 def model_of(family: str, base: Path, attend: Attend | None = None) -> TreeModel:
     model = resident_model(open_checkpoint(checkpoint_of(family, base)), "float32")
-    model.attend_with(attend)
+    model.set_attention_kernel(attend)
     return model
 
 
@@ -141,7 +141,7 @@ def test_rows_of_several_texts_get_what_they_get_alone(family: str, base: Path) 
 
 def test_bits_stay_where_rows_are_invariant(base: Path) -> None:
     model = model_of("llama", base)
-    model.be_invariant(InvariantRows((1,)))
+    model.set_batch_invariant(InvariantRows((1,)))
     wanted = [alone(model, text) for text in TEXTS]
     got = together(model, [model.new_cache(100) for _ in TEXTS])
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))

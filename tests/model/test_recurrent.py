@@ -103,7 +103,7 @@ def assert_follows_trees(
     ours, ids = resident_model(open_checkpoint(folder), "float32"), random_ids(40)
     cache = ours.new_cache(80)
     for chunk in (ids[:23], ids[23:]):
-        cache.promise(len(chunk))
+        cache.expect_rows(len(chunk))
         tree_scores(ours, cache, [*range(-1, len(chunk) - 1)], chunk)
         cache.commit(range(len(chunk)))
     for step, end in enumerate(ends):
@@ -231,7 +231,7 @@ def test_each_mixer_does_what_the_library_does(kind: str) -> None:
     ours = table.kind_of(found[0])(found[0], config, index)  # type: ignore[misc]
     for is_exact in (False, True):
         cache = RecurrentCache(len(layers), 80)
-        cache.promise(40)
+        cache.expect_rows(40)
         part = BatchPart(position_T, position_T, causal(40), cache)
         with torch.inference_mode(), lay([part], PLAIN if is_exact else None).running():
             got = ours(rows)
@@ -365,7 +365,7 @@ def test_scores_of_texts_are_transformers(qwen: Path) -> None:
 def filled_cache(model: TreeModel) -> Any:
     """80 slots: 30 rows are committed, and a tree waits behind them."""
     cache = model.new_cache(80)
-    cache.promise(30)
+    cache.expect_rows(30)
     tree_scores(model, cache, [*range(-1, 29)], random_ids(30))
     cache.commit(range(30))
     tree_scores(model, cache, PARENTS, random_ids(len(PARENTS)))

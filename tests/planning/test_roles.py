@@ -9,7 +9,7 @@ import pytest
 from offload.errors import UserError
 from offload.planning.load_options import LoadOptions
 from offload.rank_roles import (
-    PaperCut,
+    FixedCutoff,
     PipelineOptions,
     RankInfo,
     Roles,
@@ -33,9 +33,13 @@ READ: list[tuple[Callable[..., object], tuple[Any, ...], object]] = [
     (parse_pipeline, (" Plain ",), PipelineOptions(mode="plain")),
     (parse_pipeline, ("sync,rows=128",), PipelineOptions(mode="sync", micro_batch=128)),
     (parse_pipeline, ("async,rows=8, runs=3",), PipelineOptions(micro_batch=8, credits=3)),
-    (parse_pipeline, ("async,cut=0.3/0.4/0.01",), PipelineOptions(cut=PaperCut(0.3, 0.4, 0.01))),
-    (parse_pipeline, ("async,cut=1/0/0",), PipelineOptions(cut=PaperCut(1, 0, 0))),
-    (parse_pipeline, ("async,rows=1024,cut=0/1/0.001",), PipelineOptions(micro_batch=1024, cut=PaperCut(0, 1, 0.001))),
+    (parse_pipeline, ("async,cut=0.3/0.4/0.01",), PipelineOptions(cut=FixedCutoff(0.3, 0.4, 0.01))),
+    (parse_pipeline, ("async,cut=1/0/0",), PipelineOptions(cut=FixedCutoff(1, 0, 0))),
+    (
+        parse_pipeline,
+        ("async,rows=1024,cut=0/1/0.001",),
+        PipelineOptions(micro_batch=1024, cut=FixedCutoff(0, 1, 0.001)),
+    ),
     (parse_pipeline, ("async,no-cancel,no-continuous",), PipelineOptions(cancels=False, is_continuous=False)),
 ]
 

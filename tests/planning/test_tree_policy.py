@@ -256,7 +256,7 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
     setup = Setup(files=described, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
     trees = seen_by("generate", setup).tree_selector(Sampling())
     trees.find = lambda *_: (profile, "")
-    settled = trees.nodes_to_plan(Sampling(), "match")
+    settled = trees.planned_nodes(Sampling(), "match")
     decoded = trees.for_run(Sampling(), "match")
     num_nodes = decoded.shape.num_nodes
     assert num_nodes <= settled <= 4 * num_nodes, "memory is planned for the tree that was chosen, and for it to grow"

@@ -17,7 +17,7 @@ from waiting import PATIENCE_S
 
 from offload.engine import request
 from offload.engine.request import Request
-from offload.engine.scheduler import EngineFigures
+from offload.engine.scheduler import EngineStats
 from offload.sampling_options import Sampling
 from offload.server.metrics import metrics_text
 
@@ -263,4 +263,4 @@ def test_figures_are_the_engines(looper: Path) -> None:
 
 
 def test_an_idle_engine_has_no_rates() -> None:
-    assert set(samples(metrics_text(EngineFigures())).values()) == {0}
+    assert set(samples(metrics_text(EngineStats())).values()) == {0}

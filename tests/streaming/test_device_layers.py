@@ -253,12 +253,12 @@ def test_what_goes_to_the_device_passes_before_the_arena_is_filled() -> None:
             order.append("copy")
             super().copy(*args)
 
-    class Filling(ThreadStore):
+    class TierAllocation(ThreadStore):
         def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
             order.append("host" if TIERS["disk first"][self.number_of(layout)] is H else "device")
             return super().read(layout, slab)
 
-    store = Filling(LAYOUTS, LEAD_BYTES)
+    store = TierAllocation(LAYOUTS, LEAD_BYTES)
     with closing(store), closing(layers_over(store, TIERS["disk first"], 2, Loading())) as stream:
         stream.load_resident()
         first_host = order.index("host")

@@ -160,7 +160,7 @@ def test_recordings_on_one_cache_after_another(pair: tuple[Path, Path, list[int]
     """Those of the first are dropped, and their pool of memory with them."""
     checkpoint = open_checkpoint(pair[0])
     plain, replayed = (build.resident_model(checkpoint, "float32", PLACE) for _ in range(2))
-    replayed.attend_with(KERNELS.path_attention)
+    replayed.set_attention_kernel(KERNELS.path_attention)
     assert use_graphs(replayed) is None
     before = torch.cuda.current_stream(PLACE)
     for _ in range(3):

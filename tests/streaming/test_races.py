@@ -277,7 +277,7 @@ def written(family: str, base: Path, patch: pytest.MonkeyPatch, **options: Any) 
     how = {"context": 128, "threads": 1, "profile": "none", **BUDGETS, **options}
     with ClockCard(ClockPaper(device)), offload.load(target, draft, device=device, tree="16x6", **how) as decoder:
         for model in (decoder.target._model, decoder.drafter.model):
-            model.send_with(upload_by(device))
+            model.set_uploader(upload_by(device))
         for tree in ("none", "grown:16x6"):
             ids = decoder.generate(prompts()[1], max_new_tokens=6, tree=tree).token_ids
             assert ids == wanted[:6]

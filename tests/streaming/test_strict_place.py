@@ -125,7 +125,7 @@ def test_families_compute_the_same(family: str, tmp_path: Path) -> None:
     with StrictDevice():
         for attend in (None, attend_on_card):
             model = placed_model(family, tmp_path)
-            model.attend_with(attend)
+            model.set_attention_kernel(attend)
             logits = logits_of_two_trees(model)
             assert isinstance(logits, OnCard)
             torch.testing.assert_close(logits.held, wanted, **CLOSE)
@@ -166,8 +166,8 @@ def test_recorded_passes_stay_on_the_card(family: str, tmp_path: Path) -> None:
     wanted = passes(plain, KVCache(plain.num_layers, 29 + 24 + 12))
     with StrictDevice() as card:
         recorder, model = Recorder(card), resident_model(checkpoint, "float32", place())
-        model.attend_with(attend_on_card)
-        model.replay_with(Graphs(model, lambda: recorder))
+        model.set_attention_kernel(attend_on_card)
+        model.set_graph_runner(Graphs(model, lambda: recorder))
         got = passes(model, KVCache(model.num_layers, 29 + 24 + 12))
     assert recorder.num_recorded > 2
     for ours, theirs in zip(got, wanted, strict=True):
@@ -385,7 +385,7 @@ def write(step: Step, counted: Counted, base: Path, patch: pytest.MonkeyPatch) -
     with counted.card, offload.load(target, draft, tree=step.tree, rule=step.rule, **how) as decoder:
         drafter = getattr(decoder.drafter, "_model", decoder.drafter)  # beside guesses, or by itself
         for model in (decoder.target._model, drafter.model):
-            model.send_with(counted.send)
+            model.set_uploader(counted.send)
         runs = [decoder.start(Request(prompt, step.sampling, 30)) for _ in range(step.num_texts)]
         advance(decoder, runs)
         counted.begin()

@@ -222,7 +222,9 @@ class CountBody(Body):
             prompt=conversation,
             tools=toolbox.described,
             grammar=grammar,
-            template_variables={name: value for name, (_, value) in self.told_template().items()},
+            template_variables={
+                name: value for name, (_, value) in self.template_variables().items()
+            },
             # the answer that the client has begun is gone on with
             continues_message=last["role"] == "assistant" and not last.get("tool_calls"),
             **fields,
@@ -243,7 +245,7 @@ class CountBody(Body):
         """Return True if the model is to think, see `Body`."""
         return _THINKS.get(str((self.thinking or {}).get("type")))
 
-    def told_template(self) -> dict[str, tuple[str, Any]]:
+    def template_variables(self) -> dict[str, tuple[str, Any]]:
         """Return the template's variables, see `Body`."""
         effort = (self.output_config or {}).get("effort")
         if not isinstance(effort, str):

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from offload.engine.conversation import turn_end_ids, words_of
-from offload.engine.generation import Generation, TextPiece
+from offload.engine.generation import Generation, OutputDelta
 from offload.engine.job import Job
 from offload.engine.request import Request
 from offload.engine.text_stream import TokenPieces, special_tokens
@@ -102,7 +102,7 @@ class Answer:
         """Return the events before anything was written."""
         return []
 
-    def events(self, index: int, piece: TextPiece | None) -> list[Event]:
+    def events(self, index: int, piece: OutputDelta | None) -> list[Event]:
         """Return the events for what a text has gained, or for its end."""
         raise NotImplementedError
 
@@ -143,7 +143,7 @@ class BlockAnswer(Answer):
         self._kind: type[Part] | None = None
         self._has_calls = False
 
-    def events(self, index: int, piece: TextPiece | None) -> list[Event]:
+    def events(self, index: int, piece: OutputDelta | None) -> list[Event]:
         """Return the events for a piece, or for the end."""
         if piece is not None:
             return self._taken(self._reader.push(piece.segments))

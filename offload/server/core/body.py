@@ -25,7 +25,7 @@ from offload.declaration import options_at
 from offload.engine.request import Request
 from offload.errors import did_you_mean, plain_rule
 from offload.sampling_options import Sampling
-from offload.server.core.refusals import MEND, Refusal
+from offload.server.core.refusals import DEFAULT_REMEDY, Refusal
 from offload.server.core.tools import NO_TOOLS, Toolbox
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -107,13 +107,13 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
         given = (name for name in self.model_fields_set if known[name].exclude)
         return sorted(name for name in given if getattr(self, name) is not None)
 
-    def told_template(self) -> dict[str, tuple[str, Any]]:
+    def template_variables(self) -> dict[str, tuple[str, Any]]:
         """Return variables that fields set in a template, each with its field and its value."""
         return {}
 
     def ignored_by(self, source: str) -> list[str]:
         """Return the ignored fields, with those that a template of this source does not know."""
-        stated = self.told_template().items()
+        stated = self.template_variables().items()
         return sorted(
             {*self.ignored, *(field for name, (field, _) in stated if name not in source)}
         )
@@ -195,7 +195,7 @@ def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
             meant = did_you_mean(str(param), known) if len(error["loc"]) == 1 else ""
             if param in kind.renamed:
                 meant = f": give '{kind.renamed[str(param)]}' instead"
-            return Refusal.of_stranger(str(param), meant)
+            return Refusal.unknown_field(str(param), meant)
         case "missing":
             message = f"Missing required parameter: '{param}': give it"
             return Refusal(400, message, param=param, code="missing_required_parameter")
@@ -212,7 +212,7 @@ def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
     got = "" if isinstance(value, list | dict) else f", got {json.dumps(value):.80}"
     field = known.get(error["loc"][0]) if path else None
     is_needed = not path or (field is not None and field.is_required())
-    remedy = "mend it" if is_needed else MEND
+    remedy = "mend it" if is_needed else DEFAULT_REMEDY
     message = (
         f"Invalid value for {(param and repr(param)) or 'the body'}: {complaint}{got}: {remedy}"
     )

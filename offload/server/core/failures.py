@@ -8,7 +8,7 @@ import re
 import sys
 import traceback
 
-from offload.engine.scheduler import EngineFigures
+from offload.engine.scheduler import EngineStats
 from offload.engine.service import ASK_LATER, Closing, QueueFull
 from offload.errors import HostFault, RunError, UserError
 from offload.server.core.refusals import Refusal
@@ -16,7 +16,7 @@ from offload.server.core.refusals import Refusal
 _MOST_WAIT_S = 60
 
 
-def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Refusal:
+def refusal_of(error: BaseException, figures: EngineStats | None = None) -> Refusal:
     """Return the message of an error for a client: nothing of one that none of ours foresaw."""
     if isinstance(error, Refusal):
         return error

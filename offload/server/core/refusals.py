@@ -7,7 +7,7 @@ from typing import Any
 
 LOADING = "the model is loading: ask again later"
 RETRY_LOADING_S = 2
-MEND = "mend it, or leave it out"
+DEFAULT_REMEDY = "mend it, or leave it out"
 
 
 class Refusal(Exception):  # noqa: N818
@@ -40,12 +40,14 @@ class Refusal(Exception):  # noqa: N818
         self.details = details
 
     @classmethod
-    def of_value(cls, param: str, rule: str, remedy: str = MEND, field: str = "") -> "Refusal":
+    def of_value(
+        cls, param: str, rule: str, remedy: str = DEFAULT_REMEDY, field: str = ""
+    ) -> "Refusal":
         """Return the refusal of a body's field; a `field` within it is named instead."""
         return cls(400, f"Invalid value for '{field or param}': {rule}: {remedy}", param=param)
 
     @classmethod
-    def of_stranger(cls, param: str, meant: str = "") -> "Refusal":
+    def unknown_field(cls, param: str, meant: str = "") -> "Refusal":
         """Return the refusal of a field that is not known; `meant` may name another."""
         message = f"Unrecognized request argument supplied: {param}{meant or ': leave it out'}"
         return cls(400, message, param=param)

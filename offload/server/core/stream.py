@@ -14,7 +14,7 @@ from contextlib import aclosing, suppress
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from offload.engine.generation import TextPiece
+from offload.engine.generation import OutputDelta
 from offload.engine.job import Job
 from offload.server.core.answer import Answer
 from offload.server.core.failures import refusal_of
@@ -26,7 +26,7 @@ class ClientGone(Exception):  # noqa: N818
 
 async def arrivals(
     jobs: Sequence[Job], receive: Receive, every_s: float | None = None
-) -> AsyncGenerator[tuple[int, TextPiece | None] | None]:
+) -> AsyncGenerator[tuple[int, OutputDelta | None] | None]:
     """Yield the number of a job with its next piece, or with None at its end, until all have ended.
 
     None alone comes at once, and whenever nothing has come for `every_s`. Closing this cancels
@@ -120,7 +120,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(
-        self, pieces: AsyncIterator[tuple[int, TextPiece | None] | None]
+        self, pieces: AsyncIterator[tuple[int, OutputDelta | None] | None]
     ) -> AsyncGenerator[bytes]:
         opening = self._answer.opening()
         try:

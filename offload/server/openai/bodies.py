@@ -133,7 +133,7 @@ class ChatBody(ChoicesBody):
         check_variables(variables, "chat_template_kwargs")
         # under the name that clients know; templates have others
         think = variables.pop("enable_thinking", None)
-        stated = {name: value for name, (_, value) in self.told_template().items()}
+        stated = {name: value for name, (_, value) in self.template_variables().items()}
         continues = bool(self.continue_final_message)
         if self.add_generation_prompt is not None and self.add_generation_prompt == continues:
             message = "'add_generation_prompt' must be false with 'continue_final_message', or true"
@@ -156,7 +156,7 @@ class ChatBody(ChoicesBody):
             )
         ]
 
-    def told_template(self) -> dict[str, tuple[str, Any]]:
+    def template_variables(self) -> dict[str, tuple[str, Any]]:
         """Return the template's variables, see `Body`; a template passes over unknown ones."""
         if not isinstance(self.reasoning_effort, str):
             return {}
@@ -302,7 +302,7 @@ def _message(index: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[
         content["reasoning_content"] = content.pop("reasoning")
     others = {name for name in content.keys() - _SAID if content[name] not in (None, "", [], {})}
     for name in sorted(others & _CARRYING):
-        raise Refusal.of_stranger(f"{where}.{name:.80}")
+        raise Refusal.unknown_field(f"{where}.{name:.80}")
     said = {name: value for name, value in content.items() if name in _SAID and value is not None}
     if said["role"] == "developer":
         said["role"] = "system"

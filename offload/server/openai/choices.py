@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from offload import __version__
-from offload.engine.generation import Generation, TextPiece
+from offload.engine.generation import Generation, OutputDelta
 from offload.engine.job import Job
-from offload.engine.sequence import PassFigures, TokenLogprob
+from offload.engine.sequence import StepMetrics, TokenLogprob
 from offload.server.core.answer import Answer, TokenNames
 from offload.server.core.events import Event
 from offload.server.core.refusals import Refusal
@@ -43,7 +43,7 @@ class ChoicesAnswer(Answer):
             "system_fingerprint": _FINGERPRINT,
         }
 
-    def events(self, index: int, piece: TextPiece | None) -> list[Event]:
+    def events(self, index: int, piece: OutputDelta | None) -> list[Event]:
         """Return the chunks for what a text has gained, or for its end."""
         if piece is None:
             last = self._last(index, self._result(index))
@@ -52,7 +52,7 @@ class ChoicesAnswer(Answer):
         choice = self._next(index, piece, may_be_silent=passed is None)
         if choice is None:
             return []
-        extension = {} if passed is None else {"offload": _pass_told(self._names, passed)}
+        extension = {} if passed is None else {"offload": _pass_dict(self._names, passed)}
         return [self._chunk([choice], extension)]
 
     def closing(self) -> list[Event]:
@@ -91,7 +91,9 @@ class ChoicesAnswer(Answer):
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
-    def _next(self, index: int, piece: TextPiece, *, may_be_silent: bool) -> dict[str, Any] | None:
+    def _next(
+        self, index: int, piece: OutputDelta, *, may_be_silent: bool
+    ) -> dict[str, Any] | None:
         """Return the choice of a piece; None where nothing is to be said, and that may be."""
         raise NotImplementedError
 
@@ -132,7 +134,9 @@ class ChatAnswer(ChoicesAnswer):
     ) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def _next(self, index: int, piece: TextPiece, *, may_be_silent: bool) -> dict[str, Any] | None:
+    def _next(
+        self, index: int, piece: OutputDelta, *, may_be_silent: bool
+    ) -> dict[str, Any] | None:
         thoughts, text = self._words(index, self._readers[index].push(piece.segments))
         logprobs = self._logprobs(piece.logprobs)
         if may_be_silent and not text and not thoughts and not logprobs:
@@ -234,7 +238,9 @@ class CompletionAnswer(ChoicesAnswer):
         columns, self._num_chars[index] = of_prompt(self._names, prompt[0], score.tokens)
         return columns
 
-    def _next(self, index: int, piece: TextPiece, *, may_be_silent: bool) -> dict[str, Any] | None:
+    def _next(
+        self, index: int, piece: OutputDelta, *, may_be_silent: bool
+    ) -> dict[str, Any] | None:
         if may_be_silent and not piece.text and not piece.logprobs:
             return None
         return self._text(index, piece.text, logprobs=piece.logprobs)
@@ -246,7 +252,7 @@ class CompletionAnswer(ChoicesAnswer):
         return self._text(index, result.text, result.finish_reason, result.logprobs or ())
 
 
-def _pass_told(names: TokenNames, passed: PassFigures) -> dict[str, Any]:
+def _pass_dict(names: TokenNames, passed: StepMetrics) -> dict[str, Any]:
     """Return a pass for the page: its tree with texts, and its times."""
     return {
         "parents": passed.parents,

@@ -159,7 +159,7 @@ class ResponsesBody(OpenAIBody):
                 prompt=conversation,
                 tools=toolbox.described,
                 template_variables={
-                    name: value for name, (_, value) in self.told_template().items()
+                    name: value for name, (_, value) in self.template_variables().items()
                 },
                 grammar=toolbox.grammar() or grammar_of(wished, "text"),
             )
@@ -191,7 +191,7 @@ class ResponsesBody(OpenAIBody):
         if turn is not None:
             yield turn
 
-    def told_template(self) -> dict[str, tuple[str, Any]]:
+    def template_variables(self) -> dict[str, tuple[str, Any]]:
         """Return the template's variables of thoughts, see `Body`."""
         effort = (self.reasoning or {}).get("effort")
         if not isinstance(effort, str):
