@@ -68,7 +68,7 @@ def _compiled(
 
 @cache
 def can_scatter() -> bool:
-    """Return whether this processor has quick instructions for scattered bits."""
+    """Return True if this processor has quick instructions for scattered bits."""
     from llvmlite import binding
 
     has_instructions = binding.get_host_cpu_features().get("bmi2")

@@ -94,7 +94,7 @@ class TileCode(Code):
         return dict(zip(fields, values, strict=True)), codes, lo, hi
 
     def _upwards(self, number: Any, size: int) -> Any:
-        """Return how many of a size hold a number."""
+        """Return the count of parts of a size that hold a number."""
         return self._builder.udiv(self._add(number, size - 1), self._index(size))
 
     def _num_tiles(self, given: Given) -> Any:
@@ -215,7 +215,7 @@ class TileCode(Code):
         return self._loop(0, tile.num_rows, 1, begun, row)
 
     def _group_of(self, given: Given, row: Any, column: Any) -> GroupLevels:
-        """Return what the scales of a group say, as the reference computes it."""
+        """Return the levels of a group by its scales, as the reference computes them."""
         builder = self._builder
         nth = builder.udiv(column, self._index(self._group))
         place = self._add(self._times(nth, given["num_padded"]), row)

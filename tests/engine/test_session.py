@@ -212,7 +212,7 @@ SAME = ModelIdentity(dict.fromkeys(PARTS, "a"), {SUM: "1" * 32})
 def test_states_are_taken_of_the_same_weights_in_the_same_type(
     told: ModelIdentity | None, dtype: str, is_taken: bool
 ) -> None:
-    mine: Any = SimpleNamespace(of=lambda _: SAME, dtypes={"draft": "float32"})
+    mine: Any = SimpleNamespace(for_part=lambda _: SAME, dtypes={"draft": "float32"})
     notes = {"draft": json.dumps(told.as_dict()) if told else "", "draft_dtype": dtype}
     assert can_use(mine, "draft", notes) == is_taken
 
