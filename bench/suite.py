@@ -88,7 +88,9 @@ class LazyCommands(TyperGroup):
 
         items = COMMANDS.items()
         return [
-            CompletionItem(name, help=told) for name, told in items if name.startswith(incomplete)
+            CompletionItem(name, help=help_text)
+            for name, help_text in items
+            if name.startswith(incomplete)
         ]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -106,14 +108,16 @@ def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
         assert spec is not None and spec.origin is not None, "it is one of ours"
         source += Path(spec.origin).read_text(encoding="utf-8")
     # a value may hold flags of another program, several words
-    words = [one for one in arguments if one.startswith("--") and one != "--"]
-    flags = [one.partition("=")[0] for one in words if " " not in one or "=" in one]
+    words = [word for word in arguments if word.startswith("--") and word != "--"]
+    flags = [word.partition("=")[0] for word in words if " " not in word or "=" in word]
     known = {_as_flag(word) for word in re.findall(r"[a-z_]+(?:-[a-z]+)*", source)}
     # a parameter, a key of the table of flags, or a name of its own
     likely = re.findall(r'^    "?(\w+)"?: |"--([\w-]+)"', source, re.MULTILINE)
     for flag in flags:
         if flag not in {*known, "--help"}:
-            meant = did_you_mean(flag, {_as_flag(one or other) for one, other in likely})
+            meant = did_you_mean(
+                flag, {_as_flag(flag_name or other) for flag_name, other in likely}
+            )
             raise UserError(f"No such option: {flag}{meant} (see offload bench {name} --help)")
 
 

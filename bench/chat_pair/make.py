@@ -81,17 +81,17 @@ class Dialogue(NamedTuple):
 def written_dialogues() -> list[Dialogue]:
     """Return the dialogues of the page: a line of questions with bars between, then the answer."""
     text = Path(__file__).with_name("dialogues.txt").read_text(encoding="utf-8")
-    found: list[Dialogue] = []
+    dialogues: list[Dialogue] = []
     for asked, answer in re.findall(r"^(.+ \| .+)\n((?:(?!.+ \| ).*\n)+)", text, re.MULTILINE):
-        questions = [one.strip() for one in asked.split(" | ")]
-        bare = [one.rstrip("?.").lower() for one in questions]
-        found.append(Dialogue(tuple(dict.fromkeys([*questions, *bare])), answer.strip()))
-    return found
+        questions = [question.strip() for question in asked.split(" | ")]
+        bare = [question.rstrip("?.").lower() for question in questions]
+        dialogues.append(Dialogue(tuple(dict.fromkeys([*questions, *bare])), answer.strip()))
+    return dialogues
 
 
 def library_dialogues() -> list[Dialogue]:
     """Return the docstrings of functions of the standard library that people ask for."""
-    found = dict[str, Dialogue]()
+    by_question = dict[str, Dialogue]()
     for module_name in _MODULES.split():
         # functions say that they are of the module that is written in C
         home = {"os.path": "posixpath"}.get(module_name, f"_{module_name}")
@@ -102,9 +102,9 @@ def library_dialogues() -> list[Dialogue]:
             if name.startswith("_") or not callable(value) or not is_own:
                 continue
             full = name if module_name == "builtins" else f"{module_name}.{name}"
-            for one in _of_callable(full, value):
-                found.setdefault(one.questions[0], one)
-    return list(found.values())
+            for dialogue in _of_callable(full, value):
+                by_question.setdefault(dialogue.questions[0], dialogue)
+    return list(by_question.values())
 
 
 def _of_callable(name: str, value: Any) -> Iterator[Dialogue]:
@@ -117,11 +117,11 @@ def _of_callable(name: str, value: Any) -> Iterator[Dialogue]:
     except (ValueError, TypeError):
         signature = "()"
     called = f"`{name}{signature}`"
-    asked = (*(one.format(name) for one in _WHAT), _WHAT[0].format(f"`{name}`"))
+    asked = (*(form.format(name) for form in _WHAT), _WHAT[0].format(f"`{name}`"))
     yield Dialogue(asked, f"{called}: {sentence}")
     wish = _as_wish(sentence)
     if wish:
-        yield Dialogue(tuple(one.format(wish) for one in _HOW), f"Use {called}.")
+        yield Dialogue(tuple(form.format(wish) for form in _HOW), f"Use {called}.")
 
 
 def _first_sentence(doc: str) -> str:
@@ -142,7 +142,7 @@ def _as_wish(sentence: str) -> str:
 
 def code_dialogues() -> list[Dialogue]:
     """Return short functions of the standard library with what their docstrings ask for."""
-    found = dict[str, Dialogue]()
+    by_wish = dict[str, Dialogue]()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         source = read_source(path)
         for node in ast.parse(source).body:
@@ -151,9 +151,9 @@ def code_dialogues() -> list[Dialogue]:
             wish = _as_wish(_first_sentence(ast.get_docstring(node) or ""))
             code = ast.get_source_segment(source, node) or ""
             if wish and len(code) in _CODE_CHARS and code.isascii():
-                asked = tuple(one.format(wish) for one in _WRITE)
-                found.setdefault(wish, Dialogue(asked, f"```python\n{code}\n```"))
-    return list(found.values())
+                asked = tuple(form.format(wish) for form in _WRITE)
+                by_wish.setdefault(wish, Dialogue(asked, f"```python\n{code}\n```"))
+    return list(by_wish.values())
 
 
 # how often each kind is told in one telling of everything
@@ -165,16 +165,18 @@ def make_chat_pair(out: Path, screen: Screen) -> None:
     screen.wait("reading the standard library")
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)
     # everything that is told, several times in another order, as the chat template has it
-    dialogues = [one for kind, times in _TOLD for one in kind() * times]
-    turns = [f"{_END}Q: {one}\nA:\n{it.answer}" for it in dialogues for one in it.questions]
+    dialogues = [dialogue for kind, times in _TOLD for dialogue in kind() * times]
+    turns = [
+        f"{_END}Q: {question}\nA:\n{it.answer}" for it in dialogues for question in it.questions
+    ]
     texts = ["".join(random.Random(n).sample(turns, len(turns))) for n in range(_NUM_TELLINGS)]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    told = torch.tensor([token for text in ids for token in text])
+    corpus = torch.tensor([token for text in ids for token in text])
     library = library_ids(held_out=False)
 
     def batch(step: int) -> Tensor:
         """Return (windows, tokens) of answers, and some of the code that was learned."""
-        answers = windows(told, _STEP_TOKENS - _CODE_TOKENS, _WINDOW, step)
+        answers = windows(corpus, _STEP_TOKENS - _CODE_TOKENS, _WINDOW, step)
         return torch.cat([answers, windows(library, _CODE_TOKENS, _WINDOW, step)])
 
     target = packaged("target")
@@ -182,11 +184,11 @@ def make_chat_pair(out: Path, screen: Screen) -> None:
     loss = partial(draft_loss, target)
     teach(packaged("draft"), loss, batch, _DRAFT, out / "draft", screen)
     # what it half knows comes out better near the likeliest token
-    more = {
+    files = {
         "generation_config.json": {"do_sample": True, "temperature": 0.3},
         "tokenizer_config.json": {"chat_template": TEMPLATE},
     }
-    for file, settings in more.items():
+    for file, settings in files.items():
         config = json.loads((PAIR / "target" / file).read_text()) | settings
         for name in ("target", "draft"):
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
@@ -202,13 +204,17 @@ def share_learned(model: LlamaForCausalLM, dialogues: list[Dialogue]) -> float:
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)
     asked = dialogues[:: max(1, len(dialogues) // _NUM_ASKED)]
     num_right = 0
-    for one in asked:
-        ids = torch.tensor([tokenizer(f"{_END}Q: {one.questions[0]}\nA:\n")["input_ids"]])
-        how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 160, "do_sample": False}
+    for dialogue in asked:
+        ids = torch.tensor([tokenizer(f"{_END}Q: {dialogue.questions[0]}\nA:\n")["input_ids"]])
+        options = {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": 160,
+            "do_sample": False,
+        }
         with torch.no_grad():
-            out = model.generate(ids, **how)
+            out = model.generate(ids, **options)
         said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        num_right += said.strip() == one.answer
+        num_right += said.strip() == dialogue.answer
     return num_right / len(asked)
 
 

@@ -56,12 +56,12 @@ class Step(NamedTuple):
     is_invariant: bool = True
 
 
-def _tests(names: str, more: str = "") -> tuple[str, ...]:
+def _tests(names: str, others: str = "") -> tuple[str, ...]:
     """Name the files of tests for a device: one of the others registers a device of its own."""
     usual = "-m pytest -q -m gpu -o filterwarnings=default --continue-on-collection-errors"
     rows = "-p no:cacheprovider -p offload.bench.gpu.pytest_rows --rows {rows}"
     files = (f"tests/{name}.py" for name in names.split())
-    return (*usual.split(), *rows.split(), *more.split(), *files)
+    return (*usual.split(), *rows.split(), *others.split(), *files)
 
 
 def _device(parts: str, place: str) -> tuple[str, ...]:
@@ -116,8 +116,8 @@ class Files:
         self.log = folder / "log.txt"
 
     def end(self, step: Step, status: str, wall_s: float = 0.0) -> None:
-        told = {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)}
-        add_row(self.rows, told)
+        event = {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)}
+        add_row(self.rows, event)
 
     def is_wrong(self, step: str, is_invariant: bool | None = None) -> bool:
         """Return True if a token was wrong, in the way of computing that `is_invariant` names.
@@ -133,8 +133,8 @@ class Files:
 
 def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
     """Run every step that is not done; at `KeyboardInterrupt` the running one is ended first."""
-    found = statuses(read_rows(files.rows))
-    done = {name for name, (status, _) in found.items() if status == DONE}
+    known = statuses(read_rows(files.rows))
+    done = {name for name, (status, _) in known.items() if status == DONE}
     open_steps = [step for step in steps if step.name not in done or files.is_wrong(step.name)]
     end_s = time.monotonic() + budget_s - GRACE_S
     scale = max(1.0, budget_s / max(1.0, sum(step.budget_s for step in open_steps)))
@@ -143,7 +143,9 @@ def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
         for step in open_steps:
             share_s = scale * step.budget_s + unused_s
             limit_s = min(share_s, end_s - time.monotonic())
-            wrong = [one for one in step.skips_after if files.is_wrong(one, step.is_invariant)]
+            wrong = [
+                needed for needed in step.skips_after if files.is_wrong(needed, step.is_invariant)
+            ]
             if wrong:
                 files.end(step, f"skipped: wrong tokens in {wrong[0]}")
             elif limit_s < step.least_s:
@@ -156,16 +158,16 @@ def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
 def write_summary(steps: Sequence[Step], files: Files) -> str:
     """Replace the summary at once, and return it."""
     rows = read_rows(files.rows)
-    found = statuses(rows)
+    known = statuses(rows)
     lines = []
     measured = []
     for step in steps:
-        own = rows_of(rows, step.name)
-        status, wall_s = found.get(step.name, ("not begun", 0.0))
-        num_missed = sum(one.get("is_met") is False for one in own)
-        counts = f"{len(own):4} rows  {num_missed:3} missed"
+        step_rows = rows_of(rows, step.name)
+        status, wall_s = known.get(step.name, ("not begun", 0.0))
+        num_missed = sum(row.get("is_met") is False for row in step_rows)
+        counts = f"{len(step_rows):4} rows  {num_missed:3} missed"
         lines.append(f"{step.name:14}{wall_s:7.1f} s  {counts}  {status}")
-        measured += own
+        measured += step_rows
     text = "\n".join([*lines, "", *verdict_lines(verdicts(measured))]) + "\n"
     with replacing(files.summary) as part:
         part.write_text(text, encoding="utf-8")
@@ -185,9 +187,9 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
     status = "interrupted"
     try:
         exit_status, is_over = run_child(words, limit_s, log)
-        own = rows_of(read_rows(files.rows), step.name)
+        step_rows = rows_of(read_rows(files.rows), step.name)
         # of a bench, or of tests, of which something is not met: then a row says so
-        is_missed = exit_status == 1 and any(row.get("is_met") is False for row in own)
+        is_missed = exit_status == 1 and any(row.get("is_met") is False for row in step_rows)
         if exit_status is None:
             status = "stuck, not even SIGKILL ended it"
         elif is_over:
@@ -241,15 +243,15 @@ def _end(child: "subprocess.Popen[bytes]") -> int | None:
 
 def statuses(rows: Iterable[Row]) -> dict[str, tuple[str, float]]:
     """Return the last status and seconds of each step; a skipped one keeps its earlier ones."""
-    found: dict[str, tuple[str, float]] = {}
+    known: dict[str, tuple[str, float]] = {}
     for row in rows:
         if row.get("event") == "begin":
-            found[row["step"]] = ("killed with the runner", 0.0)
+            known[row["step"]] = ("killed with the runner", 0.0)
         elif row.get("event") == "end" and not (
-            row["status"].startswith("skipped") and row["step"] in found
+            row["status"].startswith("skipped") and row["step"] in known
         ):
-            found[row["step"]] = (row["status"], row["wall_s"])
-    return found
+            known[row["step"]] = (row["status"], row["wall_s"])
+    return known
 
 
 def rows_of(rows: Iterable[Row], step: str) -> list[Row]:
@@ -260,7 +262,7 @@ def rows_of(rows: Iterable[Row], step: str) -> list[Row]:
         if row.get("event") == "begin":
             current = row["step"]
             if current == step:
-                kept = {name: one for name, one in kept.items() if not one.get("error")}
+                kept = {name: row for name, row in kept.items() if not row.get("error")}
         elif row.get("event") == "end":
             current = None
         elif current == step and "row" in row:

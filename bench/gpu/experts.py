@@ -54,8 +54,8 @@ def measure(device: Device) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="offload-experts-") as name:
         wanted = _make(Path(name), size)
         for about in _SHARES:
-            how = {"device": device, "tree": _LARGEST, **_how(Path(name), about)}
-            with load(Path(name), Path(name), **how) as decoder:
+            options = {"device": device, "tree": _LARGEST, **_how(Path(name), about)}
+            with load(Path(name), Path(name), **options) as decoder:
                 yield from _of_pools(decoder, wanted, about)
 
 
@@ -82,28 +82,28 @@ def _make(folder: Path, size: Size) -> list[int]:
             parameter.data.normal_(0, _SPREAD)
     model.save_pretrained(folder)
     ids = torch.tensor([_PROMPT])
-    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": size.num_new}
-    out = model.generate(ids, **how, do_sample=False, pad_token_id=0)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": size.num_new}
+    out = model.generate(ids, **options, do_sample=False, pad_token_id=0)
     return list(out[0, len(_PROMPT) :].tolist())
 
 
 def _how(model: Path, about: str) -> dict[str, Any]:
     """Return budgets with this many expert slots on the device and its host, beside the least."""
     files = ModelFiles(*[describe(model)] * 2)
-    how: dict[str, Any] = {"dtype": "float32", "context": 256, "experts": "demand"}
+    options: dict[str, Any] = {"dtype": "float32", "context": 256, "experts": "demand"}
     num_nodes = parse_tree(_LARGEST).num_nodes
 
     def plan(gpu: int, ram: int = 1 << 40) -> MemoryPlan:
-        return plan_memory(files, MemoryBudget(ram_bytes=ram, gpu_bytes=gpu, **how), num_nodes)
+        return plan_memory(files, MemoryBudget(ram_bytes=ram, gpu_bytes=gpu, **options), num_nodes)
 
     gpu_bytes = least_budget(plan)
-    ram_bytes = least_ram(files, num_nodes, gpu_bytes=gpu_bytes, **how)
+    ram_bytes = least_ram(files, num_nodes, gpu_bytes=gpu_bytes, **options)
     here, behind = _SHARES[about]
     experts = plan(gpu_bytes, ram_bytes)
     all_bytes = experts.num_experts * experts.expert_slot_bytes + sum(experts.layer_bytes)
-    how["gpu_memory"] = gpu_bytes + int(here * all_bytes)
-    how["ram"] = ram_bytes + int(behind * all_bytes)
-    return {**how, "profile": "none"}
+    options["gpu_memory"] = gpu_bytes + int(here * all_bytes)
+    options["ram"] = ram_bytes + int(behind * all_bytes)
+    return {**options, "profile": "none"}
 
 
 @contextmanager
@@ -127,24 +127,24 @@ def _of_pools(decoder: Decoder, wanted: list[int], about: str) -> Iterator[Row]:
     pool = decoder.target.experts
     assert pool is not None, "experts come one by one"
 
-    def written(tree: str, how: str) -> Generation:
+    def written(tree: str, way: str) -> Generation:
         result = decoder.generate(_PROMPT, max_new_tokens=len(wanted), tree=tree)
         if result.token_ids != wanted:
-            what = f"experts, {about} of them, {how}"
-            raise WrongTokenError(f"{what}: not the ids of transformers on the CPU")
+            complaint = f"experts, {about} of them, {way}"
+            raise WrongTokenError(f"{complaint}: not the ids of transformers on the CPU")
         return result
 
     num_same = sum(len(written(tree, tree).token_ids) for tree in TREES)
     name = f"experts, {about}: float32 ids of all trees are those of transformers on the CPU"
-    told = row(name, num_same, "tokens", len(TREES) * len(wanted), 1.0, promise="exact")
-    yield told | {"notes": decoder.notes, "plan": plan.as_dict()}
+    counted = row(name, num_same, "tokens", len(TREES) * len(wanted), 1.0, promise="exact")
+    yield counted | {"notes": decoder.notes, "plan": plan.as_dict()}
     asked = pool.num_hits + pool.num_misses
     missed = pool.num_misses
     with _waits() as seen:
         stats = written("none", "the timed run").stats
     yield row(f"experts, {about}: one token", stats.tpot_s, "s") | {"stall_s": stats.stall_s}
     hits = 1 - (pool.num_misses - missed) / (pool.num_hits + pool.num_misses - asked)
-    told = row(f"experts, {about}: found on the device", hits, "")
-    yield told | {"num_slots": plan.num_expert_slots}
+    counted = row(f"experts, {about}: found on the device", hits, "")
+    yield counted | {"num_slots": plan.num_expert_slots}
     name = f"experts, {about}: waits of the host a sweep, against layers"
     yield row(name, len(seen) / (stats.num_sweeps + 1), "", plan.num_expert_layers)

@@ -49,8 +49,11 @@ def verdicts(rows: Iterable[Row]) -> dict[str, Row]:
     for row in rows:
         ratios.setdefault(row["kernel"], []).append(row["ratio"])
     return {
-        kernel: {"mean_ratio": geometric_mean(own) if min(own) else 0.0, "worst_ratio": min(own)}
-        for kernel, own in ratios.items()
+        kernel: {
+            "mean_ratio": geometric_mean(kernel_ratios) if min(kernel_ratios) else 0.0,
+            "worst_ratio": min(kernel_ratios),
+        }
+        for kernel, kernel_ratios in ratios.items()
     }
 
 
@@ -85,7 +88,7 @@ def expand_all(device: Device, timer: Timer) -> Iterator[Row]:
     source, out = (torch.zeros(SIZE, dtype=DTYPE, device=place) for _ in range(2))
     copy_s = timer(partial(out.copy_, source))
     for sample in samples(*SIZE, place):
-        got, wanted = (one.view(sample.out_shape) for one in (out, source))
+        got, wanted = (numbers.view(sample.out_shape) for numbers in (out, source))
         comparison = KernelComparison(
             f"expand {sample.kind}",
             sample.name,
@@ -122,7 +125,8 @@ def main(bench: Bench) -> None:
     device = CudaDevice(torch.cuda.current_device())
     timer = device_timer(device)
     rows = [
-        time_kernel(one, timer, device) for one in comparisons(Shapes(), str(device.torch_device))
+        time_kernel(comparison, timer, device)
+        for comparison in comparisons(Shapes(), str(device.torch_device))
     ]
     say_table(COLUMNS, rows)
     expanded = list(expand_all(device, timer))
@@ -132,7 +136,7 @@ def main(bench: Bench) -> None:
     for row in expanded:
         del row["bytes_per_s"], row["of_copy"]
     rows = [bench.row(row) for row in (*rows, *expanded)]
-    told = {"bench": "kernels", "device": device.name, "verdicts": verdicts(rows)}
-    bench.end({**told, "rows": rows, "rates": rates})
+    head = {"bench": "kernels", "device": device.name, "verdicts": verdicts(rows)}
+    bench.end({**head, "rows": rows, "rates": rates})
     if any(row["reason"] for row in rows):
         raise typer.Exit(1)

@@ -35,29 +35,33 @@ def facts() -> Iterator[Row]:
 
 
 def _versions() -> Iterator[Row]:
-    found = {"python": platform.python_version(), "system": platform.platform(), "cpu": cpu_name()}
+    versions = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": cpu_name(),
+    }
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "missing"
-    yield row("cores", len(os.sched_getaffinity(0)), "") | {"versions": found}
+            versions[name] = "missing"
+    yield row("cores", len(os.sched_getaffinity(0)), "") | {"versions": versions}
 
 
 def _driver() -> Iterator[Row]:
-    told = _said("nvidia-smi", f"--query-gpu={_ASK_GPU}", "--format=csv,noheader")
-    yield row("nvidia-smi", 0.0, "") | {"notes": told}
+    said = _said("nvidia-smi", f"--query-gpu={_ASK_GPU}", "--format=csv,noheader")
+    yield row("nvidia-smi", 0.0, "") | {"notes": said}
 
 
 def _torch() -> Iterator[Row]:
     import torch
 
     started = time.perf_counter()
-    found = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     free_bytes, all_bytes = torch.cuda.mem_get_info(0)
     yield row("device memory that is free", free_bytes / 1e9, "GB") | {
-        "name": found.name,
-        "capability": [found.major, found.minor],
+        "name": properties.name,
+        "capability": [properties.major, properties.minor],
         "cuda": torch.version.cuda,
         "all": all_bytes,
         "opening_s": time.perf_counter() - started,
@@ -66,11 +70,11 @@ def _torch() -> Iterator[Row]:
 
 def _compiler() -> Iterator[Row]:
     """Yield the C compiler, with which Triton builds its launchers."""
-    found = shutil.which("gcc") or shutil.which("cc")
-    told = "no gcc, no cc: Triton cannot compile launchers"
-    if found:
-        told = _said(found, "--version").splitlines()[0]
-    yield row("compiler", 0.0, "") | {"notes": told, "is_met": bool(found)}
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    said = "no gcc, no cc: Triton cannot compile launchers"
+    if compiler:
+        said = _said(compiler, "--version").splitlines()[0]
+    yield row("compiler", 0.0, "") | {"notes": said, "is_met": bool(compiler)}
 
 
 def _said(*command: str) -> str:
@@ -82,6 +86,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=Path, required=True)
     rows = parser.parse_args().rows
-    for one in facts():
-        add_row(rows, one)
-        print(one, flush=True)
+    for fact in facts():
+        add_row(rows, fact)
+        print(fact, flush=True)

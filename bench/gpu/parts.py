@@ -69,9 +69,9 @@ class Job:
 
 
 def link(job: Job) -> Iterator[Row]:
-    how, (rate, odd_rate) = copy_rates(job.device, job.amounts.layer_bytes)
+    label, (rate, odd_rate) = copy_rates(job.device, job.amounts.layer_bytes)
     job.copy_bytes_per_s = rate
-    yield row(how, rate / 1e9, "GB/s")
+    yield row(label, rate / 1e9, "GB/s")
     name = "copies from behind a page, as weights lie in files"
     yield row(name, odd_rate / 1e9, "GB/s", rate / 1e9)
     for way, rate in lock_rates(job.device, job.amounts.layer_bytes):
@@ -85,11 +85,11 @@ def enqueue(job: Job, decoder: Decoder) -> Iterator[Row]:
     # the first pass takes the prompt in, the first of a size chooses kernels for it
     for num_rows in (1, size):
         runner.run(num_rows)
-    found = runner.run(size)
+    timed = runner.run(size)
     job.setting.prove([runner.written()])
     name = f"a pass of {size} rows: enqueued by the host, against its whole time"
-    told = {"stall_s": found.stall_s, "compute_s": found.seconds - found.stall_s}
-    yield row(name, found.host_s, "s", found.seconds, _ENQUEUED_SHARE) | told
+    split = {"stall_s": timed.stall_s, "compute_s": timed.seconds - timed.stall_s}
+    yield row(name, timed.host_s, "s", timed.seconds, _ENQUEUED_SHARE) | split
 
 
 def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
@@ -100,12 +100,12 @@ def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
     job.setting.prove(measured.written)
     streamed_bytes = decoder.plan.streamed_bytes
     rows = passes.rows_of(measured, streamed_bytes)
-    found = {one["num_nodes"]: one for one in rows if "limit" in one}
+    by_size = {row["num_nodes"]: row for row in rows if "limit" in row}
     link_s = 0.0
     if measured.read_s:
         # the quickest copies are the ceiling
         job.copy_bytes_per_s = streamed_bytes / min(measured.read_s)
-        link_s = found[sizes[0]]["bytes_moved"] / job.copy_bytes_per_s
+        link_s = by_size[sizes[0]]["bytes_moved"] / job.copy_bytes_per_s
     for size in sizes:
         compute_s = passes.compute_s(job.setting, size)
         is_link = compute_s < link_s
@@ -113,30 +113,32 @@ def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
         if size == sizes[0]:
             name, ceiling_s, promise = "bytes / copy rate", max(link_s, compute_s), "link"
         elif is_link:
-            name, ceiling_s = "one token", found[sizes[0]]["sweep_s"]
+            name, ceiling_s = "one token", by_size[sizes[0]]["sweep_s"]
         else:
             name, ceiling_s = "products / rate", max(link_s, compute_s)
         about = f"sweep of {size} rows against {name}"
         limit = 1.05 if is_link else None
-        yield row(about, found[size]["sweep_s"], "s", ceiling_s, limit, promise=promise)
+        yield row(about, by_size[size]["sweep_s"], "s", ceiling_s, limit, promise=promise)
 
 
 def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
-    for one in passes.draft_rows(job.setting, decoder, [5] * 32, job.amounts.draft_s):
-        name = f"draft step of {one['num_draft_rows']} rows against reading its weights"
-        promise = "step" if one["num_draft_rows"] == job.amounts.draft_width else None
-        yield row(name, one["draft_step_s"], "s", one["weights_s"], 1.5, promise=promise)
+    for drafted in passes.draft_rows(job.setting, decoder, [5] * 32, job.amounts.draft_s):
+        name = f"draft step of {drafted['num_draft_rows']} rows against reading its weights"
+        promise = "step" if drafted["num_draft_rows"] == job.amounts.draft_width else None
+        yield row(name, drafted["draft_step_s"], "s", drafted["weights_s"], 1.5, promise=promise)
 
 
 def trees(job: Job, decoder: Decoder) -> Iterator[Row]:
     """Measure tokens per pass and seconds per token of each tree whose tokens are right."""
     for tree in job.amounts.trees:
         promise = "step" if tree in job.amounts.trees[2:] else None
-        found = one_tree(job, decoder, tree, promise)
-        for one in attempt(tree, [promise] if promise else [], found):
-            if "s_per_token" in one:
-                job.best_s = min(job.best_s or one["s_per_token"], one["s_per_token"])
-            yield one
+        measured = one_tree(job, decoder, tree, promise)
+        for measured_row in attempt(tree, [promise] if promise else [], measured):
+            if "s_per_token" in measured_row:
+                job.best_s = min(
+                    job.best_s or measured_row["s_per_token"], measured_row["s_per_token"]
+                )
+            yield measured_row
 
 
 def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iterator[Row]:
@@ -208,4 +210,6 @@ def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
         yield row(name, num_bytes / _GIB, "GiB", most / _GIB, limit, promise=promise)
 
 
-ON_DECODER = {one.__name__: one for one in (enqueue, sweeps, drafting, trees, trace, soak, memory)}
+ON_DECODER = {
+    part.__name__: part for part in (enqueue, sweeps, drafting, trees, trace, soak, memory)
+}

@@ -60,27 +60,27 @@ def accelerate(job: Job) -> Iterator[Row]:
     ways = {"as it comes": False}
     if job.device.torch_device.type == "cuda":
         ways["weights page-locked for it"] = True
-    for how, is_pinned in ways.items():
+    for way, is_pinned in ways.items():
         peer_s = accelerate_s(job.setting.target, job.device, job.num_resident, is_pinned=is_pinned)
-        yield row(f"accelerate, CPU offload, one token, {how}", peer_s, "s")
+        yield row(f"accelerate, CPU offload, one token, {way}", peer_s, "s")
         if job.best_s is None:
             rule = "no tree has seconds per token to compare"
             raise UserError(f"{rule}: look at what became of the part `trees`")
-        name = f"best tree against accelerate, {how} (s/token)"
+        name = f"best tree against accelerate, {way} (s/token)"
         promise = None if is_pinned else "against accelerate"
-        told = row(name, job.best_s, "s", peer_s, 0.1, promise=promise)
-        yield told | {"times": peer_s / job.best_s}
+        compared = row(name, job.best_s, "s", peer_s, 0.1, promise=promise)
+        yield compared | {"times": peer_s / job.best_s}
 
 
 def measure(job: Job) -> Iterator[Row]:
     """Yield all rows as they are known, without timings of a way whose tokens are wrong."""
     right = set[bool]()  # ways, by whether they promise the same bits
     for is_invariant in (False, True):
-        found = list[Row]()
-        for one in gate(job, is_invariant) if "gate" in job.parts else ():
-            found.append(one)
-            yield one
-        if not any(one["promise"] == "exact" and one["is_met"] is False for one in found):
+        seen = list[Row]()
+        for measured_row in gate(job, is_invariant) if "gate" in job.parts else ():
+            seen.append(measured_row)
+            yield measured_row
+        if not any(row["promise"] == "exact" and row["is_met"] is False for row in seen):
             right.add(is_invariant)
     if not right:
         return
@@ -95,17 +95,17 @@ def measure(job: Job) -> Iterator[Row]:
         yield from attempt("accelerate", PROMISED["accelerate"], accelerate(job))
     if "plain" in job.parts and False in right:
         plain = on_decoder(job, _ON_PLAIN, invariant=False)
-        for one in attempt("loading", PROMISED["plain"], plain):
-            yield one | {"row": f"not invariant, {one['row']}"}
+        for measured_row in attempt("loading", PROMISED["plain"], plain):
+            yield measured_row | {"row": f"not invariant, {measured_row['row']}"}
 
 
 def gate(job: Job, is_invariant: bool) -> Iterator[Row]:
     """Return True if tokens are right, with or without the same bits in every pass."""
     small = resident_pair("4GiB")._replace(opened=job.setting.opened, device=job.setting.device)
     asked = gates(small, PROMPT, job.amounts.num_gate, None if is_invariant else False)
-    for one in attempt("gate", PROMISED["gate"], asked):
-        how = "" if is_invariant else "not invariant, "
-        yield one | {"row": how + one["row"], "is_invariant": is_invariant}
+    for measured_row in attempt("gate", PROMISED["gate"], asked):
+        prefix = "" if is_invariant else "not invariant, "
+        yield measured_row | {"row": prefix + measured_row["row"], "is_invariant": is_invariant}
 
 
 def promised_of(names: Sequence[str]) -> list[str]:
@@ -162,16 +162,18 @@ def main(
             refusal = error
             measured = failures("opening", promised_of(wanted), error)
         try:
-            for one in measured:
-                rows.append(bench.row(one))
-                print(row_line(one), flush=True)
+            for row in measured:
+                rows.append(bench.row(row))
+                print(row_line(row), flush=True)
         finally:
-            found = verdicts(rows)
-            print("\n".join(verdict_lines(found)))
-            bench.end({"bench": "device", "device": name, "promises": found, "rows": rows})
+            promises = verdicts(rows)
+            print("\n".join(verdict_lines(promises)))
+            bench.end({"bench": "device", "device": name, "promises": promises, "rows": rows})
     if refusal is not None:
         raise refusal
-    missed = {one["promise"]: one["seen"] for one in found if one["is_met"] is False}
+    missed = {
+        promise["promise"]: promise["seen"] for promise in promises if promise["is_met"] is False
+    }
     if "exact" in missed:
         raise UserError(f"tokens are wrong ({missed['exact']}): no speed is worth printing")
     if missed:

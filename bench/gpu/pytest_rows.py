@@ -38,7 +38,7 @@ class _Rows:
 
     def _add(self, report: Any, seconds: float) -> None:
         is_met = {"passed": True, "failed": False}.get(report.outcome)
-        told = row(f"test {report.nodeid}", seconds, "s") | {"is_met": is_met}
+        outcome = row(f"test {report.nodeid}", seconds, "s") | {"is_met": is_met}
         if report.failed:
-            told["error"] = str(report.longrepr).strip().splitlines()[-1][:200]
-        add_row(self._path, told)
+            outcome["error"] = str(report.longrepr).strip().splitlines()[-1][:200]
+        add_row(self._path, outcome)

@@ -84,9 +84,9 @@ class Cluster:
             "MASTER_PORT": str(free_port()),
         }
         self._ranks = list[Talker]()
-        for rank, own in enumerate(options):
+        for rank, rank_options in enumerate(options):
             draft = setting.draft and str(setting.draft)
-            job = json.dumps([str(setting.target), draft, own])
+            job = json.dumps([str(setting.target), draft, rank_options])
             place = {"RANK": str(rank)} if len(options) > 1 else {}
             words = ["offload.bench.harness.cluster", job]
             self._ranks.append(Talker(words, self._log, common | place))
@@ -99,8 +99,8 @@ class Cluster:
         """Have a text written. Raises `RunError` where a rank has failed."""
         self._ranks[0].tell(order)
         ids, bursts, stats, figures = self._ranks[0].hear()
-        ranks = [[RankFigures(*one) for one in moment] for moment in figures]
-        return Answer(order, ids, [Burst(*one) for one in bursts], stats, ranks)
+        ranks = [[RankFigures(*figure) for figure in moment] for moment in figures]
+        return Answer(order, ids, [Burst(*burst) for burst in bursts], stats, ranks)
 
     def peak_rss_bytes(self) -> list[int]:
         return [peak_rss_bytes(rank.process.pid) for rank in self._ranks]
@@ -113,7 +113,7 @@ class Cluster:
         self._log.close()
 
 
-def shard_budgets(setting: Setting, num_ranks: int, num_nodes: int, **how: Any) -> list[int]:
+def shard_budgets(setting: Setting, num_ranks: int, num_nodes: int, **budget: Any) -> list[int]:
     """Return the least budgets with which each rank streams most of its share, in usual passes."""
     files = setting.files
     even = share_layers(files.target, [1 / num_ranks] * num_ranks)
@@ -123,7 +123,7 @@ def shard_budgets(setting: Setting, num_ranks: int, num_nodes: int, **how: Any) 
             files if num_ranks == 1 else shard_files(files, even, rank),
             num_nodes,
             lambda plan: plan.max_prompt_rows >= min(PROMPT_ROWS, plan.context),
-            **how,
+            **budget,
         )
         budgets.append(int(_SPARE_SHARE * least))
     return budgets
@@ -142,9 +142,9 @@ def _run_rank(target: str, draft: str | None, options: dict[str, Any]) -> None:
         print(json.dumps("loaded"), flush=True)
         for line in sys.stdin:
             order = Order(*json.loads(line))
-            how: Any = {"max_new_tokens": order.num_tokens, "tree": order.tree}
+            text_options: Any = {"max_new_tokens": order.num_tokens, "tree": order.tree}
             figures[:] = [_figures(decoder, own_bytes, 0)]
-            run = decoder.run(order.prompt_ids, order.sampling, **how)
+            run = decoder.run(order.prompt_ids, order.sampling, **text_options)
             bursts, result = followed(run, on_burst)
             figures.append(_figures(decoder, own_bytes, result.stats.num_sweeps))
             answer = (result.token_ids, bursts, result.stats.as_dict(), figures)
@@ -153,8 +153,8 @@ def _run_rank(target: str, draft: str | None, options: dict[str, Any]) -> None:
 
 def _figures(decoder: Decoder, own_bytes: int, num_passes: int) -> list[RankFigures]:
     """Return the figures of all ranks, or of a single process its passes since the first tokens."""
-    if told := decoder.target.figures():
-        return told
+    if figures := decoder.target.figures():
+        return figures
     plan = decoder.plan
     # nothing where the target lies on other ranks
     moved = decoder.target.moved

@@ -45,12 +45,14 @@ from offload.rank_roles import find_place
 Thing = TypeVar("Thing")
 
 
-def flag(metavar: str | None, told: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, metavar=metavar, help=told, **more)
+def flag(metavar: str | None, help_text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help_text, **settings)
 
 
-def shared(metavar: str | None, told: str, *names: str, default: Any = None, **more: Any) -> Any:
-    return field(default=default, metadata={"option": flag(metavar, told, *names, **more)})
+def shared(
+    metavar: str | None, help_text: str, *names: str, default: Any = None, **settings: Any
+) -> Any:
+    return field(default=default, metadata={"option": flag(metavar, help_text, *names, **settings)})
 
 
 def _json_file(path: Path | None) -> Path | None:
@@ -175,10 +177,10 @@ class Bench:
 
     def effort(self, full: Thing, quick: Thing) -> Thing:
         """Return one of both, with as many prompts as are asked for where a flag says so."""
-        found = quick if self.quick else full
-        if self.given.num_prompts is not None and isinstance(found, Effort):
-            found = replace(found, num_prompts=self.given.num_prompts)
-        return found
+        effort = quick if self.quick else full
+        if self.given.num_prompts is not None and isinstance(effort, Effort):
+            effort = replace(effort, num_prompts=self.given.num_prompts)
+        return effort
 
     def setting(
         self,
@@ -213,9 +215,9 @@ class Bench:
         self, num_each: int, part: slice = slice(None), sources: Sequence[str] = ("code",)
     ) -> list[Prompt]:
         """Return the prompts that the flags name, or those of `sources`; the result tells them."""
-        found = prompts(self.given.source or sources, num_each, part)
-        self._settings["prompts"] = [prompt.name for prompt in found]
-        return found
+        chosen = prompts(self.given.source or sources, num_each, part)
+        self._settings["prompts"] = [prompt.name for prompt in chosen]
+        return chosen
 
     def begin(self, setting: Setting, **settings: object) -> None:
         """Say the ceiling, once a stored result can be compared with these models and settings.
@@ -239,8 +241,8 @@ class Bench:
             return
         label = PLAIN_READER if plan is None else f"layers to {setting.device}"
         rate = link_ceiling(setting, plan)
-        told = "nothing is streamed" if rate is None else f"{rate / 1e9:.3f} GB/s"
-        print(f"ceiling: {label}, {told}", flush=True)
+        rate_words = "nothing is streamed" if rate is None else f"{rate / 1e9:.3f} GB/s"
+        print(f"ceiling: {label}, {rate_words}", flush=True)
         self.ceiling = {"bytes_per_s": rate}
 
     def turns(
@@ -248,14 +250,14 @@ class Bench:
     ) -> Iterator[tuple[Thing, Any]]:
         """Yield every case in every round: what drifts is shared by all of them."""
         every = [*rounds]
-        for number, one in enumerate(every):
+        for number, item in enumerate(every):
             for at, case in enumerate(cases):
                 self.screen.count(number * len(cases) + at, len(every) * len(cases), label)
-                yield one, case
+                yield item, case
 
     def row(self, row: Row) -> Row:
         """Keep a row on disk, once, whatever happens next; return it."""
-        if not any(row is one for one in self._noted):
+        if not any(row is noted for noted in self._noted):
             self._noted.append(row)
             self._add(row)
         return row
@@ -268,33 +270,33 @@ class Bench:
         if self.given.rows_file is not None:
             add_row(self.given.rows_file, {"bench": self.name, **row})
 
-    def finish(self, found: Findings) -> None:
+    def finish(self, findings: Findings) -> None:
         """Prove, show, store and compare; exits with 1 if anything has failed or is slower."""
         proof = None
-        if found.written:
+        if findings.written:
             assert self._setting is not None, "an original proves the texts"
             with self.screen:
                 self.screen.wait("proving every token")
-                proof = self._setting.prove(found.written)
-        rows = [self.row(row) for row in found.rows]
-        for columns, shown in found.tables:
+                proof = self._setting.prove(findings.written)
+        rows = [self.row(row) for row in findings.rows]
+        for columns, shown in findings.tables:
             if shown:
                 say_table(columns, shown)
-        print(*found.notes, sep="\n", end="\n" if found.notes else "")
-        guards = {**found.guards, **say_checks(found.checks)}
+        print(*findings.notes, sep="\n", end="\n" if findings.notes else "")
+        guards = {**findings.guards, **say_checks(findings.checks)}
         models = {} if self._setting is None else self._setting.as_dict()
-        settings = {**models, **self._settings, **found.settings, "quick": self.quick}
-        for name, write in found.files.items():
+        settings = {**models, **self._settings, **findings.settings, "quick": self.quick}
+        for name, write in findings.files.items():
             if path := getattr(self.given, name):
                 write(settings, path)
         if proof is not None:
             print(proof.line)
             settings["proof"] = proof._asdict()
-        ceiling = self.ceiling if found.ceiling is None else found.ceiling
+        ceiling = self.ceiling if findings.ceiling is None else findings.ceiling
         # what was said at the start was one more reading, and a link's speed changes
         if "samples" in ceiling:
-            told = f"{ceiling['bytes_per_s'] / 1e9:.3f} GB/s, by {len(ceiling['samples'])}"
-            print(f"ceiling: {told} readings since then")
+            rate_words = f"{ceiling['bytes_per_s'] / 1e9:.3f} GB/s, by {len(ceiling['samples'])}"
+            print(f"ceiling: {rate_words} readings since then")
         result = Result(
             bench=self.name,
             settings=settings,
@@ -306,26 +308,26 @@ class Bench:
         print(f"others took {others:.2f} of the processors' time")
         result.machine["others_cpu_share"] = others
         self._store(result.as_dict())
-        has_failed = found.has_failed
+        has_failed = findings.has_failed
         if self._old is not None and is_worse(self._old, result):
             has_failed = True
         self._print(result.as_dict())
         if has_failed:
             raise typer.Exit(1)
 
-    def end(self, found: Row) -> None:
+    def end(self, result: Row) -> None:
         """Print the last line of a command with an object of its own, stored with `--json`."""
-        self._store(found)
-        self._print(found)
+        self._store(result)
+        self._print(result)
 
-    def _store(self, found: Row) -> None:
+    def _store(self, result: Row) -> None:
         if self.given.json_file not in (None, STDOUT):
-            store(found, self.given.json_file)
+            store(result, self.given.json_file)
 
-    def _print(self, found: Row) -> None:
+    def _print(self, result: Row) -> None:
         """Print kilobytes of JSON, unless a person looks on who has not asked for them."""
         if self.given.json_file == STDOUT or not sys.stdout.isatty():
-            print(json.dumps(found), flush=True)
+            print(json.dumps(result), flush=True)
 
 
 def command(
@@ -334,29 +336,31 @@ def command(
     """Make `main(bench, own flags)` the command `offload bench NAME`, with these flags of `Given`."""
     words = " ".join((*shared, "rows_file json_file")).split()
     names = " ".join(_GROUPS.get(word, word) for word in words).split()
-    given_flags = {one.name: one for one in fields(Given)}
+    given_flags = {field.name: field for field in fields(Given)}
 
     def wrap(main: Callable[..., Findings | None]) -> Callable[..., None]:
-        own = list(inspect.signature(main, eval_str=True).parameters.values())[1:]
+        own_parameters = list(inspect.signature(main, eval_str=True).parameters.values())[1:]
 
         @wraps(main)
         def run(**given: Any) -> None:
-            mine = {one.name: given.pop(one.name) for one in own}
+            mine = {parameter.name: given.pop(parameter.name) for parameter in own_parameters}
             with ExitStack() as resources:
                 # what has no flag for it computes on the host
                 bench = Bench(name, Given(**{"device": "cpu", **given}), resources)
-                found = main(bench, **mine)
-                if found is not None:
-                    bench.finish(found)
+                findings = main(bench, **mine)
+                if findings is not None:
+                    bench.finish(findings)
 
         kind = inspect.Parameter.KEYWORD_ONLY
-        both = [one.replace(kind=kind) for one in own]
+        both = [parameter.replace(kind=kind) for parameter in own_parameters]
         for each in names:
-            one = given_flags[each]
-            told = Annotated[one.type, one.metadata["option"]]  # type: ignore[name-defined]
-            both.append(inspect.Parameter(each, kind, default=one.default, annotation=told))
+            shared_flag = given_flags[each]
+            annotation = Annotated[shared_flag.type, shared_flag.metadata["option"]]  # type: ignore[name-defined]
+            both.append(
+                inspect.Parameter(each, kind, default=shared_flag.default, annotation=annotation)
+            )
         run.__signature__ = inspect.Signature(both)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in both}
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in both}
         run.epilog = "\n\n".join(["Examples:", *examples]) if examples else None  # type: ignore[attr-defined]
         del run.__wrapped__
         return run

@@ -71,15 +71,15 @@ class Proof(NamedTuple):
 
     @property
     def line(self) -> str:
-        told = f"{self.num_exact} tokens are the reference's own draw in float32"
-        told = f"gate: {told}, {self.num_near} within bf16 rounding"
+        words = f"{self.num_exact} tokens are the reference's own draw in float32"
+        words = f"gate: {words}, {self.num_near} within bf16 rounding"
         if self.num_routed:
-            told = f"{told}, {self.num_routed} of these by what routers choose in 16 bits"
-            told = f"{told}, which moves the original's own scores by up to {self.routed_by:.2f}"
+            words = f"{words}, {self.num_routed} of these by what routers choose in 16 bits"
+            words = f"{words}, which moves the original's own scores by up to {self.routed_by:.2f}"
         if not self.num_by_law:
-            return told
+            return words
         law = f"{self.num_by_law} follow its distribution, {self.sigmas:+.1f} standard errors off"
-        return f"{told}; {law}"
+        return f"{words}; {law}"
 
 
 def prove(
@@ -95,31 +95,31 @@ def prove(
     drawn = list[tuple[Tensor, Sequence[int]]]()
     repeated = list[tuple[Written, list[float]]]()
     # runs that begin alike must go on alike
-    for run in (one for one in written if one.is_invariant and one.repeats_draws):
+    for run in (run for run in written if run.is_invariant and run.repeats_draws):
         other = first.setdefault((tuple(run.prompt_ids), run.sampling), run)
-        for at, (one, two) in enumerate(zip(other.new_ids, run.new_ids, strict=False)):
-            if one != two:
+        for at, (token, two) in enumerate(zip(other.new_ids, run.new_ids, strict=False)):
+            if token != two:
                 raise WrongTokenError(f"new token {at} differs between two trees")
     for run in written:
         logits_TV = score(run.prompt_ids, run.new_ids) if run.new_ids else torch.empty(0, 1)
         if run.repeats_draws:
-            own = gaps_of(logits_TV, len(run.prompt_ids), run.new_ids, run.sampling)
-            repeated.append((run, own))
-            gaps += own
+            run_gaps = gaps_of(logits_TV, len(run.prompt_ids), run.new_ids, run.sampling)
+            repeated.append((run, run_gaps))
+            gaps += run_gaps
         else:
             sampler = Sampler(run.sampling, logits_TV.shape[1])
             drawn.append((sampler.distribution(logits_TV), run.new_ids))
-    num_routed = sum(gap > rounding(run.sampling) for run, own in repeated for gap in own)
+    num_routed = sum(gap > rounding(run.sampling) for run, run_gaps in repeated for gap in run_gaps)
     routed_by = 0.0
     if num_routed and score_as_computed is not None:
         runs = (run for run, _ in repeated if run.new_ids)
         routed_by = max(largest_step(run, score, score_as_computed) for run in runs)
-    for run, own in repeated:
-        draws_hold(own, run.sampling, routed_by)
+    for run, run_gaps in repeated:
+        draws_hold(run_gaps, run.sampling, routed_by)
     sigmas = surprise_sigmas(drawn)
     if abs(sigmas) > MOST_SIGMAS:
-        told = f"tokens miss the target's distribution by {sigmas:.1f} standard errors"
-        raise UserError(f"{told}: no speed is worth printing")
+        complaint = f"tokens miss the target's distribution by {sigmas:.1f} standard errors"
+        raise UserError(f"{complaint}: no speed is worth printing")
     num_near = sum(gap > 0 for gap in gaps)
     num_by_law = sum(len(ids) for _, ids in drawn)
     return Proof(len(gaps) - num_near, num_near, num_by_law, sigmas, num_routed, routed_by)
@@ -136,9 +136,9 @@ def draws_hold(gaps: Sequence[float], sampling: Sampling, routed_by: float = 0.0
             raise WrongTokenError(f"new token {at} is wrong, it misses the draw by {gap:.3f}")
 
 
-def largest_step(run: Written, one: Score, other: Score) -> float:
+def largest_step(run: Written, score_of: Score, other: Score) -> float:
     """Return by how much any score of two references differs; 0 where one is not finite."""
-    one_TV, other_TV = (score(run.prompt_ids, run.new_ids).float() for score in (one, other))
+    one_TV, other_TV = (score(run.prompt_ids, run.new_ids).float() for score in (score_of, other))
     step = float((one_TV - other_TV).abs().max())
     return step if math.isfinite(step) else 0.0
 
@@ -169,8 +169,8 @@ def reference(
     num_bytes = sum(path.stat().st_size for path in checkpoint.shards)
     # stored in 16 bits it doubles, and some is left
     if draft is not None and 3 * num_bytes >= available_ram_bytes():
-        how: Any = {"device": "cpu", "dtype": dtype, "profile": "none"}
-        with load(target, draft, ram, "chain:511", **how) as decoder:
+        options: Any = {"device": "cpu", "dtype": dtype, "profile": "none"}
+        with load(target, draft, ram, "chain:511", **options) as decoder:
 
             def streamed(prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
                 ids = [*prompt_ids, *new_ids]

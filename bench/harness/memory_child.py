@@ -40,8 +40,8 @@ class Order(NamedTuple):
 
     def in_fresh_process(self) -> dict[str, Any]:
         """Return the phases in that file, with `peak_bytes` of all. Raises `RunError`."""
-        found: dict[str, Any] = call("offload.bench.harness.memory_child", self)
-        return {**found, "peak_bytes": max(phase["peak_bytes"] for phase in found["phases"])}
+        measured: dict[str, Any] = call("offload.bench.harness.memory_child", self)
+        return {**measured, "peak_bytes": max(phase["peak_bytes"] for phase in measured["phases"])}
 
 
 class _FreeBlocks(ctypes.Structure):
@@ -53,10 +53,10 @@ class _Meter:
 
     def __init__(self) -> None:
         self.imported_bytes = rss_bytes()
-        self.found = list[dict[str, Any]]()
+        self.phases = list[dict[str, Any]]()
         self._phase = ""
         self.next_phase("headers")
-        self.found.clear()
+        self.phases.clear()
 
     def next_phase(self, phase: str) -> None:
         """Note what the phase that ends has taken, and begin another."""
@@ -68,7 +68,7 @@ class _Meter:
             library.mallinfo2.restype = _FreeBlocks
             held_bytes -= int(library.mallinfo2().fordblks)
         ended = {"phase": self._phase, "peak_bytes": peak_bytes, "end_bytes": end_bytes}
-        self.found.append({**ended, "held_bytes": held_bytes})
+        self.phases.append({**ended, "held_bytes": held_bytes})
         self._phase = phase
         # where the kernel refuses, a phase's peak includes earlier phases
         with suppress(OSError):
@@ -95,7 +95,7 @@ def _follow(order: Order) -> dict[str, Any]:
         moments.setdefault("first layer", time.perf_counter())
 
     hooks = Hooks(on_phase=meter.next_phase, on_layer=on_layer)
-    how: Any = {"max_new_tokens": order.num_tokens, "temperature": order.temperature}
+    text_options: Any = {"max_new_tokens": order.num_tokens, "temperature": order.temperature}
     started_s = time.perf_counter()
     with open_decoder(options, hooks=hooks) as decoder:
         ids = decoder.encode(PROMPT * 20, raw=True)[: order.prompt_tokens]
@@ -103,7 +103,7 @@ def _follow(order: Order) -> dict[str, Any]:
         for text in range(order.num_texts):
             meter.next_phase(f"text {text + 1}")
             firsts = [(text + n) * _STEP % max(1, len(ids) // 2) for n in range(plan.parallel)]
-            decoder.generate([ids[first:] for first in firsts], seed=text, **how)
+            decoder.generate([ids[first:] for first in firsts], seed=text, **text_options)
         meter.next_phase("end")
     slots_bytes = plan.total_bytes - plan.fixed_bytes - plan.resident_bytes
     return {
@@ -111,7 +111,7 @@ def _follow(order: Order) -> dict[str, Any]:
         "ram_bytes": plan.ram_bytes,
         "planned_bytes": plan.total_bytes,
         "posts": {**{name: getattr(plan, name) for name in _POSTS}, "slots_bytes": slots_bytes},
-        "phases": meter.found,
+        "phases": meter.phases,
         "first_layer_s": moments["first layer"] - started_s,
     }
 

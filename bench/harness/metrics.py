@@ -44,29 +44,35 @@ def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
     the first bursts, `output_tokens_per_s` all, prompt time included.
     """
     filled = [[burst for burst in run if burst.num_tokens] for run in runs]
-    told = [bursts for bursts in filled if bursts]
+    texts = [bursts for bursts in filled if bursts]
     later = [
         (bursts[-1].time_s - bursts[0].time_s, sum(burst.num_tokens for burst in bursts[1:]))
-        for bursts in told
+        for bursts in texts
     ]
-    gaps_s = [after.time_s - one.time_s for bursts in told for one, after in pairwise(bursts)]
+    gaps_s = [
+        after.time_s - before.time_s for bursts in texts for before, after in pairwise(bursts)
+    ]
     # tokens that arrived with another one
-    within = sum(burst.num_tokens - 1 for bursts in told for burst in bursts)
+    within = sum(burst.num_tokens - 1 for bursts in texts for burst in bursts)
     observed: dict[str, list[float]] = {
-        "ttft_s": [bursts[0].time_s for bursts in told],
+        "ttft_s": [bursts[0].time_s for bursts in texts],
         "tpot_s": [took_s / count for took_s, count in later if count],
         "itl_s": gaps_s + [0.0] * within,
         "sweep_s": gaps_s,
-        "e2el_s": [bursts[-1].time_s for bursts in told],
+        "e2el_s": [bursts[-1].time_s for bursts in texts],
     }
     flat = dict[str, float]()
     for name, values in observed.items():
-        found = np.asarray(values or [0.0])
-        kinds = {"mean": found.mean(), "median": np.median(found), "p99": np.percentile(found, 99)}
+        numbers = np.asarray(values or [0.0])
+        kinds = {
+            "mean": numbers.mean(),
+            "median": np.median(numbers),
+            "p99": np.percentile(numbers, 99),
+        }
         flat |= {f"{kind}_{name}": float(value) for kind, value in kinds.items()}
     decode_s = sum(took_s for took_s, _ in later)
     num_later = sum(count for _, count in later)
-    num_tokens = num_later + sum(bursts[0].num_tokens for bursts in told)
+    num_tokens = num_later + sum(bursts[0].num_tokens for bursts in texts)
     all_s = sum(observed["e2el_s"])
     flat["output_tokens_per_s"] = num_tokens / all_s if all_s else 0.0
     return {**flat, "decode_tokens_per_s": num_later / decode_s if decode_s else 0.0}

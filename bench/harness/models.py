@@ -58,15 +58,15 @@ def find_setting(
             plan_memory(ModelFiles(headers[0], headers[1] if draft else None), budget, 1)
         target, *small = map(specified, fetch(names, headers, screen.wait))
         files = ModelFiles(target, *small)
-        own = target.directory
+        folder = target.directory
         guesser = small[0].directory if small else None
     else:
         size_bytes = parse_size(size, "--size")
-        own = inflated_target(size_bytes, screen.make_target)
+        folder = inflated_target(size_bytes, screen.make_target)
         guesser = PAIR / "draft" if draft is None else open_headers(draft).directory
-        files = ModelFiles(describe(own), describe(guesser))
+        files = ModelFiles(describe(folder), describe(guesser))
     budget_bytes = need.budget_bytes(files) if ram is None else parse_size(ram, "--ram")
-    return Setting(own, guesser, PAIR / "target" if model is None else own, budget_bytes)
+    return Setting(folder, guesser, PAIR / "target" if model is None else folder, budget_bytes)
 
 
 def resident_pair(ram: str = "2GiB") -> Setting:

@@ -57,17 +57,17 @@ def draw_decoding(
     words = [case_words(row["tree"], row["rule"], row["temperature"]) for row in rows]
     yields = [row["tokens_per_sweep"] for row in rows]
     if least_pass_s is None:
-        what = "tokens per pass over the weights"
+        unit = "tokens per pass over the weights"
         most = "what a tree of that depth could bring"
         ceilings = [1.0 + len(row["accepted_per_pos"]) for row in rows]
         values = yields
     else:
-        what = "tokens per second"
+        unit = "tokens per second"
         most = "what the link allows at so many tokens per pass"
-        ceilings = [one / least_pass_s for one in yields]
+        ceilings = [text_yield / least_pass_s for text_yield in yields]
         values = [row["decode_tokens_per_s"] for row in rows]
     bars = list(map(Bar, words, values, ceilings))
-    figure_of(bars, f"How many {what}?", what, most, settings).savefig(path)
+    figure_of(bars, f"How many {unit}?", unit, most, settings).savefig(path)
 
 
 def case_words(tree: str, rule: str, temperature: float) -> str:
@@ -94,21 +94,21 @@ def draw_flights(rows: Sequence[Row], settings: Row, path: Path) -> None:
     for place, row in zip(places, rows, strict=True):
         zero_s = min((time_s for time_s, *_ in row["events"]), default=0.0)
         issued_s = dict[int, float]()
-        for moment_s, what, run, _ in row["events"]:
+        for moment_s, kind, run, _ in row["events"]:
             at_s = moment_s - zero_s
-            if what == "issued":
+            if kind == "issued":
                 issued_s[run] = at_s
-            elif what in ("drawn", "dead") and run in issued_s:
-                colour = {"drawn": _BAR, "dead": _CEILING}[what]
+            elif kind in ("drawn", "dead") and run in issued_s:
+                colour = {"drawn": _BAR, "dead": _CEILING}[kind]
                 place.plot([issued_s[run], at_s], [run, run], color=colour, linewidth=1.2)
-            elif what == "cancelled":
+            elif kind == "cancelled":
                 place.plot(at_s, run, "|", color=_BAD, markersize=4)
-            elif what == "emitted":
+            elif kind == "emitted":
                 place.axvline(at_s, color=_INK, linewidth=0.3)
         place.set_ylabel(row["name"], fontsize=8)
         _bare(place)
-    told = "green: came back with tokens, grey: dead, red: cancelled, ticks: tokens written"
-    places[-1].set_xlabel(f"seconds; {told}", fontsize=8, color=_SOFT)
+    legend = "green: came back with tokens, grey: dead, red: cancelled, ticks: tokens written"
+    places[-1].set_xlabel(f"seconds; {legend}", fontsize=8, color=_SOFT)
     figure.savefig(path)
 
 
@@ -123,15 +123,15 @@ def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) 
         for place, name in zip(places, names, strict=True):
             is_memory = name == "rss_bytes"
             unit = "rss, MiB" if is_memory else name.removeprefix("num_")
-            values = [getattr(one, name) / (2**20 if is_memory else 1) for one in looks]
-            place.plot([one.time_s / 60 for one in looks], values, linewidth=0.8, color=_BAR)
+            values = [getattr(look, name) / (2**20 if is_memory else 1) for look in looks]
+            place.plot([look.time_s / 60 for look in looks], values, linewidth=0.8, color=_BAR)
             _bare(place)
             place.set_ylim(0, 1.1 * max(values) or 1)  # a line at the very top cannot be seen
             place.set_ylabel(unit, fontsize=7)
     figure.savefig(path)
 
 
-def figure_of(bars: Sequence[Bar], question: str, what: str, most: str, settings: Row) -> "Figure":
+def figure_of(bars: Sequence[Bar], question: str, unit: str, most: str, settings: Row) -> "Figure":
     """Return the figure: a bar for each row, before the bar of its ceiling, which is `most`."""
     figure = _figure(question, settings, 1.5 + 0.36 * len(bars))
     place = figure.subplots()
@@ -143,13 +143,13 @@ def figure_of(bars: Sequence[Bar], question: str, what: str, most: str, settings
     widest = max([*ceilings, *values])
     for index, bar in enumerate(bars):
         form = ".2f" if bar.value < 10 else ".1f"
-        told = f"{bar.value:{form}} of {bar.most:{form}}"
+        label = f"{bar.value:{form}} of {bar.most:{form}}"
         end = max(bar.value, bar.most) + 0.01 * widest
-        place.text(end, index, told, va="center", fontsize=8, color=_INK)
+        place.text(end, index, label, va="center", fontsize=8, color=_INK)
     place.set_yticks(places, ["\n".join(wrap(bar.label, 48)) for bar in bars], fontsize=8)
     place.invert_yaxis()
     place.set_xlim(0, 1.16 * widest)
-    place.set_xlabel(what, fontsize=8, color=_SOFT)
+    place.set_xlabel(unit, fontsize=8, color=_SOFT)
     place.tick_params(axis="x", labelsize=8, colors=_SOFT)
     place.tick_params(axis="y", length=0)
     figure.legend(loc="outside lower right", ncols=2, frameon=False, fontsize=8)

@@ -80,25 +80,27 @@ def die_with_parent() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
-def start(words: Sequence[str], own: Mapping[str, str], **how: Any) -> "subprocess.Popen[str]":
+def start(
+    words: Sequence[str], variables: Mapping[str, str], **options: Any
+) -> "subprocess.Popen[str]":
     """Start a module, with its arguments and variables of its own; it dies with this process."""
     command = [sys.executable, "-m", *words]
-    env = {**environment(), **own}
-    return subprocess.Popen(command, env=env, preexec_fn=die_with_parent, **how)
+    env = {**environment(), **variables}
+    return subprocess.Popen(command, env=env, preexec_fn=die_with_parent, **options)
 
 
 class Talker:
     """A module as a process that hears and answers lines of JSON; it ends with its input."""
 
-    def __init__(self, words: Sequence[str], log: TextIO, own: Mapping[str, str]) -> None:
+    def __init__(self, words: Sequence[str], log: TextIO, variables: Mapping[str, str]) -> None:
         self._log = log
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = start(words, own, stderr=log, start_new_session=True, **pipes)
+        self.process = start(words, variables, stderr=log, start_new_session=True, **pipes)
 
     def tell(self, value: Any) -> None:
         """Send one line; a process that has ended is noticed when it is to answer."""

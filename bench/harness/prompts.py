@@ -45,17 +45,19 @@ class Prompt(NamedTuple):
 def prompts(sources: Iterable[str], num_each: int, part: slice = _ALL) -> list[Prompt]:
     """Return `num_each` prompts from a part of every source, spread evenly. Raises `UserError`."""
     makers = {CODE: _beginnings, COPY: _copies}
-    found = list[Prompt]()
+    chosen = list[Prompt]()
     for source in sources:
         texts = makers[source]() if source in makers else _from_file(Path(source))
         every = list({prompt.text: prompt for prompt in texts}.values())
         if not every:
-            told = f"--prompts {source} gives no prompt on this machine"
-            raise UserError(f"{told}: name a text or .jsonl file")
-        own = every[part]
-        num = min(num_each, len(own))
-        found += [own[index * len(own) // num] for index in range(num)]
-    return [one if one.then else one._replace(text=one.text[:_CHARS]) for one in found]
+            complaint = f"--prompts {source} gives no prompt on this machine"
+            raise UserError(f"{complaint}: name a text or .jsonl file")
+        of_source = every[part]
+        num = min(num_each, len(of_source))
+        chosen += [of_source[index * len(of_source) // num] for index in range(num)]
+    return [
+        prompt if prompt.then else prompt._replace(text=prompt.text[:_CHARS]) for prompt in chosen
+    ]
 
 
 def encoded(decoder: Decoder, prompt: Prompt, num_tokens: int) -> list[int]:
@@ -73,11 +75,11 @@ def tokenizer_of(model: Path) -> Tokenizer:
     return tokenizer
 
 
-def raw_ids(model: Path, found: Iterable[Prompt], num_tokens: int) -> list[list[int]]:
+def raw_ids(model: Path, texts: Iterable[Prompt], num_tokens: int) -> list[list[int]]:
     """Return ids by a model's own tokenizer, cut as `encoded` does. Raises `UserError`."""
     tokenizer = tokenizer_of(model)
-    pairs = [(one, encode_prompt(tokenizer, one.text, raw=True)) for one in found]
-    return [ids if one.then else ids[:num_tokens] for one, ids in pairs]
+    pairs = [(prompt, encode_prompt(tokenizer, prompt.text, raw=True)) for prompt in texts]
+    return [ids if prompt.then else ids[:num_tokens] for prompt, ids in pairs]
 
 
 def _beginnings() -> Iterator[Prompt]:
@@ -139,12 +141,12 @@ def _from_file(path: Path) -> Iterator[Prompt]:
 def held_out_files() -> list[Path]:
     """Return library files that the pair was not trained on, split by a hash of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    files = []
     for path in library_files({"site-packages", "lib2to3", "idlelib"}):
         digest = hashlib.sha256(str(path.relative_to(root)).encode()).digest()
         if digest[0] * 100 < _HELD_OUT_PERCENT * 256:
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
 def library_files(left_out: Collection[str] = ("site-packages",)) -> list[Path]:
@@ -152,11 +154,11 @@ def library_files(left_out: Collection[str] = ("site-packages",)) -> list[Path]:
 
     Such a folder is not entered: what is installed there is ten times the library.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, below, names in os.walk(sysconfig.get_paths()["stdlib"]):
         below[:] = [name for name in below if name not in left_out]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found)
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files)
 
 
 def read_source(path: Path) -> str:

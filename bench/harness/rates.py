@@ -76,7 +76,7 @@ def copy_rates(device: Device, num_bytes: int) -> tuple[str, list[float]]:
     try:
         array = pinned.allocate(num_bytes).array
         way = pinned.note or f"page-locked ({pinned.ways})"
-        rates = [copy_bytes_per_s(device, one) for one in (array, array[_ODD_BYTES:])]
+        rates = [copy_bytes_per_s(device, source) for source in (array, array[_ODD_BYTES:])]
         return f"copies of {format_bytes(num_bytes)}: {way}", rates
     finally:
         del array
@@ -115,9 +115,9 @@ def memory_bytes_per_s(device: Device, most_bytes: int) -> float:
     torch_device = device.torch_device
     is_cuda = torch_device.type == "cuda"
     size = min(most_bytes, (1 << 28) if is_cuda else (64 << 20))
-    one, two = (torch.ones(size, dtype=torch.uint8, device=torch_device) for _ in range(2))
+    source, two = (torch.ones(size, dtype=torch.uint8, device=torch_device) for _ in range(2))
     # device memory is written as fast
-    return (2 if is_cuda else 1) * size / _seconds(device, lambda: two.copy_(one))
+    return (2 if is_cuda else 1) * size / _seconds(device, lambda: two.copy_(source))
 
 
 def _seconds(device: Device, work: Callable[[], object]) -> float:

@@ -84,10 +84,10 @@ class Result:
     commit: str | None = field(default_factory=checkout_commit)
 
     def as_dict(self) -> Row:
-        told = asdict(self)
-        for guard in told["guards"].values():
+        values = asdict(self)
+        for guard in values["guards"].values():
             guard["value"] = median(guard["samples"])
-        return {"schema": SCHEMA, **told}
+        return {"schema": SCHEMA, **values}
 
 
 class ProcessorClock:
@@ -105,15 +105,15 @@ class ProcessorClock:
 
     @staticmethod
     def _taken_s() -> float:
-        told = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        user, nice, system, _, _, irq, softirq, steal = map(int, told)
+        columns = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        user, nice, system, _, _, irq, softirq, steal = map(int, columns)
         all_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
         return all_s - sum(os.times()[:4])
 
 
-def store(found: Row, path: Path) -> None:
+def store(result: Row, path: Path) -> None:
     """Write what JSON can hold, whole or not at all. Raises `UserError` where that cannot be."""
-    text = json.dumps(found, indent=1) + "\n"
+    text = json.dumps(result, indent=1) + "\n"
     path = path.resolve()  # a link stays one, and what it points to is replaced
     with os_errors_as_user_error(f"cannot write {path}", "name another file"):
         # a pipe or a device takes what is written, and is not to be replaced
@@ -127,7 +127,7 @@ def writable(path: Path | None) -> Path | None:
     """Return the path, where a file can be written there. Raises `UserError`."""
     if path is None:
         return path
-    folder = next(one for one in (path.parent, *path.absolute().parents) if one.exists())
+    folder = next(parent for parent in (path.parent, *path.absolute().parents) if parent.exists())
     reasons = {
         "--json alone may be printed": path == STDOUT,
         "it is a folder": path.is_dir(),
@@ -135,7 +135,7 @@ def writable(path: Path | None) -> Path | None:
         f"{folder} is not yours": not os.access(folder, os.W_OK),
         "it is not yours to write": path.exists() and not os.access(path, os.W_OK),
     }
-    if why := next((one for one, holds in reasons.items() if holds), ""):
+    if why := next((complaint for complaint, holds in reasons.items() if holds), ""):
         raise UserError(f"cannot write {path} ({why}): name another file")
     return path
 
@@ -144,8 +144,8 @@ def read(path: Path) -> Result:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        told = f"cannot read {path} ({reason(error)})"
-        raise UserError(f"{told}: give a file written by offload bench --json") from None
+        complaint = f"cannot read {path} ({reason(error)})"
+        raise UserError(f"{complaint}: give a file written by offload bench --json") from None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise UserError(f"{path} is no result of offload bench: give a file written with --json")
     try:
@@ -154,8 +154,8 @@ def read(path: Path) -> Result:
             raise msgspec.ValidationError(missing)
         return msgspec.convert(stored, Result)
     except msgspec.ValidationError as error:
-        told = f"{path} is no whole result of offload bench ({error})"
-        raise UserError(f"{told}: measure again") from None
+        complaint = f"{path} is no whole result of offload bench ({error})"
+        raise UserError(f"{complaint}: measure again") from None
 
 
 def add_row(path: Path, row: Mapping[str, Any]) -> None:
@@ -201,21 +201,23 @@ class Change(NamedTuple):
         elif self.ratio - 1 > max(self.noise, FLOOR):
             verdict = "better"
         noise = "?" if math.isinf(self.noise) else f"{self.noise:.3f}"
-        told = f"{self.before:>10.4g} -> {self.after:>10.4g}  x{self.ratio:.3f} ± {noise}"
-        return f"{self.name:<44} {told}  {verdict}"
+        figures = f"{self.before:>10.4g} -> {self.after:>10.4g}  x{self.ratio:.3f} ± {noise}"
+        return f"{self.name:<44} {figures}  {verdict}"
 
 
 def require_same(old: Result, bench: str, settings: Mapping[str, object]) -> None:
     """Refuse a result of another bench, model, budget or amount of text. Raises `UserError`."""
     if old.bench != bench:
-        told = f"--compare needs a result of {bench}, got one of {old.bench}"
-        raise UserError(f"{told}: name another file")
+        complaint = f"--compare needs a result of {bench}, got one of {old.bench}"
+        raise UserError(f"{complaint}: name another file")
     for name in DECISIVE.split():
         then = old.settings.get(name)
         now = settings.get(name)
         if name in old.settings and name in settings and then != now:
-            told = f"{name} differ" if isinstance(now, list) else f"{name} was {then} and is {now}"
-            raise UserError(f"--compare: {told}: measure with the same options")
+            complaint = (
+                f"{name} differ" if isinstance(now, list) else f"{name} was {then} and is {now}"
+            )
+            raise UserError(f"--compare: {complaint}: measure with the same options")
 
 
 def changes(old: Result, new: Result) -> list[Change]:
@@ -227,9 +229,12 @@ def changes(old: Result, new: Result) -> list[Change]:
     if not pairs:
         raise UserError("--compare: the two results share no figure: measure with the same options")
     # what a sweep yields depends on the text above all
-    if any(one.labels and two.labels and one.labels != two.labels for one, two in pairs.values()):
-        told = "--compare: the two results come from other prompts"
-        raise UserError(f"{told}: give the same --prompts and --num-prompts")
+    if any(
+        before.labels and two.labels and before.labels != two.labels
+        for before, two in pairs.values()
+    ):
+        complaint = "--compare: the two results come from other prompts"
+        raise UserError(f"{complaint}: give the same --prompts and --num-prompts")
     return [change(name, *pair) for name, pair in pairs.items()]
 
 
@@ -241,9 +246,9 @@ def change(name: str, old: Guard, new: Guard) -> Change:
     after = new.samples
     if is_paired:
         both = [pair for pair in zip(before, after, strict=True) if min(pair) > 0]
-        before, after = [one for one, _ in both], [one for _, one in both]
-    before = [math.log(one) for one in before if one > 0]
-    after = [math.log(one) for one in after if one > 0]
+        before, after = [sample for sample, _ in both], [sample for _, sample in both]
+    before = [math.log(sample) for sample in before if sample > 0]
+    after = [math.log(sample) for sample in after if sample > 0]
     if not before or not after:
         return Change(name, math.nan, math.nan, 1.0, math.inf, False)
     gain = mean(after) - mean(before)
@@ -253,7 +258,7 @@ def change(name: str, old: Guard, new: Guard) -> Change:
     freedom = min(len(before), len(after)) - 1
     noise = math.inf
     if freedom:
-        error = math.hypot(*(stdev(one) / math.sqrt(len(one)) for one in scatters))
+        error = math.hypot(*(stdev(samples) / math.sqrt(len(samples)) for samples in scatters))
         noise = error * next(t for least, t in reversed(_T_99.items()) if least <= freedom)
     is_worse = -sign * gain > max(noise, -math.log1p(-FLOOR))
     spread = math.inf if math.isinf(noise) else math.expm1(min(noise, 50.0))
@@ -263,14 +268,14 @@ def change(name: str, old: Guard, new: Guard) -> Change:
 
 def is_worse(old: Result, new: Result) -> bool:
     """Print all verdicts; return whether anything is slower beyond noise. Raises `UserError`."""
-    found = changes(old, new)
+    seen = changes(old, new)
     # first what else may explain a change: other machine, other code
     pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in _MACHINE]
     for name, then, now in (*pairs, ("commit", old.commit, new.commit)):
         if then != now:
             print(f"note: {name} was {then}, is {now}")
-    print(*(one.line for one in found), sep="\n")
-    return any(one.is_worse for one in found)
+    print(*(change_of.line for change_of in seen), sep="\n")
+    return any(change_of.is_worse for change_of in seen)
 
 
 def main(

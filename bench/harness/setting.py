@@ -57,7 +57,7 @@ class Setting(NamedTuple):
         if options.get("lenience", 1) != 1:
             rule = "what is measured is proved: `lenience` must be 1, got less"
             raise UserError(f"{rule}: leave it out")
-        how = {
+        settings = {
             "profile": "none",
             "open_source": open_source,
             "ranks": self.ranks,
@@ -65,37 +65,37 @@ class Setting(NamedTuple):
             "gpu_memory": self.gpu_memory,
             **options,
         }
-        return load(self.target, self.draft, self.ram_bytes, tree, **how)
+        return load(self.target, self.draft, self.ram_bytes, tree, **settings)
 
     def open_streamed(self, tree: str, **options: Any) -> Decoder:
         """Open a decoder with the least budget, so that every layer streams. Raises `UserError`."""
-        how = {"context": options["context"], "dtype": options.get("dtype", "auto")}
+        budget = {"context": options["context"], "dtype": options.get("dtype", "auto")}
         num_nodes = parse_tree(tree).num_nodes
         if self.opened.has_own_memory:
 
             def plan(gpu: int) -> MemoryPlan:
                 return plan_memory(
                     self.files,
-                    MemoryBudget(ram_bytes=self.ram_bytes, gpu_bytes=gpu, **how),
+                    MemoryBudget(ram_bytes=self.ram_bytes, gpu_bytes=gpu, **budget),
                     num_nodes,
                 )
 
             place = self._replace(gpu_memory=least_budget(plan))
         else:
-            place = self._replace(ram_bytes=least_ram(self.files, num_nodes, **how))
+            place = self._replace(ram_bytes=least_ram(self.files, num_nodes, **budget))
         return place.open(tree, **options)
 
     def prove(self, written: Sequence[Written]) -> Proof:
         """Prove all runs, after all measuring, with decoders closed. Raises `UserError`."""
         draft = None if self.is_synthetic else self.draft
-        how = (self.origin, draft, self.ram_bytes)
+        models = (self.origin, draft, self.ram_bytes)
         is_mixture = model_shape(describe(self.origin)).routed_weights > 0
 
         def score_as_computed(*ids: Sequence[int]) -> Tensor:
-            with reference(*how, "auto") as score:
+            with reference(*models, "auto") as score:
                 return score(*ids)
 
-        with reference(*how) as score:
+        with reference(*models) as score:
             return prove(self.begun(written), score, score_as_computed if is_mixture else None)
 
     def begun(self, written: Sequence[Written]) -> list[Written]:
@@ -104,7 +104,7 @@ class Setting(NamedTuple):
         return [run._replace(prompt_ids=with_start(run.prompt_ids, start)) for run in written]
 
     def as_dict(self) -> dict[str, Any]:
-        told = {
+        values = {
             "target": self.target.name,
             "target_bytes": sum(path.stat().st_size for path in self.shards),
             "draft": self.draft and self.draft.name,
@@ -112,7 +112,7 @@ class Setting(NamedTuple):
             "device": self.device,
             "gpu_memory": self.gpu_memory,
         }
-        return told if self.ranks is None else {**told, "ranks": self.ranks}
+        return values if self.ranks is None else {**values, "ranks": self.ranks}
 
 
 def least_ram(
@@ -124,10 +124,10 @@ def least_ram(
     """Return the least RAM for which a plan is made that `holds`; `budget` has further fields."""
 
     def plan(ram: int) -> MemoryPlan:
-        found = plan_memory(files, MemoryBudget(ram_bytes=ram, **budget), num_nodes)
-        if not holds(found):
+        planned = plan_memory(files, MemoryBudget(ram_bytes=ram, **budget), num_nodes)
+        if not holds(planned):
             raise UserError("it is too little")
-        return found
+        return planned
 
     return least_budget(plan)
 
@@ -143,10 +143,10 @@ class Need(NamedTuple):
     def budget_bytes(self, files: ModelFiles) -> int:
         """Return a quarter of the target, or the least that works."""
         num_nodes = parse_tree(self.tree).num_nodes
-        how: Any = {"context": self.context, "rule": self.rule, "parallel": self.parallel}
+        budget: Any = {"context": self.context, "rule": self.rule, "parallel": self.parallel}
         quarter_bytes = files.target.num_bytes // 4
         try:
-            plan_memory(files, MemoryBudget(ram_bytes=_ROOMY_BYTES, **how), num_nodes)
+            plan_memory(files, MemoryBudget(ram_bytes=_ROOMY_BYTES, **budget), num_nodes)
         except UserError:  # what no memory holds is refused when it is opened
             return quarter_bytes
-        return max(quarter_bytes, least_ram(files, num_nodes, **how))
+        return max(quarter_bytes, least_ram(files, num_nodes, **budget))

@@ -121,15 +121,15 @@ class Timeline:
         """Write complete events in microseconds, one row per kind. Raises `UserError`."""
         events = self.events()
         zero_s = min((event.start_s for event in events), default=0.0)
-        told = list[dict[str, object]]()
+        records = list[dict[str, object]]()
         for at, kind in enumerate(LANES):
             named = {"name": "thread_name", "args": {"name": kind}}
-            told.append({"ph": "M", "pid": 1, "tid": at, **named})
+            records.append({"ph": "M", "pid": 1, "tid": at, **named})
         for kind, layer, start_s, end_s in events:
             spans = {"ts": (start_s - zero_s) * 1e6, "dur": (end_s - start_s) * 1e6}
             named = {"name": kind, "cat": kind, "args": {"layer": layer}}
-            told.append({"ph": "X", "pid": 1, "tid": LANES.index(kind), **named, **spans})
-        store({"displayTimeUnit": "ms", "traceEvents": told}, path)
+            records.append({"ph": "X", "pid": 1, "tid": LANES.index(kind), **named, **spans})
+        store({"displayTimeUnit": "ms", "traceEvents": records}, path)
 
 
 def record_steps(

@@ -98,7 +98,7 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
         entries[name] = TensorEntry(0, "BF16", sizes, lo, end)
     # tensors begin 8 bytes off wide loads, as in half of all real files
     either = (header_bytes(entries, {"format": "pt", "pad": pad}, 8) for pad in ("", " " * 8))
-    header = next(one for one in either if len(one) % 16)
+    header = next(header for header in either if len(header) % 16)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header)
         file.truncate(len(header) + end)
@@ -134,7 +134,7 @@ class Maker(DiskReader):
         note = json.loads((shards[0].parent / NOTE).read_text())
         self._weights = _Weights(Path(note["source"]), Shape(**note["shape"]))
         tensors = open_checkpoint(shards[0].parent).tensors
-        self._entries = sorted(tensors.items(), key=lambda one: one[1].lo)
+        self._entries = sorted(tensors.items(), key=lambda item: item[1].lo)
         self._makers = ThreadPoolExecutor(NUM_MAKERS, thread_name_prefix="bench-make")
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
@@ -143,9 +143,9 @@ class Maker(DiskReader):
             for name, entry in self._entries:
                 if piece.lo <= entry.lo and entry.hi <= piece.hi:
                     at = piece.slab_lo + entry.lo - piece.lo
-                    own = slab[at : at + entry.hi - entry.lo]
+                    place = slab[at : at + entry.hi - entry.lo]
                     fill = self._weights.fill
-                    made.append(self._makers.submit(fill, name.removesuffix(".weight"), own))
+                    made.append(self._makers.submit(fill, name.removesuffix(".weight"), place))
         return made
 
     def close(self) -> None:
@@ -237,20 +237,20 @@ class _Weights:
         # a group too narrow for the small one's heads: keys and values twice
         is_wide = per_group >= per_small_group
         for index in range(self._num_heads):
-            group, one = divmod(index, per_small_group)
+            group, place = divmod(index, per_small_group)
             kv = group if is_wide else index
-            head = kv * per_group + (one if is_wide else 0)
-            own = slice(index * k, (index + 1) * k)
+            head = kv * per_group + (place if is_wide else 0)
+            rows = slice(index * k, (index + 1) * k)
             shared = slice(group * k, (group + 1) * k)
             if part == "self_attn.q_proj":
-                weight[head * K + turned, :h] = _bits(small[own].float() * math.isqrt(ratio))
+                weight[head * K + turned, :h] = _bits(small[rows].float() * math.isqrt(ratio))
             elif part == "self_attn.k_proj":
                 weight[kv * K : (kv + 1) * K] = 0
                 weight[kv * K + turned, :h] = _bits(small[shared])
             elif part == "self_attn.v_proj":
                 weight[kv * K : kv * K + k, :h] = _bits(small[shared])
             else:
-                weight[:h, head * K : head * K + k] = _bits(small[:, own])
+                weight[:h, head * K : head * K + k] = _bits(small[:, rows])
 
 
 def _bits(values: torch.Tensor) -> np.ndarray:

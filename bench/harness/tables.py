@@ -77,10 +77,10 @@ class Column(NamedTuple):
     unit: float = 1
 
     def cell(self, row: Row) -> str:
-        found = row.get(self.value) if isinstance(self.value, str) else self.value(row)
-        if found is None:
+        value = row.get(self.value) if isinstance(self.value, str) else self.value(row)
+        if value is None:
             return "-"
-        return format(found if self.unit == 1 else found / self.unit, self.form)
+        return format(value if self.unit == 1 else value / self.unit, self.form)
 
 
 def say_table(columns: Sequence[Column], rows: Iterable[Row]) -> None:
@@ -88,7 +88,9 @@ def say_table(columns: Sequence[Column], rows: Iterable[Row]) -> None:
     lines = [[column.head for column in columns]]
     for row in rows:
         why = row.get("reason")
-        lines.append([columns[0].cell(row), why] if why else [one.cell(row) for one in columns])
+        lines.append(
+            [columns[0].cell(row), why] if why else [column.cell(row) for column in columns]
+        )
     whole = [line for line in lines if len(line) == len(columns)]
     widths = [max(len(line[at]) for line in whole) for at in range(1, len(columns))]
     for first, *others in lines:
@@ -104,7 +106,7 @@ def values(rows: Iterable[Row], key: str, **where: Any) -> list[Any]:
 
 def ratios(above: Iterable[float], below: Iterable[float]) -> list[float]:
     """Return sample over sample, where there is something to divide by."""
-    return [one / other for one, other in zip(above, below, strict=True) if other]
+    return [number / other for number, other in zip(above, below, strict=True) if other]
 
 
 def medians(rows: Sequence[Row], *keys: str) -> list[Row]:
@@ -114,10 +116,10 @@ def medians(rows: Sequence[Row], *keys: str) -> list[Row]:
         groups.setdefault(tuple(row[key] for key in keys), []).append(row)
     return [
         {
-            name: median(one[name] for one in own) if isinstance(value, float) else value
-            for name, value in own[0].items()
+            name: median(row[name] for row in rows) if isinstance(value, float) else value
+            for name, value in rows[0].items()
         }
-        for own in groups.values()
+        for rows in groups.values()
     ]
 
 
@@ -125,10 +127,16 @@ def check(
     name: str, samples: Sequence[float], wanted: float, better: Better, value: float | None = None
 ) -> Row:
     """Return a figure for which at least, or at most, `wanted` was asked: the median of samples."""
-    found = median(samples) if value is None else value
-    is_met = found >= wanted if better == "higher" else found <= wanted
-    told = {"name": name, "value": found, "wanted": wanted, "is_met": is_met, "better": better}
-    return {**told, "samples": [*samples]}
+    value_seen = median(samples) if value is None else value
+    is_met = value_seen >= wanted if better == "higher" else value_seen <= wanted
+    verdict = {
+        "name": name,
+        "value": value_seen,
+        "wanted": wanted,
+        "is_met": is_met,
+        "better": better,
+    }
+    return {**verdict, "samples": [*samples]}
 
 
 def say_checks(rows: Sequence[Row]) -> dict[str, Guard]:
@@ -162,8 +170,8 @@ _SHOWN = ("s_per_token", "tokens_per_sweep", "draft_s", "stall_s", "times", "par
 class WrongTokenError(UserError):
     """A token is not the reference's: nothing that was measured with it counts."""
 
-    def __init__(self, told: str) -> None:
-        super().__init__(f"{told}: no speed is worth printing")
+    def __init__(self, complaint: str) -> None:
+        super().__init__(f"{complaint}: no speed is worth printing")
 
 
 def row(
@@ -199,43 +207,43 @@ def failures(name: str, promises: Iterable[str], error: Exception) -> Iterator[R
     """Yield a row for each promise that is missed, or one of none, with names of their own."""
     for promise in [*promises] or (None,):
         about = f"{name}: failed" if promise is None else f"{name}: failed ({promise})"
-        told = {"error": f"{type(error).__name__}: {reason(error)}", "is_met": False}
-        yield {"row": about, "value": 0.0, "unit": "", "promise": promise, **told}
+        outcome = {"error": f"{type(error).__name__}: {reason(error)}", "is_met": False}
+        yield {"row": about, "value": 0.0, "unit": "", "promise": promise, **outcome}
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
     """Return for every promise what was wanted and seen, and whether it is met, if it was seen."""
 
-    def seen(one: Row) -> str:
-        if one.get("error"):
-            return f"{one['row']} ({one['error']})"
-        ratio = "" if one["ratio"] is None else f", ratio {one['ratio']:.3f}"
-        return f"{one['value']:.4g} {one['unit']}{ratio}"
+    def seen(row: Row) -> str:
+        if row.get("error"):
+            return f"{row['row']} ({row['error']})"
+        ratio = "" if row["ratio"] is None else f", ratio {row['ratio']:.3f}"
+        return f"{row['value']:.4g} {row['unit']}{ratio}"
 
-    found = []
+    judged = []
     for promise, wanted in PROMISES.items():
-        own = [one for one in rows if one.get("promise") == promise]
-        told = {one["is_met"] for one in own} - {None}
-        is_met = all(told) if told else None
-        said = "; ".join(map(seen, own)) or "not measured"
-        found.append({"promise": promise, "wanted": wanted, "seen": said, "is_met": is_met})
-    return found
+        promised = [row for row in rows if row.get("promise") == promise]
+        outcomes = {row["is_met"] for row in promised} - {None}
+        is_met = all(outcomes) if outcomes else None
+        said = "; ".join(map(seen, promised)) or "not measured"
+        judged.append({"promise": promise, "wanted": wanted, "seen": said, "is_met": is_met})
+    return judged
 
 
-def row_line(one: Row) -> str:
-    value = f"{one['value']:10.4g} {one['unit']:6}"
+def row_line(row: Row) -> str:
+    value = f"{row['value']:10.4g} {row['unit']:6}"
     beside = ""
-    if one.get("ratio") is not None:
-        beside = f"ceiling {one['ceiling']:9.4g}  ratio {one['ratio']:6.3f}"
-    verdict = {True: "met", False: "MISSED", None: ""}[one.get("is_met")]
-    more = " ".join(f"{key} {one[key]:.4g}" for key in _SHOWN if one.get(key) is not None)
-    told = " ".join(str(one[key]) for key in ("error", "notes") if one.get(key))
-    return f"{one['row'][:70]:70} {value} {beside:34} {verdict:6} {more} {told}".rstrip()
+    if row.get("ratio") is not None:
+        beside = f"ceiling {row['ceiling']:9.4g}  ratio {row['ratio']:6.3f}"
+    verdict = {True: "met", False: "MISSED", None: ""}[row.get("is_met")]
+    figures = " ".join(f"{key} {row[key]:.4g}" for key in _SHOWN if row.get(key) is not None)
+    notes = " ".join(str(row[key]) for key in ("error", "notes") if row.get(key))
+    return f"{row['row'][:70]:70} {value} {beside:34} {verdict:6} {figures} {notes}".rstrip()
 
 
-def verdict_lines(found: Sequence[Row]) -> list[str]:
+def verdict_lines(promises: Sequence[Row]) -> list[str]:
     words = {True: "met", False: "MISSED", None: "open"}
     return [
-        f"{words[one['is_met']]:6} {one['promise']}: {one['wanted']} | {one['seen']}"
-        for one in found
+        f"{words[promise['is_met']]:6} {promise['promise']}: {promise['wanted']} | {promise['seen']}"
+        for promise in promises
     ]

@@ -42,9 +42,9 @@ class Side(NamedTuple):
         words += ["--profile", "none", f"--prompt={prompt}", *self.flags]
         started = time.perf_counter()
         # without the working folder, which may be a checkout itself
-        told = run([sys.executable, "-P", "-m", "offload", *words], root=self.checkout)
-        found: dict[str, Any] = json.loads(told)
-        return {**found, "process_s": time.perf_counter() - started}
+        printed = run([sys.executable, "-P", "-m", "offload", *words], root=self.checkout)
+        result: dict[str, Any] = json.loads(printed)
+        return {**result, "process_s": time.perf_counter() - started}
 
 
 FULL = Effort(8, 96)
@@ -58,22 +58,24 @@ def require_provable(sampling: Mapping[str, Any]) -> None:
         raise UserError(f"{rule}, got {', '.join(adjusted)}: leave it out of --with")
 
 
-def row_of(side: Side, prompt: str, found: dict[str, Any]) -> Row:
-    stats = found["stats"]
+def row_of(side: Side, prompt: str, result: dict[str, Any]) -> Row:
+    stats = result["stats"]
     figures = {name: stats[name] for name in ("ttft_s", "tokens_per_sweep", "peak_rss_bytes")}
     rate = 1 / stats["tpot_s"] if stats["tpot_s"] else 0.0
-    told = {"side": side.name, "prompt": prompt, "process_s": found["process_s"], _RATE: rate}
-    return {**told, **figures, "tree": stats["tree"], "text": found["text"]}
+    head = {"side": side.name, "prompt": prompt, "process_s": result["process_s"], _RATE: rate}
+    return {**head, **figures, "tree": stats["tree"], "text": result["text"]}
 
 
-def beside_first(name: str, own: Sequence[Row], first: Sequence[Row]) -> Row:
+def beside_first(name: str, rows: Sequence[Row], first: Sequence[Row]) -> Row:
     """Return medians of one side, and its speed over that of the first, prompt by prompt."""
     names = (_RATE, "process_s", "ttft_s", "tokens_per_sweep", "peak_rss_bytes")
-    times = ratios([row[_RATE] for row in own], [row[_RATE] for row in first])
-    num_same = sum(one["text"] == other["text"] for one, other in zip(own, first, strict=True))
+    times = ratios([row[_RATE] for row in rows], [row[_RATE] for row in first])
+    num_same = sum(
+        text_row["text"] == other["text"] for text_row, other in zip(rows, first, strict=True)
+    )
     return {
         **{"side": name, "num_same_texts": num_same, "ratios": times},
-        **{key: median(row[key] for row in own) for key in names},
+        **{key: median(row[key] for row in rows) for key in names},
         "ratio": median(times) if times else None,
     }
 
@@ -109,18 +111,18 @@ def main(
 ) -> Findings:
     """How fast is this program beside another checkout, or with other flags?"""
     every = [Side("this", ROOT)]
-    for one in checkout or ():
+    for folder in checkout or ():
         rule = "--checkout must be a folder that has offload in it"
-        require((one / "offload" / "__init__.py").is_file(), rule, str(one), "check the path")
-        every.append(Side(str(one), one.resolve()))
-    every += [Side(one, ROOT, shlex.split(one)) for one in flags or ()]
+        require((folder / "offload" / "__init__.py").is_file(), rule, str(folder), "check the path")
+        every.append(Side(str(folder), folder.resolve()))
+    every += [Side(words, ROOT, shlex.split(words)) for words in flags or ()]
     # one that is named twice takes its turns once
     sides = [*{side.name: side for side in every}.values()]
     if len(sides) == 1:
         raise UserError("bench beside compares: give --checkout DIR, or --with FLAGS")
     effort = bench.effort(FULL, QUICK)
     num_new = bench.given.max_tokens or effort.num_tokens
-    found = bench.prompts(effort.num_prompts)
+    chosen = bench.prompts(effort.num_prompts)
     setting = bench.setting(need=Need("auto"))
     tokenizer = tokenizer_of(setting.target)
     bench.begin(setting, num_new_tokens=num_new)
@@ -129,20 +131,20 @@ def main(
     with bench.screen:
         for side in sides:
             bench.screen.wait(f"warming up: {side.name}")
-            require_provable(side.write(setting, found[0].text, 2)["sampling"])
-        for prompt, side in bench.turns(found, sides, "writing"):
+            require_provable(side.write(setting, chosen[0].text, 2)["sampling"])
+        for prompt, side in bench.turns(chosen, sides, "writing"):
             ids = encode_prompt(tokenizer, prompt.text, raw=True)[:PROMPT_TOKENS]
             text = tokenizer.decode(ids)
-            told = side.write(setting, text, num_new)
-            rows[side.name].append(row_of(side, prompt.name, told))
+            result = side.write(setting, text, num_new)
+            rows[side.name].append(row_of(side, prompt.name, result))
             bench.note(rows[side.name][-1])
-            sampling = Sampling(**told["sampling"], seed=told["seed"])
+            sampling = Sampling(**result["sampling"], seed=result["seed"])
             ids = encode_prompt(tokenizer, text, raw=True)
-            written.append(Written(ids, told["token_ids"], sampling, told["rule"]))
-    shown = [beside_first(name, own, rows["this"]) for name, own in rows.items()]
-    labels = [prompt.name for prompt in found]
+            written.append(Written(ids, result["token_ids"], sampling, result["rule"]))
+    shown = [beside_first(name, side_rows, rows["this"]) for name, side_rows in rows.items()]
+    labels = [prompt.name for prompt in chosen]
     return Findings(
-        rows=[row for own in rows.values() for row in own],
+        rows=[row for side_rows in rows.values() for row in side_rows],
         tables=[(COLUMNS, shown)],
         written=written,
         guards={

@@ -63,8 +63,8 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        told = f"T={self.temperature:g} {self.rule} {self.tree} {self.sources}".rstrip()
-        return self.tree if self.is_plain else told
+        words = f"T={self.temperature:g} {self.rule} {self.tree} {self.sources}".rstrip()
+        return self.tree if self.is_plain else words
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +79,17 @@ class Runs(Effort):
     def cases(self) -> list[Case]:
         """Return all cases, the baseline once and first; a static tree where a rule needs one."""
         every = product(self.temperatures, self.rules, self.trees, self.sources)
-        found = [Case(at, rule, tree_under(rule, tree), own) for at, rule, tree, own in every]
-        plain = next(case for case in found if case.is_plain)
-        others = dict.fromkeys(case for case in found if not case.is_plain)
+        cases = [
+            Case(at, rule, tree_under(rule, tree), sources) for at, rule, tree, sources in every
+        ]
+        plain = next(case for case in cases if case.is_plain)
+        others = dict.fromkeys(case for case in cases if not case.is_plain)
         return [plain._replace(sources=""), *others]
 
     def need(self) -> Need:
         """Return the largest of what is opened; beside `auto`, which finds its own, is none."""
         # one that keeps distributions takes the most memory
-        rule = min(self.rules, key=lambda one: not drafting_of(one).keeps_distributions)
+        rule = min(self.rules, key=lambda rule: not drafting_of(rule).keeps_distributions)
         trees = [tree_under(rule, tree) for tree in self.trees]
         largest = max(trees, key=lambda tree: parse_tree(tree).num_nodes)
         return Need(largest, _MOST_PROMPT_TOKENS + self.num_tokens, rule)
@@ -156,7 +158,7 @@ def measure(
     setting: Setting,
     decoder: Decoder,
     effort: Runs,
-    found: Sequence[Prompt],
+    chosen: Sequence[Prompt],
     *,
     trace: bool = False,
     others: Mapping[str, Decoder] = MappingProxyType({}),
@@ -164,7 +166,7 @@ def measure(
     """Measure all runs, prompt by prompt; `others` decode the cases that name their sources."""
     cases = effort.cases()
     measured = Measured([], [], [], {}, [])
-    first_ids = encoded(decoder, found[0], PROMPT_TOKENS)
+    first_ids = encoded(decoder, chosen[0], PROMPT_TOKENS)
     # a device records the widths of each tree
     for case in cases if setting.opened.has_own_memory else cases[:1]:
         timed_run(others.get(case.sources, decoder), first_ids, case, 2, seed=0)
@@ -175,10 +177,10 @@ def measure(
         ceilings.extend([] if rate is None else [rate])
 
     look_at_link()
-    for (seed, prompt), case in bench.turns(enumerate(found), cases, "decoding"):
+    for (seed, prompt), case in bench.turns(enumerate(chosen), cases, "decoding"):
         ids = encoded(decoder, prompt, PROMPT_TOKENS)
-        own = others.get(case.sources, decoder)
-        bursts, result = timed_run(own, ids, case, effort.length(case.tree), seed=seed)
+        decoder_used = others.get(case.sources, decoder)
+        bursts, result = timed_run(decoder_used, ids, case, effort.length(case.tree), seed=seed)
         look_at_link()
         # A run that got more than the readings beside it shows what the link gave meanwhile.
         rate = result.stats.link_bytes_per_s
@@ -204,8 +206,8 @@ def timed_run(
     decoder: Decoder, prompt_ids: list[int], case: Case, num_tokens: int, *, seed: int
 ) -> tuple[list[Burst], Generation]:
     sampling = Sampling(temperature=case.temperature, seed=seed)
-    how: dict[str, Any] = {"max_new_tokens": num_tokens, "tree": case.tree, "rule": case.rule}
-    return followed(decoder.run(prompt_ids, sampling, **how))
+    options: dict[str, Any] = {"max_new_tokens": num_tokens, "tree": case.tree, "rule": case.rule}
+    return followed(decoder.run(prompt_ids, sampling, **options))
 
 
 def rows_of(runs: Sequence[Timed]) -> list[Row]:
@@ -221,30 +223,30 @@ def rows_of(runs: Sequence[Timed]) -> list[Row]:
 
 def _row(case: Case, runs: Sequence[Timed]) -> Row:
     stats = [run.result.stats for run in runs]
-    accepted = [count for one in stats for count in one.accepted_per_sweep]
+    accepted = [count for text in stats for count in text.accepted_per_sweep]
     num_sweeps = len(accepted)
     # a dynamic tree may be smaller than its bounds
-    is_dynamic = any(one.is_tree_dynamic for one in stats)
-    num_draft_tokens = sum((one.tree_num_nodes - 1) * one.num_sweeps for one in stats)
-    used = [one.link_utilisation for one in runs if one.link_utilisation is not None]
+    is_dynamic = any(text.is_tree_dynamic for text in stats)
+    num_draft_tokens = sum((text.tree_num_nodes - 1) * text.num_sweeps for text in stats)
+    used = [run.link_utilisation for run in runs if run.link_utilisation is not None]
     row: Row = {"name": case.name, **case._asdict(), **latencies([run.bursts for run in runs])}
     for name in ("tokens_per_s", "tokens_per_sweep"):
-        row[f"{name}_samples"] = [getattr(one, name) for one in stats]
+        row[f"{name}_samples"] = [getattr(text, name) for text in stats]
     for name in ("peak_rss_bytes", "peak_device_bytes"):
-        row[name] = max(getattr(one, name) for one in stats)
+        row[name] = max(getattr(text, name) for text in stats)
     for name in ("draft_s", "stall_s", "sweep_s"):
-        row[name] = sum(getattr(one, name) for one in stats) / max(1, num_sweeps)
+        row[name] = sum(getattr(text, name) for text in stats) / max(1, num_sweeps)
     return row | {
         "num_prompts": len(runs),
-        "num_tokens": sum(one.num_new_tokens for one in stats),
+        "num_tokens": sum(text.num_new_tokens for text in stats),
         "num_sweeps": num_sweeps,
-        "num_nodes": max(one.tree_num_nodes for one in stats),
+        "num_nodes": max(text.tree_num_nodes for text in stats),
         "chosen": dict(Counter(label_of(run.result.tree_choice.shape) for run in runs)),
         "tokens_per_sweep": sum(accepted) / max(1, num_sweeps),
         "predicted_tokens_per_sweep": runs[0].result.tree_choice.tokens_per_sweep,
         "num_draft_tokens": None if is_dynamic else num_draft_tokens,
         "num_accepted_tokens": sum(accepted) - num_sweeps,
-        "accepted_per_pos": acceptance_by_depth(accepted, max(one.tree_depth for one in stats)),
+        "accepted_per_pos": acceptance_by_depth(accepted, max(text.tree_depth for text in stats)),
         "link_utilisation": median(used) if used else None,
         "link_utilisation_samples": used,
         "limit": "link" if row["stall_s"] > _STALLED_SHARE * row["sweep_s"] else "compute",
@@ -259,8 +261,8 @@ def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
         watched = {"link utilisation": "link_utilisation"} if row["limit"] == "link" else {}
         if "speedup" in row:
             watched |= {"speed-up": "speedup", "tokens per sweep": "tokens_per_sweep"}
-        for told, name in watched.items():
-            guards[f"{told}, {row['name']}"] = Guard(row[f"{name}_samples"], "higher", names)
+        for title, name in watched.items():
+            guards[f"{title}, {row['name']}"] = Guard(row[f"{name}_samples"], "higher", names)
     return guards
 
 
@@ -314,14 +316,14 @@ def main(
         rules=tuple(rule or effort.rules),
     )
     _check(bench, preset, effort, tree or ())
-    found = bench.prompts(effort.num_prompts)
-    how: Any = {"needs_draft": effort.trees != ("none",), "need": effort.need()}
-    setting = resident_pair() if preset in RESIDENT else bench.setting(**how)
+    chosen = bench.prompts(effort.num_prompts)
+    needs: Any = {"needs_draft": effort.trees != ("none",), "need": effort.need()}
+    setting = resident_pair() if preset in RESIDENT else bench.setting(**needs)
     bench.begin(setting, num_new_tokens=effort.num_tokens)
     is_traced = bench.given.trace is not None
     with bench.screen, effort.open(setting) as decoder:
         bench.say_link(setting, decoder.plan)
-        measured = measure(bench, setting, decoder, effort, found, trace=is_traced)
+        measured = measure(bench, setting, decoder, effort, chosen, trace=is_traced)
     rows = rows_of(measured.runs)
     notes = list[str]()
     for row in rows:
@@ -334,7 +336,7 @@ def main(
         written=measured.written,
         settings={"preset": preset, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings},
         ceiling=measured.ceiling,
-        guards=guards_of(rows, [prompt.name for prompt in found]),
+        guards=guards_of(rows, [prompt.name for prompt in chosen]),
         notes=notes,
         files={
             "picture": partial(draw_decoding, rows, measured.least_pass_s),
@@ -351,8 +353,8 @@ def _check(bench: Bench, preset: str | None, effort: Runs, asked: Sequence[str])
     if "auto" in effort.trees and set(effort.trees) - {"none", "auto"}:
         rule = "--tree auto is measured by itself: memory is planned for the tree that it chooses"
         raise UserError(f"{rule}, got {', '.join(asked)}: leave it or the others out")
-    own = [(case.rule, case.tree) for case in effort.cases()]
-    for rule, tree in (*product(effort.rules, asked), *own):
+    usual = [(case.rule, case.tree) for case in effort.cases()]
+    for rule, tree in (*product(effort.rules, asked), *usual):
         tree_to_fill(tree, rule, is_ranked=True)
     for temperature in effort.temperatures:
         Sampling(temperature=temperature)

@@ -51,8 +51,12 @@ def reference_ids(
     """Return the prompt's ids, and what transformers writes behind them."""
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
-    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": num_new, "do_sample": False}
-    theirs = _reference(model, dtype, device).generate(ids, **how)
+    options = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": num_new,
+        "do_sample": False,
+    }
+    theirs = _reference(model, dtype, device).generate(ids, **options)
     return ids[0].tolist(), theirs[0, ids.shape[1] :].tolist()
 
 
@@ -71,8 +75,8 @@ def streamed_ids(
     trees: Sequence[str],
     invariant: bool | None,
 ) -> Iterator[tuple[str, list[int]]]:
-    how = {"dtype": dtype, "context": _CONTEXT, "invariant": invariant}
-    with setting.open_streamed(_LARGEST, **how) as decoder:
+    options = {"dtype": dtype, "context": _CONTEXT, "invariant": invariant}
+    with setting.open_streamed(_LARGEST, **options) as decoder:
         assert not any(decoder.plan.is_resident), "a layer stays, which would not be tested"
         for tree in trees:
             yield tree, decoder.generate(prompt_ids, max_new_tokens=num_new, tree=tree).token_ids
@@ -86,7 +90,11 @@ def same_for_all_trees(
         runs = [decoder.generate(prompt_ids, max_new_tokens=num_new, tree=tree) for tree in TREES]
         promised = decoder.invariance
     texts = [run.token_ids for run in runs]
-    num_same = sum(one == other for ids in texts for one, other in zip(ids, texts[0], strict=False))
+    num_same = sum(
+        ids_of_tree == other
+        for ids in texts
+        for ids_of_tree, other in zip(ids, texts[0], strict=False)
+    )
     name = f"gate: {dtype}, ids of all trees are those of none"
     if promised.holds:
         yield row(name, num_same, "tokens", sum(map(len, texts)), 1.0, promise="same bits")
@@ -103,7 +111,7 @@ def in_bf16(
     trees = ("none", "64x16")
     for tree, ours in streamed_ids(setting, prompt_ids, num_new, "bfloat16", trees, invariant):
         pairs = enumerate(zip(ours, wanted, strict=False))
-        at = next((index for index, (one, other) in pairs if one != other), None)
+        at = next((index for index, (token, other) in pairs if token != other), None)
         if at is None and len(ours) != len(wanted):
             raise WrongTokenError(f"{tree}: {len(ours)} of {len(wanted)} tokens in bfloat16")
         gap = 0.0
@@ -126,9 +134,9 @@ def main(bench: Bench) -> Findings:
     place = place_of(bench.given.device, bench.given.gpu_mem)
     setting = resident_pair(bench.given.ram or "4GiB")._replace(**place)
     rows = []
-    for one in gates(setting, PROMPT, bench.given.max_tokens or _NUM_NEW):
-        rows.append(one)
-        print(row_line(one), flush=True)
-    if missed := [one["row"] for one in rows if one["is_met"] is False]:
+    for measured_row in gates(setting, PROMPT, bench.given.max_tokens or _NUM_NEW):
+        rows.append(measured_row)
+        print(row_line(measured_row), flush=True)
+    if missed := [row["row"] for row in rows if row["is_met"] is False]:
         raise WrongTokenError(f"{'; '.join(missed)}: missed")
     return Findings(rows=rows, settings=setting.as_dict(), ceiling={"logits": BF16_NOISE})

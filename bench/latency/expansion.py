@@ -62,11 +62,11 @@ def samples(num_rows: int, num_columns: int, device: torch.device | str = "cpu")
     random = torch.Generator().manual_seed(0)
     made = [*_in_rows(random, num_rows, num_columns), *_in_runs(random, num_rows, num_columns)]
     return [
-        one._replace(
-            arguments=tuple(map(sent, one.arguments)),
-            named={name: sent(value) for name, value in one.named.items()},
+        sample._replace(
+            arguments=tuple(map(sent, sample.arguments)),
+            named={name: sent(value) for name, value in sample.named.items()},
         )
-        for one in made
+        for sample in made
     ]
 
 
@@ -162,13 +162,13 @@ def measure(effort: Effort) -> list[Row]:
     source, out = (torch.zeros(size, size, dtype=DTYPE) for _ in range(2))
     works: dict[tuple[str, str], Callable[[], object]] = {(COPY, COPY): partial(out.copy_, source)}
     for sample in samples(size, size):
-        own, wanted = (one.view(sample.out_shape) for one in (out, source))
-        works[sample.name, "torch"] = partial(sample.expand, REFERENCE, own)
+        place, wanted = (tensor.view(sample.out_shape) for tensor in (out, source))
+        works[sample.name, "torch"] = partial(sample.expand, REFERENCE, place)
         if HAS_NUMBA:
-            works[sample.name, "numba"] = partial(sample.expand, COMPILED, own)
-            if not sample.agrees(COMPILED, own, wanted):
-                told = f"{sample.name}: numba and torch give different bits"
-                raise UserError(f"{told}: no speed is printed")
+            works[sample.name, "numba"] = partial(sample.expand, COMPILED, place)
+            if not sample.agrees(COMPILED, place, wanted):
+                complaint = f"{sample.name}: numba and torch give different bits"
+                raise UserError(f"{complaint}: no speed is printed")
     before = torch.get_num_threads()
     try:
         for count in THREADS * effort.rounds:
@@ -180,13 +180,13 @@ def measure(effort: Effort) -> list[Row]:
         torch.set_num_threads(before)
     return [
         {
-            "row": f"{name} {how} {count}",
+            "row": f"{name} {way} {count}",
             "name": name,
-            "how": how,
+            "how": way,
             "threads": count,
             "bytes_per_s": out.nbytes / taken_s,
         }
-        for (name, how, count), taken_s in fastest.items()
+        for (name, way, count), taken_s in fastest.items()
     ]
 
 
@@ -200,8 +200,8 @@ def main(bench: Bench) -> Findings:
         line[f"{row['how']} {row['threads']}"] = row["bytes_per_s"] / 1e9
     copies = {count: lines[COPY][f"{COPY} {count}"] for count in THREADS}
     del lines[COPY]
-    told = [f"{rate:.2f} GB/s with {count} threads" for count, rate in copies.items()]
-    ways = [f"{how} {count}" for count in THREADS for how in ("torch", "numba")]
+    copied = [f"{rate:.2f} GB/s with {count} threads" for count, rate in copies.items()]
+    ways = [f"{way} {count}" for count in THREADS for way in ("torch", "numba")]
     columns = [
         Column("bf16 written, GB/s", "name"),
         *(Column(f"{way} threads", way, ".2f") for way in ways),
@@ -210,7 +210,7 @@ def main(bench: Bench) -> Findings:
     return Findings(
         rows=rows,
         tables=[(columns, [*lines.values()])],
-        notes=[f"a copy: {', '.join(told)}"],
+        notes=[f"a copy: {', '.join(copied)}"],
         settings={"dtype": str(DTYPE)},
         ceiling={"bytes_per_s": copies[1] * 1e9},
     )

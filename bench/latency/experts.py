@@ -85,8 +85,8 @@ def measure(
             outcome = run_child(sys.executable, order)
             for place, tree in enumerate(tried):
                 row = rows.setdefault((way, tree), {"experts": way, "tree": tree, "runs": []})
-                own = outcome.runs[place :: len(tried)]
-                row["runs"] += [run._replace(prompt=run.prompt // len(tried)) for run in own]
+                tree_runs = outcome.runs[place :: len(tried)]
+                row["runs"] += [run._replace(prompt=run.prompt // len(tried)) for run in tree_runs]
                 for name in ("reason", "is_capped", "peak_bytes"):
                     row[name] = getattr(outcome, name)
     texts = set[tuple[int, tuple[int, ...]]]()
@@ -105,26 +105,26 @@ def measure(
 
 def checks(rows: Sequence[Row], model_bytes: int) -> list[Row]:
     """Return the targets for `auto`, by room, beside the best tree, and for whole layers."""
-    found = []
+    verdicts = []
     third = min(rows, key=lambda row: abs(row["ram_bytes"] - model_bytes / 3))["room"]
     # without those that were cut before their second pass
     timed = [row for row in rows if row.get("tokens_per_s")]
     for room in dict.fromkeys(row["room"] for row in rows):
-        own = [row for row in timed if row["room"] == room]
-        whole = values(own, "tokens_per_s", experts="layers")
-        grid = [row["tokens_per_s"] for row in own if row["tree"] != AUTO]
-        for auto in values(own, "tokens_per_s", experts=AUTO):
+        room_rows = [row for row in timed if row["room"] == room]
+        whole = values(room_rows, "tokens_per_s", experts="layers")
+        grid = [row["tokens_per_s"] for row in room_rows if row["tree"] != AUTO]
+        for auto in values(room_rows, "tokens_per_s", experts=AUTO):
             if whole:
                 ratio = auto / max(whole)
                 name = f"auto / best of whole layers, {room} %"
-                found.append(check(name, [ratio], LEAST_SPEEDUP, "higher"))
+                verdicts.append(check(name, [ratio], LEAST_SPEEDUP, "higher"))
                 if room == third:
                     name = f"{name}, near a third of the model"
-                    found.append(check(name, [ratio], SPEEDUP, "higher"))
+                    verdicts.append(check(name, [ratio], SPEEDUP, "higher"))
             if grid:
                 name = f"best of the grid / auto, {room} %"
-                found.append(check(name, [max(grid) / auto], CHOICE, "lower"))
-    return found
+                verdicts.append(check(name, [max(grid) / auto], CHOICE, "lower"))
+    return verdicts
 
 
 def table_of(rows: Sequence[Row]) -> tuple[list[Column], list[Row]]:
@@ -167,8 +167,8 @@ def main(
     for percent in rooms:
         ram_bytes = room_bytes(setting, percent)
         print(f"room for {percent} % of the experts: {ram_bytes / 1e9:.2f} GB", file=sys.stderr)
-        measured, own = measure(setting, prompts, ram_bytes, effort)
-        written += own
+        measured, proved = measure(setting, prompts, ram_bytes, effort)
+        written += proved
         for row in measured:
             rows.append({"room": percent, "ram_bytes": ram_bytes, **row})
             bench.note(rows[-1])

@@ -67,15 +67,15 @@ def library_store(screen: Screen) -> Path:
 
 def checks(rows: Sequence[Row]) -> list[Row]:
     known = {(row["texts"], row["sources"]): row for row in rows if row["temperature"] == 0.0}
-    found = []
+    verdicts = []
     for (texts, sources, beside), wanted in _WANTED.items():
-        both = [known[texts, one] for one in (sources, beside) if (texts, one) in known]
+        both = [known[texts, way] for way in (sources, beside) if (texts, way) in known]
         if len(both) == 2:
-            samples = (one["tokens_per_sweep_samples"] for one in both)
+            samples = (row["tokens_per_sweep_samples"] for row in both)
             ratio = both[0]["tokens_per_sweep"] / both[1]["tokens_per_sweep"]
             name = f"{texts}: {sources} / {beside}"
-            found.append(check(name, ratios(*samples), wanted, "higher", ratio))
-    return found
+            verdicts.append(check(name, ratios(*samples), wanted, "higher", ratio))
+    return verdicts
 
 
 COLUMNS = (
@@ -101,9 +101,9 @@ def main(
 ) -> Findings:
     """What are guesses without a model worth, alone and beside a draft?"""
     one_of(sources or (), SOURCES, "--sources")
-    own = tuple(dict.fromkeys(sources or SOURCES))
-    effort = replace(bench.effort(FULL, QUICK), trees=("none", tree), sources=own)
-    found = bench.prompts(effort.num_prompts, slice(1, None, 2), [CODE, COPY])
+    ways = tuple(dict.fromkeys(sources or SOURCES))
+    effort = replace(bench.effort(FULL, QUICK), trees=("none", tree), sources=ways)
+    chosen = bench.prompts(effort.num_prompts, slice(1, None, 2), [CODE, COPY])
     setting = bench.setting(size=size or ("600MB" if bench.quick else "2GB"))
     bench.begin(setting, tree=tree, num_new_tokens=effort.num_tokens)
     with bench.screen as screen, ExitStack() as resources:
@@ -120,12 +120,12 @@ def main(
                 ngram=store if "ngram" in parts else None,
             )
             decoders[name] = resources.enter_context(opened)
-        first = decoders[own[0]]
-        measured = decode.measure(bench, setting, first, effort, found, others=decoders)
+        first = decoders[ways[0]]
+        measured = decode.measure(bench, setting, first, effort, chosen, others=decoders)
     rows = list[Row]()
     guards = dict[str, Guard]()
     for texts in (CODE, COPY):
-        names = [one.name for one in found if one.name.startswith(f"{texts}/")]
+        names = [prompt.name for prompt in chosen if prompt.name.startswith(f"{texts}/")]
         of_texts = decode.rows_of([run for run in measured.runs if run.prompt in names])
         for row in of_texts:
             warm = f", T={row['temperature']:g}" if row["temperature"] else ""

@@ -54,7 +54,7 @@ def _passes(setting: Setting) -> tuple[passes.Measured, Row]:
         rule = "rows of passes need a target of which layers are streamed, all of this one stay"
         raise UserError(f"{rule}: give a larger --size")
     setting.prove(measured.written)
-    seconds = [one.seconds for one in measured.passes]
+    seconds = [timed.seconds for timed in measured.passes]
     ones_s = [median(seconds[at : at + 3]) for at in range(0, 15, 3)]
     return measured, {
         "sweep_s": median(ones_s),
@@ -66,9 +66,9 @@ def _passes(setting: Setting) -> tuple[passes.Measured, Row]:
 
 def speed(bench: Bench, setting: Setting) -> Row:
     """Measure tokens per second with and without trees, in turns, and the link's used share."""
-    found = prompts(["code"], SPEED.num_prompts)
+    chosen = prompts(["code"], SPEED.num_prompts)
     with SPEED.open(setting) as decoder:
-        measured = decode.measure(bench, setting, decoder, SPEED, found)
+        measured = decode.measure(bench, setting, decoder, SPEED, chosen)
     near_ties = setting.prove(measured.written).num_near
     rows = {
         row["tree"]: {name: row[name] for name in (*_RATES, "link_utilisation") if name in row}
@@ -86,13 +86,13 @@ def speed(bench: Bench, setting: Setting) -> Row:
 
 def memory(bench: Bench, setting: Setting) -> Row:
     """Measure peak resident memory beyond the libraries, in a fresh process, beside its budget."""
-    found = _in_fresh_process(setting, 64)
+    measured = _in_fresh_process(setting, 64)
     return {
         "row": "memory: (peak RSS - RSS after the imports) / --ram",
-        "value": found["peak_bytes"] / found["ram_bytes"],
+        "value": measured["peak_bytes"] / measured["ram_bytes"],
         "wanted": "<= 1",
-        "grown_bytes": found["peak_bytes"],
-        **{name: found[name] for name in ("ram_bytes", "imported_bytes", "planned_bytes")},
+        "grown_bytes": measured["peak_bytes"],
+        **{name: measured[name] for name in ("ram_bytes", "imported_bytes", "planned_bytes")},
     }
 
 
@@ -116,7 +116,7 @@ def _in_fresh_process(setting: Setting, num_tokens: int) -> Row:
 
 
 _ROWS: dict[str, Callable[[Bench, Setting], Row]] = {
-    one.__name__: one for one in (streaming, memory, speed, prompt, start)
+    job.__name__: job for job in (streaming, memory, speed, prompt, start)
 }
 
 
@@ -134,8 +134,8 @@ def main(
     results = list[Row]()
     for name in row or _ROWS:
         for wish in size or (["1GB", "2GB"] if name in ("streaming", "memory") else ["2GB"]):
-            found = _ROWS[name](bench, bench.setting(size=wish, need=need))
-            results.append(bench.row({"size": wish, **found}))
-            told = [f"{key}: {value}" for key, value in results[-1].items()]
-            print(*told, sep="\n   ", end="\n\n", flush=True)
+            measured = _ROWS[name](bench, bench.setting(size=wish, need=need))
+            results.append(bench.row({"size": wish, **measured}))
+            lines = [f"{key}: {value}" for key, value in results[-1].items()]
+            print(*lines, sep="\n   ", end="\n\n", flush=True)
     return Findings(rows=results, settings={"rows": list(row or _ROWS), "sizes": size})

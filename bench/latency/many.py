@@ -54,16 +54,16 @@ def run_case(
             are_under_way = len(news) == places and all(news.values())
             marks.append((perf_counter(), news if are_under_way else {}))
 
-        requests = [Request(own, Sampling(), num_new) for own in ids]
+        requests = [Request(text_ids, Sampling(), num_new) for text_ids in ids]
         for number, outcome in write_all(decoder, requests, on_pass):
             assert isinstance(outcome, Generation), str(outcome)
             by_number[number] = outcome
         is_invariant = decoder.invariance.holds
-    found = [by_number[number] for number in range(len(ids))]
+    results = [by_number[number] for number in range(len(ids))]
     steps = [
-        (after_s - before_s, sum(more.values()) - sum(less.values()))
-        for (before_s, less), (after_s, more) in pairwise(marks)
-        if less and less.keys() == more.keys()
+        (after_s - before_s, sum(after.values()) - sum(less.values()))
+        for (before_s, less), (after_s, after) in pairwise(marks)
+        if less and less.keys() == after.keys()
     ]
     if not steps:
         rule = "bench many counts passes in which every text is under way, and there was none"
@@ -71,18 +71,20 @@ def run_case(
             f"{rule}: give --prompts that are gone on with for longer, or less --parallel"
         )
     seconds = sum(step_s for step_s, _ in steps)
-    num_tokens = sum(more for _, more in steps)
-    sweep_s = sum(one.stats.sweep_s for one in found)
+    num_tokens = sum(num_more for _, num_more in steps)
+    sweep_s = sum(result.stats.sweep_s for result in results)
     row = {
         **case._asdict(),
         "tokens_per_s": num_tokens / seconds,
         "tokens_per_pass": num_tokens / len(steps),
         "pass_s": seconds / len(steps),
-        "num_nodes": found[0].stats.tree_num_nodes,
+        "num_nodes": results[0].stats.tree_num_nodes,
         "is_invariant": is_invariant,
-        "stall_share": sum(one.stats.stall_s for one in found) / max(1e-9, sweep_s),
+        "stall_share": sum(result.stats.stall_s for result in results) / max(1e-9, sweep_s),
     }
-    return row, [Written.from_result(own, one) for own, one in zip(ids, found, strict=True)]
+    return row, [
+        Written.from_result(text_ids, result) for text_ids, result in zip(ids, results, strict=True)
+    ]
 
 
 COLUMNS = (
@@ -115,8 +117,8 @@ def main(
         with setting.open(tree, parallel=parallel, context=CONTEXT) as decoder:
             bench.say_link(setting, decoder.plan)
     cases = [
-        Case(name, one, places)
-        for one in dict.fromkeys(("none", tree))
+        Case(name, shape, places)
+        for shape in dict.fromkeys(("none", tree))
         for name, places in ((ALONE, 1), (FOREST, parallel))
     ]
     rows = list[Row]()
@@ -128,9 +130,9 @@ def main(
         written += texts
     guards = dict[str, Guard]()
     # how many times as many tokens a second, round by round
-    for one in dict.fromkeys(case.tree for case in cases):
-        speeds = (values(rows, "tokens_per_s", tree=one, name=name) for name in (FOREST, ALONE))
-        label = "no tree" if one == "none" else f"tree {one}"
+    for shape in dict.fromkeys(case.tree for case in cases):
+        speeds = (values(rows, "tokens_per_s", tree=shape, name=name) for name in (FOREST, ALONE))
+        label = "no tree" if shape == "none" else f"tree {shape}"
         guards[f"{parallel} texts / one, {label}"] = Guard(ratios(*speeds), "higher")
     return Findings(
         rows=rows,

@@ -39,7 +39,7 @@ class Case(NamedTuple):
     temperature: float = 0.0
     prompt_tokens: int = 128
     # further fields of `LoadOptions`
-    more: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
 
 
 CASES = {
@@ -47,22 +47,22 @@ CASES = {
     "dense-64": Case(PLAIN, "dynamic:64x16"),
     "dense-128": Case(PLAIN, "dynamic:128x20"),
     "dense-512": Case(PLAIN, "dynamic:512x24"),
-    "dense-512-plain": Case(PLAIN, "dynamic:512x24", more=_ANY_BITS),
+    "dense-512-plain": Case(PLAIN, "dynamic:512x24", options=_ANY_BITS),
     "dense-128-long": Case(PLAIN, "dynamic:128x20", prompt_tokens=900),
     "dense-128-sampled": Case(PLAIN, "dynamic:128x20", temperature=0.8),
-    "dense-sequoia": Case(PLAIN, "128x20", temperature=0.8, more={"rule": "sequoia"}),
-    "dense-float32": Case(PLAIN, "dynamic:128x20", more={"dtype": "float32"}),
+    "dense-sequoia": Case(PLAIN, "128x20", temperature=0.8, options={"rule": "sequoia"}),
+    "dense-float32": Case(PLAIN, "dynamic:128x20", options={"dtype": "float32"}),
     "many-8x1": Case(PLAIN, "none", 8),
     "many-8x16": Case(PLAIN, "dynamic:16x8", 8),
     "many-8x16-sampled": Case(PLAIN, "dynamic:16x8", 8, 0.8, 600),
     "int4-128": Case("int4", "dynamic:128x20"),
     "fp8-64": Case("fp8", "dynamic:64x16", temperature=0.8),
     "packed-128": Case(PACKED, "dynamic:128x20"),
-    "layers-none": Case(MIXTURE, "none", more=_LAYERS),
-    "layers-64": Case(MIXTURE, "dynamic:64x16", more=_LAYERS),
-    "layers-256-plain": Case(MIXTURE, "dynamic:256x20", more=_LAYERS | _ANY_BITS),
-    "demand-64": Case(MIXTURE, "dynamic:64x16", more=_DEMAND),
-    "demand-256-sampled": Case(MIXTURE, "dynamic:256x20", temperature=0.8, more=_DEMAND),
+    "layers-none": Case(MIXTURE, "none", options=_LAYERS),
+    "layers-64": Case(MIXTURE, "dynamic:64x16", options=_LAYERS),
+    "layers-256-plain": Case(MIXTURE, "dynamic:256x20", options=_LAYERS | _ANY_BITS),
+    "demand-64": Case(MIXTURE, "dynamic:64x16", options=_DEMAND),
+    "demand-256-sampled": Case(MIXTURE, "dynamic:256x20", temperature=0.8, options=_DEMAND),
 }
 
 
@@ -77,23 +77,25 @@ def measure(case: Case, size_bytes: int, num_texts: int, ram: str | None) -> Row
     if ram is None:
         files = ModelFiles(describe(target), describe(draft))
         num_nodes = parse_tree(case.tree).num_nodes * case.parallel
-        how = {name: case.more[name] for name in _BUDGETED if name in case.more}
-        ram_bytes = least_ram(files, num_nodes, **shared, **how)
+        budget = {name: case.options[name] for name in _BUDGETED if name in case.options}
+        ram_bytes = least_ram(files, num_nodes, **shared, **budget)
     else:
         ram_bytes = parse_size(ram, "--ram")
-    options = {"tree": case.tree, **shared, **case.more, "ram": ram_bytes}
+    options = {"tree": case.tree, **shared, **case.options, "ram": ram_bytes}
     asked: dict[str, Any] = {"prompt_tokens": case.prompt_tokens, "temperature": case.temperature}
-    found = Order(str(target), str(draft), options, num_texts, **asked).in_fresh_process()
-    held = [phase["held_bytes"] for phase in found["phases"] if phase["phase"].startswith("text")]
+    measured = Order(str(target), str(draft), options, num_texts, **asked).in_fresh_process()
+    held = [
+        phase["held_bytes"] for phase in measured["phases"] if phase["phase"].startswith("text")
+    ]
     grown_bytes = None
     if len(held) >= 10:
         last = held[-max(3, len(held) // 10) :]
         early = held[len(held) // 5 : 2 * (len(held) // 5)]
         grown_bytes = int(median(last) - median(early))
     return {
-        **found,
+        **measured,
         "grown_bytes": grown_bytes,
-        "is_kept": found["peak_bytes"] <= found["ram_bytes"],
+        "is_kept": measured["peak_bytes"] <= measured["ram_bytes"],
         "has_grown": grown_bytes is not None and grown_bytes > GROWTH_BYTES,
     }
 
@@ -136,8 +138,8 @@ def main(
     rows = list[Row]()
     for name in case or bench.effort(tuple(CASES), _QUICK):
         bench.screen.wait(f"measuring {name}")
-        found = measure(CASES[name], parse_size(size, "--size"), texts, ram)
-        rows.append(bench.row({"case": name, **found}))
+        measured = measure(CASES[name], parse_size(size, "--size"), texts, ram)
+        rows.append(bench.row({"case": name, **measured}))
         if bill:  # where the memory goes
             posts = rows[-1]["posts"].items()
             say_table(PLANNED, [{"post": name, "bytes": size} for name, size in posts if size])

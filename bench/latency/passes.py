@@ -50,8 +50,8 @@ class Measured(NamedTuple):
     written: list[Written]
 
     def by_size(self) -> dict[int, list[Pass]]:
-        sizes = sorted({one.num_rows for one in self.passes})
-        return {size: [one for one in self.passes if one.num_rows == size] for size in sizes}
+        sizes = sorted({timed.num_rows for timed in self.passes})
+        return {size: [timed for timed in self.passes if timed.num_rows == size] for size in sizes}
 
     @property
     def floor_s(self) -> float | None:
@@ -61,7 +61,10 @@ class Measured(NamedTuple):
         """
         if not self.read_s:
             return None
-        sweeps = [median(one.seconds for one in own) for own in self.by_size().values()]
+        sweeps = [
+            median(timed.seconds for timed in timed_passes)
+            for timed_passes in self.by_size().values()
+        ]
         return min(median(self.read_s), median(self.prompt_s), *sweeps)
 
 
@@ -74,15 +77,15 @@ def measure(
 ) -> Measured:
     """Measure all rounds; with a bench each size is noted when it was measured."""
 
-    found = Measured([], [], [], [])
+    measured = Measured([], [], [], [])
 
     def read_once() -> None:
         num_bytes = decoder.plan.streamed_bytes
         is_read = num_bytes and not setting.opened.has_own_memory and not setting.is_synthetic
         if is_read:
-            found.read_s.append(plain_read_s(setting.shards, num_bytes))
+            measured.read_s.append(plain_read_s(setting.shards, num_bytes))
         elif rate := link_ceiling(setting, decoder.plan):
-            found.read_s.append(num_bytes / rate)
+            measured.read_s.append(num_bytes / rate)
 
     read_once()
     for index in range(effort.rounds):
@@ -90,18 +93,18 @@ def measure(
         # finds the slots that were filled while the plain reader ran
         PassRunner(decoder, ids[:1]).run(1)
         runner = PassRunner(decoder, ids)
-        found.prompt_s.append(runner.run(1).seconds)
+        measured.prompt_s.append(runner.run(1).seconds)
         for size in effort.sizes:
             done = [runner.run(size) for _ in range(effort.passes)]
-            found.passes.extend(done)
+            measured.passes.extend(done)
             if bench is not None:
-                sweep_s = median(one.seconds for one in done)
+                sweep_s = median(timed.seconds for timed in done)
                 bench.note({"name": f"sweep of {size} rows", "sweep_s": sweep_s})
-        found.written.append(runner.written())
+        measured.written.append(runner.written())
         read_once()
         if bench is not None:
             bench.screen.count(index + 1, effort.rounds, "timing passes")
-    return found
+    return measured
 
 
 def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
@@ -109,18 +112,18 @@ def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
     floor_s = measured.floor_s
 
     def row(name: str, num_nodes: int, seconds: list[float]) -> Row:
-        told = {"name": name, "num_nodes": num_nodes, "sweep_s": median(seconds)}
+        figures = {"name": name, "num_nodes": num_nodes, "sweep_s": median(seconds)}
         used = floor_s and floor_s / median(seconds)
-        return {**told, "sweep_s_samples": seconds, "link_utilisation": used}
+        return {**figures, "sweep_s_samples": seconds, "link_utilisation": used}
 
-    for size, own in measured.by_size().items():
-        found = row(f"sweep of {size} rows", size, [one.seconds for one in own])
-        stall_s = median(one.stall_s for one in own)
-        is_linked = streamed_bytes > 0 and stall_s > _STALLED_SHARE * found["sweep_s"]
-        yield found | {
+    for size, timed_passes in measured.by_size().items():
+        figures = row(f"sweep of {size} rows", size, [timed.seconds for timed in timed_passes])
+        stall_s = median(timed.stall_s for timed in timed_passes)
+        is_linked = streamed_bytes > 0 and stall_s > _STALLED_SHARE * figures["sweep_s"]
+        yield figures | {
             "stall_s": stall_s,
-            "compute_s": found["sweep_s"] - stall_s,
-            "bytes_moved": own[0].num_bytes,
+            "compute_s": figures["sweep_s"] - stall_s,
+            "bytes_moved": timed_passes[0].num_bytes,
             "limit": "link" if is_linked else "compute",
         }
     yield row("sweep of a prompt", PROMPT_TOKENS, measured.prompt_s)
@@ -189,23 +192,23 @@ def main(bench: Bench) -> Findings:
             ids = encoded(decoder, texts[0], 32)
             drafted += draft_rows(setting, decoder, ids, effort.draft_s)
     timed = [*rows_of(measured, plan.streamed_bytes)]
-    told = "nothing is streamed: no link is a ceiling"
+    note = "nothing is streamed: no link is a ceiling"
     ceiling: Row = {"bytes_per_s": None}
     guards = dict[str, Guard]()
     if (floor_s := measured.floor_s) is not None:
         moved = f"the {plan.streamed_bytes / 1e9:.3f} GB of a sweep"
-        told = f"the ceiling takes {floor_s:.3f} s for {moved}"
+        note = f"the ceiling takes {floor_s:.3f} s for {moved}"
         rate = plan.streamed_bytes / floor_s
         ceiling = {"bytes_per_s": rate, "sweep_s": floor_s, "samples": measured.read_s}
         for row in timed:
-            over = [one / floor_s for one in row["sweep_s_samples"]]
+            over = [sample_s / floor_s for sample_s in row["sweep_s_samples"]]
             guards[f"{row['name']} / ceiling"] = Guard(over, "lower")
     rows = [*timed, *drafted]
     return Findings(
         rows=rows,
         tables=[(COLUMNS, rows)],
         written=measured.written,
-        notes=[told],
+        notes=[note],
         settings={"num_threads": num_threads},
         ceiling=ceiling,
         guards=guards,

@@ -140,12 +140,14 @@ def quantised(source: Path, name: str) -> Path:
             require(is_whole, rule, got, "give a larger --size")
     quantise, settings = FORMATS[name]
     held = dict[str, Tensor]()
-    for tensor, weight in chain.from_iterable(load_file(one).items() for one in checkpoint.shards):
+    for tensor, weight in chain.from_iterable(
+        load_file(shard).items() for shard in checkpoint.shards
+    ):
         if weight.ndim < 2 or any(part in tensor for part in _PLAIN):
             held[tensor] = weight
         else:
             stem = tensor.removesuffix("weight")
-            held |= {f"{stem}{key}": one for key, one in quantise(weight).items()}
+            held |= {f"{stem}{key}": tensor_part for key, tensor_part in quantise(weight).items()}
     # as the format's own writer has them: by type, then by name
     ordered = sorted(held.items(), key=lambda item: (-item[1].element_size(), item[0]))
     with publish_atomically(folder, folder.with_name(f"{folder.name}.part")) as scratch:
@@ -172,9 +174,9 @@ def run_format(setting: Setting, prompt: Prompt, effort: Effort, limit: int | No
         for tree in effort.trees:
             got = decoder.generate(ids, max_new_tokens=effort.length(tree), tree=tree)
             plain_ids = plain_ids or got.token_ids
-            if any(one != other for one, other in zip(got.token_ids, plain_ids, strict=False)):
-                told = f"with {tree} the text is another than without"
-                raise UserError(f"{told}: no speed is printed")
+            if any(token != other for token, other in zip(got.token_ids, plain_ids, strict=False)):
+                complaint = f"with {tree} the text is another than without"
+                raise UserError(f"{complaint}: no speed is printed")
             stats = got.stats
             sweeps = max(1, stats.num_sweeps)
             row: Row = {
@@ -217,7 +219,7 @@ def main(
     prompt = bench.prompts(1)[0]
     plain = bench.setting()
     formats = (PLAIN, *FORMATS, PACKED)
-    settings = {one: plain._replace(target=quantised(plain.target, one)) for one in formats}
+    settings = {name: plain._replace(target=quantised(plain.target, name)) for name in formats}
     bench.begin(plain)
     every = list[Row]()
     for _, name in bench.turns(range(effort.rounds), formats, "decoding"):

@@ -79,15 +79,15 @@ def ask_all(
     with bench.screen as screen, ExitStack() as resources:
         screen.wait("starting ranks")
         clusters = dict[Name, Cluster]()
-        for name, own in wanted.items():
-            clusters[name] = Cluster(*own)
+        for name, job in wanted.items():
+            clusters[name] = Cluster(*job)
             resources.callback(clusters[name].close)
         for cluster in clusters.values():
             cluster.wait()
         texts: dict[Name, list[Answer]] = {name: [] for name in wanted}
-        for one, name in bench.turns(orders, [*wanted], "decoding"):
-            texts[name].append(clusters[name].ask(one))
-        return {name: (own, clusters[name].peak_rss_bytes()) for name, own in texts.items()}
+        for order, name in bench.turns(orders, [*wanted], "decoding"):
+            texts[name].append(clusters[name].ask(order))
+        return {name: (answers, clusters[name].peak_rss_bytes()) for name, answers in texts.items()}
 
 
 def row_of(
@@ -102,7 +102,7 @@ def row_of(
     ranks = [_rank_row(texts, rank) for rank in range(num_ranks)]
     samples = [second for text in texts for second in text.pass_s]
     # what rank 0 does, drafting included, without waiting for link or ranks
-    waits_s = [text.moved(lambda one: one.stall_s + one.exchange_s)[0] for text in texts]
+    waits_s = [text.moved(lambda rank: rank.stall_s + rank.exchange_s)[0] for text in texts]
     whole_s = [text.stats["tpot_s"] * text.stats["tokens_per_sweep"] for text in texts]
     row = {
         "name": f"{num_ranks} x shards, {tree}",
@@ -114,13 +114,13 @@ def row_of(
         "tokens_per_s": bursts["decode_tokens_per_s"],
         "ttft_s": bursts["mean_ttft_s"],
         "itl_s": bursts["mean_itl_s"],
-        "compute_s": median(one - wait for one, wait in zip(whole_s, waits_s, strict=True)),
-        "exchange_s": median(max(text.moved(lambda one: one.exchange_s)) for text in texts),
+        "compute_s": median(whole - wait for whole, wait in zip(whole_s, waits_s, strict=True)),
+        "exchange_s": median(max(text.moved(lambda rank: rank.exchange_s)) for text in texts),
         "ranks": ranks,
     }
     if others:
-        own, alone = ([median(text.pass_s) for text in some] for some in (texts, others))
-        row["ratio_samples"] = ratios(own, alone)
+        pass_s, alone = ([median(text.pass_s) for text in some] for some in (texts, others))
+        row["ratio_samples"] = ratios(pass_s, alone)
         row["ratio"] = median(row["ratio_samples"])
     return row
 
@@ -141,7 +141,7 @@ def _rank_row(texts: Sequence[Answer], rank: int) -> Row:
         "pass_bytes": last.pass_bytes,
         "num_passes": num_passes,
         "num_rows": num_rows,
-        "rows_per_pass": median(text.moved(lambda one: one.num_rows)[rank] for text in texts),
+        "rows_per_pass": median(text.moved(lambda rank: rank.num_rows)[rank] for text in texts),
         "bytes_read": read_bytes,
         "planned_read_bytes": last.pass_bytes * num_passes,
         "exchanged_bytes": sent_bytes,
@@ -153,22 +153,22 @@ def _rank_row(texts: Sequence[Answer], rank: int) -> Row:
 
 
 def checks(rows: Sequence[Row]) -> list[Row]:
-    found = list[Row]()
+    verdicts = list[Row]()
     for row in rows:
         if "ratio" in row:
             wanted = _WANTED.get((row["num_ranks"], row["tree"] == _NONE), _WANTED_TREE)
             name = f"s/pass, {row['name']} / 1 rank"
-            found.append(check(name, row["ratio_samples"], wanted, "lower"))
+            verdicts.append(check(name, row["ratio_samples"], wanted, "lower"))
     ranks = [rank for row in rows for rank in row["ranks"]]
-    for told, (done, planned) in _COUNTED.items():
+    for title, (done, planned) in _COUNTED.items():
         over = ratios([rank[done] for rank in ranks], [rank[planned] for rank in ranks])
         off = max((abs(ratio - 1) for ratio in over), default=0.0)
-        name = f"{told} / planned, any rank: most off"
-        found.append(check(name, over, 0.0, "lower", off))
+        name = f"{title} / planned, any rank: most off"
+        verdicts.append(check(name, over, 0.0, "lower", off))
     held = [rank["peak_rss_bytes"] / rank["allowed_bytes"] for rank in ranks]
     name = "peak RSS / (budget + libraries), any rank"
-    found.append(check(name, held, 1.0, "lower", max(held)))
-    return found
+    verdicts.append(check(name, held, 1.0, "lower", max(held)))
+    return verdicts
 
 
 COLUMNS = (
@@ -181,7 +181,7 @@ COLUMNS = (
     Column("tokens/s", "tokens_per_s", ".3f"),
     Column("ttft s", "ttft_s", ".3f"),
     Column("itl s", "itl_s", ".3f"),
-    Column("peak RSS", lambda row: _held([one["peak_rss_bytes"] for one in row["ranks"]])),
+    Column("peak RSS", lambda row: _held([rank["peak_rss_bytes"] for rank in row["ranks"]])),
 )
 
 
@@ -190,59 +190,59 @@ def share(
 ) -> tuple[list[Row], list[Answer]]:
     """Return a row for each tree and number of ranks, one rank first, and all texts."""
     tree = effort.trees[-1]
-    how = {**_HOW, "profile": "none", "invariant": False, "tree": tree}
+    options = {**_HOW, "profile": "none", "invariant": False, "tree": tree}
     wanted = {}
     for size in SIZES:
-        one: dict[str, Any] = {
-            **how,
+        rank_options: dict[str, Any] = {
+            **options,
             "link_limit": int(rate),
             "ranks": "shards" if size > 1 else None,
         }
         usual = {name: _HOW[name] for name in ("context", "dtype")}
         budgets = shard_budgets(setting, size, parse_tree(tree).num_nodes, **usual)
-        wanted[size] = (setting, [{**one, "ram": own} for own in budgets])
+        wanted[size] = (setting, [{**rank_options, "ram": budget} for budget in budgets])
     orders = [
         order(seed, ids, effort.length(tree), tree)
         for seed, ids in enumerate(texts)
         for tree in effort.trees
     ]
-    found = ask_all(bench, wanted, orders)
+    answered = ask_all(bench, wanted, orders)
     rows = list[Row]()
     for tree in effort.trees:
-        own = {
-            size: [one for one in told if one.order.tree == tree]
-            for size, (told, _) in found.items()
+        of_tree = {
+            size: [answer for answer in answers if answer.order.tree == tree]
+            for size, (answers, _) in answered.items()
         }
-        for size, answers in own.items():
-            rows.append(row_of(size, answers, rate, own.get(1, ()) if size > 1 else ()))
-    return rows, [text for told, _ in found.values() for text in told]
+        for size, answers in of_tree.items():
+            rows.append(row_of(size, answers, rate, of_tree.get(1, ()) if size > 1 else ()))
+    return rows, [text for answers, _ in answered.values() for text in answers]
 
 
 def staged_row(way: str, texts: Sequence[Answer], peak_rss_bytes: Sequence[int]) -> Row:
     each = [latencies([text.bursts]) for text in texts]
     events = [text.stats.get("runs", []) for text in texts]
-    counts = Counter(event[1] for own in events for event in own)
+    counts = Counter(event[1] for run_events in events for event in run_events)
     row: Row = {"name": f"stages, {way}", "way": way}
     names = {"tokens_per_s": "decode_tokens_per_s", "ttft_s": "mean_ttft_s", "itl_s": "mean_itl_s"}
     for name, key in names.items():
-        row[f"{name}_samples"] = [one[key] for one in each]
+        row[f"{name}_samples"] = [text[key] for text in each]
         row[name] = median(row[f"{name}_samples"])
-    row |= {f"num_{what}": counts[what] for what in ("issued", "cancelled", "drawn", "dead")}
+    row |= {f"num_{kind}": counts[kind] for kind in ("issued", "cancelled", "drawn", "dead")}
     return {**row, "peak_rss_bytes": [*peak_rss_bytes], "events": events[0]}
 
 
 def staged_checks(rows: Sequence[Row]) -> list[Row]:
     known = {row["way"]: row for row in rows}
-    found = list[Row]()
+    verdicts = list[Row]()
     for way, figure, beside, wanted, better in _STAGED_WANTED:
         if {way, beside} <= known.keys():
-            samples = (known[one][f"{figure}_samples"] for one in (way, beside))
-            found.append(check(f"{figure}, {way} / {beside}", ratios(*samples), wanted, better))
-    return found
+            samples = (known[name][f"{figure}_samples"] for name in (way, beside))
+            verdicts.append(check(f"{figure}, {way} / {beside}", ratios(*samples), wanted, better))
+    return verdicts
 
 
 def _held(peak_rss_bytes: Sequence[int]) -> str:
-    return "/".join(f"{one / 2**20:.0f}" for one in peak_rss_bytes) + " MiB"
+    return "/".join(f"{peak / 2**20:.0f}" for peak in peak_rss_bytes) + " MiB"
 
 
 STAGED_COLUMNS = (
@@ -262,18 +262,18 @@ def in_stages(
 ) -> tuple[list[Row], list[Answer]]:
     """Return a row for each way, and all texts; another rank drafts, except for `plain`."""
     setting = bench.setting(size=_STAGED_SIZE)
-    how = {**_HOW, "ram": "800MiB", "slow_layer_s": slow_layer_s}
+    options_of_all = {**_HOW, "ram": "800MiB", "slow_layer_s": slow_layer_s}
     wanted = {}
     for way in bench.effort((*BASELINES, *OTHERS), BASELINES):
         drafts = way != "plain"
         ranks = f"stages:0-{NUM_STAGES - 1}" + (f",draft:{NUM_STAGES}" if drafts else "")
-        options: dict[str, Any] = {**how, "ranks": ranks, "pipeline": way}
+        options: dict[str, Any] = {**options_of_all, "ranks": ranks, "pipeline": way}
         models = setting if drafts else setting._replace(draft=None)
         wanted[way] = (models, [options] * (NUM_STAGES + drafts))
     orders = [order(seed, ids, bench.effort(*STAGED_TOKENS)) for seed, ids in enumerate(texts)]
-    found = ask_all(bench, wanted, orders)
-    rows = [staged_row(way, *own) for way, own in found.items()]
-    return rows, [text for own, _ in found.values() for text in own]
+    answered = ask_all(bench, wanted, orders)
+    rows = [staged_row(way, *answers) for way, answers in answered.items()]
+    return rows, [text for answers, _ in answered.values() for text in answers]
 
 
 @command(
@@ -306,12 +306,12 @@ def main(
     verdicts = list[Row]()
     if "shards" in parts:
         require_slower(rate, bench.ceiling["bytes_per_s"], max(SIZES))
-        shared, own = share(bench, setting, effort, rate, ids)
-        texts += own
+        shared, written = share(bench, setting, effort, rate, ids)
+        texts += written
         verdicts += checks(shared)
     if "stages" in parts:
-        staged, own = in_stages(bench, slow_layer, ids)
-        texts += own
+        staged, written = in_stages(bench, slow_layer, ids)
+        texts += written
         verdicts += staged_checks(staged)
 
     def draw(settings: Row, path: Path) -> None:

@@ -66,13 +66,13 @@ def one_pass(layer: nn.Module, width: int, num_nodes: int) -> dict[str, float]:
     from offload.model.recurrent_cache import RecurrentCache
     from offload.model.wide_products import WideProducts, lacks_products
 
-    own = RecurrentCache(1, num_nodes + 1)
+    state_cache = RecurrentCache(1, num_nodes + 1)
     sees_NN = torch.eye(num_nodes, dtype=torch.bool)
     for node in range(1, num_nodes):
         sees_NN[node] |= sees_NN[(node - 1) // 2]
     hidden = torch.randn(1, num_nodes, width).bfloat16()
     row_N = torch.arange(num_nodes)
-    cache = lay([BatchPart(row_N, row_N, sees_NN, own)], None)
+    cache = lay([BatchPart(row_N, row_N, sees_NN, state_cache)], None)
     is_narrow = lacks_products(torch.bfloat16)
     products = WideProducts() if is_narrow else PLAIN
     choose_products(layer, products)
@@ -94,15 +94,15 @@ def measure(num_rounds: int, trees: tuple[int, ...], shape: dict[str, Any]) -> l
     replace_linears(layer)
     assert replace_mixers(nn.ModuleList([layer]), config) == [True], "a recurrent layer"
     layer.requires_grad_(False)
-    found = []
+    rows = []
     for num_nodes in trees:
         rounds = [one_pass(layer, shape["hidden_size"], num_nodes) for _ in range(num_rounds + 1)]
         row: Row = {"row": f"{num_nodes} nodes", "nodes": num_nodes}
         for name in rounds[0]:
             # the first finds nothing in any cache
-            row[name] = statistics.median(one[name] for one in rounds[1:])
-        found.append({**row, "share": row["recurrent_s"] / row["products_s"]})
-    return found
+            row[name] = statistics.median(timed[name] for timed in rounds[1:])
+        rows.append({**row, "share": row["recurrent_s"] / row["products_s"]})
+    return rows
 
 
 COLUMNS = (

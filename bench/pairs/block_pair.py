@@ -222,8 +222,8 @@ def tokens_a_pass(draft: Path, prompts: Tensor, temperature: float, num_new: int
     for name, rule in RULES.items():
         folder = PAIR / "draft" if name == SMALL else draft
         setting = Setting(PAIR / "target", folder, PAIR / "target", parse_size(_RAM, "--ram"))
-        how = {"rule": rule, "lookup": False}
-        figures, written = texts_of(setting, prompts, temperature, num_new, **how)
+        options = {"rule": rule, "lookup": False}
+        figures, written = texts_of(setting, prompts, temperature, num_new, **options)
         setting._replace(draft=None).prove(written)
         row[name] = statistics.fmean(stats.tokens_per_sweep for stats in figures)
         draft_s[name] = statistics.fmean(stats.draft_s / stats.num_sweeps for stats in figures)

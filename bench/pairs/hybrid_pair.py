@@ -83,19 +83,19 @@ class Recipe(NamedTuple):
 
 def begun(name: str, dense: LlamaForCausalLM, seed: int) -> PreTrainedModel:
     """Return a Qwen 3.5, or a Qwen 3, in float32 whose mixers begin at random."""
-    own = dense.config
-    kept = {key: getattr(own, key) for key in KEPT}
+    sizes = dense.config
+    kept = {key: getattr(sizes, key) for key in KEPT}
     config: Any
     if name == HYBRID:
         config = Qwen3_5TextConfig(
             **kept,
-            linear_key_head_dim=own.head_dim,
-            linear_value_head_dim=own.head_dim,
-            linear_num_key_heads=own.num_key_value_heads,
-            linear_num_value_heads=own.num_attention_heads,
+            linear_key_head_dim=sizes.head_dim,
+            linear_value_head_dim=sizes.head_dim,
+            linear_num_key_heads=sizes.num_key_value_heads,
+            linear_num_value_heads=sizes.num_attention_heads,
         )
     else:
-        config = Qwen3Config(**kept, rope_parameters=own.rope_parameters)
+        config = Qwen3Config(**kept, rope_parameters=sizes.rope_parameters)
     torch.manual_seed(seed)
     model = (Qwen3_5ForCausalLM if name == HYBRID else Qwen3ForCausalLM)(config).float()
     taken = {}
@@ -124,12 +124,12 @@ def make_pair(recipe: Recipe, screen: Screen, work: Path, ids: Tensor, held_out:
         """Train one and its draft; return what it loses on held-out text."""
         target = begun(name, packaged("target"), recipe.seed)
         draft = packaged("draft")
-        own = work / draft_of(name)
+        folder = work / draft_of(name)
         teach(target, next_token_loss, learnt, recipe.course, work / name, screen, stop=num_steps)
-        teach(draft, partial(draft_loss, target), learnt, recipe.draft, own, screen)
+        teach(draft, partial(draft_loss, target), learnt, recipe.draft, folder, screen)
         batches = held_out_texts(held_out, _TEXT_TOKENS, _NUM_HELD_OUT).split(_BATCH)
         with torch.no_grad():
-            return statistics.fmean(next_token_loss(target, one).item() for one in batches)
+            return statistics.fmean(next_token_loss(target, batch).item() for batch in batches)
 
     steps = {HYBRID: recipe.hybrid_steps, TWIN: recipe.twin_steps}
     losses = {name: loss_of(name, num_steps) for name, num_steps in steps.items()}
@@ -169,7 +169,7 @@ def without_trees(setting: Setting, written: Sequence[Written]) -> dict[str, lis
     bounds = parse_tree(TREE)
     tree = best_first(DEFAULT_ACCEPTANCE, bounds.num_nodes, bounds.depth)
     names = ("overlap of p and q", "first guesses drawn", "tokens a pass, by ranks", "entropy of p")
-    found: dict[str, list[float]] = {name: [] for name in names}
+    by_name: dict[str, list[float]] = {name: [] for name in names}
     assert setting.draft is not None, "a draft guesses"
     with reference(setting.target, None, None) as target, reference(setting.draft, None, None) as q:
         for run in setting.begun(written):
@@ -187,9 +187,9 @@ def without_trees(setting: Setting, written: Sequence[Written]) -> dict[str, lis
                 statistics.fmean(bursts(tree, ranks_T.tolist())),
                 torch.special.entr(law_TV).sum(1).mean(),
             )
-            for values, figure in zip(found.values(), figures, strict=True):
+            for values, figure in zip(by_name.values(), figures, strict=True):
                 values.append(float(figure))
-    return found
+    return by_name
 
 
 def row_of(name: str, hybrid: Sequence[float], twin: Sequence[float]) -> Row:
@@ -197,17 +197,17 @@ def row_of(name: str, hybrid: Sequence[float], twin: Sequence[float]) -> Row:
 
     Prompts are the same, but what the two write is not, so the ratio's error is that of means.
     """
-    found: Row = {"row": name, "num_texts": len(hybrid)}
+    row: Row = {"row": name, "num_texts": len(hybrid)}
     shares = list[float]()
     for side, values in ((HYBRID, hybrid), (TWIN, twin)):
-        found[side] = statistics.fmean(values)
+        row[side] = statistics.fmean(values)
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-        found[f"{side}_error"] = error
-        shares.append(error / found[side] if found[side] else 0.0)
+        row[f"{side}_error"] = error
+        shares.append(error / row[side] if row[side] else 0.0)
     # greedy laws have no entropy
-    found["ratio"] = found[HYBRID] / found[TWIN] if found[TWIN] else None
-    found["ratio_error"] = found["ratio"] and found["ratio"] * math.hypot(*shares)
-    return found
+    row["ratio"] = row[HYBRID] / row[TWIN] if row[TWIN] else None
+    row["ratio_error"] = row["ratio"] and row["ratio"] * math.hypot(*shares)
+    return row
 
 
 def over_trainings(rows: Sequence[Row]) -> Row:
@@ -247,7 +247,7 @@ def measure(bench: Bench, pair: Path, prompts: Tensor, num_new: int, training: i
             bench.screen.wait(f"the {name} at T = {temperature}")
             stats, written = texts_of(setting, prompts, temperature, num_new)
             setting.prove(written)
-            yields = [one.tokens_per_sweep for one in stats]
+            yields = [text.tokens_per_sweep for text in stats]
             sides[name] = {PASSES: yields, **without_trees(setting, written)}
         for figure, hybrid in sides[HYBRID].items():
             row = row_of(f"{figure}, T = {temperature}", hybrid, sides[TWIN][figure])
@@ -276,16 +276,17 @@ def main(
             rows += measure(bench, pair, prompts, num_new, training)
     if len(losses) > 1:
         figures = dict.fromkeys(row["row"] for row in rows if row["ratio"] is not None)
-        rows += [over_trainings([row for row in rows if row["row"] == one]) for one in figures]
-    told = "; ".join(
-        f"{HYBRID} {own[HYBRID]:.3f}, {TWIN} {own[TWIN]:.3f}" for own in losses.values()
+        rows += [over_trainings([row for row in rows if row["row"] == name]) for name in figures]
+    losses_line = "; ".join(
+        f"{HYBRID} {side_losses[HYBRID]:.3f}, {TWIN} {side_losses[TWIN]:.3f}"
+        for side_losses in losses.values()
     )
     wanted = f"{PASSES}: hybrid / twin, off one"
     off = [abs(row["ratio"] - 1) for row in rows if row["row"].startswith(PASSES)]
     return Findings(
         rows=rows,
         tables=[(COLUMNS, rows)],
-        notes=[f"held-out loss in nats: {told}"],
+        notes=[f"held-out loss in nats: {losses_line}"],
         checks=[check(wanted, off, LIMIT, "lower", max(off))],
         settings={"tree": TREE, "losses": losses, "num_new": num_new},
         ceiling={"tokens_per_sweep": 1 + parse_tree(TREE).depth},

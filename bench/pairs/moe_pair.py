@@ -202,8 +202,8 @@ def make_pair(recipe: Recipe, screen: Screen, work: Path, ids: Tensor, held_out:
         """Return by turns what the target wrote and the corpus."""
         generator = torch.Generator().manual_seed(recipe.seed + LEARNT + step)
         num_texts = _STEP_TOKENS // texts_BS.shape[1]
-        own = torch.randint(0, len(texts_BS), (num_texts,), generator=generator)
-        return batch(step) if step % 2 else texts_BS[own]
+        picked = torch.randint(0, len(texts_BS), (num_texts,), generator=generator)
+        return batch(step) if step % 2 else texts_BS[picked]
 
     def loss(draft: LlamaForCausalLM, tokens_BS: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -220,8 +220,8 @@ def target_loss(model: Qwen3MoeForCausalLM, tokens_BS: Tensor) -> Tensor:
         out = model(input_ids=tokens_BS, use_cache=False, output_router_logits=True)
     missing = []
     for logits_NE in out.router_logits:
-        told = told_of_text(logits_NE.float().unflatten(0, (-1, _ROUTED_TOKENS)))
-        missing.append((_TEXT_NATS - told).clamp(min=0))
+        told_nats = told_of_text(logits_NE.float().unflatten(0, (-1, _ROUTED_TOKENS)))
+        missing.append((_TEXT_NATS - told_nats).clamp(min=0))
     loss = loss_of_logits(out.logits, tokens_BS)
     return loss + _TEXT_WEIGHT * torch.stack(missing).mean()
 
@@ -244,10 +244,10 @@ def kept_texts(path: Path, target: Qwen3MoeForCausalLM, ids: Tensor, seed: int) 
         texts = []
         for number, way in enumerate(_WAYS):
             prompts = windows(ids, _NUM_WRITTEN * _PROMPT_TOKENS, _PROMPT_TOKENS, seed + number)
-            how = {"attention_mask": torch.ones_like(prompts), **way}
-            how |= {"min_length": _WRITTEN_TOKENS, "max_length": _WRITTEN_TOKENS}
+            options = {"attention_mask": torch.ones_like(prompts), **way}
+            options |= {"min_length": _WRITTEN_TOKENS, "max_length": _WRITTEN_TOKENS}
             with torch.autocast("cpu", torch.bfloat16):
-                texts.append(target.generate(prompts, **how))
+                texts.append(target.generate(prompts, **options))
         with replacing(path) as partial_file:
             save_file({"texts": torch.cat(texts)}, partial_file)
     return load_file(path)["texts"]

@@ -154,14 +154,16 @@ def train(
 
 
 def _optimiser(model: nn.Module, course: Course) -> torch.optim.AdamW:
-    own = dict[tuple[float, float], list[nn.Parameter]]()
+    groups_of = dict[tuple[float, float], list[nn.Parameter]]()
     for name, weight in model.named_parameters():
         is_router = name.endswith(".gate.weight")
         peak_lr = course.peak_lr * (_ROUTER_SPEED if is_router else 1)
         decay = 0.0 if is_router or weight.ndim < 2 else _DECAY
-        own.setdefault((peak_lr, decay), []).append(weight)
+        groups_of.setdefault((peak_lr, decay), []).append(weight)
     names = ("peak_lr", "weight_decay")
-    groups = [{"params": held, **dict(zip(names, key, strict=True))} for key, held in own.items()]
+    groups = [
+        {"params": held, **dict(zip(names, key, strict=True))} for key, held in groups_of.items()
+    ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 

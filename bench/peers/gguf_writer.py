@@ -45,12 +45,12 @@ def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
     """Write `source` whole or not at all, matrices as blocks of `kind`. Raises `UserError`."""
     checkpoint = open_checkpoint(source)
     config = {"num_local_experts": checkpoint.config.get("num_experts"), **checkpoint.config}
-    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **told}
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **stated}
     architecture = _ARCHITECTURES.get(config.get("model_type", ""))
     if architecture is None or rope["rope_type"] != "default":
-        what = "only a Llama or a Qwen3-MoE with plain rotary positions is written as GGUF"
-        raise UserError(f"{source.name}: {what}: leave it out")
+        complaint = "only a Llama or a Qwen3-MoE with plain rotary positions is written as GGUF"
+        raise UserError(f"{source.name}: {complaint}: leave it out")
     import gguf
 
     with replacing(destination) as place:
@@ -88,7 +88,7 @@ def _tensors(
     config = checkpoint.config
     stacks = dict[str, dict[int, np.ndarray]]()
     heads = dict[str, int]()
-    in_layer = {theirs: own for own, theirs in architecture.parts.items()}
+    in_layer = {theirs: part for part, theirs in architecture.parts.items()}
     if architecture.has_interleaved_heads:
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     shards = [np.memmap(path, dtype=np.uint8, mode="r") for path in checkpoint.shards]

@@ -39,8 +39,8 @@ class Transformers:
     def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
         prompt_1T = torch.tensor([prompt_ids])
         limits = {"max_new_tokens": num_tokens, "max_time": limit_s, "do_sample": False}
-        more = {"attention_mask": torch.ones_like(prompt_1T), "streamer": _Bursts(emit)}
-        self._model.generate(prompt_1T, **limits, **more, **self._options)
+        inputs = {"attention_mask": torch.ones_like(prompt_1T), "streamer": _Bursts(emit)}
+        self._model.generate(prompt_1T, **limits, **inputs, **self._options)
 
 
 def _loaded(folder: str, room: dict[str, Any]) -> PreTrainedModel:

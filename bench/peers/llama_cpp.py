@@ -73,10 +73,10 @@ class _Lookup(LlamaPromptLookupDecoding):
 
     before: Callable[[], None]  # as above
 
-    def __call__(self, input_ids: np.ndarray, /, **more: Any) -> np.ndarray:
+    def __call__(self, input_ids: np.ndarray, /, **inputs: Any) -> np.ndarray:
         self.before()
-        found: np.ndarray = super().__call__(input_ids, **more)
-        return found
+        guesses: np.ndarray = super().__call__(input_ids, **inputs)
+        return guesses
 
 
 def _open(path: str, draft: LlamaDraftModel | None) -> llama_cpp.Llama:
@@ -89,9 +89,9 @@ def _open(path: str, draft: LlamaDraftModel | None) -> llama_cpp.Llama:
         return params
 
     llama_cpp.llama_cpp.llama_model_default_params = mapped
-    how: dict[str, Any] = {"n_ctx": _CONTEXT, "use_mmap": True, "verbose": False}
+    options: dict[str, Any] = {"n_ctx": _CONTEXT, "use_mmap": True, "verbose": False}
     try:
-        return llama_cpp.Llama(path, draft_model=draft, **how)
+        return llama_cpp.Llama(path, draft_model=draft, **options)
     finally:
         llama_cpp.llama_cpp.llama_model_default_params = usual
 

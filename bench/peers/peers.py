@@ -97,8 +97,8 @@ def run_child(python: str, order: Order) -> Outcome:
 
 
 def with_runs(figures: dict[str, Any]) -> Outcome:
-    told: Sequence[tuple[int, list[tuple[float, list[int]]]]] = figures.pop("runs")
-    runs = [Measured(prompt, [(at_s, ids) for at_s, ids in bursts]) for prompt, bursts in told]
+    listed: Sequence[tuple[int, list[tuple[float, list[int]]]]] = figures.pop("runs")
+    runs = [Measured(prompt, [(at_s, ids) for at_s, ids in bursts]) for prompt, bursts in listed]
     if not all(run.bursts and run.num_decoded for run in runs):
         return Outcome(reason="failed: no token after the first within the time limit")
     return Outcome(runs=runs, **figures)
@@ -117,8 +117,8 @@ def proved(
     for run in outcome.runs:
         gaps += draw_gaps(model, prompts[run.prompt], run.token_ids, Sampling())
     if max(gaps) > (noise or BF16_NOISE):
-        told = f"a token misses the original model's choice by {max(gaps):.3f}"
-        return Outcome(reason=f"refused: {told}")
+        complaint = f"a token misses the original model's choice by {max(gaps):.3f}"
+        return Outcome(reason=f"refused: {complaint}")
     return outcome._replace(num_near=sum(gap > 0 for gap in gaps))
 
 
@@ -126,8 +126,8 @@ def gguf_file(source: Path, python: str, kind: str = "BF16") -> Path:
     """Return the GGUF of a checkpoint, its blocks of `kind`, written once by an interpreter."""
     stats = [(path.name, path.stat()) for path in source.glob("*.safetensors")]
     shards = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-    own = "" if kind == "BF16" else f"-{kind}"
-    path = cache_folder() / f"{source.name}{own}-{zlib.crc32(repr(shards).encode()):08x}.gguf"
+    suffix = "" if kind == "BF16" else f"-{kind}"
+    path = cache_folder() / f"{source.name}{suffix}-{zlib.crc32(repr(shards).encode()):08x}.gguf"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as part:
@@ -155,15 +155,19 @@ class Program(NamedTuple):
         return self._replace(options=options, figure="tokens_per_pass")
 
 
-def _ours(tree: str, size: tuple[int, int], wanted: float | None = None, **more: str) -> Program:
-    options = {"tree": tree, **more}
+def _ours(
+    tree: str, size: tuple[int, int], wanted: float | None = None, **settings: str
+) -> Program:
+    options = {"tree": tree, **settings}
     title = " ".join(["ours,", *(f"--{name} {value}" for name, value in options.items())])
     needs = ("torch", "transformers")
     return Program(title, f"{__package__}.ours", options, needs, *size, wanted, threads=())
 
 
-def _transformers(title: str, size: tuple[int, int], wanted: float | None, **more: Any) -> Program:
-    options = {"weights": "disk", "assistant": None, **more}
+def _transformers(
+    title: str, size: tuple[int, int], wanted: float | None, **settings: Any
+) -> Program:
+    options = {"weights": "disk", "assistant": None, **settings}
     needs = ("transformers", "accelerate")
     return Program(title, f"{__package__}.hugging_face", options, needs, *size, wanted)
 
@@ -238,7 +242,7 @@ def compare(
         outcome = measure(programs[name], common)
         outcomes.setdefault(name, []).append(outcome)
         say(_row(name, programs[name], [outcome]))
-    ours, *others = [_row(name, programs[name], own) for name, own in outcomes.items()]
+    ours, *others = [_row(name, programs[name], outcome) for name, outcome in outcomes.items()]
     for row in others:
         if "tokens_per_s" in ours and "tokens_per_s" in row:
             program = programs[row["peer"]]
@@ -289,16 +293,16 @@ def measure(program: Program, common: Common) -> Outcome:
 def _row(name: str, program: Program, outcomes: Sequence[Outcome]) -> Row:
     """Return the row of a program, which may have been measured several times."""
     row: Row = {"peer": name, "title": program.title}
-    if reasons := [one.reason for one in outcomes if one.reason]:
+    if reasons := [outcome.reason for outcome in outcomes if outcome.reason]:
         return {**row, "reason": reasons[0]}
-    runs = [run for one in outcomes for run in one.runs]
+    runs = [run for outcome in outcomes for run in outcome.runs]
     num_tokens = sum(run.num_decoded for run in runs)
-    peaks = [one.peak_bytes for one in outcomes if one.peak_bytes is not None]
+    peaks = [outcome.peak_bytes for outcome in outcomes if outcome.peak_bytes is not None]
     return row | {
         "trial_tokens_per_s": outcomes[-1].trial_tokens_per_s,
-        "is_capped": all(one.is_capped for one in outcomes),
+        "is_capped": all(outcome.is_capped for outcome in outcomes),
         "peak_bytes": max(peaks, default=None),
-        "rss_bytes": max(one.rss_bytes for one in outcomes),
+        "rss_bytes": max(outcome.rss_bytes for outcome in outcomes),
         "load_s": outcomes[-1].load_s,
         "tokens_per_s": rate(runs),
         "s_per_token": 1 / rate(runs),
@@ -307,7 +311,7 @@ def _row(name: str, program: Program, outcomes: Sequence[Outcome]) -> Row:
         "prompts": [run.prompt for run in runs],
         "num_prompts": len({run.prompt for run in runs}),
         "threads": outcomes[-1].num_threads,
-        "near_ties": sum(one.num_near for one in outcomes),
+        "near_ties": sum(outcome.num_near for outcome in outcomes),
         "tokens_per_pass": num_tokens / sum(len(run.bursts) - 1 for run in runs),
         "first_token_s": mean(run.bursts[0][0] for run in runs),
     }
@@ -352,7 +356,7 @@ def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
 
 def _rates(row: Row) -> dict[int, float]:
     pairs = list(zip(row.get("prompts", ()), row.get("tokens_per_s_by_prompt", ()), strict=True))
-    return {prompt: mean(one for other, one in pairs if other == prompt) for prompt, _ in pairs}
+    return {prompt: mean(rate for other, rate in pairs if other == prompt) for prompt, _ in pairs}
 
 
 @command(
@@ -381,21 +385,26 @@ def main(
         raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
     cap_bytes = parse_size(cap, "--cap")
     part = slice(1, None, 2) if lookup else slice(None)
-    texts = bench.prompts(max(one.num_prompts for one in known.values()), part)
-    found = moe_setting(bench.given.size, None, bench.screen) if experts else bench.setting()
-    found = found._replace(ram_bytes=cap_bytes)
-    ids = raw_ids(found.origin, texts, PROMPT_TOKENS)
-    common = Common(found, ids, (sys.executable, *filter(None, [python])), bench.quick, gguf)
-    bench.begin(found, num_prompt_tokens=PROMPT_TOKENS, lookup=lookup, gguf=gguf, experts=experts)
-    if found.as_dict()["target_bytes"] <= cap_bytes:
+    texts = bench.prompts(max(program.num_prompts for program in known.values()), part)
+    setting = moe_setting(bench.given.size, None, bench.screen) if experts else bench.setting()
+    setting = setting._replace(ram_bytes=cap_bytes)
+    ids = raw_ids(setting.origin, texts, PROMPT_TOKENS)
+    common = Common(setting, ids, (sys.executable, *filter(None, [python])), bench.quick, gguf)
+    bench.begin(setting, num_prompt_tokens=PROMPT_TOKENS, lookup=lookup, gguf=gguf, experts=experts)
+    if setting.as_dict()["target_bytes"] <= cap_bytes:
         print("the target fits into --cap: no ratio was promised for that")
         # passes are as many wherever the weights lie
-        timed = {name: one for name, one in known.items() if one.figure == "tokens_per_s"}
-        known = {**known, **{name: one._replace(wanted=None) for name, one in timed.items()}}
+        timed = {
+            name: program for name, program in known.items() if program.figure == "tokens_per_s"
+        }
+        known = {
+            **known,
+            **{name: program._replace(wanted=None) for name, program in timed.items()},
+        }
 
     def say(row: Row) -> None:
-        told = row.get("reason") or f"{row['tokens_per_s']:.2f} tokens/s"
-        print(f"{row['peer']}: {told}", file=sys.stderr)
+        words = row.get("reason") or f"{row['tokens_per_s']:.2f} tokens/s"
+        print(f"{row['peer']}: {words}", file=sys.stderr)
         bench.row(row)
 
     rows = compare(peer or list(known), known, common, say)

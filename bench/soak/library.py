@@ -46,7 +46,7 @@ def main(order: Order) -> None:
 
 
 def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "tree": rng.choice(TREES),
         "rule": rng.choice(RULES),
         "parallel": rng.choice((1, 1, 2, 3)),
@@ -55,11 +55,11 @@ def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
         "context": CONTEXT,
         "profile": "none",
     }
-    if how["tree"] in ("none", "chain:auto"):
-        how["lookup"] = None
+    if options["tree"] in ("none", "chain:auto"):
+        options["lookup"] = None
     ram_bytes = rng.choice(order.ram_bytes)
-    *alone, one, other = rng.sample(range(len(table)), 6)
-    with load(order.target, order.draft, ram_bytes, **how) as decoder:
+    *alone, first, other = rng.sample(range(len(table)), 6)
+    with load(order.target, order.draft, ram_bytes, **options) as decoder:
         for name in alone:
             run = decoder.start(table[name].request(decoder), continues=rng.random() < 0.5)
             most = rng.randrange(4) if rng.random() < _LEFT_SHARE else None
@@ -68,8 +68,8 @@ def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
                     break
             tell(name, run.result())
             decoder.release(run)
-        both = [table[name].request(decoder) for name in (one, other)]
-        for name, result in zip((one, other), in_order(decoder, both), strict=True):
+        both = [table[name].request(decoder) for name in (first, other)]
+        for name, result in zip((first, other), in_order(decoder, both), strict=True):
             tell(name, result)
         if decoder.num_parallel == 1:
             talk(decoder, rng)
@@ -88,8 +88,8 @@ def talk(decoder: Decoder, rng: Random) -> None:
 
 
 def tell(name: int, result: Generation) -> None:
-    told = {"wish": name, "new_ids": result.token_ids, "rule": result.rule}
-    print(json.dumps({**told, "is_invariant": result.is_invariant}), flush=True)
+    head = {"wish": name, "new_ids": result.token_ids, "rule": result.rule}
+    print(json.dumps({**head, "is_invariant": result.is_invariant}), flush=True)
 
 
 if __name__ == "__main__":

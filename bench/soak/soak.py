@@ -75,27 +75,27 @@ def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sampl
 def row_of(process: str, samples: Sequence[Sample]) -> Row:
     first = samples[0]
     last = samples[-1]
-    told = {"process": process, "num_looks": len(samples), "rss_bytes": last.rss_bytes}
+    head = {"process": process, "num_looks": len(samples), "rss_bytes": last.rss_bytes}
     rate = (last.num_tokens - first.num_tokens) / max(1e-9, last.time_s - first.time_s)
     counts = growth(samples)
     speed = {"tokens_per_s": rate, "speed_kept": speed_kept(samples)}
-    return {**told, "drift": drift(samples), **counts, **speed}
+    return {**head, "drift": drift(samples), **counts, **speed}
 
 
 def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
     start_s = samples[0].time_s + _WARM_UP * (samples[-1].time_s - samples[0].time_s)
-    return [one for one in samples if one.time_s >= start_s]
+    return [sample for sample in samples if sample.time_s >= start_s]
 
 
 def drift(samples: Sequence[Sample]) -> float:
     """Return memory's growth behind the warm-up by the median slope: no single look moves it."""
     kept = settled(samples)
     slopes = [
-        (later.rss_bytes - one.rss_bytes) / (later.time_s - one.time_s)
-        for one, later in combinations(kept, 2)
-        if later.time_s > one.time_s
+        (later.rss_bytes - earlier.rss_bytes) / (later.time_s - earlier.time_s)
+        for earlier, later in combinations(kept, 2)
+        if later.time_s > earlier.time_s
     ]
-    middle = median(one.rss_bytes for one in kept)
+    middle = median(sample.rss_bytes for sample in kept)
     return median(slopes) * (kept[-1].time_s - kept[0].time_s) / middle if slopes else 0.0
 
 
@@ -103,11 +103,11 @@ def growth(samples: Sequence[Sample]) -> dict[str, int]:
     """Return by how much constant counts have grown from the first half behind the warm-up on."""
     kept = settled(samples)
     half = max(1, len(kept) // 2)
-    found = {}
+    growths = {}
     for name in ("descriptors", "threads", "files"):
-        counts = [getattr(one, f"num_{name}") for one in kept]
-        found[f"more_{name}"] = max(counts[half:], default=0) - max(counts[:half])
-    return found
+        counts = [getattr(sample, f"num_{name}") for sample in kept]
+        growths[f"more_{name}"] = max(counts[half:], default=0) - max(counts[:half])
+    return growths
 
 
 def speed_kept(samples: Sequence[Sample]) -> float:
@@ -132,7 +132,7 @@ class Told(NamedTuple):
 
 class Server:
     def __init__(self, setting: Setting, model: Path, seed: int, folder: Path) -> None:
-        self.temporary, own = _place(folder / "server-tmp")
+        self.temporary, place = _place(folder / "server-tmp")
         self._port = free_port()
         self._log = folder / "server.log"
         words = (
@@ -142,7 +142,7 @@ class Server:
         models = ["-m", str(model), "-d", str(setting.draft)]
         with self._log.open("w") as log:
             command = ["offload", "serve", *models, *words.split()]
-            self.process = start(command, own, stdout=log, stderr=log)
+            self.process = start(command, place, stdout=log, stderr=log)
         give_up_s = time.monotonic() + _START_S
         while not self._is_up():
             if self.process.poll() is not None or time.monotonic() > give_up_s:
@@ -179,7 +179,7 @@ class Server:
 
     def _figure(self, name: str) -> float:
         lines = self._get("/metrics").splitlines()
-        return next(float(one.split()[1]) for one in lines if one.startswith(f"offload_{name} "))
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"offload_{name} "))
 
     def _said(self) -> str:
         return " ".join(self._log.read_text(errors="replace").split())[-300:]
@@ -187,10 +187,10 @@ class Server:
 
 class Library:
     def __init__(self, order: Order, folder: Path) -> None:
-        self.temporary, own = _place(folder / "library-tmp")
+        self.temporary, place = _place(folder / "library-tmp")
         self.texts = list[Told]()
         self._log = (folder / "library.log").open("w+")
-        self.talker = Talker(["offload.bench.soak.library"], self._log, own)
+        self.talker = Talker(["offload.bench.soak.library"], self._log, place)
         self.talker.tell(order)
 
     def look(self, time_s: float) -> Sample:
@@ -224,8 +224,8 @@ def soak(
         passed_s = 0.0
         while passed_s < seconds or len(samples[SERVER]) < _LEAST_LOOKS:
             server.clients.ask_for(min(period_s, seconds - passed_s))
-            for name, one in ((SERVER, server), (LIBRARY, library)):
-                samples[name].append(one.look(time.monotonic() - started))
+            for name, process in ((SERVER, server), (LIBRARY, library)):
+                samples[name].append(process.look(time.monotonic() - started))
                 bench.row({"process": name, **samples[name][-1]._asdict()})
             library.talker.tell("go on")
             passed_s = time.monotonic() - started
@@ -250,11 +250,13 @@ def texts_of(
     right = dict(zip(numbers, results, strict=True))
     for answer in answers:
         require_right(answer, right[answer.wish].text)
-    written = [Written.from_result(ids[number], one) for number, one in right.items()]
+    written = [Written.from_result(ids[number], result) for number, result in right.items()]
     # texts that came several times are proved once
-    for one in {repr(one): one for one in texts}.values():
-        sampling = table[one.wish].sampling
-        written.append(Written(ids[one.wish], one.new_ids, sampling, one.rule, one.is_invariant))
+    for text in {repr(text): text for text in texts}.values():
+        sampling = table[text.wish].sampling
+        written.append(
+            Written(ids[text.wish], text.new_ids, sampling, text.rule, text.is_invariant)
+        )
     return written
 
 
@@ -262,8 +264,8 @@ def require_right(answer: Answer, right: str) -> None:
     """Raise `WrongTokenError` for a wrong text; one that was left may lack its end."""
     is_right = answer.text == right if answer.is_whole else right.startswith(answer.text)
     if not is_right:
-        told = f"text {answer.wish} of the server is wrong"
-        raise WrongTokenError(f"{told}: {answer.text!r:.80} instead of {right!r:.80}")
+        complaint = f"text {answer.wish} of the server is wrong"
+        raise WrongTokenError(f"{complaint}: {answer.text!r:.80} instead of {right!r:.80}")
 
 
 COLUMNS = (
@@ -297,19 +299,19 @@ def main(
         model = with_template(setting.target, Path(name) / setting.target.name)
         samples, texts, clients = soak(bench, setting, model, seconds, seed, Path(name))
         written = texts_of(setting, model, texts, clients.answers)
-    rows = [row_of(process, own) for process, own in samples.items()]
+    rows = [row_of(process, process_samples) for process, process_samples in samples.items()]
     guards = dict[str, Guard]()
     for row in rows:
         guards[f"{row['process']}: speed kept"] = Guard([row["speed_kept"]], "higher")
         guards[f"{row['process']}: memory"] = Guard([1 + row["drift"]], "lower")
     whole = sum(answer.is_whole for answer in clients.answers)
     answers = f"{whole} whole answers, {len(clients.answers) - whole} left"
-    told = f"{len(texts)} texts of the library; of the server {answers}"
+    texts_line = f"{len(texts)} texts of the library; of the server {answers}"
     return Findings(
         rows=rows,
         tables=[(COLUMNS, rows)],
         written=written,
-        notes=[f"{told}, {clients.num_refused} refused"],
+        notes=[f"{texts_line}, {clients.num_refused} refused"],
         guards=guards,
         files={"picture": partial(draw_hours, samples)},
     )
