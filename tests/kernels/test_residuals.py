@@ -86,7 +86,7 @@ def test_both_encoders_write_the_same_and_all_decoders_read_it(size: tuple[int, 
 
 
 def test_threads_that_begin_at_once_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two compilations a cache would keep one, and the other's instructions would be freed under their thread."""
+    """A cache would keep one of two compilations, and the other's instructions would be freed under their thread."""
     made = []
     monkeypatch.setattr(residual_code, "compiled", lambda *given: made.append(given) or compiled(*given))
     residual_code._compiled.cache_clear()
