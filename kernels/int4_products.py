@@ -29,7 +29,7 @@ from offload.kernels.machine_code import (
     EIGHT,
     Code,
     CompiledCode,
-    Shared,
+    ParallelKernelCall,
     call_of,
     compiled,
     processor_features,
@@ -80,7 +80,7 @@ class Instructions(NamedTuple):
 
 @cache
 def instructions() -> Instructions | None:
-    """Return what this processor has; None where no code can be made for it."""
+    """Return the instructions of this processor; None where no code can be made for it."""
     features = processor_features()
     if features.get("avx512vnni") and features.get("avx512vbmi"):
         return Instructions(2 * EIGHT, has_dots=True)
@@ -112,7 +112,7 @@ def rounded_rows(row_MK: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 def int4_rows_product(
     row_MK: Tensor, word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout
-) -> Shared:
+) -> ParallelKernelCall:
     """Return rows times the transposed weights, (M, N); its parts are of a block each.
 
     Args:
@@ -140,7 +140,7 @@ def int4_rows_product(
     num_products = (num_rows + _ROWS_TO_UNPACK) * num_columns * height
     function = code.functions[_MULTIPLY]
     alone = code.functions[_ALONE]
-    return Shared(function, call, num_room, num_products, given, out_MN, alone)
+    return ParallelKernelCall(function, call, num_room, num_products, given, out_MN, alone)
 
 
 @cache
@@ -180,9 +180,9 @@ class _Product(Code):
         ir = self._ir
         floats = self._floats
         size = f"v{self._lanes}"
-        one = ir.FunctionType(floats, [floats])
-        self._abs = ir.Function(self._module, one, f"llvm.fabs.{size}f32")
-        self._nearest = ir.Function(self._module, one, f"llvm.rint.{size}f32")
+        unary = ir.FunctionType(floats, [floats])
+        self._abs = ir.Function(self._module, unary, f"llvm.fabs.{size}f32")
+        self._nearest = ir.Function(self._module, unary, f"llvm.rint.{size}f32")
         two = ir.FunctionType(floats, [floats, floats])
         self._larger = ir.Function(self._module, two, f"llvm.maxnum.{size}f32")
         largest = ir.FunctionType(ir.FloatType(), [floats])
@@ -276,7 +276,7 @@ class _Product(Code):
         return builder.bitcast(wide, kind)
 
     def _write_multiply(self) -> None:
-        """multiply(call, room): compute parts; see `Shared`. The call's own numbers are where the
+        """multiply(call, room): compute parts; see `ParallelKernelCall`. The call's own numbers are where the
         rows' bytes lie, their factors, words, scales and the result, and then how many rows,
         groups, numbers of a group and columns there are.
         """
@@ -310,7 +310,7 @@ class _Product(Code):
         self._write_alone(function)
 
     def _write_alone(self, multiply: Any) -> None:
-        """multiply_alone(call): `multiply` with room of its own; see `Shared`."""
+        """multiply_alone(call): `multiply` with room of its own; see `ParallelKernelCall`."""
         (call,) = self._begin(_ALONE, [self._index.as_pointer()]).args
         *_, num_rows, _, _, _ = self._given(call, [self._bytes] * 5 + [self._index] * 4)
         size = self._times(num_rows, self._block_rows)
@@ -354,17 +354,17 @@ class _Product(Code):
     def _multiply_group(self, group: Any, words: Any, scales: Any, row: Any, count: int) -> None:
         """Add the products of one group's columns to the sums of some rows."""
         builder = self._builder
-        own = [
+        nths = [
             self._add(self._times(group, self._num_rows), self._add(row, nth))
             for nth in range(count)
         ]
-        rows = [self._at(self._row, self._times(nth, self._group)) for nth in own]
+        rows = [self._at(self._row, self._times(nth, self._group)) for nth in nths]
 
         def add_columns(at: Any, sums: Sequence[Any]) -> list[Any]:
             for step in range(0, _FOUR * _UNROLLED, _FOUR):
                 here = self._add(at, step)
                 codes = self._four_columns(self._at(words, self._times(here, self._half)))
-                sums = self._columns_added(codes, [self._at(one, here) for one in rows], sums)
+                sums = self._columns_added(codes, [self._at(row, here) for row in rows], sums)
             return list(sums)
 
         nothing = [self._ints([0] * self._lanes)] * (count * self._num_registers)
@@ -373,7 +373,7 @@ class _Product(Code):
         places = self._places(row, count)
         for index, (place, product) in enumerate(zip(places, products, strict=True)):
             scale, offset = factors[index % self._num_registers]
-            factor = self._at(self._factor, self._times(own[index // self._num_registers], 2))
+            factor = self._at(self._factor, self._times(nths[index // self._num_registers], 2))
             row_scale, row_sum = (self._repeated_at(factor, nth, self._floats) for nth in (0, 1))
             scaled = builder.fmul(builder.sitofp(product, self._floats), scale)
             before = self._added(offset, row_sum, self._loaded(place, self._floats))
@@ -421,7 +421,7 @@ class _Product(Code):
         builder = self._builder
         if self._has_dots:
             return builder.call(self._dot, [before, codes, four])
-        both = [builder.bitcast(one, self._codes) for one in (codes, four)]
+        both = [builder.bitcast(vector, self._codes) for vector in (codes, four)]
         pairs = [builder.call(self._of_bytes, both), self._pairs([1] * self._pairs.count)]
         return builder.add(before, builder.call(self._of_pairs, pairs))
 
@@ -441,9 +441,9 @@ class _Product(Code):
         """Write what some rows have in the columns of a block, rounded."""
         for nth in range(count):
             begin = self._add(self._times(self._add(row, nth), self._height), first)
-            own = self._at(self._sums, self._times(self._add(row, nth), self._block_rows))
+            sums_of_row = self._at(self._sums, self._times(self._add(row, nth), self._block_rows))
             for lo in range(0, self._block_rows, EIGHT):
-                some = self._loaded(self._at(own, lo), self._eight)
+                some = self._loaded(self._at(sums_of_row, lo), self._eight)
                 target = self._at(self._out, self._add(begin, lo))
                 if self._dtype == torch.float32:
                     self._store(some, target)

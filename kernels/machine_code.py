@@ -104,7 +104,7 @@ def emulates_bfloat16() -> bool:
 
 @cache
 def processor_features() -> Mapping[str, bool]:
-    """Return what LLVM calls this processor's instructions; none where no code can be made."""
+    """Return LLVM's names of this processor's instructions; none where no code can be made."""
     if not fused_lanes():
         return {}
     from llvmlite import binding

@@ -265,7 +265,7 @@ def _places_by_expert(order_C: Tensor, num_rows: int) -> Tensor:
 
 
 def _multiply(module: Any, row_RD: Tensor, matrices: Weights) -> Tensor:
-    """Return what an expert makes of rows."""
+    """Return the output of an expert for rows."""
     if module.has_gate:
         gated = module._apply_gate(_linear(module, row_RD, matrices, "gate_up_proj"))
     else:

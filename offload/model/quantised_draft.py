@@ -63,7 +63,7 @@ class Int4(NamedTuple):
 
     @property
     def has_product(self) -> bool:
-        """Return whether few rows need no scratch."""
+        """Return True if few rows need no scratch."""
         return self.layout.has_product or self._has_own_product
 
     @property

@@ -176,8 +176,8 @@ class TreeRows:
             last = self.num_certain - 1
             parents = [*range(-1, last)]
             # a part that is laid behind this one may have added rows since
-            own = self.tree.parents[: self.end]
-            parents += [last if parent == BASE else parent + last + 1 for parent in own]
+            tree_parents = self.tree.parents[: self.end]
+            parents += [last if parent == BASE else parent + last + 1 for parent in tree_parents]
             if parents == [*range(-1, len(parents) - 1)]:
                 self._places[key] = None
             else:

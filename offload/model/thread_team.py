@@ -123,7 +123,7 @@ class ThreadTeam:
 
     @property
     def has_threads(self) -> bool:
-        """Return whether torch's threads are the team's at present."""
+        """Return True if torch's threads are the team's at present."""
         return self._num_threads > 0
 
     def _start(self, num_helpers: int) -> None:
@@ -192,7 +192,7 @@ def compute(work: ParallelKernelCall) -> Tensor:
 
 @cache
 def _run_in_parallel() -> Callable[[Any, Any, int, int], None] | None:
-    """Return what runs code in the threads that torch has; None where they are not to be had.
+    """Return a function that runs code in torch's threads; None where they are not to be had.
 
     That is the function by which compilers make threads of OpenMP work; libraries of others have
     it by this name, too.
@@ -207,7 +207,7 @@ def _run_in_parallel() -> Callable[[Any, Any, int, int], None] | None:
     return run_typed
 
 
-def compute_with_torch(work: Shared) -> Tensor:
+def compute_with_torch(work: ParallelKernelCall) -> Tensor:
     """Compute all parts, by threads of torch, which wait for work as they do between its products.
 
     A draft's products take some 50 us each, in which others would only just have woken up.
