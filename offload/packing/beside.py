@@ -6,14 +6,14 @@ it stays in memory. `encoding/residuals.py` has the tensors.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from offload.checkpoint.files import PART_BYTES, read_part
-from offload.checkpoint.numbers import form_of, is_finite, top_bits
+from offload.checkpoint.numbers import Form, form_of, is_finite, top_bits
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.residuals import (
     ALIGN_BYTES,
@@ -30,8 +30,7 @@ from offload.kernels.int4_blocks import FILE_LAYOUT, Int4Words, encode_int4
 from offload.kernels.residual_layout import TILE_ROWS, num_tiles
 from offload.packing.words import as_tensor
 
-_BFLOAT16 = form_of("BF16")
-assert _BFLOAT16 is not None, "a type of safetensors"
+_BFLOAT16 = cast(Form, form_of("BF16"))
 
 
 def is_residual(entry: TensorEntry) -> bool:
