@@ -22,19 +22,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**DEEP, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
                     "v_head_dim": 16},
     "glm4_moe": {**DEEP, "head_dim": 16},
+    "glm4_moe of 3": {**DEEP, "head_dim": 16, "num_nextn_predict_layers": 3},
+    "mimo_v2_flash": {**ROUTED, "n_routed_experts": 4, "num_hidden_layers": 3, "head_dim": 16, "v_head_dim": 8,
+                      "num_attention_heads": 4, "sliding_window": 6, "num_mtp_layers": 2,
+                      "mtp_layer_types": ["sliding_attention"] * 2, "mtp_mlp_layer_types": ["dense"] * 2},
     "mellum": {**ROUTED, "num_hidden_layers": 2, "num_experts": 4, "num_nextn_predict_layers": 1, "head_dim": 16,
                "layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["sparse", "sparse"]},
     "qwen3_next": {**ROUTED, "num_hidden_layers": 4, "num_experts": 4, "shared_expert_intermediate_size": 16,
                    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
                    "linear_value_head_dim": 16, "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]},
 }  # fmt: skip
-IS_FED_NORMED = {"deepseek_v3": False, "glm4_moe": False, "mellum": True, "qwen3_next": True}
+FED_BARE = ("deepseek_v3", "glm4_moe", "glm4_moe of 3")
 BEHIND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
+OF_MIMO = {"post_norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm",
+           "sinks": "attention_sink_bias"}  # fmt: skip
 APART = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
 
 
 def _published(name: str, family: str, num_layers: int) -> str:
     _, depth, part, *rest = name.split(".")
+    if family == "mimo_v2_flash":
+        inner = rest if part == "mtp_block" else [part, *rest]
+        return ".".join([f"model.mtp.layers.{depth}", *(OF_MIMO.get(word, word) for word in inner)])
     behind = f"model.layers.{num_layers + int(depth)}"
     is_apart = family in ("mellum", "qwen3_next")
     if part == "mtp_block":
@@ -62,8 +71,11 @@ def carrying(family: str, *, is_right: bool = False) -> tuple[Path, Any, Any]:
     and so does the MTP layer, but for a little of what it attends to.
     """
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**SIZES | CONFIGS[family])
-    for name in ("num_mtp_layers", "mtp_layer_types"):
+    name = family.split()[0]
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    config = CONFIG_MAPPING[name](**SIZES | CONFIGS[family])
+    for name in ("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"):
         if name in CONFIGS[family]:
             setattr(config, name, CONFIGS[family][name])
     if not hasattr(config, "num_mtp_layers"):
@@ -96,23 +108,43 @@ def carrying(family: str, *, is_right: bool = False) -> tuple[Path, Any, Any]:
 
 @torch.no_grad()
 def path_scores(family: str, tokens: Sequence[int], path: Sequence[int], **how: bool) -> Tensor:
-    """Return the scores (V) behind a path of guesses, below tokens of which the last has no state yet; all afresh."""
+    """Return the scores (V) behind a path of guesses, below tokens of which the last has no state yet; all afresh.
+
+    Row i of a layer is that of token i + 1. A layer has no rows for its number of tokens at the beginning but those
+    that are made of zeros.
+    """
     _, model, mtp = carrying(family, **how)
     hidden_TD = model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
-    layer = mtp.layers[0]
-    token_T = torch.tensor(tokens[1:])
-    for token in (*path, None):
-        halves = [layer.enorm(model.get_input_embeddings()(token_T)), layer.hnorm(hidden_TD)]
-        mixed_1TD = layer.eh_proj(torch.cat(halves, 1))[None]
-        num = len(token_T)
-        mask = torch.full((num, num), torch.finfo(torch.float32).min).triu(1)[None, None]
-        place_1T = torch.arange(num)[None]
-        kind = {"layer_type": "full_attention"} if getattr(mtp, "has_per_layer_rope", False) else {}
-        turn = mtp.rotary_emb(mixed_1TD, place_1T, **kind)
-        out_TD = layer.mtp_block(mixed_1TD, attention_mask=mask, position_ids=place_1T, position_embeddings=turn)[0]
-        normed_TD = layer.post_norm(out_TD)
-        if token is not None:
-            token_T = torch.cat([token_T, torch.tensor([token])])
-            hidden_TD = torch.cat([hidden_TD, (normed_TD if IS_FED_NORMED[family] else out_TD)[-1:]])
-    scores_V: Tensor = model.lm_head(normed_TD[-1])
+    token_T = torch.tensor([*tokens[1:], *path])
+    num = len(token_T)
+    nothing_1D = torch.zeros_like(hidden_TD[:1])
+    fed_TD = torch.cat([hidden_TD, nothing_1D.expand(len(path), -1)])
+    depths = [*range(len(path) + 1)]
+    layers = [mtp.layers[min(depth, len(mtp.layers) - 1)] for depth in depths]
+    for depth, layer in zip(depths, layers, strict=True):
+        out_TD = _rows(model, mtp, layer, token_T, fed_TD)
+        made_TD = out_TD if family in FED_BARE else layer.post_norm(out_TD)
+        if depth < len(mtp.layers) - 1:
+            fed_TD = torch.cat([nothing_1D, made_TD[:-1]])
+        elif depth < len(path):
+            # the last layer again: rows of guesses below go on from its own, one more each time
+            row = num - len(path) + depth
+            fed_TD = torch.cat([fed_TD[:row], made_TD[row - 1 : row], fed_TD[row + 1 :]])
+    scores_V: Tensor = model.lm_head(layer.post_norm(out_TD[num - 1]))
     return scores_V
+
+
+def _rows(model: Any, mtp: Any, layer: Any, token_T: Tensor, fed_TD: Tensor) -> Tensor:
+    """Return (T, D) of one layer, before its norm."""
+    halves = [layer.enorm(model.get_input_embeddings()(token_T)), layer.hnorm(fed_TD)]
+    mixed_1TD = layer.eh_proj(torch.cat(halves, 1))[None]
+    place_T = torch.arange(len(token_T))
+    kind = "sliding_attention" if mtp.config.model_type == "mimo_v2_flash" else "full_attention"
+    window = mtp.config.sliding_window if kind == "sliding_attention" else len(token_T)
+    is_hidden_TT = (place_T[:, None] < place_T) | (place_T[:, None] - place_T >= window)
+    mask = torch.zeros(is_hidden_TT.shape).masked_fill(is_hidden_TT, torch.finfo(torch.float32).min)
+    by_kind = {"layer_type": kind} if getattr(mtp, "has_per_layer_rope", False) else {}
+    turn = mtp.rotary_emb(mixed_1TD, place_T[None], **by_kind)
+    more = {"attention_mask": mask[None, None], "position_ids": place_T[None], "position_embeddings": turn}
+    out_TD: Tensor = layer.mtp_block(mixed_1TD, **more)[0]
+    return out_TD

@@ -20,6 +20,8 @@ from offload.errors import UserError, require
 
 # of the draft: what mixes an embedding with a hidden state
 MIXER = "model.mixer."
+DEEPER = f"{MIXER}deeper."
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _MIXER_PARTS = {
     "enorm": "enorm",
     "hnorm": "hnorm",
@@ -34,6 +36,7 @@ _MIXER_PARTS = {
     "linear_proj": "eh_proj",
 }
 _NORMS = frozenset({"shared_head.norm", "final_layernorm"})
+_BLOCK_PARTS = {"pre_mlp_layernorm": "post_attention_layernorm"}
 # repeated from the target
 _REPEATED = re.compile(r"^(?:shared_head\.head|embed_tokens)\.")
 _EXPERTS = re.compile(r"^mlp\.experts\.|^block_sparse_moe\.|^moe\.")
@@ -45,21 +48,32 @@ class _Layout(NamedTuple):
     name: re.Pattern[str]
     is_fed_normed: bool
     is_hidden_first: bool = False
+    has_one_mixer: bool = False  # for all depths; of these the first is read
+    kind: str | None = None  # of attention in all of them, by `layer_types`
 
 
 # The first that any tensor matches is that of the file. Fed normed: the layout of Qwen; bare:
-# DeepSeek's, whose norm is the head's (vLLM `deepseek_mtp.py`, `qwen3_next_mtp.py`).
+# DeepSeek's, whose norm is the head's (vLLM `deepseek_mtp.py`, `qwen3_next_mtp.py`). MiMo-V2's
+# layers see a window (vLLM `mimo_v2_mtp.py`).
 _LAYOUTS = (
-    _Layout(re.compile(r"^model\.mtp_layers\.(?P<depth>\d+)\.(?P<part>.+)$"), False, True),
-    _Layout(re.compile(r"^model\.mtp\.layers\.(?P<depth>\d+)\.(?P<part>.+)$"), False),
+    _Layout(re.compile(r"^model\.mtp_layers\.(?P<depth>\d{1,6})\.(?P<part>.+)$"), False, True),
+    _Layout(
+        re.compile(r"^model\.mtp\.layers\.(?P<depth>\d{1,6})\.(?P<part>.+)$"),
+        True,
+        kind="sliding_attention",
+    ),
     _Layout(
         re.compile(
-            r"^(?:model\.)?mtp_(?P<kind>block|emb_norm|hidden_norm|linear_proj)\.(?P<depth>\d+)\.(?P<part>.+)$"
+            r"^(?:model\.)?mtp_(?P<kind>block|emb_norm|hidden_norm|linear_proj)\.(?P<depth>\d{1,6})\.(?P<part>.+)$"
         ),
         False,
     ),
-    _Layout(re.compile(r"^mtp\.(?:layers\.(?P<depth>\d+)\.)?(?P<part>.+)$"), True),
-    _Layout(re.compile(r"^model\.layers\.(?P<layer>\d+)\.(?P<part>.+)$"), False),
+    _Layout(
+        re.compile(r"^mtp\.(?:layers\.(?P<depth>\d{1,6})\.)?(?P<part>.+)$"),
+        True,
+        has_one_mixer=True,
+    ),
+    _Layout(re.compile(r"^model\.layers\.(?P<layer>\d{1,6})\.(?P<part>.+)$"), False),
 )
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
@@ -77,7 +91,7 @@ def has_mtp(target: Checkpoint) -> bool:
 def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
     """Return the target's MTP layers as a decoder. Raises `UserError` where none are read.
 
-    Of several depths the first serves all: it is applied again for deeper guesses.
+    It has a layer for each depth; the last one is applied again for deeper guesses.
     """
     require(not value, "`draft` mtp has no value", repr(value), "give mtp alone")
     where = target.name
@@ -90,20 +104,14 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
         rule = f"{where}: `draft` mtp needs MTP layers in the files"
         got = f"config.json states {stated} and no tensor is of them" if stated else "none"
         raise UserError(f"{rule}, got {got}: take lookup, or name a small draft")
-    missing = [
-        name for name in ("enorm", "hnorm", "eh_proj") if f"{MIXER}{name}.weight" not in tensors
-    ]
-    missing += [] if "model.norm.weight" in tensors else ["norm"]
-    if missing or not any(name.startswith("model.layers.0.") for name in tensors):
-        names = ", ".join(missing) or "its block"
-        known = f"{where}: its MTP layer is in a form that is not read (no {names})"
-        raise UserError(f"{known}: take lookup, or name a small draft")
+    num_depths = _check_depths(where, tensors, 0 if layout.has_one_mixer else stated)
     shared = shared_with(target)
-    config = _config(target.config, tensors)
+    config = _config(target.config, tensors, num_depths, layout.kind)
     carried = Carried(
         frozenset(shared),
         layout.is_fed_normed,
         layout.is_hidden_first,
+        num_depths=num_depths,
         target_width=text.get("hidden_size", 0),
     )
     return replace(
@@ -115,6 +123,30 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
         carried=carried,
         layers=(),
     )
+
+
+def _check_depths(where: str, tensors: Mapping[str, TensorEntry], stated: int) -> int:
+    """Return how many depths there are. Raises `UserError` where one is not there as a whole."""
+    layers = [int(match[1]) for match in map(_LAYER.match, tensors) if match is not None]
+    num_depths = max(1 + max(layers, default=0), stated)
+    for depth in range(num_depths):
+        parts = [f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "norm")]
+        missing = [part for part in parts if around_layer(depth, part) not in tensors]
+        missing += [] if depth in layers else ["its block."]
+        if missing:
+            names = ", ".join(part.rpartition(".")[0] for part in missing)
+            known = f"{where}: its MTP layer is in a form that is not read (no {names})"
+            if depth:
+                known = f"{where}: MTP layer {depth} of {num_depths} is not whole (no {names})"
+            raise UserError(f"{known}: take lookup, or name a small draft")
+    return num_depths
+
+
+def around_layer(depth: int, part: str) -> str:
+    """Return the draft's name of a part that stands before or behind the layer of a depth."""
+    if depth:
+        return f"{DEEPER}{depth - 1}.{part}"
+    return f"model.{part}" if part.startswith("norm.") else f"{MIXER}{part}"
 
 
 def shared_with(target: Checkpoint) -> dict[str, TensorEntry]:
@@ -129,12 +161,12 @@ def shared_with(target: Checkpoint) -> dict[str, TensorEntry]:
 def _by_own_names(
     extra: Mapping[str, TensorEntry], num_layers: int
 ) -> tuple[dict[str, TensorEntry], _Layout]:
-    """Return the first depth's tensors by the names of a decoder, and the layout of the file."""
+    """Return the layers' tensors by the names of a decoder, and the layout of the file."""
     for layout in _LAYOUTS:
         named = dict[str, TensorEntry]()
         for name, entry in extra.items():
             match = layout.name.match(name)
-            renamed = match and _own_name(match.groupdict(), num_layers)
+            renamed = match and _own_name(match.groupdict(), num_layers, layout)
             if renamed:
                 named[renamed] = entry
         if named:
@@ -142,41 +174,57 @@ def _by_own_names(
     return {}, _LAYOUTS[-1]
 
 
-def _own_name(groups: Mapping[str, str | None], num_layers: int) -> str | None:
-    """Return the draft's name of a tensor of the first depth; None for others."""
+def _own_name(groups: Mapping[str, str | None], num_layers: int, layout: _Layout) -> str | None:
+    """Return the draft's name of a tensor; None for one that it has not."""
     part = groups["part"] or ""
     layer = groups.get("layer")
     depth = int(layer) - num_layers if layer is not None else int(groups.get("depth") or 0)
-    if depth or _REPEATED.match(part):
+    if depth < 0 or (depth and layout.has_one_mixer) or _REPEATED.match(part):
         return None
     kind = groups.get("kind")
     if kind is not None and kind != "block":
         part = f"{kind.replace('hidden_norm', 'hnorm')}.{part}"
     module, _, leaf = part.rpartition(".")
     if module in _MIXER_PARTS:
-        return f"{MIXER}{_MIXER_PARTS[module]}.{leaf}"
+        return around_layer(depth, f"{_MIXER_PARTS[module]}.{leaf}")
     # a block may have a norm of that name
-    is_last = module in _NORMS or (module == "norm" and groups.get("depth", "") is None)
-    return f"model.norm.{leaf}" if is_last else f"model.layers.0.{part}"
+    if module in _NORMS or (module == "norm" and groups.get("depth", "") is None):
+        return around_layer(depth, f"norm.{leaf}")
+    if module in _BLOCK_PARTS:
+        part = f"{_BLOCK_PARTS[module]}.{leaf}"
+    return f"model.layers.{depth}.{part}"
 
 
-def _config(config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Return the config of a decoder of one such layer: of the kind that its tensors show."""
+def _config(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorEntry],
+    num_depths: int,
+    kind: str | None,
+) -> dict[str, Any]:
+    """Return the config of a decoder of such layers: of the kind that their tensors show."""
     text = dict(of_text(dict(config)))
-    inner = [name.removeprefix("model.layers.0.") for name in tensors]
+    num_layers = text.get("num_hidden_layers", 0)
+    inner = [_LAYER.sub("", name) for name in tensors]
     is_mixture = any(map(_EXPERTS.match, inner))
-    text |= {"num_hidden_layers": 1, **{name: 0 for name in _COUNTS if name in text}}
+    text |= {"num_hidden_layers": num_depths, **{name: 0 for name in _COUNTS if name in text}}
     kinds = text.get("layer_types")
-    if isinstance(kinds, list) and kinds:
+    if kind is not None:
+        text["layer_types"] = [kind] * num_depths
+    elif isinstance(kinds, list) and kinds:
         last_full = "full_attention" if "full_attention" in kinds else kinds[-1]
-        text["layer_types"] = [last_full]
-    if isinstance(text.get("mlp_layer_types"), list):
-        text["mlp_layer_types"] = ["sparse" if is_mixture else "dense"]
+        # some files tell those of MTP layers behind all others
+        behind = kinds[num_layers : num_layers + num_depths]
+        text["layer_types"] = behind if len(behind) == num_depths else [last_full] * num_depths
+    if kind is not None or isinstance(text.get("mlp_layer_types"), list):
+        text["mlp_layer_types"] = ["sparse" if is_mixture else "dense"] * num_depths
     text.pop("layers_block_type", None)
     if "first_k_dense_replace" in text:
-        text["first_k_dense_replace"] = 0 if is_mixture else 1
+        text["first_k_dense_replace"] = 0 if is_mixture else num_depths
     if "mlp_only_layers" in text or "decoder_sparse_step" in text:
-        text |= {"mlp_only_layers": [] if is_mixture else [0], "decoder_sparse_step": 1}
+        text |= {
+            "mlp_only_layers": [] if is_mixture else [*range(num_depths)],
+            "decoder_sparse_step": 1,
+        }
     if "full_attention_interval" in text:
         text["full_attention_interval"] = 1
     if not is_wrapper(dict(config)):

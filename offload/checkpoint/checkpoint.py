@@ -59,6 +59,7 @@ class Carried(NamedTuple):
     is_residual_normed: bool = False  # beside attention goes the normed state, or the bare one
     tapped: tuple[int, ...] = ()  # layers of the target, of which it reads what enters
     has_normed: bool = True  # and whether it reads what the final norm gives
+    num_depths: int = 1  # layers of which each is fed with what the one before it made
     # of a smaller vocabulary: what each word's number adds to it to be the target's
     ids: TensorEntry | None = None
     target_width: int = 0  # of the target's states

@@ -17,6 +17,7 @@ from offload.drafting.draft_model import SCORED_CHUNK, Draft
 from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.model_drafter import DraftSetup, ModelDrafter
 from offload.memory.sizes import PROMPT_ROWS
+from offload.model.carried_depths import DepthModel
 from offload.model.carried_model import CarriedCache, CarriedModel
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
@@ -24,7 +25,7 @@ from offload.model.taps import Taps
 from offload.trees.token_tree import TokenTree
 from offload.trees.verification import Acceptance
 
-MODEL = CarriedModel
+MODEL = DepthModel
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,11 @@ class CarriedCache(KVCache):
         self._num_sound = sys.maxsize  # rows before the first that lacked the target's state
 
     @property
+    def outputs_UD(self) -> Tensor:
+        """Return what came out of the last committed row, and of the rows behind it so far."""
+        return torch.cat([self._root_1D, *self._outputs_UD])
+
+    @property
     def num_ready(self) -> int:
         """Return up to which row the target's states are there."""
         log = None if self.target is None else self.target.taps
@@ -88,9 +93,11 @@ class CarriedCache(KVCache):
             # Rows that guess ahead of their parents have the nearest ancestor's output.
             num_known = sum(map(len, self._outputs_UD)) if first else 0
             parents = [
-                _parent(part.ancestor_TU, row, num_known) for row in range(num_taps, num_rows)
+                parent_of(part.ancestor_TU, row, num_known) for row in range(num_taps, num_rows)
             ]
-            outputs_UD = torch.cat([self._root_1D, *self._outputs_UD])
+            # the last ones, where layers have outputs of their own
+            width = self._nothing_1D.shape[1]
+            outputs_UD = self.outputs_UD[:, -width:]
             place_T = torch.tensor(parents, device=outputs_UD.device) + 1
             fed.append(outputs_UD[place_T])
         return torch.cat(fed)
@@ -135,21 +142,23 @@ class CarriedCache(KVCache):
         return num_positions if is_joined else min(num_positions, self.length)
 
 
-def _parent(ancestor_TU: Tensor, row: int, num_known: int) -> int:
+def parent_of(ancestor_TU: Tensor, row: int, num_known: int) -> int:
     """Return the lowest of the first `num_known` rows above a row; -1 for the committed root."""
     place = ancestor_TU.shape[1] - ancestor_TU.shape[0] + row
     above = ancestor_TU[row, : min(place, num_known)].nonzero()
     return int(above[-1]) if len(above) else -1
 
 
-class _Mixer(nn.Module):
+class Mixer(nn.Module):
     """Mixes an embedding with a hidden state: both normed, beside each other, times (D, 2D)."""
 
-    def __init__(self, norm: nn.Module, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.enorm = twin(norm)
         self.hnorm = twin(norm)
-        self.eh_proj = nn.Linear(2 * width, width, bias=False, device="meta", dtype=dtype)
+        weight = next(norm.parameters())
+        width = weight.shape[0]
+        self.eh_proj = nn.Linear(2 * width, width, bias=False, device="meta", dtype=weight.dtype)
 
     def forward(self, embedded_1TD: Tensor, fed_1TD: Tensor, *, is_hidden_first: bool) -> Tensor:
         halves = [self.enorm(embedded_1TD), self.hnorm(fed_1TD)]
@@ -160,7 +169,9 @@ class _Mixer(nn.Module):
 def twin(norm: nn.Module, width: int | None = None) -> nn.Module:
     """Return a norm of the same kind, or as wide, with parameters of its own, which are empty."""
     made = type(norm).__new__(type(norm))
-    made.__dict__.update(norm.__dict__)
+    nn.Module.__init__(made)
+    # what the kind of norm has of its own: hooks and parameters are not shared
+    made.__dict__ |= {**norm.__dict__, **made.__dict__, "training": norm.training}
     made._parameters = {
         name: nn.Parameter(weight.new_empty(width or len(weight)), requires_grad=False)
         for name, weight in norm._parameters.items()
@@ -236,9 +247,11 @@ class CarriedModel(TreeModel):
     def _adapt(self, meta_model: nn.Module) -> None:
         """Add what mixes, before weights are looked for."""
         decoder: Any = meta_model.get_decoder()  # type: ignore[operator]
-        norm = final_norm(decoder)
-        weight = next(norm.parameters())
-        add_mixer(decoder, _Mixer(norm, weight.shape[0], weight.dtype))
+        add_mixer(decoder, self._mixer_between(decoder))
+
+    def _mixer_between(self, decoder: Any) -> nn.Module:
+        """Return what mixes, between the table of a decoder and its layers."""
+        return Mixer(final_norm(decoder))
 
     def _encode(self, tapped_TW: Tensor) -> Tensor:
         """Return the input for rows of the target's states: these themselves."""

@@ -105,7 +105,7 @@ def test_rows_of_accepted_guesses_come_again_with_the_targets_states(monkeypatch
         assert gap("mellum", decoder, is_right=True) > 1e-3
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "glm4_moe of 3"])
 def test_parts_of_a_prompt_and_interrupted_steps_lose_no_states(family: str) -> None:
     left = [1 << 30]
 
@@ -140,7 +140,7 @@ def texts_of(decoder: Decoder, how: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("tree", ["dynamic:64x8", "64x8", "chain:4", "none"])
 @pytest.mark.parametrize("how", [{}, HOT], ids=["greedy", "hot"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "glm4_moe of 3", "mimo_v2_flash"])
 def test_text_is_that_of_no_draft(family: str, how: dict[str, Any], tree: str) -> None:
     with opened(family, None, tree="none", lookup=False) as decoder:
         wanted = texts_of(decoder, how)
@@ -148,8 +148,9 @@ def test_text_is_that_of_no_draft(family: str, how: dict[str, Any], tree: str) -
         assert texts_of(decoder, how) == wanted
 
 
+@pytest.mark.parametrize("family", ["mellum", "glm4_moe of 3"])
 @pytest.mark.parametrize("draft", ["mtp", "mtp+lookup"])
-def test_four_texts_and_a_session_are_those_of_no_draft(draft: str, tmp_path: Path) -> None:
+def test_four_texts_and_a_session_are_those_of_no_draft(draft: str, family: str, tmp_path: Path) -> None:
     prompts = [[*PROMPT, index] for index in range(4)]
     requests = [Request(prompt, max_new_tokens=10, sampling=Sampling(**HOT)) for prompt in prompts]
 
@@ -159,33 +160,36 @@ def test_four_texts_and_a_session_are_those_of_no_draft(draft: str, tmp_path: Pa
             decoder.step_all(active)
         return [run.sequence.new_ids for run in runs]
 
-    with opened("mellum", None, tree="none", parallel=4) as decoder:
+    with opened(family, None, tree="none", parallel=4) as decoder:
         wanted = together(decoder)
-    with opened("mellum", draft, tree="dynamic:16x3", parallel=4) as decoder:
+    with opened(family, draft, tree="dynamic:16x3", parallel=4) as decoder:
         assert together(decoder) == wanted
     path = tmp_path / "text.session"
-    with opened("mellum", draft, tree="dynamic:16x3") as decoder:
+    with opened(family, draft, tree="dynamic:16x3") as decoder:
         first = decoder.generate(PROMPT, max_new_tokens=10).token_ids
         decoder.save_session(path)
         more = [*PROMPT, *first, 3]
         wanted_more = decoder.generate(more, max_new_tokens=10).token_ids
-    with opened("mellum", draft, tree="dynamic:16x3") as decoder:
+    with opened(family, draft, tree="dynamic:16x3") as decoder:
         decoder.load_session(path)
         assert decoder.generate(more, max_new_tokens=10).token_ids == wanted_more
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [("no tensors", "no tensor is of them"), ("no mixer", "form that is not read"), ("two drafts", "joins one draft")],
-)
+    [("no tensors", "states 1 and no tensor is of them"), ("no mixer", "form that is not read"),
+     ("two drafts", "joins one draft"), ("fewer than stated", "MTP layer 2 of 3 is not whole .no enorm, .*its block"),
+     ("a gap", "MTP layer 1 of 3 is not whole .no hnorm.")],
+)  # fmt: skip
 def test_what_cannot_draft_is_named_in_one_line(change: str, said: str, tmp_path: Path) -> None:
-    folder, *_ = carrying("mellum")
+    lost = {"no tensors": "mtp.", "no mixer": "mtp.fc", "fewer than stated": "model.layers.5.",
+            "a gap": "model.layers.4.hnorm."}.get(change, "nothing")  # fmt: skip
+    folder, *_ = carrying("glm4_moe of 3" if "model" in lost else "mellum")
     tensors = load_file(folder / "model.safetensors")
-    lost = "mtp." if change == "no tensors" else "mtp.fc" if change == "no mixer" else "nothing"
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(lost)}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1, **config}))
     with pytest.raises(UserError, match=said) as told:
         load(tmp_path, "mtp+self:int4" if change == "two drafts" else "mtp")
     assert "\n" not in str(told.value)
@@ -247,6 +251,8 @@ NAMES: dict[str, tuple[list[str], bool]] = {
                  *(f"mtp.layers.0.{part}" for part in BLOCK)], True),
     "mimo": ([f"model.mtp_layers.0.{part}" for part in (
         "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", *BLOCK)], True),
+    "mimo v2": ([f"model.mtp.layers.{depth}.{part}" for depth in range(3) for part in (
+        *FIRST, "final_layernorm", *(part.replace("post_attention", "pre_mlp") for part in BLOCK))], True),
     "ernie": (["model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0",
                *(f"model.mtp_block.0.{part}" for part in BLOCK)], False),
     "nemotron": ([f"mtp.layers.0.{part}" for part in (*FIRST, "norm", "mixer.q_proj")]
@@ -270,6 +276,10 @@ def test_layers_are_found_by_the_names_of_published_files(family: str) -> None:
         return
     draft = mtp_checkpoint(target)
     block = SPARSE if any("experts" in name for name in names) else BLOCK
-    wanted = {f"model.mixer.{part}" for part in FIRST} | {f"model.layers.0.{part}" for part in block} | {"model.norm"}
+    num_depths = 3 if family in ("step", "mimo v2") else 1
+    wanted = {f"model.layers.{depth}.{part}" for depth in range(num_depths) for part in block}
+    wanted |= {f"model.mixer.{part}" for part in FIRST} | {"model.norm"}
+    wanted |= {f"model.mixer.deeper.{depth}.{part}" for depth in range(num_depths - 1) for part in (*FIRST, "norm")}
     own = {name.removesuffix(".weight") for name in draft.tensors if not draft.shares(name)}
-    assert own == wanted and of_text(draft.config)["num_hidden_layers"] == 1
+    assert own == wanted and of_text(draft.config)["num_hidden_layers"] == num_depths
+    assert draft.carried is not None and draft.carried.num_depths == num_depths
