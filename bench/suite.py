@@ -31,6 +31,7 @@ MEASURES = {
     "passes": "seconds that a forward of target and draft takes by its rows, beside link and memory",
     "memory": "peak memory of fresh processes beside --ram, post by post, and growth over texts",
     "lookup": "guesses without a model: copies, a datastore and counts, alone and beside a draft",
+    "drafts": "a token with each way to draft, and which of them --draft auto takes",
     "quantised": "a pass and a token with the same target in bf16, fp8 and int4",
     "experts": "tokens per second with experts on demand beside whole layers, by room and tree",
     "ranks": "a pass on one, two and three ranks with a link each, and over networks between them",
