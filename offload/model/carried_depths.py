@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.model.carried_model import CarriedCache, CarriedModel, Encode, Mixer, parent_of, twin
+from offload.model.carried_model import (
+    CarriedCache,
+    CarriedModel,
+    Encode,
+    HalvesMixer,
+    parent_of,
+    twin,
+)
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.taps import final_norm
@@ -136,7 +143,7 @@ class DepthModel(CarriedModel):
         """Return what mixes before the first layer, with that of others and their norms."""
         mixer = super()._mixer_between(decoder)
         norm = final_norm(decoder)
-        mixer.deeper = nn.ModuleList(Mixer(norm) for _ in range(1, self._carried.num_depths))
+        mixer.deeper = nn.ModuleList(HalvesMixer(norm) for _ in range(1, self._carried.num_depths))
         for deeper in mixer.deeper:
             deeper.norm = twin(norm)
         return mixer

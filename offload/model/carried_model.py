@@ -149,7 +149,7 @@ def parent_of(ancestor_TU: Tensor, row: int, num_known: int) -> int:
     return int(above[-1]) if len(above) else -1
 
 
-class Mixer(nn.Module):
+class HalvesMixer(nn.Module):
     """Mixes an embedding with a hidden state: both normed, beside each other, times (D, 2D)."""
 
     def __init__(self, norm: nn.Module) -> None:
@@ -161,6 +161,7 @@ class Mixer(nn.Module):
         self.eh_proj = nn.Linear(2 * width, width, bias=False, device="meta", dtype=weight.dtype)
 
     def forward(self, embedded_1TD: Tensor, fed_1TD: Tensor, *, is_hidden_first: bool) -> Tensor:
+        """Return (1, T, D) of both."""
         halves = [self.enorm(embedded_1TD), self.hnorm(fed_1TD)]
         mixed_1TD: Tensor = self.eh_proj(torch.cat(halves[::-1] if is_hidden_first else halves, 2))
         return mixed_1TD
@@ -251,7 +252,7 @@ class CarriedModel(TreeModel):
 
     def _mixer_between(self, decoder: Any) -> nn.Module:
         """Return what mixes, between the table of a decoder and its layers."""
-        return Mixer(final_norm(decoder))
+        return HalvesMixer(final_norm(decoder))
 
     def _encode(self, tapped_TW: Tensor) -> Tensor:
         """Return the input for rows of the target's states: these themselves."""

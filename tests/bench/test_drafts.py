@@ -1,0 +1,38 @@
+"""The bench of drafts: its ways write one text, and what auto took is one of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.bench.harness.command import Effort
+from offload.bench.latency import drafts
+from offload.bench.pairs.mtp_pair import MtpLayer, write_carrying
+from offload.bench.pairs.training import packaged
+from offload.errors import UserError
+
+
+@pytest.mark.full
+def test_every_way_has_a_row_and_auto_takes_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    carrying = tmp_path / "carrying"
+    write_carrying(MtpLayer(packaged("target").requires_grad_(False)).stored(), carrying)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(drafts, "mtp_target", lambda screen: carrying)
+    monkeypatch.setattr(drafts, "QUICK", Effort(rounds=1, num_tokens=10, limit_s=0.5))
+    monkeypatch.setattr(drafts, "PLACES", drafts.PLACES[1:])
+    drafts.main(quick=True, source=None, json_file=tmp_path / "found.json", size="60MB", ram="200MB", temperature=0.7)
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    places = [place.name for place in drafts.PLACES]
+    assert [(row["place"], row["way"]) for row in rows] == [(place, way) for place in places for way in drafts.WAYS]
+    for place in places:
+        assert sum(row["is_chosen"] for row in rows if row["place"] == place) == 1
+        assert min(row["of_best"] for row in rows if row["place"] == place) == 1
+
+
+def test_another_text_has_no_speed() -> None:
+    rows = [{"way": drafts.NONE, "ids": [1, 2]}, {"way": drafts.CARRIED, "ids": [1, 2, 3]}]
+    drafts.prove(rows)
+    with pytest.raises(UserError, match="with mtp the text is another"):
+        drafts.prove([*rows, {"way": drafts.CARRIED, "ids": [1, 3]}])
