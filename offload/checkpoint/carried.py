@@ -126,7 +126,7 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
 
 
 def _check_depths(where: str, tensors: Mapping[str, TensorEntry], stated: int) -> int:
-    """Return how many depths there are. Raises `UserError` where one is not there as a whole."""
+    """Return the number of depths. Raises `UserError` where one is not there as a whole."""
     layers = [int(match[1]) for match in map(_LAYER.match, tensors) if match is not None]
     num_depths = max(1 + max(layers, default=0), stated)
     for depth in range(num_depths):

@@ -8,8 +8,8 @@ pass; rows of guesses have no sense in the layers above theirs, which nothing re
 Sources: DeepSeek-V3 (2412.19437, section 2.2); transformers `MtpModel`; one layer alone is
 `carried_model.py`.
 
-Invariant: committed tokens have sound rows in all layers, but for the first ones of a text and
-behind a cut far back, where deeper layers read zeros: such rows cost guesses and nothing else.
+Invariant: committed tokens have sound rows in all layers. Exceptions are the first ones of a text
+and behind a cut far back, where deeper layers read zeros: such rows cost guesses and nothing else.
 
 Shape letters, in this file only: O outputs of a row, K times D, by layer.
 """
@@ -140,7 +140,7 @@ class DepthModel(CarriedModel):
         return _Rows(torch.cat(known), parent_T, nearest_T, layer_T, is_deeper_T[:, None])
 
     def _mixer_between(self, decoder: Any) -> nn.Module:
-        """Return what mixes before the first layer, with that of others and their norms."""
+        """Return the mixer before the first layer, with those of others and their norms."""
         mixer = super()._mixer_between(decoder)
         norm = final_norm(decoder)
         mixer.deeper = nn.ModuleList(HalvesMixer(norm) for _ in range(1, self._carried.num_depths))

@@ -51,7 +51,7 @@ class CarriedCache(KVCache):
 
     @property
     def outputs_UD(self) -> Tensor:
-        """Return what came out of the last committed row, and of the rows behind it so far."""
+        """Return outputs of the last committed row, and of the rows behind it so far."""
         return torch.cat([self._root_1D, *self._outputs_UD])
 
     @property
@@ -251,7 +251,7 @@ class CarriedModel(TreeModel):
         add_mixer(decoder, self._mixer_between(decoder))
 
     def _mixer_between(self, decoder: Any) -> nn.Module:
-        """Return what mixes, between the table of a decoder and its layers."""
+        """Return the mixer between the table of a decoder and its layers."""
         return HalvesMixer(final_norm(decoder))
 
     def _encode(self, tapped_TW: Tensor) -> Tensor:
