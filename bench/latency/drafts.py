@@ -43,7 +43,7 @@ class Place(NamedTuple):
 PLACES = (Place("slow link", "250MB/s"), Place("fast link"), Place("resident", is_resident=True))
 
 
-def opened(setting: Setting, place: Place, way: str, **more: Any) -> Decoder:
+def opened(setting: Setting, place: Place, way: str) -> Decoder:
     """Open a decoder that drafts in this way, or by trials. Raises `UserError`."""
     drafts: dict[str, Any] = {NONE: None, LOOKUP: None, SMALL: setting.draft}
     ram = setting.ram_bytes
@@ -56,7 +56,6 @@ def opened(setting: Setting, place: Place, way: str, **more: Any) -> Decoder:
         context=_CONTEXT,
         lookup=way != NONE,
         link_limit=limit,
-        **more,
     )
 
 
@@ -92,9 +91,9 @@ def prove(rows: list[Row]) -> None:
     """Raise `UserError` where a way writes another text than no draft does."""
     (plain,) = values(rows, "ids", way=NONE)[:1]
     for row in rows:
-        if any(one != other for one, other in zip(row["ids"], plain, strict=False)):
-            told = f"with {row['way']} the text is another than without a draft"
-            raise UserError(f"{told}: no speed is printed")
+        if any(token != other for token, other in zip(row["ids"], plain, strict=False)):
+            fault = f"with {row['way']} the text is another than without a draft"
+            raise UserError(f"{fault}: no speed is printed")
 
 
 COLUMNS = (
@@ -141,9 +140,9 @@ def main(
         prove(every)
         bench.screen.wait(f"{place.name}: trials")
         choice = chosen_by_trials(setting, place)
-        found = medians(every, "way")
-        best_s = min(values(found, "token_s"))
-        for row in found:
+        by_way = medians(every, "way")
+        best_s = min(values(by_way, "token_s"))
+        for row in by_way:
             del row["ids"]
             row |= {"place": place.name, "of_best": row["token_s"] / best_s}
             row["is_chosen"] = row["way"] == choice
