@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def with_table(text: str) -> str:
-    """Return the page with the table as it is to be."""
+    """return the page with its table renewed."""
     head, _, rest = text.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     return f"{head}{_BEGIN}\n{''.join(map(_table, GROUPS))}{_END}{tail}"
@@ -56,13 +56,15 @@ def with_table(text: str) -> str:
 
 def text_arguments() -> str:
     """Return the source of a module with keywords and their types."""
-    types = {one.name: one.type for record in (TextOptions, Sampling) for one in fields(record)}
+    types = {
+        option.name: option.type for record in (TextOptions, Sampling) for option in fields(record)
+    }
     # Python has a default of its own for it, and None is none
     types["max_new_tokens"] = int
     lines = []
-    for name, one in {**options_at("python", TextOptions), **options_of(Sampling)}.items():
+    for name, option in {**options_at("python", TextOptions), **options_of(Sampling)}.items():
         kind = types[name]
-        lines += [f"    # {line}" for line in textwrap.wrap(one.of("python").help, 92)]
+        lines += [f"    # {line}" for line in textwrap.wrap(option.for_command("python").help, 92)]
         lines.append(f"    {name}: {kind.__name__ if isinstance(kind, type) else kind}")
     return _HEAD + "\n".join(lines) + "\n"
 
@@ -75,29 +77,29 @@ def _table(group: str) -> str:
 def _rows(group: str) -> Iterator[str]:
     """Yield a row for each option.
 
-    Where a record leaves those of another open, they stand with that one.
+    Where a record leaves those of another open, they stand with the first.
     """
     seen = set[tuple[tuple[str, ...], ...]]()
     for record in RECORDS:
-        for one in options_of(record).values():
-            if one.group != group or one.is_hidden:
+        for option in options_of(record).values():
+            if option.group != group or option.is_hidden:
                 continue
-            if (one.flags, one.commands) not in seen:
-                seen.add((one.flags, one.commands))
-                yield _row(one)
+            if (option.flags, option.commands) not in seen:
+                seen.add((option.flags, option.commands))
+                yield _row(option)
 
 
-def _row(one: Option) -> str:
-    names = ", ".join(f"`{flag}`" for flag in one.flags)
-    names += f" `{one.metavar}`" if one.metavar else ""
-    defaults = {one.default: ""}
-    for command in one.commands:
-        defaults.setdefault(one.of(command).default, f" ({command})")
+def _row(option: Option) -> str:
+    names = ", ".join(f"`{flag}`" for flag in option.flags)
+    names += f" `{option.metavar}`" if option.metavar else ""
+    defaults = {option.default: ""}
+    for command in option.commands:
+        defaults.setdefault(option.for_command(command).default, f" ({command})")
     is_none = ("None", "False", "", "()")
-    shown = [f"`{value}`{told}" for value, told in defaults.items() if str(value) not in is_none]
-    doors = [f"{_DOORS[door]} `{one.at(door)}`" for door in one.doors if door in _DOORS]
-    told = (", ".join(cell) for cell in (one.commands, shown, doors))
-    cells = (cell.replace("|", r"\|") for cell in (names, *told, one.doc or one.help))
+    shown = [f"`{value}`{place}" for value, place in defaults.items() if str(value) not in is_none]
+    doors = [f"{_DOORS[door]} `{option.at(door)}`" for door in option.doors if door in _DOORS]
+    shared = (", ".join(cell) for cell in (option.commands, shown, doors))
+    cells = (cell.replace("|", r"\|") for cell in (names, *shared, option.doc or option.help))
     return "".join(f"| {cell} ".replace("  ", " ") for cell in cells) + "|\n"
 
 
