@@ -49,7 +49,7 @@ _MAY_BE_MISSING = (
     "curl is not installed",
     "Triton's interpreter cuts what it stores as bfloat16",
     "a card has to be asked, which torch does",
-    "lm-eval is not installed: .*",  # `make test-eval` has it
+    "(lm-eval|openai-agents) is not installed: .*",  # `make test-eval` has it
 )
 _MAY_BE_MISSING_ELSEWHERE = (  # than on Linux
     "needs Triton",

@@ -19,11 +19,13 @@ from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.sampling_options import Sampling
 
-CONTEXT = 256
-NUM_CLIENTS = 5
+CONTEXT = 384
+NUM_CLIENTS = 8
 NUM_WISHES = 48
 TEMPLATE = "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}# assistant:"
 _PROMPT_CHARS = (40, 300)
+_SHARED_CHARS = 220  # of a beginning that many texts have, as agents' prompts do
+_NUM_SHARED = 3
 _LENGTHS = (1, 4, 16, 16, 48)
 _TEMPERATURES = (0.0, 0.8)
 
@@ -68,9 +70,10 @@ def wishes() -> list[Wish]:
     """Return the table, the same on every call."""
     rng = Random("wishes")
     texts = [prompt.text for prompt in prompts(["code"], NUM_WISHES)]
+    begins = [text[-_SHARED_CHARS:] for text in texts[:_NUM_SHARED]]
     return [
         Wish(
-            texts[number % len(texts)][: rng.randint(*_PROMPT_CHARS)],
+            rng.choice([*begins, ""]) + texts[number % len(texts)][: rng.randint(*_PROMPT_CHARS)],
             rng.random() < 0.3,
             Sampling(temperature=rng.choice(_TEMPERATURES), seed=rng.randrange(3)),
             rng.choice(_LENGTHS),

@@ -28,6 +28,7 @@ from offload.bench.soak.library import Order
 from offload.engine.scheduler import in_order
 from offload.errors import RunError
 from offload.machine import rss_bytes
+from offload.units import parse_size
 
 # share of a soak in which caches fill, and libraries are imported when they are first needed
 _WARM_UP = 1 / 6
@@ -41,6 +42,7 @@ _START_S = 300.0
 _END_S = 60.0
 # nodes of all trees of a pass
 _MOST_NODES = 96
+_PROMPT_CACHE = "8MiB"
 SERVER = "server"
 LIBRARY = "library"
 
@@ -132,24 +134,37 @@ class Told(NamedTuple):
 
 class Server:
     def __init__(self, setting: Setting, model: Path, seed: int, folder: Path) -> None:
-        self.temporary, place = _place(folder / "server-tmp")
+        self.temporary, self._place = _place(folder / "server-tmp")
         self._port = free_port()
         self._log = folder / "server.log"
         words = (
             f"--ram {setting.ram_bytes} --context {CONTEXT} --profile none --parallel {PARALLEL}"
         )
         words += f" --queue {QUEUE} --port {self._port}"
+        kept = ["--prompt-cache", str(folder / "prompts"), "--prompt-cache-ram", _PROMPT_CACHE]
         models = ["-m", str(model), "-d", str(setting.draft)]
+        self._command = ["offload", "serve", *models, *words.split(), *kept]
+        self._start()
+        self.clients = Clients(self._port, wishes(), seed)
+
+    def restart(self, *, is_killed: bool) -> str:
+        """End the server, by SIGKILL or as usual, and start it anew; return why it has failed."""
+        if is_killed:
+            self.process.kill()
+            self.process.wait(_END_S)
+        failed = "" if is_killed else self.close()
+        self._start()
+        return failed
+
+    def _start(self) -> None:
         with self._log.open("w") as log:
-            command = ["offload", "serve", *models, *words.split()]
-            self.process = start(command, place, stdout=log, stderr=log)
+            self.process = start(self._command, self._place, stdout=log, stderr=log)
         give_up_s = time.monotonic() + _START_S
         while not self._is_up():
             if self.process.poll() is not None or time.monotonic() > give_up_s:
                 self.process.kill()
                 raise RunError(f"the server has ended: {self._said()}")
             time.sleep(0.2)
-        self.clients = Clients(self._port, wishes(), seed)
 
     def _is_up(self) -> bool:
         try:
@@ -208,13 +223,24 @@ class Library:
 
 
 def soak(
-    bench: Bench, setting: Setting, model: Path, seconds: float, seed: int, folder: Path
+    bench: Bench,
+    setting: Setting,
+    model: Path,
+    seconds: float,
+    seed: int,
+    folder: Path,
+    restarts: int,
 ) -> tuple[dict[str, list[Sample]], list[Told], Clients]:
-    """Run both for so long; return looks at each. Raises `RunError` where one fails."""
+    """Run both for so long; return looks at each, of a server that is started anew at each of its
+    lives. Raises `RunError` where one fails.
+    """
     period_s = max(_LEAST_PERIOD_S, seconds / _LOOKS)
     budgets = [setting.ram_bytes, 3 * setting.ram_bytes]
     order = Order(str(model), str(setting.draft), budgets, seed)
     samples: dict[str, list[Sample]] = {SERVER: [], LIBRARY: []}
+    life = SERVER
+    num_lives = 1
+    failures = list[str]()
     with ExitStack() as resources:
         library = Library(order, folder)
         resources.callback(library.close)
@@ -222,9 +248,14 @@ def soak(
         resources.callback(server.close)
         started = time.monotonic()
         passed_s = 0.0
-        while passed_s < seconds or len(samples[SERVER]) < _LEAST_LOOKS:
+        while passed_s < seconds or len(samples[life]) < _LEAST_LOOKS:
+            if num_lives <= restarts and passed_s > seconds * num_lives / (restarts + 1):
+                failures.append(server.restart(is_killed=num_lives % 2 == 1))
+                num_lives += 1
+                life = f"{SERVER} {num_lives}"
+                samples[life] = []
             server.clients.ask_for(min(period_s, seconds - passed_s))
-            for name, process in ((SERVER, server), (LIBRARY, library)):
+            for name, process in ((life, server), (LIBRARY, library)):
                 samples[name].append(process.look(time.monotonic() - started))
                 bench.row({"process": name, **samples[name][-1]._asdict()})
             library.talker.tell("go on")
@@ -232,7 +263,7 @@ def soak(
             minutes = f"{passed_s / 60:.0f} of {seconds / 60:.0f} minutes"
             bench.screen.wait(f"{minutes}, {len(library.texts)} texts")
         resources.pop_all()
-        ends = [server.close(), library.close()]
+        ends = [*failures, server.close(), library.close()]
     if errors := [*server.clients.errors, *filter(None, ends)]:
         raise RunError(f"{len(errors)} failures, the first: {errors[0]}")
     return samples, library.texts, server.clients
@@ -287,17 +318,20 @@ def main(
     hours: Annotated[float, flag("H", "for how long", min=0.001)] = 2.0,
     size: Annotated[str, flag("SIZE", "of the target that is streamed")] = "200MB",
     seed: Annotated[int, flag("N", "of what is asked, and how")] = 0,
+    restarts: Annotated[int, flag("N", "of the server, by SIGKILL and as usual", min=0)] = 2,
 ) -> Findings:
     """Does anything drift in hours of texts, chats, cancelled runs and clients?"""
     setting = bench.setting(size=size)
     # for the largest of what is opened, so that nearly all is streamed
     ram_bytes = least_ram(setting.files, _MOST_NODES, context=CONTEXT, parallel=PARALLEL)
-    setting = setting._replace(ram_bytes=ram_bytes)
+    setting = setting._replace(
+        ram_bytes=ram_bytes + parse_size(_PROMPT_CACHE, "--prompt-cache-ram")
+    )
     seconds = bench.effort(3600 * hours, 180.0)
     bench.begin(setting, seconds=seconds, seed=seed)
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as name, bench.screen:
         model = with_template(setting.target, Path(name) / setting.target.name)
-        samples, texts, clients = soak(bench, setting, model, seconds, seed, Path(name))
+        samples, texts, clients = soak(bench, setting, model, seconds, seed, Path(name), restarts)
         written = texts_of(setting, model, texts, clients.answers)
     rows = [row_of(process, process_samples) for process, process_samples in samples.items()]
     guards = dict[str, Guard]()
