@@ -148,7 +148,7 @@ class Server:
         self.clients = Clients(self._port, wishes(), seed)
 
     def restart(self, *, is_killed: bool) -> str:
-        """End the server, by SIGKILL or as usual, and start it anew; return why it has failed."""
+        """End the server, by SIGKILL or as usual, and start another; return the failure, if any."""
         if is_killed:
             self.process.kill()
             self.process.wait(_END_S)
@@ -222,18 +222,22 @@ class Library:
         return f"library ended with {status}" if status else ""
 
 
+class Course(NamedTuple):
+    """How a soak goes: its length, what its chances are drawn by, and restarts of the server."""
+
+    seconds: float
+    seed: int
+    restarts: int
+
+
 def soak(
-    bench: Bench,
-    setting: Setting,
-    model: Path,
-    seconds: float,
-    seed: int,
-    folder: Path,
-    restarts: int,
+    bench: Bench, setting: Setting, model: Path, course: Course, folder: Path
 ) -> tuple[dict[str, list[Sample]], list[Told], Clients]:
-    """Run both for so long; return looks at each, of a server that is started anew at each of its
-    lives. Raises `RunError` where one fails.
+    """Run both to the end of the course; return looks at each, and at each server behind a restart.
+
+    Raises `RunError` where one fails.
     """
+    seconds, seed, restarts = course
     period_s = max(_LEAST_PERIOD_S, seconds / _LOOKS)
     budgets = [setting.ram_bytes, 3 * setting.ram_bytes]
     order = Order(str(model), str(setting.draft), budgets, seed)
@@ -331,7 +335,9 @@ def main(
     bench.begin(setting, seconds=seconds, seed=seed)
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as name, bench.screen:
         model = with_template(setting.target, Path(name) / setting.target.name)
-        samples, texts, clients = soak(bench, setting, model, seconds, seed, Path(name), restarts)
+        samples, texts, clients = soak(
+            bench, setting, model, Course(seconds, seed, restarts), Path(name)
+        )
         written = texts_of(setting, model, texts, clients.answers)
     rows = [row_of(process, process_samples) for process, process_samples in samples.items()]
     guards = dict[str, Guard]()
