@@ -222,7 +222,7 @@ class Library:
         return f"library ended with {status}" if status else ""
 
 
-class Course(NamedTuple):
+class SoakSettings(NamedTuple):
     """How a soak goes: its length, what its chances are drawn by, and restarts of the server."""
 
     seconds: float
@@ -231,13 +231,13 @@ class Course(NamedTuple):
 
 
 def soak(
-    bench: Bench, setting: Setting, model: Path, course: Course, folder: Path
+    bench: Bench, setting: Setting, model: Path, settings: SoakSettings, folder: Path
 ) -> tuple[dict[str, list[Sample]], list[Told], Clients]:
-    """Run both to the end of the course; return looks at each, and at each server behind a restart.
+    """Run both to the end; return looks at each, and at each server behind a restart.
 
     Raises `RunError` where one fails.
     """
-    seconds, seed, restarts = course
+    seconds, seed, restarts = settings
     period_s = max(_LEAST_PERIOD_S, seconds / _LOOKS)
     budgets = [setting.ram_bytes, 3 * setting.ram_bytes]
     order = Order(str(model), str(setting.draft), budgets, seed)
@@ -336,7 +336,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as name, bench.screen:
         model = with_template(setting.target, Path(name) / setting.target.name)
         samples, texts, clients = soak(
-            bench, setting, model, Course(seconds, seed, restarts), Path(name)
+            bench, setting, model, SoakSettings(seconds, seed, restarts), Path(name)
         )
         written = texts_of(setting, model, texts, clients.answers)
     rows = [row_of(process, process_samples) for process, process_samples in samples.items()]
