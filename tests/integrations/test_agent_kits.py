@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from agent_model import ANSWER, save_agent
-from served import MODEL_ID, Served, serving
+from served import MODEL_ID, Served, _afresh, serving  # noqa: F401
 
 agents = pytest.importorskip("agents", reason="openai-agents is not installed: make test-eval has it")
 
