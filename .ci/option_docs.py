@@ -26,6 +26,7 @@ _DOORS = {
     "chat": "`/set`",
     "harness": "lm-eval",
 }
+_LOADING = ("generate", "chat", "serve", "plan", "tune")
 _HEAD = '''"""Keywords of `Decoder.generate` and `stream`, for editors and type checkers.
 
 Made by `python .ci/option_docs.py` of what is declared: change that.
@@ -97,10 +98,19 @@ def _row(option: Option) -> str:
         defaults.setdefault(option.for_command(command).default, f" ({command})")
     is_none = ("None", "False", "", "()")
     shown = [f"`{value}`{place}" for value, place in defaults.items() if str(value) not in is_none]
-    doors = [f"{_DOORS[door]} `{option.at(door)}`" for door in option.doors if door in _DOORS]
-    shared = (", ".join(cell) for cell in (option.commands, shown, doors))
+    doors = [_door(option, door) for door in option.doors if door in _DOORS]
+    commands = ["all that load" if option.commands == _LOADING else ", ".join(option.commands)]
+    shared = (", ".join(cell) for cell in (commands, shown, doors))
     cells = (cell.replace("|", r"\|") for cell in (names, *shared, option.doc or option.help))
     return "".join(f"| {cell} ".replace("  ", " ") for cell in cells) + "|\n"
+
+
+def _door(option: Option, door: str) -> str:
+    """Return a door, with the name there where that is another than the last flag's."""
+    usual = option.flags[-1].partition("/")[0].removeprefix("--").replace("-", "_")
+    name = option.at(door)
+    is_usual = name.replace("-", "_") == usual
+    return _DOORS[door] if is_usual else f"{_DOORS[door]} `{name}`"
 
 
 if __name__ == "__main__":
