@@ -83,7 +83,7 @@ class Console:
         self.num_written = 0
         self._stream = sys.stderr
         is_terminal = self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        self._has_bar = is_terminal and not self._is_quiet
+        self._has_bar = is_terminal and not self._is_quiet and "TQDM_DISABLE" not in os.environ
         self._is_shared = self._has_bar and _is_same_file(sys.stdout, self._stream)
         # one's own thread may have it, where a signal or a destructor has something to say
         self._lock = threading.RLock()
@@ -275,8 +275,9 @@ def _bar_of(label: str, shown: Shown, row: _BarRow) -> "tqdm[Any]":
 
         monitor_interval = 0
 
-    # so long a delay that it is drawn by `refresh` alone
-    return Bar(desc=label, initial=shown.done, file=row, leave=False, dynamic_ncols=True, delay=1e9)
+    # so long a delay that it is drawn by `refresh` alone; whether there is a bar was decided before
+    settings = {"leave": False, "dynamic_ncols": True, "delay": 1e9, "disable": False}
+    return Bar(desc=label, initial=shown.done, file=row, **settings)
 
 
 def _is_same_file(file: TextIO, other: TextIO) -> bool:

@@ -282,3 +282,11 @@ def test_a_launch_and_a_bench_tell_what_they_wait_for(
     if not hosts:
         with Terminal(100, "dumb") as terminal, announced():
             assert terminal.read() == "", "what cannot be taken back is not written"
+
+
+def test_whoever_wants_no_bars_of_tqdm_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    with Terminal(80) as terminal, Console(OutputOptions()) as line:
+        line.wait("importing")
+        line.text("text\n")
+        assert terminal.read() == "text\r\n"
