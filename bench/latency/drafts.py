@@ -113,7 +113,7 @@ COLUMNS = (
 def main(
     bench: Bench,
     size: Annotated[str, flag("SIZE", "of the target")] = "1GB",
-    ram: Annotated[str, flag("SIZE", "memory budget where layers stream")] = "600MB",
+    ram: Annotated[str, flag("SIZE", "memory budget where layers stream")] = "750MB",
     temperature: Annotated[float, flag("T", "of all texts")] = 0.7,
 ) -> Findings:
     """Seconds of a token with each way to draft, in turns, and which of them `auto` takes.
