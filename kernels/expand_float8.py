@@ -16,6 +16,7 @@ from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import F32, U32, bits_of, numbers, rounded
 
 _CHUNK_ROWS = 64  # expanded to float32 they stay in the cache
+_RUN = 32  # columns of a block of MXFP8
 _BLOCK = 2048  # numbers of a row that one program writes
 
 
@@ -74,7 +75,8 @@ def expand_float8_compiled(
     weight = weight_NK.view(torch.uint8).numpy()
     scale = scale_AB.numpy()
     out = numbers(out_NK)
-    fill = _FILLS[weight_NK.dtype].to(out_NK.dtype)
+    is_run = block[1] == _RUN and weight.shape[1] % _RUN == 0
+    fill = _FILLS[weight_NK.dtype, _RUN if is_run else 0].to(out_NK.dtype)
 
     def share(lo: int, hi: int) -> None:
         if levels is None:
@@ -135,10 +137,11 @@ def _pairs(kind: torch.dtype, device: torch.device) -> Tensor:
     return word_P.view(kind).float().view(torch.int64)
 
 
-def _fill_rows(layout: _Layout) -> Compiled:
-    """Return the function for one layout.
+def _fill_rows(layout: _Layout, run: int) -> Compiled:
+    """Return the function for one layout and blocks of `run` columns; 0: of any.
 
-    Numba takes bound values for constants, and shifts by constants run twice as fast.
+    Numba takes bound values for constants: shifts by constants run twice as fast, and so do loops
+    over a few numbers whose count is known.
     """
     shift = U32(layout.shift)
     bias = U32(layout.bias)
@@ -156,7 +159,8 @@ def _fill_rows(layout: _Layout) -> Compiled:
             for index in range(scales.size):
                 begin = U32(index * block_columns)
                 factor = scales[index]
-                for step in range(U32(min(U32(block_columns), U32(source.size) - begin))):
+                left = U32(source.size) - begin
+                for step in range(U32(run) if run else U32(min(U32(block_columns), left))):
                     column = U32(begin + step)
                     code = U32(source[column])
                     size = U32(code & U32(0x7F))
@@ -171,7 +175,9 @@ def _fill_rows(layout: _Layout) -> Compiled:
     return fill_rows
 
 
-_FILLS = {kind: _fill_rows(layout) for kind, layout in _LAYOUTS.items()}
+_FILLS = {
+    (kind, run): _fill_rows(layout, run) for kind, layout in _LAYOUTS.items() for run in (0, _RUN)
+}
 
 
 @jit(do_not_specialize=["num_blocks", "block_rows", "block_columns", "num_scales"])

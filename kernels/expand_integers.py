@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload.kernels.compiled import Compiled, compiled, share_rows
 from offload.kernels.jit import jit, tl, triton
-from offload.kernels.rounding import F32, I32, U32, U64, numbers, pairs, rounded, rounded_pair
+from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
 
 _CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
 _CHUNK_WORDS = 8  # of a row, likewise
@@ -243,34 +243,43 @@ def _bytes(words, factors, group, out):  # type: ignore[no-untyped-def]
 def _stream(bits: int) -> Compiled:
     """Return the function for codes of this many bits, eight of which are as many bytes.
 
-    Numba takes bound values for constants, so that loops over them are unrolled.
+    Eight codes become bytes in one number, by halves; then a row's bytes become numbers. Numba
+    takes bound values for constants, so that loops over them are unrolled.
     """
-    # eight of up to four bits fit in a word half as wide, so twice as many in an instruction
-    wide = U32 if bits <= 4 else U64
     num_bytes = U64(bits)
-    mask = wide((1 << bits) - 1)
+    gap = [U64(size - size // 8 * bits) for size in (32, 16, 8)]
+    half_gap, quarter_gap, code_gap = gap
+    whole = [(1 << size // 8 * bits) - 1 for size in (32, 16, 8)]
+    halves = U64(whole[0] * 0x0000000100000001)
+    quarters = U64(whole[1] * 0x0001000100010001)
+    each = U64(whole[2] * 0x0101010101010101)
 
     @compiled
     def fill_rows(words, factors, group, out):  # type: ignore[no-untyped-def]
         scale, zero, added = factors
-        eights = U64((group + 7) // 8)
-        num_eights = U64(out.shape[1]) >> U64(3)
+        num_columns = U64(out.shape[1])
+        num_eights = num_columns >> U64(3)
+        eights = np.empty(num_eights, np.uint64)
+        codes = eights.view(np.uint8)
+        size = U64(group)
         for row in range(out.shape[0]):
             source = words[row]
             place = out[row]
-            for number in range(scale.shape[1]):
-                s = scale[row, number]
-                z = zero[row, number]
-                a = added[row, number]
-                first = U64(number) * eights
-                for eight in range(first, min(first + eights, num_eights)):
-                    word = wide(0)
-                    for byte in range(bits):
-                        part = wide(source[eight * num_bytes + U64(byte)])
-                        word = wide(word | wide(part << wide(8 * byte)))
-                    for code in range(8):
-                        value = F32(I32(U32(wide(word >> wide(bits * code)) & mask)))
-                        place[eight * U64(8) + U64(code)] = rounded((value - z) * s + a)
+            for eight in range(num_eights):
+                word = U64(0)
+                for byte in range(bits):
+                    part = U64(source[eight * num_bytes + U64(byte)])
+                    word |= part << U64(8 * byte)
+                word = (word | (word << half_gap)) & halves
+                word = (word | (word << quarter_gap)) & quarters
+                eights[eight] = (word | (word << code_gap)) & each
+            for nth in range(scale.shape[1]):
+                s = scale[row, nth]
+                z = zero[row, nth]
+                a = added[row, nth]
+                first = U64(nth) * size
+                for column in range(first, min(first + size, num_columns)):
+                    place[column] = rounded((F32(codes[column]) - z) * s + a)
 
     return fill_rows
 

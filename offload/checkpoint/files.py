@@ -23,7 +23,6 @@ from offload.encoding.base import AGAIN
 from offload.errors import (
     ReadError,
     UserError,
-    ensure,
     os_errors_as_user_error,
     reason,
     system_reason,
@@ -149,6 +148,10 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raises `OSError`, and `UserError` for other content."""
     try:
         value = json.loads(read_small(path), parse_constant=_constant)
+    except _NotANumberError:
+        # files are published with it, so another download would bring it again
+        mend = "write a number in its place, or leave the entry out"
+        raise UserError(f"{path} is not valid JSON (NaN is no number): {mend}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({reason(error)}): {remedy}") from None
     if not isinstance(value, dict):
@@ -156,9 +159,14 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     return value
 
 
+class _NotANumberError(ValueError):
+    """NaN in a JSON file."""
+
+
 def _constant(name: str) -> float:
-    """Return an infinity, which configs have as limits. Raises `ValueError` for NaN."""
-    ensure(name != "NaN", "NaN is no number")
+    """Return an infinity, which configs have as limits. Raises `_NotANumberError` for NaN."""
+    if name == "NaN":
+        raise _NotANumberError
     return float(name)
 
 

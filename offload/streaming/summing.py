@@ -7,7 +7,7 @@ missed: one case in 2^64 at most. It is no protection against forgery. Invariant
 once, however often, in whatever pieces and by however many threads it is read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import closing
 from threading import Lock
 
@@ -53,7 +53,11 @@ class BlockSum:
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
         """Add those sectors of a file's bytes from `lo` on that have not counted yet."""
         hi = lo + len(stored)
+        whole = range(-(-lo // _HASHED_BYTES), hi // _HASHED_BYTES)
+        done = self._add_whole(shard, lo, stored, whole)
         for block in range(lo // _HASHED_BYTES, -(-hi // _HASHED_BYTES)):
+            if block in done:
+                continue
             first = max(lo, block * _HASHED_BYTES)
             end = min(hi, (block + 1) * _HASHED_BYTES)
             content = self._claim(shard, block, first, stored[first - lo : end - lo])
@@ -62,6 +66,29 @@ class BlockSum:
                 hashed = xxh3_128_intdigest(content.data, seed=shard << 40 | block)
                 with self._lock:
                     self._sum += hashed
+
+    def _add_whole(self, shard: int, lo: int, stored: np.ndarray, blocks: range) -> Container[int]:
+        """Add those of the blocks of which all counts and nothing has counted; return which.
+
+        Readers hold Python's lock for little else, so there are as few steps for each as may be.
+        """
+        if not blocks:
+            return ()
+        with self._lock:
+            masks = self._left[shard][blocks.start : blocks.stop]
+            is_fresh = masks == _WHOLE
+            masks[is_fresh] = 0
+            fresh = (blocks.start + np.flatnonzero(is_fresh)).tolist()
+            self.left_bytes -= len(fresh) * _HASHED_BYTES
+        view = stored.data
+        total = 0
+        for block in fresh:
+            start = block * _HASHED_BYTES - lo
+            content = view[start : start + _HASHED_BYTES]
+            total += xxh3_128_intdigest(content, seed=shard << 40 | block)
+        with self._lock:
+            self._sum += total
+        return blocks if len(fresh) == len(blocks) else set(fresh)
 
     def left(self) -> list[tuple[int, int, int]]:
         """Return the byte ranges that have not been read yet: (shard, lo, hi) for [lo, hi)."""
@@ -94,9 +121,7 @@ class BlockSum:
             fresh = left & covered
             if not fresh:
                 return None
-            if fresh == _WHOLE and len(stored) == _HASHED_BYTES:
-                content = stored
-            elif (shard, block) in self._parts or len(self._parts) < _MOST_PARTS:
+            if (shard, block) in self._parts or len(self._parts) < _MOST_PARTS:
                 empty = np.zeros(_HASHED_BYTES, np.uint8)
                 content = self._parts.setdefault((shard, block), empty)
                 for run_lo, run_hi in _runs(np.array([fresh], "<u4")):

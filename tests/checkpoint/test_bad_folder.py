@@ -20,6 +20,7 @@ from refusals import BOTH, Break, assert_refused, case, config, damaged, drop, g
 from shell import shell
 from tiny import FAMILIES, VOCAB_SIZE, build, save, save_reciter, save_tokenizer
 
+from offload.checkpoint.files import read_json
 from offload.checkpoint.methods import check_method
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.small_files import check_counts, check_types
@@ -220,11 +221,15 @@ def test_random_damage_to_a_config_never_surprises(broken_file: Path) -> None:
     assert 20 < num_refused < 100
 
 
-def test_nan_in_a_config_is_not_blamed_on_weights(broken_file: Path) -> None:
-    path = broken_file / "config.json"
-    path.write_text(path.read_text().replace("{", '{"rope_theta": NaN, "limit": [0, Infinity],', 1))
-    with pytest.raises(UserError, match=r"config.json is not valid JSON \(NaN is no number\)"):
-        open_checkpoint(broken_file)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_nan_is_blamed_neither_on_weights_nor_on_the_download(broken_file: Path, name: str) -> None:
+    """Files are published with it: what mends it is a number."""
+    path = broken_file / name
+    path.touch()
+    path.write_text(path.read_text() or "{}")
+    path.write_text(path.read_text().replace("{", '{"rope_theta": NaN, "limit": [0, Infinity],', 1).replace(",}", "}"))
+    with pytest.raises(UserError, match=r"config.json is not valid JSON \(NaN is no number\): write a number in its"):
+        read_json(path)
 
 
 def test_an_index_that_a_later_save_has_left_behind_counts_for_nothing(broken_file: Path, sound: Path) -> None:
