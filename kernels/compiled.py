@@ -128,12 +128,24 @@ class ByType:
 compiled = Compiled
 
 
+class _Lent:
+    """Threads that torch has lent to a team: rows are shared among as many while it has one."""
+
+    num_threads = 0
+
+
+def lend_threads(num_threads: int) -> None:
+    """Share rows among so many threads, whatever torch has; 0: among as many as it has."""
+    _Lent.num_threads = num_threads
+
+
 def share_rows(work: Callable[[int, int], object], num_rows: int) -> None:
-    """Call `work(lo, hi)` for all rows, shared among as many threads as torch has now.
+    """Call `work(lo, hi)` for all rows, shared among as many threads as torch has, or has lent.
 
     `work` should not hold Python's lock for long.
     """
-    num_threads = min(torch.get_num_threads(), max(1, num_rows // _LEAST_ROWS))
+    num_threads = _Lent.num_threads or torch.get_num_threads()
+    num_threads = min(num_threads, max(1, num_rows // _LEAST_ROWS))
     bounds = [num_rows * share // num_threads for share in range(num_threads + 1)]
     first, *shares = pairwise(bounds)
     others = [_pool(num_threads - 1).submit(work, lo, hi) for lo, hi in shares]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.kernels.compiled import lend_threads
 from offload.kernels.machine_code import ParallelKernelCall
 from offload.machine import num_cores
 from offload.memory.sizes import PATH_SCRATCH_BYTES
@@ -80,6 +81,8 @@ class ThreadTeam:
             if is_first:
                 self._num_threads = num_threads
                 torch.set_num_threads(1)
+                # coded weights are expanded between products
+                lend_threads(num_threads)
         try:
             yield num_threads
         finally:
@@ -87,6 +90,7 @@ class ThreadTeam:
                 with self._taking:
                     torch.set_num_threads(num_threads)
                     self._num_threads = 0
+                    lend_threads(0)
 
     def lend(self, work: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Call `work` with torch's own threads, which it has back meanwhile."""
@@ -137,6 +141,7 @@ class ThreadTeam:
         self._inboxes = []
         self._taking = Lock()
         self._num_threads = 0
+        lend_threads(0)
 
 
 def _help(inbox: SimpleQueue[_Task]) -> None:

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from offload.kernels.compiled import share_rows
 from offload.model import wide_products
 from offload.model.thread_team import ThreadTeam
 
@@ -74,3 +75,16 @@ def test_a_wide_product_has_the_same_bits_with_every_number_of_threads(num_rows:
         outs.append(wide_products.linear(rows, weight))
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     assert not torch.equal(outs[0], wide_products.linear(rows, weight.roll(1, 0))), "planted: blocks in another order"
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_weights_are_expanded_by_the_threads_that_torch_has_lent() -> None:
+    """Else all that is expanded within a pass would be so by one thread, however many there are."""
+    met = threading.Barrier(3, timeout=20)
+    with ThreadTeam().in_place_of_torch():
+        assert torch.get_num_threads() == 1
+        share_rows(lambda _lo, _hi: met.wait(), 64)
+    torch.set_num_threads(1)
+    bounds: list[tuple[int, int]] = []
+    share_rows(lambda *share: bounds.append(share), 64)
+    assert bounds == [(0, 64)], "they were given back"
