@@ -135,7 +135,7 @@ class _Lent:
 
 
 def lend_threads(num_threads: int) -> None:
-    """Share rows among so many threads, whatever torch has; 0: among as many as it has."""
+    """Share rows among `num_threads`, whatever torch has; 0: among those that torch has."""
     _Lent.num_threads = num_threads
 
 
