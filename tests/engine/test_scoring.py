@@ -77,6 +77,7 @@ def test_tokens_are_told_as_if_each_text_were_alone(target: tuple[str, Path]) ->
     """Also those of texts that are longer than a pass, and share what they begin with."""
     beginning = [1 + number % 90 for number in range(100)]
     texts = [(beginning + end, 1, 2) for end in ([3, 4], [5], [], [3, 4, 7], [6] * 60)] + [([7, 8], 1, 2), ([9], 1, 2)]
+    texts.append((beginning[:60] + [8] * 50, 1, 2))
 
     def told_of(decoder: Decoder, texts: Any, max_rows: int) -> tuple[int, list[scoring.PromptScore]]:
         scorer, scores = scored(decoder, texts, max_rows)
@@ -94,7 +95,9 @@ def test_tokens_are_told_as_if_each_text_were_alone(target: tuple[str, Path]) ->
                 assert token.token == other.token and token.logprob == pytest.approx(other.logprob, abs=1e-4)
                 assert [like for like, _ in token.top] == [like for like, _ in other.top]
             assert own.likeliest.token == decoder.generate(list(text[0]), max_new_tokens=1).token_ids[0]
-    assert (num_passes, num_alone) == (6, 18), "the beginning, its ends, a long one, and what is short"
+    assert num_passes <= 8 and num_alone == 21, (
+        "two beginnings, four ends of a beginning, a long end, and what is short"
+    )
 
 
 def test_many_ends_of_a_long_beginning_have_room(target: tuple[str, Path]) -> None:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import httpx
 import pytest
 from served import GREEDY, MODEL_ID, Served, _afresh, held_passes, serving  # noqa: F401
-from tiny import FAMILIES, build, save, save_tokenizer
+from tiny import FAMILIES, build, save, save_reciter, save_tokenizer
 from waiting import PATIENCE_S, until
 
 import offload
@@ -142,14 +142,13 @@ def test_lm_eval_reads_its_scores(served: Served, wanted: list[list[Any]]) -> No
     assert all(own == max(top.values()) for own, top in [*tops][len(ids[0]) :]), "greedy text is told to be greedy"
 
 
-def test_the_token_that_ends_a_text_counts(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_that_ends_a_text_counts(tmp_path: Path) -> None:
     """lm-eval leaves the last one out, whatever it is."""
-    (choice,) = complete(served, "ab", max_tokens=1).choices
-    ends = frozenset(served.decoder.tokenizer.convert_tokens_to_ids(choice.logprobs.tokens[-1:]))
-    monkeypatch.setattr(served.decoder, "end_ids", ends)
-    (other,) = complete(served, "ab", max_tokens=1).choices
-    assert (other.text, other.finish_reason) == ("ab", "stop")
-    assert len(other.logprobs.tokens) == len(choice.logprobs.tokens)
+    with serving(save_reciter(tmp_path, (":", "!"), ends=True)) as served:
+        (choice,) = complete(served, "Say!", max_tokens=1).choices
+        (plain,) = complete(served, "Say!", max_tokens=1, echo=False).choices
+    assert (choice.text, choice.finish_reason, choice.logprobs.tokens[-1]) == ("Say!", "stop", "</s>")
+    assert len(choice.logprobs.token_logprobs) == len("Say!") + 1 and plain.logprobs.tokens == []
 
 
 def test_what_has_no_room_is_refused_and_what_fails_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
