@@ -36,7 +36,9 @@ _TYPICAL_DRAFTED = 8
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 SWEEP_SIZES = (1, 16, 64, 256)
-DRAFT_WIDTHS = (1, 4, 16, 64)
+# Where a pass takes long there is time for the first few alone: one row and many tell what a row
+# takes, which one and four do not.
+DRAFT_WIDTHS = (1, 16, 64, 4)
 _DRAFT_STEPS = 4  # of which the first runs committed tokens
 _TOKENS_PER_STEP = 4  # that a draft has to catch up with, as in decoding
 _LEAST_S = 1e-7
@@ -173,7 +175,7 @@ def draft_curve(
 
 
 def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
-    """Return medians of `measure` at ever larger sizes, for as long as `budget_s` lasts.
+    """Return medians of `measure` at these sizes in turn, for as long as `budget_s` lasts.
 
     The first run of a size (on a GPU it may be recorded) counts in no median, nor as time.
     """
@@ -188,8 +190,9 @@ def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: 
         seconds.append(
             median_s(once, started + share_s - time.perf_counter(), most_rounds=_MAX_ROUNDS)
         )
-    rising = np.maximum.accumulate(np.maximum(seconds, _LEAST_S))
-    return Curve(tuple(sizes[: len(seconds)]), tuple(rising.tolist()))
+    known = sorted(zip(sizes, seconds, strict=False))
+    rising = np.maximum.accumulate([max(one, _LEAST_S) for _, one in known])
+    return Curve(tuple(size for size, _ in known), tuple(rising.tolist()))
 
 
 def _sweep_s(model: TreeModel, num_rows: int, share: float) -> float:

@@ -71,6 +71,10 @@ class Proposer(Protocol):
     def cost(self, shape: Shape) -> Sequence[int]:
         """Return the rows of each of its own passes that a tree of this shape takes."""
 
+    @property
+    def widths(self) -> Sequence[int]:
+        """Return the rows of each of its own passes that the last trees took."""
+
     def new_state(self, target: KVCache | None = None) -> Any:
         """Return the state of a text of which nothing is known yet, see `DraftState`.
 
@@ -99,6 +103,7 @@ class WithoutModel:
     needs: Taps | None = None
     model: TreeModel | None = None
     num_bytes: int = 0
+    widths: Sequence[int] = ()
 
     def cost(self, shape: Shape) -> Sequence[int]:
         """Return no pass: nothing is computed."""

@@ -36,6 +36,7 @@ from torch import Tensor
 from offload.drafting.draft_model import Draft, catch_up, run_together
 from offload.drafting.lookup import NO_GUESSES, Guesses, TrieCursor, confidence
 from offload.drafting.static import point_mass_scores
+from offload.drafting.tiers import ROWS_OF_PASS, Standing, guesses_behind
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import SIZES, DynamicShape, most_rows
@@ -139,6 +140,8 @@ class GrowingTree:
     sampler: Sampler
     exponent: float  # beta, by which candidates are ranked, see `DraftCalibration`
     guesses: Guesses = NO_GUESSES  # that are mixed with the draft's own
+    # each pass also scores what is guessed behind the nodes that it runs, see `tiers`
+    is_in_tiers: bool = False
 
     def __post_init__(self) -> None:
         self.root = len(self.tokens) - 1
@@ -192,9 +195,16 @@ def _levels(
 
 
 def grow_forest(
-    trees: Sequence[GrowingTree], bounds: DynamicShape, policy: DraftPassPolicy = _NO_COSTS
+    trees: Sequence[GrowingTree],
+    bounds: DynamicShape,
+    policy: DraftPassPolicy = _NO_COSTS,
+    widths: list[int] | None = None,
 ) -> list[TokenTree]:
-    """Grow trees of depth one or more, of `bounds.num_nodes` nodes together, to the end."""
+    """Grow trees of depth one or more, of `bounds.num_nodes` nodes together, to the end.
+
+    Args:
+        widths: of every pass, to which those of the trees are added.
+    """
     rows = _Rows(trees)
     best = _Best(bounds, [tree.depth for tree in trees])
     picked = rows.roots()
@@ -218,8 +228,10 @@ def grow_forest(
                 break
             picked = best.pick(rows.num_run)
             if picked.size:
-                rows.run(picked, rows.cursors_of(picked))
+                rows.run_picked(picked, bounds.num_nodes)
     best.cut(policy.num_rows(best.chances, rows.widths, len(trees)))
+    if widths is not None:
+        widths += rows.widths
     chosen = [best.candidates[best.candidates["text"] == text] for text in range(len(trees))]
     return [
         _as_tree(nodes, text, trees[text].tokens[-1], rows) for text, nodes in enumerate(chosen)
@@ -389,6 +401,27 @@ class _Rows:
             rows = tree.add(nodes, [self.local[row] for row in nodes["parent"].tolist()])
             added.append((tree.draft, rows))
         self.keep(picked, run_together(added), cursors)
+
+    def run_picked(self, picked: Candidates, num_nodes: int) -> None:
+        """Score candidates, and in tiers what is guessed behind them; a pass of several texts has enough rows."""
+        cursors = self.cursors_of(picked)
+        tree = self._trees[0]
+        # rows in vain must leave room for a tree of the draft's own
+        room = min(ROWS_OF_PASS, num_nodes - self.num_run)
+        if len(self._trees) > 1 or not (tree.is_in_tiers and tree.guesses) or picked.size >= room:
+            self.run(picked, cursors)
+            return
+        columns = (np.exp(picked["log_f"]), picked["depth"], cursors, picked["token"])
+        nodes = [Standing(*node) for node in zip(*columns, strict=True)]
+        behind = guesses_behind(tree.guesses, nodes, room, tree.depth)
+        more = np.zeros(len(behind), dtype=_CANDIDATE)
+        for place, node in enumerate(behind):
+            parent = self.num_run + (node.parent or 0)
+            row = self.num_run + picked.size + place
+            more[place] = (0.0, node.token, node.depth, parent, row, 0)
+            self.ahead[parent, node.token] = row
+        cursors = [*cursors, *(node.cursor for node in behind)]
+        self.run(np.concatenate([picked, more]), cursors)
 
     def run_ahead(self, bounds: DynamicShape) -> None:
         """Score the likeliest guesses of all texts in one pass."""

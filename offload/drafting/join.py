@@ -96,6 +96,11 @@ class JoinedDrafter:
         """Return the draft's passes; those that score guesses depend on what is found."""
         return self._model.cost(shape)
 
+    @property
+    def widths(self) -> Sequence[int]:
+        """Return the rows of the draft's passes for the last trees."""
+        return self._model.widths
+
     def new_state(self, target: KVCache | None = None) -> JoinedState:
         """Return an empty cache, and the state of a text that was not read yet."""
         return JoinedState(self._model.new_state(target), GuessState())

@@ -57,6 +57,8 @@ class ModelDrafter:
         num_slots: int,
         kernels: KernelSet = REFERENCES,
         new_policy: Callable[[], DraftPassPolicy] = DraftPassPolicy,
+        *,
+        is_in_tiers: bool = False,
     ) -> None:
         self.model = model
         self._vocab_size = vocab_size
@@ -64,6 +66,8 @@ class ModelDrafter:
         self._kv_commit = kernels.kv_commit
         self._calibration = PerKindLRU[_Kind, DraftCalibration](DraftCalibration)
         self._policy = PerKindLRU[_Kind, DraftPassPolicy](new_policy)
+        self._is_in_tiers = is_in_tiers
+        self.widths: Sequence[int] = ()
 
     @property
     def needs(self) -> Taps | None:
@@ -72,7 +76,7 @@ class ModelDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the model's weights."""
+        """Return what the model's weights take."""
         return self.model.own_bytes
 
     def cost(self, shape: Shape) -> Sequence[int]:
@@ -97,16 +101,24 @@ class ModelDrafter:
         """Return a tree for each text; dynamic ones pool their nodes, and guesses are mixed in."""
         guesses = guesses or [NO_GUESSES] * len(batch)
         grown = dict[int, TokenTree]()
+        widths = list[int]()
         growing = dict[int, GrowingTree]()
         for index, (shape, tokens, sampler, state) in enumerate(batch):
             draft = self._draft(state)
             if not isinstance(shape, DynamicShape):
                 grown[index] = fill(draft, shape, tokens, sampler)
+                widths += self.cost(shape)
             elif not shape.depth:
                 grown[index] = root_alone(tokens)
             else:
                 growing[index] = GrowingTree(
-                    draft, shape.depth, tokens, sampler, self.exponent(sampler), guesses[index]
+                    draft,
+                    shape.depth,
+                    tokens,
+                    sampler,
+                    self.exponent(sampler),
+                    guesses[index],
+                    self._is_in_tiers,
                 )
         if growing:
             pooled = [batch[index].shape for index in growing]
@@ -118,8 +130,10 @@ class ModelDrafter:
                 [*growing.values()],
                 replace(shapes[0], num_nodes=num_nodes, depth=depth),
                 policy.together_with(others) if others else policy,
+                widths,
             )
             grown |= zip(growing, forest, strict=True)
+        self.widths = widths
         return [grown[index] for index in range(len(batch))]
 
     def accepted(self, tree: TokenTree, path: Acceptance, sampler: Sampler, state: KVCache) -> None:
@@ -145,7 +159,7 @@ class ModelDrafter:
         return self._draft(state).score(tokens, start)
 
     def policy(self, sampler: Sampler) -> DraftPassPolicy:
-        """Return the policy that decides how many nodes are worth their rows."""
+        """Return what decides how many nodes are worth their rows."""
         return self._policy[_kind(sampler)]
 
     def exponent(self, sampler: Sampler) -> float:
@@ -154,8 +168,9 @@ class ModelDrafter:
 
 
 def open_proposer(setup: DraftSetup) -> ModelDrafter:
-    """Return the drafter of a model that is bound for good."""
-    return ModelDrafter(*setup)
+    """Return the drafter of a model that is bound for good; guesses stand below a copy, see `tiers`."""
+    held = setup.model.checkpoint.held
+    return ModelDrafter(*setup, is_in_tiers=held is not None and held.is_copy)
 
 
 def _kind(sampler: Sampler) -> _Kind:

@@ -83,6 +83,8 @@ class StepResult(NamedTuple):
     sweep_s: float
     moved: Transfers
     peak_device_bytes: int
+    # rows of each pass of the draft
+    draft_widths: Sequence[int] = ()
 
     @property
     def observed(self) -> ObservedPass | None:
@@ -95,7 +97,8 @@ class StepResult(NamedTuple):
         nodes = [tree.num_nodes for _, tree, _ in seen if tree is not None]
         tokens = [len(accepted.tokens) for _, _, accepted in seen if accepted is not None]
         link = (self.moved.stall_s, self.moved.num_bytes, self.moved.reading_s)
-        return ObservedPass(shapes, nodes, tokens, self.draft_s, self.sweep_s, *link)
+        times = (self.draft_s, self.sweep_s, *link)
+        return ObservedPass(shapes, nodes, tokens, *times, self.draft_widths)
 
 
 Listener = Callable[[StepResult], None]
@@ -150,6 +153,7 @@ class SpeculationStep:
             scored_s - grown_s,
             moved,
             self._target.peak_device_bytes,
+            self._drafter.widths,
         )
         for listener in self._listeners:
             listener(result)

@@ -40,6 +40,7 @@ class ObservedPass(NamedTuple):
     stall_s: float  # part of `sweep_s`: computing waited for the link
     num_bytes: int  # moved over the link
     reading_s: float = 0.0  # the link was in use; 0 where that is not known
+    draft_widths: Sequence[int] = ()  # rows of each pass of the draft; empty where not known
 
     @property
     def most_rows(self) -> int:
@@ -102,15 +103,25 @@ class ObservedPasses:
         )
         expected_s = sum(map(known.draft_step_s.total, widths))
         drafted = sum(observed.draft_s for observed in passes) / expected_s if expected_s else 1.0
-        steps_s = tuple(drafted * step_s for step_s in known.draft_step_s.seconds)
         computed_s = _computed_s(passes)
         ratios = {rows: seconds / known.compute_s.at(rows) for rows, seconds in computed_s.items()}
         return replace(
             known,
             compute_s=_scaled(known.compute_s, ratios),
-            draft_step_s=Curve(known.draft_step_s.sizes, steps_s),
+            draft_step_s=known.draft_step_s.times(drafted),
             link_bytes_per_s=_link_bytes_per_s(passes, known.link_bytes_per_s, slots_bytes),
         )
+
+    def costs_of_passes(self, known: Costs, slots_bytes: int) -> Costs:
+        """Return the known costs of a lone text's step whose draft passes are known.
+
+        `costs` is for trees whose passes are not: it has to guess how many they will be.
+        """
+        corrected = self.costs(known, 1, slots_bytes)
+        passes = [seen for seen in self.among(1) if seen.draft_widths][-_MOST_OF_SIZE:]
+        expected_s = sum(known.draft_step_s.total(seen.draft_widths) for seen in passes)
+        drafted = sum(seen.draft_s for seen in passes) / expected_s if expected_s else 1.0
+        return replace(corrected, draft_step_s=known.draft_step_s.times(drafted))
 
     def choose(
         self, ranked: Sequence[Prediction], num_texts: int, current: Shape | None

@@ -357,6 +357,8 @@ class TreeSelector:
     seen: ObservedPasses = field(default_factory=ObservedPasses)  # passes of this decoder
     _since_s: float = 0.0  # of passes that no choice has used
     _num_learnt: int = 0  # how often choices became old
+    # costs as they were measured, and as passes have corrected them since
+    _corrected: tuple[Costs | None, Costs | None] = (None, None)
 
     @classmethod
     def without_trees(cls, plan: MemoryPlan) -> "TreeSelector":
@@ -374,6 +376,7 @@ class TreeSelector:
     def took(self, observed: ObservedPass) -> None:
         """Record a pass; a later choice uses it."""
         self.seen.add(observed)
+        self._corrected = None, None
         self._since_s += observed.draft_s + observed.sweep_s
         if self._since_s > _SELDOM * _CHOICE_S:
             self._since_s = 0.0
@@ -531,12 +534,26 @@ class TreeSelector:
         return None if traffic is None else traffic.routed_by(self.routing)
 
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
-        """Return the seconds of a step from its rows; constant where nothing was measured."""
+        """Return the seconds of a step from its rows; constant where nothing was measured.
+
+        All terms are corrected by the last steps: a draft asks before each pass whether it pays.
+        """
         traffic = self.traffic_at(num_rows)
-        costs = self.costs_of(None)
+        costs = self._costs_of_steps(traffic)
         if costs is None or traffic is None:
             return 1.0
         return step_of(costs, traffic, num_rows, draft_widths).total_s
+
+    def _costs_of_steps(self, traffic: Traffic | None) -> Costs | None:
+        """Return the costs as the last passes of a lone text have corrected them."""
+        costs = self.costs_of(None)
+        if costs is None or traffic is None:
+            return costs
+        known, corrected = self._corrected
+        if known != costs:
+            corrected = self.seen.costs_of_passes(costs, traffic.slots_bytes)
+            self._corrected = costs, corrected
+        return corrected
 
     def costs_of(self, profile: Profile | None) -> Costs | None:
         """Return the profile's costs if they hold here, else those from start, on today's link."""
