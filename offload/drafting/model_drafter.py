@@ -76,7 +76,7 @@ class ModelDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Return what the model's weights take."""
+        """Return the bytes of the model's weights."""
         return self.model.own_bytes
 
     def cost(self, shape: Shape) -> Sequence[int]:
@@ -159,7 +159,7 @@ class ModelDrafter:
         return self._draft(state).score(tokens, start)
 
     def policy(self, sampler: Sampler) -> DraftPassPolicy:
-        """Return what decides how many nodes are worth their rows."""
+        """Return the policy that decides how many nodes are worth their rows."""
         return self._policy[_kind(sampler)]
 
     def exponent(self, sampler: Sampler) -> float:
