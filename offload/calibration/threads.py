@@ -191,7 +191,7 @@ def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: 
             median_s(once, started + share_s - time.perf_counter(), most_rounds=_MAX_ROUNDS)
         )
     known = sorted(zip(sizes, seconds, strict=False))
-    rising = np.maximum.accumulate([max(one, _LEAST_S) for _, one in known])
+    rising = np.maximum.accumulate([max(median, _LEAST_S) for _, median in known])
     return Curve(tuple(size for size, _ in known), tuple(rising.tolist()))
 
 

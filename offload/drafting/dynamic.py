@@ -414,14 +414,14 @@ class _Rows:
         columns = (np.exp(picked["log_f"]), picked["depth"], cursors, picked["token"])
         nodes = [Standing(*node) for node in zip(*columns, strict=True)]
         behind = guesses_behind(tree.guesses, nodes, room, tree.depth)
-        more = np.zeros(len(behind), dtype=_CANDIDATE)
+        guessed = np.zeros(len(behind), dtype=_CANDIDATE)
         for place, node in enumerate(behind):
             parent = self.num_run + (node.parent or 0)
             row = self.num_run + picked.size + place
-            more[place] = (0.0, node.token, node.depth, parent, row, 0)
+            guessed[place] = (0.0, node.token, node.depth, parent, row, 0)
             self.ahead[parent, node.token] = row
         cursors = [*cursors, *(node.cursor for node in behind)]
-        self.run(np.concatenate([picked, more]), cursors)
+        self.run(np.concatenate([picked, guessed]), cursors)
 
     def run_ahead(self, bounds: DynamicShape) -> None:
         """Score the likeliest guesses of all texts in one pass."""
