@@ -167,7 +167,8 @@ def test_its_client_for_servers_scores_as_hf_does(theirs: Any, tasks: Path, how:
     texts = zip(answers(found, "small_text"), answers(wanted, "small_text"), strict=True)
     for number, ((own,), (other,)) in enumerate(texts):
         assert float(own) == pytest.approx(float(other), rel=0.02 if TEXTS[number] == LONG else TOLERANCE)
-    assert 0 < num_passes < len(answers(found, "small_choice")) + 3
+    # requests that come at once may each find an idle server
+    assert num_passes > 0 and ("batch_size" not in how or num_passes < len(answers(found, "small_choice")))
 
 
 @pytest.mark.parametrize(
