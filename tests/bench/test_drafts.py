@@ -21,7 +21,7 @@ def test_every_way_has_a_row_and_auto_takes_one_of_them(tmp_path: Path, monkeypa
     monkeypatch.setattr(drafts, "mtp_target", lambda screen: carrying)
     monkeypatch.setattr(drafts, "QUICK", Effort(rounds=1, num_tokens=10, limit_s=0.5))
     monkeypatch.setattr(drafts, "PLACES", drafts.PLACES[1:])
-    drafts.main(quick=True, source=None, json_file=tmp_path / "found.json", size="60MB", ram="200MB", temperature=0.7)
+    drafts.main(quick=True, source=None, json_file=tmp_path / "found.json", size="60MB", ram="400MB", temperature=0.7)
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     places = [place.name for place in drafts.PLACES]
     assert [(row["place"], row["way"]) for row in rows] == [(place, way) for place in places for way in drafts.WAYS]
