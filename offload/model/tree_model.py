@@ -250,8 +250,8 @@ class TreeModel(BoundModel):
         self._multiply_by(rows)
 
     def _multiply_by(self, rows: Products | None) -> None:
-        # a GPU has quicker ways than expert by expert
-        is_usual = rows is None and self.torch_device.type != "cpu"
+        # a GPU has quicker ways than expert by expert, for experts that are there all at once
+        is_usual = rows is None and self.torch_device.type != "cpu" and not self.experts
         if self._usual_experts is not None:
             usual = self._usual_experts if is_usual else EXPERTS
             self.meta_model.set_experts_implementation(usual)
