@@ -10,7 +10,7 @@ from offload.checkpoint.checkpoint import Checkpoint, remembered
 from offload.checkpoint.heads import head_kind
 from offload.checkpoint.imagined import checkpoint_of_config, imagined
 from offload.checkpoint.open import ReadHeaders, config_alone, open_headers
-from offload.checkpoint.sizes import config_sizes
+from offload.checkpoint.sizes import config_sizes, require_layers
 from offload.checkpoint.small_files import read_config, stored_dtype
 from offload.checkpoint.spec import ModelSpec, keep_spec, kept_spec, plain_layers, spec_key
 from offload.errors import UserError
@@ -80,6 +80,7 @@ def known_layers(checkpoint: Checkpoint) -> Checkpoint | None:
     sizes = config_sizes(checkpoint)
     if "num_attention_heads" not in sizes:
         return None
+    require_layers(checkpoint)
     return replace(checkpoint, layers=plain_layers({**checkpoint.config, **sizes}))
 
 

@@ -112,7 +112,7 @@ FOLDERS = [
     case("labels without end", config(num_labels=10**12), "num_labels", "at most 100000"),
     case("labels of sight without end", inside({"num_labels": 10**12}), "num_labels", "at most 100000"),
     case("config of another model", config(intermediate_size=128), "must have shape [128, 64]"),
-    case("quantised", config(quantization_config=GPTQ), "says that weights are quantised", "download"),
+    case("quantised", config(quantization_config=GPTQ), "as GPTQ says, no tensor is", "remove quantization_config"),
     case("quantised in its own way", config(quantization_config="int4"), "must be an object", "mend"),
     case("type of integers", config(dtype="int8"), "cannot compute in int8", "--dtype bfloat16"),
     case("pickles only", only_pickles, "pickled weights", "can run code", "convert to safetensors"),
