@@ -216,11 +216,16 @@ class _Selection:
 
     def _best(self, costs: Costs, current: Shape | None) -> TreeChoice:
         trees_of = partial(self._trees, max_depth=DEPTHS[-1])
+        known = self.acceptance
+        most = self.most
+        if isinstance(known, AcceptancePrior) and known.is_copy:
+            # beyond the trees that were counted a copy's guesses are not known, its passes grow wide
+            most = min(most, max(counted.num_nodes for counted in known.dynamic_yields))
         if self.is_dynamic and (traffic := self._traffic(1)):
             costs = self.known.seen.costs(costs, self.num_texts, traffic.slots_bytes)
         trees, ranked = search(
             trees_of,
-            self.most,
+            most,
             costs,
             self._traffic,
             self.known.max_depth,

@@ -12,8 +12,10 @@ from offload import timer
 from offload.calibration import threads as probe
 from offload.errors import UserError
 from offload.planning.acceptance import (
+    COPIES,
     NUM_RANKS,
     PRODUCT_FORM,
+    SMALL,
     DynamicYield,
     RankTrie,
     bounds_to_count,
@@ -383,3 +385,13 @@ def test_the_gain_enters_the_choice() -> None:
         better.expected_dynamic(dynamic.shape.num_nodes, dynamic.shape.depth)
     )
     assert better.expected_dynamic(256, 24) == pytest.approx(2.5 * plain.expected(256, 24))
+
+
+def test_a_copy_has_no_tree_larger_than_those_that_were_counted() -> None:
+    """What larger ones would yield was never seen, and their passes over the copy's weights are wide."""
+    fast = costs(row_s=1e-6, draft_s=1e-6)
+    small, copy = (
+        TreeSelector(parse_tree("auto"), no_profile, lambda _: Traffic(10**10, 0), 1e8, fast, usual=prior)
+        for prior in (SMALL, COPIES[4])
+    )
+    assert copy.for_run(Sampling(), RULE).shape.num_nodes <= 128 < small.for_run(Sampling(), RULE).shape.num_nodes
