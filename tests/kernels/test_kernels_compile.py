@@ -52,7 +52,7 @@ def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
     lines = run_python("tests/compile_kernels.py", capability, tmp_path, environment=bare()).splitlines()
     compiled = [json.loads(line) for line in lines]
     names = {row["kernel"] for row in compiled}
-    expanding = {"_expand", "_expand_blocks", "_fill_blocks", "expand_row_block"}
+    expanding = {"_expand", "_expand_blocks", "_expand_tiles", "_fill_blocks", "expand_row_block"}
     assert names == {"_attend", "_best_of_chunk", "_candidates", "_fill", "_gather", "_normalize"} | expanding
     for row in compiled:
         assert row["shared_bytes"] <= SHARED_KIB[capability] << 10, f"more than such a GPU grants a program: {row}"
