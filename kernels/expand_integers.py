@@ -247,12 +247,14 @@ def _stream(bits: int) -> Compiled:
     takes bound values for constants, so that loops over them are unrolled.
     """
     num_bytes = U64(bits)
-    gap = [U64(size - size // 8 * bits) for size in (32, 16, 8)]
-    half_gap, quarter_gap, code_gap = gap
-    whole = [(1 << size // 8 * bits) - 1 for size in (32, 16, 8)]
-    halves = U64(whole[0] * 0x0000000100000001)
-    quarters = U64(whole[1] * 0x0001000100010001)
-    each = U64(whole[2] * 0x0101010101010101)
+    half_gap, quarter_gap, code_gap = (U64(size - size // 8 * bits) for size in (32, 16, 8))
+    # of the first of two halves; the second is masked where it comes to lie
+    half = U64((1 << 4 * bits) - 1)
+    quarters = U64(((1 << 2 * bits) - 1) * 0x0000000100000001)
+    odd = U64(((1 << bits) - 1) * 0x0001000100010001)
+    half_moved = half << U64(32)
+    quarters_moved = quarters << U64(16)
+    odd_moved = odd << U64(8)
 
     @compiled
     def fill_rows(words, factors, group, out):  # type: ignore[no-untyped-def]
@@ -270,9 +272,9 @@ def _stream(bits: int) -> Compiled:
                 for byte in range(bits):
                     part = U64(source[eight * num_bytes + U64(byte)])
                     word |= part << U64(8 * byte)
-                word = (word | (word << half_gap)) & halves
-                word = (word | (word << quarter_gap)) & quarters
-                eights[eight] = (word | (word << code_gap)) & each
+                word = (word & half) | ((word << half_gap) & half_moved)
+                word = (word & quarters) | ((word << quarter_gap) & quarters_moved)
+                eights[eight] = (word & odd) | ((word << code_gap) & odd_moved)
             for nth in range(scale.shape[1]):
                 s = scale[row, nth]
                 z = zero[row, nth]
