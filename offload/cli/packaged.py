@@ -11,6 +11,7 @@ from pathlib import Path
 
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.imagined import checkpoint_of_config
+from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.packaged import PAIR, inflated_config, inflated_target
 from offload.checkpoint.small_files import read_config
 from offload.engine.hooks import Progress
@@ -27,6 +28,8 @@ from offload.units import ByteSize
 _CONTEXT = 512
 _CHAT_BYTES = 10**9
 _CHAT_CONTEXT = 1024
+# A read covers whole blocks; in a file that is not there yet, runs of tensors begin where they like.
+_UNALIGNED_BYTES = 16 * BLOCK_BYTES
 
 
 def demo_options(options: LoadOptions, size_bytes: int) -> LoadOptions:
@@ -71,7 +74,7 @@ def _streamed(
 
     ram = options.ram
     if ram is None:
-        ram = max(size_bytes // 4, least_budget(plan))
+        ram = max(size_bytes // 4, least_budget(plan) + _UNALIGNED_BYTES)
     device = "cpu" if options.device == "auto" else options.device
     return replace(options, ram=ram, device=device), plan
 

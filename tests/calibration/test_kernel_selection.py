@@ -106,7 +106,7 @@ def test_kernels_that_agree_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen.kernels == KERNELS and not any(outcome.reason for outcome in outcomes), outcomes
     assert {outcome.kernel for outcome in outcomes} == set(KERNELS._fields)
     stems = {path.stem for path in (ROOT / "kernels").glob("*_*.py")}
-    of_weights_and_states = ("expand_", "encode_", "int4_", "exponents_", "gated_")
+    of_weights_and_states = ("expand_", "encode_", "int4_", "exponents_", "residual_", "gated_")
     chosen_elsewhere = (*of_weights_and_states, "machine_", "widened_", "path_attention_")  # code of a CPU
     assert set(KERNELS._fields) == {stem for stem in stems if not stem.startswith(chosen_elsewhere)}
     attended = [outcome.shape for outcome in outcomes if outcome.kernel == "path_attention"]
