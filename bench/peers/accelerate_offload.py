@@ -14,6 +14,7 @@ from accelerate import cpu_offload, init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from offload.model.library import CACHE
 from offload.streaming.device import Device
 
 _NUM_TOKENS = 3
@@ -49,7 +50,7 @@ def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: b
     for _ in range(_NUM_TOKENS + 1):
         started = time.perf_counter()
         with torch.inference_mode():
-            cache = theirs(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+            cache = theirs(input_ids=token, use_cache=True, **{CACHE: cache})[CACHE]
         device.synchronize(device.mark(device.compute))
         seconds.append(time.perf_counter() - started)
     return median(seconds[1:])
