@@ -89,13 +89,15 @@ def test_trees_and_drafts(dtype: str, drafts: Iterable[str]) -> None:
     assert found == dict.fromkeys(found, 0)
 
 
-def test_without_invariance_logits_differ() -> None:
-    """The comparison sees what it is to see; ids may well be the same."""
-    how: dict[str, Any] = {"dtype": "bfloat16", "tree": "64x16", "threads": 1, "invariant": False}
+def test_the_comparison_sees_one_bit() -> None:
+    """And a decoder that promises nothing says so; on some processors its bits are the same all the same."""
+    how: dict[str, Any] = {"dtype": "bfloat16", "tree": "none", "threads": 1, "invariant": False}
     with offload.load(PAIR / "target", PAIR / "draft", **how) as decoder:
         assert not decoder.invariance.holds
-        plain, tree = (write(decoder, PROMPT, Sampling(), tree, 8) for tree in ("none", "64x16"))
-    assert num_different(plain, tree) > 0
+        ids, logits = write(decoder, PROMPT, Sampling(), "none", 8)
+    row_V = logits[3].clone()
+    row_V.view(torch.int16)[7] ^= 1
+    assert num_different((ids, logits), (ids, [*logits[:3], row_V, *logits[4:]])) == 1
 
 
 @pytest.mark.full
