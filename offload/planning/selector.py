@@ -539,10 +539,7 @@ class TreeSelector:
         return None if traffic is None else traffic.routed_by(self.routing)
 
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
-        """Return the seconds of a step from its rows; constant where nothing was measured.
-
-        All terms are corrected by the last steps: a draft asks before each pass whether it pays.
-        """
+        """Return the seconds of a step from its rows; constant where nothing was measured."""
         traffic = self.traffic_at(num_rows)
         costs = self._costs_of_steps(traffic)
         if costs is None or traffic is None:
@@ -550,9 +547,13 @@ class TreeSelector:
         return step_of(costs, traffic, num_rows, draft_widths).total_s
 
     def _costs_of_steps(self, traffic: Traffic | None) -> Costs | None:
-        """Return the costs as the last passes of a lone text have corrected them."""
+        """Return the costs, those of a copy as the last passes of a lone text have corrected them.
+
+        A copy's passes are most of what its drafting takes. Of a small draft as much again goes by
+        beside them, once a step: charged to each pass it would end trees too early.
+        """
         costs = self.costs_of(None)
-        if costs is None or traffic is None:
+        if costs is None or traffic is None or not self.is_copy:
             return costs
         known, corrected = self._corrected
         if known != costs:
