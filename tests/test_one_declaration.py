@@ -112,7 +112,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         *((door, ("made_up",)) for door in ("HTTP", "a file of prompts", "lm-eval")),
         ("/set", ("made-up",)),
         ("page", ('<label>Made-up<input id="made_up" type="number" min="0" max="1" step="any"',)),
-        ("docs", ("| `--made-up` `X` | generate, chat | `0.5` |", "`/set` `made-up`", "nothing at all")),
+        ("docs", ("| `--made-up` `X` | generate, chat | `0.5` |", "nothing at all")),
         ("arguments", ("    made_up: float",)),
     ],
 )

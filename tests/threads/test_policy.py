@@ -14,6 +14,7 @@ from tiny import FAMILIES, Pair, save_pair
 import offload
 from offload import machine as cores
 from offload.calibration import threads as fastest
+from offload.engine.step import learning
 from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
 
 NUM_STEPS, NUM_FIRST, NUM_ROWS = 110, 10, 64  # in the first steps a wrong start is left behind
@@ -219,7 +220,10 @@ def test_ids_do_not_depend_on_modes_that_change(tmp_path: Path, monkeypatch: pyt
     how = {"max_new_tokens": 24, "temperature": 0.8, "seed": 3}
     with offload.load(*pair, "1GiB", "12x3", dtype="float32", context=128, threads=1) as decoder:
         wanted = decoder.generate([5, 6, 7], **how)
-        monkeypatch.setattr(decoder._speculation, "_threads", policy)
+        steps = decoder._speculation
+        counting, _ = steps._listeners
+        monkeypatch.setattr(steps, "_threads", policy)
+        monkeypatch.setattr(steps, "_listeners", (counting, learning(policy, decoder._trees.took)))
         got = decoder.generate([5, 6, 7], **how)
     assert got.token_ids == wanted.token_ids
     assert len(policy.told) == got.stats.num_sweeps >= 4, "every step but the prompt's is told"
