@@ -28,6 +28,8 @@ from offload.units import ByteSize
 _CONTEXT = 512
 _CHAT_BYTES = 10**9
 _CHAT_CONTEXT = 1024
+# Nodes for which the least budget has room where the tree is chosen: without room none could pay.
+_CHOSEN_NODES = 64
 # A read covers whole blocks; in a file that is not there yet, runs of tensors begin where they like.
 _UNALIGNED_BYTES = 16 * BLOCK_BYTES
 
@@ -66,7 +68,8 @@ def _streamed(
     draft = pair / "draft" / "config.json"
     files = ModelFiles(target, checkpoint_of_config(read_config(draft), draft))
     spec = parse_tree(options.tree)
-    num_nodes = 1 if spec.is_chosen else spec.num_nodes * options.parallel
+    num_nodes = _CHOSEN_NODES if spec.is_chosen else spec.num_nodes
+    num_nodes *= options.parallel
     limits = {"context": options.context, "rule": options.rule, "parallel": options.parallel}
 
     def plan(ram: int) -> object:
