@@ -166,7 +166,8 @@ def give_back() -> None:
         if not name.endswith(":"):
             place = line.split()
             own_kib = 0
-        elif name in ("Anonymous:", "Swap:", "Private_Dirty:", "Shared_Dirty:"):
+        # not the dirty ones: those of a file that was just installed are, until it is on the disk
+        elif name in ("Anonymous:", "Swap:"):
             own_kib += int(values[0])
         # the last line of a mapping
         elif name == "VmFlags:" and not own_kib and _LIBRARY in place[-1] and "w" not in place[1]:

@@ -1,5 +1,8 @@
 """Products that widen weights as they go: chains of fused operations, whatever rows and columns lie beside."""
 
+import mmap
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -164,6 +167,21 @@ def test_the_compiler_gives_its_memory_back_and_compiles_in_a_forked_process() -
     assert kept < first / 2 and kept_again < again / 2
     # Pages of the library that were written to, and may only be read by now, are shared then.
     run_python("-c", _FORK)
+
+
+def test_pages_of_a_file_that_was_just_installed_are_given_back(tmp_path: Path) -> None:
+    """They are dirty until they are on the disk, which says nothing of this process."""
+    library = tmp_path / "libllvmlite.so"
+    library.write_bytes(bytes(1 << 20))
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert not any(mapped[:: mmap.PAGESIZE])
+        assert _resident_kib(library) == 1024
+        machine_code.give_back()
+        assert _resident_kib(library) == 0
+
+
+def _resident_kib(file: Path) -> int:
+    return int(Path("/proc/self/smaps").read_text().split(str(file))[1].split("Rss:")[1].split()[0])
 
 
 _FORK = """
