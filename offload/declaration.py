@@ -51,7 +51,6 @@ class Option:
     is_several: bool = False  # may be given several times
     is_hidden: bool = False
     is_setting: bool = True  # may be set by the environment and by config.toml
-    is_shared: bool = True  # may be set there for all commands, not just in the table of its own
     is_per_rank: bool = False  # may have one value for each rank
     keeps_default: bool = False  # also in a record that leaves others open, see `given_of`
     is_eager: bool = False  # read before the others

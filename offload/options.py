@@ -430,13 +430,6 @@ class PlanOptions:
         group="Guessing",
         help="tokens that a pass with the named tree yields; default: as the profile says",
     )
-    # elsewhere `--ranks` are roles
-    cluster: Path | None = option(
-        "--ranks", metavar="FILE", commands=("plan",), is_shared=False, group="Expert",
-        help="plan for several machines, which a JSON file describes; see docs/ranks.md",
-        doc="[several machines](ranks.md#planning-a-cluster), as a JSON file describes them; "
-        "`-v`: and what takes their memory",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

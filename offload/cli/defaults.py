@@ -73,11 +73,7 @@ def may_have_defaults() -> bool:
 def find_defaults(commands: Mapping[str, Any]) -> Defaults:
     """Return the defaults that file and environment set for these commands. Raises `UserError`."""
     flags = {name: _settings(command) for name, command in commands.items()}
-    shared = {
-        name: {key: param for key, param in known.items() if _may(param, "is_shared")}
-        for name, known in flags.items()
-        if "model" in known
-    }
+    shared = {name: known for name, known in flags.items() if "model" in known}
     path = config_file()
     settings = Defaults(commands, {name: {} for name in flags}, {}, [])
     table = _read(path) if path else {}
@@ -113,13 +109,12 @@ def config_file() -> Path | None:
 
 def _settings(command: Any) -> dict[str, Any]:
     """Return the options of a command that may be set, by key."""
-    known = {_key(param): param for param in command.params if _may(param, "is_setting")}
+    known = {_key(param): param for param in command.params if _may_be_set(param)}
     return {key: param for key, param in known.items() if key not in ("", "help", "help-all")}
 
 
-def _may(param: Any, attribute: str) -> bool:
-    """Return the declaration of a parameter; one without a declaration may be set everywhere."""
-    return param.name not in DECLARED or bool(getattr(DECLARED[param.name], attribute))
+def _may_be_set(param: Any) -> bool:
+    return param.name not in DECLARED or DECLARED[param.name].is_setting
 
 
 def _key(param: Any) -> str:

@@ -8,7 +8,6 @@ from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.terminal import print_result
-from offload.errors import require
 from offload.options import ModelChoice, ModelOptions, OutputOptions, PlanOptions
 
 
@@ -20,9 +19,7 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, PlanOption
 
     offload plan -m 70b/config.json --ram 32GiB --disk-speed 3GB
 
-    offload plan -m 70b/config.json -d 8b/config.json --hardware l40
-
-    offload plan -m 70b/config.json -d 8b/config.json --ranks lab.json""",
+    offload plan -m 70b/config.json -d 8b/config.json --hardware l40""",
 )
 def plan(
     models: ModelChoice, model_options: ModelOptions, machine: PlanOptions, output: OutputOptions
@@ -32,8 +29,6 @@ def plan(
     from offload.model.headers import describe, is_built
     from offload.planning.load_options import LoadOptions
 
-    if machine.cluster is not None:
-        _require_no_machine(machine, model_options)
     model, draft = models.names()
     options = LoadOptions.from_options(model_options, model=model, draft=draft)
     tokens_per_sweep = machine.tokens_per_sweep
@@ -43,38 +38,15 @@ def plan(
         if any(options.headers(partial(is_built, read=headers))):
             resources.enter_context(libraries(console))
             console.wait("reading headers")
-        if machine.cluster is not None:
-            from offload.cli.plan_lines import cluster_lines
-            from offload.reports.forecast import forecast
+        from offload.cli.plan_lines import answer_lines
+        from offload.reports.drafts import compare_drafts
+        from offload.reports.estimate import estimate
 
-            of_cluster = forecast(options, machine.cluster, tokens_per_sweep)
-            figures = of_cluster.as_dict()
-            lines = cluster_lines(of_cluster, is_verbose=output.verbose)
-        else:
-            from offload.cli.plan_lines import answer_lines
-            from offload.reports.drafts import compare_drafts
-            from offload.reports.estimate import estimate
-
-            read = cache(partial(describe, read=headers))  # all estimates are of the same models
-            where = (machine.hardware, machine.disk_speed)
-            answer = estimate(options, *where, tokens_per_sweep=tokens_per_sweep, read=read)
-            drafts = [] if tokens_per_sweep else compare_drafts(options, *where, read)
-            figures = {**answer.as_dict(), "drafts": [draft.as_dict() for draft in drafts]}
-            form = {"is_verbose": output.verbose, "is_decimal": console.is_decimal}
-            lines = answer_lines(answer, drafts, **form)
+        read = cache(partial(describe, read=headers))  # all estimates are of the same models
+        where = (machine.hardware, machine.disk_speed)
+        answer = estimate(options, *where, tokens_per_sweep=tokens_per_sweep, read=read)
+        drafts = [] if tokens_per_sweep else compare_drafts(options, *where, read)
+        figures = {**answer.as_dict(), "drafts": [draft.as_dict() for draft in drafts]}
+        form = {"is_verbose": output.verbose, "is_decimal": console.is_decimal}
+        lines = answer_lines(answer, drafts, **form)
     print_result(lines, figures, as_json=output.as_json)
-
-
-def _require_no_machine(machine: PlanOptions, model_options: ModelOptions) -> None:
-    """Raise `UserError` for a flag that is of one machine."""
-    given = {
-        "hardware": machine.hardware,
-        "disk_speed": machine.disk_speed,
-        "ram": model_options.ram,
-        "gpu_memory": model_options.gpu_memory,
-        "device": model_options.device,
-    }
-    option = next(
-        (f"`{name}`" for name, value in given.items() if value not in (None, "auto")), None
-    )
-    require(option is None, "`ranks` describes all machines", f"{option} as well", "leave that out")

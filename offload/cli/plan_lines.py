@@ -1,17 +1,12 @@
-"""What `offload plan` prints: whether it runs and how fast; with `-v` where each byte and second goes.
+"""What `offload plan` prints: whether it runs and how fast; with `-v` where each byte and second goes."""
 
-With `--ranks`: which way of sharing a model is better on a cluster, and what every rank does.
-"""
-
-import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from offload.checkpoint.sizes import ModelFacts
 from offload.cli.terminal import columns
-from offload.distributed.layout import RankPart
 from offload.memory.plan import MemoryPlan
 from offload.memory.tiers import LayerTier
 from offload.packing.forecast import PackingForecast
@@ -19,16 +14,13 @@ from offload.planning.cost_model import Prediction, PromptPass
 from offload.planning.hardware import KNOWN
 from offload.reports.drafts import DraftCandidate
 from offload.reports.estimate import Estimate
-from offload.reports.forecast import ClusterForecast, Forecast, ForecastRate
-from offload.units import format_bytes, plural
+from offload.units import format_bytes
 
 _gb = partial(format_bytes, is_decimal=True)
 _LINE_WIDTH = 79
 _BAR_WIDTH = 32
 _BAR_COLUMN = 48
 _LABEL_WIDTH = 10
-_ALIKE = 1.02  # of the seconds of two ranks that are done at once
-_WAYS = {"shards": "a part of every layer on each rank", "stages": "layers of its own on each rank"}
 
 
 def answer_lines(
@@ -106,7 +98,7 @@ def _span(ends: tuple[float, float], say: Callable[[float], str] = "{:.1f}".form
     return low if low == high else f"{low} to {high}"
 
 
-def _seconds_span(prediction: Prediction | ForecastRate) -> str:
+def _seconds_span(prediction: Prediction) -> str:
     return _span(prediction.s_per_token_range, seconds_words)
 
 
@@ -320,107 +312,3 @@ def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int, is_decimal: boo
             size = format_bytes(size_bytes, is_decimal=is_decimal)
             lines.append(f"  {label:<34} {size:>9}  {'█' * min(cells, most)}")
     return "\n".join(lines)
-
-
-def cluster_lines(forecast: Forecast, *, is_verbose: bool = False) -> str:
-    """Return the better way as the headline, what it rests on, then both ways rank by rank.
-
-    With `is_verbose`, also what takes each rank's memory in the better way.
-    """
-    network = forecast.cluster.network
-    head = forecast.cluster.ranks[0].name
-    rows = [
-        ("model", model_words(forecast.models[0])),
-        *(("draft", f"{model_words(draft)}, stays on {head}") for draft in forecast.models[1:]),
-    ]
-    if math.isfinite(network.bytes_per_s):  # one rank may have none
-        latency = f"{1e6 * network.latency_s:.0f} us a message"
-        rows.append(("network", f"{_gb(network.bytes_per_s)}/s each way, {latency}"))
-    rows.append(("why", forecast.why))
-    if len(forecast.best.rates) > 1:
-        rate = forecast.best.rates[-1]
-        rows.append(
-            ("tokens", f"{_span(rate.tokens_range)} a pass with {rate.label}: {rate.basis}")
-        )
-    if forecast.is_link_alone:
-        words = "computing is not counted: give each rank its flops and memory, or its hardware"
-        rows.append(("note", words))
-    lines = [_cluster_headline(forecast), "", *(wrapped(*row) for row in rows)]
-    for way in forecast.ways:
-        lines.append("")
-        if way.layout is None:
-            lines.append(wrapped(way.kind, f"do not work here: {way.refusal}"))
-        else:
-            lines += _way_lines(way, way.layout.parts, forecast.is_link_alone)
-    if is_verbose and forecast.best.layout:
-        for part in forecast.best.layout.parts:
-            name = f"memory of {part.machine.name} as one of the {forecast.better}"
-            lines += ["", name, plan_picture(part.plan, is_decimal=True)]
-    return "\n".join(lines)
-
-
-def _cluster_headline(forecast: Forecast) -> str:
-    best = forecast.best
-    other = next(way for way in forecast.ways if way is not forecast.best)
-    if (
-        forecast.is_link_alone
-        and best.layout
-        and not any(part.link_s for part in best.layout.parts)
-    ):
-        return f"As {best.kind} all of it stays in memory: computing alone decides how fast."
-    least = "at least " if forecast.is_link_alone else ""
-    against = f" ({seconds_words(other.s_per_token)} as {other.kind})" if other.layout else ""
-    return f"As {best.kind}: {least}{_seconds_span(best.rates[-1])} seconds per token{against}."
-
-
-def _way_lines(
-    way: ClusterForecast, parts: Sequence[RankPart], is_link_alone: bool
-) -> Iterator[str]:
-    yield f"{way.kind}: {_WAYS[way.kind]}"
-    yield f"  {'rank':<11} {'share':>5} {'has':>13} {'memory':>18} {'reads':>8} {'at':>9} {'seconds':>7}"
-    for part in parts:
-        yield _rank_row(way, part)
-    yield wrapped("waiting", _waiting_words(way, parts))
-    for rate in way.rates:
-        speed = "as fast as it computes, which is not known,"
-        if rate.tokens_per_s_range is not None:
-            most = "at most " if is_link_alone else ""
-            speed = f"{most}{_span(rate.tokens_per_s_range, seconds_words)} tokens per second"
-        tree = f"with {rate.label}" if rate.shape.num_nodes > 1 else "without a tree"
-        at_once = f", {rate.num_in_flight} runs in flight" if rate.num_in_flight > 1 else ""
-        yield wrapped("decoding", f"{speed} {tree}{at_once}")
-    yield f"  {'rows':<12} {'a pass s':>9} {'next after s':>13} {'network s':>10} {'on the wire':>12}"
-    for cluster_pass in way.passes:
-        times = f"{cluster_pass.seconds:>9.3g} {cluster_pass.cycle_s:>13.3g} {cluster_pass.exchange_s:>10.2g}"
-        yield f"  {cluster_pass.num_rows:<12} {times} {_gb(sum(cluster_pass.sent_bytes)):>12}"
-
-
-def _rank_row(way: ClusterForecast, part: RankPart) -> str:
-    has = "rows"
-    if way.kind == "stages":
-        has = f"layers {part.layers.start}-{part.layers.stop - 1}"
-    elif part.num_heads:
-        has = plural(part.num_heads, "head")
-    plan = part.plan
-    memory = f"{_gb(plan.total_bytes)} of {_gb(plan.ram_bytes)}"
-    if plan.gpu_bytes is not None:
-        memory = f"{_gb(plan.gpu_total_bytes)} of {_gb(plan.gpu_bytes)}"
-    share = f"{100 * part.fraction:.0f} %"
-    reads = f"{_gb(plan.streamed_bytes):>8} {_gb(part.machine.feed_bytes_per_s) + '/s':>9}"
-    seconds = seconds_words(way.busy(part).seconds)
-    return f"  {part.machine.name:<11.11} {share:>5} {has:>13} {memory:>18} {reads} {seconds:>7}"
-
-
-def _waiting_words(way: ClusterForecast, parts: Sequence[RankPart]) -> str:
-    """Return which rank the others wait for, and what that one does meanwhile."""
-    times = [way.busy(part) for part in parts]
-    slowest = max(range(len(times)), key=lambda rank: times[rank].seconds)
-    limit = times[slowest].limit
-    whose = "the network" if limit == "network" else f"its {limit}"
-    if not times[slowest].seconds:
-        return "for no disk: computing alone decides"
-    if len(times) == 1:
-        return f"for {whose}"
-    if times[slowest].seconds <= _ALIKE * min(rank_time.seconds for rank_time in times):
-        return f"all ranks are done at once; each waits for {whose}"
-    return f"all wait for {parts[slowest].machine.name}, which waits for {whose}"

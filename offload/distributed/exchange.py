@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from offload.distributed.agreement import gather_values
-from offload.distributed.sharding import Sharding, ShardRole
+from offload.distributed.sharding import Gathers, Sharding, ShardRole
 from offload.distributed.transport import Transport
 from offload.errors import UserError
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.model.layer_stacks import layer_stacks
 from offload.model.linear import Linear
-from offload.planning.cluster import Gathers
 from offload.planning.cost_model import Curve
 from offload.stats import RankFigures
 from offload.streaming.layers import LayerStream

@@ -26,7 +26,6 @@ from offload.checkpoint.small_files import has_encoder
 from offload.encoding.base import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
 from offload.families.types import BY_HEADS
-from offload.planning.cluster import Gathers
 
 # rows that a share of a matrix is a multiple of, where a rank has this many times that many
 _STEP = 16
@@ -216,6 +215,25 @@ def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[
     for stem in (_ATTENTION[3], _FEED_FORWARD[2]):
         matrices[stem] = ShardedMatrix(ShardRole.JOINED, split_rows(rows[stem], finer))
     return Sharding(matrices)
+
+
+class Gathers(NamedTuple):
+    """The exchanges of ranks that share every layer; both ways of a cable are used at once."""
+
+    widths: Sequence[Sequence[int]]  # for each gather of a layer: numbers in a row, rank by rank
+    num_layers: int
+    width: int  # D, of the rows that the head broadcasts before the first layer
+    item_bytes: int
+
+    def sent_bytes(self, num_rows: int) -> tuple[int, ...]:
+        """Return the bytes that each rank sends to all others in a pass, without headers.
+
+        Parts are padded to the widest.
+        """
+        num_ranks = len(self.widths[0])
+        parts = self.num_layers * sum(map(max, self.widths))
+        numbers_R = [parts + self.width, *[parts] * (num_ranks - 1)]
+        return tuple((num_ranks - 1) * num * num_rows * self.item_bytes for num in numbers_R)
 
 
 def gathers_of(target: Checkpoint, sharding: Sharding, dtype: str) -> Gathers:

@@ -15,7 +15,7 @@ from offload.engine.setup import Setup
 from offload.engine.tokenizer import require_described_vocabulary
 from offload.model.headers import describe, known_layers, specified
 from offload.planning.budget import budget_of, ram_warning, with_experts
-from offload.planning.draft_kinds import carried_kind, check_draft
+from offload.planning.draft_kinds import carried_kind
 from offload.planning.hardware import Assumptions
 from offload.planning.load_options import LoadOptions
 from offload.planning.shares import require_no_states
@@ -48,8 +48,6 @@ def resolve(
 
     Raises `UserError` for models or memory that cannot serve.
     """
-    if assumed is not None:
-        check_draft(options.draft, assumed.ranks)
     device = device or device_of(options, assumed)
     hooks.on_phase("reading headers")
     headers = options.headers(read or (open_headers if assumed is None else describe))
@@ -64,7 +62,7 @@ def resolve(
     else:
         require_described_vocabulary(setup.files)
     setup = replace(setup, open_source=open_source, hooks=hooks)
-    if setup.ranks is not None:
+    if options.ranks is not None:
         # how these come, and from what link, is settled when all have met
         require_no_states(setup.files, setup.dtype)
         return setup

@@ -60,11 +60,6 @@ class Setup:
         return self.assumed and self.assumed.disk_bytes_per_s
 
     @property
-    def ranks(self) -> str | None:
-        """Return the user's name of the ranks; None for one process."""
-        return self.options.ranks or (self.assumed and self.assumed.ranks)
-
-    @property
     def is_elsewhere(self) -> bool:
         """Return True if no link of this machine and no profile made on it says anything."""
         is_gpu_elsewhere = self.budget.gpu_bytes is not None and not self.device.has_own_memory
@@ -89,7 +84,7 @@ class Setup:
 
         What each of several ranks has room for is settled when they have met.
         """
-        if self.ranks is None:
+        if self.options.ranks is None:
             self.plan_for(self.least_nodes)
 
     @property

@@ -118,7 +118,6 @@ class Assumptions(NamedTuple):
 
     hardware: Hardware | None = None  # another machine; None is this one
     disk_bytes_per_s: float | None = None  # instead of a measurement
-    ranks: str | None = None  # what describes the ranks, where several share the target
 
     @classmethod
     def from_flags(cls, hardware: str | None, disk_speed: str | int | None) -> "Assumptions":

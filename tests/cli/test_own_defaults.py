@@ -89,14 +89,6 @@ def test_an_error_names_where_the_flag_was_set(sound: Path, config: Path, monkey
         assert "set by" not in refused.err
 
 
-def test_roles_of_ranks_are_no_file_of_machines(sound: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--ranks` of `plan` has its name alone in common with that of commands that run."""
-    monkeypatch.setenv("OFFLOAD_RANKS", "shards")
-    assert "shards" not in plan("-m", sound)
-    config.write_text('[plan]\nranks = "absent.json"\n')
-    assert_refused(shell("plan", "-m", sound), "cannot read absent.json")
-
-
 def test_the_demo_brings_its_own(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_MAX_TOKENS", "0")
     config.write_text('tree = "oak"\nram = "1GiB"\n[demo]\nmax-tokens = 1\n')

@@ -1,17 +1,16 @@
-"""Machines and clusters: what files describe, who gets how much of a model, what ranks send, and what is refused."""
+"""Machines that files describe, which rank gets how much of a model, and what is refused."""
 
 import json
 import math
 import random
-from collections.abc import Callable
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offload.distributed.sharding import Gathers
 from offload.errors import UserError
-from offload.planning.cluster import MAX_RANKS, Cluster, Gathers, Hops, Network, read_cluster
 from offload.planning.hardware import KNOWN, Hardware, read_hardware
 from offload.planning.shares import Load, RankCapacity, _link_s, shard_fractions, stage_layers, stage_link_s
 
@@ -62,86 +61,11 @@ BAD_MACHINES: list[tuple[Any, str]] = [
     ({**MACHINE, "flops_share": 1.5}, "flops_share must be at most 1, got 1.5"),
 ]
 
-ALPHA = {"name": "alpha", "ram": "32GiB", "disk": "3GB/s"}
-BETA = {"name": "beta", "hardware": "rtx4090", "ram": "64GiB"}
-GBE = {"gbit_per_s": 1}
 
-
-def read(folder: Path, content: Any) -> Cluster:
-    return read_cluster(written(folder, content))
-
-
-def test_ranks_are_machines_and_forms_are_forgiven(tmp_path: Path) -> None:
-    found = read(tmp_path, {"ranks": [ALPHA, BETA], "network": {"bytes_per_s": "1GB/s", "latency_us": 50}})
-    alpha, beta = found.ranks
-    assert alpha == Hardware(name="alpha", ram_bytes=32 << 30, disk_bytes_per_s=3e9)
-    known = KNOWN["rtx4090"]
-    assert (beta.name, beta.ram_bytes, beta.gpu_bytes) == ("beta", 64 << 30, known.gpu_bytes)
-    assert beta.feed_bytes_per_s == known.link_bytes_per_s and found.network == Network(1e9, 5e-5)
-    # A disk may be called the link where there is no other; numbers are bytes; names need not be
-    # given.
-    rank = {"ram": 2**34, "link": 5e8, "flops": "1.5T", "memory": 4e10, "flops_share": 0.5}
-    found = read(tmp_path, {"ranks": [rank, {**ALPHA, "disk": "500MB"}], "network": {"gbit_per_s": 2.5}})
-    own = {"flops_per_s": 1.5e12, "memory_bytes_per_s": 4e10, "flops_share": 0.5}
-    assert found.ranks[0] == Hardware(name="rank0", ram_bytes=2**34, disk_bytes_per_s=5e8, **own)
-    assert found.ranks[1].disk_bytes_per_s == 5e8
-    assert found.network.bytes_per_s == pytest.approx(0.94 * 2.5e9 / 8) and found.network.latency_s == 1e-4
-    card = {"ram": "64GiB", "disk": "3GB/s", "gpu": "24GiB", "link": "25GB/s", "flops": 165e12, "memory": "1TB/s"}
-    alone = read(tmp_path, {"ranks": [card]})  # which needs no network
-    assert alone.ranks[0].feed_bytes_per_s == 25e9 and alone.ranks[0].disk_bytes_per_s == 3e9
-    # What is no file is refused.
-    with pytest.raises(UserError, match=r"cannot read .*nowhere.json \(No such file or directory\): check the path"):
-        read_cluster(tmp_path / "nowhere.json")
-    with pytest.raises(UserError, match="check the path"):
-        read_cluster(tmp_path)
-
-
-def ranks(*listed: Any) -> dict[str, Any]:
-    return {"ranks": [*listed], "network": GBE}
-
-
-BAD_CLUSTERS: list[tuple[Any, str]] = [
-    ("{", "is not valid JSON"),
-    ("[]", "holds a JSON list"),
-    ({"rank": []}, "a cluster has the keys ranks, network, got 'rank'"),
-    ({"network": GBE}, "ranks must be a list of 1 to 64 machines, got None"),
-    (ranks(), "ranks must be a list of 1 to 64 machines, got []"),
-    (ranks(*[{**ALPHA, "name": f"r{i}"} for i in range(MAX_RANKS + 1)]), "ranks must be a list of 1 to 64"),
-    (ranks("alpha"), "rank 0 must be an object with the keys name, hardware, ram"),
-    (ranks({**ALPHA, "name": ""}), "rank 0: name must be a short text, got ''"),
-    (ranks({**ALPHA, "name": "a\nb"}), "rank 0: name must be a short text"),
-    (ranks(ALPHA, ALPHA), "each rank needs a name of its own, got alpha twice"),
-    (ranks({**ALPHA, "rma": 1}), "rank alpha: a rank has the keys"),
-    (ranks({"name": "alpha", "disk": "3GB"}), 'rank alpha: a rank needs its ram, got none: add it, such as "ram"'),
-    (ranks({"name": "alpha", "ram": "3GB"}), "rank alpha: a rank needs its disk, got none"),
-    (ranks({**ALPHA, "link": "3GB"}), "rank alpha: without a gpu, link and disk are one, got both"),
-    (ranks({**ALPHA, "ram": "much"}), "rank alpha: ram must be a size, got"),
-    (ranks({**ALPHA, "ram": -1}), f"rank alpha: ram {RANGE} -1"),
-    (ranks({**ALPHA, "ram": True}), "rank alpha: ram must be a number, got True"),
-    (ranks({**ALPHA, "disk": float("nan")}), "NaN is no number"),
-    (ranks({**ALPHA, "disk": 1e25}), f"rank alpha: disk {RANGE} 1e+25"),
-    (ranks({**ALPHA, "disk": ["3GB"]}), "rank alpha: disk must be a number, got ['3GB']"),
-    (ranks({**ALPHA, "flops": 1e12}), "rank alpha: a machine needs memory as well"),
-    (ranks({**ALPHA, "gpu": "24GiB"}), "rank alpha: a machine needs memory, flops, link as well"),
-    (ranks({**ALPHA, "flops_share": 2, "flops": 1e12, "memory": 1e9}), "alpha: flops_share must be at most 1"),
-    (ranks({**BETA, "hardware": "rtx9999"}), "rank beta: hardware must be one of l40"),
-    (ranks({**BETA, "hardware": 5}), "rank beta: hardware must be a name or a FILE.json, got 5"),
-    ({"ranks": [ALPHA, BETA]}, 'network must be an object, got None: try {"gbit_per_s": 1}'),
-    ({"ranks": [ALPHA], "network": {}}, "network needs one of gbit_per_s and bytes_per_s, got none"),
-    ({"ranks": [ALPHA], "network": {**GBE, "bytes_per_s": 1}}, "got gbit_per_s and bytes_per_s: try"),
-    ({"ranks": [ALPHA], "network": {"mbit": 1}}, "network: a network has the keys gbit_per_s, bytes_per_s, latency"),
-    ({"ranks": [ALPHA], "network": {"gbit_per_s": "fast"}}, "gbit_per_s must be a number above 0, got 'fast'"),
-    ({"ranks": [ALPHA], "network": {**GBE, "latency_us": 0}}, "latency_us must be a number above 0, got 0"),
-]
-REFUSED = [*((read_hardware, *row) for row in BAD_MACHINES), *((read_cluster, *row) for row in BAD_CLUSTERS)]
-
-
-@pytest.mark.parametrize(("reader", "content", "words"), REFUSED)
-def test_a_malformed_file_is_refused_in_one_line(
-    reader: Callable[[Path], object], content: Any, words: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("content", "words"), BAD_MACHINES)
+def test_a_malformed_file_is_refused_in_one_line(content: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"\A[^\n]*\Z") as refusal:
-        reader(written(tmp_path, content))
+        read_hardware(written(tmp_path, content))
     assert words in str(refusal.value) and "mine" in str(refusal.value)
 
 
@@ -313,47 +237,6 @@ def test_a_card_behind_a_disk_is_as_slow_as_its_disk() -> None:
     assert stage_link_s(card, LLAMA, LLAMA.num_bytes) == pytest.approx(36.9)
 
 
-NETWORKS = {  # Gbit/s -> payload per second and latency; packets carry 1448 bytes of 1538 on the wire
-    1: Network(0.94e9 / 8, 100e-6),
-    2.5: Network(2.5 * 0.94e9 / 8, 80e-6),
-    10: Network(10 * 0.94e9 / 8, 50e-6),
-    25: Network(25 * 0.94e9 / 8, 30e-6),
-}
-WIDTHS = (8192, 8192, 28672, 8192)  # heads' output, o, features, down
-TABLE = {  # rows -> Gbit/s -> seconds of two ranks and of four
-    1: {1: (0.07, 0.15), 2.5: (0.04, 0.10), 10: (0.02, 0.05), 25: (0.01, 0.03)},
-    64: {1: (2.4, 3.6), 2.5: (0.97, 1.5), 10: (0.25, 0.40), 25: (0.10, 0.17)},
-    128: {1: (4.7, 7.1), 2.5: (1.9, 2.9), 10: (0.48, 0.75), 25: (0.20, 0.31)},
-    256: {1: (9.4, 14), 2.5: (3.8, 5.7), 10: (0.95, 1.4), 25: (0.39, 0.59)},
-}
-
-
-def even(num_ranks: int) -> Gathers:
-    return Gathers([[width // num_ranks] * num_ranks for width in WIDTHS], 80, 8192, 2)
-
-
-@pytest.mark.parametrize("rows", TABLE)
-@pytest.mark.parametrize("gbit", NETWORKS)
-def test_gathers_of_llama_take_what_the_table_says(rows: int, gbit: float) -> None:
-    for num_ranks, seconds in zip((2, 4), TABLE[rows][gbit], strict=True):
-        assert even(num_ranks).seconds(rows, NETWORKS[gbit]) == pytest.approx(seconds, rel=0.04, abs=0.0051)
-
-
-def test_what_is_sent_and_how_long_it_takes() -> None:
-    # Each rank sends as much as the widest to all others.
+def test_what_shards_send_is_padded_to_the_widest() -> None:
     gathers = Gathers([[3, 5], [10, 6]], 2, 4, 2)
     assert gathers.sent_bytes(7) == ((2 * 15 + 4) * 7 * 2, 2 * 15 * 7 * 2)
-    two, four = even(2).sent_bytes(128), even(4).sent_bytes(128)
-    assert two[1] == 80 * 128 * 2 * sum(WIDTHS) // 2 and four[3] == 3 * 80 * 128 * 2 * sum(WIDTHS) // 4
-    assert two[0] - two[1] == 128 * 8192 * 2 and even(1).sent_bytes(128) == (0,)
-    # A gather waits for who sends most.
-    network = Network(100.0, 0.5)
-    assert Gathers([[3, 5]], 1, 0, 2).seconds(10, network) == pytest.approx(10 * 5 * 2 / 100 + 2 * 0.5)
-    assert Gathers([[8, 1, 1]], 1, 0, 1).seconds(1, network) == pytest.approx(16 / 100 + 4 * 0.5)  # sent to two others
-    assert Gathers([[8]], 1, 4, 2).seconds(10, network) == 0.0
-    # Stages hand rows on.
-    hops, network = Hops(3, 8, 2), Network(1000.0, 0.25)
-    assert hops.sent_bytes(5) == (80, 80, 40)  # a token of 8 bytes a row comes back
-    assert hops.hop_s(5, network) == pytest.approx(0.08 + 0.25)
-    assert hops.seconds(5, network) == pytest.approx(2 * 0.33 + 0.04 + 0.25)
-    assert Hops(1, 8, 2).seconds(5, network) == 0.0 and Hops(1, 8, 2).sent_bytes(5) == (0,)

@@ -1,4 +1,4 @@
-"""What stands in for flags, and what describes machines: profiles, hardware, clusters, config.toml, the environment."""
+"""What stands in for flags, and what describes machines: profiles, hardware, config.toml, the environment."""
 
 import json
 import os
@@ -21,11 +21,6 @@ from offload.sampling_options import Sampling
 _MACHINE = {"name": "mine", "gpu_bytes": "24GiB", "memory_bytes_per_s": "1000GB/s", "flops_per_s": 165e12,
     "link_bytes_per_s": 25e9, "ram_bytes": "64GiB", "disk_bytes_per_s": "3GB/s", "memory_share": 0.8,
     "flops_share": 0.6}  # fmt: skip
-_CLUSTER = {
-    "ranks": [{"name": "alpha", "ram": "32GiB", "disk": "3GB/s"}, {"hardware": "rtx4090", "ram": "64GiB"},
-        {"name": "gamma", "ram": 2**34, "disk": 5e9, "flops": 1e12, "memory": 5e10, "flops_share": 0.5}],
-    "network": {"gbit_per_s": 2.5, "latency_us": 80},
-}  # fmt: skip
 _TOML = """model = "model"
 ram = "400MiB"
 context = 64
@@ -81,15 +76,10 @@ def _write_as_ever(folder: Path) -> Outcome:
 def _save_machines(folder: Path) -> None:
     save_files(folder / "model")
     (folder / "machine.json").write_text(json.dumps(_MACHINE))
-    (folder / "cluster.json").write_text(json.dumps(_CLUSTER))
 
 
 def _plan_hardware(folder: Path) -> Outcome:
     return shell("plan", "-m", folder / "model", "--hardware", folder / "machine.json")
-
-
-def _plan_cluster(folder: Path) -> Outcome:
-    return shell("plan", "-m", folder / "model", "--ranks", folder / "cluster.json")
 
 
 def _save_defaults(folder: Path) -> None:
@@ -133,7 +123,6 @@ _WRITE = ("generate", "-p", "Count: a", "-n", 2)
 TARGETS = [
     Target("settings/profile", _save_profile, {"profile.json": (only(*_PROFILE_KEYS), *JSON)}, _write_as_ever),
     Target("settings/hardware", _save_machines, {"machine.json": (only(*_MACHINE, "x"), *JSON)}, _plan_hardware),
-    Target("settings/cluster", _save_machines, {"cluster.json": (only("network", "ranks", "x"), *JSON)}, _plan_cluster),
     Target("settings/toml", _save_defaults, _TOML_FILES, partial(_by_defaults, command=_WRITE)),
     Target("settings/toml-plan", _save_defaults, _TOML_FILES, partial(_by_defaults, command=("plan",))),
     Target("settings/variables", _save_defaults, {"variables.json": (only(*_VARIABLES),)}, _generate_by_variables),
