@@ -5,10 +5,10 @@ import offload
 with offload.load("path/to/target", "path/to/draft", ram="8GiB") as decoder:
     print(decoder.generate("def main():", max_new_tokens=64).text)
 
-`load` gives a `Decoder`, whose `generate` gives a `Generation` and whose `stream` gives pieces of
-text; a `Chat` is a conversation with it. `UserError` is raised for what can be mended, in one line,
-and `RunError` where something fails under way: a `ReadError` where that is the disk, a `RankError`
-where it is another rank.
+`load` gives a `Decoder`, whose `generate` returns a `Generation` and whose `stream` yields pieces
+of text; a `Chat` is a conversation with it. `UserError`, one line, is raised for what the caller
+can correct. `RunError` is raised for what fails during a run: `ReadError` for the disk, `RankError`
+for another rank.
 """
 
 import os
@@ -31,14 +31,14 @@ __all__ = ["Chat", "Decoder", "Generation", "MemoryPlan", "RankError", "ReadErro
 __version__ = "0.1.0"
 
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    # How often an OpenMP thread looks for work before it sleeps; its library reads this when torch
-    # loads it. By default it looks ten times as often, on a core that others need; if it slept at
-    # once, small products would take longer.
+    # How often an OpenMP thread looks for work before it sleeps, ten times less than the default,
+    # which keeps a core busy that others need. If it slept at once, small products would take
+    # longer. The OpenMP library reads this when torch loads it.
     os.environ["GOMP_SPINCOUNT"] = "30000"
-# Of 16-bit products oneDNN keeps code for every number of rows, up to 0.6 MB each, and torch keeps
-# it once more beside that. Passes have another number of rows each time, and at their default of
-# 1024 a process grows by hundreds of MB within hours. To make one takes .4 to 2 ms, and a text of
-# hundreds of passes makes some 130; torch's own copies save nothing that could be measured.
+# oneDNN keeps code for each number of rows of a 16-bit product, up to 0.6 MB each, and torch keeps
+# a second copy. Passes vary in their number of rows, so at the default of 1024 entries a process
+# grows by hundreds of MB within hours. Generating one takes .4 to 2 ms, and a text of hundreds of
+# passes needs some 130. Torch's own copies save no time that could be measured.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 

@@ -1,6 +1,6 @@
-"""The command `offload`, and `python -m offload`: streams that are there, signals never lost.
+"""The command `offload`, and `python -m offload`: standard streams are open, and no signal is lost.
 
-Both must hold before anything else is imported, so this file imports nothing that takes time.
+Both must hold before anything else is imported, so this file imports only what loads at once.
 """
 
 import io
@@ -12,8 +12,8 @@ from typing import Any
 
 from offload.interrupts import send_later
 
-_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
-# each an exception, so that a session is written and the terminal echoes
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # file descriptors
+# both raise exceptions, so that a session is still written and the terminal echoes again
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -23,21 +23,21 @@ def main() -> None:
     sys.stdout = _buffered(sys.stdout)
     sys.unraisablehook = _unraisable
     for number in _ENDINGS:
-        # not ignored, as in the background of a shell or under `nohup`
+        # SIGINT is ignored in the background of a shell, and some signals under `nohup`
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end)
     try:
         from offload.commands import main as run
 
         run()
-    except KeyboardInterrupt:  # before `run` could, or after
+    except KeyboardInterrupt:  # pressed just before `run` caught it, or just after
         os._exit(128 + signal.SIGINT)
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null in place of what `>&-` closed, lest the next file take its number.
+    """Open /dev/null for each standard stream that `>&-` closed, lest another file get its number.
 
-    What is written to standard output then fails, as on a full disk: it is what was asked for.
+    Writing to a closed standard output still fails, as on a full disk: that is what `>&-` asks for.
     """
     for descriptor, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is None:
@@ -49,9 +49,9 @@ def _open_closed_streams() -> None:
 
 
 def _buffered(stdout: Any) -> Any:
-    """Return the stream with a buffer, which tells that it failed, and which any letter passes.
+    """Return the stream with a buffer that remembers a failed write and encodes any character.
 
-    All of it in C: in a `write` of Python's, Ctrl-C would lose text or write it twice.
+    The buffer is C code: in a `write` in Python, Ctrl-C would lose text or write it twice.
     """
     if isinstance(stdout.buffer, io.RawIOBase):  # `python -u`
         whole = io.BufferedWriter(io.FileIO(stdout.fileno(), "w", closefd=False))
@@ -61,7 +61,9 @@ def _buffered(stdout: Any) -> Any:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt` or `SystemExit`, but within an import later: it may swallow them."""
+    """Raise `KeyboardInterrupt` or `SystemExit`, after an import if one is running: it may swallow
+    them.
+    """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             send_later(number)
@@ -73,7 +75,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Send a signal again that came within a destructor, which no exception leaves."""
+    """Send a signal again if it arrived within a destructor, which no exception can leave."""
     if unraisable.exc_type is KeyboardInterrupt:
         send_later(signal.SIGINT)
     elif isinstance(unraisable.exc_value, SystemExit) and isinstance(

@@ -1,7 +1,7 @@
-"""Gives the files of the top-level folder bench/ their import path, `offload.bench.<file>`.
+"""Makes the files of the top-level folder bench/ importable as `offload.bench.<file>`.
 
-The reason and the way are those of `offload.kernels`: beside this file in a wheel, two folders up
-in a checkout.
+Why and how: see `offload.kernels`. The files lie beside this one in a wheel, and two folders up in
+a checkout.
 """
 
 from pathlib import Path as _Path

@@ -1,4 +1,4 @@
-"""Gemma 4's assistants, as decoders beside a target: which of its layers lend them keys and values.
+"""Gemma 4's assistants as draft decoders, and which of the target's layers lend them keys.
 
 Names are those of published files (transformers 5.24 `gemma4_assistant`). Invariant: an assistant
 that does not fit the target is refused from headers alone.
@@ -21,12 +21,12 @@ _MIXED = {
 }
 _ORDER = "masked_embedding.token_ordering"
 _TABLE = "model.embed_tokens.weight"
-# of attention, as a target and its assistant must have it
+# attention settings that a target and its assistant must share
 _ALIKE = ("head_dim", "global_head_dim", "num_key_value_heads", "num_global_key_value_heads")
 
 
 def assistant_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
-    """Return an assistant as a decoder that reads keys of the target. Raises `UserError`."""
+    """Return an assistant as a decoder that reads the target's keys. Raises `UserError`."""
     where = draft.name
     check_kind(draft, ASSISTANT)
     theirs = of_text(target.config)
@@ -69,7 +69,7 @@ def assistant_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
 
 
 def _lenders(where: str, target: Settings, borrower: Settings) -> tuple[tuple[str, int], ...]:
-    """Return the last of the target's layers that has keys of its own, of each kind. Raises `UserError`."""
+    """Return, by kind of attention, the target's last layer with keys. Raises `UserError`."""
     kinds: Any = target.get("layer_types") or []
     num_own = len(kinds) - int(target.get("num_kv_shared_layers") or 0)
     last = {kind: layer for layer, kind in enumerate(kinds[:num_own])}

@@ -1,4 +1,4 @@
-"""MTP layers that lie in a target's files, as a checkpoint of its own: a decoder of those layers.
+"""MTP layers in a target's files, presented as a draft checkpoint: a decoder of those layers.
 
 Such a layer takes the embedding of the next token and the target's hidden state of this one, and
 guesses the token after next. Families name its parts in a few ways, which `_LAYOUTS` lists; the
@@ -18,7 +18,7 @@ from offload.checkpoint.small_files import is_wrapper, of_text
 from offload.checkpoint.tensors import TensorEntry, with_codings
 from offload.errors import UserError, require
 
-# of the draft: what mixes an embedding with a hidden state
+# draft tensors that mix an embedding with a hidden state
 MIXER = "model.mixer."
 DEEPER = f"{MIXER}deeper."
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -37,7 +37,7 @@ _MIXER_PARTS = {
 }
 _NORMS = frozenset({"shared_head.norm", "final_layernorm"})
 _BLOCK_PARTS = {"pre_mlp_layernorm": "post_attention_layernorm"}
-# repeated from the target
+# tensors that files repeat from the target
 _REPEATED = re.compile(r"^(?:shared_head\.head|embed_tokens)\.")
 _EXPERTS = re.compile(r"^mlp\.experts\.|^block_sparse_moe\.|^moe\.")
 
@@ -48,8 +48,8 @@ class _Layout(NamedTuple):
     name: re.Pattern[str]
     is_fed_normed: bool
     is_hidden_first: bool = False
-    has_one_mixer: bool = False  # for all depths; of these the first is read
-    kind: str | None = None  # of attention in all of them, by `layer_types`
+    has_one_mixer: bool = False  # one tensor for all depths; the first is read
+    kind: str | None = None  # the layers' kind of attention, by `layer_types`
 
 
 # The first that any tensor matches is that of the file. Fed normed: the layout of Qwen; bare:
@@ -80,7 +80,7 @@ _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 
 def has_mtp(target: Checkpoint) -> bool:
-    """Return True if the files have MTP layers in a form that is read."""
+    """Return True if the files have MTP layers in a form that this program reads."""
     try:
         mtp_checkpoint(target, "")
     except UserError:
@@ -126,7 +126,7 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
 
 
 def _check_depths(where: str, tensors: Mapping[str, TensorEntry], stated: int) -> int:
-    """Return the number of depths. Raises `UserError` where one is not there as a whole."""
+    """Return the number of depths. Raises `UserError` for a depth that lacks tensors."""
     layers = [int(match[1]) for match in map(_LAYER.match, tensors) if match is not None]
     num_depths = max(1 + max(layers, default=0), stated)
     for depth in range(num_depths):
@@ -143,14 +143,14 @@ def _check_depths(where: str, tensors: Mapping[str, TensorEntry], stated: int) -
 
 
 def around_layer(depth: int, part: str) -> str:
-    """Return the draft's name of a part that stands before or behind the layer of a depth."""
+    """Return the draft's name of a part before or after the layer of a depth."""
     if depth:
         return f"{DEEPER}{depth - 1}.{part}"
     return f"model.{part}" if part.startswith("norm.") else f"{MIXER}{part}"
 
 
 def shared_with(target: Checkpoint) -> dict[str, TensorEntry]:
-    """Return the target's table and head, which such a draft has as well."""
+    """Return the target's embedding table and head, which the draft uses as well."""
     return {
         name: entry
         for name, entry in target.tensors.items()
@@ -161,7 +161,7 @@ def shared_with(target: Checkpoint) -> dict[str, TensorEntry]:
 def _by_own_names(
     extra: Mapping[str, TensorEntry], num_layers: int
 ) -> tuple[dict[str, TensorEntry], _Layout]:
-    """Return the layers' tensors by the names of a decoder, and the layout of the file."""
+    """Return the layers' tensors by a decoder's names, and the layout of the file."""
     for layout in _LAYOUTS:
         named = dict[str, TensorEntry]()
         for name, entry in extra.items():
@@ -175,7 +175,7 @@ def _by_own_names(
 
 
 def _own_name(groups: Mapping[str, str | None], num_layers: int, layout: _Layout) -> str | None:
-    """Return the draft's name of a tensor; None for one that it has not."""
+    """Return the draft's name of a tensor; None where the draft has no such tensor."""
     part = groups["part"] or ""
     layer = groups.get("layer")
     depth = int(layer) - num_layers if layer is not None else int(groups.get("depth") or 0)
@@ -201,7 +201,7 @@ def _config(
     num_depths: int,
     kind: str | None,
 ) -> dict[str, Any]:
-    """Return the config of a decoder of such layers: of the kind that their tensors show."""
+    """Return a decoder config for the kind of layer that the tensors show."""
     text = dict(of_text(dict(config)))
     num_layers = text.get("num_hidden_layers", 0)
     inner = [_LAYER.sub("", name) for name in tensors]
@@ -212,7 +212,7 @@ def _config(
         text["layer_types"] = [kind] * num_depths
     elif isinstance(kinds, list) and kinds:
         last_full = "full_attention" if "full_attention" in kinds else kinds[-1]
-        # some files tell those of MTP layers behind all others
+        # some files list settings of MTP layers after those of all others
         behind = kinds[num_layers : num_layers + num_depths]
         text["layer_types"] = behind if len(behind) == num_depths else [last_full] * num_depths
     if kind is not None or isinstance(text.get("mlp_layer_types"), list):

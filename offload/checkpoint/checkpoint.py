@@ -1,8 +1,8 @@
-"""A model whose headers were read: `Checkpoint`, and the type that it is computed in.
+"""A model whose headers were read: `Checkpoint`, and the type that it computes in.
 
-Quantised weights are stored for GPUs, mostly with scales in float16, which CPUs multiply 2 to 8
-times slower than bfloat16, even those with instructions for both. So `settled_dtype` has them
-expanded into bfloat16 there, where the user names no type. Packed weights keep their own.
+Quantised weights are stored for GPUs, mostly with float16 scales, and CPUs multiply float16 2 to 8
+times slower than bfloat16, even those with instructions for both. So on a CPU `settled_dtype`
+expands them into bfloat16 unless the user names a type. Packed weights keep their own.
 """
 
 import math
@@ -33,9 +33,10 @@ _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind wo
 def remembered(
     function: Callable[Concatenate["Checkpoint", _Others], _Found],
 ) -> Callable[Concatenate["Checkpoint", _Others], _Found]:
-    """Return the function with its results kept by checkpoint and arguments, except for errors.
+    """Decorate a function so that its results are kept by checkpoint and arguments; errors are not.
 
-    A result must not be changed, nor refer to the checkpoint, with which it is freed.
+    A result must not be changed. It must not refer to the checkpoint either, with which it is
+    freed.
     """
     known: WeakKeyDictionary[Checkpoint, dict[Any, _Found]] = WeakKeyDictionary()
 
@@ -51,51 +52,55 @@ def remembered(
 
 
 class Carried(NamedTuple):
-    """What a draft that hangs on a target's hidden states is fed with."""
+    """The inputs of a draft that reads a target's hidden states."""
 
-    shared: frozenset[str]  # tensors that are the target's
-    is_fed_normed: bool  # a deeper guess goes on from the normed output, or from the bare one
-    is_hidden_first: bool = False  # in what is mixed
-    is_residual_normed: bool = False  # beside attention goes the normed state, or the bare one
-    tapped: tuple[int, ...] = ()  # layers of the target, of which it reads what enters
-    has_normed: bool = True  # and whether it reads what the final norm gives
-    num_depths: int = 1  # layers of which each is fed with what the one before it made
-    # of a smaller vocabulary: what each word's number adds to it to be the target's
+    shared: frozenset[str]  # names of tensors that belong to the target
+    is_fed_normed: bool  # whether a deeper guess starts from the normed output or the bare one
+    # order of the embedding and the hidden state where they are mixed
+    is_hidden_first: bool = False
+    # whether the residual beside attention is the normed state or the bare one
+    is_residual_normed: bool = False
+    tapped: tuple[int, ...] = ()  # target layers whose input it reads
+    has_normed: bool = True  # whether it also reads the final norm's output
+    num_depths: int = 1  # layers, each fed with the output of the one before it
+    # for a smaller vocabulary: what to add to each draft word's number to get the target's
     ids: TensorEntry | None = None
-    target_width: int = 0  # of the target's states
-    block: tuple[int, int] | None = None  # tokens of a block, and the id of those to be guessed
-    lent: tuple[tuple[str, int], ...] = ()  # the target's layers whose keys it reads, by kind
-    # words in the order of clusters, and of how many clusters each row's words are scored
+    target_width: int = 0  # width of the target's states
+    # tokens of a block, and the id that masks those to be guessed
+    block: tuple[int, int] | None = None
+    lent: tuple[tuple[str, int], ...] = ()  # target layers whose keys it reads, by kind
+    # words in the order of clusters, and the number of clusters whose words are scored for a row
     clusters: tuple[TensorEntry, int] | None = None
 
     @property
     def num_taps(self) -> int:
-        """Return the number of the target's states that a row is fed with."""
+        """Return the number of the target's states that each row reads."""
         return len(self.tapped) + self.has_normed
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model whose headers have been read and found sound."""
+    """A model whose headers were read and checked."""
 
     directory: Path
     config: dict[str, Any]
     shards: tuple[Path, ...]
     tensors: dict[str, TensorEntry]
-    # of the shards as their headers were read; none where only headers are known
+    # the shards' stamps when their headers were read; empty where only headers are known
     stamps: tuple[Stamp, ...] = ()
-    # folder of small files such as generation_config.json, where it is not `directory`
+    # folder of small files such as generation_config.json, if not `directory`
     small_folder: Path | None = None
-    tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
-    held: Held | None = None  # of a draft, that lies in memory in fewer bits
-    # bytes of tensors that no text needs, by what they are of
+    tokenizer: Path | None = None  # folder or GGUF file of the tokenizer, if not `directory`
+    held: Held | None = None  # how a draft is quantised in memory
+    # bytes of tensors that no text needs, by kind
     left_out: Mapping[str, int] = field(default_factory=dict)
-    config_stamp: Stamp | None = None  # of config.json as it was read
-    # of layers that guess further ahead, as the file has them; coded ones have no coding yet
+    config_stamp: Stamp | None = None  # config.json as it was when read
+    # tensors of layers that guess further ahead, by the file's names; codings are not set yet
     extra: Mapping[str, TensorEntry] = field(default_factory=dict)
-    draft_kind: str = "model"  # of a draft: its row among `planning.draft_kinds`
-    carried: Carried | None = None  # of a draft that hangs on the target's hidden states
-    layers: tuple[LayerSpec, ...] = ()  # of the decoder; none before `model.headers.specified`
+    draft_kind: str = "model"  # for a draft: its row in `planning.draft_kinds`
+    carried: Carried | None = None  # for a draft that reads the target's hidden states
+    # description of the decoder; empty before `model.headers.specified`
+    layers: tuple[LayerSpec, ...] = ()
 
     @property
     def is_here(self) -> bool:
@@ -104,11 +109,11 @@ class Checkpoint:
 
     @property
     def is_copy(self) -> bool:
-        """Return True if it is a self draft: the target, quantised."""
+        """Return True for a self draft: the target, quantised."""
         return self.held is not None and self.held.is_copy
 
     def shares(self, name: str) -> bool:
-        """Return True if a tensor around the layers is the target's."""
+        """Return True if a tensor outside the layers is the target's."""
         return self.is_copy or (self.carried is not None and name in self.carried.shared)
 
     @property
@@ -122,7 +127,7 @@ class Checkpoint:
 
     @property
     def stored_entries(self) -> Iterator[tuple[str, TensorEntry]]:
-        """Yield name and entry of all tensors that a text needs, companions included."""
+        """Yield name and entry of every stored tensor that a text needs, companions included."""
         for name, entry in self.tensors.items():
             yield name, entry
             yield from ((f"{name} {suffix}", companion) for suffix, companion in entry.companions)
@@ -134,7 +139,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Return the name in lines for users."""
+        """Return the name for messages."""
         return name_of_folder(self.directory)
 
     @property
@@ -148,7 +153,7 @@ class Checkpoint:
 
 
 def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
-    """Return the type to compute in: `wish`, or for `auto` the config's or the most common one."""
+    """Return the type to compute in: `wish`, or for `auto` the config's, or the one most stored."""
     return _usual_dtype_name(checkpoint) if wish == "auto" else wish
 
 

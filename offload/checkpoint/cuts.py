@@ -17,7 +17,7 @@ from offload.checkpoint.sizes import config_sizes, table_and_head, text_config
 from offload.checkpoint.tensors import TensorEntry, layer_name
 
 _ROWS_ENDS = (".weight", ".bias")
-# what a layer's cache holds of a position are the rows of these
+# a layer's cache holds what these matrices' rows compute
 _KEPT = {"self_attn.k_proj.weight": "keys", "self_attn.v_proj.weight": "values"}
 
 
@@ -73,8 +73,8 @@ class Section(NamedTuple):
 
     first: int
     last: int
-    has_table: bool  # embeds token ids; other sections take hidden states
-    has_head: bool  # has norm and head, returns logits; other sections return hidden states
+    has_table: bool  # embeds token ids; other sections receive hidden states
+    has_head: bool  # has norm and head and returns logits; other sections return hidden states
 
 
 @remembered
@@ -99,7 +99,7 @@ def checkpoint_of(whole: Checkpoint, section: Section) -> Checkpoint:
         "num_hidden_layers": section.last - section.first,
         "dtype": compute_dtype_name(whole, "auto"),
     }
-    # without a head there are no logits and no sampling
+    # without a head there are no logits to sample from
     if not section.has_head:
         changed["vocab_size"] = None
     config = {**whole.config, **changed}

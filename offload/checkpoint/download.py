@@ -1,6 +1,6 @@
-"""The folder of a model, here or in the hub's cache, and what is fetched into that one.
+"""The folder of a model, local or in the hub's cache, and downloads into that cache.
 
-Small files are fetched by their names, then the shards that a loader reads.
+Small files are fetched by name first, then the shards that a loader reads.
 
 Repositories also hold the same weights in other formats, and code. Invariant: no pickle and no
 program is ever asked for, nothing in folders but chat templates, and all files of a model come from
@@ -23,7 +23,7 @@ from offload.errors import UserError, did_you_mean, reason
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.txt", "*.model")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MOST_NAMES = 1000  # of a folder, among which one may be meant
+_MOST_NAMES = 1000  # how many entries of a folder are searched for a name that may have been meant
 _PROGRAMS = ("*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 _IN_FOLDERS = ("*/*.json", "*/tokenizer*", "*/*.txt", "*/*.model", "*/*.safetensors")
 _NEVER = (*_IN_FOLDERS, "consolidated*", *_PROGRAMS)
@@ -37,7 +37,7 @@ def is_hub_id(model: str) -> bool:
 def download_small(repo: str, revision: str | None = None) -> Path:
     """Fetch all but the weights into the hub's cache; return the folder. Raises `UserError`.
 
-    Of a commit that is here whole, as far as the cache knows, nothing is asked.
+    Nothing is asked of the hub for a commit that is complete in the cache.
     """
     if revision is not None:
         with suppress(OSError):
@@ -58,8 +58,8 @@ def in_cache(repo: str) -> Path:
     try:
         return Path(snapshot_download(repo, local_files_only=True))
     except OSError as error:
-        # Newer releases know what else the repository has, and call a folder without its README.md
-        # incomplete.
+        # Newer versions know which other files the repository has, and call a folder without
+        # README.md incomplete.
         snapshot = getattr(error, "snapshot_path", None)
         if snapshot is None:
             raise
@@ -80,7 +80,7 @@ def download(repo: str, wanted: Sequence[str], **options: Any) -> Path:
 
     try:
         return _snapshot(repo, wanted, **options)
-    # the hub's own errors are all OSErrors except for that of a bad name
+    # all of the hub's errors are OSErrors, except for an invalid name
     except (OSError, HFValidationError) as error:
         raise not_on_the_hub(repo, error) from None
 
@@ -92,12 +92,12 @@ def _snapshot(repo: str, wanted: Sequence[str], **options: Any) -> Path:
 
 
 def not_on_the_hub(repo: str, error: Exception) -> UserError:
-    """Return the error of the hub's library; the name is questioned only where the hub answered."""
+    """Return the error for one of the hub's library; the name is only doubted if the hub answered."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    # the HTTP library beneath changes from release to release
+    # the HTTP library behind it differs between versions
     network_error = HfHubHTTPError.__bases__[0]
-    # ConnectionError: the user has set the hub's library to offline
+    # ConnectionError: the user has set the hub's library offline
     unreached = (network_error, LocalEntryNotFoundError, ConnectionError)
     has_answered = isinstance(error, HfHubHTTPError) or not isinstance(error, unreached)
     is_around = isinstance(error, LocalEntryNotFoundError)
@@ -110,7 +110,7 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
 
 
 def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
-    """Return the folder of a model, fetched where it is on the hub. Raises `UserError`."""
+    """Return the folder of a model, downloaded if it is on the hub. Raises `UserError`."""
     path = Path(os.path.expanduser(model))
     require_visible(path)
     if os.path.isdir(path):
@@ -127,14 +127,15 @@ def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pa
     if not with_weights:
         return small
     fetch = partial(download, str(model), revision=small.name, ignore_patterns=list(_NEVER))
-    # Others may be the same weights in another precision, so this name comes first, as in
-    # `find_shards`; config.json, since the hub's library warns of what matches nothing.
+    # Other files may be the same weights in another precision, so this name comes first, as in
+    # `find_shards`. config.json is asked for since the hub's library warns of patterns that match
+    # nothing.
     folder = fetch([SINGLE, "config.json"])
     return folder if os.path.isfile(folder / SINGLE) else fetch(names or ["*.safetensors"])
 
 
 def _not_there(path: Path) -> UserError:
-    """Return the error of a name that is neither here nor a hub id, with what may be meant."""
+    """Return the error for a name that is neither a path here nor a hub id, with a similar name."""
     expected = "file" if path.suffix.lower() == ".gguf" else "model directory"
     beside = os.listdir(path.parent) if os.path.isdir(path.parent) else []
     if meant := did_you_mean(path.name, beside[:_MOST_NAMES]):
@@ -153,7 +154,7 @@ def shard_names(directory: Path, weight_map: Any) -> list[str]:
 
 
 def is_shard_name(name: object) -> bool:
-    """Return True if a name that a file tells is of safetensors in the same folder."""
+    """Return True if a name read from a file is of a safetensors file in the same folder."""
     is_name = isinstance(name, str) and Path(name).name == name and "\0" not in name
     return is_name and str(name).endswith(".safetensors")
 

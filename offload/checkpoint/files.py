@@ -1,9 +1,9 @@
 """Files on disk: small files that may be hostile, locked folders, and large files read in parts.
 
 A small file such as config.json may be a pipe that never ends, so only regular files are opened,
-and only up to a limit. Invariant: memory holds a few parts of a large file; and a lock counts only
-while its folder still has the name that was asked for: a folder that was finished and renamed
-meanwhile is not locked, nor is a new one under the old name removed.
+and only up to a limit. Invariant: memory holds a few parts of a large file; and a lock holds only
+while its folder keeps the requested name. A folder that another process finishes and renames
+meanwhile is not locked, and a new folder under the old name is not removed.
 """
 
 import errno
@@ -32,27 +32,27 @@ from offload.machine import num_cores
 from offload.units import format_bytes
 
 PART_BYTES = 8 << 20
-_MARGIN_BYTES = 64 << 20  # headers, small files, the file system's own blocks
-# what this program leaves in folders of models
+_MARGIN_BYTES = 64 << 20  # headers, small files, and the file system's own blocks
+# suffix of what this program leaves in folders of models
 INFLATED = "inflation.json"  # in folders of `inflate`
 SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
 MANIFEST = "offload_pack.json"  # in folders of `offload pack`
-_MAX_BYTES = 64 << 20  # the indexes of the largest models take some 10 MiB
+_MAX_BYTES = 64 << 20  # the indexes of the largest models have about 10 MiB
 _MAX_THREADS = 8
-_CACHED = "models--"  # begins the names of folders in the hub's cache
+_CACHED = "models--"  # prefix of folder names in the hub's cache
 _SCRATCH_NAME = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 _Result = TypeVar("_Result")
-Progress = Callable[[int, int], object]  # takes the bytes done, and all of them
+Progress = Callable[[int, int], object]  # called with the bytes done and the bytes in all
 
 
 class Stamp(NamedTuple):
-    """What tells a file from one that replaces it, and from itself once it is written to."""
+    """Identifies the content of a file: it differs once the file was replaced or written to."""
 
     device: int
     inode: int
     num_bytes: int
     written_ns: int
-    # Archives set the time of writing; only the system sets this one.
+    # Archives set the modification time; only the system sets this one.
     changed_ns: int
 
     @classmethod
@@ -64,7 +64,7 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """Return the stamp of a file, or None where none can be seen."""
+    """Return the stamp of a file, or None if it cannot be read."""
     try:
         return Stamp.from_file(path)
     except OSError:
@@ -72,14 +72,14 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def readable(path: Path) -> AbstractContextManager[None]:
-    """Raise `UserError` inside for a file that the system does not let us read."""
+    """Raise `UserError` for a file that the body may not read."""
     return os_errors_as_user_error(
         f"cannot read {path}", "check that it is a file and yours to read"
     )
 
 
 def require_visible(path: Path) -> None:
-    """Raise `UserError` for a folder, or one on the way to it, that this user may not look into."""
+    """Raise `UserError` for a folder that this user may not enter, or one above it."""
     for folder in (*reversed(path.absolute().parents), path):
         wanted = os.X_OK | (os.R_OK if folder == path else 0)
         if os.path.isdir(folder) and not os.access(folder, wanted):
@@ -91,7 +91,7 @@ def require_visible(path: Path) -> None:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read bytes from. Raises `OSError`, also for anything but a regular file."""
-    # without O_NONBLOCK, opening a pipe waits for a writer
+    # without O_NONBLOCK, opening a pipe would wait for a writer
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -129,14 +129,14 @@ def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int 
 
 
 def read_text(path: Path, subject: str, most_bytes: int | None = None) -> str:
-    """Return the text in a file or pipe, which is `what` to the user. Raises `UserError`."""
+    """Return the text of a file or pipe, called `what` in messages. Raises `UserError`."""
     with os_errors_as_user_error(f"cannot read {subject} from {path}", "check the path"):
         raw = read_given(path, most_bytes)
     return text_of(raw, subject, path)
 
 
 def text_of(raw: bytes, subject: str, source: object) -> str:
-    """Return text from bytes that `source` gave. Raises `UserError` for what is no UTF-8."""
+    """Return the text of bytes read from `source`. Raises `UserError` unless it is UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -149,7 +149,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     try:
         value = json.loads(read_small(path), parse_constant=_constant)
     except _NotANumberError:
-        # files are published with it, so another download would bring it again
+        # the file was published so, and another download would bring the same
         mend = "write a number in its place, or leave the entry out"
         raise UserError(f"{path} is not valid JSON (NaN is no number): {mend}") from None
     except (ValueError, RecursionError) as error:
@@ -164,7 +164,7 @@ class _NotANumberError(ValueError):
 
 
 def _constant(name: str) -> float:
-    """Return an infinity, which configs have as limits. Raises `_NotANumberError` for NaN."""
+    """Return an infinity, which configs use as limits. Raises `_NotANumberError` for NaN."""
     if name == "NaN":
         raise _NotANumberError
     return float(name)
@@ -196,7 +196,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_scratch(path: Path) -> bool:
-    """Return True if `replacing` has made this file, and was killed before it had its name."""
+    """Return True if `replacing` made this file and was killed before renaming it."""
     return _SCRATCH_NAME.fullmatch(path.name) is not None
 
 
@@ -245,7 +245,9 @@ class BusyError(UserError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Lock a folder, yield its descriptor. Raises `UserError` if another writes, `OSError`."""
+    """Lock a folder and yield its descriptor. Raises `OSError`, `UserError` if another process has
+    it.
+    """
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -263,7 +265,7 @@ def locked(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def locked_anew(folder: Path) -> Iterator[int]:
-    """Lock a folder, made if need be; an `OSError` inside removes it where it is still empty."""
+    """Lock a folder, created if missing; an `OSError` in the body removes it if it is empty."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         lock = None
@@ -271,7 +273,7 @@ def locked_anew(folder: Path) -> Iterator[int]:
             lock = stack.enter_context(locked(folder))
             yield lock
         except OSError:
-            with suppress(OSError):  # it is gone already, or holds something
+            with suppress(OSError):  # it was removed already, or has content
                 if lock is None or os.path.samestat(os.fstat(lock), os.stat(folder)):
                     folder.rmdir()
             raise
@@ -283,7 +285,7 @@ def publish_atomically(destination: Path, scratch: Path) -> Iterator[Path]:
     with ExitStack() as held:
         is_ours = False
         try:
-            # a folder that is there and not ours yet would stay behind Ctrl-C
+            # otherwise Ctrl-C could leave an unlocked folder behind
             with held_back():
                 held.enter_context(locked_anew(scratch))
                 is_ours = True
@@ -302,8 +304,8 @@ def in_order(
 ) -> Generator[_Result]:
     """Yield `work(*job)` for each job, in order; it should not hold Python's lock.
 
-    Jobs begin in order, on as many threads as there are cores and `num_waiting` more, for those
-    that wait for a disk while others compute.
+    Jobs begin in order, on one thread for each core and `num_waiting` more, since some wait for a
+    disk while others compute.
     """
     from concurrent.futures import Future, ThreadPoolExecutor  # `--help` reads no large file
 
@@ -322,7 +324,7 @@ def in_order(
 
 
 def read_part(fd: int, lo: int, hi: int) -> bytearray:
-    """Return bytes [lo, hi), dropped from the page cache. Raises `ReadError`."""
+    """Return bytes [lo, hi), and drop them from the page cache. Raises `ReadError`."""
     data = bytearray(hi - lo)
     view = memoryview(data)
     done = 0
@@ -341,7 +343,7 @@ def read_part(fd: int, lo: int, hi: int) -> bytearray:
 
 
 def write_part(fd: int, data: Any, lo: int) -> None:
-    """Write a whole buffer at `lo` and start its way to the disk. Raises `OSError`."""
+    """Write a whole buffer at `lo` and start writing it back to the disk. Raises `OSError`."""
     view = memoryview(data).cast("B")
     done = 0
     while done < len(view):
@@ -351,7 +353,7 @@ def write_part(fd: int, data: Any, lo: int) -> None:
 
 
 def counter(total_bytes: int, progress: Progress) -> Callable[[int], None]:
-    """Return a function to call with the bytes of every piece that is done."""
+    """Return a function that adds up the bytes of pieces and reports the sum."""
     done_bytes = 0
 
     def count(num_bytes: int) -> None:
@@ -363,7 +365,7 @@ def counter(total_bytes: int, progress: Progress) -> Callable[[int], None]:
 
 
 def require_disk(folder: Path, needed_bytes: int, subject: str, remedy: str) -> None:
-    """Raise `UserError` where a folder's disk lacks room for `needed_bytes` and what lies around."""
+    """Raise `UserError` where a folder's disk lacks room for `needed_bytes` and some spare."""
     needed_bytes += _MARGIN_BYTES
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:

@@ -44,10 +44,11 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
 
 
 def served_sampling(model: str) -> Sampling:
-    """Return the sampling for requests that do not say: that of the model's own file.
+    """Return the sampling for requests that name none: the model's own suggestion.
 
-    Chances are tuned for it: what runs at 0.6 is worse at 1, which is OpenAI's temperature and used
-    else. Raises `UserError` for a suggestion that makes no sense.
+    Models are tuned for their suggestion: one that is tuned for temperature 0.6 is worse at 1,
+    OpenAI's default, which is used where a model suggests none. Raises `UserError` for a suggestion
+    that makes no sense.
     """
     suggested = suggested_sampling(model, 0)
     return Sampling(temperature=1.0) if suggested.is_greedy else suggested
@@ -65,9 +66,9 @@ def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def stated_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the settings in a model's generation_config.json that transformers heeds in every run.
+    """Return the settings of a generation_config.json that transformers applies in every run.
 
-    Where there is none, it takes such settings from config.json.
+    Without that file, transformers takes such settings from config.json.
     """
     path = checkpoint.small_files / _NAME
     return read_json(path) if os.path.isfile(path) else dict(checkpoint.config)
@@ -89,8 +90,8 @@ def start_ids_of(checkpoint: Checkpoint) -> tuple[int, ...]:
 def end_ids_of(checkpoint: Checkpoint) -> frozenset[int]:
     """Return the tokens that end a sequence. Raises `UserError`.
 
-    They are those of generation_config.json; where that names none, those of config.json, at which
-    transformers' `generate` would go on.
+    They are those of generation_config.json; where it names none, those of config.json, at which
+    transformers' `generate` would not stop.
     """
     named = generation_settings(checkpoint).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]

@@ -1,9 +1,9 @@
 """GGUF files as checkpoints: Hugging Face's tensor names, bytes as stored, and a config.
 
-A GGUF file describes its model in llama.cpp's terms. The original model's own config is better: one
-that the user names, or a config.json in the file's folder, is checked against the file; without
-one, the config is derived from the file. Invariant: every tensor of a file has one known meaning,
-or the file is refused.
+A GGUF file describes its model in llama.cpp's terms. The original model's own config is better: the
+user may name one, or a config.json may lie in the file's folder. It is checked against the file.
+Without it, the config is derived from the file. Invariant: every tensor of a file has one known
+meaning, or the file is refused.
 """
 
 import math
@@ -38,14 +38,14 @@ _KNOWN = f"those of {', '.join(ARCHITECTURES)} are: take this model in safetenso
 
 
 def require_reader(file: Path) -> None:
-    """Raise `UserError` where the package that reads a tokenizer in a GGUF file is missing."""
+    """Raise `UserError` if the package that reads tokenizers of GGUF files is not installed."""
     if find_spec("gguf") is None:
         complaint = f"the tokenizer in {file.name} is read by the package gguf, which is missing"
         raise UserError(f"{complaint}: {installing('gguf')}, or {GIVE_CONFIG}")
 
 
 def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Checkpoint:
-    """Read the headers of a GGUF file, or of all files that a model was split into.
+    """Read the headers of a GGUF file, or of all parts of a split one.
 
     `config` is folder or hub id of the original model. Raises `UserError` for contradictions.
     """
@@ -133,7 +133,7 @@ def _checked_config(
 
 
 def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, ...]:
-    """Return the numbers of `rope_freqs.weight`, if there are any. Raises `UserError`."""
+    """Return the divisors in `rope_freqs.weight`, empty without that tensor. Raises `UserError`."""
     if entry is None:
         return ()
     where = files[entry.shard].name
@@ -149,7 +149,7 @@ def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, .
 
 
 def _require_biases(where: str, config: Settings, text_config: Settings, tensors: Entries) -> None:
-    """Raise `UserError` for biases that the model of this config would not notice."""
+    """Raise `UserError` for biases in the file that a model of this config would ignore."""
     wanted = "qkvo" if text_config.get("attention_bias") else ""
     wanted = "qkv" if config.get("model_type") == "qwen2" else wanted
     end = "_proj.bias"

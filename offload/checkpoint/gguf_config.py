@@ -1,8 +1,8 @@
 """Derive a Hugging Face config from a GGUF file's metadata, for architectures that are fully known.
 
-The file states sizes; some rules it does not, since llama.cpp has them in its code (Gemma's pattern
-of sliding windows). Invariant: metadata of the model that is not known here is refused, not
-ignored.
+The file states sizes. Some settings it does not state, since llama.cpp has them in its code
+(Gemma's pattern of sliding windows). Invariant: metadata of the model that is not known here is
+refused, not ignored.
 """
 
 import math
@@ -31,7 +31,7 @@ _KNOWN = {*_SIZES.values(), "attention.head_count_kv", "attention.key_length", "
           "attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
           "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "vocab_size",
           "rope.scaling.finetuned", "expert_count", "expert_used_count", "tensor_data_layout"}  # fmt: skip
-# every other number, with the names that configs of some families have for it
+# names that some families' configs have for other sizes
 _STATED = {
     "vocab_size": ("vocab_size",),
     "rope.freq_base": ("rope_theta",),
@@ -59,7 +59,7 @@ _FEW_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _GEMMA_LOCAL_THETA = 10000.0
 _GEMMA_PATTERN = 6
 _GEMMA_27B_LAYERS = 62
-# the same in Llama 3.1 to 3.3; only `factor` differs
+# the same in Llama 3.1 to 3.3, except for `factor`
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -75,8 +75,8 @@ def config_of(
 ) -> Config:
     """Return the config of a model from its GGUF metadata alone.
 
-    `names` has the shapes of its tensors, `factors` the divisors in `rope_freqs.weight`, if any.
-    Raises `UserError` for a size that is missing, or a key that is not known.
+    `names` has the tensors' shapes, `factors` the divisors in `rope_freqs.weight`, empty if there
+    are none. Raises `UserError` for a size that is missing, or a key that is not known.
     """
     said = _ArchMetadata(where, metadata)
     unknown = said.keys() - _KNOWN - (ARCHITECTURES[said.arch].keys or set())
@@ -99,7 +99,7 @@ def config_of(
     config |= {"vocab_size": table[0], "tie_word_embeddings": "output.weight" not in names}
     for name, gguf_name in _SPECIAL_TOKENS.items():
         config[f"{name}_token_id"] = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
-    # those that end a text, a turn, or a message within one
+    # tokens that end a text, a turn, or a message within a turn
     kinds = ("eos", "eot", "eom")
     named = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds)
     ends = list(dict.fromkeys(token for token in named if type(token) is int))
@@ -135,7 +135,7 @@ def _mixture_config(said: "_ArchMetadata") -> Config:
 
 
 def stated_config(where: str, metadata: Metadata) -> Config:
-    """Return the sizes that a file states. Raises `UserError` for models that are not read."""
+    """Return the sizes that a file states. Raises `UserError` for models that cannot be read."""
     said = _ArchMetadata(where, metadata)
     are_few = ARCHITECTURES[said.arch].states_few_sizes
     stated: Config = {key: said.size(_SIZES[key]) for key in (_FEW_SIZES if are_few else _SIZES)}
@@ -153,7 +153,7 @@ def stated_config(where: str, metadata: Metadata) -> Config:
 
 
 def _without_extra_layers(said: "_ArchMetadata", stated: Config) -> Config:
-    """Return the stated sizes; layers that guess further ahead are no layers of the model."""
+    """Return the stated sizes without the layers that guess further ahead."""
     num_extra = said.get("nextn_predict_layers", 0)
     num_layers = stated.get("num_hidden_layers")
     if num_layers and type(num_extra) is int and 0 < num_extra < num_layers:
@@ -166,7 +166,7 @@ def _without_extra_layers(said: "_ArchMetadata", stated: Config) -> Config:
 def require_same(
     where: str, config: Mapping[str, Any], stated: Mapping[str, Any], source: str
 ) -> None:
-    """Raise `UserError` where a config belongs to another model than the file."""
+    """Raise `UserError` if a config belongs to another model than the file."""
     rope = config.get("rope_parameters")
     known = {**(rope if isinstance(rope, dict) else {}), **config}
     for key in _COMPARED:
@@ -181,9 +181,10 @@ def require_same(
 
 
 def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, source: str) -> None:
-    """Raise `UserError` where a number of the header is none that this config has for it.
+    """Raise `UserError` if a number in the header contradicts the config.
 
-    A number for each layer must be of the config, too. What a config does not say is not compared.
+    A list with a number for each layer is compared, too. What the config leaves out is not
+    compared.
     """
     said = _ArchMetadata(where, metadata)
     rope = config.get("rope_parameters")
@@ -202,7 +203,7 @@ def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, so
         if said.arch == "deepseek2" and key in _OF_HEADS:
             allowed = _latent_sizes(config, key)
         elif key in _OF_HEADS and not allowed:
-            # what configs mean that do not say it
+            # the values that configs mean where they leave a key out
             width: Any = config.get("hidden_size")
             heads: Any = config.get("num_attention_heads")
             is_known = type(width) is int and type(heads) is int and heads > 0
@@ -220,7 +221,7 @@ def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, so
 
 
 def _latent_sizes(config: Mapping[str, Any], key: str) -> list[int]:
-    """Return the sizes that heads of latent attention may have: expanded ones, or the latent's."""
+    """Return the head sizes that latent attention may have: expanded, or the latent's."""
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     sizes = [size for size in map(config.get, names) if type(size) is int]
     if len(sizes) < len(names):
@@ -330,7 +331,7 @@ def _rope_scaling(said: _ArchMetadata, config: Config, factors: Sequence[float])
 
 
 def _are_equal(numbers: Iterable[float], other: Iterable[float]) -> bool:
-    """Return True if numbers agree up to float32, which is known at the first that does not."""
+    """Return True if numbers are equal in float32; stops at the first that is not."""
     pairs = zip_longest(numbers, other, fillvalue=math.nan)
     return all(math.isclose(a, b, rel_tol=1e-5) for a, b in pairs)
 

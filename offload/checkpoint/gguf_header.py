@@ -28,21 +28,21 @@ from offload.encoding.gguf import BLOCKS, GgufBlocks
 from offload.errors import UnreadError, UserError, reason
 from offload.units import rounded_up
 
-# numbers, strings, booleans, short lists of numbers; longer lists are left out
+# numbers, strings, booleans and short lists of numbers; longer lists are left out
 Metadata = Mapping[str, Any]
-_MAX_HEADER_BYTES = 1 << 28  # the largest vocabularies take some 10 MB
+_MAX_HEADER_BYTES = 1 << 28  # the largest vocabularies have about 10 MB
 _MAX_LIST = 1024
 _MAX_NOTES = 1 << 16
 _MAX_DIMS = 4
 _MAX_SIZE = 1 << 62
 _MAX_NAME_BYTES = 1024
-_LAST_NUMBER = 255  # a version or type above it is damage, none that is to come
+_LAST_NUMBER = 255  # a version or type above this is damage, not something newer
 _ALIGNMENTS = [1 << power for power in range(3, 21)]
 _FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
             12: "<d"}  # fmt: skip
 _TEXT = 8
 _LIST = 9
-# ggml's numbers; the types that are not read have names for the refusal
+# ggml's type numbers; types that cannot be read have names for the error message
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
           20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
@@ -53,7 +53,9 @@ READ_TYPES = f"{', '.join(sorted(BLOCKS))}, F16, BF16 and F32"
 
 
 def gguf_parts(file: Path) -> tuple[Path, ...]:
-    """Return all files of a split model, there or not. Raises `UserError` for a false name."""
+    """Return the paths of a split model's files, existing or not. Raises `UserError` for a wrong
+    name.
+    """
     match = SPLIT.fullmatch(file.name)
     if match is None:
         return (file,)
@@ -66,7 +68,7 @@ def gguf_parts(file: Path) -> tuple[Path, ...]:
 
 
 def read_gguf_header(path: Path, shard: int = 0) -> FileHeader:
-    """Read one file's header. Raises `UserError` for a false one, or types that are not read."""
+    """Read one file's header. Raises `UserError` for damage, or types that cannot be read."""
     with readable(path), open_regular(path) as file:
         stamp = Stamp.from_file(file.fileno())
         reader = _HeaderReader(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES))
@@ -83,7 +85,7 @@ def read_gguf_header(path: Path, shard: int = 0) -> FileHeader:
 def _require_no_holes(path: Path, entries: Mapping[str, TensorEntry], alignment: int) -> None:
     """Raise `UserError` unless each tensor begins where the one before ends, except for padding.
 
-    A tensor of a false type has another size than was written.
+    A tensor with a wrong type would have another size than was written.
     """
     for (before, entry), (_, following) in pairwise(in_file_order(entries)):
         if following.lo - entry.hi >= alignment:
@@ -167,7 +169,7 @@ def _read(header: _HeaderReader, shard: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def _value(header: _HeaderReader, kind: int) -> Any:
-    """Read a value; None for a vocabulary: a list that is long or not of numbers."""
+    """Read a value; a vocabulary (a list that is long or not of numbers) becomes None."""
     if kind == _TEXT:
         return header.text()
     if kind in _FORMATS:
@@ -228,5 +230,5 @@ def _entry(header: _HeaderReader, name: str, alignment: int) -> tuple[str, tuple
 
 
 def _not_read(number: int, complaint: str) -> UserError:
-    """Return the error for a version or type; a number that may come to exist is no damage."""
+    """Return the error for a version or type; a number that may come into use is not called damage."""
     return UnreadError(complaint) if number <= _LAST_NUMBER else UserError(complaint)

@@ -1,7 +1,7 @@
 """What llama.cpp calls the tensors of a model, and how it stores them.
 
-Experts lie in stacks of one tensor for each of their matrices; here each expert has names of its
-own, as in safetensors, so that all that knows experts knows these. Invariant: every tensor of a
+Experts lie in one stacked tensor for each of their matrices. Here each expert gets names of its
+own, as in safetensors, so that code for experts need not know GGUF. Invariant: every tensor of a
 file has one known meaning, or the file is refused.
 """
 
@@ -29,8 +29,8 @@ def tensors_of(
 ) -> dict[str, TensorEntry]:
     """Return the tensors by Hugging Face's names.
 
-    `stated` is what the file says of the model, `config` is that of its text. Raises `UserError`
-    for an unknown tensor.
+    `stated` are the file's statements about the model, `config` is that of its text part. Raises
+    `UserError` for an unknown tensor.
     """
     tensors = dict[str, TensorEntry]()
     reader = _Reader(where, kind, stored, stated, config)
@@ -43,7 +43,7 @@ def tensors_of(
 
 
 class _Reader:
-    """What is the same for all tensors of a file."""
+    """Settings that hold for all tensors of a file."""
 
     def __init__(
         self, where: str, kind: str, stored: Entries, stated: Settings, config: Settings
@@ -55,13 +55,13 @@ class _Reader:
         num_heads = stated.get("num_attention_heads", 0)
         self._heads = {"attn_q": num_heads, "attn_k": stated.get("num_key_value_heads", num_heads)}
         self._config = config
-        # layers whose gate and up projections are of several kinds, which then are all expanded
+        # layers whose gate and up projections differ in type, so that all of both is expanded
         coded = (name for name, entry in stored.items() if entry.dtype in BLOCKS)
         matches = (re.match(r"blk\.(\d+)\.ffn_(gate|up)_exps", name) for name in coded)
         self._kinds = {int(match[1]) for match in matches if match is not None}
 
     def read(self, gguf_name: str, entry: TensorEntry) -> Named:
-        """Yield what becomes of a tensor; nothing of those that have no place in the model."""
+        """Yield the model's tensors made of one in the file; none if the model has no place for it."""
         architecture = self._architecture
         outer = {**_OUTER, **architecture.outer}
         match = _BLOCK.fullmatch(gguf_name)
@@ -100,7 +100,7 @@ class _Reader:
             yield f"{name.format(expert)}.weight", part
 
     def _woven(self, name: str, turn: int, stack: TensorEntry) -> Named:
-        """Yield the rows of each expert, which alternate with those of other stacks."""
+        """Yield each expert's rows, which alternate with those of another stack."""
         coding = GgufBlocks(stack.dtype, is_transposed=len(stack.shape) == 3)
         coded = Coded(coding, turn=turn, num_woven=len(self._architecture.woven))
         stack = stack._replace(coded=coded)
@@ -108,7 +108,7 @@ class _Reader:
             yield f"{name.format(expert)}{ROWS}{turn}", part
 
     def _heads_of_latent(self, prefix: str, part: str, stack: TensorEntry) -> Named:
-        """Yield the rows of each head's keys, which are stored as columns, or values."""
+        """Yield the rows of each head's values, or of its keys, which are stored as columns."""
         is_keys = part == "attn_k_b"
         stack = stack._replace(coded=Coded(GgufBlocks(stack.dtype, is_flipped=is_keys)))
         for head, matrix in enumerate(self._slices(part, stack)):
@@ -125,7 +125,7 @@ class _Reader:
         yield from (slice_of(stack, index, num_parts) for index in range(num_parts))
 
     def _changed(self, part: str, name: str, entry: TensorEntry) -> TensorEntry:
-        """Return a tensor with the coding that makes of it what the model has."""
+        """Return a tensor with a coding that undoes how llama.cpp changed it."""
         architecture = self._architecture
         is_norm = name.endswith("norm.weight") and part != "ssm_norm"
         added = architecture.added if is_norm else 0
@@ -135,19 +135,19 @@ class _Reader:
             raise damaged(f"{self._where}: {complaint}")
         tiles = self._tiles(part, name, entry.shape)
         is_exponential = part == "ssm_a"
-        # gpt-oss multiplies with experts' matrices from the other side
+        # gpt-oss multiplies by the transpose of experts' matrices
         is_transposed = bool(architecture.woven) and name.endswith("experts.down_proj")
         is_changed = added or interleaved or tiles or is_exponential or is_transposed
         if entry.dtype in BLOCKS or is_changed:
             order = (interleaved, added, tiles, is_exponential)
             coding = GgufBlocks(entry.dtype, *order, is_transposed=is_transposed)
             entry = entry._replace(coded=Coded(coding))
-        if part == "ssm_conv1d" and len(entry.shape) == 2:  # a convolution has a dimension more
+        if part == "ssm_conv1d" and len(entry.shape) == 2:  # a convolution has one more dimension
             entry = entry._replace(shape=(entry.shape[0], 1, entry.shape[1]))
         return entry
 
     def _tiles(self, part: str, name: str, shape: tuple[int, ...]) -> HeadPermutation | None:
-        """Return the order of value heads in recurrent layers; None where it is the model's."""
+        """Return the order of value heads in recurrent layers; None where it is the model's order."""
         if "linear_attn." not in name or part == "ssm_norm":
             return None
         num_groups, num_heads, key_width, value_width = (

@@ -1,9 +1,9 @@
 """Draft heads with files of their own, as decoders beside a target: EAGLE-3's, and DFlash blocks.
 
-Such a head starts from hidden states inside of the target, and takes what it has not of the
-target's table and head. Its names are those of published files (sources: SpecForge, vLLM's
-`llama_eagle3.py`, speculators 0.9, transformers 5.24 `muse_glimmer_assistant`); what it reads is told
-by its config. Invariant: a head that does not fit the target is refused from headers alone.
+Such a head starts from hidden states inside the target, and uses the target's embedding table and
+head where it has none. Its names are those of published files (sources: SpecForge, vLLM's
+`llama_eagle3.py`, speculators 0.9, transformers 5.24 `muse_glimmer_assistant`); its config tells
+which states it reads. Invariant: a head that does not fit the target is refused from headers alone.
 
 Shape letters, in this file only: W words that a head scores.
 """
@@ -37,7 +37,7 @@ _AROUND = {
     "lm_head": "lm_head",
 }
 _WORDS = ("d2t", "t2d")
-# of whole numbers, little-endian, as numpy calls them
+# whole numbers, little-endian, by numpy's names
 WORD_TYPES = {"I64": "<i8", "I32": "<i4"}
 _MOST = 1 << 20
 _PASSED_OVER = re.compile(r"rotary_emb\.inv_freq$|^verifier_")
@@ -47,13 +47,13 @@ _OF_TYPE = {
     "gemma4_unified_assistant": ASSISTANT,
 }
 _LAYER_KINDS = ("llama", "qwen2", "qwen3")
-# forms that only their configs tell, and that are not read
+# forms that only a config shows and that cannot be read
 _NOT_READ = {"medusa_num_heads": "Medusa", "hydra_num_heads": "Hydra"}
 _LEFT_OUT = ("architectures", "auto_map", "quantization_config", "layer_types", "torch_dtype")
 
 
 def head_kind(config: Settings) -> str | None:
-    """Return which kind of head a config is of; None where it is of none that is read."""
+    """Return the kind of head that a config describes; None for any other model."""
     named = config.get("architectures")
     architectures = " ".join(map(str, named)) if isinstance(named, list) else ""
     kind = config.get("speculators_model_type")
@@ -68,7 +68,7 @@ def head_kind(config: Settings) -> str | None:
 
 
 def refuse_other_heads(draft: Checkpoint) -> None:
-    """Raise `UserError` for a head in a form that is not read, which names that form."""
+    """Raise `UserError` for a head in a form that cannot be read, naming the form."""
     config = draft.config
     form = next((form for key, form in _NOT_READ.items() if key in config), None)
     kind = config.get("speculators_model_type")
@@ -90,7 +90,7 @@ def eagle3_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     depth = config_sizes(target)["num_hidden_layers"]
     nested = draft.config.get("eagle_config")
     usual = [2, depth // 2, depth - 3]
-    # SpecForge numbers layers by what leaves them, others by what enters
+    # SpecForge numbers the states by the layer that they leave, others by the one they enter
     layers = draft.config.get("eagle_aux_hidden_state_layer_ids")
     if isinstance(nested, dict) and nested.get("eagle_aux_hidden_state_layer_ids"):
         layers = [
@@ -116,7 +116,8 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     depth = config_sizes(target)["num_hidden_layers"]
     layers = stated.get("target_layer_ids")
     if layers is None:
-        # speculators': by what enters; one more may be named, for its training
+        # speculators number states by the layer they enter; one more may be named, for training
+        # only
         mixer = draft.tensors.get("fc.weight")
         num_read = mixer.shape[-1] // config_sizes(target)["hidden_size"] if mixer else 0
         layers = _numbers(draft, stated.get("aux_hidden_state_layer_ids"))[:num_read]
@@ -131,7 +132,7 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
         config.setdefault("layer_types", ["sliding_attention"] * config.get("num_hidden_layers", 0))
     config["model_type"] = "qwen3"
     if type(window := config.get("sliding_window")) is int:
-        # those as far away as the window are seen as well
+        # the position exactly a window away is seen as well
         config["sliding_window"] = window + 1
     if stated.get("sample_from_anchor"):
         rule = f"{draft.name}: a block in a form that is not read (sample_from_anchor)"
@@ -148,7 +149,7 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
 
 
 def check_kind(draft: Checkpoint, wanted: str) -> None:
-    """Raise `UserError` for a head of another kind than it is named."""
+    """Raise `UserError` for a head of another kind than the user named."""
     refuse_other_heads(draft)
     kind = head_kind(draft.config)
     if kind is not None and kind != wanted:
@@ -158,7 +159,7 @@ def check_kind(draft: Checkpoint, wanted: str) -> None:
 
 
 def _numbers(draft: Checkpoint, layers: Any) -> list[int]:
-    """Return numbers of layers. Raises `UserError` for anything else."""
+    """Return layer numbers. Raises `UserError` unless they are whole numbers."""
     if not isinstance(layers, list) or not all(type(number) is int for number in layers):
         rule = f"{draft.name}: config.json must number the target's layers that it reads"
         raise UserError(f"{rule}, got {layers!r:.80}: {OTHER_HEAD}")
@@ -166,7 +167,7 @@ def _numbers(draft: Checkpoint, layers: Any) -> list[int]:
 
 
 def _tapped(draft: Checkpoint, depth: int, layers: Any) -> tuple[int, ...]:
-    """Return rising numbers of the target's layers. Raises `UserError` for others."""
+    """Return the target's layer numbers, rising. Raises `UserError` for any others."""
     numbers = _numbers(draft, layers)
     if numbers != sorted(set(numbers)) or any(not 0 <= number < depth for number in numbers):
         rule = f"{draft.name}: the layers that it reads must rise and be the target's, of {depth}"
@@ -175,7 +176,7 @@ def _tapped(draft: Checkpoint, depth: int, layers: Any) -> tuple[int, ...]:
 
 
 def _own_name(name: str) -> str | None:
-    """Return the decoder's name of a tensor; None for one that no such head has."""
+    """Return the decoder's name of a tensor; None for a tensor that no such head has."""
     match = _IN_LAYER.match(name)
     if match is None:
         module, _, leaf = name.removeprefix("model.").rpartition(".")
@@ -188,7 +189,7 @@ def _own_name(name: str) -> str | None:
 def _beside(
     target: Checkpoint, draft: Checkpoint, carried: Carried, config: dict[str, Any]
 ) -> Checkpoint:
-    """Return a head as a decoder that has the target's table and head where it has none."""
+    """Return a head that uses the target's table and head where it has none of its own."""
     files = {name: entry for name, entry in draft.tensors.items() if not _PASSED_OVER.search(name)}
     named = {name: _own_name(name) for name in files if name not in _WORDS}
     tensors = {
@@ -230,7 +231,7 @@ def joined(
     carried: Carried,
     shared: Mapping[str, TensorEntry],
 ) -> Checkpoint:
-    """Return a decoder of its own tensors and of the target's, whose files stand behind its own."""
+    """Return a decoder of its own tensors and the target's, whose files come after its own."""
     num_shards = len(draft.shards)
     theirs = {name: _behind(entry, num_shards) for name, entry in shared.items()}
     return replace(
@@ -252,7 +253,7 @@ def joined(
 def _check_fit(
     target: Checkpoint, draft: Checkpoint, carried: Carried, tensors: Mapping[str, TensorEntry]
 ) -> TensorEntry | None:
-    """Return which words a head scores, where it has fewer. Raises `UserError` for another target's."""
+    """Return which of the target's words a head scores if not all. Raises `UserError` for a misfit."""
     sizes = config_sizes(target)
     width = sizes["hidden_size"]
     words = sizes["vocab_size"]
@@ -286,7 +287,7 @@ def _check_fit(
 
 
 def _behind(entry: TensorEntry, num_shards: int) -> TensorEntry:
-    """Return an entry of files that stand behind this many others."""
+    """Return an entry whose files come after this many others."""
     coded = entry.coded
     if coded is not None:
         companions = tuple(

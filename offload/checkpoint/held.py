@@ -1,9 +1,9 @@
-"""Quantised drafts: which weights a draft holds in fewer bits than its files have, and their sizes.
+"""Quantised drafts: which weights a draft holds in fewer bits than its files, and their sizes.
 
-Rounding costs accepted tokens and never exactness. Quantised are all matrices of the layers that
-rows are multiplied with; embeddings, norms, head and fused experts keep their type. At 4 bits,
-columns form groups with a scale and an offset each; at 8 bits, each row has one scale. Invariant:
-planning and loading use the same rules, so what is planned is what memory holds.
+Rounding costs accepted tokens and never exactness. All matrices in layers that rows are multiplied
+with are quantised; embeddings, norms, head and fused experts keep their type. At 4 bits, columns
+form groups with a scale and an offset each; at 8 bits, each row has one scale. Invariant: planning
+and loading use the same rules, so what is planned is what memory holds.
 """
 
 import math
@@ -16,14 +16,14 @@ from offload.encoding.base import Encoding
 from offload.encoding.residuals import Residual, group_of, held_bytes, padded_rows
 
 _BLOCK_ROWS = 64
-# Torch rounds this many numbers at once, which takes float32, codes and words for each.
+# Torch rounds this many numbers at once; each takes room for float32, a code and a word.
 _CHUNK_NUMBERS = 1 << 20
 _CHUNK_ITEM_BYTES = 10
 # smaller ones are not worth a residual
 _LEAST_WEIGHTS = 2048
-# Up to this many rows a CPU uses integer products, unless trials say otherwise.
+# Up to this many rows a CPU uses integer products, unless measurements say otherwise.
 FEW_ROWS = 4
-# mamba's `dt_proj` is read beside its module, so that nothing would expand it
+# Mamba reads `dt_proj` outside its module, where nothing would expand it.
 _NOT_LINEAR = re.compile(rf"{MIXTURE}|\.(gate|router|dt_proj)\b|relative_attention_bias|embed|norm")
 
 
@@ -37,10 +37,10 @@ class Held(NamedTuple):
 class HeldSizes(NamedTuple):
     """The memory that a quantised draft takes."""
 
-    layer_bytes: tuple[int, ...]  # of all layers, an encoder's last
+    layer_bytes: tuple[int, ...]  # all layers, an encoder's last
     scratch_bytes: int  # the largest matrix, expanded
-    passing_bytes: int  # what loading takes while a layer is rounded
-    expanded_weights: int  # numbers that a pass of many rows expands, matrix after matrix
+    passing_bytes: int  # memory that loading takes while a layer is rounded
+    expanded_weights: int  # numbers that a pass of many rows expands, one matrix after the other
 
 
 def is_held(name: str, shape: tuple[int, ...]) -> bool:
@@ -49,7 +49,7 @@ def is_held(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def copied_matrix(name: str, entry: TensorEntry) -> bool:
-    """Return True if a tensor is a matrix of which a draft's copy has one of 4 bits."""
+    """Return True for a matrix that gets a 4-bit copy for drafting."""
     place = layer_name(name)
     if place is None or entry.coded is not None or entry.dtype != "BF16":
         return False
@@ -65,7 +65,7 @@ def is_shared(entry: TensorEntry, held: Held | None) -> bool:
 
 
 def shared_bytes(shape: tuple[int, ...], computed: Encoding) -> int:
-    """Return the bytes of a draft beside such a copy: scales in the type that it computes in."""
+    """Return the bytes of a draft in addition to such a copy: scales in its compute type."""
     if computed.name == "BF16":
         return 0
     words_bytes = padded_rows(shape[0]) * shape[1] // 2
@@ -94,7 +94,7 @@ def held_sizes(
         layer_bytes.append(own_bytes + others + shared_bytes_of)
         matrices += [entry.shape for entry in matrices_here]
         stored = sum(entry.num_bytes + computed.stored_bytes(entry.shape) for entry in entries)
-        # numbers that are rounded in one step; the compiled encoder's threads need far fewer
+        # numbers that are rounded in one step; the compiled encoder needs far fewer
         rounded = 0
         for num_rows, num_columns in (entry.shape for entry in matrices_here):
             least = max(_CHUNK_NUMBERS, _BLOCK_ROWS * num_columns)

@@ -1,8 +1,8 @@
 """The identity of a model by its files, under which results, sessions and profiles are kept.
 
-At start every tensor is sampled in a few places, and all other files that a text depends on are
-read whole. That takes milliseconds, but misses what differs between the samples. So an identity has
-proofs of all bytes as well: unchanged files, checksums of the hub, or a sum.
+At start every tensor is sampled in a few places, and all other files on which a text depends are
+read whole. That takes milliseconds, but misses differences between the samples. So an identity also
+has proofs of all bytes: unchanged files, the hub's checksums, or a sum of all bytes.
 
 Invariant: two models count as the same only where a proof agrees and none contradicts.
 """
@@ -28,20 +28,20 @@ from offload.errors import ReadError, UserError, system_reason
 PARTS = ("weights", "config", "generation config", "tokenizer", "chat template")
 FILES = "files"
 HUB = "hub"
-# names how it is made: a sum that was made in another way says nothing
+# names the method: sums by different methods cannot be compared
 SUM = "xxh3"
-# Two models whose sums differ are different; files may differ for the same model.
+# Models whose sums differ are different; files may differ for the same model.
 _DECISIVE = (SUM, HUB)
 # Samples of each tensor.
 _NUM_SAMPLES = 2
 _SAMPLE_BYTES = 2048
-# Reads of all tensors together: a mixture of experts has tens of thousands.
+# Reads over all tensors: a mixture of experts has tens of thousands of them.
 _MOST_READS = 2048
 _NUM_READERS = 8
 _EXPERT = ".experts."
 _DIGEST_CHARS = 32
 _SUM_TEXT = re.compile(r"[0-9a-f]{32}")
-# Raise it when a sum or a digest is computed from anything else.
+# Raise it when a sum or digest is computed from anything else.
 _VERSION = 2
 # settings in config.json or tokenizer_config.json that only name things
 _NAMES_OF_CONFIG = (
@@ -51,7 +51,7 @@ _NAMES_OF_CONFIG = (
     "tokenizer_file",
     "special_tokens_map_file",
 )
-# the other settings of generation that matter are part of a request
+# other generation settings that matter are part of a request
 _SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "decoder_start_token_id")
 
 
@@ -75,20 +75,20 @@ class ModelIdentity(NamedTuple):
         return cls(parts, proofs) if are_texts and parts.keys() >= set(PARTS) else None
 
     def difference(self, other: "ModelIdentity") -> str:
-        """Return in words which parts differ, as far as samples show; empty where none does."""
+        """Return in words which parts differ as far as samples show; empty if none does."""
         both = {**self.parts, **other.parts}
         names = [name for name in both if self.parts.get(name) != other.parts.get(name)]
         return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
     def has_weights_of(self, other: "ModelIdentity") -> bool | None:
-        """Return True if all bytes of the weights are equal; None where nothing proves either."""
+        """Return True if the weights' bytes are equal, False if not, None if nothing proves either."""
         if self.parts["weights"] != other.parts["weights"]:
             return False
         return proved(self.proofs, other.proofs)
 
     @property
     def has_sum(self) -> bool:
-        """Return True if there is a sum of all bytes to compare other weights with."""
+        """Return True if there is a sum of all bytes, to compare with other weights."""
         return SUM in self.proofs
 
     def drafted_by(self, draft: "ModelIdentity | None") -> "ModelIdentity":
@@ -106,7 +106,7 @@ class ModelIdentity(NamedTuple):
 
 def identity_of(checkpoint: Checkpoint) -> ModelIdentity:
     """Return a model's identity from samples and proofs. Raises `ReadError` and `UserError`."""
-    # first what tells whether a file was replaced
+    # stamps first: they tell whether a file was replaced meanwhile
     parts = {"weights": _sampled(checkpoint), "config": _config(checkpoint)}
     settings = generation_settings(checkpoint)
     parts |= {
@@ -119,23 +119,23 @@ def identity_of(checkpoint: Checkpoint) -> ModelIdentity:
 
 
 def proved(saved: Mapping[str, str], mine: Mapping[str, str]) -> bool | None:
-    """Return True if two sets of proofs are of the same weights; None where they prove neither."""
+    """Return True if two sets of proofs are of the same weights, False if not, None if unproved."""
     shared = saved.keys() & mine.keys()
     if any(saved[kind] != mine[kind] for kind in shared.intersection(_DECISIVE)):
         return False
-    # a sum sees what was written into a file since the hub named it
+    # a sum notices what was written to a file since the hub named it
     enough = shared - {HUB} if SUM in saved or SUM in mine else shared
     return any(saved[kind] == mine[kind] for kind in enough) or (True if saved == mine else None)
 
 
 def keep_sum(identity: ModelIdentity, total: str) -> None:
-    """Store the sum for the next run, or let that read again; valid for unchanged files."""
+    """Store the sum for later runs, where the folder can be written; it holds for unchanged files."""
     with suppress(OSError, UserError):
         write_whole(_kept_path(identity.parts["weights"], identity.proofs[FILES]), total)
 
 
 def same_model(saved: ModelIdentity, mine: ModelIdentity) -> str:
-    """Return in words why these are two models; empty where they are one. Nothing is read."""
+    """Return in words why two models differ; empty if they are the same. Nothing is read."""
     if changed := saved.difference(mine):
         return f"{changed} {'differ' if ' and ' in changed or changed == 'weights' else 'differs'}"
     has_same = saved.has_weights_of(mine)
@@ -233,7 +233,7 @@ def _read(
 
 
 def _config(checkpoint: Checkpoint) -> str:
-    """Return a digest of the config without names. Raises `ReadError` where it changed since."""
+    """Return a digest of the config without names. Raises `ReadError` if the file changed since."""
     path = checkpoint.small_files / "config.json"
     stamp = checkpoint.config_stamp
     with _reading(path):
@@ -248,7 +248,7 @@ def _without_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_files(where: Path) -> dict[str, str]:
-    """Return digests of the files that turn text into tokens, and a conversation into text."""
+    """Return digests of the files that turn text into tokens, and conversations into text."""
     tokenizer = hashlib.sha256()
     template = hashlib.sha256()
     # a GGUF file has both in its header
@@ -279,7 +279,7 @@ def _small(path: Path, num_bytes: int = -1) -> bytes:
 
 
 def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
-    """Return the proofs of all weights that need no reading of them."""
+    """Return the proofs of all weights that take no reading."""
     stamps = checkpoint.stamps or tuple(map(Stamp.from_file, checkpoint.shards))
     places = [str(path.resolve()) for path in checkpoint.shards]
     proofs = {FILES: _json_digest([places, [stamp[1:] for stamp in stamps]])}
@@ -295,5 +295,5 @@ def _proofs(checkpoint: Checkpoint, weights: str) -> dict[str, str]:
 
 
 def _kept_path(weights: str, files: str) -> Path:
-    """Return where the sum of files with these stamps is kept. Raises `UserError`."""
+    """Return the path for the sum of files with these stamps. Raises `UserError`."""
     return cache_folder() / "weights" / f"{_VERSION}-{_digest(f'{weights} {files}'.encode())}"

@@ -1,4 +1,4 @@
-"""Headers of a model whose files are not there, from its config alone, and the shapes of its layers."""
+"""Headers of a model without files, from its config alone, and the shapes of its layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,12 +17,12 @@ from offload.families.types import BIASED_QUERIES, LLAMA_LIKE, NORMED_HEADS
 _HEADS = "num_attention_heads"
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", _HEADS, "vocab_size")
 _DEFAULTED = ("num_key_value_heads", "head_dim")
-_MAX_LAYERS = 10_000  # no model has as many, and each layer takes memory even here
+_MAX_LAYERS = 10_000  # more than any model has; each layer takes memory even here
 _MAX_SIZE = 1 << 32
 
 
 def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
-    """Return headers of a Llama-like model, in a file that is not there. Raises `UserError`."""
+    """Return headers of a Llama-like model, in a file that does not exist. Raises `UserError`."""
     assert config["model_type"] in LLAMA_LIKE, "sizes that do not follow from the config here"
     for name in (*_SIZES, *_DEFAULTED):
         size = config.get(name)
@@ -48,7 +48,7 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
 def imagined(
     config: dict[str, Any], path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> Checkpoint:
-    """Return headers of these (type, shape) by name, in a file beside `path` that is not there."""
+    """Return headers for (type, shape) by name, in a file beside `path` that does not exist."""
     entries = {}
     at = 0
     for name, (dtype, shape) in tensors.items():

@@ -1,4 +1,4 @@
-"""What layers of mixtures have beside attention and one feed-forward, by headers alone.
+"""The sizes of experts and other parts of a mixture's layers, from headers alone.
 
 Routed experts are stored as separate tensors, or as stacks whose first dimension counts them.
 Invariant: every byte of a layer belongs to one expert or is dense.
@@ -15,17 +15,17 @@ from offload.checkpoint.layout import group_by_layer, slab_bytes_bound, slice_of
 from offload.checkpoint.tensors import MIXTURE, Entries, TensorEntry, layer_name
 from offload.encoding.base import ENCODINGS, Encoding
 
-# within a layer; not `shared_experts.`, which every row meets
+# names within a layer; not `shared_experts.`, which every row passes
 _ROUTED = re.compile(rf".*?{MIXTURE}(?:(\d{{1,9}})\.)?(.+)$")
 _EXPERT = re.compile(rf"\.{MIXTURE}.*")
 _SCRATCH_ALIGN_BYTES = 256
 
-# layer, expert (None: of all of them), and what stands below it
+# layer, expert (None: all experts in a stack), and the rest of the name
 RoutedName = tuple[int, int | None, str]
 
 
 def routed_name(name: str) -> RoutedName | None:
-    """Return the parts of a tensor's name; None where it is not of routed experts."""
+    """Return the parts of a tensor's name; None unless it belongs to routed experts."""
     place = layer_name(name)
     match = _ROUTED.match(place.inner) if place else None
     if place is None or match is None:
@@ -34,18 +34,18 @@ def routed_name(name: str) -> RoutedName | None:
 
 
 class ExpertShape(NamedTuple):
-    """The sizes of a mixture; the record of an expert is all that it consists of."""
+    """The sizes of a mixture; an expert's record is all of its tensors."""
 
-    num_layers: int  # with routed experts
-    num_experts: int  # E of each
-    num_chosen: int  # k, by a router for every row
-    slot_bytes: int  # of the largest record
-    dense_bytes: tuple[int, ...]  # of every layer, without routed experts
-    # into which the coded weights of one module are expanded, an expert being one by itself
+    num_layers: int  # layers with routed experts
+    num_experts: int  # E, experts of each layer
+    num_chosen: int  # k, experts that the router chooses for a row
+    slot_bytes: int  # bytes of the largest record
+    dense_bytes: tuple[int, ...]  # bytes of every layer without its routed experts
+    # room for the expanded weights of one module; an expert is a module
     scratch_bytes: int = 0
-    # copies of a layer's dense part and of one expert, where another type is computed in
+    # copies of a layer's dense part and of one expert in the compute type, if it is another
     cast_bytes: int = 0
-    # what the chosen experts of a layer contribute to one row, kept until it is added up
+    # what a layer's chosen experts add to one row, kept until it is summed
     row_bytes: int = 0
 
     @property
@@ -56,9 +56,9 @@ class ExpertShape(NamedTuple):
 def expert_shape(
     checkpoint: Checkpoint, width: int, num_layers: int, computed: Encoding
 ) -> ExpertShape | None:
-    """Return the experts of a model that computes in `computed`; None for fewer than two.
+    """Return the experts of a model that computes in `computed`; None if it has fewer than two.
 
-    `width` is that of a row.
+    `width` is the width of a row.
     """
     num_experts, num_chosen = chosen_experts(checkpoint)
     names = {name: routed_name(name) for name in checkpoint.tensors}
@@ -87,7 +87,7 @@ def expert_shape(
 
 
 def chosen_experts(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Return E and k of a layer; zeros where every row is multiplied with every expert."""
+    """Return E and k of a layer; zeros if every row is multiplied with every expert."""
     counts = [(spec.num_experts, spec.num_chosen) for spec in checkpoint.layers]
     return max(filter(all, counts), default=(0, 0))
 

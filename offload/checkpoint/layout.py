@@ -1,14 +1,14 @@
 """How the tensors of one layer become one run of bytes (a slab), and which file bytes fill it.
 
-A slab that mirrors its file block by block is *direct*: O_DIRECT reads straight into place. Tensors
-that must be regrouped (fused experts) or that start at an odd offset make it *scattered*: the same
-reads go through a small bounce buffer. A device, whose wide loads want 16 bytes and more, gets a
+A slab that mirrors its file block by block is *direct*: O_DIRECT reads straight into place. Where
+tensors have to be regrouped (fused experts) or start at an odd offset, it is *scattered*: the same
+reads go through a small bounce buffer. A device, whose wide loads need 16 bytes or more, gets the
 slab from its first weight on, which may lie anywhere in the first block.
 
-Routed experts get slabs of their own. Files hold them as separate tensors or as one stack, models
+Routed experts get slabs of their own. Files store them as separate tensors or as one stack; models
 have stacks. Invariant: pieces never leave the slab; the bytes of each parameter, and the words of
 each coded weight, are covered exactly once; the bytes of different experts are disjoint and
-together are the stack's.
+together make up the stack.
 """
 
 import math
@@ -26,22 +26,22 @@ from offload.units import rounded_up
 
 # Alignment that O_DIRECT asks of offsets, addresses and lengths.
 BLOCK_BYTES = 4096
-# Scattered parameters begin as vector units and GPUs like it.
+# Scattered parameters begin where vector units and GPUs load fastest.
 _PARAMETER_ALIGN_BYTES = 256
-# A float32 matrix begins a cache line: MKL's result depends on alignment below it.
+# A float32 matrix begins at a cache line: with a lower alignment MKL's results vary.
 _MATRIX_ALIGN_BYTES = 64
 # Reading over a small gap is cheaper than starting a new run.
 _MAX_GAP_BYTES = 64 << 10
 
 
 class TensorPart(NamedTuple):
-    """A checkpoint tensor and where its numbers start inside the parameter that it belongs to."""
+    """A checkpoint tensor and where its numbers start inside their parameter."""
 
     entry: TensorEntry
     first: int = 0
 
 
-# shape and parts of a parameter; of a stack of experts the shape is (E, ...)
+# shape and parts of a parameter; a stack of experts has the shape (E, ...)
 Stack = tuple[tuple[int, ...], Sequence[TensorPart]]
 
 
@@ -97,7 +97,7 @@ class SlabLayout:
 
     @cached_property
     def lead_bytes(self) -> int:
-        """Return the bytes before the first weight, less what keeps all weights aligned."""
+        """Return the bytes before the first weight, rounded down so that all weights stay aligned."""
         coded = chain.from_iterable(self.coded.values())
         weights: list[Placed | Words] = [*self.parameters.values(), *coded]
         width = math.lcm(1, *(weight.align_bytes for weight in weights))
@@ -105,17 +105,17 @@ class SlabLayout:
 
     @property
     def sent(self) -> slice:
-        """Return the part of the slab that a device gets."""
+        """Return the part of the slab that is sent to a device."""
         return slice(self.lead_bytes, self.slab_bytes)
 
     def within_sent(self, weight: Placed | Words) -> slice:
-        """Return where a weight is in that part."""
+        """Return a weight's place in that part."""
         lo = weight.slab_lo - self.lead_bytes
         return slice(lo, lo + weight.num_bytes)
 
 
 def slab_layout(parameters: Mapping[str, Stack]) -> SlabLayout:
-    """Lay out parameters, name -> (shape, parts): direct where the order in the file allows it."""
+    """Lay out parameters, name -> (shape, parts): direct if the order in the file allows it."""
     entries = [part.entry for _, parts in parameters.values() for part in parts]
     plain = [parts for _, parts in parameters.values() if not is_coded(parts)]
     pairs = (pair for parts in plain for pair in pairwise(part.entry for part in parts))
@@ -131,7 +131,7 @@ def is_coded(parts: Sequence[TensorPart]) -> bool:
 
 
 def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
-    """Return the most bytes that the slab of these tensors takes, direct or scattered."""
+    """Return an upper bound of the slab's bytes for these tensors, direct or scattered."""
     entries = list(entries)
     direct = sum(_aligned_span(lo, hi) for _, lo, hi in _runs(filter(_is_in_place, entries)))
     scattered = sum(rounded_up(entry.num_bytes, _PARAMETER_ALIGN_BYTES) for entry in entries)
@@ -141,7 +141,7 @@ def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
 def group_by_layer(
     checkpoint: Checkpoint, num_layers: int, num_encoder_layers: int = 0
 ) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
-    """Group tensors by name into layers, the decoder's and then an encoder's, and the rest."""
+    """Group tensors by name: the decoder's layers, then an encoder's, then the rest."""
     layers: list[list[TensorEntry]] = [[] for _ in range(num_layers + num_encoder_layers)]
     decoder = layers[:num_layers]
     encoder = layers[num_layers:]
@@ -160,7 +160,7 @@ def group_by_layer(
 def _direct(parameters: Mapping[str, Stack], entries: list[TensorEntry]) -> SlabLayout:
     pieces = []
     base = 0
-    # The longest run comes first, so a device gets that one aligned.
+    # The longest run comes first, so that it is aligned on a device.
     for shard, lo, hi in sorted(_runs(entries), key=lambda run: run[1] - run[2]):
         pieces.append(SlabRead(shard, lo, hi, base + lo % BLOCK_BYTES))
         base += _aligned_span(lo, hi)
@@ -205,7 +205,7 @@ def _scattered(parameters: Mapping[str, Stack]) -> SlabLayout:
 
 
 def _is_in_place(entry: TensorEntry) -> bool:
-    """Return True if the tensor is aligned for use in memory that mirrors its file."""
+    """Return True if the tensor is aligned for use where memory mirrors its file."""
     return entry.lo % _align_of(entry) == 0
 
 
@@ -223,7 +223,7 @@ def _align_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _runs(entries: Iterable[TensorEntry]) -> list[tuple[int, int, int]]:
-    """Return (shard, lo, hi) of the stretches that hold the tensors, small gaps included."""
+    """Return (shard, lo, hi) for each run of file bytes with the tensors, small gaps included."""
     runs: list[tuple[int, int, int]] = []
     for entry in sorted(entries, key=lambda e: (e.shard, e.lo)):
         if runs and runs[-1][0] == entry.shard and entry.lo - runs[-1][2] <= _MAX_GAP_BYTES:
@@ -238,7 +238,7 @@ def _aligned_span(lo: int, hi: int) -> int:
 
 
 def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLayout]:
-    """Return a layout for each expert; shapes lose their first dimension."""
+    """Return a layout for each expert; its shapes lack the first dimension."""
     split = {name: _split(stack) for name, stack in stacks.items()}
     parameters_of = (
         {name: parts[expert] for name, parts in split.items()} for expert in range(num_experts)
@@ -248,7 +248,7 @@ def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLay
 
 def _split(stack: Stack) -> list[Stack]:
     (num_experts, *rest), parts = stack
-    # With one expert, the only part may already be without the expert dimension.
+    # With one expert, its part may already lack the expert dimension.
     if len(parts) == 1 and len(parts[0].entry.shape) > len(rest):
         slices = (slice_of(parts[0].entry, expert, num_experts) for expert in range(num_experts))
         return [(tuple(rest), [TensorPart(entry)]) for entry in slices]
@@ -262,7 +262,7 @@ def _split(stack: Stack) -> list[Stack]:
 
 
 def slice_of(entry: TensorEntry, expert: int, num_experts: int) -> TensorEntry:
-    """Return the part of a stack's tensor, coded or not, that belongs to one expert."""
+    """Return one expert's part of a stacked tensor, coded or not."""
     size = entry.num_bytes // num_experts
     is_stack = size * num_experts == entry.num_bytes and entry.shape[0] == num_experts
     assert is_stack, "stacks begin with experts"

@@ -1,8 +1,8 @@
-"""Methods of quantisation, by what a config says of them and by the names of tensors.
+"""Quantisation methods, told by a config and by the names of tensors.
 
-Checkpoints that are not read are refused by their method, since their tensors have the names of a
-format that is read, or names that explain nothing. Invariant: what decides between two readings of
-the same tensors is read from every key that tools write it under, and a value that is not known is
+Checkpoints that cannot be read are refused by their method: their tensors may have the names of a
+format that can be read, or names that explain nothing. Invariant: what decides between two readings
+of the same tensors is looked up under every key that tools use for it, and an unknown value is
 refused.
 """
 
@@ -27,7 +27,7 @@ _BITS = {"awq": (4,), "gptq": (2, 3, 4, 8)}
 _MODELOPT = ("NVFP4", "FP8", "MIXED_PRECISION")
 _MLX = ("group_size", "bits")
 _MLX_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
-# the endings of tensors that formats have which are not read
+# endings of tensor names in formats that cannot be read
 _UNREAD = {
     ".weight._data": "optimum-quanto",
     ".weight._data._data": "optimum-quanto",
@@ -38,14 +38,14 @@ _UNREAD = {
 
 
 def quantisation(config: Settings) -> Any:
-    """Return the settings of quantised weights in a config or its part of text, or None."""
+    """Return a config's settings of quantisation, or its text part's, or None."""
     keys = ("quantization_config", "compression_config", "quantization")
     given = (place.get(key) for place in (config, of_text(config)) for key in keys)
     return next(filter(None, given), None)
 
 
 def check_method(name: str, config: Settings) -> None:
-    """Raise `UserError` for a method of quantisation, or a version of it, that is not read."""
+    """Raise `UserError` for a quantisation method, or a version of one, that cannot be read."""
     settings = quantisation(config)
     if settings is None:
         return
@@ -63,7 +63,7 @@ def check_method(name: str, config: Settings) -> None:
 
 
 def check_names(name: str, tensors: Iterable[str]) -> None:
-    """Raise `UserError` for tensors of a format that is not read, whatever the config says."""
+    """Raise `UserError` for tensors of a format that cannot be read, whatever the config says."""
     endings = tuple(_UNREAD)
     stranger = next((tensor for tensor in tensors if tensor.endswith(endings)), None)
     if stranger is not None:
@@ -72,7 +72,7 @@ def check_names(name: str, tensors: Iterable[str]) -> None:
 
 
 def unexplained(name: str, config: Settings) -> UserError:
-    """Return the error for a config that says how weights are quantised, where none of them is."""
+    """Return the error for a config with quantisation settings where no weight is quantised."""
     settings = quantisation(config)
     method = method_of(settings) if isinstance(settings, dict) else None
     rule = f"{name}: weights must be stored as {_READ.get(str(method), 'config.json')} says"
@@ -81,9 +81,9 @@ def unexplained(name: str, config: Settings) -> UserError:
 
 
 def method_of(settings: Settings) -> str | None:
-    """Return the name of the method, one for all its synonyms; None if it is not read."""
+    """Return the one name of the method among its synonyms; None if it cannot be read."""
     method = settings.get("quant_method")
-    if method is None:  # early bitsandbytes and compressed-tensors name none, nor does MLX
+    if method is None:  # early bitsandbytes and compressed-tensors name no method, nor does MLX
         is_bitsandbytes = settings.get("load_in_4bit") or settings.get("load_in_8bit")
         method = "compressed-tensors" if "config_groups" in settings else None
         method = "mlx" if all(key in settings for key in _MLX) else method

@@ -1,7 +1,7 @@
-"""Checkpoints that mlx-lm wrote, by the names and numbers that transformers has.
+"""Checkpoints written by mlx-lm, turned into transformers' names and numbers.
 
 mlx-lm stacks experts, renames weights and changes some, by family. Invariant: a family is read only
-if all that is done to its tensors is known here; sources are the `sanitize` functions of mlx-lm
+if every change to its tensors is known here; the sources are the `sanitize` functions of mlx-lm
 0.32.2, and any other family is refused by name.
 """
 
@@ -15,7 +15,7 @@ from offload.encoding.base import ENCODINGS, Settings
 from offload.encoding.gguf import GgufBlocks
 from offload.errors import UserError
 
-# tensors are those of transformers, except for some that are not read
+# families whose tensors are those of transformers, except for some that are not read
 _AS_THEY_ARE = """
 cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3 gemma3_text glm glm4 granite helium
 hunyuan_v1_dense llama mimo ministral3 mistral mistral3 olmo olmo2 olmo3 phi phi3 qwen2 qwen3
@@ -23,13 +23,13 @@ seed_oss smollm3 stablelm starcoder2
 """
 _ONE_BY_ONE = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
 _BY_NUMBER = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-# the names of an expert's matrices in transformers' files, of families with stacks
+# names of an expert's matrices in transformers' files, for families with stacks
 _STACKED = {
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "mellum"), _ONE_BY_ONE),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), _ONE_BY_ONE),
     **dict.fromkeys(("mixtral", "phimoe"), _BY_NUMBER),
 }
-# recurrent families: 1 is added to their norms, and kernels of convolutions lie another way round
+# recurrent families: norms have 1 added, and convolution kernels are transposed
 _RECURRENT = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _FAMILIES = frozenset((*_AS_THEY_ARE.split(), *_STACKED, *_RECURRENT))
 _STACK = re.compile(r"\.switch_mlp\.(gate_proj|up_proj|down_proj)\.weight$")
@@ -39,7 +39,7 @@ _NORM = re.compile(r"(?:_layernorm|\bmodel\.norm|\b[qk]_norm)\.weight$")
 def is_of_mlx(config: Settings, formats: Iterable[object], names: Iterable[str]) -> bool:
     """Return True if mlx-lm wrote a checkpoint.
 
-    By the `format` that its files name, its way to tell of quantised weights, or its stacks.
+    It is told by the `format` in its files, by its quantisation settings, or by its stacks.
     """
     settings = quantisation(config)
     is_named = isinstance(settings, dict) and method_of(settings) == "mlx"
@@ -47,7 +47,7 @@ def is_of_mlx(config: Settings, formats: Iterable[object], names: Iterable[str])
 
 
 def require_known(where: str, config: Settings) -> None:
-    """Raise `UserError` for a family whose tensors mlx-lm may change in ways that are not known."""
+    """Raise `UserError` for a family whose tensors mlx-lm may change in unknown ways."""
     family = config.get("model_type")
     if family not in _FAMILIES:
         rule = f"{where}: of what mlx-lm wrote, models whose tensors it leaves alone are read"
@@ -55,7 +55,7 @@ def require_known(where: str, config: Settings) -> None:
 
 
 def as_in_transformers(where: str, config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
-    """Return the tensors by transformers' names, experts one by one. Raises `UserError`."""
+    """Return the tensors by transformers' names, an entry for each expert. Raises `UserError`."""
     family = str(config.get("model_type"))
     names = _STACKED.get(family)
     renamed = dict[str, TensorEntry]()
@@ -73,7 +73,7 @@ def as_in_transformers(where: str, config: Settings, tensors: Entries) -> dict[s
 def _experts(
     where: str, mixture: str, matrix: str, entry: TensorEntry
 ) -> Mapping[str, TensorEntry]:
-    """Return the matrices of a stack, by their names in the files of transformers."""
+    """Return the matrices of a stack, by their names in transformers' files."""
     parts = (entry, *(companion for _, companion in entry.companions))
     num_experts = entry.shape[0] if len(entry.shape) == 3 else 0
     if not num_experts or any(part.shape[:1] != (num_experts,) for part in parts):

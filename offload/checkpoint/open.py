@@ -1,8 +1,8 @@
 """A model's headers, wherever it is: in a folder, in a GGUF file or on the hub.
 
 No weights are read, and the shards of the resulting `Checkpoint` need not exist: code that reads
-them asks `Checkpoint.is_here` first. An index may be hostile: names in it are of files beside it, or it is
-refused.
+them asks `Checkpoint.is_here` first. An index may be hostile: it is refused unless it names files
+beside it.
 """
 
 import os
@@ -34,7 +34,7 @@ from offload.checkpoint.text_part import TextPart, text_part, with_shared_layers
 from offload.encoding.base import AGAIN
 from offload.errors import UserError, require
 
-# takes a model and what its GGUF file was made from
+# called with a model and the source of its GGUF file
 ReadHeaders = Callable[..., Checkpoint]
 
 _GGUF = "*.[gG][gG][uU][fF]"
@@ -47,8 +47,8 @@ def is_from_hub(model: str | os.PathLike[str]) -> bool:
 
 
 def config_alone(model: str | os.PathLike[str]) -> Path | None:
-    """Return a config.json that was named itself or lies in a folder without weights, else None."""
-    # an empty name is no name of the folder that a program happens to be in
+    """Return a config.json named directly or in a folder without weights, else None."""
+    # an empty name must not mean the working directory
     if not os.fspath(model):
         return None
     path = Path(os.path.expanduser(model))
@@ -61,7 +61,7 @@ def gguf_file(model: str | os.PathLike[str]) -> Path | None:
     """Return the first GGUF file of a model, or None where the model is not GGUF.
 
     `model` is the file itself, or a folder with GGUF files and no safetensors. Raises `UserError`
-    where a folder has several models.
+    if a folder has several models.
     """
     path = Path(os.path.expanduser(model))
     if os.path.isfile(path):
@@ -82,7 +82,7 @@ def gguf_file(model: str | os.PathLike[str]) -> Path | None:
 
 
 def require_name(model: str | os.PathLike[str]) -> None:
-    """Raise `UserError` for what cannot name a model."""
+    """Raise `UserError` for a text that cannot name a model."""
     rule = "a model must be a folder, a GGUF file or a hub id"
     is_name = isinstance(model, str | os.PathLike) and bool(os.fspath(model))
     require(is_name, rule, f"{model!r:.80}", "give its path or name")
@@ -118,9 +118,9 @@ def fetch(
     headers: Sequence[Checkpoint],
     on_phase: Callable[[str], None],
 ) -> list[Checkpoint]:
-    """Return checkpoints to read weights from; what is not here of `headers` is downloaded.
+    """Return checkpoints with weights; files of `headers` that are missing here are downloaded.
 
-    What is here stays the commit that it is.
+    Where files are here, their commit stays.
     """
     checkpoints = []
     for model, known in zip(models, headers, strict=True):
@@ -183,7 +183,7 @@ def weights_of(
 ) -> TextPart:
     """Return a language model's tensors by its own names.
 
-    `formats` are what files call theirs. Raises `UserError` for contradictions.
+    `formats` are the formats that the files name. Raises `UserError` for contradictions.
     """
     check_method(where, config)
     check_names(where, tensors)
@@ -208,11 +208,11 @@ def has_weights(directory: Path) -> bool:
 
 
 def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
-    """Return the weight files, there or not, and the index's map of tensors to them, if any.
+    """Return the weight files, existing or not, and the index's map of tensors to them, if any.
 
-    Raises `UserError` where there are no files, or the index makes no sense.
+    Raises `UserError` where there are none, or the index makes no sense.
     """
-    # of two sets the one that transformers reads; it leaves an index behind as it saves one file
+    # of two sets the one that transformers reads: it may leave an old index beside one new file
     if os.path.isfile(directory / SINGLE):
         return (directory / SINGLE,), None
     if os.path.isfile(directory / INDEX):
@@ -235,7 +235,7 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
 
 
 def _refuse_other_formats(directory: Path) -> None:
-    """Raise `UserError` for a folder that holds an adapter without its model."""
+    """Raise `UserError` for a folder with an adapter and without its model."""
     if os.path.isfile(directory / "adapter_config.json"):
         complaint = f"{directory} holds an adapter, such as LoRA, without its model"
         raise UserError(f"{complaint}: merge it into the model, give the result")
@@ -247,11 +247,11 @@ def shard_name(index: int, count: int) -> str:
 
 
 def _on_the_hub(repo: str) -> Checkpoint:
-    """Return the hub's copy in the cache, else config and headers alone: kilobytes."""
+    """Return the hub's copy in the cache, or else config and headers alone: kilobytes."""
     from huggingface_hub import errors as hub
     from huggingface_hub import get_safetensors_metadata, snapshot_download
 
-    # the HTTP library beneath changes from release to release
+    # the HTTP library behind it differs between versions
     network_error: type[Exception] = hub.HfHubHTTPError.__bases__[0]
     unusable = (hub.HFValidationError, hub.NotASafetensorsRepoError, hub.SafetensorsParsingError)
     cached = _in_cache(repo)
@@ -279,7 +279,7 @@ def _on_the_hub(repo: str) -> Checkpoint:
 
 
 def _in_cache(repo: str) -> Checkpoint | None:
-    """Return the hub's copy in the cache; None where it is not there, or only in part."""
+    """Return the hub's copy in the cache; None if it is missing or incomplete."""
     from huggingface_hub import errors as hub
 
     try:

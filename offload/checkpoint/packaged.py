@@ -1,16 +1,16 @@
 """The pair of models that the package carries, and its small target enlarged to any size on disk.
 
-Speculation is only worth measuring against a trained target, so `inflate` pads that one without
-changing what it computes: hidden coordinates that are always zero, query heads and feed-forward
-rows whose output is not read, whole layers that add nothing. The padding is random wherever it only
-meets zeros, so its bytes are real work. Experts grow; a layer that adds nothing routes as the
-nearest real layer does, so which experts a text needs stays realistic.
+Speculation is only worth measuring against a trained target, so `inflate` enlarges that one without
+changing what it computes. It adds hidden coordinates that are always zero, query heads and
+feed-forward rows whose output is not read, and whole layers that add nothing. Padding that only
+meets zeros is random, so that its bytes are real work. Experts grow, too. An added layer routes as
+the nearest real layer does, so that it stays realistic which experts a text needs.
 
-Invariant: the weights that *read* a new coordinate are any finite numbers, those that *write* to one
-are zero. The hidden size grows by 4, so RMSNorm divides by a root half as large, and its weight
-takes the factor back: exact in any binary float. Norms of queries and keys keep their width but
-meet the smaller epsilon, so these arrive half as large. Logits equal the small model's up to the
-order of summation.
+Invariant: weights that *read* a new coordinate are any finite numbers, weights that *write* to one
+are zero. The hidden size grows fourfold, so RMSNorm divides by a root half as large, and its weight
+makes up for the factor: exact in any binary float. Norms of queries and keys keep their width but
+meet the smaller epsilon, so their input is halved. Logits equal the small model's up to the order
+of summation.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from offload.encoding.base import PLAIN_OF
 from offload.errors import UserError, os_errors_as_user_error
 from offload.options import DEMO_PAIR
 
-_FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
+_FORMAT_VERSION = 1  # raise it when the same parameters give other tensors
 _WIDTH_FACTOR = 4
 _NORM_DIVISOR = 2  # RMSNorm of a vector padded with zeros grows by the root of the factor
 _LAYER_BYTES = 25_000_000
@@ -58,11 +58,12 @@ _FFN_STEP = 64
 _LAYER = "model.layers.{}."
 _CARRIED = "mtp.layers.0."  # a layer that guesses ahead
 _BALLAST_STD = 0.02
-# Tensors that write into the hidden state are padded with zeros: they add nothing to new
-# coordinates, and nothing from new heads or feed-forward rows.
+# Tensors that write to the hidden state are padded with zeros: they add nothing to new coordinates,
+# and new heads or feed-forward rows add nothing through them.
 _HIDDEN_WRITERS = frozenset({"embed_tokens", "o_proj", "down_proj", "fc"})
 _ROUTER = "mlp.gate"
-_ROUTING = frozenset({_ROUTER, "post_attention_layernorm"})  # decides which experts are chosen
+# the router: decides which experts are chosen
+_ROUTING = frozenset({_ROUTER, "post_attention_layernorm"})
 # only in families that norm queries and keys
 _HEAD_NORMED = frozenset({"self_attn.q_proj", "self_attn.k_proj"})
 _HEAD_NORMS = frozenset({"self_attn.q_norm", "self_attn.k_norm"})
@@ -74,8 +75,8 @@ _COPIED = (
     "merges.txt",
     "chat_template*",
 )
-_WRITE_BYTES = 4 << 20  # large for the disk, small beside a layer
-_POOL_SLACK = 65_537  # how far the view on the random pool may be shifted from block to block
+_WRITE_BYTES = 4 << 20  # large enough for the disk, small beside a layer
+_POOL_SLACK = 65_537  # how far the view of the random pool may shift from block to block
 # The sizes of each stored dimension; a dimension of all query heads is split into
 # (kv group, row within the group).
 Axes = tuple[tuple[int, ...], ...]
@@ -106,11 +107,11 @@ class InflationPlan(NamedTuple):
 
 
 def plan_inflation(small: dict[str, Any], target_bytes: int) -> InflationPlan:
-    """Return the feed-forward size and the fewest layers of it that reach `target_bytes`.
+    """Return the feed-forward size and the fewest layers of that size that reach `target_bytes`.
 
-    Layers are of about `_LAYER_BYTES`, experts of about `_EXPERT_BYTES`, or smaller where the small
+    Layers have about `_LAYER_BYTES` and experts about `_EXPERT_BYTES`, or less where the small
     model's own number of layers would overshoot. The total is never below `target_bytes`, and less
-    than a layer above it unless the narrowest inflated model is bigger already.
+    than a layer above it unless the narrowest inflated model is larger already.
     """
     wide = {**small, **_widened(small)}
     grown = _inner_size_name(small)
@@ -142,12 +143,12 @@ def plan_inflation(small: dict[str, Any], target_bytes: int) -> InflationPlan:
 def inflate(
     source: Path, destination: Path, target_bytes: int, *, progress: Callable[[int, int], None]
 ) -> Path:
-    """Write the inflated checkpoint of `source`, unless it is there already; return its folder.
+    """Write the inflated checkpoint of `source`, unless it exists already; return its folder.
 
-    `source` is a Llama without biases or a Qwen3-MoE with experts in every layer, its head tied, in
-    one file and one type; an MTP layer has Qwen's form. `progress` is called with the bytes done
-    and those of all. Raises `UserError` for a destination that holds anything else or is being
-    written, and a full disk.
+    `source` is a Llama without biases or a Qwen3-MoE with experts in every layer. Its head is tied,
+    all its tensors are in one file and of one type, and an MTP layer has Qwen's form. `progress` is
+    called with the bytes done and the bytes in all. Raises `UserError` for a destination with other
+    content or that another process writes to, and for a full disk.
     """
     destination = destination.resolve()
     small = read_json(source / "config.json")
@@ -193,7 +194,7 @@ def inflated_config(source: Path, target_bytes: int) -> dict[str, Any]:
 
 
 def _inner_size_name(config: dict[str, Any]) -> str:
-    """Return the name of the size that makes layers larger."""
+    """Return the config key of the size that makes layers larger."""
     return "moe_intermediate_size" if _num_experts(config) else "intermediate_size"
 
 
@@ -202,7 +203,7 @@ def _most_layer_bytes(config: dict[str, Any]) -> int:
 
 
 def _num_experts(config: dict[str, Any]) -> int:
-    """Return the experts of each layer, 0 in a Llama; transformers 5 has the second name."""
+    """Return the experts of each layer, 0 for a Llama; transformers 5 uses the second key."""
     return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
@@ -220,7 +221,7 @@ def _widened(small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
-    """Return the axes of one layer's tensors, in file order; the small one is their low corner."""
+    """Return the axes of one layer's tensors, in file order; the small ones are their low corners."""
     shapes = _moe_shapes(config) if _num_experts(config) else layer_shapes(config)
     axes = {
         name.removesuffix(".weight"): tuple((size,) for size in shape)
@@ -255,7 +256,7 @@ def _outer_axes(config: dict[str, Any]) -> dict[str, Axes]:
         "model.norm": (width,),
     }
     if _num_carried(config):
-        # of an embedding and a hidden state
+        # for an embedding and a hidden state
         axes["mtp.fc"] = (width, (2, *width))
         norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
         axes |= {f"mtp.{name}": (width,) for name in norms}
@@ -330,7 +331,7 @@ class _Corners:
 def _shards(small: _Corners, big: dict[str, Any], plan: InflationPlan) -> list[list[_Piece]]:
     """Return all pieces in file order, outer tensors first; a layer never crosses a shard."""
     num_real = small.config["num_hidden_layers"]
-    # Evenly spread; no two fall on one index, since there are at least as many layers as real ones.
+    # Evenly spread; no two share an index, since there are at least as many layers as real ones.
     real_at = {(2 * real + 1) * plan.num_layers // (2 * num_real): real for real in range(num_real)}
     shards = [small.outer(big)]
     if _num_carried(big):
@@ -394,7 +395,7 @@ def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Itera
             end += PLAIN_OF[dtype].stored_bytes(shape)
             entries[piece.name] = TensorEntry(0, PLAIN_OF[dtype].name, shape, lo, end)
         with (folder / name).open("wb") as file:
-            # tensors begin where wide loads can
+            # tensors begin where wide loads may
             file.write(header_bytes(entries, {"format": "pt"}, BLOCK_BYTES))
             for block in chain.from_iterable(map(padding.blocks, pieces)):
                 yield file.write(block.flatten().view(torch.uint8).numpy().data)
@@ -408,7 +409,7 @@ def _write_shards(folder: Path, shards: list[list[_Piece]], dtype: str) -> Itera
 
 
 def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
-    """Return True if the folder holds this very inflation. Raises `UserError` for others."""
+    """Return True if the folder holds this same inflation. Raises `UserError` for other content."""
     if is_free(destination):
         return False
     if not (destination / INFLATED).is_file():
@@ -431,7 +432,7 @@ def inflated_target(
     source: Path = PAIR / "target",
     name: str = "demo",
 ) -> Path:
-    """Return a target inflated to about `size_bytes`, made once and reused. Raises `UserError`."""
+    """Return a target inflated to about `size_bytes`, made once and kept. Raises `UserError`."""
     folder = cache_folder() / f"{name}-{size_bytes // 10**6}MB"
     try:
         with os_errors_as_user_error(

@@ -1,9 +1,8 @@
 """The header of one safetensors file; every tensor's place is checked first.
 
 The files may be hostile, so sizes, offsets and names are checked here, once; all other code works
-with `TensorEntry` values that are known to lie inside their file. Every byte of a file that passes
-belongs to its header or to one tensor. What headers of GGUF files have in common with these is here
-as well.
+with `TensorEntry` values that are known to lie inside their file. In a file that passes, every byte
+belongs to its header or to one tensor. The parts that headers of GGUF files share are here, too.
 """
 
 import json
@@ -18,12 +17,12 @@ from offload.encoding.base import AGAIN, ANOTHER, STORED
 from offload.errors import UnreadError, UserError, ensure, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# beyond any tensor that a file can hold; arithmetic on them stays cheap
+# larger than any tensor in a file; arithmetic on them stays cheap
 _MAX_DIMS = 8
 _MAX_SIZE = 2**63
-# Kimi K2 with four for each matrix has 280,000 tensors, and a million take a minute.
+# Kimi K2 with four tensors for each matrix has 280,000, and a million take a minute.
 _MAX_TENSORS = 1 << 19
-# Patterns that names are told by take up to the square of it.
+# Matching a name against patterns may take the square of its length.
 _MAX_NAME_CHARS = 1024
 _LFS = b"version https://git-lfs"
 
@@ -31,13 +30,13 @@ _LFS = b"version https://git-lfs"
 class FileHeader(NamedTuple):
     """The header of one weight file, found sound."""
 
-    tensors: dict[str, TensorEntry]  # by the names in the file, with `coded` not yet set
+    tensors: dict[str, TensorEntry]  # by the names in the file; `coded` is not set yet
     stamp: Stamp
-    metadata: Mapping[str, Any]  # texts in safetensors
+    metadata: Mapping[str, Any]  # texts that safetensors allows
 
 
 def damaged(complaint: str, directory: Path | None = None) -> UserError:
-    """Return the error for a file that contradicts itself; the folder tells how it was made."""
+    """Return the error for a file that contradicts itself; its folder shows how it was made."""
     is_packed = directory is not None and os.path.isfile(directory / MANIFEST)
     return UserError(f"{complaint}: {'pack the model again' if is_packed else AGAIN}")
 
@@ -48,7 +47,7 @@ def damaged_file(path: Path, complaint: str) -> UserError:
 
 
 def lfs_pointer(path: Path) -> UserError:
-    """Return the error for a file that stands for one that was not fetched."""
+    """Return the error for a Git LFS pointer, whose file was not fetched."""
     complaint = f"{path.name} is a pointer of Git LFS, not the weights"
     return UserError(f"{complaint}: run git lfs pull in its folder")
 
@@ -73,14 +72,14 @@ def in_file_order(entries: Mapping[str, TensorEntry]) -> list[tuple[str, TensorE
 
 
 def read_header(path: Path, shard: int = 0) -> FileHeader:
-    """Read one file's header. Raises `UserError` for one that is false."""
+    """Read one file's header. Raises `UserError` if it is damaged."""
     raw, stamp = read_raw_header(path)
     tensors, metadata = parse_header(path, raw, stamp.num_bytes, shard)
     return FileHeader(tensors, stamp, metadata)
 
 
 def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
-    """Return the JSON that a file begins with, and its stamp. Raises `UserError` without one."""
+    """Return the JSON at the start of a file, and its stamp. Raises `UserError` without JSON."""
     with readable(path), open_regular(path) as file:
         stamp = Stamp.from_file(file.fileno())
         start = file.read(len(_LFS))
@@ -110,7 +109,7 @@ def parse_header(
         name: checked_entry(path, name, meta, shard, data_lo) for name, meta in header.items()
     }
     check_extents(path, entries, file_bytes)
-    # in bytes between tensors other programs may see another file
+    # other programs may read another file out of bytes between tensors
     end = data_lo
     places = [(entry.lo, entry.hi) for _, entry in in_file_order(entries)]
     for lo, hi in (*places, (file_bytes, file_bytes)):
@@ -125,7 +124,7 @@ def header_bytes(
 ) -> bytes:
     """Return the beginning of a file: the length of its JSON, and the JSON, padded with blanks.
 
-    Places of entries are counted from the end of it, which is a multiple of `align_bytes`.
+    Offsets of entries count from its end, which is a multiple of `align_bytes`.
     """
     described = {
         name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.lo, entry.hi)}
@@ -137,7 +136,7 @@ def header_bytes(
 
 
 def require_few(where: str, num_tensors: int) -> None:
-    """Raise `UserError` for a file, or a model, of more tensors than any has."""
+    """Raise `UserError` for a file, or a model, with more tensors than any real one."""
     if num_tensors > _MAX_TENSORS:
         rule = f"{where} must have at most {_MAX_TENSORS} tensors"
         raise UnreadError(f"{rule}, got {num_tensors}: {ANOTHER}")
