@@ -24,7 +24,7 @@ COMMANDS = {
     "pack": ("pack_commands", "Make a bf16 model a quarter smaller, without loss."),
     "unpack": ("pack_commands", "Give back the model that a packed one was made from."),
     "verify": ("verify_command", "Is a model whole?"),
-    "serve": ("serve_command", "Serve a model larger than memory over OpenAI's protocol."),
+    "serve": ("serve_command", "Serve a model by OpenAI's and Anthropic's protocols."),
     "launch": ("launch", "Run a command on many ranks."),
     # `offload.commands` knows it
     "bench": ("", "Measure speeds, each beside its ceiling."),

@@ -1,4 +1,4 @@
-"""`offload serve`: a model for many callers, over OpenAI's protocol."""
+"""`offload serve`: a model for many callers, over OpenAI's or Anthropic's protocol."""
 
 import re
 from importlib.util import find_spec
@@ -33,7 +33,7 @@ from offload.units import parse_size
 def serve(
     models: TalkingModels, model_options: ModelOptions, server: ServerOptions, output: OutputOptions
 ) -> None:
-    """Answer OpenAI's protocol with a model larger than memory, until SIGTERM or Ctrl-C."""
+    """Answer OpenAI's and Anthropic's protocols until SIGTERM or Ctrl-C."""
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         remedy = installing("offload[serve]")
         raise UserError(f"offload serve needs {' and '.join(missing)}: {remedy}")

@@ -206,6 +206,7 @@ def test_bytes_are_told_in_the_unit_of_the_user(is_decimal: bool, wanted: str, n
         screen.feed(terminal.read())
     assert screen.lines[0] == "above" and screen.lines[1].startswith("reading layers:  25%|")
     assert wanted in screen.lines[1] and len(screen.lines[1]) <= num_columns
+    assert "<?" in screen.lines[1], "what was there at first has no speed"
 
 
 @pytest.mark.parametrize("name", ["dumb", "xterm"])
