@@ -61,9 +61,7 @@ def _buffered(stdout: Any) -> Any:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt` or `SystemExit`, after an import if one is running: it may swallow
-    them.
-    """
+    """Raise `KeyboardInterrupt` or `SystemExit`, but only after an import: it may swallow them."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             send_later(number)

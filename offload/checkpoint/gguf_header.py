@@ -53,9 +53,7 @@ READ_TYPES = f"{', '.join(sorted(BLOCKS))}, F16, BF16 and F32"
 
 
 def gguf_parts(file: Path) -> tuple[Path, ...]:
-    """Return the paths of a split model's files, existing or not. Raises `UserError` for a wrong
-    name.
-    """
+    """Return the paths of a split model's files, existing or not. Raises `UserError`."""
     match = SPLIT.fullmatch(file.name)
     if match is None:
         return (file,)

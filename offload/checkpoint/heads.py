@@ -253,7 +253,7 @@ def joined(
 def _check_fit(
     target: Checkpoint, draft: Checkpoint, carried: Carried, tensors: Mapping[str, TensorEntry]
 ) -> TensorEntry | None:
-    """Return which of the target's words a head scores if not all. Raises `UserError` for a misfit."""
+    """Return which words a head scores if not all. Raises `UserError` for a misfit."""
     sizes = config_sizes(target)
     width = sizes["hidden_size"]
     words = sizes["vocab_size"]

@@ -81,7 +81,7 @@ class ModelIdentity(NamedTuple):
         return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
     def has_weights_of(self, other: "ModelIdentity") -> bool | None:
-        """Return True if the weights' bytes are equal, False if not, None if nothing proves either."""
+        """Return True if the weights' bytes are equal, False if not, None if that is unproved."""
         if self.parts["weights"] != other.parts["weights"]:
             return False
         return proved(self.proofs, other.proofs)
