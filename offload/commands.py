@@ -1,6 +1,6 @@
 """The whole program: the command line, and the bench as one of its commands.
 
-Neither imports the other, so that both are known here alone.
+Neither imports the other; this module alone imports both.
 """
 
 from offload.bench.suite import app as bench

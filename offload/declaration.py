@@ -1,7 +1,7 @@
-"""How an option is declared: once, as a field of a record, with all that its doors need to know.
+"""How an option is declared: once, as a field of a record, with everything that its doors need.
 
-Command line, environment, config.toml, HTTP, files of prompts, `/set` of a chat, lm-eval, documents
-and error words are made of what stands there. Nothing is imported that takes time.
+The command line, environment variables, config.toml, HTTP, files of prompts, `/set` in a chat,
+lm-eval, documents and error messages are all derived from it. Nothing is imported that takes time.
 """
 
 import math
@@ -20,64 +20,65 @@ P = ParamSpec("P")
 Record = TypeVar("Record")
 Result = TypeVar("Result")
 _KEY = "option"
-# of options, in the order of help; a record's own is its `GROUP`
+# groups in the order of help; a record names its own as `GROUP`
 GROUPS = ("Model", "Text", "Sampling", "Memory", "Guessing", "Server", "Output", "Expert")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option, as it is declared."""
+    """One option as declared."""
 
-    name: str = ""  # of the field, and of the argument in Python
-    flags: tuple[str, ...]  # the first one stands in error lines
-    group: str = "Output"  # of `GROUPS`, under which help lists it
-    is_main: bool = False  # stands in a command's short help
+    name: str = ""  # name of the field, and of the argument in Python
+    flags: tuple[str, ...]  # names on the command line; error lines use the first
+    group: str = "Output"  # heading in `GROUPS` under which help lists it
+    is_main: bool = False  # listed in a command's short help
     help: str
     default: Any = None
-    kind: Any = str  # that the command line makes of its text
+    kind: Any = str  # type to which the command line parses its text
     metavar: str | None = None
-    commands: tuple[str, ...] = ()  # that take it
-    # {command, or door: what is another there}
+    commands: tuple[str, ...] = ()  # commands that take it
+    # {command or door: what differs there}
     differs: Mapping[str, Mapping[str, Any]] | None = None
-    # what the record itself checks, see `check_values`
-    within: str = ""  # such as `[0, 1)`, `-1 to 1`, `0 or more`
+    # checked by the record itself, see `check_values`
+    within: str = ""  # bounds, such as `[0, 1)`, `-1 to 1`, `0 or more`
     choices: tuple[str, ...] = ()
-    # makes the value of what is given, whose name it is told
+    # makes the value from the given one and the option's name
     reads: Callable[[Any, str], Any] | None = None
     remedy: str = ""
-    least: float | None = None  # refused by the command line itself
+    least: float | None = None  # the command line itself refuses others
     most: float | None = None
     is_required: bool = False
     is_several: bool = False  # may be given several times
     is_hidden: bool = False
-    is_setting: bool = True  # may be set by the environment and by config.toml
+    is_setting: bool = True  # the environment and config.toml may set it
     is_per_rank: bool = False  # may have one value for each rank
-    keeps_default: bool = False  # also in a record that leaves others open, see `given_of`
-    is_eager: bool = False  # read before the others
-    counts: str = ""  # what a number may not exceed, by name: `cores`
-    # chooses among tokens that are drawn, and means nothing to greedy text
+    # listed even in a record that leaves other options out, see `given_of`
+    keeps_default: bool = False
+    is_eager: bool = False  # parsed before the others
+    counts: str = ""  # upper bound of a number, by name: `cores`
+    # affects how tokens are drawn, so it means nothing to greedy text
     is_drawing: bool = False
-    # beside the command line: python, http, batch, chat, page, harness, suggested
+    # doors besides the command line: python, http, batch, chat, page, harness, suggested
     doors: tuple[str, ...] = ()
-    called: Mapping[str, str] | None = None  # {door: its name there}, where that is another
-    synonyms: tuple[str, ...] = ()  # other names, which doors of programs take for it
-    # bounds of OpenAI's protocol, where they are narrower
+    called: Mapping[str, str] | None = None  # {door: its name there}, if it differs
+    synonyms: tuple[str, ...] = ()  # other names that programs may use
+    # OpenAI's bounds, if they are narrower
     http_within: tuple[float, float] | None = None
     page: tuple[str, str] = ("", "")  # bounds of its field on the chat page
-    doc: str = ""  # what docs/flags.md says instead of `help`
+    doc: str = ""  # text of docs/flags.md, if it differs from `help`
 
     def for_command(self, command: str) -> "Option":
-        """Return the option as one command has it."""
+        """Return the option as a command declares it."""
         return replace(self, **(self.differs or {}).get(command, {}))
 
     def at(self, door: str) -> str:
-        """Return its name at a door; a chat writes it with dashes."""
+        """Return its name at a door; in a chat with dashes."""
         usual = self.name.replace("_", "-") if door == "chat" else self.name
         return (self.called or {}).get(door, usual)
 
     @cached_property
     def flag(self) -> str:
-        """The name that error lines have for it."""
+        """Return its name in error lines."""
         return self.flags[0].partition("/")[0]
 
     @property
@@ -85,7 +86,7 @@ class Option:
         return self.kind in (int, float) and not self.is_several
 
     def checked(self, value: Any) -> Any:
-        """Return the value as it is used, a number as Python's. Raises `UserError`."""
+        """Return the value as it is used, numbers as Python's. Raises `UserError`."""
         subject = f"`{self.name}`"
         if self.reads is not None:
             return self.reads(value, subject)
@@ -103,32 +104,32 @@ class Option:
 
 
 def option(*flags: str, help: str, default: Any = None, **details: Any) -> Any:
-    """Declare a field of a record as an option; what else it may say is a field of `Option`."""
+    """Declare a field of a record as an option; other arguments are fields of `Option`."""
     declared = {"flags": flags, "help": help, "default": default, **details}
     return field(default=default, metadata={_KEY: declared})
 
 
 def given_of(record: type) -> Any:
-    """Declare a field that holds what was given of another record's options: `{name: value}`."""
+    """Declare a field that holds the given options of another record: `{name: value}`."""
     return field(default_factory=dict, metadata={"of": record})
 
 
 def as_in(record: type, name: str) -> Any:
-    """Declare a field as an option of another record, whose value may be of other types here."""
+    """Declare a field as another record's option, whose value may have other types here."""
     original = next(each_field for each_field in fields(record) if each_field.name == name)
     return field(default=original.default, metadata=original.metadata)
 
 
 @cache
 def options_of(record: type) -> Mapping[str, Option]:
-    """Return the options of a record by name, as they are declared."""
+    """Return the options of a record by name, as declared."""
     options = dict[str, Option]()
     for each_field in fields(record):
         if (other := each_field.metadata.get("of")) is not None:
             for name, nested in options_of(other).items():
                 options[name] = nested if nested.keeps_default else replace(nested, default=None)
         elif (declared := each_field.metadata.get(_KEY)) is not None:
-            # the first type of its annotation
+            # the first type in its annotation
             first = (
                 get_args(each_field.type)[0]
                 if isinstance(each_field.type, UnionType)
@@ -143,7 +144,7 @@ def options_of(record: type) -> Mapping[str, Option]:
 
 
 def options_at(door: str, *records: type) -> dict[str, Option]:
-    """Return the options of records that one door takes, by their names there."""
+    """Return the options of records that a door takes, by their names there."""
     declared = [each_option for record in records for each_option in options_of(record).values()]
     return {
         each_option.at(door): each_option for each_option in declared if door in each_option.doors
@@ -151,7 +152,7 @@ def options_at(door: str, *records: type) -> dict[str, Option]:
 
 
 def synonyms_at(door: str, *records: type) -> dict[str, str]:
-    """Return `{other name: name}` of the options that one door takes; a chat writes dashes."""
+    """Return `{other name: name}` of the options that a door takes; in a chat with dashes."""
     names = dict[str, str]()
     for name, each_option in options_at(door, *records).items():
         for other in each_option.synonyms:
@@ -161,7 +162,7 @@ def synonyms_at(door: str, *records: type) -> dict[str, str]:
 
 
 def build(record: type[Record], given: Mapping[str, Any]) -> Record:
-    """Return a record of those of its options that are given."""
+    """Return a record made of those of its options that are given."""
     values: dict[str, Any] = {}
     for each_field in fields(record):  # type: ignore[arg-type]
         other = each_field.metadata.get("of")
@@ -176,7 +177,7 @@ def build(record: type[Record], given: Mapping[str, Any]) -> Record:
 
 
 def check_values(record: Any) -> None:
-    """Check the values of a frozen record, and keep them as they are used. Raises `UserError`."""
+    """Check the values of a frozen record, and replace them by checked ones. Raises `UserError`."""
     for name, each_option in options_of(record.__class__).items():
         value = getattr(record, name)
         if not (value is None and each_option.default is None):
@@ -184,7 +185,7 @@ def check_values(record: Any) -> None:
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:
-    """Return a line, which names options in backticks, with a door's own names for them."""
+    """Return a line that names options in backticks, with a door's names for them."""
     return re.sub(r"`(\w+)`", lambda match: names.get(match[1], match[0]), message)
 
 
@@ -196,11 +197,12 @@ def listed(names: Sequence[str], last: str = "and") -> str:
 def called_with(
     arguments: Callable[P, Record],
 ) -> Callable[[Callable[[Record], Result]], Callable[P, Result]]:
-    """Let a function of one record be called with its fields; they are its signature."""
+    """Make a function of one record callable with the record's fields as its signature."""
 
     def decorate(function: Callable[[Record], Result]) -> Callable[P, Result]:
         taken = signature(arguments).parameters.values()
-        # What must be given says so, though its field has a default as those that follow have.
+        # Required arguments are marked so, although their fields have defaults as those after them
+        # do.
         needed = {
             name for name, each_option in options_of(arguments).items() if each_option.is_required
         }
@@ -215,7 +217,7 @@ def called_with(
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-            # its TypeError names no record, and no default of what must be given
+            # the record's TypeError would name no option, and its defaults would hide missing ones
             shown.bind(*args, **kwargs)
             return function(arguments(*args, **kwargs))
 
@@ -224,7 +226,7 @@ def called_with(
         options = options_of(arguments)
         names = {each_option.flag: f"`{name}`" for name, each_option in options.items()}
         lines = [
-            # help speaks of flags
+            # help names options as flags
             f"        {name}: {re.sub(r'--[a-z-]+', lambda flag: names.get(flag[0], flag[0]), each_option.help)}"
             for name, each_option in options.items()
         ]
@@ -259,7 +261,7 @@ def _bound(text: str) -> float:
 
 
 def whole_number(value: object, subject: str) -> int:
-    """Return `value`, of whichever library, as an int of Python. Raises `UserError`."""
+    """Return `value`, a whole number of any library, as a Python int. Raises `UserError`."""
     try:
         return int(index(value))  # type: ignore[arg-type]  # True is 1, and libraries ask for the difference
     except TypeError:
@@ -267,7 +269,7 @@ def whole_number(value: object, subject: str) -> int:
 
 
 def number(value: object, subject: str) -> float:
-    """Return `value`, of whichever library, as a float of Python. Raises `UserError`."""
+    """Return `value`, a number of any library, as a Python float. Raises `UserError`."""
     try:
         if not isinstance(value, str):
             return float(value)  # type: ignore[arg-type]

@@ -245,8 +245,7 @@ class BusyError(UserError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Lock a folder, yield its descriptor. Raises `OSError`, `UserError` if another process has it.
-    """
+    """Lock a folder, yield its descriptor. Raises `OSError`, `UserError` if another process has it."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

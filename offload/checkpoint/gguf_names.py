@@ -61,8 +61,7 @@ class _Reader:
         self._kinds = {int(match[1]) for match in matches if match is not None}
 
     def read(self, gguf_name: str, entry: TensorEntry) -> Named:
-        """Yield the model's tensors made of one in the file; none if the model has no use for it.
-        """
+        """Yield the model's tensors made of one in the file; none if the model has no use for it."""
         architecture = self._architecture
         outer = {**_OUTER, **architecture.outer}
         match = _BLOCK.fullmatch(gguf_name)

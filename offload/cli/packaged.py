@@ -30,7 +30,7 @@ _CHAT_BYTES = 10**9
 _CHAT_CONTEXT = 1024
 # Nodes for which the least budget has room where the tree is chosen: without room none could pay.
 _CHOSEN_NODES = 64
-# A read covers whole blocks; in a file that is not there yet, runs of tensors begin where they like.
+# A read covers whole blocks; in a file that does not exist yet, runs of tensors may begin anywhere.
 _UNALIGNED_BYTES = 16 * BLOCK_BYTES
 
 
@@ -45,10 +45,7 @@ def demo_options(options: LoadOptions, size_bytes: int) -> LoadOptions:
 
 
 def packaged_chat(options: LoadOptions, progress: Progress) -> LoadOptions:
-    """Return the options of the packaged target that answers questions, and make it large.
-
-    Raises `UserError`.
-    """
+    """Return the options of the packaged chat target, and make it large. Raises `UserError`."""
     wanted = replace(options, context=options.context or _CHAT_CONTEXT)
     streamed, _ = _streamed(CHAT_PAIR, _CHAT_BYTES, wanted)
     folder = inflated_target(_CHAT_BYTES, progress, CHAT_PAIR / "target", "chat")
@@ -58,10 +55,10 @@ def packaged_chat(options: LoadOptions, progress: Progress) -> LoadOptions:
 def _streamed(
     pair: Path, size_bytes: int, options: LoadOptions
 ) -> tuple[LoadOptions, Callable[[int], object]]:
-    """Return the options of a pair with an enlarged target, and a planner of its memory.
+    """Return the options of a pair with an enlarged target, and a function that plans its memory.
 
-    On the CPU, since any GPU would hold all of the target, and from a quarter of its size if that
-    works, unless the user has named others.
+    It runs on the CPU, since any GPU would hold all of the target, and within a quarter of its size
+    if that works, unless the user names other options.
     """
     config = inflated_config(pair / "target", size_bytes)
     target = checkpoint_of_config(config, pair / "target" / "config.json")
@@ -83,7 +80,7 @@ def _streamed(
 
 
 def check(request: Request) -> None:
-    """Refuse what cannot run before a target is made for it. Raises `UserError`."""
+    """Raise `UserError` for options that cannot run, before a target is made for them."""
     vocab_size = read_config(PAIR / "target" / "config.json")["vocab_size"]
     with _without_context():
         request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)
@@ -91,7 +88,7 @@ def check(request: Request) -> None:
 
 @contextmanager
 def _without_context() -> Iterator[None]:
-    """Leave a longer or shorter context out of remedies: the demo's is fixed."""
+    """Leave context out of an error's remedies: the demo's is fixed."""
     try:
         yield
     except UserError as error:

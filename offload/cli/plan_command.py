@@ -42,7 +42,7 @@ def plan(
         from offload.reports.drafts import compare_drafts
         from offload.reports.estimate import estimate
 
-        read = cache(partial(describe, read=headers))  # all estimates are of the same models
+        read = cache(partial(describe, read=headers))  # all estimates are for the same models
         where = (machine.hardware, machine.disk_speed)
         answer = estimate(options, *where, tokens_per_sweep=tokens_per_sweep, read=read)
         drafts = [] if tokens_per_sweep else compare_drafts(options, *where, read)

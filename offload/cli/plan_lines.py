@@ -30,7 +30,7 @@ def answer_lines(
     is_verbose: bool = False,
     is_decimal: bool = False,
 ) -> str:
-    """Return seconds per token as the headline, then what it rests on; verbose, all terms."""
+    """Return seconds per token as the headline, then its grounds; verbose, all terms."""
     plan = answer.plan
     rows = [("model", model_words(answer.models[0]))]
     for draft in answer.models[1:]:
@@ -56,7 +56,7 @@ def answer_lines(
 
 
 def _drafts_rows(drafts: Sequence[DraftCandidate]) -> list[tuple[str, str]]:
-    """Return all ways to draft, the best first; what does not work is left to `--json`."""
+    """Return all ways to draft, the best first; those that do not work are in `--json` only."""
     rows = list[tuple[str, str]]()
     for candidate in drafts:
         if candidate.prediction is not None:
@@ -68,7 +68,7 @@ def _drafts_rows(drafts: Sequence[DraftCandidate]) -> list[tuple[str, str]]:
             rows.append(("" if rows else "drafts", f"{len(rows) + 1}. {words}"))
     if drafts and not rows:
         return [("drafts", "nothing is known of computing here")]
-    return [] if len(rows) == 1 else rows  # one is what the headline says
+    return [] if len(rows) == 1 else rows  # the headline has this one already
 
 
 def _headline(answer: Estimate) -> str:
@@ -93,7 +93,7 @@ def _headline(answer: Estimate) -> str:
 
 
 def _span(ends: tuple[float, float], say: Callable[[float], str] = "{:.1f}".format) -> str:
-    """Return least and most in words, once where they read the same; by default of tokens."""
+    """Return least and most in words, once if they read the same; tokens unless a format is given."""
     low, high = map(say, ends)
     return low if low == high else f"{low} to {high}"
 
@@ -107,7 +107,7 @@ def _where(plan: MemoryPlan) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """Return two digits, or whole seconds."""
+    """Return seconds with two digits, or whole seconds."""
     form = ".0f" if seconds >= 9.95 else ".2g" if seconds >= 0.1 else ".2f"
     return f"{seconds:{form}}"
 
@@ -203,7 +203,7 @@ def _prompt_words(prompt: PromptPass, *, is_least: bool) -> str:
     speed = f"{prompt.tokens_per_s:{form}} tokens/s"
     took = seconds_words(prompt.pass_s)
     words = f"read at {speed}, in passes of {prompt.rows_per_pass:,} tokens that take {took} s each"
-    # elsewhere computing is counted for all passes, or for none
+    # on another machine computing is counted for all passes, or for none
     return f"{words}; with computing, as timed on this processor" if is_least else words
 
 
@@ -236,12 +236,12 @@ def _tokens_words(answer: Estimate, *, is_verbose: bool) -> str:
 
 
 def _screen_width() -> int:
-    """Return the width of the terminal, or of a usual one where there is none."""
+    """Return the width of the terminal, or a usual width without one."""
     return columns(sys.stdout) if sys.stdout.isatty() else _LINE_WIDTH + 1
 
 
 def wrapped(label: str, words: str) -> str:
-    """Return a label and what it says, in lines that a screen has room for."""
+    """Return a label and its text, wrapped to the screen."""
     return textwrap.fill(
         words,
         min(_screen_width(), _LINE_WIDTH),
@@ -263,7 +263,7 @@ def _row(prediction: Prediction) -> str:
 
 
 def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
-    """Return a row per use of memory with a bar; of a GPU first, then of its host."""
+    """Return a row with a bar for each use of memory: first a GPU's, then its host's."""
     num_streamed = len(plan.layer_bytes) - plan.num_resident
     num_experts = plan.num_expert_slots
     positions = f"{plan.context} positions"

@@ -1,4 +1,4 @@
-"""How far something is, as a bar shows it: what it is called, how much is done, and a note."""
+"""Progress as a bar shows it: a label, how much is done, and a note."""
 
 import time
 from collections.abc import Sequence
@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from offload.units import plural
 
-if TYPE_CHECKING:  # `offload --help` must not wait for what they bring along
+if TYPE_CHECKING:  # `offload --help` must not wait for what they import
     from offload.engine.generation import Run
     from offload.stats import Stats
 
 
 class Shown(NamedTuple):
-    """What a bar shows; another label begins another bar."""
+    """A bar's content; another label begins another bar."""
 
     label: str
     done: float = 0
-    total: float = 0  # 0 where it is not known how much there is
+    total: float = 0  # 0 if the total is unknown
     unit: str = ""
     note: str = ""
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """What the bar tells of."""
+    """Progress that a bar shows."""
 
-    num_layers: int = 0  # that have run since it began
+    num_layers: int = 0  # layers that ran since it began
 
     def now(self) -> Shown:
         """Return the state to show."""
@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass
 class Phase(Progress):
-    """Something under way, of which a share may be known to be done."""
+    """Work in progress, whose share done may be known."""
 
     label: str
     done: float = 0
@@ -50,12 +50,12 @@ class Phase(Progress):
 
 @dataclass
 class TextProgress(Progress):
-    """A text that is being written, sweep by sweep."""
+    """A text being written, sweep by sweep."""
 
-    stats: "Stats"  # of the run, which goes on changing
+    stats: "Stats"  # the run's metrics, which go on changing
     layers_per_sweep: int
     num_prompt_sweeps: int
-    max_new_tokens: int | None  # None where no limit was set
+    max_new_tokens: int | None  # None if no limit was set
 
     def now(self) -> Shown:
         """Return layers while the prompt is read, then tokens, the layer and tokens a pass."""
@@ -76,7 +76,7 @@ class TextProgress(Progress):
 
 @dataclass
 class BatchProgress(Progress):
-    """Many texts, of which some are written at a time."""
+    """Many texts, some of them being written."""
 
     num_texts: int
     layers_per_pass: int
@@ -87,12 +87,12 @@ class BatchProgress(Progress):
     _under_way: Sequence["Run"] = ()
 
     def advance(self, runs: Sequence["Run"]) -> None:
-        """Note that a pass over the weights begins for these."""
+        """Note that a pass over the weights begins for these texts."""
         self._under_way = runs
         self.num_passes += bool(runs)
 
     def finish(self, num_tokens: int) -> None:
-        """Note that one more is finished, with this many new tokens."""
+        """Note that a text is finished, with this many new tokens."""
         self.num_done += 1
         self._num_finished_tokens += num_tokens
         self._under_way = [run for run in self._under_way if not run.is_finished]
@@ -114,7 +114,7 @@ class BatchProgress(Progress):
         return self.num_tokens / max(self.num_passes, 1)
 
     def now(self) -> Shown:
-        """Return the finished texts, with those under way and the speed."""
+        """Return the number of finished texts, those being written, and the speed."""
         note = f"{len(self._under_way)} under way"
         if self.num_tokens:
             note += f", {self.tokens_per_s:.2f} tokens/s, {self.tokens_per_pass:.1f} tokens a pass"

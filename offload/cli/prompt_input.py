@@ -1,4 +1,4 @@
-"""Where a text begins: a flag, a file, a pipe, in UTF-8 or refused; or the file of a session."""
+"""Where a text begins: a flag, a file or a pipe, all UTF-8, or a session's file."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ _WHAT = "the prompt"
 
 
 def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
-    """Return the file of many prompts, told by its name, if any. Raises `UserError` for odd flags."""
+    """Return the file of many prompts, told by its name, or None. Raises `UserError` for a misuse."""
     file = text.file
     prompts = file if file is not None and file.suffix == _MANY else None
     if file is not None and text.prompt is not None:
@@ -46,7 +46,7 @@ def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True
         name = "standard input"
         with os_errors_as_user_error(f"cannot read {_WHAT} from {name}", "check the path"):
             piped = read_all_of(sys.stdin.buffer)
-        # What ends the line of `echo` is not meant; what a file holds is.
+        # The newline that `echo` adds is dropped; a file's is kept.
         text = text_of(piped.removesuffix(b"\n").removesuffix(b"\r"), _WHAT, name)
     elif is_needed:
         raise UserError("no prompt: give -p TEXT, -f FILE or pipe text into standard input")
@@ -58,7 +58,7 @@ def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True
 
 
 def with_system(text: str, system: str | None, *, raw: bool) -> "Prompt | None":
-    """Return a prompt behind a `system` one; None leaves all to a session. Raises `UserError`."""
+    """Return a prompt behind a `system` one; None if a session has both. Raises `UserError`."""
     if not system:
         return text or None
     if raw:
@@ -71,7 +71,7 @@ def with_system(text: str, system: str | None, *, raw: bool) -> "Prompt | None":
 
 
 def found_session(path: Path | None, ranks: str | None) -> Path | None:
-    """Return the file if it is there, else None. Raises `UserError` where it could not be written."""
+    """Return the session's file, None if there is none. Raises `UserError` if it cannot be written."""
     if path is None:
         return None
     if ranks is not None:

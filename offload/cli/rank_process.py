@@ -1,7 +1,7 @@
-"""What the command line does otherwise in a process that is one of many ranks.
+"""The command line in a process that is one of many ranks.
 
 Rank 0 owns standard input and output. The others read and write nothing, leave Ctrl-C to rank 0,
-and tell it why they fail; only where it does not hear that, they print the line themselves.
+and send it the reason why they fail; they print it themselves only if rank 0 does not receive it.
 """
 
 import os
@@ -12,10 +12,10 @@ from offload.cli.terminal import print_error
 from offload.errors import TOLD, RankError, UserError
 from offload.rank_roles import RankInfo, find_place
 
-# the process that the ranks' parent must be; variables that set flags begin with OFFLOAD_
+# the parent process that a rank must have; variables that set flags begin with OFFLOAD_
 LAUNCHER = "_OFFLOAD_LAUNCHER"
-EXIT_UNSAID = 3  # of rank 0: another rank has died, and the launcher says how
-# of others: they have not heard of rank 0 for too long, and the launcher says so
+EXIT_UNSAID = 3  # rank 0's exit code if another rank died, which the launcher explains
+# other ranks' exit code if rank 0 was silent too long, which the launcher explains
 EXIT_HEAD_SILENT = 4
 COMMANDS = ("generate", "chat", "bench decode")
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
@@ -24,26 +24,27 @@ _HEARD_S = 3.0
 
 
 def takes_ranks(command: Sequence[str]) -> bool:
-    """Return True if it is a command that runs on many ranks."""
+    """Return True for a command that runs on many ranks."""
     return any(list(command[: len(name.split())]) == name.split() for name in COMMANDS)
 
 
 def names_ranks(command: Sequence[str]) -> bool:
-    """Return True if the command says which rank does what."""
+    """Return True if the command says what each rank does."""
     return any(word.split("=")[0] == "--ranks" for word in command)
 
 
 def begin(command: Sequence[str], settings: Mapping[str, object]) -> RankInfo | None:
-    """Take this process's place, if the command is for many ranks and a launcher started it.
+    """Become a rank, if the command is for many ranks and a launcher started this process.
 
-    `own` is what is set for it elsewhere, by parameter. Raises `UserError`.
+    `own` are settings from elsewhere, by parameter. Raises `UserError`.
     """
-    # of benches the last
+    # for a bench, the last argument
     is_told = names_ranks(command) or settings.get("ranks") or os.environ.get("OFFLOAD_RANKS")
     place = find_place() if is_told and takes_ranks(command) else None
     if place is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return place
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what is lost is said in a line of ours
+    # a lost rank is reported in a line of ours
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _end_with_parent(signal.SIGKILL if place.rank else signal.SIGTERM)
     if place.rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -56,10 +57,10 @@ def begin(command: Sequence[str], settings: Mapping[str, object]) -> RankInfo | 
 
 
 def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
-    """Return the exit code of a rank that has failed, and print its line if no other can.
+    """Return the exit code of a failed rank; print its line if no other process can.
 
-    That is rank 0, and of the death of a rank the launcher, if all ranks are its own. Of the
-    silence of rank 0 it is the launcher beside it, which will have to kill it.
+    Rank 0 prints it. The launcher reports a dead rank if it started them all, and a silent rank 0,
+    which it will have to kill.
     """
     if place.rank == 0:
         are_all_here = LAUNCHER in os.environ and place.num_on_host == place.num_ranks
@@ -78,17 +79,17 @@ def leave(place: RankInfo, error: Exception, line: str, code: int) -> int:
 
 
 def _is_heard(place: RankInfo, line: str) -> bool:
-    """Leave the line where rank 0 looks while it waits for this one; return whether it heard."""
+    """Leave the line where rank 0 looks while it waits for this one; return True if it arrived."""
     from offload.distributed.join import leave_reason
 
     try:
         return leave_reason(place, line, meet_s=_MEET_HEAD_S, heard_s=_HEARD_S)
-    except UserError:  # no rank is there
+    except UserError:  # no rank has that number
         return False
 
 
 def _end_with_parent(number: int) -> None:
-    """Have a signal sent here when the launcher ends, or now if it has ended already."""
+    """Ask for a signal when the launcher ends; send it now if that has happened."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)

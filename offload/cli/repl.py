@@ -1,9 +1,9 @@
 """A conversation at a terminal: questions in, answers out, and what Ctrl-C means in between.
 
-From a question until its answer is kept, Ctrl-C ends the answer and not the program: it is heard at
-once and obeyed where a layer ends, because an exception in the middle of the stream's bookkeeping
-would lose a slot. A second one ends the program, at once while the model computes, and once the
-answer is kept where it has come to its end: what was asked and said is lost by neither.
+Between a question and the moment its answer is kept, Ctrl-C ends the answer, not the program. It is
+noted at once and takes effect where a layer ends: an exception amid the stream's bookkeeping would
+lose a slot. A second Ctrl-C ends the program: at once while the model computes, and once the answer
+is kept if it is complete. Neither loses what was said.
 """
 
 import signal
@@ -27,7 +27,7 @@ HINT = "Ctrl-C stops an answer, /help lists commands, /bye or Ctrl-D leaves"
 
 
 class Stopped(Exception):  # noqa: N818
-    """The user has heard enough of this answer."""
+    """The user stopped this answer."""
 
 
 class InterruptFlag:
@@ -35,19 +35,19 @@ class InterruptFlag:
 
     def __init__(self) -> None:
         self._is_pulled = False
-        # the answer has come to its end, by itself, by `Stopped` or by a second Ctrl-C
+        # the answer is complete: by itself, by `Stopped` or by a second Ctrl-C
         self._is_ended = False
         self._ends_program = False
 
     def check(self) -> None:
-        """Raise `Stopped` if it was asked for: this is a moment at which stopping is safe."""
+        """Raise `Stopped` if the user asked for it: here it is safe to stop."""
         if self._is_pulled and not self._is_ended:
             self._is_ended = True
             raise Stopped
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Let the first Ctrl-C only be noted meanwhile; a second one ends the program."""
+        """Only note the first Ctrl-C within the body; a second one ends the program."""
         self._is_pulled = self._is_ended = self._ends_program = False
         before = signal.signal(signal.SIGINT, self._pull)
         try:
@@ -59,7 +59,7 @@ class InterruptFlag:
                 raise KeyboardInterrupt
 
     def end(self) -> None:
-        """Let a second Ctrl-C wait, from here on, until `ready` is left."""
+        """From here until `ready` is left, let a second Ctrl-C wait."""
         self._is_ended = True
 
     def _pull(self, *_: object) -> None:
@@ -81,9 +81,10 @@ def converse(
     """Load a model, and answer questions with it until the user leaves. Raises `UserError`.
 
     Args:
-        text: its session is gone on from where it is there, and written after every answer.
-        first: a question with all that is wrong with every question, such as no chat template.
-        terminal: is silent until there is a prompt.
+        text: its session, if it exists, is continued, and it is written after every answer.
+        first: an example question, which fails for reasons that hold for all, such as no chat
+            template.
+        terminal: echoes nothing until there is a prompt.
     """
     own_bytes = rss_bytes()
     brake = InterruptFlag()
@@ -98,7 +99,7 @@ def converse(
         )
         if first.session is not None:
             line = go_on(chat, first.session, console)
-            # one that was given again holds
+            # a system prompt given again replaces the kept one
             chat.system = text.system or chat.system
             console.say(line)
         console.say(HINT)
@@ -114,11 +115,11 @@ def answer_questions(
     console: Console,
     brake: InterruptFlag,
 ) -> None:
-    """Answer question by question until there are no more, or a command ends it."""
+    """Answer questions until there are no more, or a command ends the conversation."""
     kept = chat.messages
 
     def keep() -> None:
-        # what could not be written is tried again at the next answer
+        # what could not be written is tried again after the next answer
         nonlocal kept
         if commands.session is not None and chat.messages != kept:
             with console.keeping("the session"):
@@ -133,7 +134,7 @@ def answer_questions(
                     break
                 if not entry.command and not entry.text.strip():
                     continue
-                # silent until the answer is kept, however it ends: a line tells of that
+                # silent until the answer is kept, whatever ends it: a line then says so
                 with SilentTerminal(), brake.ready(), ExitStack() as ending:
                     ending.callback(keep)
                     pieces = commands.obey(*entry) if entry.command else chat.ask(entry.text)
@@ -141,7 +142,7 @@ def answer_questions(
                         _answer(chat, pieces, plan, console, brake)
             except UserError as error:
                 print_error(str(error))
-    keep()  # what failed before, while there was room to say so, ends the program now
+    keep()  # an earlier failure that was only reported ends the program now
 
 
 def _answer(
@@ -151,7 +152,7 @@ def _answer(
     console: Console,
     brake: InterruptFlag,
 ) -> None:
-    """Print the answer as it comes; whatever ends it, what was accepted is printed."""
+    """Print the answer as it comes; whatever ends it, accepted tokens are printed."""
     assert chat.turn is not None, "one has just begun"
     console.follow(chat.turn, plan, chat.max_new_tokens)
     num_before = console.num_written

@@ -1,4 +1,4 @@
-"""What is told of a run: what runs, where and what to expect; then how fast it was, and what it held."""
+"""Lines about a run: what runs, where and how fast to expect it; then its speed and memory."""
 
 import sys
 from collections import Counter
@@ -10,7 +10,7 @@ from offload.calibration.trial import ComparisonOutcome, used
 from offload.stats import Stats
 from offload.units import format_bytes, plural
 
-if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
+if TYPE_CHECKING:  # `offload --help` must not wait for what they import
     from offload.engine.decoder import Decoder
     from offload.memory.plan import MemoryPlan
     from offload.planning.cost_model import Prediction
@@ -29,15 +29,15 @@ def opening_lines(
 ) -> str:
     """Return lines on slow parts, on the models and their places, and on the speed to expect.
 
-    Models go by the names that the user knows; no choice is told of where texts have trees of
-    their own.
+    Models are named as the user named them. Where texts choose their own trees, no choice is
+    reported.
     """
-    # that of memory was said before loading
+    # memory was reported before loading
     notes = [note for note in decoder.notes if not note.startswith("`ram` ")]
     lines = [*notes, place_line(model, decoder.plan, is_decimal=is_decimal)]
     sources = str(decoder.sources)
     if draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
-        # a folder is often called so
+        # a common name for the folder of weights
         called = draft if draft == "draft" else f"draft {draft}"
         lines.append(f"{called}{sources and f' with {sources}'}, {_expectation(choice)}")
     elif choice and choice.shape.num_nodes > 1:
@@ -68,12 +68,12 @@ def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> st
 
 
 def _expectation(choice: "TreeChoice") -> str:
-    from offload.trees.spec import label_of  # which brings numpy along
+    from offload.trees.spec import label_of  # it imports numpy
 
     speed = f"{choice.tokens_per_sweep:.1f} tokens a pass expected"
     if choice.candidates:
         speed = f"{1 / choice.candidates[0].s_per_token:.2f} tokens/s"
-        # by a usual draft, and as if nothing else used the machine
+        # for a usual draft, and as if nothing else used the machine
         speed = f"{speed} expected" if choice.is_measured else f"at best {speed}"
     tree = f"tree {label_of(choice.shape)}"
     if choice.chains:
@@ -82,7 +82,7 @@ def _expectation(choice: "TreeChoice") -> str:
 
 
 def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
-    """Return threads, slots, kernels, and why this tree."""
+    """Return threads, slots, kernels, and the reason for this tree."""
     plan = decoder.plan
     modes = decoder.threads.start
     threads = plural(modes.sweep.num_threads, "compute thread")
@@ -110,7 +110,7 @@ def kernel_line(outcomes: Sequence[ComparisonOutcome]) -> str:
 
 
 def choice_lines(choice: "TreeChoice") -> str:
-    """Return which tree is used and why; where it was chosen, beside the next best."""
+    """Return which tree is used and why; a chosen one is compared with the next best."""
     tree = _tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_dynamic)
     if choice.chains is not None:
         tree = f"chains of at most {choice.chains.max_length} guesses"
@@ -136,7 +136,7 @@ def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
 def closing_lines(
     stats: Stats, plan: "MemoryPlan", own_bytes: int, *, is_decimal: bool = False
 ) -> str:
-    """Return speed, tokens a pass, link and memory; the program took `own_bytes` before."""
+    """Return speed, tokens a pass, link and memory; the program had `own_bytes` before loading."""
     if stats.num_new_tokens == 0:
         return "no tokens generated"
     first = f"{plural(stats.num_new_tokens, 'token')}, the first after {stats.ttft_s:.2f} s"
@@ -162,7 +162,7 @@ def closing_lines(
 
 
 def alpha_line(stats: Stats) -> str:
-    """Return a line on how alike draft and target were, empty where that is not known."""
+    """Return a line on how well draft and target agreed, empty where that is unknown."""
     if stats.alpha is None:
         return ""
     error = stats.alpha.standard_error
@@ -174,7 +174,7 @@ def alpha_line(stats: Stats) -> str:
 def memory_line(
     stats: Stats, plan: "MemoryPlan", own_bytes: int, *, is_decimal: bool = False
 ) -> str:
-    """Return the most memory that was held, beside all that may be: the budget, and the program."""
+    """Return the most memory that was held, and its limit: of the budget, and of the program."""
     sizes = (stats.peak_rss_bytes, plan.ram_bytes, own_bytes, stats.peak_device_bytes)
     peak, budget, base, on_gpu = (format_bytes(size, is_decimal=is_decimal) for size in sizes)
     allowed = format_bytes(plan.ram_bytes + own_bytes, is_decimal=is_decimal)
@@ -183,10 +183,7 @@ def memory_line(
 
 
 def clipped_line(asked: int, num_new: int, num_prompt: int, plan: "MemoryPlan") -> str:
-    """Return a line on new tokens that exceed the room; empty where they fit.
-
-    Nor is anything told where as many were asked for as there is room for.
-    """
+    """Return a line on requested tokens that exceed the room; empty if they fit."""
     if num_new >= asked or asked == sys.maxsize:
         return ""
     room = f"the context of {plan.context} has no more room"
@@ -195,12 +192,12 @@ def clipped_line(asked: int, num_new: int, num_prompt: int, plan: "MemoryPlan") 
 
 
 def fills_context(stats: Stats, plan: "MemoryPlan") -> bool:
-    """Return True if a text has all the room that there is."""
+    """Return True if a text uses all the room there is."""
     return stats.num_prompt_tokens + stats.num_new_tokens >= plan.context
 
 
 def cut_line(stats: Stats, finish_reason: str, plan: "MemoryPlan") -> str:
-    """Return that a text is cut off, and by what; nothing where it has come to its end."""
+    """Return a line on what cut a text short; empty if it came to its end."""
     if finish_reason != "length" or not stats.num_new_tokens:
         return ""
     if fills_context(stats, plan):
@@ -215,7 +212,7 @@ def _longer(plan: "MemoryPlan") -> str:
 
 
 def turn_line(stats: Stats, finish_reason: str) -> str:
-    """Return a line on an answer's time, and on the tokens that had to be read again for it."""
+    """Return a line on an answer's time, and on the tokens that were read again for it."""
     ending = {"interrupted": ", stopped", "length": ", cut off by its limit"}.get(finish_reason, "")
     speed = ""
     if stats.tpot_s:

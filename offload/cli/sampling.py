@@ -1,4 +1,4 @@
-"""How tokens are drawn and what they keep, as the flags say; where they say nothing the model suggests how to draw."""
+"""How tokens are drawn, and what texts must match, by the flags; else as the model suggests."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -17,17 +17,19 @@ _OFF = Sampling()
 
 
 class GivenSampling(NamedTuple):
-    """How tokens are drawn, as the flags say."""
+    """How tokens are drawn, by the flags."""
 
     sampling: Sampling | None  # None leaves it to the model
-    overrides: Mapping[str, Any]  # that holds for greedy text as well, over what the model suggests
-    note: str = ""  # for the user
+    # settings that hold for greedy text as well, and override the model's suggestion
+    overrides: Mapping[str, Any]
+    note: str = ""  # a note for the user
 
     @classmethod
     def from_options(cls, options: SamplingOptions) -> "GivenSampling":
         """Return the sampling that the flags ask for. Raises `UserError` for contradictions.
 
-        One flag that chooses among tokens, and nothing is left to the model.
+        One flag that sets how tokens are chosen is enough: then nothing of the model's suggestion
+        holds.
         """
         given = dict(options.given)
         if biases := given.get("logit_bias"):
@@ -47,7 +49,7 @@ class GivenSampling(NamedTuple):
         return cls(sampling if is_drawn else None, {**overrides, "seed": sampling.seed})
 
     def settled(self, model: str, on_phase: Callable[[str], None]) -> tuple[Sampling, str]:
-        """Return the user's own sampling, or the model's with a note. Raises `UserError`."""
+        """Return the user's sampling, or the model's with a note. Raises `UserError`."""
         if self.sampling is not None:
             return self.sampling, self.note
         from offload.checkpoint.generation_config import suggested_sampling
@@ -72,7 +74,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def sampling_words(sampling: Sampling) -> str:
-    """Return `temperature 0.6, top-p 0.9`: what is not off."""
+    """Return settings that are not off, such as `temperature 0.6, top-p 0.9`."""
     words = []
     for name, each_option in options_of(Sampling).items():
         is_told = (
@@ -88,7 +90,7 @@ def sampling_words(sampling: Sampling) -> str:
 
 
 def found_grammar(text: TextOptions) -> Grammar | None:
-    """Return the grammar that a text must keep, read from files, or None. Raises `UserError`."""
+    """Return the grammar that a text must match, read from files, or None. Raises `UserError`."""
     given = {name: getattr(text, name) for name in GRAMMARS}
     for name, file in given.items():
         if isinstance(file, Path):

@@ -72,7 +72,7 @@ def serve(
 
 
 def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
-    """Return the keys in a file, one a line. Raises `UserError` for none where others can ask."""
+    """Return the keys in a file, one a line. Raises `UserError` for none if others can connect."""
     if file is None:
         if not is_loopback(host):
             rule = f"`host` {host} can be reached by others"
@@ -80,7 +80,7 @@ def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
         return ()
     lines = read_text(file, "the keys").split("\n")
     keys = tuple(line.strip() for line in lines if line.strip())
-    # a comment, or a line of another file, would let in everyone who knows it
+    # otherwise a comment, or a line of another file, would be a key
     if not keys or not all(re.fullmatch(r"[!-\"$-~][!-~]*", key) for key in keys):
         rule = "must hold a key of printable ASCII a line, without spaces and comments"
         raise UserError(f"{file} {rule}: try head -c 24 /dev/urandom | base64")

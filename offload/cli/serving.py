@@ -1,9 +1,8 @@
-"""A server from its socket to its end: bound first, then the model is loaded while it answers that
-it loads.
+"""A server from its socket to its end: it listens first, and reports that the model loads.
 
-Invariant: a port that is taken, a key that is missing and a model that cannot be served are refused
-before a weight is read; and however it ends, texts under way get their grace, requests that wait
-are told, and nothing is left behind.
+Invariant: a port in use, a missing key and a model that cannot be served are refused before a
+weight is read. However the server ends, running texts get their grace period, waiting requests are
+answered, and nothing is left behind.
 """
 
 from threading import Event, Timer
@@ -33,9 +32,9 @@ def serve_model(
     """Serve until a signal ends it. Raises `UserError` and `RunError`.
 
     Args:
-        early: has the socket, and answers on it until this server can.
+        early: owns the socket, and answers on it until this server can.
         num_waiting: requests that may wait for a place.
-        grace_s: that texts under way have when the server ends.
+        grace_s: seconds that running texts get when the server ends.
     """
     app = create_app(None, settings)
     first = Request(sampling=settings.sampling)
@@ -69,10 +68,10 @@ def serving_lines(name: str, address: str) -> str:
 def _wait(
     server: HttpServer, engine: Engine, console: Console, grace_s: float, brake: Event
 ) -> None:
-    """Wait until a signal ends it; a pass that outlasts the grace ends at its next layer."""
+    """Wait for a signal to end the server; a pass beyond the grace period ends at its next layer."""
     try:
         server.wait()
-    # of SIGINT, SIGTERM and SIGHUP: the way to end a server, and no failure
+    # SIGINT, SIGTERM and SIGHUP are how a server is ended, and no failure
     except (KeyboardInterrupt, SystemExit):
         figures = engine.figures()
         if figures.num_active:
@@ -82,7 +81,7 @@ def _wait(
         clock.start()
         try:
             engine.close(grace_s)
-        # again: a user who asks twice has no patience for a pass
+        # a second signal: the user will not wait for a pass
         except (KeyboardInterrupt, SystemExit):
             brake.set()
         finally:

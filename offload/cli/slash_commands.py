@@ -1,4 +1,4 @@
-"""Commands of a conversation: whatever begins with a slash and is no question."""
+"""Commands of a conversation: lines that begin with a slash."""
 
 import sys
 from collections.abc import Callable, Generator
@@ -39,14 +39,14 @@ _HELP = f"""\
 
 
 class SlashCommands:
-    """What can be done to a conversation but to ask.
+    """Everything that can be done in a conversation except asking.
 
     Args:
-        own_bytes: of the program itself, before it loaded.
-        session: the file that every answer is kept in, and that /save and /load mean by no name.
+        own_bytes: memory of the program itself, before it loaded a model.
+        session: the file that keeps every answer, and the default of /save and /load.
 
     Attributes:
-        session: as given; None after /load of another file, so that this one stays as it is.
+        session: as given; None after /load of another file, so that this one is not overwritten.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SlashCommands:
         self._chat = chat
         self._own_bytes = own_bytes
         self.session = session
-        # by `--session`; kept again where it is loaded again
+        # the file of `--session`; it keeps answers again once it is loaded again
         self._named = session
         self._console = console
         self._table: dict[str, Callable[[str], Any]] = {
@@ -76,7 +76,9 @@ class SlashCommands:
         }
 
     def obey(self, command: str, text: str) -> Generator[str, None, None] | None:
-        """Return the answer where there is going to be one. Raises `UserError` for no command."""
+        """Run a command; return the answer if it asks the model. Raises `UserError` for an unknown
+        one.
+        """
         if command not in self._table:
             known = [*self._table, LEAVE[0]]
             remedy = ": a question that begins with / needs a space before it"
@@ -103,8 +105,8 @@ class SlashCommands:
     def _load(self, name: str) -> None:
         path = self._file(name)
         before = self.session
-        # Not while another conversation takes the place of this one: what ends the program now
-        # would write it over the first file.
+        # Not while another conversation replaces this one: ending the program now would write the
+        # other to the first file.
         self.session = None
         try:
             line = go_on(self._chat, path, self._console)
@@ -188,7 +190,7 @@ class SlashCommands:
 
 
 def go_on(chat: Chat, path: PathLike, console: Console) -> str:
-    """Go on with the conversation in a file; return a line that tells of it. Raises `UserError`."""
+    """Continue the conversation in a file; return a line about it. Raises `UserError`."""
     console.wait("reading the session")
     try:
         chat.load(path)

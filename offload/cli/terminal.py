@@ -1,4 +1,4 @@
-"""What a terminal makes of lines: how wide it is, where its cursor stands, and lines that fit it."""
+"""The terminal as lines see it: its width, the column of its cursor, and lines that fit."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from typing import Any, TextIO
 
 from offload.cli.flags import as_flags, error_line
 
-# a name of a list, and the blanks before what is said of it
+# a list's name, and the blanks before its text
 _NAMED = re.compile(r" *(?=\S)[^\n]{1,20}?\S {2,}(?=\S)")
 
 
 def columns(stream: TextIO) -> int:
-    """Return the width of the terminal behind a stream; 80 where it has none, or says nothing."""
+    """Return the width of the terminal behind a stream; 80 if there is none or it does not tell."""
     try:
         width = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
@@ -27,7 +27,8 @@ def columns(stream: TextIO) -> int:
 def fitted(text: str, stream: TextIO) -> str:
     """Return lines broken between words where a terminal is narrower.
 
-    What follows a name and two spaces goes on below itself. For a file or a pipe lines stay whole.
+    Text after a name and two spaces is aligned below itself. Lines to a file or a pipe are not
+    broken.
     """
     if not stream.isatty():
         return text
@@ -42,15 +43,15 @@ def fitted(text: str, stream: TextIO) -> str:
 
 
 def print_result(lines: str, figures: Any, *, as_json: bool) -> None:
-    """Print on stdout what a command has found: lines for a person, or one JSON object.
+    """Print a command's result on stdout: lines for a person, or one JSON object.
 
-    Either names options as flags.
+    Both name options as flags.
     """
     print(json.dumps(_as_flags(figures)) if as_json else fitted(as_flags(lines), sys.stdout))
 
 
 def _as_flags(figures: Any) -> Any:
-    """Return figures with all texts in them as the command line tells them."""
+    """Return figures whose texts name options as flags."""
     if isinstance(figures, dict):
         return {name: _as_flags(value) for name, value in figures.items()}
     if isinstance(figures, list | tuple):
@@ -64,13 +65,14 @@ def print_error(message: str) -> None:
 
 
 def column_after(text: str, column: int, width: int) -> int:
-    """Return where a terminal's cursor stands after a text; `width` says that the row is full."""
+    """Return the cursor's column after a text; `width` if the row is full."""
     for char in text:
         if char in "\r\n":
             column = 0
         elif char == "\t":
             column = min(column // 8 * 8 + 8, width - 1)
-        elif unicodedata.category(char) not in ("Cc", "Cf", "Me", "Mn"):  # which take no room
+        # characters that take no room
+        elif unicodedata.category(char) not in ("Cc", "Cf", "Me", "Mn"):
             cells = 2 if unicodedata.east_asian_width(char) in "WF" else 1
             column = cells if column + cells > width else column + cells
     return column

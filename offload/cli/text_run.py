@@ -1,5 +1,5 @@
-"""Texts from a model, written to stdout and accounted for: one, which may go on from a session, or
-many, prompts of a file with a line for each, or samples of one prompt.
+"""Texts written to stdout, with their figures: one, which may continue a session, or many, from a
+file of prompts or as samples of one prompt.
 
 Invariant: what is finished is written at once and whole, however the command ends.
 """
@@ -38,7 +38,7 @@ from offload.units import duration, plural
 def write_text(
     loading: Loading, console: Console, request: Request, *, session: Path | None, as_json: bool
 ) -> None:
-    """Load a model, and write what is asked for. Raises `UserError` and `RunError`.
+    """Load a model and write the requested text. Raises `UserError` and `RunError`.
 
     Args:
         session: the file that the text is kept in.
@@ -58,7 +58,7 @@ def write_text(
 
 
 def _begun_text(decoder: Decoder, path: Path | None, prompt: Prompt | None) -> Prompt:
-    """Return the prompt of a run whose text is kept in this file; without one it goes on there."""
+    """Return the prompt of a run whose text this session file keeps; None continues the text there."""
     if path is None or not path.exists():
         return prompt or ""
     tokens, messages, _ = decoder.load_session(path)
@@ -73,7 +73,7 @@ def _begun_text(decoder: Decoder, path: Path | None, prompt: Prompt | None) -> P
 
 @contextmanager
 def _kept_text(decoder: Decoder, run: Run, path: Path | None, console: Console) -> Iterator[None]:
-    """Keep a run's text in this file, however it ends; without a new token the file stays as it is."""
+    """Keep a run's text in this file, however it ends; without a new token the file is unchanged."""
     try:
         yield
     finally:
@@ -83,16 +83,16 @@ def _kept_text(decoder: Decoder, run: Run, path: Path | None, console: Console) 
 
 
 def _write_run(run: Run, console: Console, own_bytes: int, target: Target | None) -> None:
-    """Print pieces as they come; whatever ends the run, what was accepted is printed.
+    """Print pieces as they come; whatever ends the run, accepted tokens are printed.
 
     Args:
-        target: what ran, for one object at the end instead of text.
+        target: the models, to print one JSON object at the end instead of text.
     """
     failure = console.write(run if target is None else ("" for _ in run))
     result = run.result()
     rest = result.text[console.num_written :]
     if target is not None:
-        # what each of several ranks has done, unless one may be gone
+        # ranks' figures, unless a rank may be lost
         ranks = [] if failure else [figures._asdict() for figures in target.figures()]
         rest = json.dumps(result.as_dict() | ({"ranks": ranks} if ranks else {}))
     console.text(rest + "\n")
@@ -107,7 +107,7 @@ def _write_run(run: Run, console: Console, own_bytes: int, target: Target | None
 def write_batch(
     loading: Loading, console: Console, tasks: Sequence[BatchTask], results: ResultsFile
 ) -> None:
-    """Write what is not done yet, a line for each text. Raises `RunError` if some have failed."""
+    """Write the texts that are not done yet, a line for each. Raises `RunError` if some failed."""
     follows_draft = loading.options.lenience < 1
     if results.models:
         console.wait("comparing models")
@@ -139,7 +139,7 @@ def write_batch(
 def write_samples(
     loading: Loading, console: Console, requests: Sequence[Request], *, as_json: bool
 ) -> None:
-    """Write texts of one prompt as they finish, each under a heading, or at the end as one list."""
+    """Write texts of one prompt as they finish, each under a heading, or one list at the end."""
     objects = dict[int, dict[str, object]]()
     first = requests[0]
     with loading.open(console, first, tells_tree=False) as decoder:
@@ -162,7 +162,7 @@ def write_samples(
 def _finished(
     decoder: Decoder, requests: Sequence[Request], console: Console
 ) -> Iterator[Finished]:
-    """Yield results as they finish; in the end, interrupted or not, a line tells how fast."""
+    """Yield results as they finish; at the end, interrupted or not, a line gives the speed."""
     progress = BatchProgress(len(requests), len(decoder.plan.layer_bytes))
     num_cut = Counter[str]()
     console.show(progress)

@@ -47,7 +47,7 @@ def tune(
     assert draft is not None, "its flag is required here"
     named = {"model": model, "draft": draft, "tree": model_options.tree or "auto"}
     options = LoadOptions.from_options(model_options, **named)
-    # a tune sets its own
+    # a tune sets its own tree
     check_setup(options, needs_context=False)
     with Console(output, *model_options.budgets) as console, libraries(console):
         from offload.planning.profile import format_json
@@ -66,7 +66,7 @@ def tune(
 
 
 def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
-    """Return the results of a tune: acceptance by rank, the curves, and the trees that follow."""
+    """Return the results of a tune: acceptance by rank, the curves, and the resulting trees."""
     costs = tuned.costs
     identity = tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]

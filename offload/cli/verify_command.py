@@ -63,7 +63,7 @@ def verify(
 
 @contextmanager
 def _not_as_damage() -> Iterator[None]:
-    """Raise `UserError` for what the machine refuses: the usual code would say damaged here."""
+    """Raise `UserError` where the machine fails: the usual exit code would mean damage here."""
     try:
         yield
     except BrokenPipeError:
@@ -76,7 +76,7 @@ def _not_as_damage() -> Iterator[None]:
 
 
 def _lines(report: "Report") -> list[str]:
-    """Return the damage in short, what is odd, and the verdict."""
+    """Return the damage in short, oddities, and the verdict."""
     speed = f"{format_bytes(report.num_bytes / max(report.elapsed_s, 1e-9))}/s"
     size = f"{format_bytes(report.num_bytes)} in {plural(report.num_files, 'file')} read at {speed}"
     if not report.damage:

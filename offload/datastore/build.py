@@ -1,8 +1,8 @@
 """Build datastores: encode documents in batches, sort them chunk by chunk.
 
 Invariant: however a build ends, there is a whole store or none; however an addition ends, there is
-the old store or the new one. Beside the process's own memory it takes 5 bytes for every byte of a
-chunk's text, and a batch.
+the old store or the new one. In addition to the process's own memory, a build takes 5 bytes for
+every byte of a chunk's text, and a batch.
 """
 
 import hashlib
@@ -38,13 +38,13 @@ from offload.errors import UserError, require
 from offload.machine import rss_bytes
 from offload.units import format_bytes
 
-# Encoded together: tokenizers take some 100 bytes for each token, and delay Ctrl-C meanwhile.
+# Encoded together. Tokenizers take about 100 bytes for each token, and delay Ctrl-C.
 _BATCH_CHARS = 1 << 20
-_RESERVE_BYTES = 256 << 20  # for a batch, and what libraries keep
+_RESERVE_BYTES = 256 << 20  # for a batch, and what libraries keep of it
 _LEAST_ROOM = 1 << 16  # tokens of a chunk
 _WRITE_BYTES = 1 << 24
 _ROOM = "free some room or take another place"
-OnPhase = Callable[[str], object]  # is told what begins, where its duration is unknown
+OnPhase = Callable[[str], object]  # called with the name of a part whose duration is unknown
 
 
 class Coder(NamedTuple):
@@ -52,7 +52,7 @@ class Coder(NamedTuple):
 
     name: str  # folder or hub id
     vocabulary: Mapping[str, int]
-    # without tokens that only begin or end a prompt
+    # encodes without tokens that only begin or end a prompt
     encode: Callable[[list[str]], Iterable[Sequence[int]]]
 
 
@@ -82,7 +82,7 @@ def append(
     room = chunk_room(ram_bytes, coder)
     with _refusing_bad_places(path):
         if not path.is_dir():
-            read_store(path)  # which says what is missing
+            read_store(path)  # raises if the store is missing
     with _refusing_bad_places(path), locked(path):
         store = read_store(path)
         require_tokenizer(store, coder.vocabulary)
@@ -91,7 +91,7 @@ def append(
             chunks = tuple(writer.write(_encoded(documents, coder, room), len(store.chunks)))
             require(bool(chunks), "what is added must hold some text", "none", "name other files")
             store = replace(store, chunks=(*store.chunks, *chunks))
-            _sync_folder(path)  # so that what the new file names is there first
+            _sync_folder(path)  # so that files exist before the new `store.json` names them
             _write_manifest(path / f".{MANIFEST_NAME}", store)
             os.replace(path / f".{MANIFEST_NAME}", path / MANIFEST_NAME)
             _sync_folder(path)
@@ -101,7 +101,7 @@ def append(
 def chunk_room(ram_bytes: int, coder: Coder) -> int:
     """Return the number of tokens and separators of a chunk that can be sorted within `ram_bytes`.
 
-    The budget is that of the whole process. Raises `UserError`.
+    The budget is that of the whole process. Raises `UserError` if it is too small.
     """
     width = TokenWidth.from_vocab_size(vocabulary_size(coder.vocabulary)).num_bytes
     taken_bytes = rss_bytes() + _RESERVE_BYTES
@@ -143,7 +143,7 @@ class _ChunkWriter(NamedTuple):
     on_phase: OnPhase
 
     def write(self, documents: Iterator[NDArray[np.int64]], first: int) -> Iterator[ChunkEntry]:
-        """Write documents into as few chunks as have room for them, numbered from `first`."""
+        """Write documents into as few chunks as can hold them, numbered from `first`."""
         index = first
         document = next(documents, None)
         while document is not None:
@@ -164,16 +164,16 @@ class _ChunkWriter(NamedTuple):
 
 
 def _heeding_signals(work: Callable[[], NDArray[np.int32]]) -> NDArray[np.int32]:
-    """Return `work()`, run in a daemon thread so that Ctrl-C is handled meanwhile.
+    """Return the result of `work()`, run in a daemon thread so that Ctrl-C is handled meanwhile.
 
-    The main thread handles no signal while a library's function runs in it.
+    The main thread handles no signal while a library call runs in it.
     """
     done: SimpleQueue[NDArray[np.int32] | BaseException] = SimpleQueue()
 
     def run() -> None:
         try:
             done.put(work())
-        # of any kind: it is raised again where the result is waited for
+        # any exception: it is raised again where the result is waited for
         except BaseException as error:
             done.put(error)
 
@@ -220,7 +220,7 @@ def require_new(path: Path) -> None:
 
 @contextmanager
 def _discarding_unnamed_chunks(path: Path) -> Iterator[None]:
-    """Remove chunks that `store.json` does not name; it may have been replaced just before."""
+    """Remove chunks that `store.json` does not name; it is read again, as it may just have changed."""
     try:
         yield
     except BaseException:

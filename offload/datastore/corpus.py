@@ -1,7 +1,7 @@
-"""The documents of a corpus: text and code as it is, chats and samples in lines of JSON.
+"""The documents of a corpus: text and code as they are, chats and samples as lines of JSON.
 
-Invariant: no document contains bytes that are not UTF-8; skipped files are counted or named, and a
-file that was named but cannot be used is an error unless bad ones are to be skipped.
+Invariant: no document contains bytes that are not UTF-8. Skipped files are counted or named; a file
+that the user named and that cannot be used is an error, unless bad files are to be skipped.
 """
 
 import codecs
@@ -16,21 +16,21 @@ from typing import Any, BinaryIO, NamedTuple
 from offload.checkpoint.files import open_regular
 from offload.errors import UserError, ensure, reason
 
-# Longer texts become several documents, cut at a line's end, so that no file need fit in memory.
+# Longer texts become several documents, cut at line ends, so that no file has to fit in memory.
 _PIECE_CHARS = 1 << 16
 _MAX_LINE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
-_HEAD_BYTES = 8192  # a zero byte in them means that a file is no text, as for git
-_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # in ShareGPT's files
+_HEAD_BYTES = 8192  # a zero byte among them means that a file is no text, as git decides
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # key in ShareGPT's files
 _LAYOUTS = "text, messages (role, content), conversations (from, value), or prompt and completion"
 
-Messages = list[dict[str, str]]  # each with role and content
+Messages = list[dict[str, str]]  # list of messages, each with role and content
 
 
 class _File(NamedTuple):
     path: Path
     num_bytes: int
-    is_named: bool  # by the user, not found in a folder
+    is_named: bool  # named by the user, not found in a folder
 
 
 def joined(messages: Messages) -> str:
@@ -43,7 +43,7 @@ class Corpus:
 
     Args:
         skips_bad: list bad files and lines in `bad` instead of raising `UserError` for the first.
-        or_else: what that error adds, such as how to skip them.
+        or_else: ends that error, such as how to skip bad files.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Corpus:
     ) -> None:
         self._skips_bad = skips_bad
         self._or_else = or_else
-        self.bad: list[str] = []  # a line of explanation each
+        self.bad: list[str] = []  # a line on each
         self.num_binary = 0
         self.num_hidden = 0
         self.done_bytes = 0
@@ -61,7 +61,9 @@ class Corpus:
         self.num_bytes = sum(file.num_bytes for file in self._files)
 
     def documents(self, render: Callable[[Messages], str] = joined) -> Iterator[str]:
-        """Yield the texts, conversations rendered. Raises `UserError` for a bad one that counts."""
+        """Yield the texts, conversations rendered. Raises `UserError` for a bad one, unless
+        skipped.
+        """
         before = 0
         for file in self._files:
             try:
@@ -88,12 +90,12 @@ class Corpus:
                 file = Path(folder, name)
                 try:
                     status = file.stat()
-                except OSError:  # a link that leads nowhere, say: that is told when it is read
+                except OSError:  # such as a broken link: reported when it is read
                     yield _File(file, 0, False)
                     continue
                 if stat.S_ISREG(status.st_mode):
                     yield _File(file, status.st_size, False)
-                else:  # such as a pipe, which is no text either
+                else:  # such as a pipe, which is no text file
                     self.num_binary += 1
 
     def _refuse_folder(self, error: OSError) -> None:
@@ -105,7 +107,7 @@ class Corpus:
         self.bad.append(failure)
 
     def _texts(self, file: _File, render: Callable[[Messages], str]) -> Iterator[tuple[str, int]]:
-        """Yield texts, and how many bytes of the file they have taken."""
+        """Yield texts, each with the bytes read of the file so far."""
         with open_regular(file.path) as raw:
             is_binary = b"\0" in raw.read(_HEAD_BYTES)
             raw.seek(0)
@@ -135,7 +137,8 @@ class Corpus:
                     rule = f"must have less than {_MAX_LINE_BYTES >> 20} MiB"
                     ensure(len(line) < _MAX_LINE_BYTES, rule)
                     text = text_of(json.loads(line.decode("utf-8-sig")), render)
-                    text.encode("utf-8")  # half a character, which JSON can write, is none
+                    # half a surrogate pair, which JSON can write, is no character
+                    text.encode("utf-8")
             except (ValueError, RecursionError) as error:
                 self._refuse(f"{path}:{number} {reason(error)}", "mend the line")
                 continue
@@ -143,7 +146,7 @@ class Corpus:
 
 
 def text_of(record: Any, render: Callable[[Messages], str]) -> str:
-    """Return the text of one JSON record. Raises `ValueError` where it has none of the layouts."""
+    """Return the text of one JSON record. Raises `ValueError` if it has none of the layouts."""
     match record:
         case {"text": str(text)}:
             return text
@@ -157,7 +160,7 @@ def text_of(record: Any, render: Callable[[Messages], str]) -> str:
 
 
 def _message(record: Any, role: str, content: str) -> dict[str, str]:
-    """Return one turn; of a content in parts (multimodal layouts), the text parts are joined."""
+    """Return one turn; for a content in parts (multimodal layouts), its text parts joined."""
     match isinstance(record, dict) and (record.get(role), record.get(content)):
         case (str(who), str(said)):
             return {"role": _ROLES.get(who, who), "content": said}

@@ -3,13 +3,12 @@
 A chunk holds the tokens of its documents in reversed order, and the sorted suffixes of that text.
 Reversed, the end of a context is the beginning of a suffix, so one search finds the longest match.
 Tokens are big-endian, so bytes compare as tokens do and a comparison is one call into C. `heaviest`
-selects the prefixes that most continuations share: REST's choice of what to guess (2311.08252, Alg.
-2).
+selects the prefixes that most continuations share: REST's choice of guesses (2311.08252, Alg. 2).
 
 Shapes: M matches or continuations, C tokens of a continuation, R nodes.
 
 Invariant: a separator, which is no token, stands before, between and after the documents. Positions
-are sorted by what begins there, and there is exactly one for every token of the corpus: the
+are sorted by the text that begins there. There is exactly one for every token of the corpus: the
 position after it in the reversed text, hence before it in the document. So every match has a
 continuation, and neither crosses documents. Nothing outside a chunk is read, whatever its files
 hold.
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 
 from offload.errors import ReadError, UserError, require
 
-MAX_TEXT_BYTES = 2**31 - 1  # positions are int32, also those within tokens while sorting
+MAX_TEXT_BYTES = 2**31 - 1  # positions are int32, including those within tokens while sorting
 _BLOCK = 1 << 16  # positions that are filtered together
 Ints = NDArray[np.int64]
 
@@ -57,10 +56,10 @@ class CorpusChunk(NamedTuple):
     text: bytes | mmap.mmap  # sliced and compared by searches
     tokens_B: NDArray[np.unsignedinteger]  # the same bytes as numbers
     position_M: NDArray[np.int32]  # one for every token of the documents
-    files: tuple[mmap.mmap, ...] = ()  # what it is mapped from
+    files: tuple[mmap.mmap, ...] = ()  # the files' maps
 
     def require_whole(self) -> None:
-        """Raise `ReadError` for a file cut since: touching the lost part would kill the process."""
+        """Raise `ReadError` if a file was truncated: touching the lost part would kill the process."""
         if any(file.size() < len(file) for file in self.files):
             raise ReadError("a file of the datastore was cut short while in use: build it again")
 
@@ -68,7 +67,7 @@ class CorpusChunk(NamedTuple):
     def from_documents(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "CorpusChunk":
         """Return a chunk of these documents.
 
-        Raises `UserError` for tokens outside the vocabulary, or for more than one chunk can hold.
+        Raises `UserError` for tokens outside the vocabulary, or more than a chunk can hold.
         """
         given = [np.asarray(document, np.int64) for document in documents]
         text = ReversedText(vocab_size, sum(len(document) + 1 for document in given))
@@ -82,7 +81,7 @@ class ReversedText:
     """Documents in reversed order, each written before the last, in memory allocated once.
 
     Args:
-        room: how many tokens there may be, with a separator for every document.
+        room: number of tokens, with a separator for every document.
     """
 
     def __init__(self, vocab_size: int, room: int) -> None:
@@ -93,7 +92,7 @@ class ReversedText:
         require(num_bytes <= MAX_TEXT_BYTES, rule, num_bytes, "take fewer tokens")
         self._buffer = np.empty(room + 1, self.width.dtype)
         self._buffer[room] = self.width.separator
-        self.room = room  # what is left of it
+        self.room = room  # tokens left
         self.num_tokens = 0
         self.num_documents = 0
 
@@ -120,9 +119,10 @@ class ReversedText:
 
 
 def sorted_positions(tokens_B: NDArray[np.unsignedinteger]) -> NDArray[np.int32]:
-    """Return the positions of a reversed text, sorted by their suffixes, none behind a separator.
+    """Return the positions of a reversed text by order of suffix, none behind a separator.
 
-    Sorted as bytes by a library, without suffixes within a token: memory is 4 bytes for each byte.
+    A library sorts the bytes, leaving out suffixes that begin within a token: memory is 4 bytes for
+    each byte.
     """
     import pydivsufsort
 
@@ -133,7 +133,7 @@ def sorted_positions(tokens_B: NDArray[np.unsignedinteger]) -> NDArray[np.int32]
     for lo in range(0, len(order), _BLOCK):
         at = order[lo : lo + _BLOCK]
         at = at[at % width == 0] // width
-        # for the first position, index -1 is the last separator
+        # index -1, for the first position, is the last separator
         at = at[tokens_B[at - 1] != separator]
         order[num_kept : num_kept + len(at)] = at
         num_kept += len(at)
@@ -150,10 +150,10 @@ class MatchRange(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """All places where the same tokens occur."""
+    """All places with the same tokens."""
 
-    length: int  # tokens of the context's end that were found; 0: none of them
-    ranges: tuple[MatchRange, ...]  # none of them empty
+    length: int  # number of the context's last tokens that were found; 0: none
+    ranges: tuple[MatchRange, ...]  # ranges, none of them empty
 
     @property
     def count(self) -> int:  # type: ignore[override]
@@ -179,15 +179,15 @@ class SuffixIndex:
 
     @classmethod
     def in_memory(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "SuffixIndex":
-        """Return the index of these documents. Raises `UserError` for unknown ids."""
+        """Return the index of these documents. Raises `UserError` for unknown token ids."""
         chunk = CorpusChunk.from_documents(documents, vocab_size)
         return cls([chunk] if len(chunk.position_M) else [], vocab_size)
 
     def longest(self, context: Sequence[int], most: int = 16, least: int = 2) -> Matches:
-        """Return the places with the longest end of `context`, from `least` to `most` tokens.
+        """Return the places of the longest end of `context`, `least` to `most` tokens.
 
         Every match has a token that follows it. With `least` 0 and no match, all places of the
-        corpus are returned. Raises `ReadError` where a file was cut.
+        corpus are returned. Raises `ReadError` if a file was truncated.
         """
         for chunk in self._chunks:
             chunk.require_whole()
@@ -206,7 +206,7 @@ class SuffixIndex:
     def continuations(
         self, matches: Matches, length: int = 10, most: int = 256, seed: int = 0
     ) -> NDArray[np.int64]:
-        """Return tokens behind up to `most` drawn matches, (M, length), -1 from a document's end."""
+        """Return the tokens after up to `most` drawn matches, (M, length); -1 past a document."""
         drawn_M = _drawn(matches, most, seed)
         bounds = np.cumsum([0, *(match.hi - match.lo for match in matches.ranges)])
         cuts = np.searchsorted(drawn_M, bounds)
@@ -219,13 +219,13 @@ class SuffixIndex:
         return np.concatenate(parts) if parts else np.empty((0, length), np.int64)
 
     def _reversed(self, context: Sequence[int], most: int) -> bytes:
-        """Return the context's end as the text has it, up to a token that no corpus has."""
+        """Return the end of the context reversed, cut at a token that no corpus has."""
         ids = map(int, reversed(context[max(0, len(context) - most) :]))
         known = takewhile(lambda token: 0 <= token < self.vocab_size, ids)
         return b"".join(token.to_bytes(self._width.num_bytes, "big") for token in known)
 
     def _place(self, index: int, wanted: bytes) -> tuple[int, int]:
-        """Count the tokens of `wanted` that a chunk has; return that and their place in its order."""
+        """Return how many tokens of `wanted` a chunk has, and their place in its order."""
         view = self._views[index]
         read_at = self._reader(index, len(wanted))
         at = bisect_left(view, wanted, key=read_at)
@@ -234,14 +234,14 @@ class SuffixIndex:
         return common // self._width.num_bytes, at
 
     def _range(self, index: int, wanted: bytes, at: int) -> MatchRange:
-        """Return all places in a chunk of `wanted`; `at` is one of them, or next to one."""
+        """Return all places of `wanted` in a chunk; `at` is one of them, or next to one."""
         view = self._views[index]
         read_at = self._reader(index, len(wanted))
         lo = bisect_left(view, wanted, 0, at, key=read_at)
         return MatchRange(index, lo, bisect_right(view, wanted, at, key=read_at))
 
     def _reader(self, index: int, size: int) -> Callable[[int], bytes]:
-        """Return a function of a position that reads this many bytes of a chunk from there."""
+        """Return a function that reads this many bytes of a chunk at a position."""
         text = self._chunks[index].text
         width = self._width.num_bytes
         return lambda position: text[width * position : width * position + size]
@@ -265,7 +265,7 @@ def _common_bytes(wanted: bytes, held: bytes) -> int:
 
 
 def _drawn(matches: Matches, most: int, seed: int) -> NDArray[np.int64]:
-    """Return which matches are used, counted through all ranges, in rising order."""
+    """Return the indices of the matches to use, counted across all ranges, rising."""
     if matches.count <= most:
         return np.arange(matches.count)
     key = [seed, matches.length, *(number for match in matches.ranges for number in match)]
@@ -285,8 +285,8 @@ class Trie(NamedTuple):
 def heaviest(continuations_MC: Ints, num_nodes: int) -> Trie:
     """Return the nodes that most continuations pass through, with all their ancestors.
 
-    A row ends at its first negative token. Of equal counts the shallower comes first, then the path
-    with the lower token: the choice does not depend on the order of the rows.
+    A row ends at its first negative token. Ties go to the shallower node, then to the path with the
+    lower token, so the choice does not depend on the order of the rows.
     """
     num_rows, depth = continuations_MC.shape
     if not num_rows or not depth:
@@ -294,8 +294,8 @@ def heaviest(continuations_MC: Ints, num_nodes: int) -> Trie:
         return Trie(none_R, none_R, none_R, num_rows)
     is_over_MC = np.logical_or.accumulate(continuations_MC < 0, axis=1)
     sorted_CM = _sorted_rows(np.where(is_over_MC, -1, continuations_MC)).T
-    # A run of rows with the same first tokens is a node; runs of one depth lie side by side, and
-    # those of the next depth follow.
+    # A run of rows with the same first tokens is a node; runs of one depth are adjacent, and those
+    # of the next depth follow.
     is_first_CM = np.ones((depth, num_rows), bool)
     np.logical_or.accumulate(sorted_CM[:, 1:] != sorted_CM[:, :-1], axis=0, out=is_first_CM[:, 1:])
     first = np.flatnonzero(is_first_CM)
@@ -305,13 +305,13 @@ def heaviest(continuations_MC: Ints, num_nodes: int) -> Trie:
     num_kept = min(num_nodes, np.count_nonzero(token >= 0))
     kept = np.argsort(np.where(token < 0, 0, -count), kind="stable")[:num_kept]
     parent = np.where(first < num_rows, -1, run_CM[first - num_rows])
-    rank = np.full(len(first) + 1, -1)  # the last entry is the root's
+    rank = np.full(len(first) + 1, -1)  # the root's entry is the last
     rank[kept] = np.arange(len(kept))
     return Trie(rank[parent[kept]], token[kept], count[kept], num_rows)
 
 
 def _sorted_rows(rows_MC: Ints) -> Ints:
-    """Sort rows token by token, all at once: so big-endian bytes compare."""
+    """Sort rows token by token: big-endian bytes compare as their numbers do."""
     keys_MC = np.ascontiguousarray(rows_MC + 1, dtype=">u4")
     order_M = np.argsort(keys_MC.view(f"S{4 * rows_MC.shape[1]}").ravel(), kind="stable")
     return rows_MC[order_M]

@@ -1,10 +1,10 @@
 """A corpus on disk: a folder with `store.json` and, for each chunk, its tokens and positions.
 
-`verify` checks that a store is what was written, and sorted as searches need it: every byte is read
-once, and every position checked, because checksums alone can be edited along with the data.
-Invariant: files of chunks never change once `store.json` names them, so that readers who have
-mapped them are undisturbed while chunks are added. Nothing is mapped before its size is what
-`store.json` says, and no store answers for a tokenizer whose ids mean something else.
+`verify` checks that a store is as it was written, and sorted as searches need it: every byte is
+read once, and every position checked, because checksums alone can be edited along with the data.
+Invariant: a chunk's files never change once `store.json` names them, so readers that have mapped
+them are not disturbed while chunks are added. A file is only mapped if its size is the one in
+`store.json`. No store is used with a tokenizer whose ids mean something else.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ class Store:
 
     @property
     def num_documents(self) -> int:
-        """Return the documents of all chunks; one that fills several counts several times."""
+        """Return the number of documents in all chunks; one that fills several counts in each."""
         return sum(chunk.num_documents for chunk in self.chunks)
 
     @property
@@ -77,7 +77,7 @@ class Store:
 
     @property
     def sorting_bytes(self) -> int:
-        """Return the memory that the largest chunk took while it was sorted."""
+        """Return the memory that sorting the largest chunk took."""
         return max(sorting_bytes(chunk.tokens.num_bytes) for chunk in self.chunks)
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,18 +96,18 @@ class Store:
 
 
 def sorting_bytes(text_bytes: int) -> int:
-    """Return the memory for sorting a text: its bytes, and four for each of them."""
+    """Return the memory for sorting a text: five bytes for each of its bytes."""
     return 5 * text_bytes
 
 
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
-    """Return a digest of a tokenizer's vocabulary, equal where every id means the same token."""
+    """Return a digest of a tokenizer's vocabulary; equal if every id means the same token."""
     written = json.dumps(sorted(vocabulary.items()), separators=(",", ":"))
     return hashlib.sha256(written.encode()).hexdigest()
 
 
 def vocabulary_size(vocabulary: Mapping[str, int]) -> int:
-    """Return the number of ids that texts can have; a model's logits may be padded to more."""
+    """Return the number of ids that texts can have; a model may have more logits, as padding."""
     return max(vocabulary.values(), default=0) + 1
 
 
@@ -116,8 +116,8 @@ def open_datastore(
 ) -> SuffixIndex:
     """Return the index of a store, mapped from its files.
 
-    Tokens from `most_ids` on end a match and a continuation: a tokenizer may know more of them than
-    its model. Raises `UserError` where the store's tokenizer has another vocabulary.
+    Tokens from `most_ids` on end a match or a continuation: a tokenizer may have more of them than
+    its model. Raises `UserError` if the store's tokenizer has another vocabulary.
     """
     store = read_store(path)
     require_tokenizer(store, vocabulary)
@@ -126,7 +126,7 @@ def open_datastore(
 
 
 def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
-    """Raise `UserError` where the ids of a store mean something else than in this vocabulary."""
+    """Raise `UserError` if the ids of a store mean something else in this vocabulary."""
     expected = store.tokenizer_sha256
     other = vocabulary_sha256(vocabulary)
     if expected != other:
@@ -159,12 +159,12 @@ def read_store(path: str | os.PathLike[str]) -> Store:
     require(version == VERSION, f"{file} must have version {VERSION}", version, remedy)
     store = _checked(folder, content)
     for index in range(len(store.chunks)):
-        map_chunk(store, index)  # costs nothing, and checks their sizes
+        map_chunk(store, index)  # cheap, and checks their sizes
     return store
 
 
 def scratch_folder(path: Path) -> Path:
-    """Return where a store lies until it is whole."""
+    """Return the folder in which a store is written until it is whole."""
     # absolute, because `.` has no name of its own
     whole = Path(os.path.abspath(path))
     return whole.parent / f".{whole.name}.building"
@@ -176,7 +176,7 @@ def chunk_files(path: Path, index: int) -> tuple[Path, Path]:
 
 
 def map_chunk(store: Store, index: int) -> CorpusChunk:
-    """Map the files of a chunk. Raises `UserError` where one is missing or has another size."""
+    """Map the files of a chunk. Raises `UserError` if one is missing or has another size."""
     entry = store.chunks[index]
     files = chunk_files(store.path, index)
     text = _mapped(files[0], entry.tokens.num_bytes)
@@ -187,7 +187,7 @@ def map_chunk(store: Store, index: int) -> CorpusChunk:
 
 
 def _checked(folder: Path, content: dict[str, Any]) -> Store:
-    """Return the content of a manifest.
+    """Return the content of a manifest, checked.
 
     Sizes follow from the numbers of documents and tokens: each document has one separator, each
     token one position.
@@ -217,10 +217,10 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
 
 
 def verify(store: Store, on_bytes: Progress) -> None:
-    """Check all chunks; raise `UserError` for the first thing that is wrong.
+    """Check all chunks. Raises `UserError` for the first fault.
 
-    `on_bytes` hears of the bytes done and of all. Takes some eight bytes of memory for every token
-    of the largest chunk.
+    `on_bytes` is called with the bytes done and the bytes in all. Takes about eight bytes of memory
+    for every token of the largest chunk.
     """
     count = counter(store.num_bytes, on_bytes)
     for index, entry in enumerate(store.chunks):
@@ -263,8 +263,8 @@ def _check_tokens(path: Path, chunk: CorpusChunk, vocab_size: int, num_documents
 def _check_order(path: Path, chunk: CorpusChunk, separator: int) -> None:
     """Check that each position occurs once, except behind separators, in sorted order.
 
-    Two suffixes with the same first token are in order if what follows is, which is read off the
-    positions' own ranks. Behind a separator nothing is compared, because no search looks further.
+    Two suffixes with the same first token are in order if what follows is, and the positions' own
+    ranks show that. Behind a separator nothing is compared: no search looks further.
     """
     tokens_B = chunk.tokens_B
     position_M = chunk.position_M

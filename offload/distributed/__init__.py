@@ -1,4 +1,4 @@
-"""Many processes that run one target; importing this tells the engine how they load it."""
+"""Many processes that run one target; importing this registers its loaders with the engine."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from offload.engine.team import LOADERS
 
 
 def _open_shards(setup: Any, request: Any, resources: Any, transport: Any) -> Any:
-    # not at the top: what torch.distributed brings takes time
+    # imported late: torch.distributed takes time
     from offload.distributed.shard_team import join_shards
     from offload.engine.opening import open_with
 

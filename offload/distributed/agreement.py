@@ -1,6 +1,6 @@
-"""What ranks settle between joining and the first pass: every rank says something small, and hears.
+"""What ranks agree on between joining and the first pass, in small messages from every rank.
 
-Words are of a type that both ends name; anything else that arrives is refused.
+Both ends name the type of a message; anything else that arrives is refused.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _MOST_BYTES = 1 << 20
 
 
 def gather_values(transport: Transport, value: T, kind: Any) -> list[T]:
-    """Return the value of each rank, of the type `kind`, when the last one has come."""
+    """Return the values of all ranks, of the type `kind`, once the last has come."""
     if transport.rank != HEAD:
         _say(transport, HEAD, value)
         return broadcast_from_head(transport, [], list[kind])
@@ -29,7 +29,7 @@ def gather_values(transport: Transport, value: T, kind: Any) -> list[T]:
 
 
 def broadcast_from_head(transport: Transport, value: T, kind: Any) -> T:
-    """Return the head's value, a `kind`, on every rank; others' `value` is passed over."""
+    """Return the head's value, a `kind`, on every rank; the other ranks' `value` is not used."""
     if transport.rank != HEAD:
         heard: T = _heard(transport, HEAD, kind)
         return heard
@@ -39,14 +39,14 @@ def broadcast_from_head(transport: Transport, value: T, kind: Any) -> T:
 
 
 def agree_on(transport: Transport, refusal: str | None = None) -> None:
-    """Go on where no rank objects. Raises `UserError` on all, with the reason, where one does."""
+    """Return if no rank objects. Raises `UserError` with the reason on all ranks if one does."""
     for rank, line in enumerate(gather_values(transport, refusal, str | None)):
         if line is not None:
             raise UserError(f"rank {rank}: {line}")
 
 
 def try_together(transport: Transport, attempt: Callable[[], T]) -> T:
-    """Return the result of this rank's attempt, when no rank's is refused; raises as `agree_on`."""
+    """Return the result of this rank's attempt if no rank's failed; raises as `agree_on`."""
     try:
         outcome = attempt()
     except UserError as error:

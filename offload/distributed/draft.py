@@ -1,18 +1,18 @@
-"""The draft rank: it guesses ahead all the time, and answers the head from what it has.
+"""The draft rank: it guesses ahead all the time, and answers the head with guesses that are ready.
 
     DRAFT    Reset, Grow, Accept from the head; Grow is answered once, soon: with fewer nodes if
              more would take long
     RESULT   Guessed, where a head waits for stages, too
 
-Its tree (`DraftTree`) lives from step to step, and hands out its best nodes one after the other.
+Its tree (`DraftTree`) is kept from step to step, and hands out its best nodes one after the other.
 Every node that was run has children with the chances p = softmax(beta u), as in
 `drafting/dynamic.py`; f is the product of p below the root. When tokens are accepted the root moves
-down, the rows of what hangs below stay in the cache, and what does not is forgotten. A node is
-certain to be the next best once every node with a larger f has been run, for f never rises along a
-path; only such nodes are handed out.
+down. Rows below it stay in the cache; all others are dropped. Since f never rises along a path, a
+node is certain to be the next best once every node with a larger f was run. Only such nodes are
+handed out.
 
-Invariants: every Grow gets one answer. Which nodes it has, and in which order, does not depend on how
-much was run ahead, only how soon it comes; parents come before their children.
+Invariants: every Grow gets one answer. Running ahead changes how soon it comes, not which nodes it
+has, nor their order; parents come before their children.
 """
 
 import math
@@ -39,17 +39,17 @@ from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler
 from offload.trees.topology import GrownNode, grow_best_first
 
-_ROWS_PER_PASS = 8  # at most
+_ROWS_PER_PASS = 8  # most nodes of an answer
 
 
 @dataclass(slots=True, eq=False)
 class DraftNode(RowNode):
-    """A guess of the draft; one with a row was run."""
+    """A guess of the draft; a node that was run has a row."""
 
-    log_f: float = 0.0  # of its path below the first root of the text
-    number: int | None = None  # by which the head knows it; None was not told yet
-    children: "list[DraftNode] | None" = None  # of falling chance; None was not run
-    score_V: Tensor | None = None  # what they are ranked by
+    log_f: float = 0.0  # chance of its path below the text's first root
+    number: int | None = None  # the head's number of it; None until the head has it
+    children: "list[DraftNode] | None" = None  # by falling chance; None until it is run
+    score_V: Tensor | None = None  # key by which nodes are ranked
 
 
 class DraftTree:
@@ -72,7 +72,7 @@ class DraftTree:
         return len(self._rows)
 
     def begin(self, tokens: Sequence[int], sampler: Sampler, calibration: DraftCalibration) -> None:
-        """Begin a text; what it shares with the last one is not run again.
+        """Begin a text; the part that it shares with the last one is not run again.
 
         `tokens` are committed ones, at least one; `calibration` learns from those that follow.
         """
@@ -100,7 +100,7 @@ class DraftTree:
     def best(
         self, num_nodes: int, least_f: float, least_p: float
     ) -> tuple[list[DraftNode], list[DraftNode]]:
-        """Return best nodes not told yet that are certain, and those to run to know more."""
+        """Return the best certain nodes that the head does not have, and nodes to run to find more."""
         nodes = list[DraftNode]()
         to_run = list[DraftNode]()
         num_seen = 0
@@ -109,7 +109,7 @@ class DraftTree:
             if node.number is None:
                 num_seen += 1
                 nodes += [] if to_run else [node]
-            if num_seen == num_nodes:  # a child of the last one would be no better
+            if num_seen == num_nodes:  # no child of the last one can be better
                 break
             if node.children is None and (
                 node is self.root or (most_to_run > 0 and node.position < self._context)
@@ -120,7 +120,7 @@ class DraftTree:
         return nodes, to_run
 
     def _in_order(self, least_f: float, least_p: float) -> Iterator[DraftNode]:
-        """Return the root, then all known nodes by falling f, above these bounds."""
+        """Return the root, then all known nodes within these bounds by falling f."""
         least_log_f = self.root.log_f + (math.log(least_f) if least_f > 0 else -math.inf)
 
         def child(node: GrownNode[DraftNode], rank: int) -> tuple[float, DraftNode] | None:
@@ -133,7 +133,7 @@ class DraftTree:
         return (node.item for node in grow_best_first(self.root, child, self.root.log_f))
 
     def run(self, nodes: Sequence[DraftNode]) -> None:
-        """Score nodes whose parents were run, in one pass; the root comes alone."""
+        """Score nodes whose parents were run, in one pass; the root is run alone."""
         is_root = nodes[0] is self.root
         logits_WV = self._draft.catch_up(self._tokens) if is_root else self._run_rows(nodes)
         score_WV = point_mass_scores(
@@ -143,7 +143,7 @@ class DraftTree:
         log_p_WK = log_p_WV.gather(1, token_WK)
         columns = (nodes, score_WV, log_p_WK.tolist(), token_WK.tolist())
         for node, score_V, log_p_K, token_K in zip(*columns, strict=True):
-            node.score_V = score_V.clone()  # a view would keep those of all the pass
+            node.score_V = score_V.clone()  # a view would keep all rows of the pass in memory
             node.children = [
                 DraftNode(token, node.position + 1, node, math.exp(log_p), node.log_f + log_p)
                 for log_p, token in zip(log_p_K, token_K, strict=True)
@@ -151,7 +151,7 @@ class DraftTree:
             ]
 
     def tell(self, nodes: Sequence[DraftNode]) -> list[DraftNodeUpdate]:
-        """Return accepted tokens the head was not told, then these nodes, with numbers."""
+        """Return accepted tokens that the head lacks, then these nodes, with numbers."""
         news = self._news
         self._news = []
         for node in nodes:
@@ -171,7 +171,7 @@ class DraftTree:
         return self._draft.run(torch.tensor([node.token for node in nodes]), position_U, sees_WU)
 
     def _child(self, token: int) -> DraftNode:
-        """Return a child of the root that was told, or is among the news."""
+        """Return a child of the root that the head has, or is about to get."""
         child = next((node for node in self.root.children or () if node.token == token), None)
         child = child or DraftNode(token, self.root.position + 1, log_f=self.root.log_f)
         if child.number is None:
@@ -191,9 +191,10 @@ class DraftTree:
         return node.number
 
 
-_MOST_PASSES = 4  # for one answer, if it has a node at all
-_ANSWER = 8  # nodes that are made ready before the head asks
-_AHEAD = 2  # one of this many rows may be run before the head asks; the others are kept for answers
+_MOST_PASSES = 4  # most passes for one answer that has a node
+_ANSWER = 8  # nodes that are prepared before the head asks
+# one node of this many rows may be run before the head asks; the others are kept for answers
+_AHEAD = 2
 
 
 def load_draft(
@@ -201,7 +202,7 @@ def load_draft(
 ) -> DraftTree:
     """Return the tree of the run's draft, read into memory; the sizes are those of `DraftTree`.
 
-    `on_pass` hears of every pass that begins.
+    `on_pass` is called when a pass begins.
     """
     assert setup.files.draft is not None, "there is one to load"
     model = resident_model(setup.files.draft, setup.dtype, on_note=setup.hooks.on_note)
@@ -218,17 +219,17 @@ def serve_draft(transport: Transport, tree: DraftTree) -> None:
 
 
 class _DraftService:
-    """One tree, and what the head has asked for."""
+    """One tree, and the head's open request."""
 
     def __init__(self, transport: Transport, tree: DraftTree) -> None:
         self._transport = transport
         self._tree = tree
         self._calibration = PerKindLRU[Hashable, DraftCalibration](DraftCalibration)
         self._asked: Grow | None = None
-        self._num_passes = 0  # for the answer
+        self._num_passes = 0  # bounds of the answer
 
     def begin(self, order: Reset) -> None:
-        if self._asked is not None:  # at a tree that is gone
+        if self._asked is not None:  # the root that the head asked about no longer exists
             self._answer([])
         if not order.tokens:
             raise ValueError("a text begins with a token")
@@ -246,7 +247,7 @@ class _DraftService:
         self._num_passes = 0
 
     def step(self) -> bool:
-        """Answer, or run one pass; return False where there is nothing to do."""
+        """Answer, or run one pass; return False if there is nothing to do."""
         asked = self._asked
         tree = self._tree
         if asked is None:

@@ -1,7 +1,7 @@
-"""What ranks that share every layer exchange within a pass, and the model that is cut for it.
+"""What ranks that share every layer exchange in a pass, and how the model is cut for it.
 
-Outside of a pass no rank is waited for: the columns of other ranks are then zeros, so that one
-rank's share can be timed, and tried out, alone.
+Outside a pass no rank is waited for: the other ranks' columns are zeros, so that one rank's share
+can be timed and tried out alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,17 +37,17 @@ class Exchange:
     """One rank's part in the passes of a shared model, exchanged through host memory."""
 
     transport: Transport
-    _own_bytes: int = 0  # memory that this process took before it loaded anything
-    row_bytes: int = 0  # what this rank sends in a pass for each row
-    num_passes: int = 0  # that all ranks have run together
-    num_rows: int = 0  # of these passes
-    # brings rows of the host to where this rank computes
+    _own_bytes: int = 0  # memory of this process before it loaded anything
+    row_bytes: int = 0  # bytes that this rank sends in a pass for each row
+    num_passes: int = 0  # passes that all ranks ran together
+    num_rows: int = 0  # rows of these passes
+    # copies the host's rows to the device of this rank
     send: Callable[[Tensor], Tensor] = lambda rows: rows
     _is_open: bool = False
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Run the same pass on all ranks meanwhile."""
+        """Within the body all ranks run the same pass."""
         self._is_open = True
         try:
             yield
@@ -55,7 +55,7 @@ class Exchange:
             self._is_open = False
 
     def share(self, rows: Tensor) -> Tensor:
-        """Return the head's rows, on every rank."""
+        """Return the head's rows on every rank."""
         if not self._is_open:
             return rows
         self.num_passes += 1
@@ -72,7 +72,7 @@ class Exchange:
         )
 
     def pass_s(self, gathers: Gathers, dtype: torch.dtype) -> Curve:
-        """Measure what the gathers of a pass take, against its rows; all ranks do at one time."""
+        """Measure the gathers of a pass against its rows; all ranks do so at the same time."""
         column = torch.zeros(1, 1, dtype=dtype)
 
         def gather_all(num_rows: int) -> None:
@@ -88,7 +88,7 @@ class Exchange:
         return Curve(_TIMED_ROWS, tuple(seconds))
 
     def figures(self, stream: LayerStream, plan: MemoryPlan) -> list[RankFigures]:
-        """Return the bytes that each rank has moved and held so far; all ranks ask at one time."""
+        """Return the bytes that each rank has moved and held; all ranks call it at the same time."""
         mine = RankFigures(
             plan.ram_bytes,
             self._own_bytes,
@@ -106,10 +106,10 @@ class Exchange:
 
 
 def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange) -> None:
-    """Let every layer of a model without storage compute one rank's rows, and gather the others'.
+    """Cut a model without storage: each layer computes one rank's rows and gathers the others'.
 
-    On the head the input of the first layer is shared with other ranks, which ask `Exchange.share`
-    for it. Raises `UserError` for other modules.
+    The head shares the input of its first layer; other ranks receive it by `Exchange.share`. Raises
+    `UserError` for modules that cannot be cut.
     """
     rank = exchange.transport.rank
     layers = layer_stacks(meta_model)[0]

@@ -54,12 +54,12 @@ EventKind = Literal["begun", "issued", "cancelled", "drawn", "dead", "emitted"]
 
 
 class RunEvent(NamedTuple):
-    """One moment of a text."""
+    """One moment of a text, for pictures."""
 
-    time_s: float  # of the head's clock
+    time_s: float  # the head's clock
     kind: EventKind
-    run: int  # -1 where none is meant
-    num: int = 0  # rows of a run, tokens that were emitted
+    run: int  # -1 if it concerns no run
+    num: int = 0  # rows of a run, or tokens emitted
 
 
 Listener = Callable[[RunEvent], None]
@@ -68,14 +68,14 @@ Listener = Callable[[RunEvent], None]
 class RowPrice(NamedTuple):
     """What rows of a run cost where they cost most."""
 
-    row_s: float = 0.0  # seconds of one row more at the slowest stage
+    row_s: float = 0.0  # seconds of one more row at the slowest stage
     num_free: int = 4  # rows that take hardly longer than one
 
     @classmethod
     def from_times(cls, seconds_by_stage: Sequence[Sequence[float]]) -> "RowPrice":
         """Return the price by what passes over `TIMED_ROWS` took; long ones are timed for one row."""
         slowest_s = [max(times) for times in zip(*seconds_by_stage, strict=False)]
-        # so long that it is the link's doing, which does not mind rows
+        # such a time is the link's, which does not depend on rows
         if len(slowest_s) == 1:
             return cls(0.0, TIMED_ROWS[-1])
         more_s = max(0.0, slowest_s[-1] - slowest_s[0])
@@ -101,7 +101,7 @@ class Head:
     Args:
         num_uncommitted: rows that every stage's cache has room for behind the committed ones.
         price: what rows cost; of use to the rule of cut-off, and for the size of runs.
-        listen: is told when runs begin and end.
+        listen: called when runs begin and end.
         clock: seconds.
     """
 
@@ -127,7 +127,7 @@ class Head:
         self._most_rows = min(options.num_rows(price.num_free), num_uncommitted)
         self._table = RunTable(options.num_runs(len(roles.stages)), num_uncommitted)
         self._cut = CutOff(price.row_s, options.cut)
-        # all stages, the head's own among them: the end of one is heard of here, whatever its reason
+        # all stages, the head's included: the end of any is noticed here, whatever its reason
         answering = {*roles.stages, *([] if roles.draft is None else [roles.draft])}
         self._ways = [(rank, Channel.RESULT) for rank in sorted(answering)]
         self._time = TokenTime()
@@ -139,7 +139,7 @@ class Head:
     def begin(
         self, tokens: Sequence[int], sampling: Sampling, end: int, most_kept: int = sys.maxsize
     ) -> None:
-        """Begin a text of at most `end` tokens; up to `most_kept` of the last one's stay."""
+        """Begin a text of at most `end` tokens; up to `most_kept` tokens of the last text are kept."""
         with held_back():
             self.end()
             known = self._tokens[: self._table.num_committed]
@@ -155,12 +155,12 @@ class Head:
             self._fill()
 
     def advance(self, on_arrival: Callable[[], None] = lambda: None) -> list[int]:
-        """Return the next tokens, at least one; none where the text has reached its end.
+        """Return the next tokens, at least one; none if the text has reached its end.
 
-        `on_arrival` hears of anything that arrives; what it raises leaves the text where it is.
+        `on_arrival` is called for everything that arrives; if it raises, the text can go on.
         """
         while not self._table.is_complete:
-            with held_back():  # what stages are told and what the table holds must be the same
+            with held_back():  # stages and the run table must have the same orders
                 self._fill()
             self._transport.wait_any(self._ways)
             on_arrival()
@@ -176,14 +176,14 @@ class Head:
         return []
 
     def end(self) -> None:
-        """End the text: what is on its way is not needed, and its answers will be passed over."""
+        """End the text: runs on their way are not needed, and their answers will be dropped."""
         self._cancel(self._table.abandon())
         self._num_stale += self._draft in (_DraftState.ASKED, _DraftState.OUTDATED)
         self._draft = _DraftState.IDLE
         self._cut.reset()
 
     def stop(self) -> None:
-        """End the services, whatever they wait for, as far as they are there."""
+        """End all services, whatever they wait for, unless they have ended."""
         with suppress(RankError):
             self.end()
         ways = [(rank, Channel.CONTROL) for rank in range(self._transport.num_ranks)]
@@ -194,7 +194,7 @@ class Head:
                 self._transport.send(*way, Stop())
 
     def _issue_prompt(self, lo: int, hi: int) -> None:
-        """Issue positions [lo, hi) of the prompt; only the very last row is drawn."""
+        """Issue positions [lo, hi) of the prompt; only the very last row draws a token."""
         run = self._table.new_run()
         num_rows = hi - lo
         sees = packed(np.tri(num_rows, dtype=bool))
@@ -205,7 +205,7 @@ class Head:
         self._data(Commit(list(range(num_rows))))
 
     def _fill(self) -> None:
-        """Issue and ask for all that may be issued and asked for now."""
+        """Issue and request all that is possible now."""
         if self._table.is_complete:
             return
         self._ask_for_guesses()
@@ -217,7 +217,7 @@ class Head:
             self._ask_for_guesses()
 
     def _next_nodes(self) -> list[RunNode]:
-        """Return the nodes of the next run, the root first; nothing where waiting is better."""
+        """Return the nodes of the next run, the root first; empty if waiting is better."""
         root = self._table.root
         mode = self._options.mode
         if root.run is None:
@@ -233,20 +233,21 @@ class Head:
 
     @property
     def _num_wanted(self) -> int:
-        """Count the guesses that the next run needs, or all at once, if not continuous."""
+        """Count the guesses that the next run needs; all at once if not continuous."""
         num_runs = (
             1 if self._options.is_continuous else self._options.num_runs(len(self._roles.stages))
         )
-        num_roots = int(self._options.mode == "sync")  # whose run begins with it
+        num_roots = int(self._options.mode == "sync")  # a run for the root begins with it
         return min(self._most_rows * num_runs - num_roots, self._table.room)
 
     def _guesses(self, count: int) -> list[RunNode]:
         return self._table.best(count, self._cut.least(self._time.token_s).f)
 
     def _ask_for_guesses(self) -> None:
-        """Ask for as many guesses as one run has room for, while the draft is idle."""
+        """Ask for as many guesses as a run can hold, while the draft is idle."""
         if self._draft == _DraftState.SHORT and not self._table.has_credit:
-            self._draft = _DraftState.IDLE  # nothing can be issued, so there is time for more
+            # nothing can be issued, so there is time to ask for more
+            self._draft = _DraftState.IDLE
         is_busy = self._options.mode == "sync" and self._table.num_on_way > 0
         if not self._options.speculates or self._draft != _DraftState.IDLE or is_busy:
             return
@@ -271,7 +272,7 @@ class Head:
         self._tell("dead" if back.is_dead else "drawn", back.run, len(back.tokens))
 
     def _take_guesses(self, guessed: Guessed) -> None:
-        """Take guesses; none says that no more are worth it, unless the draft had another root."""
+        """Take guesses; none means that no more are worth it, unless the draft had another root."""
         if self._num_stale:
             self._num_stale -= 1
             return
@@ -286,7 +287,7 @@ class Head:
             self._draft = _DraftState.IDLE if self._cut.failed() else _DraftState.DRY
 
     def _take_step(self, step: RunStep) -> None:
-        """Tell all ranks what was emitted, those first that need not go on."""
+        """Send all ranks the emitted tokens, first to those with runs to cancel."""
         self._cancel(step.dead)
         self._data(Commit(step.path, step.kept))
         self._tokens += map(require_token, step.tokens)

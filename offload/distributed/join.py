@@ -1,9 +1,9 @@
-"""From processes that only know where to meet to ranks that talk and have the same weights.
+"""How processes that only know where to meet become ranks that talk and have the same weights.
 
-Their handshakes are compared first; these lie in the store of torch.distributed, as JSON. A rank
-that does not come in time is named; one with another version, other files or other options is
-refused, on every rank alike and before anything is sent. Weights are proved to be the same to the
-last byte, if need be by reading all of them once.
+First their handshakes are compared, JSON in the store of torch.distributed. A rank that does not
+come in time is named; one with another version, other files or other options is refused, on every
+rank alike and before anything is sent. Weights are proved to be the same to the last byte, if need
+be by reading all of them once.
 """
 
 import os
@@ -33,14 +33,15 @@ from offload.interrupts import terminated_at_once, terminated_later
 from offload.rank_roles import RankInfo, require_place
 from offload.streaming.summing import with_sum
 
-# the version of messages and handshakes; it changes where an older rank would misread them
+# the version of messages and handshakes; it changes if an older rank would misread them
 PROTOCOL = 4
 JOIN_LIMIT_S = 120.0
 EXCHANGE_LIMIT_S = 60.0
 _MAX_HANDSHAKE_BYTES = 65536
 _ASK_AGAIN_S = 0.1
-_PATIENCE = 1.2  # a wait in an exchange is longer than the limit, so that silence is noticed first
-# time for rank 0 to print what it has heard, before torchrun ends it because another has ended
+# exchanges may wait longer than the limit of silence, so that silence is noticed first
+_PATIENCE = 1.2
+# time for rank 0 to print a reason before torchrun ends it because another rank ended
 _TELL_S = 1.0
 _READ_S = 5.0
 SAME_FILES = "give both the same files"
@@ -52,18 +53,18 @@ _REMEDIES = {
 
 
 class RankHandshake(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank says of itself when it joins."""
+    """What a rank states when it joins."""
 
-    must_agree: dict[str, str]  # by the keys of `_REMEDIES`
+    must_agree: dict[str, str]  # values that must be equal, by the keys of `_REMEDIES`
     proofs: dict[str, str]  # proofs of the weights, see `ModelIdentity`
-    host: str  # a name, and what tells apart hosts of one name
-    disks: list[str]  # disks that weights are read from
+    host: str  # a name, and an id for hosts of the same name
+    disks: list[str]  # disks from which it reads weights
 
     @classmethod
     def of_this(cls, model: ModelIdentity, options: str, shards: Sequence[Path]) -> "RankHandshake":
         """Return this process's handshake; the arguments are those of `joined`."""
         release = ".".join(torch.__version__.split(".")[:2])
-        # not imported here: the package lies above all of its folders
+        # imported late: the package lies above all of its folders
         version = sys.modules["offload"].__version__
         agreed = {
             "offload": version,
@@ -88,13 +89,13 @@ class RankHandshake(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Joined(NamedTuple):
-    """Ranks that have found each other."""
+    """Ranks that have met."""
 
     transport: Transport
     handshakes: list[RankHandshake]  # by rank
 
     def note(self) -> str:
-        """Return notes for the user on the places of ranks; empty where there are none."""
+        """Return notes for the user on the ranks' places; empty if there are none."""
         users = defaultdict[tuple[str, str], list[int]](list)
         for rank, handshake in enumerate(self.handshakes):
             for disk in handshake.disks:
@@ -111,8 +112,8 @@ def meet_ranks(
 ) -> tuple[Transport, tuple[str, ...]]:
     """Return the way to all other ranks, open as long as `resources`, and notes.
 
-    They meet where torchrun's environment says; a transport that is given is taken as it is. Raises
-    `UserError` where ranks do not come, or have other files or options.
+    They meet where torchrun's environment says; a given transport is used as it is. Raises
+    `UserError` if ranks do not come, or have other files or options.
     """
     if transport is not None:
         return transport, ()
@@ -135,7 +136,7 @@ def meet_ranks(
 def _prove(setup: Setup, joint: Joined, identity: ModelIdentity) -> None:
     """Prove that all ranks have the same weights, if need be by reading all of them once.
 
-    Raises `UserError` on all of them where they have not.
+    Raises `UserError` on all of them if they differ.
     """
     proofs_of_ranks = [handshake.proofs for handshake in joint.handshakes]
     if all(proved(proofs_of_ranks[0], proofs) for proofs in proofs_of_ranks):
@@ -164,11 +165,11 @@ def joined(
     limit_s: float = JOIN_LIMIT_S,
     exchange_limit_s: float = EXCHANGE_LIMIT_S,
 ) -> Iterator[Joined]:
-    """Join the ranks, which talk until this context ends; how it ends is each rank's last word.
+    """Join the ranks, which talk until this context ends; each rank's last word says how it ended.
 
     Args:
         model: must be the same on all ranks, as far as is known yet.
-        options: what else must be the same, as a user would recognise it.
+        options: settings that must be the same, as a user would recognise them.
         shards: files that weights are read from, whose disks are compared.
         limit_s: how long to wait for a rank that does not come.
         exchange_limit_s: how long a rank may be silent, or keep others waiting in an exchange.
@@ -190,7 +191,7 @@ def joined(
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Mark an error that all ranks know of."""
+    """Mark an error that all ranks have received."""
     try:
         yield
     except BaseException as error:
@@ -200,9 +201,9 @@ def _told() -> Iterator[None]:
 
 @contextmanager
 def ended_by(transport: Transport) -> Iterator[None]:
-    """Close the transport at the end, with the reason where that is an error.
+    """Close the transport at the end, with the reason if that is an error.
 
-    Rank 0 hears of a loss in spite of SIGTERM.
+    Rank 0 receives a loss even after SIGTERM.
     """
     is_refusal = False
     why = ""
@@ -211,7 +212,7 @@ def ended_by(transport: Transport) -> Iterator[None]:
             yield
     except (RankError, GeneratorExit):
         raise
-    # a rank that has followed the head to the end ends so
+    # a rank that followed the head to its end exits so
     except SystemExit as leaving:
         why = f"exit code {leaving.code}" if leaving.code else ""
         raise
@@ -227,7 +228,7 @@ def ended_by(transport: Transport) -> Iterator[None]:
 
 
 def leave_reason(place: RankInfo, line: str, *, meet_s: float, heard_s: float) -> bool:
-    """Tell rank 0 why this rank does not join; return whether it has heard. Raises `UserError`."""
+    """Send rank 0 the reason not to join; return True if it arrived. Raises `UserError`."""
     store = meet(place, meet_s)
     due_s = monotonic() + heard_s
     try:
@@ -236,7 +237,7 @@ def leave_reason(place: RankInfo, line: str, *, meet_s: float, heard_s: float) -
             if monotonic() > due_s:
                 return False
             sleep(_ASK_AGAIN_S)
-    # rank 0 has left, and has said why: this line, or one of its own
+    # rank 0 has left with a reason of its own, or with this one
     except RuntimeError:
         return True
     sleep(_TELL_S)
@@ -244,7 +245,7 @@ def leave_reason(place: RankInfo, line: str, *, meet_s: float, heard_s: float) -
 
 
 def meet(place: RankInfo, limit_s: float) -> dist.Store:
-    """Return the store that all ranks write to. Raises `UserError` where it is not reached."""
+    """Return the store that all ranks write to. Raises `UserError` if it cannot be reached."""
     is_host = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(
@@ -306,7 +307,7 @@ def _wait_for_handshakes(store: dist.Store, num_ranks: int, limit_s: float) -> N
             error = UserError(
                 f"all {num_ranks} ranks must come within {limit_s:g} s, got none of {who}: see why there"
             )
-            # rank 0 says the same
+            # rank 0 reports the same
             if 0 not in missing:
                 error.add_note(TOLD)
             raise error
@@ -314,7 +315,7 @@ def _wait_for_handshakes(store: dist.Store, num_ranks: int, limit_s: float) -> N
 
 
 def compare(handshakes: Sequence[RankHandshake]) -> None:
-    """Refuse ranks that would misunderstand each other. Raises `UserError`, alike on every rank."""
+    """Raise `UserError`, the same on every rank, if ranks would misunderstand each other."""
     first = handshakes[0]
     for rank, handshake in enumerate(handshakes):
         for subject, remedy in _REMEDIES.items():
@@ -328,7 +329,7 @@ def compare(handshakes: Sequence[RankHandshake]) -> None:
 
 
 def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool) -> None:
-    """Raise `UserError` for other weights, or in the end weights not proved to be the same."""
+    """Raise `UserError` for other weights, or for weights not proved to be the same at the end."""
     for rank, rank_proofs in enumerate(proofs):
         is_same = proved(proofs[0], rank_proofs)
         if is_same is False or (is_final and not is_same):
@@ -337,7 +338,7 @@ def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool)
 
 
 def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: float) -> Transport:
-    """Return a transport over new process groups. Raises `UserError` for ranks out of reach."""
+    """Return a transport over new process groups. Raises `UserError` for unreachable ranks."""
     choose_interface(place.address, place.port)
     meeting = timedelta(seconds=limit_s)
     talking = timedelta(seconds=exchange_limit_s)
@@ -358,7 +359,7 @@ def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: 
 
 
 def _boot_id() -> str:
-    """Return an identity that differs between hosts or containers' hosts of the same name."""
+    """Return an id that differs between hosts, and hosts of containers, of the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

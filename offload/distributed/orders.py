@@ -1,7 +1,7 @@
-"""What ranks tell each other: a type for each order and answer, and how it goes over the wire.
+"""Messages between ranks: a type for each order and answer, and its form on the wire.
 
-Invariant: bytes that are no order, or none that can be, raise `ValueError` before anything is
-computed. They are MessagePack of the types below and of nothing else: a peer is a stranger.
+Invariant: bytes that are no order, or an impossible one, raise `ValueError` before anything is
+computed. They are MessagePack of the types below and of nothing else: a peer is not trusted.
 """
 
 from typing import Annotated, NamedTuple
@@ -15,37 +15,37 @@ from torch import Tensor
 from offload.errors import ensure
 from offload.sampling_options import Sampling
 
-HEAD = 0  # the rank that has the text
+HEAD = 0  # the rank that writes the text
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Token = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-# a list that a stranger sends must not fill memory; texts and passes are far shorter
+# a list from a peer must not fill memory; texts and passes are far shorter
 _MOST = Meta(max_length=2**22)
 Tokens = Annotated[list[Token], _MOST]
 Counts = Annotated[list[Count], _MOST]
 
 
 class Order(Struct, tag=True, array_like=True, forbid_unknown_fields=True):
-    """What one rank tells another."""
+    """A message from one rank to another."""
 
 
 class Reset(Order):
     """A text begins."""
 
     num_kept: Count  # committed positions that stay
-    sampling: Sampling = Sampling()  # how tokens are drawn, where they are
+    sampling: Sampling = Sampling()  # how tokens are drawn, for ranks that draw
     tokens: Annotated[tuple[Token, ...], _MOST] = ()  # the text itself, for a draft
 
 
 class RunOrder(Order):
-    """W rows to be scored, behind the uncommitted ones that are there."""
+    """W rows to score after the uncommitted rows of the cache."""
 
     number: Count
     tokens: Tokens
     positions: Counts
     sees: bytes  # `packed`
-    num_drawn: Count  # the last ones, after which the target draws
-    is_dead: bool = False  # no longer needed, and not computed
-    hidden: memoryview | None = None  # (W, D), what the stage before has computed, as bytes
+    num_drawn: Count  # the number of last rows after which the target draws
+    is_dead: bool = False  # whether it is cancelled, and not computed
+    hidden: memoryview | None = None  # (W, D), output of the stage before, as bytes
 
     def __post_init__(self) -> None:
         ensure(
@@ -76,7 +76,7 @@ class RunOrder(Order):
         return torch.tensor(self.tokens), torch.tensor(self.positions), sees_WU
 
     def activations(self, width: int, dtype: torch.dtype) -> Tensor:
-        """Return the activations of the stage before, (W, D), in memory of its own."""
+        """Return the activations of the stage before, (W, D), in memory that belongs to them."""
         hidden_WD = torch.empty(len(self.tokens), width, dtype=dtype)
         content = b"" if self.hidden is None else self.hidden
         num_bytes = len(content)
@@ -84,7 +84,7 @@ class RunOrder(Order):
             num_bytes == hidden_WD.nbytes,
             f"run {self.number} has {num_bytes} bytes of activations, they must be {hidden_WD.nbytes}",
         )
-        # within an order they lie anywhere
+        # in a message their address may be unaligned
         as_bytes(hidden_WD).copy_(torch.frombuffer(content, dtype=torch.uint8))
         return hidden_WD
 
@@ -95,18 +95,18 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def packed(sees_WU: NDArray[np.bool_] | Tensor) -> bytes:
-    """Return which rows each one sees, eight to a byte."""
+    """Return which rows each row sees, as a bit mask."""
     return np.packbits(np.asarray(sees_WU, dtype=bool), axis=1).tobytes()
 
 
 class Commit(Order):
-    """Rows of a path are accepted; others stay uncommitted, in their new order."""
+    """The rows of a path are accepted; the others stay uncommitted, in a new order."""
 
     path: Counts
     kept: Counts = []
 
     def require_rows(self, num_uncommitted: int) -> None:
-        """Raise `ValueError` for rows that are not there, or named twice."""
+        """Raise `ValueError` for rows that do not exist or are named twice."""
         rows = [*self.path, *self.kept]
         ensure(
             len({*rows}) == len(rows) and max(rows, default=-1) < num_uncommitted,
@@ -115,13 +115,13 @@ class Commit(Order):
 
 
 class Cancel(Order):
-    """Runs that are not needed any more."""
+    """Runs that are no longer needed."""
 
     runs: Counts
 
 
 class Drawn(Order):
-    """A run is back; what the target draws after each row of it, nothing where it was dead."""
+    """A run is back with the target's draw after each row; without draws if it was dead."""
 
     run: Count
     is_dead: bool
@@ -129,10 +129,10 @@ class Drawn(Order):
 
 
 class Least(NamedTuple):
-    """Bounds of guesses that are asked for."""
+    """Bounds of the guesses that are wanted."""
 
     f: float  # of the whole path below the root
-    p: float  # of the token alone, among its siblings
+    p: float  # of the token alone among its siblings
 
 
 class Grow(Order):
@@ -143,7 +143,7 @@ class Grow(Order):
 
 
 class DraftNodeUpdate(NamedTuple):
-    """A guess as the head hears of it."""
+    """A guess as it is sent to the head."""
 
     number: int
     parent: int
@@ -152,29 +152,29 @@ class DraftNodeUpdate(NamedTuple):
 
 
 class Guessed(Order):
-    """What a draft proposes, parents before their children."""
+    """Guesses of a draft, parents before their children."""
 
     nodes: Annotated[list[DraftNodeUpdate], _MOST]
 
 
 class Accept(Order):
-    """Tokens that follow the text a draft has."""
+    """Tokens that continue the draft's text."""
 
     tokens: Tokens
 
 
 class Figures(Order):
-    """What a rank has moved and held is asked for, see `RankFigures`."""
+    """Ask for what a rank has moved and held, see `RankFigures`."""
 
 
 class Word(Order):
-    """Anything small that ranks settle; who reads it knows its type."""
+    """Any small value that ranks agree on; the reader knows its type."""
 
     content: Raw
 
 
 class Stop(Order):
-    """The end of a service."""
+    """End a service."""
 
 
 decode = msgpack.Decoder(

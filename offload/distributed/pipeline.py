@@ -1,6 +1,6 @@
 """A pipeline of ranks: loading on all of them, the services that each runs, and the head's decoder.
 
-Invariant: every rank refuses by itself; what one of them refuses ends all, with its line.
+Invariant: every rank checks by itself, and an error on one of them ends all, with its message.
 """
 
 from contextlib import ExitStack
@@ -65,7 +65,7 @@ def open_pipeline(
 
 
 def _own_plan(rank: PipelineRank, layers: tuple[range, ...]) -> MemoryPlan | None:
-    """Plan this rank's stage, if it is one. Raises `UserError`."""
+    """Plan this rank's stage, if it has one. Raises `UserError`."""
     return (
         None if rank.stage is None else rank.plan(rank.stage, layers[rank.stage], rank.setup.budget)
     )
@@ -74,7 +74,7 @@ def _own_plan(rank: PipelineRank, layers: tuple[range, ...]) -> MemoryPlan | Non
 def _load(
     rank: PipelineRank, layers: tuple[range, ...], plan: MemoryPlan | None, resources: ExitStack
 ) -> tuple[list[Service], RowPrice]:
-    """Read what this rank computes with; return its services, and what rows cost at the slowest.
+    """Load this rank's part; return its services, and the price of rows at the slowest stage.
 
     A rank that is not the head has one service.
     """
@@ -94,12 +94,12 @@ def _load(
         note_pass = partial(rank.transport.note_work, "draft", is_under_way=True)
         tree = load_draft(rank.setup, rank.context, rank.num_uncommitted, note_pass)
         services.append(partial(serve_draft, rank.transport, tree))
-    if not services:  # a draft's rank, where no guesses are wanted, waits for the end
+    if not services:  # a draft rank whose guesses are not wanted waits for the end
         services.append(partial(obey, rank.transport, HEAD, Channel.CONTROL, {}))
     agree_on(rank.transport)
     rank.setup.hooks.on_phase("timing passes")
     price = RowPrice()
-    if rank.pipeline.speculates:  # while all stages try it; of use to guesses alone
+    if rank.pipeline.speculates:  # measured while all stages try it; only guesses need it
         seconds = [] if stage is None else stage.pass_times()
         by_rank = gather_values(rank.transport, seconds, list[float])
         price = RowPrice.from_times([times for times in by_rank if times])

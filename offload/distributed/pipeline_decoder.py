@@ -1,7 +1,7 @@
-"""The head's decoder of a pipeline, whose target lies on other ranks.
+"""The decoder of a pipeline's head; the target lies on other ranks.
 
-Invariant: the text is that of the same seed in one process; what runs are on their way changes when
-it comes.
+Invariant: the text is that of the same seed in one process; runs on their way change only when it
+comes.
 """
 
 import time
@@ -26,7 +26,7 @@ _NO_SCORES = "stages tell tokens alone, and scores need logits"
 
 
 def check_stages(request: Request) -> None:
-    """Raise `UserError` for what needs a text's past, or logits: no stage has them."""
+    """Raise `UserError` for requests that need a text's past, or logits: no stage has them."""
     remedy = "leave them out, or use `ranks` shards"
     if request.sampling.is_adjusted:
         raise UserError(
@@ -43,7 +43,7 @@ def check_stages(request: Request) -> None:
 
 
 class NullCache:
-    """What stands for a cache here; of the text before, `length` tokens may be kept."""
+    """Stands in for a cache; `length` tokens of the text before may be kept."""
 
     length = 0
 
@@ -57,7 +57,7 @@ class NullCache:
 
 
 class RemoteTarget:
-    """What stands for the target: the head asks stages instead of scoring."""
+    """Stands in for the target: the head asks stages instead of scoring."""
 
     start_ids: tuple[int, ...] = ()
     peak_device_bytes = 0
@@ -77,18 +77,18 @@ class RemoteTarget:
         """Do nothing: stages have no texts beyond a turning point."""
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Return the tensor: it is where it is used."""
+        """Return the tensor: it is used where it lies."""
         return tensor
 
     def figures(self) -> list[RankFigures]:
-        """Return none: stages do not tell theirs."""
+        """Return none: stages report none."""
         return []
 
 
 class PipelineDecoder(Decoder):
     """A `Decoder` over the head of a pipeline, whose trees the draft rank guesses run by run.
 
-    A step waits for tokens of runs that are on their way, and `on_layer` hears of what arrives.
+    A step waits for tokens of runs on their way; `on_layer` is called for what arrives.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class PipelineDecoder(Decoder):
             self._head.listen = sequence.stats.runs.append
             most_kept = len(sequence.tokens) if is_known else kept
             sampling = sequence.sampler.sampling
-            # more are all, and may be more than numbers between ranks hold
+            # a larger number means all, and may exceed the numbers in messages
             sampling = replace(sampling, top_k=min(sampling.top_k, self._vocab_size))
             end = min(most, self.plan.context)
             self._head.begin(sequence.tokens, sampling, end, most_kept)
-        # where a step is cut short, the head may have gone further than the text
+        # if a step was cut short, the head may be ahead of the text
         self._is_under_way = False
         counted = sequence.extend(self._head.advance(self._on_layer))
         self._is_under_way = True
-        # what of it the stages keep, the head knows and bounds
+        # the head knows and bounds the part that stages keep
         sequence.caches.target.length = len(sequence.tokens) - 1
         if sequence.has_ended:
             self._head.end()
@@ -137,7 +137,7 @@ class PipelineDecoder(Decoder):
         return [counted]
 
     def prepare(self, request: Request) -> Request:
-        """Prepare as every decoder does; raises `UserError` where stages cannot draw the text."""
+        """Prepare as every decoder does. Raises `UserError` if stages cannot draw the text."""
         check_stages(request)
         return super().prepare(request)
 

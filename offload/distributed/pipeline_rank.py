@@ -1,6 +1,7 @@
-"""One rank of a pipeline: whether it is a stage or drafts, which layers it has, what they take.
+"""One rank of a pipeline: whether it is a stage or drafts, its layers, and their memory.
 
-Invariant: every rank plans and refuses by itself; what one of them refuses ends all, with its line.
+Invariant: every rank plans and checks by itself, and an error on one of them ends all, with its
+message.
 """
 
 from dataclasses import replace
@@ -25,7 +26,7 @@ _LEAST_UNCOMMITTED = 64
 
 
 class PipelineRank(NamedTuple):
-    """What one rank knows before layers are shared out."""
+    """A rank before layers are shared out."""
 
     setup: Setup
     transport: Transport
@@ -43,7 +44,7 @@ class PipelineRank(NamedTuple):
 
     @property
     def num_uncommitted(self) -> int:
-        """Rows that every cache has room for behind the committed ones."""
+        """Uncommitted rows that every cache has room for."""
         wanted = (
             2
             * self.pipeline.num_runs(len(self.roles.stages))
@@ -64,7 +65,7 @@ class PipelineRank(NamedTuple):
         return Section(layers.start, layers.stop, index == 0, index == len(self.roles.stages) - 1)
 
     def plan(self, index: int, layers: range, room: MemoryBudget) -> MemoryPlan:
-        """Plan what this rank takes as that stage, with the draft if it has it. Raises `UserError`."""
+        """Plan this rank's memory as that stage, with the draft if it has it. Raises `UserError`."""
         files = self.setup.files
         section = checkpoint_of(files.target, self.section(index, layers))
         own_files = (files if self.drafts else files.alone)._replace(target=section)
@@ -76,15 +77,15 @@ class PipelineRank(NamedTuple):
         return plan
 
     def share_layers(self, tokenizer: Tokenizer | None) -> tuple[range, ...]:
-        """Measure, and return the layers of each stage: the slowest is as quick as can be.
+        """Measure, and return the layers of each stage, so that the slowest is as fast as possible.
 
-        Raises `UserError` on all ranks where one of them has no room, or the draft other words than
-        the target's `tokenizer`.
+        Raises `UserError` on all ranks if one of them has no room, or if the draft's words differ
+        from the target's `tokenizer`.
         """
         files = self.setup.files
         room = self.setup.budget.unlimited()
         try_together(self.transport, lambda: self._try_least(tokenizer))
-        # all ranks measure at one time: links may be the same
+        # all ranks measure at the same time: they may share links
         mine = None
         shape = model_shape(files.target, self.setup.dtype)
         if self.stage is not None:
@@ -100,12 +101,12 @@ class PipelineRank(NamedTuple):
         )
         layers = stage_layers(capacities, load)
         bounds = [(stage.start, stage.stop) for stage in layers]
-        # numbers of the head's processor
+        # computed with the rates of the head's processor
         told_bounds = broadcast_from_head(self.transport, bounds, list[tuple[int, int]])
         return tuple(range(*bound) for bound in told_bounds)
 
     def _try_least(self, tokenizer: Tokenizer | None) -> None:
-        """Raise `UserError` for a draft with other words, or no room for one layer or the draft."""
+        """Raise `UserError` for a draft with other words, or no room for a layer or the draft."""
         files = self.setup.files
         if self.drafts and files.draft is not None:
             target, draft = (

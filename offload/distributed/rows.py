@@ -1,6 +1,6 @@
 """The uncommitted rows of a cache, and the nodes of a tree that they hold.
 
-The head knows so what is in every stage's cache, and a draft what is in its own.
+With it the head knows the contents of every stage's cache, and a draft those of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ class RowNode:
     position: int
     parent: Self | None = None
     p: float = 1.0  # its chance among its siblings, as drafted
-    # among the uncommitted ones; None before it is there and once it is committed
+    # index among the uncommitted rows; None before it is there and once it is committed
     row: int | None = field(default=None, init=False)
 
 
@@ -27,7 +27,7 @@ Node = TypeVar("Node", bound=RowNode)
 
 
 class UncommittedRows(Generic[Node]):
-    """Nodes in the order of their rows, each of which sees those of its path."""
+    """Nodes in the order of their rows, each of which sees the rows of its path."""
 
     def __init__(self) -> None:
         self.nodes = list[Node]()

@@ -1,10 +1,10 @@
-"""The run table: what the head of a pipeline has asked the target for, and what came back.
+"""The run table: runs that the head of a pipeline has ordered, and their draws.
 
-Guesses are nodes of one tree. A run is some of them, rows that go through the stages together;
-several runs are on their way at once, and each builds on rows of runs before it. Rows that are not
-committed lie behind each other in every stage's cache, in the order in which they were issued.
-PipeInfer (2407.11798) gives every run a private range of the cache and copies; here a row's
-ancestors are its partition, and one operation keeps, drops and renumbers rows.
+Guesses are nodes of one tree. A run is a group of them, rows that pass the stages together. Several
+runs are on their way at once, each building on rows of earlier runs. Uncommitted rows lie behind
+each other in every stage's cache, in the order in which they were issued. PipeInfer (2407.11798)
+gives every run a private range of the cache and copies; here a row's ancestors are its partition,
+and one operation keeps, drops and renumbers rows.
 
     stage's cache     committed: 0 .. P     uncommitted: 0 .. U       run 6: "on"       run 8: "mat" "rug"
                     [ the   cat   sat    |  on   a   mat  rug  hat ]  run 7: "a"        run 9: "hat"
@@ -38,10 +38,10 @@ from offload.distributed.rows import RowNode, UncommittedRows
 
 @dataclass(slots=True, eq=False)
 class RunNode(RowNode):
-    """A guess, or an emitted token, as the head knows it; one that was issued has a row."""
+    """A guess or an emitted token; one that was issued has a row."""
 
-    f: float = 1.0  # the chance of its path below the root
-    serial: int = 0  # in the order of finding
+    f: float = 1.0  # chance of its path below the root
+    serial: int = 0  # number in order of creation
     run: int | None = None  # None: not issued yet
     drawn: int | None = None  # the target's token after it
     is_dead: bool = False
@@ -51,12 +51,12 @@ class RunNode(RowNode):
 @dataclass(slots=True, eq=False)
 class _Run:
     nodes: tuple[RunNode, ...]
-    is_speculative: bool  # whether it has more than the root
+    is_speculative: bool  # True if it has nodes besides the root
     is_dead: bool = False
 
 
 class RunStep(NamedTuple):
-    """What follows from draws: tokens to emit, one Commit, and runs to stop."""
+    """Consequences of draws: tokens to emit, one Commit, and runs to stop."""
 
     tokens: list[int]  # emitted, at least one
     path: list[int]  # rows that are committed, by their old numbers
@@ -71,7 +71,7 @@ class RunTable:
     """
 
     def __init__(self, credits: int, capacity: int) -> None:
-        self._credits = credits  # runs on their way at most, dead ones included until they are back
+        self._credits = credits  # most runs on their way, including dead ones that are not back yet
         self._capacity = capacity  # uncommitted rows that stages have room for; at least 1
         self._next_run = 0
         self._num_found = 0
@@ -81,7 +81,7 @@ class RunTable:
     def begin(self, token: int, position: int, end: int, num_kept: int = 0) -> None:
         """Begin a text of at most `end` positions: `token` is the last of its prompt.
 
-        `num_kept` positions are committed already. Runs that are still on their way are dead.
+        `num_kept` positions are committed already. Runs still on their way are dead.
         """
         for run in self._on_way.values():
             run.is_dead = True
@@ -90,12 +90,12 @@ class RunTable:
         self.num_committed = num_kept
         self._nodes = {0: self.root}
         self._most_nodes = 1000
-        # guesses that were not issued
+        # guesses not issued yet
         self._open: list[RunNode] = []
         self._rows = UncommittedRows[RunNode]()
 
     def new_run(self) -> int:
-        """Return a number for a run, larger than all before."""
+        """Return the number of a new run, larger than all before."""
         self._next_run += 1
         return self._next_run - 1
 
@@ -109,12 +109,12 @@ class RunTable:
 
     @property
     def num_rows(self) -> int:
-        """U: uncommitted rows in the stages' caches, once they have done all orders so far."""
+        """U: uncommitted rows in the stages' caches once they have done all orders so far."""
         return len(self._rows)
 
     @property
     def room(self) -> int:
-        """Rows that guesses may take; one is left for a root to come."""
+        """Rows that guesses may take; one is left for the next root."""
         return max(0, self._capacity - self.num_rows - 1)
 
     @property
@@ -148,16 +148,16 @@ class RunTable:
         return node
 
     def guess(self, parent: RunNode, token: int, p: float) -> RunNode | None:
-        """Return a new node with the chance p among its siblings; None for one of no use."""
+        """Return a new node with the chance p among its siblings; None if it is of no use."""
         if token in parent.children or not self.root.position <= parent.position < self._end - 2:
             return None
-        # NaN becomes a chance, too: f must not rise
+        # NaN counts as a chance of 0: f must not rise
         node = self._found(token, parent, min(1.0, max(0.0, p)))
         self._open.append(node)
         return node
 
     def best(self, count: int, least_f: float = 0.0) -> list[RunNode]:
-        """Return the likeliest guesses not issued, as far as there is room, parents first."""
+        """Return the likeliest guesses not issued yet, as many as there is room for, parents first."""
         worth = (node for node in self._open if node.f >= least_f)
         return heapq.nsmallest(
             min(count, self.room), worth, key=lambda node: (-node.f, node.serial)
@@ -214,7 +214,7 @@ class RunTable:
         return RunStep(tokens, path, kept, self._newly_dead())
 
     def abandon(self) -> list[int]:
-        """Mark all runs as dead; return those that were needed, but not the root's."""
+        """Mark all runs as dead; return those that were needed, except the root's."""
         dead = self.alive
         for number in dead:
             self._on_way[number].is_dead = True
@@ -227,14 +227,14 @@ class RunTable:
         return node
 
     def _descend(self, root: RunNode, token: int) -> RunNode:
-        """Return the child that was drawn; its siblings die with all below them."""
+        """Return the child that was drawn; its siblings die with everything below them."""
         child = root.children.get(token) or self._found(token, root, 1.0)
         dying = [node for node in root.children.values() if node is not child]
         while dying:
             node = dying.pop()
             node.is_dead = True
             dying += node.children.values()
-        # kept, because a draft may refer to it until it has heard
+        # kept, because the draft may refer to it until it learns of the draw
         root.children = {token: child}
         return child
 
@@ -248,7 +248,7 @@ class RunTable:
                 below.append(child)
 
     def _forget(self) -> None:
-        """Drop guesses that are dead, and once in a while the numbers of dead nodes."""
+        """Drop dead guesses, and from time to time the numbers of dead nodes."""
         self._open = [node for node in self._open if not node.is_dead and node is not self.root]
         if len(self._nodes) > self._most_nodes:
             self._nodes = {number: node for number, node in self._nodes.items() if not node.is_dead}

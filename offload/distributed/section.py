@@ -1,11 +1,10 @@
-"""A rank's own part of the target: its model, what it can take as measured, loading its layers.
+"""A rank's section of the target: its model, its measured capacity, and loading its layers.
 
 A section is some consecutive layers: ids or hidden states in, hidden states or logits out. The
-forward pass is still the whole model's own. Where the first layers are another rank's, the
-embeddings are zeros, so that nothing is scaled or normed that was not here, and the first layer
-gets what was received in their place. Where the last layers are another rank's, the pass ends
-behind the last one here, before any norm. Invariant: sections one after another compute, bit for
-bit, what the whole model computes over the same rows.
+forward pass is still the whole model's own. If another rank has the first layers, embeddings are
+zeros, which nothing scales or norms, and the first layer gets the received states instead. If
+another rank has the last layers, the pass ends after the last one here, before any norm. Invariant:
+sections one after another compute the same bits as the whole model over the same rows.
 """
 
 from contextlib import ExitStack
@@ -36,12 +35,12 @@ _HOST = torch.device("cpu")
 
 _MOST_WIDTH = 4096
 _NUM_TIMES = 9
-# assumed of a GPU: 16 lanes of PCIe 4, as achieved; its disk is measured
+# assumed for a GPU: 16 lanes of PCIe 4, as achieved; its disk is measured
 _DEVICE_LINK_BYTES_PER_S = 25e9
 
 
 class _LayersEndError(Exception):
-    """The pass is over: what the last layer gives is all that was wanted."""
+    """The pass is over: the last layer's output was all that was needed."""
 
     def __init__(self, hidden_1TD: Tensor) -> None:
         self.hidden_1TD = hidden_1TD
@@ -50,9 +49,9 @@ class _LayersEndError(Exception):
 class SectionModel(TreeModel):
     """A `TreeModel` over `section` of a checkpoint, whose layers are numbered from 0 on.
 
-    Without a table it takes hidden states (T, D) in the place of ids; without a head its passes
-    give hidden states of all their rows. Raises `UserError` for a family whose layers hang
-    together.
+    Without a table it takes hidden states (T, D) in place of ids; without a head its passes return
+    hidden states of all their rows. Raises `UserError` for a family whose layers depend on each
+    other.
     """
 
     def __init__(
@@ -104,9 +103,9 @@ class SectionModel(TreeModel):
 
 
 def capacity_of(setup: Setup, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
-    """Return the capacity of this rank, measured on all ranks of a host at one time.
+    """Return this rank's capacity, measured on all ranks of a host at the same time.
 
-    `held` is a plan without limits; keys and values count with layers where ranks share those.
+    `held` is a plan without limits; keys and values count with the layers if ranks share those.
     """
     shards = setup.files.target.shards
     limit = setup.options.limit_bytes_per_s
@@ -124,7 +123,7 @@ def capacity_of(setup: Setup, held: MemoryPlan, *, shares_kv: bool) -> RankCapac
 
 
 def _compute_s(setup: Setup) -> float:
-    """Return the seconds that a usual tree takes in all layers, by a product that is as wide."""
+    """Return the seconds of a usual tree in all layers, by a product of the same width."""
     target = setup.files.target
     dtype = setup.dtype
     width = min(config_sizes(target)["hidden_size"], _MOST_WIDTH)
@@ -143,7 +142,7 @@ def load_section(
     resources: ExitStack,
     **settings: Any,
 ) -> tuple[SectionModel, LayerStream]:
-    """Return the model of this rank's layers and the stream that brings them, which has begun.
+    """Return the model of this rank's layers, and the stream that loads them, already started.
 
     `more` goes to the model. What both hold is open as long as `resources`.
     """

@@ -1,8 +1,8 @@
-"""What a rank does for the head: it receives an order, carries it out, and ends when told to stop.
+"""A rank's service for the head: it carries out orders until one says stop.
 
-Each role has a table of acts, one for each type of order. Invariant: there is one way to fail: an
+Each role has a table of acts, one for each type of order. Invariant: there is one way to fail. An
 act raises, the rank ends with that reason, and its last word ends all others, see `join.ended_by`.
-The head's own services run beside it in threads, so `serving` ends its waits in their place.
+The head's own services run in threads of its process, so `serving` ends its waits.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ def obey(
     acts: Acts,
     between: Callable[[], bool] | None = None,
 ) -> None:
-    """Do what a rank orders on a channel, until it says stop.
+    """Carry out a rank's orders on a channel until one says stop.
 
-    `between` orders does some of what it has to do, and returns whether there was anything; orders
-    that have arrived come first, since they may change what is worth doing. Raises what acts raise,
-    `ValueError` for an order that is none of them, and `RankError` where the rank is lost.
+    `between` orders does some other work, and returns whether there was any. Orders that have
+    arrived come first, since they may change which work is worth doing. Raises what acts raise,
+    `ValueError` for an order without an act, and `RankError` if the rank is lost.
     """
     is_idle = True
     while True:
@@ -49,9 +49,9 @@ def obey(
 
 @contextmanager
 def serving(services: Sequence[Service], transport: Transport, device: Device) -> Iterator[None]:
-    """Run services in threads of their own meanwhile, and wait for their end.
+    """Run services in threads during the body, and wait for their end.
 
-    Where one fails, all that waits on this rank, now or later, raises `RankError` with its reason.
+    If one fails, all that wait on this rank, now or later, raise `RankError` with its reason.
     """
 
     def run(service: Service) -> None:
@@ -73,6 +73,6 @@ def serving(services: Sequence[Service], transport: Transport, device: Device) -
     try:
         yield
     finally:
-        # one that hangs is not waited for
+        # a thread that hangs is not waited for
         while any(thread.is_alive() for thread in threads) and not transport.is_stalled:
             next(thread for thread in threads if thread.is_alive()).join(_TURN_S)

@@ -1,8 +1,7 @@
-"""One target on many ranks: what they agree on before a weight is read, and loading on those that
-follow the head.
+"""One target on many ranks: what they agree on before a weight is read, and loading on followers.
 
-Shares come from what each rank has measured of itself. Whatever one rank must refuse ends all of
-them, with its line.
+Shares follow from what each rank measures of itself. An error on one rank ends all of them, with
+its message.
 """
 
 from collections.abc import Sequence
@@ -52,7 +51,7 @@ class Shards(Team):
         self.notes = (f"rows of every layer by rank: {sharding.percentages}", *notes)
 
     def local_setup(self, setup: Setup) -> Setup:
-        """Return the setup with this rank's rows, with all that is around the layers."""
+        """Return the setup with this rank's rows, and all that lies around the layers."""
         shard = self.sharding.checkpoint_of(self.exchange.transport.rank, setup.files.target)
         # profiles are those of one process
         options = replace(setup.options, profile="none")
@@ -63,12 +62,12 @@ class Shards(Team):
         cut_model(meta_model, self.sharding, self.exchange)
 
     def tell_plan(self, plan: MemoryPlan) -> None:
-        """Have the others plan for as many rows and positions. Raises `UserError`."""
+        """Let the others plan for as many rows and positions. Raises `UserError`."""
         broadcast_from_head(self.exchange.transport, (plan.num_nodes, plan.context), _Planned)
         agree_on(self.exchange.transport)
 
     def target(self, *args: Any, **settings: Any) -> ShardedTarget:
-        """Return the team of ranks, once all have loaded; it lasts until `resources` are closed."""
+        """Return the team of ranks once all have loaded; it lasts until `resources` are closed."""
         agree_on(self.exchange.transport)  # all have loaded
         target = ShardedTarget(*args, exchange=self.exchange, **settings)
         self._resources.callback(target.stop)
@@ -78,8 +77,8 @@ class Shards(Team):
 def join_shards(setup: Setup, resources: ExitStack, transport: Transport | None) -> Shards:
     """Return the head's view, once all ranks have agreed.
 
-    On any other rank: follow the head to its end, then raise `SystemExit`. Raises `UserError` where
-    ranks do not come or do not fit, or layers cannot be shared.
+    Any other rank follows the head to its end, then raises `SystemExit`. Raises `UserError` if
+    ranks do not come or do not fit, or if layers cannot be shared.
     """
     own_bytes = rss_bytes()
     transport, notes = meet_ranks(setup, resources, transport)
@@ -102,7 +101,7 @@ def _share(
     files = setup.files
     dtype = setup.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
-    # links are measured at one time: they may be the same
+    # links are measured at the same time: ranks may share them
     has_gpu = any(gather_values(transport, setup.device.has_own_memory, bool))
     roomy = replace(setup, budget=setup.budget.unlimited())
     shard_setup = replace(roomy, files=shard_files(files, even, transport.rank))
@@ -111,7 +110,7 @@ def _share(
     shape = model_shape(files.target, dtype)
     kv_bytes = roomy.plan_for(AUTO_NODES).kv_bytes if even.has_own_heads else 0
     load = Load(shape.layer_bytes, kv_bytes)
-    # numbers of the head's processor
+    # computed with the rates of the head's processor
     fractions = broadcast_from_head(transport, shard_fractions(capacities, load), tuple[float, ...])
     sharding = share_layers(files.target, fractions)
     gathers = gathers_of(files.target, sharding, dtype)
@@ -125,7 +124,7 @@ def _share(
 
 
 def _follow(shards: Shards, setup: Setup, resources: ExitStack) -> None:
-    """Load what the head's plan leaves to this rank, and compute what the head says until it ends."""
+    """Load what the head's plan leaves to this rank, and compute for the head until it ends."""
     transport = shards.exchange.transport
     num_nodes, context = broadcast_from_head(transport, (0, 0), _Planned)
     files = shard_files(setup.files, shards.sharding, transport.rank)

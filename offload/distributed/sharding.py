@@ -27,7 +27,7 @@ from offload.encoding.base import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
 from offload.families.types import BY_HEADS
 
-# rows that a share of a matrix is a multiple of, where a rank has this many times that many
+# rows that a share is a multiple of, if a rank has this many times that many
 _STEP = 16
 _MANY = 4
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -36,10 +36,10 @@ _EXPERTS = ("expert", "router", "mlp.gate.", "block_sparse_moe")
 
 
 class ShardRole(Enum):
-    """What becomes of a product's rows on other ranks."""
+    """How a product's rows are used on other ranks."""
 
     OWN = 0  # they stay there
-    JOINED = 1  # its input is gathered, and its output
+    JOINED = 1  # its input and its output are gathered
     GATHERED = 2  # its output is gathered
 
 
@@ -47,7 +47,7 @@ class ShardedMatrix(NamedTuple):
     """One matrix of every layer."""
 
     role: ShardRole
-    rows_R: tuple[MatrixRows, ...]  # the rows that each rank has
+    rows_R: tuple[MatrixRows, ...]  # the rows of each rank
 
 
 class Sharding(NamedTuple):
@@ -69,13 +69,13 @@ class Sharding(NamedTuple):
         return ", ".join(f"{100 * count / sum(counts):.0f} %" for count in counts)
 
     def checkpoint_of(self, rank: int, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the part of the layers that one rank reads."""
+        """Return the part of the layers that a rank reads."""
         return cut_rows(
             checkpoint, {name: matrix.rows_R[rank] for name, matrix in self.matrices.items()}
         )
 
     def widths(self, name: str) -> list[int]:
-        """Return the count of numbers that each rank has of a row of this matrix's output."""
+        """Return the count of numbers that each rank has in a row of this matrix's output."""
         return [rows.num for rows in self.matrices[name].rows_R]
 
     def input_widths(self, name: str) -> list[int]:
@@ -84,11 +84,11 @@ class Sharding(NamedTuple):
 
 
 def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding:
-    """Return shards of about these sizes, which add up to 1. Raises `UserError` if uncuttable."""
+    """Return shards of about these shares, which sum to 1. Raises `UserError` if there are none."""
     where = checkpoint.name
     shapes = layer_tensors(checkpoint)
     codings = [coding.name for coding in checkpoint.codings]
-    # GGUF changes plain numbers, too: those are named where nothing else is coded
+    # GGUF changes plain numbers, too: they are named if nothing else is coded
     if codings:
         coded = next((name for name in codings if name not in ENCODINGS), codings[0])
         raise UserError(
@@ -158,7 +158,7 @@ def split_rows(
 
 
 def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) -> bool:
-    """Return True if heads and features can be computed apart, as in Llama."""
+    """Return True if heads and features can be computed separately, as in Llama."""
     sizes = config_sizes(checkpoint)
     num_heads = sizes.get("num_attention_heads", 0)
     num_groups = sizes.get("num_key_value_heads")
@@ -218,11 +218,11 @@ def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[
 
 
 class Gathers(NamedTuple):
-    """The exchanges of ranks that share every layer; both ways of a cable are used at once."""
+    """The exchanges of ranks that share every layer; a cable carries both directions at once."""
 
     widths: Sequence[Sequence[int]]  # for each gather of a layer: numbers in a row, rank by rank
     num_layers: int
-    width: int  # D, of the rows that the head broadcasts before the first layer
+    width: int  # D, for the rows that the head broadcasts before the first layer
     item_bytes: int
 
     def sent_bytes(self, num_rows: int) -> tuple[int, ...]:
@@ -239,7 +239,7 @@ class Gathers(NamedTuple):
 def gathers_of(target: Checkpoint, sharding: Sharding, dtype: str) -> Gathers:
     """Return the exchanges of a pass over layers that are shared like this."""
     num_layers = config_sizes(target)["num_hidden_layers"]
-    # for each gather of a layer how many numbers of a row each rank has
+    # for each gather of a layer, the numbers of a row that each rank has
     widths = list[Sequence[int]]()
     for name, matrix in sharding.matrices.items():
         widths += [sharding.input_widths(name)] if matrix.role is ShardRole.JOINED else []

@@ -1,8 +1,8 @@
 """One target on many ranks, each with some rows of every matrix: both sides of a pass.
 
-The head decides everything and tells the others three things, in the order in which it does them
-itself: what its cache forgets, what it commits, and which rows come next. Embeddings, the model's
-head and the draft are the head's alone. `Exchange` brings together what ranks compute of one pass.
+The head decides everything and sends the others three things, in its own order: what its cache
+forgets, what it commits, and which rows come next. Embeddings, the model's head and the draft are
+the head's alone. `Exchange` combines what ranks compute in a pass.
 
 Invariant: every rank runs every pass to its end, since a gather that one of them misses cannot be
 resumed.
@@ -78,13 +78,13 @@ class ShardedTarget(Target):
         return self._all_figures()
 
     def stop(self) -> None:
-        """End the other ranks, as far as they have not ended; no pass follows."""
+        """End the other ranks unless they have ended; no pass follows."""
         with suppress(RankError, UserError):
             self._tell(Stop())
 
     def _sweep(self, parts: Sequence[BatchPart], num_logits: int, taps: Taps | None) -> Logits:
         self._require_whole()
-        # several texts are of one process
+        # several texts need a single process
         (part,) = parts
         with held_back(), self._whole_pass():
             rows = (part.token_T.tolist(), part.position_U.tolist(), packed(part.ancestor_TU))
@@ -99,7 +99,7 @@ class ShardedTarget(Target):
 
     @contextmanager
     def _whole_pass(self) -> Iterator[None]:
-        """Raise what a listener raises when the pass is over; a failure ends all later passes."""
+        """Raise a listener's exception once the pass is over; a failure ends all later passes."""
         self._is_broken = True
         self._held_back = None
         yield
@@ -120,7 +120,7 @@ class ShardedTarget(Target):
 
 
 class _HeadCache(KVCache):
-    """A cache that tells the other ranks what becomes of its rows."""
+    """A cache that tells the other ranks what happens to its rows."""
 
     def __init__(self, tell: Tell, *args: Any) -> None:
         super().__init__(*args)
@@ -138,20 +138,20 @@ class _HeadCache(KVCache):
             super().clear(num_kept)
 
     def states(self, *_: Any) -> NoReturn:
-        """Refuse: other ranks have the other keys and values."""
+        """Raise: other ranks have the other keys and values."""
         raise UserError(
             "sessions keep keys and values of one rank, and there are several: leave `ranks` out"
         )
 
     def refill(self, *_: Any) -> NoReturn:
-        """Refuse, like `states`."""
+        """Raise, as `states` does."""
         self.states()
 
 
 def serve_shard(
     model: SectionModel, stream: LayerStream, plan: MemoryPlan, exchange: Exchange
 ) -> None:
-    """Follow the head until it ends. Raises `RankError` where it is lost, and `ReadError`."""
+    """Follow the head until it ends. Raises `RankError` if it is lost, and `ReadError`."""
     cache = model.new_cache(plan.cache_slots)
     model.stream_layers(stream)
     exchange.send = model.send

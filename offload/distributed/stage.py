@@ -6,10 +6,9 @@
              so that order holds
     RESULT   Drawn, from the last stage: it draws with the noise of the position
 
-Every row of a run takes its place among the uncommitted rows, also where it was not computed, so
-that rows have the same numbers on all stages. Invariant: a row's draw depends on its path and
-position alone, see `match`; which runs are on their way, cancelled or late, changes when it is
-drawn and nothing else.
+Every row of a run takes its place among the uncommitted rows, computed or not, so that rows have
+the same numbers on all stages. Invariant: a row's draw depends on its path and position alone, see
+`match`; runs on their way, cancelled or late, only change when it is drawn.
 """
 
 import threading
@@ -51,8 +50,8 @@ from offload.streaming.layers import LayerStream
 from offload.timer import timed
 
 _NUM_TIMES = 2
-_LONG_S = 1.0  # a pass that takes longer is timed for one row alone
-# tells whether the run is no longer needed; asked before it and behind every layer
+_LONG_S = 1.0  # seconds; a longer pass is timed for one row alone
+# returns whether the run is no longer needed; called before it and after every layer
 Cancelled = Callable[[], bool]
 
 
@@ -64,9 +63,9 @@ class PipelineStage:
     """A section of the target, its cache of one text, and the sampler of its draws.
 
     Args:
-        model: what lies around its layers is bound for good.
-        plan: of the section; its tree's nodes are the uncommitted rows that there is room for.
-        slow_layer_s: seconds that every layer takes longer, for studies.
+        model: has its weights around the layers bound permanently.
+        plan: the section's; it has room for as many uncommitted rows as its tree has nodes.
+        slow_layer_s: seconds added to every layer, for studies.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class PipelineStage:
         self._num_slots = plan.cache_slots
         self._slow_layer_s = slow_layer_s
         self._cache = model.new_cache(plan.cache_slots)
-        # rows of cancelled runs are never computed
+        # rows of cancelled runs, which were never computed
         self._cache.fix()
         self._position_U = torch.empty(0, dtype=torch.long)
         self._is_whole_U = torch.empty(0, dtype=torch.bool)
@@ -96,7 +95,7 @@ class PipelineStage:
         return len(self._position_U)
 
     def reset(self, num_kept: int, sampling: Sampling) -> None:
-        """Begin a text whose first positions are those of the text before."""
+        """Begin a text that shares its first positions with the text before."""
         self._cache.clear(num_kept)
         self._position_U = self._position_U[:0]
         self._is_whole_U = self._is_whole_U[:0]
@@ -119,7 +118,7 @@ class PipelineStage:
     def run(self, run: RunOrder, is_cancelled: Cancelled) -> Tensor | None:
         """Return activations for the next stage, (W, D), or drawn tokens; None where cancelled.
 
-        Raises `ValueError` for rows that cannot be, and `ReadError`.
+        Raises `ValueError` for impossible rows, and `ReadError`.
         """
         lo = self.num_uncommitted
         token_W, position_W, sees_WU = run.rows(lo)
@@ -143,13 +142,13 @@ class PipelineStage:
         return out
 
     def _pass(self, rows_W: Tensor, sees_WU: Tensor, num_drawn: int) -> Tensor | None:
-        """Run ids or hidden states through the layers; None where the run was cancelled."""
+        """Run ids or hidden states through the layers; return None if the run was cancelled."""
         self.stream.begin_sweep()
         rows = (rows_W, self._position_U, sees_WU, self._cache)
         try:
             if not self.model.section.has_head:
                 return self.model.forward(*rows).cpu().contiguous()
-            # 0 would be all of them
+            # 0 would mean all of them
             num_logits = max(1, num_drawn)
             part = BatchPart(*rows)
             logits = self.model.score([part], num_logits=num_logits, max_rows=self._max_logits)
@@ -158,7 +157,7 @@ class PipelineStage:
         return self._draw(logits, self._position_U[len(self._position_U) - num_drawn :])
 
     def pass_times(self) -> list[float]:
-        """Time a pass over one row, and over ever more where it does not take long."""
+        """Time a pass over one row, and over more and more rows while that is quick."""
         seconds = [timed(partial(self._try_out, 1))]
         for num_rows in TIMED_ROWS[1:] if seconds[0] < _LONG_S else ():
             seconds[0] = min(seconds[0], timed(partial(self._try_out, 1)))
@@ -200,9 +199,9 @@ class PipelineStage:
             raise _CancelledError
 
     def _may_stop(self, layer: int) -> bool:
-        """Return True if to stop a cancelled pass behind this layer.
+        """Return True if a cancelled pass may stop after this layer.
 
-        Not where the slots, which stopping throws away, hold all that is left to stream.
+        Not if the slots, which stopping empties, hold all that is left to stream.
         """
         streamed = self.stream.carrier.streamed
         if not streamed:
@@ -224,10 +223,10 @@ def load_stage(
 
 
 def serve_stage(transport: Transport, before: int, after: int | None, stage: PipelineStage) -> None:
-    """Do what arrives on DATA until the head says stop.
+    """Carry out orders on DATA until one says stop.
 
-    `before` is the rank that issues runs, or has the layers before; `after`, if any, those behind.
-    Raises `RankError` where a peer is lost, and what a pass raises.
+    `before` is the rank that issues runs, or has the layers before; `after`, if any, the one with
+    the layers behind. Raises `RankError` if a peer is lost, and what a pass raises.
     """
     service = _StageService(transport, after, stage, _Cancellations(transport))
     acts: Acts = {Reset: service.reset, RunOrder: service.run, Commit: service.commit}
@@ -264,7 +263,7 @@ class _StageService:
         self.pass_on(msgspec.structs.replace(order, is_dead=out is None, hidden=hidden))
 
     def _is_cancelled(self, number: int) -> bool:
-        # one that goes on is not taken for one that hangs
+        # so that a slow service does not look like one that hangs
         self._transport.note_work("stage", is_under_way=True)
         return number in self._cancellations
 
@@ -274,7 +273,7 @@ class _StageService:
 
 
 class _Cancellations:
-    """Runs no longer needed, as a thread hears of them; earlier ones are forgotten."""
+    """Runs that are no longer needed, received by a thread; earlier ones are dropped."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -293,7 +292,7 @@ class _Cancellations:
     def _listen(self) -> None:
         try:
             obey(self._transport, HEAD, Channel.CONTROL, {Cancel: self._add})
-        except RankError:  # the loop that waits for work hears of it as well
+        except RankError:  # the loop that waits for work is woken as well
             return
         except ValueError as error:
             self._transport.fail(reason(error))

@@ -1,13 +1,13 @@
-"""The ways between ranks, over torch.distributed's gloo: orders to one of them, exchanges among all.
+"""Messages between ranks over torch.distributed's gloo: orders to one rank, exchanges among all.
 
-Ranks exchange what lies in host memory, on whatever device they compute. Orders of one (sender,
-receiver, channel) arrive in the order in which they were sent; of two channels either may come
-first. Each channel has a process group of its own, and exchanges (`broadcast`, `gather`) have one.
-Gloo's receiver must know the size, so the number of an order's bytes comes first, and nothing is
-allocated before it is found to be possible. A send lasts until the other side takes it, so a thread
-waits for it and keeps its bytes alive. By itself gloo takes the network that the host's own name
-resolves to, which on many systems is an address that no other host reaches; `choose_interface`
-takes the one that leads to where ranks meet.
+Ranks exchange host memory, whatever device they compute on. Orders of one (sender, receiver,
+channel) arrive in the order in which they were sent; those of two channels may overtake each other.
+Each channel has a process group, and exchanges (`broadcast`, `gather`) have one. Gloo's receiver
+must know the size, so the number of an order's bytes is sent first, and nothing is allocated before
+it is known to be possible. A send lasts until the other side takes it, so a thread waits for it and
+keeps its bytes alive. By default gloo takes the network that the host's name resolves to, on many
+systems an address that no other host can reach; `choose_interface` takes the one that leads to
+where ranks meet.
 
 Invariant: a wait for a lost rank ends with an error that names the rank, from the box that is
 waited at or from the watch.
@@ -39,33 +39,33 @@ from offload.interrupts import held_back
 
 
 class Channel(IntEnum):
-    """Ways between two ranks that do not wait for each other."""
+    """Channels between two ranks that do not wait for each other."""
 
     DATA = 0  # work, in the order in which it is to be done
-    RESULT = 1  # what was drawn, and guesses
-    CONTROL = 2  # what must not wait behind work: cancellations, the end
+    RESULT = 1  # draws and guesses
+    CONTROL = 2  # orders that must not wait behind work: cancellations, the end
     DRAFT = 3  # from the head to the rank that drafts
 
 
-# of an order: 512 rows of the widest models take a tenth of it
+# most bytes of an order: 512 rows of the widest models take a tenth
 MAX_BYTES = 2**30
-# in place of a number of bytes: nothing will follow
+# in place of a number of bytes: no order will follow
 _END = -1
 _Box = queue.Queue[Order | Loss]
 _Sent = tuple[list[dist.Work], list[Tensor]]
 _Reaped = queue.Queue[_Sent | None]
-# waits for an idle user, and for sends to a rank that computes for long
+# longest wait for an idle user, and for sends to a rank that computes for long
 _ORDER_LIMIT = timedelta(days=30)
-# waits for all others to close as well; a rank in the middle of a pass is not waited for any longer
+# longest wait for all others to close as well; a rank in the middle of a pass may take longer
 _CLOSE_S = 3.0
-# the new name, where torch has it
+# the new name, if torch has it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Transport:
-    """One rank's ways to all others, over process groups for this use alone.
+    """One rank's connections to all others, over process groups that nothing else uses.
 
-    Every method but `fail` and `close` raises `RankError` where a peer is lost.
+    Every method except `fail` and `close` raises `RankError` if a peer is lost.
 
     Args:
         exchange: its limit is how long a rank may keep others waiting.
@@ -81,14 +81,15 @@ class Transport:
     ) -> None:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
-        # by type of order, `broadcast` and `gather`; as often as there are receivers
+        # bytes by type of order, `broadcast` and `gather`; counted once for each receiver
         self.bytes_sent = Counter[str]()
-        # in exchanges, waiting for slower ranks included
+        # seconds in exchanges, including waits for slower ranks
         self.exchange_s = 0.0
         self._groups = channels
         self._exchanges = [exchange]
         self._boxes = dict[tuple[int, Channel], _Box]()
-        # what keeps parts of a message together, and where they wait until they are taken
+        # locks that keep a message's parts together, and boxes where orders wait until they are
+        # taken
         self._sent = dict[tuple[int, Channel], tuple[threading.Lock, _Reaped]]()
         self._threads = list[threading.Thread]()
         self._is_closed = False
@@ -97,7 +98,7 @@ class Transport:
         self._watch = Watch(watched, silence_s, self._wake)
 
     def send(self, to: int, channel: Channel, order: Order) -> None:
-        """Send, also to oneself, and return at once."""
+        """Send, also to this rank itself, and return at once."""
         if (loss := self._watch.loss) is not None:
             raise loss.error()
         if to == self.rank:
@@ -109,7 +110,7 @@ class Transport:
         self.bytes_sent[type(order).__name__] += sum(part.nbytes for part in parts)
 
     def receive(self, source: int, channel: Channel) -> Order:
-        """Return the next order, waited for as long as a user may be idle."""
+        """Return the next order; waits as long as a user may be idle."""
         return self._opened(self._box(source, channel), is_waited_for=True)
 
     def poll(self, source: int, channel: Channel) -> Order | None:
@@ -130,9 +131,9 @@ class Transport:
         return arrived
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
-        """Return the source's rows on every rank; others give a tensor like it, to be filled.
+        """Return the source's rows on every rank; others give a tensor of that shape to fill.
 
-        It lies in host memory, as in `gather`: ranks that chose a way by place might never meet.
+        It lies in host memory, as in `gather`: if ranks chose by device, some might wait for ever.
         """
         rows = rows.contiguous()
         with self._exchange():
@@ -144,7 +145,7 @@ class Transport:
     def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
         """Return all ranks' columns side by side; rank r has `widths[r]`, this one `part_TR`.
 
-        Narrower parts are padded on the way, since gloo wants all alike.
+        Narrower parts are padded on the way, since gloo needs equal ones.
         """
         T = part_TR.shape[0]
         widest = max(widths)
@@ -156,13 +157,13 @@ class Transport:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], -1)
 
     def lost(self) -> RankError | None:
-        """Return the error that `receive` would raise now, if another rank is known to be lost."""
+        """Return the error that `receive` would raise now, None unless a rank is known to be lost."""
         return None if self._watch.loss is None else self._watch.loss.error()
 
     def note_work(self, kind: str, *, is_under_way: bool) -> None:
         """Note that work of a kind begins or goes on, or that it waits for other ranks.
 
-        Where it stands still for ten times as long as a rank may be silent, that ends all ranks.
+        If it stands still for ten times as long as a rank may be silent, all ranks end.
         """
         self._watch.note_work(kind, is_under_way=is_under_way)
 
@@ -172,15 +173,15 @@ class Transport:
         return self._watch.is_stalled
 
     def fail(self, reason: str) -> None:
-        """End all that waits on this rank, now or later: a service of it has failed."""
+        """End all that wait on this rank, now or later: one of its services has failed."""
         self._watch.lose(Loss(self.rank, f"rank {self.rank}: {reason}", is_told=False))
 
     def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
-        """Tell the others that this rank has ended, and wait a moment for them.
+        """Announce that this rank has ended, and wait a moment for the others.
 
-        With a reason they raise `RankError`, of which a user can mend a refusal.
-        What they sent is taken from them until they say that they have ended, too: a thread that is
-        still in gloo when Python ends would abort the process as soon as something arrives.
+        With a reason they raise `RankError`, or `UserError` if it is a refusal. Their messages are
+        received until they have ended, too: a thread that is still in gloo when Python ends would
+        abort the process as soon as something arrives.
         """
         if self._is_closed:
             return
@@ -201,7 +202,7 @@ class Transport:
             dist.destroy_process_group()
 
     def _send(self, to: int, channel: Channel, parts: list[Tensor]) -> None:
-        """Send all parts, or raise where the receiver is lost; Ctrl-C comes before or after."""
+        """Send all parts, or raise if the receiver is lost; Ctrl-C takes effect before or after."""
         with held_back():
             together, sent = self._way_to(to, channel)
             with together:
@@ -218,7 +219,7 @@ class Transport:
             with held_back():
                 yield
         except RuntimeError as error:
-            # frames hold the group, whose end others wait for in `close`
+            # a traceback's frames would keep the group, whose end others wait for in `close`
             traceback.clear_frames(error.__traceback__)
             raise self._watch.verdict(_line(None, error)) from error
         finally:
@@ -228,12 +229,12 @@ class Transport:
         order = box.get(block=is_waited_for)
         if not isinstance(order, Loss):
             return order
-        # the next one who asks must find it, too
+        # the next caller must find it, too
         box.put(order)
         raise order.error() if order.is_told else self._watch.verdict(order.line, order.rank)
 
     def _box(self, source: int, channel: Channel) -> _Box:
-        """Return where a channel's orders of a rank arrive; a thread fills it."""
+        """Return the box in which a channel's orders of a rank arrive; a thread fills it."""
         with self._lock:
             if (box := self._boxes.get((source, channel))) is None:
                 box = self._boxes[source, channel] = queue.Queue()
@@ -248,7 +249,7 @@ class Transport:
             while (order := _received(source, self._groups[channel])) is not None:
                 self._put(box, order)
             self._put(box, Loss(source, f"rank {source} has ended"))
-        # before `RuntimeError`, of which nesting too deep is one
+        # before `RuntimeError`, since RecursionError is one
         except (ValueError, RecursionError, MemoryError) as error:
             fault = f"rank {source} sent what cannot be: {reason(error)}"
             self._watch.lose(Loss(source, fault, is_told=False))
@@ -274,7 +275,7 @@ class Transport:
         self._threads[-1].start()
 
     def _wake(self) -> None:
-        """Put the loss into every box, so that no one waits in vain."""
+        """Put the loss into every box, so that no thread waits in vain."""
         with self._lock:
             for box in self._boxes.values():
                 if (loss := self._watch.loss) is not None:
@@ -282,7 +283,7 @@ class Transport:
 
 
 def _received(source: int, group: dist.ProcessGroup) -> Order | None:
-    """Return one order, None after the last. Raises `ValueError`, `RuntimeError` for a loss."""
+    """Return one order, None after the last. Raises `ValueError`, and `RuntimeError` for a loss."""
     size = _size(0)
     _receive(size, source, group)
     num_bytes = int(size)
@@ -305,7 +306,7 @@ def _receive(into: Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def _wait_for_each(sent: _Reaped) -> None:
-    """Keep what is sent alive until it is taken; the watch reports ranks that take nothing."""
+    """Keep sent bytes alive until they are taken; the watch reports ranks that take nothing."""
     try:
         while (parcel := sent.get()) is not None:
             for work in parcel[0]:
@@ -316,7 +317,7 @@ def _wait_for_each(sent: _Reaped) -> None:
 
 
 def _line(source: int | None, error: Exception) -> str:
-    """Return the message of a gloo error, where the watch knows nothing better."""
+    """Return the message of a gloo error, unless the watch knows a better one."""
     who = "ranks" if source is None else f"rank {source}"
     if "imed out" in str(error):
         return f"{who} kept this one waiting for too long: {' '.join(str(error).split())[:120]}"
@@ -342,7 +343,7 @@ def choose_interface(address: str, port: int) -> None:
 
 
 def _own_address(address: str, port: int) -> str | None:
-    """Return the address that this host has in the eyes of another; nothing is sent."""
+    """Return this host's address as another host sees it; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, port))

@@ -1,10 +1,10 @@
-"""Whether all ranks are alive, and why one is not: every rank knows it within milliseconds.
+"""Whether all ranks are alive, and if not, why: every rank learns it within milliseconds.
 
-Two threads per peer, on a process group of their own: one sends a pulse every few seconds, one
-listens. A connection that closes is a death, no pulse for too long is silence, and a rank that ends
-by itself says why first; so does one whose work (of a stage, or of a draft) stands still for ten
-times as long, since its threads here go on. Silence is counted here and not by a limit of gloo's,
-which would close the connections to all others: they would take that for a death.
+Two threads for each peer share a process group: one sends a pulse every few seconds, one listens. A
+closed connection is a death, no pulse for too long is silence. A rank that ends by itself says why
+first. So does a rank whose work (as stage or draft) stands still for ten times as long, since its
+threads here go on. Silence is counted here, not by a limit of gloo's, which would close the
+connections to all others, who would take that for a death.
 
 Invariant: the first loss is the one that counts: what fails afterwards fails because of it.
 """
@@ -24,25 +24,25 @@ _WORD_BYTES = 1024  # kind, two bytes of length, a reason in UTF-8
 _PULSE, _ENDED, _FAILED, _REFUSED, _STALLED = range(5)
 _PULSES_PER_LIMIT = 12
 _TICKS_PER_LIMIT = 120
-# Limits for which a rank may be at work on one layer: a slow disk takes a minute to bring it, and a
-# slow processor to compute a long prompt with it.
+# Limits for which a rank may work on one layer: a slow disk takes a minute to read it, and a slow
+# processor to compute a long prompt with it.
 _LIMITS_IDLE = 10
 _NEVER = timedelta(days=30)
-_LAST_WORD_S = 2.0  # time for a last word to be heard, or for its absence to be noticed
+_LAST_WORD_S = 2.0  # time to receive a last word, or to notice that there is none
 
 
 class Loss(NamedTuple):
-    """Why ranks can no longer work together."""
+    """The reason why ranks can no longer work together."""
 
     rank: int
     line: str
-    is_refusal: bool = False  # whether a user can mend it
-    is_told: bool = True  # whether the rank itself said so
+    is_refusal: bool = False  # whether it is a refusal, which a user can correct
+    is_told: bool = True  # whether the rank itself reported it
     is_death: bool = False  # whether its connection is closed
     is_silence: bool = False
 
     def error(self) -> RankError:
-        """Return the error to raise on a rank that is left."""
+        """Return the error to raise on the remaining ranks."""
         is_head = self.rank == 0
         return RankError(
             self.line,
@@ -54,7 +54,7 @@ class Loss(NamedTuple):
 
 
 class Watch:
-    """Listens to all other ranks by a group for this use alone; a thread calls `on_loss` once."""
+    """Listens to all other ranks over its own group; a thread calls `on_loss` once."""
 
     def __init__(
         self, group: dist.ProcessGroup, silence_s: float, on_loss: Callable[[], None]
@@ -69,9 +69,9 @@ class Watch:
         self._is_closed = threading.Event()
         self._ended = dict[int, Loss]()
         self._loss = list[Loss]()
-        # ticks since each peer's last word; this rank's clock stands still while it is stopped
+        # ticks since each peer's last word; this rank's clock stops while the process is stopped
         self._ticks = dict.fromkeys(self._peers(), 0)
-        # since each kind of work that is under way has last gone on
+        # ticks since each kind of work last went on
         self._idle_ticks = dict[str, int]()
         self.is_stalled = False
         threading.Thread(target=self._count, daemon=True).start()
@@ -88,9 +88,9 @@ class Watch:
         return self._loss[0] if self._loss else None
 
     def verdict(self, otherwise: str, source: int | None = None) -> RankError:
-        """Return why an exchange, or a message of `source`, failed, once that is known.
+        """Return why an exchange, or a message of `source`, failed, once it is known.
 
-        A rank that has ended well is not blamed before: it may have left because of another's loss.
+        A rank that ended well is blamed last: it may have left because another was lost.
         """
         self._is_lost.wait(0.0 if source in self._ended else _LAST_WORD_S)
         ended = (
@@ -99,7 +99,7 @@ class Watch:
         return (self.loss or ended or Loss(self._rank, otherwise, is_told=False)).error()
 
     def lose(self, loss: Loss) -> None:
-        """Note a loss, and wake what waits on this rank."""
+        """Note a loss, and wake all that wait on this rank."""
         with self._lock:
             self._loss.append(loss)
             is_first = len(self._loss) == 1
@@ -115,7 +115,7 @@ class Watch:
                 self._idle_ticks[kind] = 0
 
     def end(self, reason: str, *, is_refusal: bool) -> None:
-        """Say a last word to all others, a good one without a reason; wait until it is sent."""
+        """Send a last word to all others, an empty one without a reason; wait until it is sent."""
         self._end((_REFUSED if is_refusal else _FAILED) if reason else _ENDED, reason)
 
     def _end(self, kind: int, reason: str) -> None:
@@ -142,7 +142,7 @@ class Watch:
             self._say(peer, _PULSE, "")
 
     def _count(self) -> None:
-        """Count ticks, and report silence, or that this rank stands still."""
+        """Count ticks, and report silence, or that this rank's work stands still."""
         while not self._is_closed.wait(self._silence_s / _TICKS_PER_LIMIT):
             with self._lock:
                 self._idle_ticks = {kind: num + 1 for kind, num in self._idle_ticks.items()}
@@ -182,14 +182,14 @@ class Watch:
                 return
             if kind != _PULSE:
                 line = f"rank {peer}{'' if kind == _REFUSED else ' ended'}: {_reason(word)}"
-                # what hangs there may keep it from telling its user
+                # a hanging service may keep it from reporting to its user
                 is_stalled = kind == _STALLED
                 flags = {"is_told": not is_stalled, "is_silence": is_stalled}
                 self.lose(Loss(peer, line, is_refusal=kind == _REFUSED, **flags))
                 return
 
     def _judge(self, peer: int) -> None:
-        """Report a death where a send or receive failed without a last word."""
+        """Report a death if a send or receive failed without a last word."""
         if peer not in self._ended:
             self.lose(
                 Loss(peer, f"rank {peer} is gone (connection closed)", is_told=False, is_death=True)
