@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offload.checkpoint.files import PART_BYTES, Progress, counter, in_order, stamp_of
+from offload.checkpoint.files import (
+    PART_BYTES,
+    Progress,
+    counter,
+    in_order,
+    require_writable,
+    stamp_of,
+)
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.checkpoint.numbers import NOT_FINITE, TensorMaximum, is_finite, remarks, top_bits
 from offload.checkpoint.whole import (
@@ -50,6 +57,7 @@ from offload.units import format_bytes
 _NUM_AHEAD = 4  # batches that are read while all cores compute
 _CACHED_BYTES = 512 << 10  # a block that fits a processor's cache
 _BUFFER_BYTES = PART_BYTES + 2 * BLOCK_BYTES
+_ELSEWHERE = "`manifest` and `write` name another place"
 _OTHER_SUM = "its bytes are not those of the hub (sha256)"
 
 
@@ -243,6 +251,7 @@ class Report(NamedTuple):
     num_as_hub: int  # undamaged files with the hub's sha256, compared now or for the manifest
     num_decoded: int  # undamaged files of a packed model that decode to what was packed
     is_written: bool  # whether the manifest was written
+    is_lost: bool  # whether it should have been, and the disk refused
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for `--json`."""
@@ -263,13 +272,15 @@ def verify(
         may_write: whether the manifest is written where nothing speaks against the model.
 
     Raises:
-        UserError: the manifest is unusable, or files change meanwhile.
+        UserError: the manifest is unusable or cannot be written, or files change meanwhile.
     """
     started_s = time.monotonic()
     if manifest is not None and not may_write and not os.path.lexists(manifest):
         remedy = "check the path, or give `write` as well to have it written there"
         raise UserError(f"no manifest at {manifest}: {remedy}")
     manifest = manifest or default_manifest(whole.path)
+    if may_write and not manifest.exists():
+        require_writable(manifest, _ELSEWHERE)
     # a file whose header was not read then had other parts
     read = {file.path.name for file in whole.files if not file.unread}
     noted = read_manifest(manifest).items()
@@ -291,9 +302,9 @@ def verify(
     measured = {file.name: file.sums for file in seen}
     notes = [*_notes(whole, seen), *small, *_differing_files(known, measured, manifest)]
     is_written = may_write and not damage and measured != known
-    if is_written and (why := _unwritable(manifest, measured)):
-        notes.append(why)
-        is_written = False
+    failure = _unwritable(manifest, measured) if is_written else ""
+    if failure:
+        notes.append(failure)
     damaged = {fault.file for fault in damage}
     sound = [file for file in seen if file.name not in damaged]
     return Report(
@@ -307,7 +318,8 @@ def verify(
         num_as_before=sum(file.is_as_before for file in sound),
         num_as_hub=sum(file.wanted is not None for file in sound),
         num_decoded=sum(file.file.path in fresh for file in sound),
-        is_written=is_written,
+        is_written=is_written and not failure,
+        is_lost=bool(failure),
     )
 
 
@@ -390,5 +402,5 @@ def _unwritable(manifest: Path, measured: Mapping[str, FileSums]) -> str:
     except OSError as error:
         is_there = os.path.exists(manifest)
         left = "it stays as it was" if is_there else "nothing to compare with the next time"
-        return f"cannot write {manifest} ({error.strerror}): {left}; `manifest` and `write` name another place"
+        return f"cannot write {manifest} ({error.strerror}): {left}; {_ELSEWHERE}"
     return ""

@@ -89,6 +89,13 @@ def require_visible(path: Path) -> None:
             )
 
 
+def require_writable(path: Path, remedy: str) -> None:
+    """Raise `UserError` for a file that could not be written, before hours of work for it."""
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {path} ({folder} may not be written to): {remedy}")
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read bytes from. Raises `OSError`, also for anything but a regular file."""
     # without O_NONBLOCK, opening a pipe would wait for a writer

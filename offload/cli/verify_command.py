@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from offload.integrity import Report
 
 _DAMAGED = 1
+_LOST = 2
 _SHOWN = 10
 _MODEL = "folder, GGUF file, or hub id that was downloaded"
 
@@ -45,7 +46,8 @@ def verify(
     """Read all of a model at the speed of the disk, and write nothing: its sizes, its numbers, and
     the checksums of the hub and of an earlier time. --write keeps checksums for the next time.
 
-    Exits with 0 where it is sound, with 1 where it is damaged, with 2 where that cannot be told.
+    Exits with 0 where it is sound, with 1 where it is damaged, with 2 where that cannot be told,
+    or its checksums cannot be kept.
     """
     with Console(output) as console:
         console.wait("reading headers")
@@ -59,6 +61,8 @@ def verify(
     print_result("\n".join(_lines(report)), report.as_dict(), as_json=output.as_json)
     if report.damage:
         raise typer.Exit(_DAMAGED)
+    if report.is_lost:
+        raise typer.Exit(_LOST)
 
 
 @contextmanager
@@ -103,5 +107,6 @@ def _compared(report: "Report") -> str:
     written = f"checksums written to {report.manifest}" if report.is_written else ""
     if not summary:
         summary = "nothing to compare its bits with"
-        written = written or "--write keeps checksums to compare them with next time"
+        if not report.is_written and not report.is_lost:
+            written = "--write keeps checksums to compare them with next time"
     return "; ".join(filter(None, [summary, written]))

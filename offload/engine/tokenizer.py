@@ -87,7 +87,7 @@ def _draft_of(files: ModelFiles) -> Checkpoint:
 def foreign_note(foreign_ids: Sequence[int]) -> str:
     """Return a line for the user about ids that a draft never guesses."""
     num = plural(len(foreign_ids), "token")
-    return f"{num} of the draft's vocabulary differ from the target's, and are never guessed"
+    return f"the draft never guesses {num} of its vocabulary: the target has other words there"
 
 
 def require_described_vocabulary(files: ModelFiles) -> None:

@@ -371,10 +371,14 @@ def _scattered_requests(pieces: Sequence[SlabRead]) -> Iterator[list[SlabRead]]:
 
 
 def _cut(pieces: Iterable[SlabRead], most_bytes: int) -> Iterator[SlabRead]:
+    """Yield parts that end at multiples of `most_bytes` of a file: a sum then takes whole blocks."""
     for shard, lo, hi, slab_lo in pieces:
-        for start in range(lo, hi, most_bytes):
-            yield SlabRead(shard, start, min(start + most_bytes, hi), slab_lo + start - lo)
+        start = lo
+        while start < hi:
+            end = min(hi, _down(start, most_bytes) + most_bytes)
+            yield SlabRead(shard, start, end, slab_lo + start - lo)
+            start = end
 
 
-def _down(value: int) -> int:
-    return value // BLOCK_BYTES * BLOCK_BYTES
+def _down(value: int, step: int = BLOCK_BYTES) -> int:
+    return value // step * step

@@ -29,7 +29,7 @@ def test_a_few_other_tokens_are_left_out_of_guesses(tmp_path: Path) -> None:
     how = {"context": 128, "dtype": "float32", "threads": 1, "profile": "none", "lookup": False}
     ids = renamed(draft, 3)
     with offload.load(target, draft, "1GiB", "32x4", **how) as decoder:
-        assert any("3 tokens of the draft's vocabulary differ" in note for note in decoder.notes)
+        assert any("never guesses 3 tokens of its vocabulary" in note for note in decoder.notes)
         run = decoder.start(offload.Request(random_ids(9), max_new_tokens=40))
         guessed = set[int]()
         for _ in run:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from flipping import extents, flip, random_place
 from safetensors.torch import load_file, save_file
+from shell import shell
 from small_llama import save_small
 from stored import Make, change_tensor, gguf, packed, plain, quantised
 from tiny import FAMILIES, build, save
@@ -352,11 +353,17 @@ def test_a_manifest_that_is_none_is_refused_and_stays(broken: str, tmp_path: Pat
     assert manifest.read_text() == text
 
 
-def test_a_manifest_that_no_one_may_write_is_a_note(tmp_path: Path) -> None:
+def test_a_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = one_file(tmp_path / "model")
-    report = ask(folder, Path("/proc/nowhere/sums.json"), may_write=True)
-    assert not report.damage and not report.is_written and "cannot write" in report.notes[0]
-    assert "nothing to compare with the next time" in report.notes[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: not (Path(path) == folder and mode & os.W_OK))
+        with pytest.raises(UserError, match=r"model may not be written to\): `manifest` and `write` name another"):
+            ask(folder)
+    # such a disk shows when all has been read
+    ended = shell("verify", folder, "--manifest", "/proc/nowhere/sums.json", "--write")
+    assert ended.code == 2 and "cannot write /proc/nowhere" in ended.out, ended
+    assert "nothing to compare with the next time" in ended.out
+    assert "sound; " in ended.out and "keeps checksums" not in ended.out
 
 
 def test_sums_of_the_hub_beside_a_download_count(tmp_path: Path) -> None:
