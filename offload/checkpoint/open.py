@@ -38,6 +38,7 @@ from offload.errors import UserError, require
 ReadHeaders = Callable[..., Checkpoint]
 
 _GGUF = "*.[gG][gG][uU][fF]"
+_OTHERS = ("*.onnx", "onnx/*.onnx", "openvino*.xml", "*.npz", "*.nemo", "*.msgpack", "*.h5")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -235,10 +236,14 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
 
 
 def _refuse_other_formats(directory: Path) -> None:
-    """Raise `UserError` for a folder with an adapter and without its model."""
+    """Raise `UserError` for an adapter without its model, and for weights in another form."""
     if os.path.isfile(directory / "adapter_config.json"):
         complaint = f"{directory} holds an adapter, such as LoRA, without its model"
         raise UserError(f"{complaint}: merge it into the model, give the result")
+    others = sorted(path.name for pattern in _OTHERS for path in directory.glob(pattern))
+    if others:
+        complaint = f"{directory} has no weights in safetensors or GGUF, it has {others[0]}"
+        raise UserError(f"{complaint}: take the model in a form that is read")
 
 
 def shard_name(index: int, count: int) -> str:

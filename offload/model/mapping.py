@@ -9,6 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import TensorPart, slice_of
@@ -66,12 +67,28 @@ def sources_of_parameters(
         entries_of[renamed].append((rows or pattern, full, entry))
     shared = _shared(entries_of, model.all_tied_weights_keys)
     where = checkpoint.name
+    for name in shapes:
+        if name not in shared and not entries_of[name]:
+            _refuse_missing(name, checkpoint)
     stored = {
         name: (shape, _parts(where, name, shape, entries_of[name], by_pattern))
         for name, shape in shapes.items()
         if name not in shared
     }
     return stored, shared
+
+
+def _refuse_missing(parameter: str, checkpoint: Checkpoint) -> NoReturn:
+    """Raise `UserError` for a parameter that the file lacks, with what it has in its place."""
+    lacking = f"{checkpoint.name}: tensor {parameter} is missing"
+    other = next((name for name in checkpoint.tensors if name.endswith(f".{parameter}")), None)
+    # as `torch.compile` and wrappers for training name it
+    if other is not None:
+        raise UserError(f"{lacking}, the file has {other}: {_RESAVE}, from inside of its wrapper")
+    if parameter == "lm_head.weight":
+        without = "a model that embeds or classifies has none, take one that writes"
+        raise UserError(f"{lacking}: {without}, or {AGAIN}")
+    raise UserError(f"{lacking}: {AGAIN}")
 
 
 class _Table:
@@ -120,8 +137,6 @@ def _parts(
     sources: _Found,
     by_pattern: Mapping[str, WeightConverter],
 ) -> list[TensorPart]:
-    if not sources:
-        raise UserError(f"{where}: tensor {parameter} is missing: {AGAIN}")
     for _, name, entry in sources:
         if entry.coded is None and entry.dtype not in ENCODINGS:
             rule = f"{where}: weights must be bf16, fp16, fp32 or quantised"

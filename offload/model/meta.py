@@ -7,6 +7,7 @@ its own, also where the family is built here (`headed.py`), and no rule of the f
 """
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from offload.checkpoint.checkpoint import Checkpoint, unsupported
@@ -269,9 +271,16 @@ def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
         of_version = version_error(error)
         if of_version is not None:
             raise UserError(f"{checkpoint.name}: {of_version}") from None
-        if isinstance(error, KeyError):
-            raise unsupported(checkpoint, f"config.json has no {reason(error)}") from None
         why = reason(error)
+        if isinstance(error, StrictDataclassError):
+            kind = checkpoint.config["model_type"]
+            complaint = f"{checkpoint.name}: a value does not fit model type {kind} ({why})"
+            raise UserError(f"{complaint}: mend config.json") from None
+        if isinstance(error, KeyError):
+            # a table of the library is asked for a key, or for what the config says
+            is_value = f': "{error.args[0]}"' in json.dumps(checkpoint.config)
+            unknown = f"transformers {transformers.__version__} does not know {why}"
+            why = f"{unknown} of config.json" if is_value else f"config.json has no {why}"
         if likely and isinstance(error, (TypeError, AttributeError)):
             why = f"{likely}, which may be why transformers says: {why}"
         raise unsupported(checkpoint, why) from None

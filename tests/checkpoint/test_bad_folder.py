@@ -82,6 +82,7 @@ panicking_tokenizer = edited("tokenizer.json", normalizer={"type": "Precompiled"
 GENERATION, WORDY_END = "generation_config.json", b'{"eos_token_id": "</s>"}'
 SEEING = config(model_type="clip", vision_config={}, text_config=...)
 NOT_TEXT = "model_type in config.json must be text"
+SU = {"rope_type": "su", "rope_theta": 1e4}
 GPTQ = {"quant_method": "gptq", "bits": 4}
 FOLDERS = [
     case("missing directory", shutil.rmtree, "no model directory", "check the path"),
@@ -101,6 +102,8 @@ FOLDERS = [
     case("positions as text", config(max_position_embeddings="long"), "max_position_embeddings"),
     case("feed-forward as a list", config(intermediate_size=[96]), "intermediate_size"),
     case("no heads", config(num_attention_heads=0), "model type llama is not supported"),
+    case("an end in words", config(eos_token_id="2"), "a value does not fit model type llama", "mend config.json"),
+    case("a kind of rotation", config(rope_parameters=SU), "does not know 'su' of config.json"),
     case("a window in words", config(model_type="mistral", sliding_window="32"), "sliding_window"),
     case("a window in a list", config(model_type="mistral", sliding_window=[1]), "sliding_window"),
     case("an endless window", config(model_type="mistral", sliding_window=2**64), "sliding_window"),
@@ -125,6 +128,13 @@ FOLDERS = [
     case("around what is unknown", config(model_type="no", text_config={"hidden_size": 8}), "describe a language"),
     case("no text inside", SEEING, "does not write text"),
     case("no weights", drop("*.safetensors*"), "no safetensors files", "download the checkpoint again", by_plan=False),
+    case(
+        "another form",
+        both(drop("*.safetensors*"), lambda one: (one / "model.onnx").touch()),
+        "it has model.onnx",
+        "form that is read",
+        by_plan=False,
+    ),
     case("generation config broken", overwrite(GENERATION, b"{"), GENERATION, by_plan=False),
     case("end token in words", overwrite(GENERATION, WORDY_END), "eos_token_id", "'</s>'", by_plan=False),
     case("tokenizer broken", overwrite("tokenizer.json", b"{}"), "tokenizer", "again", by_plan=False),

@@ -247,6 +247,11 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "transposed": (put(KEY, Tensor.t), r"k_proj\.weight must have shape \[32, 64\], the file has \[64, 32\]"),
     "integers": (put(NORM, Tensor.int), r"must be bf16, fp16, fp32 or quantised, model\.norm\.weight is I32"),
+    "a wrapper for training": (
+        lambda one: [one.update({f"module.{name}": one.pop(name)}) for name in [*one]],
+        r"embed_tokens\.weight is missing, the file has module\.model\.embed.*: save the model once",
+    ),
+    "no head": (dropped("lm_head.weight"), r"lm_head\.weight is missing: a model that embeds or classifies has none"),
     "no norm": (dropped(NORM), r"tensor model\.norm\.weight is missing: download the checkpoint again"),
 }
 
