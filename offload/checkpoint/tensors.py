@@ -170,4 +170,5 @@ def _entry(recognised: RecognisedWeight, parts: Entries) -> TensorEntry:
     coded = Coded(
         recognised.coding, tuple((suffix, parts[suffix]) for suffix in recognised.companions)
     )
-    return words[0]._replace(shape=recognised.shape, hi=words[-1].hi, coded=coded)
+    dtype = recognised.dtype or words[0].dtype
+    return words[0]._replace(dtype=dtype, shape=recognised.shape, hi=words[-1].hi, coded=coded)

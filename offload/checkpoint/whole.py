@@ -25,7 +25,7 @@ import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -146,15 +146,16 @@ def open_whole(model: str) -> ModelSpans:
     for name, weights_file in places.items():
         if weights_file in have and name not in have[weights_file]:
             damage.append(Damage(weights_file, name, "is not in the file that the index names"))
-    # where words of coded weights begin, and what no text needs: not of models that cannot be run
-    words = defaultdict[int, set[int]](set)
+    # where words of coded weights begin, with their types, and what no text needs: not of models
+    # that cannot be run
+    words = defaultdict[int, dict[int, str]](dict)
     left_out: Mapping[str, int] = {}
     with suppress(UserError):
         checkpoint = open_headers(path)
         left_out = checkpoint.left_out
         for entry in checkpoint.tensors.values():
             if entry.coded is not None:
-                words[entry.shard].add(entry.lo)
+                words[entry.shard][entry.lo] = entry.dtype
     files = list[WholeFile]()
     for weights_path, header in headers.items():
         spans = _spans(header, words[shards.index(weights_path)])
@@ -214,12 +215,12 @@ def _without_name(error: UserError, path: Path) -> str:
     return str(error).removeprefix(f"{path.name}: ").removeprefix(f"{path.name} ")
 
 
-def _spans(header: FileHeader, words: Collection[int]) -> tuple[Span, ...]:
+def _spans(header: FileHeader, words: Mapping[int, str]) -> tuple[Span, ...]:
     ordered = in_file_order(header.tensors)
     starts = [*(entry.lo for _, entry in ordered), header.stamp.num_bytes]
     spans = [Span(None, 0, starts[0], starts[0])]
     for (name, entry), (_, end) in zip(ordered, pairwise(starts), strict=True):
-        form = form_of(entry.dtype, name)
+        form = form_of(words.get(entry.lo, entry.dtype), name)
         is_float = form is not None and form.endless is not None
         matters = entry.lo in words or (is_float and is_matrix(entry.shape))
         spans.append(Span(name, entry.lo, entry.hi, end, form, matters))

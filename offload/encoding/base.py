@@ -108,6 +108,8 @@ class RecognisedWeight(NamedTuple):
     shape: tuple[int, ...]
     words: tuple[str, ...]  # suffixes of tensors that are streamed, consecutive in the file
     companions: tuple[str, ...]  # suffixes of tensors that stay in memory
+    # the type of words that a file keeps as numbers of another one, which they are not
+    dtype: str = ""
 
 
 class Site(NamedTuple):

@@ -172,7 +172,7 @@ def _recognise_4_bits(
     said = settings.get("bnb_4bit_compute_dtype")
     dtype = next((dtype for dtype in PLAIN_OF if dtype == said), "bfloat16")
     coding = Bitsandbytes4(_STATES[state], block, state, dtype)
-    return RecognisedWeight(coding, (size,), (".weight",), companions)
+    return RecognisedWeight(coding, (size,), (".weight",), companions, "U8")
 
 
 BITSANDBYTES_4 = Format((".weight", _ABSMAX, _MAP, *_STATES, *_NESTED), _recognise_4_bits)

@@ -273,3 +273,15 @@ def test_the_command_line_tells(talker: Path, tmp_path: Path) -> None:
     for model, code, words in ((odd, 0, f"all zero: {name} in model-"), (talker, 0, ""), (bad, 2, told)):
         outcome = shell("generate", "-m", model, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
         assert outcome.code == code and words in outcome.err and ("all zero" in outcome.err) == (model is odd)
+
+
+def test_codes_that_a_file_keeps_as_floats_are_no_numbers(plain: Path, tmp_path: Path) -> None:
+    """`quant_storage` of bitsandbytes: bytes of all ones are the last code twice, and NaN as a float32."""
+    model = save_quantised(plain, "nf4", tmp_path, max_shard_size="1GB").directory
+    tensors = load_file(model / "model.safetensors")
+    for name in [name.removesuffix(".absmax") for name in tensors if name.endswith(".absmax")]:
+        tensors[name].view(-1)[:4] = 255
+        tensors[name] = tensors[name].view(-1).view(torch.float32)[:, None]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert not any("not finite" in note for notes in notes_of(model) for note in notes)
+    assert not verify(open_whole(str(model)), None, progress=lambda *_: None).damage
