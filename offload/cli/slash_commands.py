@@ -76,9 +76,7 @@ class SlashCommands:
         }
 
     def obey(self, command: str, text: str) -> Generator[str, None, None] | None:
-        """Run a command; return the answer if it asks the model. Raises `UserError` for an unknown
-        one.
-        """
+        """Run a command; return the answer if it asks the model. Raises `UserError` if unknown."""
         if command not in self._table:
             known = [*self._table, LEAVE[0]]
             remedy = ": a question that begins with / needs a space before it"

@@ -61,9 +61,7 @@ class Corpus:
         self.num_bytes = sum(file.num_bytes for file in self._files)
 
     def documents(self, render: Callable[[Messages], str] = joined) -> Iterator[str]:
-        """Yield the texts, conversations rendered. Raises `UserError` for a bad one, unless
-        skipped.
-        """
+        """Yield the texts, conversations rendered. Raises `UserError` for a bad one."""
         before = 0
         for file in self._files:
             try:

@@ -118,7 +118,7 @@ class SourceOpinion(Protocol):
     length: int  # tokens of the context that it rests on
 
     def length_at(self, depth: int) -> int:
-        """Return the number of tokens that it rests on at the end of a path of this depth."""
+        """Return the number of tokens that it rests on, at the end of a path of this depth."""
 
     def start(self) -> Any:
         """Return the state in which paths begin."""
@@ -127,11 +127,11 @@ class SourceOpinion(Protocol):
         """Return the share of each token among those that followed there."""
 
     def follow(self, state: Any, token: int) -> Any:
-        """Return the state behind that token, None where nothing is known of it."""
+        """Return the state after that token, None if nothing is known of it."""
 
 
 class TrieGuesses:
-    """Continuations that were seen, in a trie; a state is one of its nodes."""
+    """Observed continuations, in a trie; a state is one of its nodes."""
 
     def __init__(self, source: str, length: int, trie: Trie) -> None:
         self.source = source
@@ -163,21 +163,21 @@ class TrieGuesses:
 
 
 class TrieCursor(NamedTuple):
-    """Where a path stands in every opinion."""
+    """The position of a path in every opinion."""
 
     depth: int
     at: tuple[Any, ...]  # the state in every opinion, None where the path has left it
 
 
-# where the parent of a guess stands, and its own token
+# for a guess: its parent's cursor, and its own token
 GuessStep: TypeAlias = tuple[TrieCursor, int]
-Guess: TypeAlias = GrownNode[GuessStep]  # a node of which the score is the chance of its path
-_NO_TOKEN = -1  # stands for the root's, which is known
+Guess: TypeAlias = GrownNode[GuessStep]  # A node whose score is the chance of its path.
+_NO_TOKEN = -1  # a score in place of the root's, which is known
 _SCORE = itemgetter(0)
 
 
 class DraftVerdict(NamedTuple):
-    """What a draft said of a token that was emitted."""
+    """A draft's scores at a token that was emitted."""
 
     chance: float
     confidence: int  # the draft's class of confidence there, see `confidence`
@@ -213,7 +213,7 @@ class Guesses:
         return chances, rest
 
     def follow(self, cursor: TrieCursor, token: int) -> TrieCursor:
-        """Return where a token leads to."""
+        """Return the cursor after a token."""
         pairs = zip(self._opinions, cursor.at, strict=True)
         return TrieCursor(
             cursor.depth + 1,
@@ -221,14 +221,14 @@ class Guesses:
         )
 
     def best(self, count: int, depth: int, least: float = 0.0) -> list[Guess]:
-        """Return the root and the `count` likeliest nodes at most, within `depth`, above `least`."""
+        """Return the root and at most `count` of the likeliest nodes within `depth`, above `least`."""
         grown = self._grown(lambda node: sys.maxsize if node.depth < depth else 0, least)
         return list(islice(grown, count + 1))
 
     def within(self, topology: Topology) -> list[Guess]:
         """Return the nodes of a shape that guesses fill; a child of rank k is the k-th likeliest."""
         children = children_of(topology)
-        nodes = list[int]()  # of the shape, by the number of the guess
+        nodes = list[int]()  # index in the shape by the number of the guess
 
         def most(node: Guess) -> int:
             nodes.append(children[nodes[node.parent]][node.rank] if nodes else 0)
@@ -238,7 +238,7 @@ class Guesses:
 
     def _grown(self, most: Callable[[Guess], int], least: float = 0.0) -> Iterator[Guess]:
         """Yield the root, then the likeliest node above `least`; `most` bounds a node's children."""
-        # of every node by its number, the likeliest first
+        # children of every node by its number, the likeliest first
         children = list[list[tuple[float, GuessStep]]]()
 
         def child(node: Guess, rank: int) -> tuple[float, GuessStep] | None:
@@ -256,7 +256,7 @@ class Guesses:
         return grow_best_first((self.root, _NO_TOKEN), child)
 
     def learn(self, tokens: Sequence[int], drafted: Sequence[DraftVerdict | None]) -> None:
-        """Learn from tokens emitted in turn; `drafted` is what a draft said of each, or None."""
+        """Learn from tokens emitted in turn; `drafted` has a draft's verdict on each, or None."""
         cursor = self.root
         for token, judged in zip(tokens, drafted, strict=True):
             claims = list(self._claims(cursor))
@@ -283,7 +283,7 @@ class Guesses:
             rest = weight * share + (1 - weight) * rest
 
     def _claims(self, cursor: TrieCursor) -> Iterable[tuple[SourceOpinion, Mapping[int, float]]]:
-        """Yield what each opinion claims beyond those before it: mere agreement adds nothing."""
+        """Yield what each opinion adds to those before it: mere agreement adds nothing."""
         claimed: set[int] = set()
         for opinion, at in zip(self._opinions, cursor.at, strict=True):
             shares = _NOTHING if at is None else opinion.shares(at)
@@ -303,12 +303,12 @@ Tokens = NDArray[np.int64]
 
 
 class Source(Protocol):
-    """Where guesses come from; of a text it keeps nothing."""
+    """A source of guesses, which keeps nothing of a text."""
 
     name: str
 
     def opinions(self, token_T: Tokens, num_nodes: int, depth: int) -> Iterable[SourceOpinion]:
-        """Return opinions of at most this many nodes on what `depth` tokens follow a text."""
+        """Return opinions on the next `depth` tokens of a text, each of at most this many nodes."""
 
 
 class GuessState:
@@ -326,7 +326,7 @@ class GuessState:
         return num_positions
 
     def copy_from(self, other: "GuessState", num_tokens: int) -> None:
-        """Start empty: the text is read again when it is asked about."""
+        """Start empty: the text is read again when guesses are needed."""
         self.clear()
 
     def clear(self, num_kept: int = 0) -> None:
@@ -335,7 +335,7 @@ class GuessState:
         self._length = min(self._length, num_kept)
 
     def read(self, tokens: Sequence[int]) -> Tokens:
-        """Return all tokens, after adding those that are new."""
+        """Return all tokens, after adding the new ones."""
         if len(tokens) > self._token_T.size:
             self._token_T = np.concatenate([self._token_T, np.zeros(len(tokens), dtype=np.int64)])
         self._token_T[self._length : len(tokens)] = tokens[self._length :]
@@ -344,7 +344,7 @@ class GuessState:
 
 
 class GuessSources:
-    """Several sources, asked together, and how far they are trusted in each kind of sampling."""
+    """Several sources, asked together, and their weights for each kind of sampling."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -357,7 +357,7 @@ class GuessSources:
         return ", ".join(source.name for source in self._sources)
 
     def ask(self, text: DraftText, state: GuessState) -> Guesses:
-        """Return all that the sources guess behind a text; the state keeps it to learn from."""
+        """Return the guesses of all sources after a text; the state keeps them to learn from."""
         state.guesses = NO_GUESSES
         if self._sources and text.shape.depth:
             token_T = state.read(text.tokens)
@@ -387,7 +387,9 @@ class LookupDrafter(WithoutModel):
         return GuessState()
 
     def propose(self, batch: Sequence[DraftText]) -> list[TokenTree]:
-        """Return trees of point masses: within bounds what pays, of a fixed shape what is filled."""
+        """Return trees of point masses: within bounds those that pay, else as many as fit the
+        shape.
+        """
         return [self._grow(text) for text in batch]
 
     def _grow(self, text: DraftText) -> TokenTree:
@@ -412,16 +414,16 @@ class LookupDrafter(WithoutModel):
         state.guesses.learn(path.tokens, [None] * len(path.tokens))
 
 
-_MOST_ENDS = 64  # matches of one length that are looked at: the latest
+_MOST_ENDS = 64  # matches of one length that are considered: the latest
 
 
 class Copying:
-    """Continuations of what the text itself has said before.
+    """Continuations of earlier passages in the text itself.
 
-    Summaries, edits, code and every chat repeat their context. The positions whose last tokens are
-    those of the text's end are found by comparing backwards, longest matches first; a match that
-    runs into the end repeats its continuation, as loops do. Nothing is kept but the tokens, so that
-    a text may be cut anywhere.
+    Summaries, edits, code and every chat repeat their context. Positions whose last tokens are
+    those at the text's end are found by comparing backwards, longest matches first. A match that
+    runs into the end repeats its continuation, as loops do. Nothing is kept except the tokens, so a
+    text may be cut anywhere.
     """
 
     name = "lookup"
@@ -437,7 +439,7 @@ class Copying:
 
 
 def _matches(token_T: Tokens, match: MatchLength) -> list[tuple[int, Tokens]]:
-    """Return positions behind matches, rising, by length; each next is half as long at most."""
+    """Return positions after matches, rising, by length; lengths at least halve."""
     end_E = np.flatnonzero(token_T[:-1] == token_T[-1]) + 1
     matches = []
     for length in range(1, match.most + 1):

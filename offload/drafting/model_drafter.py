@@ -26,18 +26,17 @@ from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DynamicShape, Shape
 from offload.trees.verification import Acceptance
 
-# the kind of sampling: its settings apart from the seed
+# kind of sampling: its settings except the seed
 _Kind = tuple[Sampling, ChildSampling]
 
 
 class DraftSetup(NamedTuple):
-    """What a proposer with a draft model is made of.
+    """Parts of a proposer with a draft model.
 
     Args:
-        model: its weights are bound for good.
+        model: has its weights bound permanently.
         vocab_size: V of the target.
-        num_slots: of a cache: committed positions plus the rows that growing the largest tree may
-            take.
+        num_slots: of a cache: committed positions plus the most rows that growing a tree takes.
     """
 
     model: TreeModel
@@ -80,7 +79,7 @@ class ModelDrafter:
         return self.model.own_bytes
 
     def cost(self, shape: Shape) -> Sequence[int]:
-        """Return the rows of each level; the root is scored as committed tokens are taken in."""
+        """Return the rows of each level; the root is scored with the committed tokens."""
         return shape.draft_widths
 
     def new_state(self, target: KVCache | None = None) -> KVCache:
@@ -88,12 +87,12 @@ class ModelDrafter:
         return self.model.new_cache(self._num_slots, self._kv_commit)
 
     def share_states(self, states: Sequence[KVCache]) -> None:
-        """Let the states' passes be shared. Raises `UserError` where this model's cannot be."""
+        """Let the states share passes. Raises `UserError` if this model's cannot."""
         self.model.share_passes()
         KVCache.side_by_side(states)
 
     def observe(self, tokens: Sequence[int], state: KVCache) -> None:
-        """Do nothing: a prompt is read when a tree is to be grown."""
+        """Do nothing: a prompt is read when a tree is grown."""
 
     def propose(
         self, batch: Sequence[DraftText], guesses: Sequence[Guesses] = ()
@@ -168,7 +167,7 @@ class ModelDrafter:
 
 
 def open_proposer(setup: DraftSetup) -> ModelDrafter:
-    """Return the drafter of a model that is bound for good; guesses stand below a copy, see `tiers`."""
+    """Return the drafter of a model whose weights are bound; a copy scores guesses, see `tiers`."""
     held = setup.model.checkpoint.held
     return ModelDrafter(*setup, is_in_tiers=held is not None and held.is_copy)
 

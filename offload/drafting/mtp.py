@@ -1,9 +1,9 @@
 """Carried drafts as proposers, MTP layers first: models that start from the target's hidden states.
 
-It is a `ModelDrafter` in all but three things. A tree needs the target's state behind its last
-token but the root, so beside a prompt that the target has yet to read there is the root alone. A
-prompt's states are taken in chunk by chunk. And no row of a tree stays: it holds a guess's state,
-and comes again with the target's.
+A carried draft differs from a `ModelDrafter` in three ways. A tree needs the target's state before
+its root, so while the target still has to read a prompt, the tree is the root alone. A prompt's
+states are taken in chunk by chunk. And no row of a tree is kept: it holds a guess's state, and is
+computed again from the target's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ MODEL = DepthModel
 
 @dataclass(frozen=True)
 class CarriedDraft(Draft):
-    """Rows of a carried draft: row i has token i + 1, at position i."""
+    """The rows of a carried draft: row i has token i + 1, at position i."""
 
     _cache: CarriedCache
 
@@ -50,7 +50,7 @@ class CarriedDraft(Draft):
 
 
 class CarriedDrafter(ModelDrafter):
-    """Grows trees with a model that is fed with the target's states."""
+    """Grows trees with a model that reads the target's states."""
 
     @property
     def needs(self) -> Taps:
@@ -79,7 +79,7 @@ class CarriedDrafter(ModelDrafter):
     def propose(
         self, batch: Sequence[DraftText], guesses: Sequence[Guesses] = ()
     ) -> list[TokenTree]:
-        """Return a tree for each text; that of one whose prompt is not read yet is the root."""
+        """Return a tree for each text; the root alone if its prompt is not read yet."""
         guesses = guesses or [NO_GUESSES] * len(batch)
         is_ready = [self._is_ready(text) for text in batch]
         texts = [text for text, ready in zip(batch, is_ready, strict=True) if ready]
@@ -91,7 +91,7 @@ class CarriedDrafter(ModelDrafter):
         ]
 
     def score(self, tokens: Sequence[int], start: int, state: KVCache) -> Iterator[Tensor]:
-        """Yield logits (1, V), see `Proposer`; the target is ahead of what is asked for."""
+        """Yield logits (1, V), see `Proposer`; the target has read these tokens already."""
         assert isinstance(state, CarriedCache), "a cache of this drafter's"
         draft = self._draft(state)
         state.clear()
@@ -118,5 +118,5 @@ class CarriedDrafter(ModelDrafter):
 
 
 def open_proposer(setup: DraftSetup) -> CarriedDrafter:
-    """Return the drafter of a model that is bound for good."""
+    """Return the drafter of a model whose weights are bound."""
     return CarriedDrafter(*setup)

@@ -1,4 +1,4 @@
-"""From the kind of a draft to what proposes with it, see `planning.draft_kinds`."""
+"""The proposer for each kind of draft, see `planning.draft_kinds`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +44,7 @@ def open_drafter(
     kernels: KernelSet,
     new_policy: Callable[[], DraftPassPolicy] = DraftPassPolicy,
 ) -> Any:
-    """Return the proposer of a draft model, without sources beside it; see `DraftSetup`."""
+    """Return the proposer of a draft model, without other sources; see `DraftSetup`."""
     setup = DraftSetup(draft, vocab_size, num_slots, kernels, new_policy)
     return _module(draft.checkpoint).open_proposer(setup)
 
@@ -57,7 +57,7 @@ def proposer_of(
     sources: GuessSources,
     step_s: StepSeconds,
 ) -> Proposer:
-    """Return the drafter: a draft, other sources, both, or without either the root alone.
+    """Return the proposer: a draft, other sources, both, or with neither one of root-only trees.
 
     See `DraftSetup`.
     """

@@ -1,10 +1,10 @@
 """Guesses from a datastore: continuations of the text's end (REST, 2311.08252), and n-gram counts.
 
-The longest end of the text that the corpus has says what followed on it there. Where a path has
-left all matches, bigrams and unigrams still say which token follows on which (Leviathan et al.,
-2211.17192, section 4.1 and Table 3: a draft that costs nothing). An index of suffixes has these
-counts, so a datastore is a bigram model as it stands. `open_sources` returns all sources that
-options name: the text itself, a datastore, counts of a text file or of a store.
+The longest end of the text that occurs in the corpus gives its continuations there. Where a path
+has left all matches, bigrams and unigrams still give the next token (Leviathan et al., 2211.17192,
+section 4.1 and Table 3: a draft that costs nothing). An index of suffixes has these counts, so a
+datastore serves as a bigram model as it is. `open_sources` returns all sources that the options
+name: the text itself, a datastore, counts of a text file or of a store.
 
 Invariant: a store is read and never changed, so any number of texts and programs may share it.
 """
@@ -24,15 +24,15 @@ from offload.planning.load_options import LoadOptions
 from offload.trees.spec import MatchLength, parse_match_length
 from offload.units import format_bytes
 
-MOST_CONTINUATIONS = 128  # continuations that are looked at; more are sampled
+MOST_CONTINUATIONS = 128  # most continuations considered; of more a sample is taken
 LONGEST = 16  # tokens of a continuation; REST takes 10
-SHORT = 3  # tokens of the second match
-_MOST_COUNTED = 4096  # occurrences of a token that are counted; more are sampled
+SHORT = 3  # tokens of the second, shorter match
+_MOST_COUNTED = 4096  # most occurrences of a token that are counted; of more a sample is taken
 _NUM_CHILDREN = 8
-# tokens whose followers are kept, some 4 MiB
+# tokens whose followers are cached, about 4 MiB
 _NUM_KEPT = 1 << 12
 
-# Text that is counted in memory, which no plan has: a tenth of what runtimes take.
+# Most bytes of text counted in memory, which no plan includes: a tenth of a runtime's own.
 MOST_TEXT_BYTES = 1 << 20
 
 
@@ -46,7 +46,7 @@ class Retrieval:
         self._match = match
 
     def opinions(self, token_T: Tokens, num_nodes: int, depth: int) -> Iterator[TrieGuesses]:
-        """Yield continuations of the longest match, which may be chance, then of a short one."""
+        """Yield continuations of the longest match, perhaps a coincidence, then of a short one."""
         least, bound = self._match
         while bound >= least:
             matches = self._index.longest(token_T[-bound:].tolist(), bound, least)
@@ -59,12 +59,12 @@ class Retrieval:
             bound = SHORT if matches.length > SHORT else 0
 
 
-# by a few tokens, what follows on them and how often
+# by the last tokens: what follows, and how often
 SharesAfter = Callable[[tuple[int, ...]], Mapping[int, float]]
 
 
 class NgramGuesses:
-    """Counts of what follows on the last token (length 1), or on none; a state is that token."""
+    """Counts of tokens after the last one (length 1), or of all tokens; a state is the last token."""
 
     source = "ngram"
 
@@ -100,7 +100,7 @@ class Ngrams:
         self._shares_after = lru_cache(maxsize=_NUM_KEPT)(self._count)
 
     def _count(self, tokens: tuple[int, ...]) -> Mapping[int, float]:
-        """Return the tokens that follow on these, most frequent first, with their shares."""
+        """Return the tokens that follow these, most frequent first, with their shares."""
         matches = self._index.longest(tokens, len(tokens), len(tokens))
         trie = heaviest(self._index.continuations(matches, 1, _MOST_COUNTED), _NUM_CHILDREN)
         counts = zip(trie.token_R.tolist(), trie.count_R.tolist(), strict=True)
@@ -113,7 +113,7 @@ class Ngrams:
 
 
 def open_sources(options: LoadOptions, tokenizer: Any, vocab_size: int) -> GuessSources:
-    """Return the sources besides the draft. Raises `UserError` for files that cannot serve."""
+    """Return all sources except the draft. Raises `UserError` for files that cannot be used."""
     length = parse_match_length(options.lookup_length)
     sources = list[Source]()
     if options.looks_up:

@@ -5,7 +5,7 @@ without replacement, or ranked. One vectorised draw serves all nodes of a level.
 have children are run.
 
 Invariant: the number of children is settled before anything is drawn, and a node takes its first
-draws in their order; no draw is looked at and dropped.
+draws in order; no draw is looked at and dropped.
 
 Shape letters, in this file only: W rows of a pass (nodes of one level), R rows of a block.
 """
@@ -32,11 +32,12 @@ def draw_children(
 ) -> tuple[Tensor, Draw, Tensor | None]:
     """Choose children for rows that predict the token at `position`; any where scores are NaN.
 
-    Returns int64 (W, K) on the host, in the order of the draws, with K smaller where the vocabulary
-    is; how they were drawn; and what from, float32 (W, V), None for point masses.
+    Returns int64 (W, K) on the host, in the order of the draws; K is smaller if the vocabulary is.
+    Also returns the way they were drawn, and the distribution, float32 (W, V), None for point
+    masses.
     """
     drafting = sampler.drafting
-    # Draws without replacement become a ranking as the temperature falls to zero.
+    # Draws without replacement approach a ranking as the temperature falls to zero.
     if not drafting.keeps_distributions or (
         drafting is ChildSampling.WITHOUT_REPLACEMENT and sampler.is_greedy
     ):
@@ -61,7 +62,7 @@ def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Seque
 
 
 def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Draw by exponential sort; on the host the numbers come from the sampler's generator."""
+    """Return int64 (W, K), drawn by exponential sort; on the host the sampler's generator draws."""
     if probs_WV.is_cuda:
         draw = sampler.kernels.draw_without_replacement
         return draw(probs_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(probs_WV)))
@@ -75,7 +76,7 @@ def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) 
 
 
 def _with_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Draw independently by inverting the cumulated distribution, never a token without mass."""
+    """Return int64 (W, K), drawn independently by inversion; no token without mass."""
     chosen = []
     for probs_RV in _blocks(probs_WV):
         sum_RV = probs_RV.double().cumsum(1)
@@ -90,7 +91,7 @@ def _with_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> 
 
 
 def _blocks(probs_WV: Tensor) -> tuple[Tensor, ...]:
-    """Split rows into groups of at most `_MAX_KEYS` numbers, one row at least."""
+    """Yield groups of rows with at most `_MAX_KEYS` numbers, at least one row each."""
     return probs_WV.split(max(1, _MAX_KEYS // probs_WV.shape[1]))
 
 
@@ -122,9 +123,9 @@ class _Level:
     def __init__(self, topology: Topology, depth: int, expanded: Tensor) -> None:
         lo = topology.levels[depth].start
         hi = topology.levels[depth].stop
-        # nodes to run: those with children
+        # nodes with children, which are run
         self.node_W = expanded[(expanded >= lo) & (expanded < hi)]
-        # rows in the cache by then; the root is committed
+        # rows in the cache before this pass; the root is committed
         uncommitted_U = expanded[(expanded > 0) & (expanded < hi)]
         self.ancestor_WU = ancestors(topology)[self.node_W][:, uncommitted_U]
         self.depth_U = torch.from_numpy(topology.depth_N.copy())[uncommitted_U]
@@ -145,7 +146,7 @@ class _Level:
 
 @lru_cache(maxsize=8)
 def _schedule(topology: Topology) -> tuple[list[_Level], dict[int, int]]:
-    """Return the draft passes of a shape, and the cache row of every node that they run."""
+    """Return the draft passes of a shape, and the cache row of every node that is run."""
     expanded = torch.from_numpy(topology.num_children_N > 0).nonzero()[:, 0]
     levels = [_Level(topology, depth, expanded) for depth in range(topology.depth)]
     return levels, {int(node): row for row, node in enumerate(expanded[expanded > 0])}

@@ -1,12 +1,12 @@
-"""Tiers of drafting: what a cheap source guesses, a copy of the target verifies in its own passes.
+"""Tiers of drafting: a copy of the target verifies a cheap source's guesses in its own passes.
 
 A copy is right so often that its trees are deep, and each level would take a pass over its weights.
-So each pass also scores what the source says behind the nodes that it runs: where the copy agrees, those
-nodes are there already, and the next pass begins behind them. Both predict the same draw, since the
-noise belongs to a position, so nothing has to be corrected between tiers: a guess that the copy finds
-unlikely is a row in vain and no more.
+So each pass also scores the source's guesses below the nodes that it runs. Where the copy agrees,
+those nodes are scored already, and the next pass begins below them. Both predict the same draw,
+since noise belongs to a position, so nothing has to be corrected between tiers: a guess that the
+copy finds unlikely wastes a row, no more.
 
-Invariant: guesses change which rows a pass scores, never what a row's scores are.
+Invariant: guesses change which rows a pass scores, never a row's scores.
 """
 
 import heapq
@@ -16,19 +16,19 @@ from typing import NamedTuple
 
 from offload.drafting.lookup import Guesses, TrieCursor
 
-# Rows of a pass that a copy takes for less than half as long again as one row, as was measured.
+# Rows of a pass that takes a copy less than 1.5 times as long as one row, as measured.
 ROWS_OF_PASS = 8
-# A guess is worth its row where its chance is at least that share of the likeliest node's.
+# A guess is worth its row if its chance is at least that share of the likeliest node's.
 _LEAST_SHARE = 0.1
 
 
 class Standing(NamedTuple):
-    """A node that a pass scores, and where guesses stand for what follows it.
+    """A node that a pass scores, and the guesses' cursor after it.
 
     Attributes:
-        chance: of its path to be accepted.
+        chance: that its path is accepted.
         depth: edges from the root.
-        parent: the index of its parent among the nodes of the pass; None for one that was picked.
+        parent: index of its parent among the nodes of the pass; None for a picked one.
     """
 
     chance: float
@@ -41,12 +41,12 @@ class Standing(NamedTuple):
 def guesses_behind(
     guesses: Guesses, picked: Sequence[Standing], num_rows: int, depth: int
 ) -> list[Standing]:
-    """Return the likeliest guesses behind nodes that a pass runs anyway, parents first.
+    """Return the likeliest guesses below nodes that a pass runs anyway, parents first.
 
     Args:
         picked: these nodes.
-        num_rows: of the whole pass, at most.
-        depth: of the tree; what lies there has no child.
+        num_rows: most rows of the whole pass.
+        depth: of the tree; nodes at this depth have no children.
     """
     nodes = [*picked]
     least = _LEAST_SHARE * max((node.chance for node in picked), default=0.0)

@@ -1,10 +1,10 @@
-"""The interface of the ways in which a checkpoint stores tensors, and checks that they share.
+"""The interface of storage formats of tensors, and checks that they share.
 
 The numbers of an `Encoding` are a view of the stored bytes. The numbers of a `Coding` have to be
-expanded before they are multiplied with: its words are streamed as they are stored, while the small
-tensors that belong to them, the companions (scales, zero points, column orders), are read once,
-checked, and stay. Headers, layouts, sizes and the planner know tensors by this interface alone; a
-further way of storing weights is one more module here and one more entry in `tensors.FORMATS`.
+expanded before a product. Its words are streamed as stored. The small tensors that belong to them,
+the companions (scales, zero points, column orders), are read once, checked, and stay in memory.
+Headers, layouts, sizes and the planner know tensors by this interface alone; another format is one
+more module here and one more entry in `tensors.FORMATS`.
 """
 
 import math
@@ -23,11 +23,12 @@ Tensors = Mapping[str, "Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A way in which a checkpoint stores a tensor of plain numbers."""
+    """A storage format of plain numbers."""
 
-    name: str  # in safetensors headers
-    dtype: str  # the torch type, by name, of the numbers that `decode` returns
-    align_bytes: int  # of one number; stored bytes must begin at multiples of this to be decoded
+    name: str  # name in safetensors headers
+    dtype: str  # name of the torch type of the numbers that `decode` returns
+    # bytes of a number; stored bytes must begin at a multiple of this to be decoded
+    align_bytes: int
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes that a tensor of this shape takes in the file and in a slab."""
@@ -41,10 +42,10 @@ class Encoding:
 
 
 class Coding(Protocol):
-    """A way in which a checkpoint stores weights that have to be expanded; values are hashable.
+    """A storage format of weights that have to be expanded; values are hashable.
 
-    An expanded weight is the float32 product of the stored numbers, rounded once to the type that
-    is asked for.
+    An expanded weight is the float32 product of the stored numbers, rounded once to the requested
+    type.
     """
 
     @property
@@ -57,11 +58,11 @@ class Coding(Protocol):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether models have the last two dimensions of what `expand` fills in the other order."""
+        """True if models have the last two dimensions of `expand`'s output swapped."""
 
     @property
     def align_bytes(self) -> int:
-        """Words must begin at multiples of this to be expanded."""
+        """Words must begin at a multiple of this to be expanded."""
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes that the words of such a weight take in the file and in a slab."""
@@ -87,7 +88,7 @@ class Coding(Protocol):
 
 @runtime_checkable
 class Header(Protocol):
-    """The header's entry for one tensor: type, by the format's name, and shape as stored."""
+    """The header of one tensor: its type, by the format's name, and its shape as stored."""
 
     @property
     def dtype(self) -> str: ...
@@ -101,22 +102,22 @@ Settings = Mapping[str, Any]
 
 
 class RecognisedWeight(NamedTuple):
-    """A weight that was recognised by its tensors."""
+    """A weight recognised by its tensors."""
 
     coding: Coding
-    # the weight's, (out, in) or a stack of these; (out x in,) where headers do not tell
+    # the weight's shape, (out, in) or a stack of these; (out x in,) if headers do not tell
     shape: tuple[int, ...]
-    words: tuple[str, ...]  # suffixes of tensors that are streamed, consecutive in the file
+    words: tuple[str, ...]  # suffixes of streamed tensors, adjacent in the file
     companions: tuple[str, ...]  # suffixes of tensors that stay in memory
     # the type of words that a file keeps as numbers of another one, which they are not
     dtype: str = ""
 
 
 class Site(NamedTuple):
-    """Where a weight stands in its model, for what tensors leave open."""
+    """The place of a weight in its model, for what its tensors leave open."""
 
-    name: str = ""  # without `.weight`
-    columns: int = 0  # that the model has there, by its sizes; 0 where these do not tell
+    name: str = ""  # name without `.weight`
+    columns: int = 0  # columns that the model has there; 0 if its sizes do not tell
 
 
 NOWHERE = Site()
@@ -125,17 +126,17 @@ NOWHERE = Site()
 class Format(NamedTuple):
     """A family of codings, recognised by the names of tensors."""
 
-    suffixes: tuple[str, ...]  # of its tensors, which follow the weight's name without `.weight`
-    # Takes the tensors of one weight by suffix, some of which may be those of other formats,
-    # `quantization_config` and the weight's site; returns None where they are not of this format.
-    # Raises `ValueError` (rule, value, remedy) where they contradict each other, or for an unknown
-    # version.
+    suffixes: tuple[str, ...]  # suffixes of its tensors, after the weight's name without `.weight`
+    # Takes the tensors of one weight by suffix (some may belong to other formats), the
+    # `quantization_config` and the weight's site; returns None if they are not of this format.
+    # Raises `ValueError` (rule, value, remedy) for tensors that contradict each other, or an
+    # unknown version.
     recognise: Callable[[Headers, Settings, Site], RecognisedWeight | None]
     parameter: str = ".weight"  # the suffix in the model
 
 
 class WordsAlone:
-    """What codings without companions share."""
+    """Methods of codings without companions."""
 
     __slots__ = ()
 
@@ -149,41 +150,41 @@ class WordsAlone:
 
 
 AGAIN = "download the checkpoint again"
-# for files that may be sound, and are not read
+# for files that may be intact, but cannot be read
 ANOTHER = "take another checkpoint"
 _PLAIN = (("BF16", "bfloat16", 2), ("F16", "float16", 2), ("F32", "float32", 4))
 # the types of words and companions
 _PARTS = (("F64", "float64", 8), ("I64", "int64", 8), ("I32", "int32", 4), ("I16", "int16", 2), ("I8", "int8", 1),
           ("U8", "uint8", 1), ("BOOL", "bool", 1), ("U64", "uint64", 8), ("U32", "uint32", 4), ("U16", "uint16", 2),
           ("F8_E4M3", "float8_e4m3fn", 1), ("F8_E5M2", "float8_e5m2", 1), ("F8_E8M0", "float8_e8m0fnu", 1))  # fmt: skip
-# all types that are read, by the header's name
+# all types that can be read, by the header's name
 STORED = {row[0]: Encoding(*row) for row in (*_PLAIN, *_PARTS)}
-# the types of weights that are computed with as they are, by the header's name
+# types of weights that are computed with as stored, by the header's name
 ENCODINGS = {name: STORED[name] for name, *_ in _PLAIN}
 # the same types by torch's name
 PLAIN_OF = {encoding.dtype: encoding for encoding in ENCODINGS.values()}
 
 
 def must(holds: bool, rule: str, actual: object, remedy: str = AGAIN) -> None:
-    """Raise `ValueError` (rule, value, remedy) where a rule does not hold."""
+    """Raise `ValueError` (rule, value, remedy) unless a rule holds."""
     if not holds:
         raise ValueError(f"{rule}, {actual}: {remedy}")
 
 
 def require(stored: Headers, suffixes: Sequence[str], beside: str) -> None:
-    """Raise `ValueError` where a tensor is missing."""
+    """Raise `ValueError` if a tensor is missing."""
     for suffix in suffixes:
         must(suffix in stored, f"{beside} needs a {suffix} beside it", "there is none")
 
 
 def require_shape(suffix: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raise `ValueError` where a tensor has another shape than the words require."""
+    """Raise `ValueError` if a tensor's shape is not the one that the words require."""
     is_wanted = tuple(shape) == tuple(wanted)
     must(is_wanted, f"{suffix} must have shape {list(wanted)}", f"has {list(shape)}")
 
 
 def config_weights(settings: Settings) -> Iterator[Mapping[str, Any]]:
-    """Yield compressed-tensors' weight settings; tensors need not follow names in groups."""
+    """Yield compressed-tensors' weight settings; tensor names need not follow the names of groups."""
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -192,7 +193,7 @@ def config_weights(settings: Settings) -> Iterator[Mapping[str, Any]]:
 
 
 def checked_scale(suffix: str, scale: "Tensor", shape: Sequence[int]) -> "Tensor":
-    """Return scales in that shape, contiguous. Raises `ValueError` where one is not finite."""
+    """Return scales of that shape, contiguous. Raises `ValueError` if one is not finite."""
     count = scale.numel()
     wanted = math.prod(shape)
     must(count == wanted, f"{suffix} must have {wanted} numbers", f"has {count}")

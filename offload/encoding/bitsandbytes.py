@@ -42,11 +42,11 @@ _STATES = {f"{_STATE}nf4": "nf4", f"{_STATE}fp4": "fp4"}
 _NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
 _ABSMAX = ".weight.absmax"
 _MAP = ".weight.quant_map"
-_FORM = ".weight_format"  # 0 is row-major; other values are tiles of a GPU
-# block sizes, the usual one first: for few weights several fit
+_FORM = ".weight_format"  # 0 is row-major; other values are GPU tiles
+# block sizes, the usual one first: for small weights several fit
 _BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 _MOST_JSON_BYTES = 1 << 16
-_PER_127 = 7.874015718698502e-3  # as bitsandbytes 0.50 has it: not the nearest number to 1 / 127
+_PER_127 = 7.874015718698502e-3  # bitsandbytes 0.50's constant: not the nearest number to 1 / 127
 _CHUNK_ROWS = 64
 
 
@@ -56,7 +56,7 @@ class Bitsandbytes4:
 
     kind: str
     block: int
-    state: str  # the suffix of the JSON
+    state: str  # suffix of the JSON
     dtype: str = "bfloat16"
     align_bytes: int = 1
     is_transposed: bool = False
@@ -129,7 +129,7 @@ def _parsed_state(state: "Tensor") -> Mapping[str, Any]:
 
 
 def _unnested(absmax: "Tensor", companions: Tensors, said: Mapping[str, Any]) -> "Tensor":
-    """Return scales that are stored as codes of 8 bits, in blocks of their own, less an offset."""
+    """Return scales that are stored as 8-bit codes, with block scales and an offset of their own."""
     import torch
 
     block: Any = said.get("nested_blocksize")
@@ -140,7 +140,7 @@ def _unnested(absmax: "Tensor", companions: Tensors, said: Mapping[str, Any]) ->
         raise ValueError(f"{rule}, has {block!r:.20} and {offset!r:.20}: {AGAIN}")
     outer, levels = (companions[suffix].float() for suffix in _NESTED)
     num_scales = absmax.numel()
-    block = min(block, max(1, num_scales))  # one for all, however large it claims to be
+    block = min(block, max(1, num_scales))  # a single number, however large the header says it is
     num_blocks = -(-num_scales // block)
     outer = checked_scale(_NESTED[0], outer, (num_blocks,))
     levels = checked_scale(_NESTED[1], levels, (256,))
@@ -158,7 +158,7 @@ def _recognise_4_bits(
     require(stored, (".weight", *companions), state)
     dtype = stored[state].dtype
     must(dtype == "U8", f"{state} must be of type U8", f"is {dtype}")
-    # the library may keep bytes as numbers of the model's type (`quant_storage`)
+    # the library may store bytes as numbers of the model's type (`quant_storage`)
     words = stored[".weight"]
     is_known = words.dtype in ("U8", *ENCODINGS)
     rule = f".weight must be stored as U8, {', '.join(ENCODINGS)}"
@@ -183,7 +183,7 @@ class BitsandbytesBytes(ByteIntegers):
     """See `Coding`."""
 
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
-        """See `Coding`: 127 stands for the largest number of a row, which is kept as it is."""
+        """See `Coding`; code 127 is the row's largest number, which is stored."""
         form = [0] if _FORM not in companions else companions[_FORM].flatten().tolist()
         rule = f"{_FORM} must be 0 (row-major)"
         must(form == [0], rule, f"is {form!r:.40}", "store the model again")

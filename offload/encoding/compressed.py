@@ -1,10 +1,10 @@
 """compressed-tensors' integers: `pack-quantized` of 2 to 8 bits, `int-quantized` of 8.
 
 Zero points are packed along rows of the weight, words along its columns. Codes of 3, 5, 6 and 7
-bits lie one behind the other; versions of the library up to 0.12 began each word again, which the
-number of words tells. The true number of columns is data (`weight_shape`); headers only say how
-many words there are, so the last of them may be padded. Which group of the config a weight belongs
-to is told by the shapes, and by the columns that the model has where several fit.
+bits are packed without gaps; in versions of the library up to 0.12 each word began with a new code,
+and the number of words tells the two apart. The true number of columns is data (`weight_shape`);
+headers only give the number of words, so the last may be padded. Shapes tell which group of the
+config a weight belongs to; if several fit, the columns that the model has there decide.
 """
 
 import math
@@ -51,16 +51,16 @@ _SUFFIXES = (
 
 
 class _Fit(NamedTuple):
-    """How words and scales of a row may be read."""
+    """A way to read a row's words and scales."""
 
     bits: int
-    group: int  # columns; 0: all
+    group: int  # columns of a group; 0: all
     codes_per_word: int
-    least: int  # columns that need as many words
-    most: int  # columns that they hold
+    least: int  # most columns that need as many words
+    most: int  # columns that the words can hold
 
     def holds(self, columns: int, num_groups: int) -> bool:
-        """Return True if this many columns take these words and scales."""
+        """Return True if these words and scales fit this many columns."""
         fits = num_groups == (math.ceil(columns / self.group) if self.group else 1)
         return fits and self.least <= columns <= self.most
 
@@ -122,7 +122,7 @@ def _recognise_packed(stored: Headers, settings: Settings, site: Site) -> Recogn
     coding = PackedIntegers(
         fit.bits, fit.group, scales, int(has_zero), is_ordered, codes_per_word=per_word
     )
-    # columns that pad the last word are not known to headers
+    # headers do not show the columns that pad the last word
     num_columns = site.columns if fit.holds(site.columns, scale[1]) else fit.most
     used = [*_PACKED_COMPANIONS, *([".weight_g_idx"] if is_ordered else [])]
     companions = tuple(suffix for suffix in used if suffix in stored)
@@ -132,7 +132,7 @@ def _recognise_packed(stored: Headers, settings: Settings, site: Site) -> Recogn
 def _fit(num_words: int, num_groups: int, settings: Settings, site: Site) -> _Fit:
     """Return the settings of the config group that fits these words and scales.
 
-    Groups may be assigned by names, which tensors need not follow, so shapes decide.
+    The config assigns groups by names, which tensors need not follow, so shapes decide.
     """
     fitting = dict[tuple[int, int], _Fit]()
     others = set()
@@ -143,7 +143,7 @@ def _fit(num_words: int, num_groups: int, settings: Settings, site: Site) -> _Fi
             others.add(f"{bits!r:.20}")
         elif size is None or type(size) is int:
             for fit in _readings(bits, size or 0, num_words, num_groups):
-                # of few columns both layouts may fit: then it is today's
+                # for few columns both layouts may fit: then the newer one holds
                 fitting.setdefault((fit.bits, fit.group), fit)
     known = [fit for fit in fitting.values() if fit.holds(site.columns, num_groups)]
     left = known if len(fitting) > 1 and known else [*fitting.values()]

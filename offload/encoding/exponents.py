@@ -1,6 +1,6 @@
 """Weights of 16 bits stored without loss in about 12 or 11: exponents as distances below a top.
 
-The weights are bfloat16, or float16 that was bfloat16 once. `offload pack` writes them;
+The weights are bfloat16, or float16 converted from bfloat16. `offload pack` writes them;
 `kernels/exponents_layout.py` has the layout. A weight X consists of `X.mantissas` (sign and
 mantissa of each number, of its shape; U8 for bfloat16, I8 for float16), `X.exponents` (distances),
 `X.escapes` (exponents outside the window, padded with zeros so that the next tensor begins at a
@@ -44,10 +44,10 @@ DAMAGED = "it was damaged, pack the model again"
 
 
 class ExponentWindow(NamedTuple):
-    """The exponents top, top - 1, ... that need no escape, and the bits per weight with them."""
+    """The exponents top, top - 1, ... that need no escape, and the resulting bits per weight."""
 
     top: int
-    width: int  # bits of a distance, the largest of which marks an escape
+    width: int  # bits of a distance; the largest distance marks an escape
     bits: float
 
 
@@ -81,7 +81,7 @@ def distance_bytes(num_weights: int, width: int) -> int:
 
 
 def width_of(num_weights: int, num_bytes: int) -> int | None:
-    """Return the width of distances that take this many bytes, or None where none fits."""
+    """Return the width in bits of distances that take this many bytes, or None if none fits."""
     return next(
         (width for width in _WIDTHS if distance_bytes(num_weights, width) == num_bytes), None
     )
@@ -92,7 +92,7 @@ class Exponents:
     """See `Coding`."""
 
     width: int
-    # with padding; not compared, since weights with different escapes expand alike
+    # bytes with padding; not compared, since weights with different escapes expand alike
     escape_bytes: int = field(compare=False)
     dtype: str = "bfloat16"
     align_bytes: int = 1
@@ -149,7 +149,7 @@ class Exponents:
 def _recognise(
     stem: str, stored: Headers, _settings: Settings, _: Site = NOWHERE
 ) -> RecognisedWeight | None:
-    """Recognise a weight whose tensors' suffixes all begin with `stem`."""
+    """Recognise a weight by tensors whose suffixes begin with `stem`."""
     names = [stem + suffix for suffix in (*WORDS, CODE)]
     if not any(name in stored for name in names):
         return None
@@ -169,7 +169,7 @@ def _recognise(
     return RecognisedWeight(coding, mantissas.shape, tuple(names[:3]), (names[3],))
 
 
-# the second is for parameters without `.weight`, such as fused experts
+# the second form is for parameters without `.weight`, such as fused experts
 FORMATS = tuple(
     Format(tuple(stem + suffix for suffix in (*WORDS, CODE)), partial(_recognise, stem), stem)
     for stem in (".weight", "")

@@ -4,8 +4,8 @@ FP8 has a scale for each block, row or tensor, as DeepSeek and Qwen store them. 
 `weight_scale_inv` is a factor in spite of its name; compressed-tensors calls the scales
 `weight_scale`, Mistral `qscale_weight`, and DeepSeek's later checkpoints have a `scale` of
 exponents. GPTQModel's `weight_scale_inv` is an inverse: its config says so, and its reciprocal, in
-float32, is the factor. Where sizes are no multiple of a block's, the last blocks are cut. MXFP8 has
-an exponent for 32 numbers of a row; exponents stay bytes in memory.
+float32, is the factor. If sizes are no multiple of a block's, the last blocks are cut. MXFP8 has an
+exponent for 32 numbers of a row; exponents stay bytes in memory.
 
 MXFP4 has 4 bits each and a power of two for 32 of them: compressed-tensors stores matrices so, and
 gpt-oss stacks of experts, whose matrices the model has transposed. NVFP4 has 4 bits each, a scale
@@ -44,10 +44,11 @@ if TYPE_CHECKING:
 
     from offload.kernels.expansion import Expansion
 
-TABLE_BYTES = 4 * 256  # the float32 levels of scales of 8 bits
+TABLE_BYTES = 4 * 256  # table of the float32 values of 8-bit scales
 _FP8_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
-_ACTIVATION_SCALES = (".input_scale", ".qscale_act")  # unused: activations are not rounded here
-_SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")  # the last two hold exponents alone
+# read, but not used: activations are not rounded here
+_ACTIVATION_SCALES = (".input_scale", ".qscale_act")
+_SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")  # the last two store exponents alone
 _EXPONENTS = ("F8_E8M0", "U8")
 _NO_EXPONENT = 255
 _USUAL_BLOCK = (128, 128)
@@ -65,12 +66,13 @@ class Float8:
     """See `Coding`."""
 
     kind: str  # the header's type
-    # rows and columns that share a scale; 0 is all, so weights of any shape have equal codings
+    # rows and columns that share a scale; 0 means all, so that weights of any shape have equal
+    # codings
     block: tuple[int, int]
     dtype: str = "bfloat16"
     align_bytes: int = 1
     is_transposed: bool = False
-    has_exponents: bool = False  # for scales, a byte each
+    has_exponents: bool = False  # type of scales of one byte each
     is_inverse: bool = False  # whether weights are divided by stored scales
 
     @property
@@ -157,7 +159,7 @@ def _recognise_float8(
         is_inverse=suffix == _FP8_SCALES[0] and settings.get("weight_scale_semantics") == "inverse",
     )
     grid = coding.grid(shape)
-    # those of whole rows may lack dimensions of one
+    # scales of whole rows may lack dimensions of size one
     is_shaped = coding.block in _NAMES or tuple(scale.shape) == grid
     fits = is_shaped and math.prod(scale.shape) == math.prod(grid)
     rule = f"{suffix} must have the scales of {coding.name} for weights of {shape}"
@@ -168,13 +170,13 @@ def _recognise_float8(
 
 
 def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Settings) -> tuple[int, int]:
-    """Return the numbers of rows and columns that share a scale; 0 stands for all."""
+    """Return the rows and columns that share a scale; 0 stands for all."""
     if math.prod(scale_shape) == 1:
         return 0, 0
     if tuple(scale_shape) in ((*shape[:-1], 1), tuple(shape[:-1])):
         return 1, 0
     *rows_of, groups = scale_shape
-    # as MXFP8 has them, except for matrices of one row, which blocks fit as well
+    # MXFP8's blocks; a matrix of one row also fits other blocks
     if tuple(rows_of) == tuple(shape[:-1]) and shape[-2] > 1 and groups and not shape[-1] % groups:
         return 1, shape[-1] // groups
     said = (group.get("block_structure") for group in config_weights(settings))
@@ -191,7 +193,7 @@ FLOAT8 = Format((".weight", *_FP8_SCALES, *_ACTIVATION_SCALES), _recognise_float
 
 
 class _FourBits:
-    """What MXFP4 and NVFP4 share. Companions: "scale" (N, G), uint8, an index into "levels" (256)."""
+    """Shared by MXFP4 and NVFP4. Companions: "scale" (N, G), uint8, an index into "levels" (256)."""
 
     def expand(
         self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"
@@ -272,9 +274,9 @@ MXFP4 = Format((".weight_packed", ".weight_scale", ".input_scale"), _recognise_m
 class Nvfp4(_FourBits):
     """See `Coding`."""
 
-    is_divided: bool = False  # by the tensor's scale, or multiplied with it
+    is_divided: bool = False  # whether the tensor's scale divides or multiplies
     scales: str = ".weight_scale"  # the suffix
-    whole: str = ""  # the suffix of the tensor's scale, where there is one
+    whole: str = ""  # suffix of the tensor's scale, if it has one
     name: str = "nvfp4"
     dtype: str = "bfloat16"
     align_bytes: int = 1
@@ -335,8 +337,8 @@ NVFP4 = Format(
 class TransposedStack(WordsAlone):
     """Matrices of plain numbers whose rows are stored as columns.
 
-    They are copied row by row when their module runs, as coded weights are expanded: a view would be
-    multiplied with several times more slowly on a CPU.
+    They are copied row by row when their module runs, as coded weights are expanded: on a CPU a
+    product with a transposed view is several times slower.
     """
 
     kind: str  # the plain type, by the header's name

@@ -3,9 +3,10 @@
 llama.cpp's rotary embedding rotates adjacent pairs where Hugging Face's rotates halves, so files of
 Llama models have the rows of query and key projections in another order: head by head, both halves
 interleaved. Gemma's norms are stored with 1 added, which its model adds again. Rows are whole
-blocks, so their order is undone before anything is expanded. Value heads of Qwen3.5's recurrent
-layers go round the key heads, where the model has those of one key head together. Columns in that
-order, and of matrices stored the other way round, cut blocks: they are put in order afterwards.
+blocks, so their order is undone before anything is expanded. Qwen3.5's recurrent layers store value
+heads in turn for each key head, while the model keeps those of one key head together. Columns in
+that order, and those of transposed matrices, would cut blocks, so they are put in order after
+expansion.
 """
 
 import math
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from offload.kernels.expansion import Expansion
 
-# numbers in a block, and its bytes
+# numbers in a block, and bytes of a block
 BLOCKS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -38,14 +39,14 @@ BLOCKS = {
 }
 
 
-_CHUNK_ROWS = 64  # whose columns are put in order at once
+_CHUNK_ROWS = 64  # elements of a matrix whose columns are put in order at once
 
 
 class HeadPermutation(NamedTuple):
     """Rows, or columns, from `first` on: value heads of `num_groups` key heads in turn."""
 
     num_groups: int
-    num_heads: int  # of each group
+    num_heads: int  # value heads of each group
     first: int = 0
     is_columns: bool = False
 
@@ -62,12 +63,12 @@ class HeadPermutation(NamedTuple):
 class GgufBlocks(WordsAlone):
     """See `Coding`."""
 
-    kind: str  # GGUF's name: one of `BLOCKS`, or plain numbers that the writer has changed
-    num_heads: int = 0  # heads whose rows are interleaved; 0 where rows lie in order
-    added: int = 0  # what the writer added to each number
+    kind: str  # GGUF's name: one of `BLOCKS`, or plain numbers that the writer changed
+    num_heads: int = 0  # heads whose rows are interleaved; 0 if rows lie in order
+    added: int = 0  # the number that the writer added to each
     tiles: HeadPermutation | None = None
-    is_exponential: bool = False  # stored is -exp of each number
-    is_flipped: bool = False  # rows are stored as columns
+    is_exponential: bool = False  # whether -exp of each number is stored
+    is_flipped: bool = False  # whether rows are stored as columns
     align_bytes: int = 4
     is_transposed: bool = False
 
@@ -98,7 +99,8 @@ class GgufBlocks(WordsAlone):
         if self.tiles is not None:
             self._expand_tiled(self.tiles, stored_B, out, expansion)
             return
-        # Reordering moves the rows of a matrix, but single numbers of a vector, which cut blocks.
+        # In a matrix reordering moves whole rows, but in a vector single numbers, which cuts
+        # blocks.
         moves_blocks = out.dim() > 1 or not self.num_heads
         if self.kind in BLOCKS and moves_blocks and not self.added:
             stored_B = self._in_order(stored_B.view(len(out), -1)) if self.num_heads else stored_B
@@ -123,7 +125,7 @@ class GgufBlocks(WordsAlone):
                 out[lo : lo + _CHUNK_ROWS] = tiles.in_order(out[lo : lo + _CHUNK_ROWS], 1)
 
     def _numbers(self, stored_B: "Tensor", like: "Tensor", expansion: "Expansion") -> "Tensor":
-        """Return the numbers as stored, in a type that rounds none of them."""
+        """Return the numbers as stored, in a type that holds all of them exactly."""
         import torch
 
         if self.kind in ENCODINGS:

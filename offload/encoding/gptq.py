@@ -1,10 +1,10 @@
 """GPTQ's integers of 2, 3, 4 and 8 bits, and AWQ's of 4, which have tensors of the same names.
 
-AWQ's `gemm` version packs eight rows of a column into a word, in an order of its own. GPTQ packs
-columns of a row one behind the other, so that a code of 3 bits may begin in one word and end in the
-next. Its first version stores zero points less one; an all-ones code (15 of 4 bits) is 16 here as
-in AutoGPTQ, while its older kernel reads 0. Shapes tell GPTQ from AWQ, and how many bits a module
-has, whatever the config says of single modules.
+AWQ's `gemm` version packs eight rows of a column into a word, in a special order. GPTQ packs the
+columns of a row without gaps, so a 3-bit code may begin in one word and end in the next. GPTQ's
+first version stores zero points less one; an all-ones code (15 for 4 bits) is 16 here as in
+AutoGPTQ, while its older kernel reads 0. Shapes tell GPTQ from AWQ, and the bits of a module,
+whatever the config says of single modules.
 """
 
 import math
@@ -51,7 +51,7 @@ _AUTO_ROUND = ("auto-round", "intel/auto-round")
 
 @dataclass(frozen=True)
 class _Columns(Integers):
-    """What both have in common: the file has columns of the weight as rows."""
+    """Shared by both formats: the file has the weight's rows as columns."""
 
     def transposed(self, companions: Tensors, shape: Sequence[int]) -> "tuple[Tensor, Tensor]":
         """Return scales and unpacked zero points (uint8), (N, G) each, from the file's (G, N)."""
@@ -114,7 +114,7 @@ AWQ = Format((".qweight", ".qzeros", ".scales"), _recognise_awq)
 class Gptq(_Columns):
     """See `Coding`."""
 
-    added: int = 1  # what has to be added to stored zero points
+    added: int = 1  # number to add to stored zero points
 
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`; without `desc_act`, groups must be consecutive columns."""
@@ -134,7 +134,7 @@ class Gptq(_Columns):
         return ready
 
     def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
-        """Return a view of the words, whose rows are columns in the file."""
+        """Return a view of the words; its rows are the file's columns."""
         import torch
 
         return stored_B.view(torch.int32).view(-1, shape[0]).t()
@@ -157,7 +157,7 @@ def _recognise_gptq(
     num_columns = num_words * 32 // int(bits)
     is_ordered = ".g_idx" in stored and num_groups > 1 and bool(settings.get("desc_act"))
     group = group_size(num_columns, num_groups, settings.get("group_size"))
-    # AutoRound packs as GPTQ's first version does, and calls other things `format`
+    # AutoRound packs as GPTQ's first version, and uses `format` for something else
     added = 1 if settings.get("quant_method") in _AUTO_ROUND else 2 - gptq_version(settings)
     zero_bytes = 2 if added and bits == 8 else 1  # 255 + 1
     scale = float_type(stored, ".scales")
@@ -169,8 +169,8 @@ def _recognise_gptq(
 def gptq_version(settings: Settings) -> int:
     """Return the version of the format, 1 or 2.
 
-    Tools of today call it `format`, and `checkpoint_format` is its old name. Raises `ValueError` for
-    a version that is not known, and where both names contradict each other.
+    Current tools call it `format`; `checkpoint_format` is its old name. Raises `ValueError` for an
+    unknown version, or if both names contradict each other.
     """
     given = {key: settings[key] for key in VERSION_KEYS if settings.get(key) is not None}
     versions = set[int]()
@@ -188,10 +188,10 @@ GPTQ = Format(_SUFFIXES, _recognise_gptq)
 
 
 def packed_shapes(stored: Headers) -> list[tuple[int, int]] | None:
-    """Return the shapes of `.qweight`, `.qzeros` and `.scales`, the names of AWQ and GPTQ alike.
+    """Return the shapes of `.qweight`, `.qzeros` and `.scales`, which AWQ and GPTQ both have.
 
-    Returns None where there is no `.qweight`. Raises `ValueError` for a tensor that is missing, or
-    of a type or shape that neither format stores.
+    Returns None without `.qweight`. Raises `ValueError` for a missing tensor, or one of a type or
+    shape that neither format stores.
     """
     if ".qweight" not in stored:
         return None

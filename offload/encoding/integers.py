@@ -1,6 +1,6 @@
-"""What packed integers with scales and zero points have in common, and integers in whole bytes.
+"""Packed integers with scales and zero points: what formats share, and integers in whole bytes.
 
-How words are laid out, and what companions are called, is in the file of each format.
+The file of each format has the layout of its words and the names of its companions.
 """
 
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Integers:
-    """The part of a `Coding` that does not depend on how words are laid out.
+    """The part of a `Coding` that does not depend on the layout of words.
 
     Companions are "scale" (N, G) as stored, "zero" and "added" (N, G), and "order" (K,), int32: the
     scale of each column.
@@ -26,12 +26,12 @@ class Integers:
 
     bits: int
     group: int  # columns that share a scale; 0: all
-    scale: str  # the type of scales, as headers have it
-    zero_bytes: int = 0  # of a zero point; 0: there are none
-    is_ordered: bool = False  # whether a list says which group each column belongs to
+    scale: str  # header type of the scales
+    zero_bytes: int = 0  # bits of a zero point; 0: none
+    is_ordered: bool = False  # whether a list gives the group of each column
     align_bytes: int = 4
     is_transposed: bool = False
-    codes_per_word: int = 0  # with which a word begins; 0: codes lie without gaps
+    codes_per_word: int = 0  # bits before the first code of a word; 0: codes without gaps
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ class ByteIntegers(Integers):
 
 
 def spread(stored: "Tensor", grid: tuple[int, int]) -> "Tensor":
-    """Return one scale for all of these, where it is one."""
+    """Return one scale for each row and group if the file has a single one."""
     return stored.expand(grid) if stored.numel() == 1 else stored
 
 
@@ -133,9 +133,9 @@ def require_integers(stored: Headers, suffixes: Sequence[str]) -> None:
 
 
 def group_size(num_columns: int, num_groups: int, said: object) -> int:
-    """Count the columns that share a scale: `said` by the config, or a divisor; 0 for all.
+    """Return the number of columns that share a scale: the config's, or a divisor; 0 for all.
 
-    Raises `ValueError` where this many groups do not fit this many columns.
+    Raises `ValueError` if the number of groups does not fit the columns.
     """
     if num_groups == 1:
         return 0

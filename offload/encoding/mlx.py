@@ -1,10 +1,10 @@
 """MLX's weights: integers with a scale and a bias for each group, and MXFP4, MXFP8 and NVFP4.
 
-A weight X has words `X.weight` (U32), in which codes of a row lie one behind the other, and
-`X.scales`. `X.biases` beside them tell of integers (`affine`): code x scale + bias, in float32,
-rounded once. Without biases scales are bytes, and the words of a group tell the format. Bits and
-group size of integers follow from the columns that the model has there; where these are not known,
-from what the config says of the weight, or of all.
+A weight X has words `X.weight` (U32), with a row's codes packed without gaps, and `X.scales`. With
+`X.biases` it consists of integers (`affine`): code x scale + bias, in float32, rounded once.
+Without them scales are bytes, and the number of words in a group tells the format. Bits and group
+size of integers follow from the columns that the model has there; if these are unknown, from the
+config's settings for the weight, or for all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ _WHOLE = ".global_scale"
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (16, 32, 64, 128)
 _WORD_BITS = 32
-_FLOATS: Mapping[int, Coding] = {  # by the words of a group
+_FLOATS: Mapping[int, Coding] = {  # by the number of words in a group
     2: Nvfp4(scales=_SCALES),
     4: Mxfp4(_SCALES),
     8: Float8("F8_E4M3", (1, 32), has_exponents=True),
@@ -107,7 +107,7 @@ def _recognise_floats(shape: Sequence[int], num_groups: int) -> RecognisedWeight
 
 
 def _bits(num_words: int, num_groups: int, settings: Settings, site: Site) -> int:
-    """Return the bits of a code: by the model's columns, else by what the config says."""
+    """Return the bits of a code: by the model's columns, else by the config."""
     group_bits = num_words * _WORD_BITS // num_groups
     fitting = [bits for bits in _BITS if group_bits % bits == 0 and group_bits // bits in _GROUPS]
     of_site = settings.get(site.name)

@@ -1,11 +1,11 @@
-"""bfloat16 weights without loss beside a copy of 4 bits: in memory the copy, streamed the rest.
+"""bfloat16 weights stored without loss as a 4-bit copy, kept in memory, and a streamed residual.
 
-`offload pack --beside int4` writes them; `kernels/residual_layout.py` has the layout. A matrix X
-consists of `X.residual.low` (U8, of its shape), `X.residual.near`, `X.residual.far` and
-`X.residual.escapes` (U8), streamed as one run, and of what stays in memory: `X.copy.words` and
-`X.copy.scales`, with which a draft multiplies, and `X.residual.code`: a CRC-32 of the two, and for
-each tile the bytes of both symbols and the number of escapes. Invariant: nothing is expanded beside
-a copy other than the one that the residual was made from.
+`offload pack --beside int4` writes them; `kernels/residual_layout.py` has the layout. For a matrix
+X, `X.residual.low` (U8, of its shape), `X.residual.near`, `X.residual.far` and `X.residual.escapes`
+(U8) are streamed as one run. In memory stay `X.copy.words` and `X.copy.scales`, with which a draft
+multiplies, and `X.residual.code`: a CRC-32 of these two, and for each tile the bytes of both
+symbols and the number of escapes. Invariant: a residual is only expanded with the copy that it was
+made from.
 """
 
 import math
@@ -40,18 +40,18 @@ _COMPANIONS = tuple(_STEM + suffix for suffix in COMPANIONS)
 ALIGN_BYTES = 64
 _AGAIN = "pack it again"
 DAMAGED = "it was damaged, pack the model again"
-# 64 is as good as 32 by tokens per sweep, with half as many scales; levels around each group's own
-# extremes beat symmetric ones (docs/drafts.md)
+# 64 is as good as 32 by tokens per sweep, with half as many scales; a group's own range beats a
+# symmetric one (docs/drafts.md)
 _GROUPS = (64, 32)
 
 
 def group_of(num_columns: int) -> int | None:
-    """Return the columns that share a scale at 4 bits; None: no size divides them, so 8 bits."""
+    """Return the columns that share a scale at 4 bits; None: no size divides them, so use 8 bits."""
     return next((group for group in _GROUPS if num_columns % group == 0), None)
 
 
 def padded_rows(num_rows: int) -> int:
-    """Return the rows that a matrix of `num_rows` takes at 4 bits."""
+    """Return the rows that a matrix of `num_rows` has at 4 bits, padding included."""
     return -(-num_rows // TILE_ROWS) * TILE_ROWS
 
 
@@ -75,7 +75,7 @@ def copy_sum(word_NK: "Tensor", scale_GN2: "Tensor") -> int:
 class Residual:
     """See `Coding`."""
 
-    # of symbols and escapes, with padding; not compared, since the expansion is the same
+    # bytes of symbols and escapes, with padding; not compared, since the expansion is the same
     symbol_bytes: int = field(compare=False)
     dtype: str = "bfloat16"
     align_bytes: int = 1
@@ -96,7 +96,7 @@ class Residual:
         return held_bytes((num_rows, num_columns), 4, 2) + starts_bytes
 
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
-        """Check that the copy is the one that was packed; return it in this processor's layout."""
+        """Return the copy in this processor's layout. Raises `ValueError` if it is another copy."""
         import torch
 
         from offload.kernels.int4_blocks import in_layout
@@ -128,7 +128,7 @@ class Residual:
 
 
 def _recognise(stored: Headers, _settings: Settings, _: Site = NOWHERE) -> RecognisedWeight | None:
-    """Recognise a matrix beside its copy."""
+    """Recognise a matrix stored with a copy."""
     names = (*_WORDS, *_COMPANIONS)
     if not any(name in stored for name in names):
         return None

@@ -1,7 +1,7 @@
 """torchao's tensors of 8 bits: integers, integers of fewer bits in whole bytes, and FP8.
 
 A weight X has `X._weight_qdata` and `X._weight_scale`, and integers `X._weight_zero_point`, with a
-scale for each row or group of columns. What is told of activations is not heeded.
+scale for each row or group of columns. Settings for activations are ignored.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""From a path to text: loading, the decoder and its step, runs, requests, chats."""
+"""From a path to text: loading, the decoder and its steps, runs, requests and chats."""

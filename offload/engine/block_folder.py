@@ -1,11 +1,12 @@
 """Blocks of a prompt cache on a disk: a safetensors file each, named by what it holds.
 
-Any number of programs may use one folder at a time: a file is written under another name first, its
-name determines its content, and one that another program has removed is computed again. Blocks of
-other models, types or versions have other names and are never read; they only count to the size.
+Several programs may use one folder at the same time. A file is written under another name first,
+its name determines its content, and a block that another program has removed is computed again.
+Blocks of other models, types or versions have other names and are never read; they only count to
+the size.
 
-Invariant: tensors are returned only from a file that states this very name, has the shapes of the
-model, and whose checksum holds. What is wrong with the disk ends no text: it is told once.
+Invariant: tensors are returned only from a file that states this same name, has the shapes of the
+model, and whose checksum is right. A fault of the disk ends no text: it is reported once.
 """
 
 import os
@@ -30,16 +31,16 @@ from offload.units import format_bytes
 _MARK = "offload-prompt-cache.json"
 _FORMAT = "offload prompt cache, version 1"
 _ENDING = ".safetensors"
-_NAME = "name"  # the note that has the block's own
+_NAME = "name"  # key of the note with the block's own name
 _AFRESH = "name another folder, or delete it"
-# of the size that is kept where some have to go, so that few writes look through the folder
+# share of the size that is kept when blocks have to go, so that few writes scan the folder
 _KEPT_SHARE = 0.95
-_STALE_S = 3600.0  # a file that has not got its name by then never will
+_STALE_S = 3600.0  # seconds after which an unfinished file is given up
 Tensors = Mapping[str, Tensor]
 
 
 class BlockHeader(NamedTuple):
-    """The names, shapes and types of a block's tensors, as `safe_open` tells them."""
+    """The names, shapes and types of a block's tensors, with `safe_open`'s methods."""
 
     entries: Mapping[str, TensorEntry]
 
@@ -48,7 +49,7 @@ class BlockHeader(NamedTuple):
         return [*self.entries]
 
     def get_slice(self, name: str) -> "TensorHeader":
-        """Return the record of one tensor."""
+        """Return the header of one tensor."""
         entry = self.entries[name]
         return TensorHeader(list(entry.shape), entry.dtype)
 
@@ -69,13 +70,13 @@ class TensorHeader(NamedTuple):
 
 
 class BlockFolder:
-    """Blocks by name in a folder of at most this many bytes; what was used least makes room.
+    """Blocks by name in a folder of at most this many bytes; the least recently used make room.
 
     Args:
-        directory: is made if need be.
-        on_fault: hears once what is wrong with files, and once what is wrong with writing.
+        directory: created if it is missing.
+        on_fault: called with a line once for files that cannot be read, and once for failed writes.
 
-    Raises `UserError` for a folder that holds something else, and where none can be made.
+    Raises `UserError` for a folder with other content, or one that cannot be created.
     """
 
     def __init__(self, directory: Path, most_bytes: int, on_fault: Callable[[str], None]) -> None:
@@ -83,7 +84,7 @@ class BlockFolder:
         self._most_bytes = most_bytes
         self._on_fault = on_fault
         self._faults = set[str]()
-        self._unread = set[bytes]()  # that are there, and of no use
+        self._unread = set[bytes]()  # names of files that are of no use
         self._is_writing = True
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -99,14 +100,14 @@ class BlockFolder:
         return key in self._sizes
 
     def look(self, key: bytes) -> bool:
-        """Return True if there is such a block, also of another program."""
+        """Return True if there is such a block, also if another program wrote it."""
         if key not in self._sizes and key not in self._unread:
             with suppress(OSError):
                 self._add(key, self._path(key).stat().st_size)
         return key in self._sizes
 
     def read(self, key: bytes, check: Callable[[BlockHeader], None]) -> Tensors | None:
-        """Return a block's tensors; None where it is gone or damaged, which is told once.
+        """Return a block's tensors; None if it is gone or damaged, which is reported once.
 
         `check` raises `ValueError` for tensors that no block of this model has.
         """
@@ -132,7 +133,7 @@ class BlockFolder:
         return None
 
     def write(self, key: bytes, tensors: Tensors) -> bool:
-        """Keep tensors under a name; return whether that went well, and tell once where not."""
+        """Write tensors under a name; return True on success; a failure is reported once."""
         if not self._is_writing:
             return False
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -165,7 +166,7 @@ class BlockFolder:
         return self._directory / f"{key.hex()}{_ENDING}"
 
     def _scan(self) -> list[bytes]:
-        """Look through the folder; return the names, those that were used longest ago first."""
+        """Scan the folder; return the names, the least recently used first."""
         used = list[tuple[int, bytes, int]]()
         with os.scandir(self._directory) as entries:
             for entry in entries:
@@ -176,13 +177,13 @@ class BlockFolder:
                     if entry.name.endswith(_ENDING):
                         key = bytes.fromhex(entry.name.removesuffix(_ENDING))
                         used.append((status.st_mtime_ns, key, status.st_size))
-                # of another program, which has just removed it; or no block's name
+                # another program has just removed it; or it is no block's name
                 except (FileNotFoundError, ValueError):
                     continue
         used.sort()
         self._sizes = {key: size for _, key, size in used}
         self._num_bytes = sum(self._sizes.values())
-        self._num_written = 0  # bytes since then
+        self._num_written = 0  # bytes written since then
         return [key for _, key, _ in used]
 
     def _make_room(self, num_bytes: int) -> None:
@@ -202,10 +203,10 @@ class BlockFolder:
 
 
 def _require_ours(directory: Path) -> None:
-    """Raise `UserError` for a folder of something else, or of another version."""
+    """Raise `UserError` for a folder with other content, or of another version."""
     mark = directory / _MARK
     if not mark.exists():
-        # except for the mark that another program is just writing
+        # except for a mark that another program is just writing
         others = [name for name in sorted(os.listdir(directory)) if not is_scratch(Path(name))]
         if others:
             raise UserError(
@@ -221,7 +222,7 @@ def _require_ours(directory: Path) -> None:
 def _tensors(
     path: Path, content: bytearray, key: bytes, check: Callable[[BlockHeader], None]
 ) -> Tensors:
-    """Return the tensors of a block's file, which lie in `content`. Raises `ValueError`."""
+    """Return the tensors of a block's file, whose bytes are `content`. Raises `ValueError`."""
     header_bytes = int.from_bytes(content[:8], "little")
     ensure(8 + header_bytes <= len(content), f"of {format_bytes(len(content))}, cut short")
     entries, notes = parse_header(path, bytes(content[8 : 8 + header_bytes]), len(content))

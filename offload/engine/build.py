@@ -1,7 +1,7 @@
-"""Both models of a decoder: opened, proved to fit each other and the request, filled with weights.
+"""Both models of a decoder: opened, checked against each other and the request, then filled.
 
-What reads no weights and what does are apart, so that everything that can be refused is refused in
-between.
+Functions that read weights are separate from those that do not, so that everything that can be
+refused is refused in between.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,9 +36,9 @@ from offload.streaming.scan import TURNS, WeightScan
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPair:
-    """Both models without the target's layers, as `resolve` has decided on them.
+    """Both models without the target's layers, as `resolve` decided on them.
 
-    `notes` are for the user, `damage` is what the scans of both have found that is not finite.
+    `notes` are for the user, `damage` lists numbers that are not finite in either model.
     """
 
     setup: Setup
@@ -65,9 +65,9 @@ def open_pair(
 
     Args:
         adapt: changes the target's model before it has weights.
-        is_summed: take a sum of all weights as they are read, for files that will name the models.
+        is_summed: sum up all weights as they are read, for files that will name the models.
 
-    Raises `UserError` where the two do not fit each other, or cannot serve the request.
+    Raises `UserError` if the two do not fit each other, or cannot serve the request.
     """
     files = setup.files
     dtype = setup.dtype
@@ -115,7 +115,7 @@ def open_pair(
 
 
 def _notes(setup: Setup, draft: TreeModel | None) -> list[str]:
-    """Return lines for the user about what the two models do not have in full."""
+    """Return lines for the user on features that the two models lack."""
     notes = [foreign_note(draft.foreign_ids)] if draft and draft.foreign_ids else []
     if (plan := setup.minimal_plan).turns:
         notes.append(
@@ -152,10 +152,10 @@ def _open_files(
 
 
 def read_pair(pair: ModelPair) -> list[KernelChoice]:
-    """Read all of the draft, and of the target what lies around its layers.
+    """Read all of the draft, and the target's weights outside its layers.
 
-    Returns how each one's coded weights are expanded. That is tried before layers are read, since a
-    held draft expands its own once and then has none left to try.
+    Returns how each model's coded weights are expanded. That is tried before layers are read, since
+    a quantised draft expands its own once and then has none left to try.
     """
     target = pair.target
     draft = pair.draft
@@ -179,7 +179,7 @@ def read_pair(pair: ModelPair) -> list[KernelChoice]:
 def send_beside_layers(
     device: Device, resources: ExitStack, *models: TreeModel | None
 ) -> list[str]:
-    """Let what these models send pass the layers that stream to a GPU; return lines for the user."""
+    """Let what these models send bypass the layers that stream to a GPU; return lines for the user."""
     refusal = device.open_uploads(resources)
     for model in filter(None, models):
         model.set_uploader(device.upload)
@@ -187,7 +187,7 @@ def send_beside_layers(
 
 
 def layer_callback(pair: ModelPair) -> Callable[[int], None]:
-    """Return `on_layer` for a target: behind first sweeps it tells what weights have shown."""
+    """Return `on_layer` for a target: after first sweeps it reports findings about weights."""
     hooks = pair.setup.hooks
     num_layers = pair.target.num_layers
     num_done = 0
@@ -211,7 +211,7 @@ def layer_callback(pair: ModelPair) -> Callable[[int], None]:
 
 
 def _pick_expansion(pair: ModelPair, model: TreeModel, source: ByteSource) -> KernelChoice:
-    """Choose how a model's coded weights are expanded, and let them be so."""
+    """Choose how a model's coded weights are expanded, and configure it so."""
     choice = choose_expansion(model, source.fetch, pair.setup.device)
     model.set_expansion(choice.kernels)
     pair.notes.extend(note for note in choice.notes if note not in pair.notes)
@@ -225,7 +225,7 @@ def resident_model(
     *,
     on_note: Callable[[str], None] | None = None,
 ) -> TreeModel:
-    """Return a small model in memory; `on_note` hears of damage, see `WeightScan`."""
+    """Return a small model in memory; `on_note` is called with findings, see `WeightScan`."""
     model = open_model(checkpoint, dtype, torch_device)
     watcher = None if on_note is None else WeightScan(checkpoint, on_note).look
     with closing(

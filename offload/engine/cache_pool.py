@@ -12,16 +12,16 @@ from offload.engine.prefix_cache import open_prefixes
 from offload.engine.sequence import Caches, TokenSequence
 from offload.errors import UserError
 
-LEAST_COPIED = 16  # copying fewer tokens from another text takes as long as computing them
+LEAST_COPIED = 16  # tokens; copying fewer from another text takes as long as computing them
 
 
 class CacheHolder(Protocol):
-    """What caches are lent to: a text, or scores of several."""
+    """A borrower of caches: a text, or scores of several texts."""
 
     tokens: list[int]
 
     def hold(self, caches: Caches | None) -> None:
-        """Let these be its caches from now on; None takes them away."""
+        """Use these caches from now on; None takes them away."""
 
 
 class _CacheSet:
@@ -31,12 +31,12 @@ class _CacheSet:
         self.caches = caches
         self._returned = list[int]()
         self._last_tokens = list[int]()
-        self.is_kept = True  # by the prefix cache, all of it
+        self.is_kept = True  # whether the prefix cache has all of it
         self._holder: weakref.ref[CacheHolder] | None = None
 
     @property
     def holder(self) -> CacheHolder | None:
-        """Return the holder; one that was dropped holds them no more."""
+        """Return the holder; None once it was dropped."""
         return None if self._holder is None else self._holder()
 
     @property
@@ -45,7 +45,7 @@ class _CacheSet:
         return self._returned if self.holder is None else self.holder.tokens
 
     def give(self, holder: CacheHolder, num_kept: int) -> None:
-        """Give them away, with what they hold of the first tokens."""
+        """Give the set to a holder, with what it holds of the first tokens."""
         self.take_back()
         self.caches.clear(num_kept)
         holder.hold(self.caches)
@@ -54,7 +54,7 @@ class _CacheSet:
         self._last_tokens = holder.tokens
 
     def take_back(self) -> None:
-        """Take them from what has them; the text in them stays."""
+        """Take the set from its holder; the text in it stays."""
         self._returned = self.tokens
         holder = self.holder
         self._holder = None
@@ -62,7 +62,7 @@ class _CacheSet:
             holder.hold(None)
 
     def fill(self, tokens: list[int]) -> None:
-        """Note that they were filled with what belongs to these tokens."""
+        """Note that the caches now hold these tokens."""
         assert self.holder is None, "a sequence has the caches"
         self._returned = tokens
         self.is_kept = False
@@ -72,12 +72,12 @@ class _CacheSet:
 
 
 class CachePool:
-    """Lends sets of caches to sequences; `start_ids` are what texts have behind what an encoder reads.
+    """Lends sets of caches to sequences; `start_ids` precede every text after an encoder's prompt.
 
-    Caches are never replaced: captured graphs lie on their buffers, and a text may go on from what
-    another one left there. With one set a text that is begun overtakes the one before; with several
-    each text keeps its own until it is released. What sets hold of a text goes to a prefix cache before
-    another text gets them, where `config` wants any.
+    Caches are never replaced: captured graphs refer to their buffers, and a text may continue from
+    what another one left there. With one set a new text takes over the one before; with several
+    each text keeps its own until it is released. Before another text gets a set, its content goes
+    to a prefix cache, if `config` asks for one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CachePool:
         start_ids: tuple[int, ...] = (),
         config: DecoderConfig | None = None,
     ) -> None:
-        # the one used last comes last
+        # the most recently used is last
         self._sets = [_CacheSet(caches) for caches in sets]
         self._start_ids = start_ids
         self._prefixes = None
@@ -103,9 +103,9 @@ class CachePool:
         return self._sets[-1].tokens
 
     def lend(self, sequence: TokenSequence, *, keeps: bool) -> None:
-        """Lend a free set, or the only one. Raises `UserError` where all are taken.
+        """Lend a free set, or the only one. Raises `UserError` if all are taken.
 
-        `keeps` what was computed for the tokens that both texts begin with.
+        With `keeps`, what was computed for the tokens that both texts begin with is kept.
         """
         free = self._free()
         num_kept = 0
@@ -121,7 +121,7 @@ class CachePool:
         self._sets.append(best)
 
     def fill(self, sequence: TokenSequence) -> None:
-        """Bring what is kept of a text that was lent a set, see `PrefixCache`."""
+        """Load what is kept of a text that was lent a set, see `PrefixCache`."""
         if self._prefixes is not None:
             self._prefixes.fill(sequence.caches, sequence.tokens)
 
@@ -131,15 +131,15 @@ class CachePool:
             self._prefixes.keep(sequence.caches, sequence.tokens)
 
     def _keep(self, cache_set: _CacheSet) -> None:
-        """Keep what is in a set that another text is about to get, if that was not done."""
+        """Keep the content of a set before another text gets it, unless that was done."""
         if self._prefixes is not None and not cache_set.is_kept:
             self._prefixes.keep(cache_set.caches, cache_set.tokens)
             cache_set.is_kept = True
 
     def borrow(self, holder: CacheHolder) -> None:
-        """Lend a free set, or the only one, emptied, to what is no text.
+        """Lend a free set, or the only one, emptied, to a holder that is no text.
 
-        Raises `UserError` where all are taken.
+        Raises `UserError` if all are taken.
         """
         cache_set = self._free()[0]
         self._keep(cache_set)
@@ -157,40 +157,42 @@ class CachePool:
         return free
 
     def _copied(self, cache_set: _CacheSet, tokens: list[int], num_kept: int) -> int:
-        """Copy what another set holds more of these tokens; return how many there are then."""
+        """Copy what another set holds in addition of these tokens; return the number then held."""
         others = [(self._num_to_keep(other, tokens), other) for other in self._sets]
         most_shared, other = max(others, key=lambda pair: pair[0])
         if other is cache_set or most_shared < num_kept + LEAST_COPIED:
             return num_kept
         self._keep(cache_set)
         cache_set.take_back()
-        cache_set.fill([])  # of a copy that is cut short nothing is kept
+        cache_set.fill([])  # nothing of an interrupted copy is kept
         cache_set.caches.copy_from(other.caches, most_shared)
         cache_set.fill(tokens[:most_shared])
         return most_shared
 
     def _num_to_keep(self, cache_set: _CacheSet, tokens: list[int]) -> int:
-        """Count these tokens that a set has, the last left out; 0 for another encoder's prompt."""
+        """Return how many of these tokens a set has, the last excluded; 0 for another encoder
+        prompt.
+        """
         num = num_shared(cache_set.tokens, tokens)
         is_other = any(token not in tokens[:num] for token in self._start_ids)
         return 0 if is_other else cache_set.caches.target.keepable(min(num, len(tokens) - 1))
 
     def release(self, sequence: CacheHolder) -> None:
-        """Let others have its caches; what they hold stays until then."""
+        """Give the caches back; their content stays until they are lent again."""
         for cache_set in self._sets:
             if cache_set.holder is sequence:
                 cache_set.take_back()
                 self._keep(cache_set)
 
     def take_back(self) -> list[int]:
-        """Take the caches from all sequences; return the tokens of the last that had any."""
+        """Take the caches from all sequences; return the tokens of the last holder."""
         for cache_set in self._sets:
             cache_set.take_back()
             self._keep(cache_set)
         return self.tokens
 
     def filled_for(self, tokens: list[int]) -> None:
-        """Note that the caches used last, which are free, were filled for these tokens."""
+        """Note that the most recently used caches, which are free, were filled with these tokens."""
         self._sets[-1].fill(tokens)
 
 

@@ -1,10 +1,10 @@
-"""A conversation with a decoder: every turn is one run that keeps the keys and values of what was
-said before.
+"""A conversation with a decoder: every turn is one run that keeps the keys and values of earlier
+turns.
 
-The chat template is applied to all messages, and kept are as many positions as its tokens share
-with what the caches hold, so a turn's tokens are those of a fresh decoder on the whole
+The chat template is applied to all messages, and the positions of all tokens shared with the caches
+are kept. So a turn's tokens are those that a fresh decoder would write after the whole
 conversation. Invariant: messages are what was said; a question that got no token in reply is
-forgotten.
+dropped.
 """
 
 import os
@@ -22,22 +22,20 @@ from offload.words.framed import FramedText
 from offload.words.parts import Text, Thought
 from offload.words.reader import PartReader
 
-# what is wrong with it is wrong with every question
+# a sample question: what makes it fail makes every question fail
 _GREETING = {"role": "user", "content": "Hello"}
-_END_TOKENS = 16  # of a prompt, which tell whether it begins a thought
-_INCOMPLETE = "\ufffd"  # what an answer that was cut short within a character ends with
+_END_TOKENS = 16  # tokens at a prompt's end that tell whether it begins a thought
+_INCOMPLETE = "\ufffd"  # end of an answer that was cut short within a character
 
 
 class Chat:
-    """One conversation. Ask it; iterate over what it gives for pieces of the answer.
+    """One conversation. Ask it, and iterate over the pieces of the answer.
 
     Args:
-        decoder: of a model with a chat template. Other runs of it in between cost time, nothing
-            else.
-        sampling: the turn with number t, from 0 on, draws with its seed plus t.
-        system: what the model is told before the first question, where its template knows such a
-            thing.
-        max_new_tokens: of one answer; None is as many as there is room for.
+        decoder: its model has a chat template. Other runs in between cost time, nothing else.
+        sampling: turn t, counted from 0, draws with its seed plus t.
+        system: system prompt, if the chat template has one.
+        max_new_tokens: of one answer; None for as many as there is room for.
         stop: strings that end an answer; they are not part of it.
         think: whether the model is to think before it answers; None leaves it to its template.
 
@@ -45,7 +43,7 @@ class Chat:
 
     Attributes:
         messages: what was said so far, the system prompt included.
-        turn: the one under way, or the last one; `turn.result()` has its figures.
+        turn: the current run, or the last one; `turn.result()` has its figures.
         sampling, max_new_tokens, stop, think: of later turns; they may be set.
     """
 
@@ -89,11 +87,11 @@ class Chat:
         self.messages = [*_opening(text), *self.messages[self.system is not None :]]
 
     def clear(self) -> None:
-        """Begin again, with the system prompt alone."""
+        """Begin again, keeping only the system prompt."""
         self.messages = _opening(self.system)
 
     def undo(self) -> str:
-        """Forget the last question with its answer; return it. Raises `UserError` for none."""
+        """Remove the last question with its answer; return it. Raises `UserError` if there is none."""
         asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
             raise UserError("nothing was asked yet: ask something first")
@@ -104,7 +102,7 @@ class Chat:
     def ask(self, question: str) -> Generator[str, None, None]:
         """Yield pieces of the answer as they are accepted.
 
-        Where iterating ends early, what there is counts as the answer. Raises `UserError` where the
+        If iterating ends early, the text so far counts as the answer. Raises `UserError` if the
         conversation fills the context.
         """
         return self._begin([*self.messages, {"role": "user", "content": question}])
@@ -118,7 +116,7 @@ class Chat:
         return self._begin(asked)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Keep the conversation, with keys and values, in a file. Raises `UserError`."""
+        """Save the conversation, with keys and values, to a file. Raises `UserError`."""
         self._decoder.save_session(path, self.messages, self._num_turns)
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -162,16 +160,16 @@ class Chat:
                     yield framed.push(reader.push(piece.segments))
                 yield framed.push(reader.finish())
         finally:
-            # Ctrl-C would else lose both where it comes just now
+            # Ctrl-C at this moment would else lose both
             with held_back():
                 result = run.result()
                 if result.token_ids:
                     self.messages = [*asked, self._said(run, result)]
 
     def _reader(self, run: Run) -> PartReader | None:
-        """Return a reader that takes thoughts and channels apart, where special tokens mark them.
+        """Return a reader that separates thoughts and channels that special tokens mark.
 
-        Other marks are in the text, and stay there.
+        Other marks are part of the text, and stay there.
         """
         tokenizer = self._decoder.tokenizer
         words = words_of(tokenizer)

@@ -1,11 +1,10 @@
 """Conversations in a model's own chat template, in the form that the template takes.
 
-Templates differ in what they want of earlier turns: arguments of calls as objects or as text,
-content that is absent, none or empty beside calls, keys of calls in one form. `words_of` probes that
-once (`offload.words.probe`), and messages are put into that form before they are rendered.
+Templates differ in the form of earlier turns: arguments of calls as objects or as text, content
+absent, null or empty in messages with calls, and several forms of a call's key. `words_of` probes
+that once (`offload.words.probe`), and messages are put into that form before they are rendered.
 
-Invariant: where a message needs no such change, what is rendered is what `apply_chat_template`
-renders.
+Invariant: a message that needs no such change is rendered as `apply_chat_template` renders it.
 """
 
 import hashlib
@@ -27,13 +26,14 @@ from offload.errors import UserError, refusing, require
 from offload.guarded_process import MOST_CHARS, GuardedProcess, ProgramExceeded, ProgramFailed
 from offload.words.probe import ModelWords, Render, probe, with_content_form
 
-# Seconds of a processor for one rendering, which takes milliseconds, and of the clock.
+# Seconds of CPU time for one rendering, which takes milliseconds, and of wall time.
 _CPU_S = 5
 _WAIT_S = 60.0
-_TIMES_TOLD = 8  # it may repeat what it was told, and write it as JSON, this many times as long
+# its text may be this many times as long as its input, which it may repeat and write as JSON
+_TIMES_TOLD = 8
 _WITHOUT_TOOLS = "some know no system prompt, all want user and assistant in turn"
 _WITH_TOOLS = "its words say what it wants of messages, calls and `tools`"
-# of variables, which are the template's own
+# names of variables that belong to the renderer
 _RESERVED = {
     "add_generation_prompt",
     "chat_template",
@@ -52,19 +52,19 @@ Message = Mapping[str, Any]
 
 
 class TemplateOptions(NamedTuple):
-    """What a template is told beside the messages."""
+    """Variables of a template besides the messages."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = {}  # such as `enable_thinking`
-    continues: bool = False  # the last message is gone on with, and no turn begun
-    think: bool | None = None  # whether the model is to; None leaves it to the template
+    continues: bool = False  # the last message is continued, and no new turn begins
+    think: bool | None = None  # whether the model thinks first; None leaves it to the template
 
 
 PLAIN = TemplateOptions()
 
 
 def check_variables(variables: Any, name: str) -> None:
-    """Raise `UserError` for what is no mapping of names, or has a name of the renderer's."""
+    """Raise `UserError` unless this maps names, none of them the renderer's, to values."""
     rule = f"`{name}` must be an object of a template's variables"
     require(isinstance(variables, Mapping), rule, f"{variables!r:.80}", "leave it out")
     for key in variables:
@@ -95,9 +95,9 @@ def encode_prompt(
 def encode_messages(
     tokenizer: Tokenizer, messages: Sequence[Message], options: TemplateOptions = PLAIN
 ) -> list[int]:
-    """Return the token ids of a conversation up to where the model has to answer.
+    """Return the token ids of a conversation up to the model's answer.
 
-    Tools are told to templates that know such. Raises `UserError` without a chat template.
+    Tools are passed to templates that take them. Raises `UserError` without a chat template.
     """
     if not tokenizer.chat_template:
         raise no_chat_template()
@@ -116,7 +116,7 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: An
     `how` has arguments of `apply_chat_template`, such as `add_generation_prompt` and `tools`.
     """
     template = tokenizer.chat_template
-    if not isinstance(template, str):  # there are several, by name
+    if not isinstance(template, str):  # there are several templates, by name
         template = tokenizer.get_chat_template(tools=options.get("tools"))
     if not isinstance(template, str):
         raise ProgramFailed(f"it must be text, got {template!r:.80}")
@@ -132,20 +132,21 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: An
 
 @cache
 def _renderer_of(pid: int) -> GuardedProcess:
-    """Return the one process that all models share: an answer depends on nothing but the request.
+    """Return the one process that all models share: an answer depends on the request alone.
 
-    Of this pid, since a fork that read the same pipe would take others' answers.
+    The process belongs to this pid: after a fork two readers of one pipe would take each other's
+    answers.
     """
     return GuardedProcess("render", cpu_s=_CPU_S, wait_s=_WAIT_S)
 
 
-# by tokenizer: its template's source, and what that tells
+# by tokenizer: its template's source, and the probed form
 _words: "weakref.WeakKeyDictionary[Any, tuple[str, ModelWords]]" = weakref.WeakKeyDictionary()
 _words_lock = threading.Lock()
 
 
 def words_of(tokenizer: Tokenizer) -> ModelWords:
-    """Return the form of a model's own words, by its chat template; that is probed once."""
+    """Return a model's own forms of words, by its chat template; it is probed once."""
     if tokenizer is None or not tokenizer.chat_template:
         return ModelWords()
     source = template_source(tokenizer)
@@ -161,7 +162,7 @@ def words_of(tokenizer: Tokenizer) -> ModelWords:
 
 
 def _render_until_exceeded(tokenizer: Tokenizer) -> Render:
-    """Return a renderer of probes; once a template takes more than it may, it tries no further."""
+    """Return a renderer for probes; once a template exceeds its limits, no more is tried."""
     has_exceeded = False
 
     def render(messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
@@ -178,13 +179,13 @@ def _render_until_exceeded(tokenizer: Tokenizer) -> Render:
 
 
 def template_source(tokenizer: Tokenizer) -> str:
-    """Return the source of the chat templates of a tokenizer; empty without any."""
+    """Return the source of a tokenizer's chat templates; empty if it has none."""
     template = getattr(tokenizer, "chat_template", None)
     return template if isinstance(template, str) else json.dumps(template) if template else ""
 
 
 def turn_end_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the tokens that end a turn: the tokenizer's, and what its template puts behind one."""
+    """Return the tokens that end a turn: the tokenizer's, and what its template writes after one."""
     if tokenizer is None:
         return frozenset()
     special = special_tokens(tokenizer)
@@ -194,7 +195,7 @@ def turn_end_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 def thinking_variables(tokenizer: Tokenizer, think: bool | None) -> dict[str, Any]:
-    """Return the template variables that let the model think, or not. Raises `UserError`."""
+    """Return the template variables that turn thinking on or off. Raises `UserError`."""
     if think is None:
         return {}
     switch = words_of(tokenizer).thinking
@@ -221,7 +222,7 @@ def _adapted(tokenizer: Tokenizer, messages: Sequence[Message]) -> Iterator[dict
         if thoughts and words.thought_key not in (None, "reasoning_content"):
             adapted[words.thought_key] = adapted.pop("reasoning_content")
         if thoughts and words.is_harmony and calls and adapted.get("content"):
-            # such a template takes one of them beside a call
+            # such a template takes either content or calls
             name = words.thought_key or "reasoning_content"
             adapted[name] = f"{thoughts}\n{adapted.pop('content')}"
             adapted["content"] = ""
@@ -231,12 +232,12 @@ def _adapted(tokenizer: Tokenizer, messages: Sequence[Message]) -> Iterator[dict
 def _adapted_call(call: Any, words: ModelWords, keys: dict[str, str]) -> dict[str, Any]:
     """Return a call with arguments and key in the form that the template takes.
 
-    `keys` gets the call's key, by the key that its result comes back with.
+    `keys` maps the key in a call's result to the call's key.
     """
     function = dict(call["function"])
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # broken text, which the model is to mend, stays text
+        # malformed JSON, which the model is to correct, stays text
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments.strip() or "{}")
     arguments = {} if arguments is None else arguments
@@ -262,7 +263,7 @@ def _adapted_call(call: Any, words: ModelWords, keys: dict[str, str]) -> dict[st
 
 
 def _require_unicode(part: Any) -> None:
-    """Raise `UserError` for halves of characters, which have no bytes in UTF-8, anywhere."""
+    """Raise `UserError` for half surrogate pairs anywhere, which UTF-8 has no bytes for."""
     left = [part]
     while left:
         value = left.pop()
@@ -275,7 +276,7 @@ def _require_unicode(part: Any) -> None:
 
 
 def whole_text(text: str) -> str:
-    """Return the text. Raises `UserError` for halves of characters, which have no bytes in UTF-8."""
+    """Return the text. Raises `UserError` for half surrogate pairs, which UTF-8 has no bytes for."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -313,7 +314,7 @@ def _rendered(
 ) -> str:
     """Return the messages in the tokenizer's template.
 
-    Templates of some models that also see look for lists of parts, and pass over plain text.
+    Templates of some multimodal models look for lists of parts, and skip plain text.
     """
     last = str(messages[-1].get("content") or "").strip()
     failure = None

@@ -1,6 +1,6 @@
 """The decoder that `offload.load` returns: texts, requests, scores and sessions.
 
-How the tokens of a text are written is `token_decoder`'s.
+`token_decoder` writes the tokens of a text.
 """
 
 import os
@@ -41,18 +41,16 @@ class Decoder(TokenDecoder):
     manager or `close` it, see `TokenDecoder`.
 
     Attributes:
-        target, drafter, identities: the two models, for measuring them, and what files call them by.
-        rule: of acceptance, where a run names none.
-        plan: where every byte lies.
+        target, drafter, identities: the two models, for measurements, and their names in files.
+        rule: of acceptance, unless a run names another.
+        plan: the use of every byte of memory.
         end_ids: tokens that end a text.
-        notes: lines for the user about what is not as fast as it could be, not exact, or odd about
-            weights once seen.
-        invariance: whether each token has the same bits whatever tree, draft or prompt it came
-            with.
-        sources: of guesses that are no models.
-        num_score_passes: over the weights, made by `score_texts`.
-        comparisons: how kernels have done on this GPU against what runs without them; none on a
-            CPU.
+        notes: lines for the user on what is slower than it could be, not exact, or odd about
+            weights.
+        invariance: whether a token's bits are the same for any tree, draft or batch of prompts.
+        sources: sources of guesses other than models.
+        num_score_passes: passes over the weights by `score_texts`.
+        comparisons: kernels compared on this GPU with what runs without them; none on a CPU.
     """
 
     @overload
@@ -89,9 +87,9 @@ class Decoder(TokenDecoder):
         """Generate to the end: one text, or as many at a time as the decoder was loaded for.
 
         Args:
-            prompt: text, put into the model's chat template where it has one, the messages of a
-                conversation, such as `[{"role": "user", "content": "Hello"}]`, or token ids; or
-                several of these in a list.
+            prompt: text, for which the model's chat template is used if it has one; the messages of
+                a conversation, such as `[{"role": "user", "content": "Hello"}]`; token ids; or a
+                list of several of these.
             num_samples: texts of each prompt, with its seed and those behind it; one after another
                 in the result, prompt by prompt. More than one, and several prompts, give a list.
             tree: another tree than the one given to `load`, no larger than that one.
@@ -149,7 +147,7 @@ class Decoder(TokenDecoder):
         Args:
             sampling: how tokens are drawn; the other arguments are those of `generate`.
             continues: keep the keys and values of all tokens that the prompt shares with the run
-                before; except for `invariance` they differ from the prompt's own by rounding.
+                before; without `invariance` they differ from the prompt's own by rounding.
         """
         request = Request(prompt, sampling, max_new_tokens, raw=raw, tree=tree, rule=rule)
         return self.start(request, continues=continues)
@@ -161,11 +159,11 @@ class Decoder(TokenDecoder):
         """
         request = self.prepare(request)
         prompt_ids: Any = request.prompt
-        # again: passes since it was checked may have shown more
+        # once more: passes since then may have shown more
         choice = self._tree_of(request)
-        # no text goes on that an encoder reads
+        # a text whose prompt an encoder reads cannot be continued
         start_ids = self._start_ids or prompt_ids
-        # before a place is taken: it may fail
+        # before a place is taken, since it may fail
         text = TextStream(self.tokenizer, start_ids, request.stops)
         num_new = request.num_new(prompt_ids, self.plan.context, self._start_ids)
         limits = StopCriteria(num_new, request.end_ids(self.tokenizer, self.end_ids))
@@ -186,7 +184,7 @@ class Decoder(TokenDecoder):
     def prepare(self, request: Request) -> Request:
         """Return the request with the ids of its prompt; any thread may ask. Raises `UserError`.
 
-        What this decoder has checked is not proved again.
+        What this decoder has checked already is not checked again.
         """
         require_request(request)
         if request.is_prepared_by(self):
@@ -198,21 +196,21 @@ class Decoder(TokenDecoder):
             )
         acceptance = self._rule_of(request)
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
-        # by the thread that asks: passes do not wait for what is compiled or chosen here
+        # in the caller's thread: passes do not wait for compiling and choosing
         kept = None if request.grammar is None else self._grammars.compiled(request.grammar)
         self._tree_of(request)
         if request.num_prompt_logprobs is not None:
             self.require_scores(len(prompt_ids))
         prepared = request.prepared(prompt_ids, self, kept)
-        # probes the template, which passes would wait for
+        # this probes the template, and passes would wait for it
         prepared.end_ids(self.tokenizer, self.end_ids)
         return prepared
 
     def step_all(self, runs: Sequence[Run]) -> list[Exception | None]:
-        """Run one pass over the weights for all of these; what each gains is there to `take`.
+        """Run one pass over the weights for all of these; `take` returns each one's gain.
 
-        Returns what has failed of each alone. Raises `UserError` where one was overtaken, the
-        decoder closed, or another thread is using it.
+        Returns the errors of single runs. Raises `UserError` if a run was overtaken, the decoder
+        closed, or another thread is using it.
         """
         with self.lock.stepping():
             writing = [run for run in runs if run.is_writing]
@@ -223,22 +221,22 @@ class Decoder(TokenDecoder):
         ]
 
     def release(self, run: Run | Scorer) -> None:
-        """Let others have its keys and values; it does nothing more. Again nothing happens."""
+        """Give the run's caches back; the run is over. A second call does nothing."""
         with self.lock.taken():
             self._pool.release(run if isinstance(run, Scorer) else run.sequence)
 
     def score_texts(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[TextScore]:
         """Return the log probabilities of the ends of texts.
 
-        Each is given as token ids, and from which of them on they count. Texts share passes,
-        `num_score_passes` in all, and those that begin alike the rows of their beginning. Raises
-        `UserError` for a text that is longer than the context, or has nothing before what counts.
+        Each is given as token ids and the index of the first scored one. Texts share passes,
+        `num_score_passes` in all, and those that begin alike share those rows. Raises `UserError`
+        for a text that is longer than the context, or has no token before the scored ones.
         """
         wanted = [
             ScoreRequest(encode(self.tokenizer, text, self._vocab_size), first)
             for text, first in wanted_of(texts)
         ]
-        # nothing is asked of the last one
+        # the last token needs no pass
         self.require_scores(max((len(tokens) - 1 for tokens, *_ in wanted), default=0))
         with self.lock.taken():
             scorer = self.start_scores(wanted)
@@ -250,7 +248,7 @@ class Decoder(TokenDecoder):
             return scorer.scores()
 
     def require_scores(self, num_rows: int) -> None:
-        """Raise `UserError` where texts of this many rows cannot be scored."""
+        """Raise `UserError` if texts of this many rows cannot be scored."""
         rule = "a text must fit, but for its last token, into the context"
         rule = f"{rule} of {self.plan.context} tokens"
         require(num_rows <= self.plan.context, rule, num_rows, "raise `context`")
@@ -265,7 +263,7 @@ class Decoder(TokenDecoder):
         )
 
     def start_scores(self, texts: Sequence[ScoreRequest]) -> Scorer:
-        """Return a scorer of texts, in a place of its own until it is released."""
+        """Return a scorer of texts, which occupies a place until it is released."""
         most_rows = self.plan.max_prompt_rows + self.plan.num_nodes
         with self.lock.taken():
             scorer = Scorer(self.target, None, most_rows, texts)
@@ -273,7 +271,7 @@ class Decoder(TokenDecoder):
             return scorer
 
     def step_scores(self, scorer: Scorer) -> bool:
-        """Run one pass over the weights; return whether there was any left."""
+        """Run one pass over the weights; return True if there was work left."""
         with self.lock.stepping():
             self._waiting.compute_in(self.threads.modes(self.plan.max_prompt_rows).sweep)
             is_stepped = scorer.step()
@@ -290,7 +288,7 @@ class Decoder(TokenDecoder):
         messages: list[dict[str, str]] | None = None,
         num_turns: int = 0,
     ) -> None:
-        """Keep the text written last, with its keys and values, in a file; see `load_session`.
+        """Save the text written last, with its keys and values, to a file; see `load_session`.
 
         `messages` and `num_turns` are a conversation's. Raises `UserError`.
         """
@@ -310,7 +308,7 @@ class Decoder(TokenDecoder):
 
     @property
     def arithmetic(self) -> str:
-        """Return the settings that decide bits of keys and values, see `Invariance.arithmetic`."""
+        """Return the settings on which bits of keys and values depend, see `Invariance.arithmetic`."""
         return self.invariance.arithmetic(self.plan.device)
 
     def encode(
@@ -323,15 +321,15 @@ class Decoder(TokenDecoder):
     ) -> list[int]:
         """Return the token ids of a prompt as `generate` takes it; any thread may ask.
 
-        `tools` are functions that the chat template tells the model of, as OpenAI's protocol
-        describes them; `think` as in `Chat`. Raises `UserError`.
+        `tools` are functions for the chat template, in the form of OpenAI's protocol; `think` as in
+        `Chat`. Raises `UserError`.
         """
         with self._encoding:
             options = TemplateOptions(tools, think=think)
             return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, options=options)
 
     def _tree_of(self, request: Request, num_texts: int = 1) -> TreeChoice:
-        """Return the tree of a request, where this many texts share a pass. Raises `UserError`."""
+        """Return the tree of a request if this many texts share a pass. Raises `UserError`."""
         rule = self._rule_of(request).name
         return self._trees.for_run(request.sampling, rule, request.tree, num_texts)
 

@@ -1,4 +1,4 @@
-"""What loading has found out and decided for all runs of a decoder."""
+"""What loading found and decided for all runs of a decoder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,11 +28,11 @@ class PromptPlace(NamedTuple):
 
     directory: Path
     most_bytes: int
-    on_fault: Callable[[str], None]  # hears lines for the user
+    on_fault: Callable[[str], None]  # called with lines for the user
 
     @classmethod
     def from_setup(cls, setup: Setup, notes: list[str]) -> "PromptPlace | None":
-        """Return the folder that the options name, if any; faults become notes."""
+        """Return the folder that the options name, or None; faults become notes."""
         options = setup.options
         if options.prompt_cache is None:
             return None
@@ -49,7 +49,7 @@ class TextRules(NamedTuple):
     """What holds for every text of one model."""
 
     end_ids: frozenset[int]  # tokens that end a text
-    grammars: Grammars  # that texts may be asked to keep
+    grammars: Grammars  # that requests may name
     stated: ModelRules  # of generation_config.json
 
     @classmethod
@@ -64,12 +64,12 @@ class TextRules(NamedTuple):
 
 
 class DecoderConfig(NamedTuple):
-    """What holds for all runs; a rank's decoder has no more than what it names."""
+    """Settings of all runs; a rank's decoder has no others."""
 
     plan: MemoryPlan
     identities: Identities
     trees: TreeSelector
-    rule: str  # where a run names none
+    rule: str  # unless a run names another
     texts: TextRules
     threads: ThreadPolicy
     lenience: float = 1.0
@@ -83,7 +83,7 @@ class DecoderConfig(NamedTuple):
     def without_trees(
         cls, setup: Setup, plan: MemoryPlan, tokenizer: Tokenizer | None
     ) -> "DecoderConfig":
-        """Return the config of a decoder whose target other ranks compute, guesses included."""
+        """Return the config of a decoder whose target, and guesses, other ranks compute."""
         vocab_size = config_sizes(setup.files.target)["vocab_size"]
         return cls(
             plan=plan,

@@ -11,21 +11,21 @@ from offload.errors import HostFault, UserError
 
 
 class DecoderLock:
-    """Gives the turn at a decoder to one thread, and within it to one step; others are refused.
+    """Gives one thread the turn at a decoder, and one step at a time within it; others are refused.
 
-    The thread that has it may take it again; only closing waits for it. `computing` is entered with
-    every turn: where that thread is to compute.
+    The thread that has the turn may take it again; only closing waits for it. `computing` is
+    entered with every turn, and makes that thread compute in the right place.
     """
 
     def __init__(self, computing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._lock = threading.RLock()
         self._is_over = False
         self._computing = computing
-        self._stepping: int | None = None  # the thread that a step is under way in
+        self._stepping: int | None = None  # the thread that runs a step
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Take the turn for a run. Raises `HostFault` where it is another thread's, or closed."""
+        """Take the turn for a run. Raises `HostFault` if another thread has it, or it is closed."""
         if not self._lock.acquire(blocking=False):
             raise HostFault(
                 "this decoder is in use by another thread: wait until that is done, or load a "
@@ -42,7 +42,7 @@ class DecoderLock:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Take the turn for one step, which nothing that it calls may disturb."""
+        """Take the turn for one step, which none of its callbacks may disturb."""
         with self.taken():
             self._stepping = threading.get_ident()
             try:
@@ -52,7 +52,7 @@ class DecoderLock:
 
     @contextmanager
     def last(self) -> Iterator[None]:
-        """Take the turn once another thread's step has ended; there is no other turn from now on."""
+        """Take the turn once another thread's step has ended; no later turn is possible."""
         self._require_no_own_step()
         self._is_over = True
         with self._lock:

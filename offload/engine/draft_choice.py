@@ -1,9 +1,9 @@
-"""`draft` auto: what guesses quickest here, as a few passes of each way to draft have shown.
+"""`draft` auto: the drafter that is fastest here, as a few passes of each show.
 
-Compared are no draft, layers that the target's files carry, a small model at hand, and a copy in
-four bits; each with the tree that is chosen for it, and with lookup as it goes with that. What was
-found is kept by model, machine and memory. Invariant: a draft decides no token, so a wrong choice
-costs time alone; a way that cannot run is passed over, and the others stay.
+The candidates are no draft, layers that the target's files carry, a small model at hand, and a copy
+in four bits. Each runs with the tree chosen for it, and with lookup in the way that suits it. The
+result is kept by model, machine and memory. Invariant: a draft decides no token, so a wrong choice
+only costs time; a candidate that cannot run is skipped.
 """
 
 import hashlib
@@ -31,23 +31,23 @@ from offload.planning.load_options import LoadOptions
 from offload.planning.profile import write_atomically
 from offload.sampling_options import Sampling
 
-_MOST_TOKENS = 96  # of a trial
-_MOST_S = 10.0  # of a trial, once it has had its least passes
+_MOST_TOKENS = 96  # new tokens of a trial
+_MOST_S = 10.0  # seconds of a trial, after its least passes
 _LEAST_PASSES = 4
-_SMALL = 8  # a draft at hand has at most one in this many of the target's bytes
+_SMALL = 8  # a small model's bytes are at most the target's divided by this
 _MOST_FOLDERS = 64
 _COPY = "self:int4"
 _NONE = "none"
 
 
 class DraftTrials(msgspec.Struct, frozen=True):
-    """Seconds a token by what drafts; `none` is lookup alone."""
+    """Seconds per token for each drafter; `none` is lookup alone."""
 
-    s_per_token: dict[str, float | None]  # None: it does not run
+    s_per_token: dict[str, float | None]  # None: it cannot run
 
     @property
     def by_speed(self) -> list[tuple[float, str]]:
-        """Return the candidates that run, the quickest first."""
+        """Return the candidates that run, the fastest first."""
         return sorted((took, name) for name, took in self.s_per_token.items() if took is not None)
 
     @property
@@ -61,9 +61,9 @@ class DraftTrials(msgspec.Struct, frozen=True):
 def settle_draft(
     setup: Setup, request: Request | None, again: Callable[[LoadOptions], Setup]
 ) -> Setup:
-    """Return the setup with the draft that was quickest in place of auto, and a note why.
+    """Return the setup with the fastest draft in place of auto, and a note with the reason.
 
-    `again` resolves options on the same device. Raises `UserError` where not even the target alone
+    `again` resolves options on the same device. Raises `UserError` if not even the target alone
     runs.
     """
     options = setup.options
@@ -85,7 +85,7 @@ def settle_draft(
 
 
 def with_draft(options: LoadOptions, name: str) -> LoadOptions:
-    """Return the options with this draft, or with none, and without a tree that nothing fills."""
+    """Return the options with this draft, or none, and without a tree that nothing would fill."""
     if name != _NONE:
         return replace(options, draft=name)
     has_sources = options.lookup is not False or options.ngram or options.datastore
@@ -93,7 +93,7 @@ def with_draft(options: LoadOptions, name: str) -> LoadOptions:
 
 
 def drafts_at_hand(options: LoadOptions, target: Checkpoint) -> Iterator[str]:
-    """Yield what can be named as the draft of a target whose files are here."""
+    """Yield possible drafts of a target whose files are here, by the names that options take."""
     ways = [(name, [target]) for name in (carried_kind(target), _COPY) if name is not None]
     small = max(_small_models(target), default=None, key=lambda model: model.num_bytes)
     if small is not None:
@@ -107,7 +107,7 @@ def drafts_at_hand(options: LoadOptions, target: Checkpoint) -> Iterator[str]:
 
 
 def _small_models(target: Checkpoint) -> Iterator[Checkpoint]:
-    """Yield small models with the target's vocabulary that lie beside it or came from the hub."""
+    """Yield small models with the target's vocabulary, beside it or in the hub's cache."""
     beside = islice(target.directory.parent.glob("*/config.json"), _MOST_FOLDERS)
     for folder in (*sorted(config.parent for config in beside), *map(in_cache, cached_models())):
         try:
@@ -128,13 +128,13 @@ def _tried(names: list[str], sampling: Sampling, opened: Callable[[str], Decoder
         except UserError:
             if name == _NONE:
                 raise
-            # it has no room, say: no other run of these options would have it either
+            # for instance no room: no other run of these options could load it either
             s_per_token[name] = None
     return DraftTrials(s_per_token)
 
 
 def _s_per_token(decoder: Decoder, sampling: Sampling) -> float:
-    """Return the seconds of a token in a short text behind some Python source."""
+    """Return the seconds per token of a short text after some Python source."""
     source = Path(textwrap.__file__).read_text(encoding="utf-8")
     has_words = decoder.tokenizer is not None
     prompt = decoder.encode(source[:1000], raw=True) if has_words else [1, 2, 3]
@@ -149,7 +149,7 @@ def _s_per_token(decoder: Decoder, sampling: Sampling) -> float:
 
 
 def _kept(place: Path) -> DraftTrials | None:
-    """Return an earlier choice; None where there is none that can be read."""
+    """Return an earlier choice; None if there is none that can be read."""
     if not place.is_file():
         return None
     try:

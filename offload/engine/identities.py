@@ -1,4 +1,4 @@
-"""What files call both models of a decoder, and whether a file that is read is of the same."""
+"""Names of both models of a decoder in files, and whether a file was written by the same."""
 
 import sys
 from contextlib import suppress
@@ -13,17 +13,16 @@ from offload.errors import ReadError
 from offload.streaming.disk import DiskReader, OpenSource, Watcher
 from offload.streaming.summing import BlockSum, with_sum
 
-# A sum that lacks no more than this is completed by reading, such as a table no pass needs.
+# A sum that lacks at most this many bytes is completed by reading, such as a table no pass needs.
 _LITTLE_BYTES = 64 << 20
 
 
 class Identities:
-    """Identities of target and draft, each found once: those of the files that were opened.
+    """Identities of target and draft, each computed once, of the files that were opened.
 
     Args:
-        dtype: that is wished for.
-        is_wished: whether weights are summed as they are read, for files that will be written under
-            their names.
+        dtype: the requested compute type.
+        is_wished: sum up weights as they are read, for files that will name them.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Identities:
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
-        """Return the types that are computed in, by part; that of no draft is empty."""
+        """Return the compute types by part; an empty string for no draft."""
         files = self.files._asdict()
         return {
             part: compute_dtype_name(checkpoint, self._dtype) if checkpoint else ""
@@ -58,7 +57,7 @@ class Identities:
         }
 
     def _identify(self, part: str, checkpoint: Checkpoint, most_bytes: int) -> None:
-        """Note what is known without reading; what lacks a sum gets one if it is no larger."""
+        """Note what is known without reading; a missing sum is computed if little is missing."""
         self._known[part] = identity_of(checkpoint)
         if checkpoint.num_bytes <= most_bytes and not self._known[part].has_sum:
             self._sums[part] = BlockSum(checkpoint)
@@ -66,8 +65,8 @@ class Identities:
     def for_part(self, part: str) -> ModelIdentity | None:
         """Return the identity of the target or the draft; None for no draft.
 
-        It has the sum of all weights once they are read. Raises `ReadError` where it is asked for
-        too late: the files have changed since they were opened.
+        It has the sum of all weights once they are read. Raises `ReadError` if files have changed
+        since they were opened.
         """
         checkpoint: Checkpoint | None = getattr(self.files, part)
         if checkpoint is None:
@@ -77,7 +76,7 @@ class Identities:
         total = self._sums.get(part)
         if total is not None and total.left_bytes <= _LITTLE_BYTES:
             del self._sums[part]
-            # the name is as good as it was: what was opened is known by its stamps
+            # the identity is still good: its stamps are those of the opened files
             with suppress(ReadError):
                 self._known[part] = with_sum(checkpoint, self._known[part], total, **self._how)
         return self._known[part]
@@ -89,13 +88,13 @@ class Identities:
         return identity
 
     def identity(self, *, follows_draft: bool = False) -> ModelIdentity:
-        """Return the target's identity, or that of a text that `follows_draft` as well."""
+        """Return the target's identity, or of a text that `follows_draft`, one of both models."""
         return self.target.drafted_by(self.for_part("draft") if follows_draft else None)
 
     def difference(self, saved: ModelIdentity, *, follows_draft: bool = False) -> str:
-        """Return in words why a file that tells this is of another identity; empty where it is not.
+        """Return in words why a file with this identity is of other models; empty if it is not.
 
-        All weights are read where nothing else can tell. Raises `ReadError`.
+        All weights are read if nothing else can tell. Raises `ReadError`.
         """
         mine = self.identity(follows_draft=follows_draft)
         if saved.has_weights_of(mine) is None and not saved.difference(mine) and saved.has_sum:
@@ -104,7 +103,7 @@ class Identities:
         return same_model(saved, mine)
 
     def watching(self, part: str, watcher: Watcher) -> Watcher:
-        """Return a watcher of weights as they are read: this one, and a sum that is wanted."""
+        """Return a watcher of weights as they are read: this one, and a sum if it is wanted."""
         total = self._sums.get(part)
         if total is None:
             return watcher

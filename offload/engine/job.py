@@ -1,8 +1,8 @@
 """One request that others wait for: pieces as they come, the result, and the way out.
 
-Who has asked holds the `Job`, its scheduler a weak reference: one that is dropped is cancelled.
-Invariant: a job ends exactly once, and all who wait for it are told; what is handed out in order is
-never lost, though a slow reader gets fewer and longer pieces.
+The caller holds the `Job`, its scheduler only a weak reference: a job that is dropped is cancelled.
+Invariant: a job ends exactly once, and everyone who waits for it is notified. No piece is lost,
+though a slow reader gets fewer and longer ones.
 """
 
 import threading
@@ -16,11 +16,11 @@ from offload.engine.request import Request
 from offload.engine.scoring import PromptScore
 from offload.errors import RunError
 
-MOST_PIECES = 64  # pieces that wait for a reader; further ones become part of the last
+MOST_PIECES = 64  # pieces kept for a reader; later ones are joined to the last
 
 
 class Cancelled(RunError):  # noqa: N818
-    """The request was given up before its text was whole."""
+    """The request was cancelled before its text was complete."""
 
 
 @dataclass(eq=False, repr=False)
@@ -29,16 +29,16 @@ class Job:
 
     Errors that end the request are raised by iterating, behind the last piece, and by `result`:
     `UserError`, or `RunError` where something failed under way. A cancelled request ends
-    `interrupted`, or if it had not begun with `Cancelled`. Any thread may call any method.
+    `interrupted`, or with `Cancelled` if it had not begun. Any thread may call any method.
     """
 
     request: Request
-    outcome: Generation | BaseException | None = None  # what has ended it
+    outcome: Generation | BaseException | None = None  # error that ended it, or None
     is_cancelled: bool = False
-    # of its prompt, before the first piece, where the request asks for it
+    # scores of its prompt, before the first piece, if the request asks for them
     prompt_score: PromptScore | None = None
     submitted_s: float = field(default_factory=time.monotonic)
-    # is held to look at pieces and outcome, and told whenever something has come
+    # guards pieces and outcome; notified when something has come
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _pieces: deque[OutputDelta] = field(default_factory=deque)
     _heard: Callable[[], None] | None = None
@@ -61,11 +61,11 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        """Return True if nothing more will come; pieces may still wait to be taken."""
+        """Return True if nothing more will come; there may still be pieces to take."""
         return self.outcome is not None
 
     def result(self, timeout_s: float | None = None) -> Generation:
-        """Wait for the end. Raises what ended it, and `TimeoutError`."""
+        """Wait for the end. Raises the error that ended it, and `TimeoutError`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.is_done, timeout_s):
                 raise TimeoutError(f"the request is still under way after {timeout_s:g} s")
@@ -75,26 +75,26 @@ class Job:
         return self.outcome
 
     def cancel(self) -> None:
-        """End the request before the next pass; nothing happens if it has ended already."""
+        """End the request before the next pass; does nothing if it has ended."""
         self.is_cancelled = True
 
     def take(self) -> list[OutputDelta]:
-        """Return the pieces that have come by now and were not taken yet, without waiting."""
+        """Return the pieces that have come and were not taken yet, without waiting."""
         with self._changed:
             pieces = list(self._pieces)
             self._pieces.clear()
             return pieces
 
     def listen(self, heard: Callable[[], None] | None) -> None:
-        """Call this from another thread whenever something has come, and once at once."""
+        """Call this from another thread when something has come, and once right away."""
         self._heard = heard
         if heard is not None:
             heard()
 
-    # What follows is the scheduler's.
+    # The following methods are for the scheduler.
 
     def push(self, piece: OutputDelta) -> None:
-        """Hand out one more piece."""
+        """Add one more piece."""
         with self._changed:
             if len(self._pieces) == MOST_PIECES:
                 piece = self._pieces.pop().joined(piece)
@@ -102,7 +102,7 @@ class Job:
         self._tell()
 
     def end(self, outcome: Generation | BaseException) -> None:
-        """Tell that nothing more comes; a second end changes nothing."""
+        """Note the end; a second end changes nothing."""
         with self._changed:
             self.outcome = self.outcome or outcome
         self._tell()

@@ -1,9 +1,9 @@
 """The front door: `offload.load`, from a path to a decoder.
 
-`resolve` decides what headers can decide; `opening` does it, and decides what has to be measured.
-What transformers warns of while a model is opened becomes a note, and no line on the stderr of the
-program that loads it; the command line collects warnings itself (`cli/libraries.py`). Invariant:
-other threads, and handlers of others, hear what they would have heard.
+`resolve` decides what headers can decide; `opening` carries it out, and decides what needs
+measuring. Warnings of transformers while a model is opened become notes, not lines on the stderr of
+the program that loads it; the command line collects warnings itself (`cli/libraries.py`).
+Invariant: other threads, and other handlers, still get theirs.
 """
 
 import logging
@@ -36,8 +36,8 @@ _LIBRARY = "transformers"
 
 @contextmanager
 def warned(notes: list[str]) -> Iterator[None]:
-    """Collect in `notes`, each once, what transformers would write to stderr for this thread."""
-    from transformers.utils.logging import get_logger  # the first call gives it its handler
+    """Collect in `notes`, each once, what transformers would log to stderr from this thread."""
+    from transformers.utils.logging import get_logger  # the first call gives the logger its handler
 
     thread = threading.get_ident()
     logger = get_logger(_LIBRARY)
@@ -64,7 +64,7 @@ def warned(notes: list[str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoadArguments(ModelOptions, ModelChoice):
-    """Arguments of `load`: those of `LoadOptions`, unchecked, and what only a program can give."""
+    """Arguments of `load`: those of `LoadOptions`, unchecked, and those that only programs give."""
 
     _: KW_ONLY
     device: str | Device = as_in(ModelOptions, "device")  # type: ignore[assignment]
@@ -80,19 +80,20 @@ def load(given: LoadArguments) -> Decoder:
 
     Args:
         {arguments}
-        request: the first run, refused here if it must be; the tree is chosen for its sampling.
+        request: the first run, refused here if it cannot be served; the tree is chosen for its
+            sampling.
         open_source: opens weight files.
-        on_bytes: hears of (bytes, bytes in all) as they land, beginning again with each phase:
-            draft, embeddings and head; layers that stay; experts.
-        on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the
-            next one may begin.
+        on_bytes: called with (bytes, bytes in all) as they arrive, from 0 in each phase: draft,
+            embeddings and head; layers that stay; experts.
+        on_layer: called for every layer that a sweep has run; an exception from it ends the run,
+            and the next may begin.
 
-    `device` may be one that is open; `ranks` are the processes that torchrun has started: on rank 0
-    this returns, any other serves until that decoder is closed, and then raises `SystemExit`.
-    docs/flags.md says more of each option.
+    `device` may be an open device. `ranks` are the processes that torchrun has started: on rank 0
+    this returns; any other serves until that decoder is closed, then raises `SystemExit`.
+    docs/flags.md explains each option.
 
     Raises:
-        UserError: whatever the user can mend, in one line.
+        UserError: anything that the user can correct, in one line.
     """
     device = given.device
     is_device = isinstance(device, str) or hasattr(device, "torch_device")
@@ -130,10 +131,10 @@ def open_decoder(
     hooks: Hooks = NO_HOOKS,
     transport: Any = None,
 ) -> Decoder:
-    """Do what `load` does, with its options in one piece; warnings are left to the caller.
+    """Do what `load` does, with a record of options; warnings are left to the caller.
 
-    `device` is open, `read` is `resolve`'s, `transport` leads to the other ranks. Raises what `load`
-    raises.
+    `device` is open, `read` is `resolve`'s, `transport` connects to the other ranks. Raises what
+    `load` raises.
     """
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)

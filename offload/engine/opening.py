@@ -1,7 +1,7 @@
 """From a `Setup` to a decoder, step by step: build, check, read, try out, plan, start.
 
-What can be refused is refused before the first weight is read; what was open when a later step
-fails is closed again.
+What can be refused is refused before the first weight is read. If a step fails, what earlier steps
+opened is closed again.
 """
 
 from contextlib import ExitStack
@@ -34,7 +34,7 @@ from offload.streaming.layers import open_layers
 
 
 def open_setup(setup: Setup, request: Request | None = None, transport: Any = None) -> Decoder:
-    """Build, read and calibrate what `resolve` has decided. Raises what `load` raises."""
+    """Build, read and calibrate what `resolve` decided. Raises what `load` raises."""
     roles = setup.options.roles()
     with setup.device.computing(), ExitStack() as resources:
         if roles is None:
@@ -44,7 +44,7 @@ def open_setup(setup: Setup, request: Request | None = None, transport: Any = No
 
 
 def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) -> Decoder:
-    """Open a decoder of what this process of a team has; it takes over `resources`."""
+    """Open the decoder of this process in a team; it takes over `resources`."""
     setup = team.local_setup(setup)
     settings = setup.settings(request.sampling)
     trees = setup.tree_selector(settings.sampling)
@@ -52,7 +52,7 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
         trees.exchange_s = team.exchange_s
     trees.check(*settings)
     setup.hooks.on_phase("building the models")
-    # a sum of all weights is taken on the way where all of them are read
+    # if all weights are read, they are summed up on the way
     is_summed = request.is_for_file and team.is_alone and not setup.minimal_plan.has_experts
     pair = open_pair(setup, request, resources, team.adapt, is_summed=is_summed)
     prepare_invariance(
@@ -61,7 +61,7 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
     config = _measure(pair, trees, team, settings, resources)
     plan = config.plan
     setup.hooks.on_phase("reading layers that stay")
-    # samples, to try and to time by; the plan has no room for them beside its own
+    # samples of layers for trials and timing, kept outside the plan
     pair.target.drop_experts()
     pair.scans[0].expect(pair.target.layer_layouts, plan.tier_L)
     layouts = [*pair.target.layer_layouts, *pair.target.encoder_layouts]
@@ -101,11 +101,11 @@ def _measure(
     least = setup.minimal_plan
     sources = open_sources(options, pair.tokenizer, target.vocab_size)
     most = setup.plan_for(trees.most_nodes)
-    # by the largest trees: where only these need room that layers would have, they stream with them
+    # for the largest trees: layers for which only these leave no room then stream with them
     if most.is_streamed:
         pair.notes.extend(send_beside_layers(setup.device, resources, target, draft))
 
-    # the first weights: what can be refused has been
+    # the first weights are read here: everything that can be refused was
     hooks.on_phase("reading embeddings" if draft is None else "reading draft and embeddings")
     trials = [trial for expansion in read_pair(pair) for trial in expansion.comparisons]
     hooks.on_phase("choosing kernels and threads")
@@ -154,7 +154,7 @@ def _measure(
 def _open_experts(
     pair: ModelPair, config: DecoderConfig, settings: RunSettings, resources: ExitStack
 ) -> ExpertPool | None:
-    """Open the pool of routed experts, where they come on demand, with those that are used most."""
+    """Open the pool of routed experts, if they come on demand, with the most used ones."""
     if not pair.target.experts:
         return None
     records = [experts.records for experts in pair.target.experts]

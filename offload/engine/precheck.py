@@ -1,8 +1,9 @@
-"""What is refused of a run before torch is imported: by options, headers and free memory alone.
+"""Runs refused before torch is imported, by options, headers and free memory alone.
 
-Importing torch and transformers takes seconds, too long to wait for a line such as that memory is
-too small. Invariant: what is refused here loading would refuse as well, by the same functions. What
-lies on the hub, on a GPU or on other ranks is left to it, and what has to be built first.
+Importing torch and transformers takes seconds, too long to wait for a line such as "too little
+memory". Invariant: whatever is refused here loading would refuse as well, by the same functions.
+Models on the hub, on a GPU or on other ranks, or those that have to be made first, are left to
+loading.
 """
 
 import os
@@ -33,12 +34,12 @@ def check_setup(
 ) -> ReadHeaders:
     """Raise `UserError` for models that cannot be read, and for too little memory.
 
-    Returns what reads headers as `open_headers` does, but none again that was read here: those of
-    the largest mixtures take a quarter of a minute.
+    Returns a reader of headers like `open_headers` that reads nothing twice: headers of the largest
+    mixtures take 15 seconds.
 
     Args:
         needs_text: whether the target must have a tokenizer.
-        needs_template: whether that must know who speaks in a conversation.
+        needs_template: whether the tokenizer must have a chat template.
         needs_context: whether there must be room for the context of `options`, or for a short one.
     """
     headers = options.headers(headers_here)
@@ -57,7 +58,7 @@ def check_setup(
             setup.admit()
     if needs_template and headers[0] is not None:
         place = headers[0].tokenizer_path
-        # what a GGUF file says of templates is left to the library that reads it
+        # the chat template of a GGUF file is left to the library that reads it
         if os.path.isdir(place) and not has_chat_template(place):
             raise no_chat_template()
     known = dict(zip(options.models_to_read, headers, strict=True))
@@ -74,7 +75,7 @@ def tokenizer_place(model: str) -> Path:
 
 
 def _require_tokenizer(target: Checkpoint) -> None:
-    """Raise `UserError` for a checkpoint whose text nothing can read or write."""
+    """Raise `UserError` for a checkpoint without a tokenizer."""
     if not _has_tokenizer(target.tokenizer_path):
         file = target.shards[0]
         is_gguf = file.suffix.lower() == ".gguf"

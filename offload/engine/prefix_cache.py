@@ -1,13 +1,14 @@
-"""What was computed for a beginning of a text, kept by content for every text that begins alike.
+"""Computed beginnings of texts, kept by content for every text that begins alike.
 
-Keys and values lie in blocks of `BLOCK_ROWS` positions, whose names are a hash chain of the model's
-identity and of all tokens up to the block's end. Layers with states have those at few positions
-alone, so a point, the states behind a position with the rows since the last border of blocks, is
-named by the same chain. What is used least makes room; nothing of a chain makes room for its own
-later part, which would be of no use without it.
+Keys and values lie in blocks of `BLOCK_ROWS` positions, named by a hash chain of the model's
+identity and of all tokens up to the block's end. Layers with states have those at a few positions
+only. So a point, the states after a position together with the rows since the last block's end, is
+named by the same chain. The least recently used make room, but a chain never loses a block to its
+own later part, which would be useless without it.
 
 Invariant: a name determines the tokens and the weights, so rows under it are those that would be
-computed here; their bits too, where the names say what bits depend on (`Invariance.arithmetic`).
+computed here, and their bits as well if the names include what bits depend on
+(`Invariance.arithmetic`).
 """
 
 import hashlib
@@ -40,11 +41,11 @@ from offload.model.recurrent_cache import RecurrentCache
 from offload.units import rounded_up
 
 BLOCK_ROWS = 64
-# Fewer rows take as long to compute as to bring, since a pass is run in any case.
+# Fewer rows take as long to compute as to load, since a pass runs in any case.
 LEAST_BROUGHT = 16
 _KEY_BYTES = 20
 _FORMAT = f"offload prompt cache, version 1, blocks of {BLOCK_ROWS}"
-# of a model's identity; tokens are ids here, whatever text they stand for
+# parts of a model's identity; tokens are ids here, whatever text they stand for
 _PARTS_OF_ROWS = ("weights", "config", "bits")
 _ALIGN_BYTES = 16
 Tensors = Mapping[str, Tensor]
@@ -61,7 +62,7 @@ class CheckBlock(Protocol):
 def model_root(part: str, identities: Identities, kv_dtype: str = "auto") -> bytes:
     """Return the prefix of a model's block names: its weights, its config and its type.
 
-    A draft of the target's own files has rows that are made of the target's. Raises `ReadError`.
+    A draft carried in the target's files has rows computed from the target's. Raises `ReadError`.
     """
     models = [identities.for_part(name) for name in (part, "target")]
     weights = [
@@ -73,19 +74,19 @@ def model_root(part: str, identities: Identities, kv_dtype: str = "auto") -> byt
 
 
 def open_prefixes(config: DecoderConfig, caches: Sequence[KVCache]) -> "PrefixCache | None":
-    """Return the store of beginnings of the texts in these caches; None where it is not wanted.
+    """Return the cache of beginnings for the texts in these caches; None if it is not wanted.
 
-    Raises `UserError` for a folder of something else.
+    Raises `UserError` for a folder with other content.
     """
     plan = config.plan
     place = config.prompts
     if not plan.prompt_cache_bytes and place is None:
         return None
-    # of several texts rows of a prompt may go in parts, with states behind each
+    # with several texts, a prompt may be read in parts, with states after each
     for cache in caches if plan.parallel > 1 else ():
         cache.point_rows = POINT_ROWS
     identities = config.identities
-    # once: while texts are written files may be replaced
+    # once: files may be replaced while texts are written
     roots = {part: model_root(part, identities, plan.kv_dtype) for part in PARTS}
 
     def root(part: str) -> bytes:
@@ -104,8 +105,8 @@ class TokenChain:
     """Names of the blocks and points of one text.
 
     Args:
-        root: names the model, and what else rows depend on.
-        ahead: how many tokens behind its own a row depends on.
+        root: names the model, and everything else that rows depend on.
+        ahead: number of tokens after its own that a row depends on.
     """
 
     def __init__(self, root: bytes, tokens: Sequence[int], ahead: int) -> None:
@@ -125,7 +126,7 @@ class TokenChain:
         return keys
 
     def point_key(self, position: int) -> bytes:
-        """Return the name of the point behind this many positions, one at least."""
+        """Return the name of the point after this many positions, at least one."""
         num_blocks = point_blocks(position)
         before = self.keys[num_blocks - 1] if num_blocks else self._root
         return _digest(b"point", before, self._tokens(num_blocks * BLOCK_ROWS, position))
@@ -136,7 +137,7 @@ class TokenChain:
 
 
 def point_blocks(position: int) -> int:
-    """Return the number of whole blocks before a point's own rows, of which there are some."""
+    """Return the number of whole blocks before a point's own rows, which are never empty."""
     return (position - 1) // BLOCK_ROWS
 
 
@@ -149,7 +150,7 @@ def _digest(*parts: bytes) -> bytes:
 
 
 class BlockStore:
-    """Tensors by name in at most this many bytes; what was used least makes room."""
+    """Tensors by name in at most this many bytes; the least recently used make room."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -160,12 +161,12 @@ class BlockStore:
         return key in self._blocks
 
     def read(self, key: bytes) -> Tensors | None:
-        """Return the tensors of this name; None where there are none."""
+        """Return the tensors of this name; None if there are none."""
         block = self._blocks.get(key)
         return None if block is None else block[0]
 
     def write(self, key: bytes, tensors: Tensors, needed: set[bytes]) -> bool:
-        """Keep a copy, and return whether there was room beside the blocks that are `needed`."""
+        """Keep a copy; return True if there was room without removing a block that is `needed`."""
         if key in self._blocks:
             return True
         num_bytes = sum(_aligned_bytes(tensor) for tensor in tensors.values())
@@ -179,7 +180,7 @@ class BlockStore:
         return True
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Note that a text uses these: the first ones, which others need as well, go last."""
+        """Note that a text uses these; others need its first blocks, so its last go first."""
         for key in reversed(keys):
             if key in self._blocks:
                 self._blocks.move_to_end(key)
@@ -190,7 +191,7 @@ def _aligned_bytes(tensor: Tensor) -> int:
 
 
 def _copied(tensors: Tensors, num_bytes: int) -> Tensors:
-    """Copy tensors to the host, into one piece of memory, which leaves no gaps when it goes."""
+    """Copy tensors to the host, into one allocation, which leaves no gaps when it is freed."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     copies = dict[str, Tensor]()
     lo = 0
@@ -203,25 +204,25 @@ def _copied(tensors: Tensors, num_bytes: int) -> Tensors:
 
 
 class _Way(NamedTuple):
-    """How far a text's rows are there: the names that lead to `position`."""
+    """The part of a text whose rows are kept: the names up to `position`."""
 
     position: int
     keys: Sequence[bytes]
-    point_key: bytes | None  # of layers with states
+    point_key: bytes | None  # point of layers with states
 
 
 class _GoneError(Exception):
-    """A block that was there is no more, or is damaged."""
+    """A block was removed, or is damaged."""
 
 
 class PrefixCache:
-    """Blocks of all texts of one decoder, in memory and beside it on a disk.
+    """Blocks of all texts of one decoder, in memory and in a folder.
 
     Args:
-        root_of: names a model, and what else the bits of its rows depend on at this time.
-        ram_bytes: that blocks may take.
-        folder: has all blocks as well, as far as there is room; None for no folder.
-        check: raises `ValueError` for a file that is no block of a model; told its rows, and
+        root_of: names a model, and everything else that its rows' bits currently depend on.
+        ram_bytes: limit of blocks in memory.
+        folder: keeps all blocks as well, as far as there is room; None for no folder.
+        check: raises `ValueError` for a file that is no block of a model; called with its rows, and
             whether it is a point.
     """
 
@@ -244,7 +245,7 @@ class PrefixCache:
 
     @torch.inference_mode()
     def keep(self, caches: Caches, tokens: Sequence[int]) -> None:
-        """Keep what caches hold of these tokens, as far as it is new and there is room."""
+        """Keep the caches' rows of these tokens that are not kept yet, as far as there is room."""
         for part, cache in caches.saved().items():
             chain = self._chain(part, cache, tokens)
             num_rows = min(cache.num_sound, chain.num_rows)
@@ -272,31 +273,31 @@ class PrefixCache:
                 self._ram.use([key])
 
     def _chain(self, part: str, cache: KVCache, tokens: Sequence[int]) -> TokenChain:
-        side = b"long" if cache.is_long else b""  # of the turning point
+        side = b"long" if cache.is_long else b""  # at the turning point
         return TokenChain(self._root_of(part) + side, tokens, cache.ahead)
 
     def _has(self, key: bytes) -> bool:
         return key in self._ram or (self._folder is not None and self._folder.look(key))
 
     def _write(self, key: bytes, tensors: Tensors, needed: set[bytes]) -> bool:
-        """Keep tensors wherever there is room; return whether there was any."""
+        """Keep tensors in memory and in the folder; return True if one had room."""
         is_there = self._ram.write(key, tensors, needed)
         if self._folder is not None:
             is_there |= self._folder.write(key, tensors)
         return is_there
 
     def fill(self, caches: Caches, tokens: Sequence[int]) -> None:
-        """Bring what is kept of a text into its caches, behind what they hold of it."""
+        """Load what is kept of a text into its caches, after what they hold of it."""
         most_rows = len(tokens) - 1
         for part, cache in caches.saved().items():
             while True:
                 try:
                     self._fill(part, cache, tokens, most_rows - cache.ahead)
                     break
-                # which is known by now
+                # it is known by now
                 except _GoneError:
                     continue
-            # a draft's rows are of no use beyond the target's
+            # a draft's rows beyond the target's are of no use
             most_rows = min(most_rows, caches.target.length)
         caches.rejoin(most_lost=BLOCK_ROWS)
 
@@ -307,7 +308,7 @@ class PrefixCache:
         way = self._longest(chain, most_rows, has_states=has_states)
         if way.position < cache.length + LEAST_BROUGHT:
             return
-        # first what recurrent layers cannot do without
+        # first the part that recurrent layers cannot do without
         point = None
         if way.point_key is not None:
             point = point_of(part, self._read(way.point_key, part, is_point=True), way.position)
@@ -317,7 +318,7 @@ class PrefixCache:
         self._ram.use([*way.keys, *filter(None, [way.point_key])])
 
     def _longest(self, chain: TokenChain, most_rows: int, *, has_states: bool) -> _Way:
-        """Return the longest way, of at most this many rows, that blocks and points lead."""
+        """Return the longest part of a text, at most this many rows, that blocks and points cover."""
         keys = chain.keys
         num_blocks = next((at for at, key in enumerate(keys) if not self._has(key)), len(keys))
         if not has_states:
@@ -326,13 +327,13 @@ class PrefixCache:
         last = min((num_blocks + 1) * BLOCK_ROWS, most_rows, chain.num_rows)
         for position in range(last, 0, -1):
             key = chain.point_key(position)
-            # those that another program has written since are not looked for at every position
+            # blocks that another program has written since are not looked for at every position
             if key in self._ram or (self._folder is not None and key in self._folder):
                 return _Way(position, keys[: point_blocks(position)], key)
         return _Way(0, (), None)
 
     def _rows(self, part: str, way: _Way, first: int) -> Iterator[tuple[int, Layers]]:
-        """Yield rows from position `first` on, with the positions where they begin."""
+        """Yield rows from position `first` on, with their first positions."""
         pieces = [(key, False) for key in way.keys]
         if way.point_key is not None:
             pieces.append((way.point_key, True))
@@ -352,7 +353,7 @@ class PrefixCache:
             )
 
     def _read(self, key: bytes, part: str, *, is_point: bool) -> Tensors:
-        """Return a block. Raises `_GoneError`."""
+        """Return a block. Raises `_GoneError` if it is gone."""
         tensors = self._ram.read(key)
         if tensors is None and self._folder is not None:
             tensors = self._folder.read(key, partial(self._check, part=part, is_point=is_point))

@@ -1,6 +1,7 @@
-"""Prompts whose tokens are scored before their texts are written: all that wait share passes.
+"""Scores of prompts' tokens before their texts are written; all that wait share passes.
 
-Invariant: a job has the score of its prompt before it gets a piece or its end, errors excepted.
+Invariant: a job has the score of its prompt before its first piece or its end, except after an
+error.
 """
 
 import weakref
@@ -31,7 +32,7 @@ class PromptScores:
         self._scorer: Scorer | None = None
 
     def step(self, decoder: "Decoder") -> bool:
-        """Run one pass over the weights; False where all are there, and the jobs have them."""
+        """Run one pass over the weights; return False once all are scored and handed to their jobs."""
         if self._scorer is None:
             # a job that is dropped from now on gets no score
             alive = [(ref, job) for ref in self.jobs if (job := ref()) is not None]
@@ -45,7 +46,7 @@ class PromptScores:
         return False
 
     def release(self, decoder: "Decoder") -> None:
-        """Free its place. Raises `UserError` where the decoder was closed."""
+        """Free its place. Raises `UserError` if the decoder was closed."""
         if self._scorer is not None:
             decoder.release(self._scorer)
 

@@ -1,4 +1,4 @@
-"""What one run is asked for: a prompt, how to draw, how much, where to end.
+"""A request for one run: its prompt, sampling, length and stop criteria.
 
 Loading checks the first request before a weight is read, the decoder checks every one.
 """
@@ -28,9 +28,9 @@ from offload.sampling_options import MOST_SAMPLES, Sampling
 from offload.units import plural
 from offload.words.infill import infill_form, infilled
 
-# role (system, user, assistant, tool) and content; calls of tools beside it
+# role (system, user, assistant, tool) and content, and possibly calls of tools
 Message = Mapping[str, Any]
-Tool = Mapping[str, Any]  # a function that a model may call, as OpenAI's protocol describes it
+Tool = Mapping[str, Any]  # a function that a model may call, in the form of OpenAI's protocol
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
@@ -39,8 +39,8 @@ class NoRoom(UserError):  # noqa: N818
 
     Attributes:
         num_prompt: tokens of the prompt.
-        num_new: wanted behind it; None for as many as there is room for.
-        context: positions that there are.
+        num_new: tokens wanted after it; None for as many as there is room for.
+        context: number of positions.
     """
 
     def __init__(self, message: str, num_prompt: int, num_new: int | None, context: int) -> None:
@@ -52,42 +52,43 @@ class NoRoom(UserError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One run to be."""
+    """A request for one run."""
 
     # text, messages of a conversation, or token ids; None is not known yet
     prompt: Prompt | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128
     stop: str | Sequence[str] | None = None  # strings that end the text; they are not part of it
-    raw: bool = False  # leave the chat template out, into which text is put where a model has one
-    session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
-    is_kept: bool = False  # its text will be kept in such a file
-    is_named: bool = False  # its text will be written under the name of its model
-    # tell each new token's, and those of this many of the likeliest; None tells none
+    raw: bool = False  # do not use the chat template
+    session: str | os.PathLike[str] | None = None  # a session file to load then
+    is_kept: bool = False  # its text will be saved to a session file
+    is_named: bool = False  # its text will be written with the model's name
+    # return each new token's, and those of this many of the likeliest; None for none
     num_logprobs: int | None = None
-    # the same of the prompt's tokens, which engines tell their jobs
+    # the same for the prompt's tokens, which the engine gives to their jobs
     num_prompt_logprobs: int | None = None
-    grammar: Grammar | None = None  # that the text must keep
-    is_clipped: bool = False  # more tokens than there is room for become as many as there is
-    tree: str | None = None  # others than those given to `load`; the tree no larger than that one
+    grammar: Grammar | None = None  # grammar that the text must match
+    is_clipped: bool = False  # more tokens than there is room for are cut to the room
+    tree: str | None = None  # instead of those given to `load`; the tree no larger than that one
     rule: str | None = None
-    tools: Sequence[Tool] = ()  # that the model may call in a conversation
+    tools: Sequence[Tool] = ()  # tools that the model may call in a conversation
     # further variables of the chat template, such as `enable_thinking`
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    continues_message: bool = False  # the last message is gone on with
-    suffix: str | None = None  # the text behind a gap; what is written fills it, behind the prompt
-    think: bool | None = None  # whether the model is to, by its template; None leaves it to that
-    # the text is an answer in a conversation: what ends a turn ends it
+    continues_message: bool = False  # the last message is continued
+    # the text after a gap; what is written fills the gap, after the prompt
+    suffix: str | None = None
+    think: bool | None = None  # whether the model thinks first; None leaves it to its template
+    # the text is an answer in a conversation, and ends where a turn ends
     is_answer: bool = False
-    # a reference to the decoder that has checked it, and what it has made of the grammar; a copy
-    # by `replace` has none
+    # a reference to the decoder that has checked it, and its compiled grammar; a copy by `replace`
+    # has none
     _prepared: tuple[Callable[[], object], object] | None = field(
         default=None, init=False, repr=False, compare=False
     )
 
     @property
     def is_for_file(self) -> bool:
-        """Return True if something will be written that must tell of which model it is."""
+        """Return True if something will be written that must name the model."""
         return self.is_kept or self.is_named or self.session is not None
 
     @property
@@ -97,7 +98,7 @@ class Request:
         stops: tuple[Any, ...] = (self.stop,)
         # an iterator would be empty when it is read again
         if isinstance(self.stop, Collection) and not isinstance(self.stop, str):
-            with suppress(TypeError):  # what only looks like one
+            with suppress(TypeError):  # something that only looks like one
                 stops = tuple(self.stop)
         rule = "`stop` must be text"
         require(
@@ -106,7 +107,7 @@ class Request:
         return stops
 
     def is_prepared_by(self, decoder: object) -> bool:
-        """Return True if this decoder has checked it: its prompt is token ids then."""
+        """Return True if this decoder has checked it: then its prompt is token ids."""
         return self._prepared is not None and self._prepared[0]() is decoder
 
     def prepared(self, ids: Sequence[int], decoder: object, made: object = None) -> "Request":
@@ -119,7 +120,7 @@ class Request:
 
     @property
     def _is_templated(self) -> bool:
-        """Return True if a template, where the model has one, puts the prompt into a turn."""
+        """Return True if the model's template, if it has one, puts the prompt into a turn."""
         return _are_messages(self.prompt) or (isinstance(self.prompt, str) and not self.raw)
 
     def end_ids(self, tokenizer: Tokenizer | None, end_ids: frozenset[int]) -> frozenset[int]:
@@ -162,8 +163,8 @@ class Request:
 
         Args:
             is_longest: the model allows no more than `context` positions.
-            start_ids: of a decoder whose prompt an encoder reads; prompt and new tokens have `context`
-                each.
+            start_ids: first ids of a decoder behind an encoder; prompt and new tokens then have
+                `context` positions each.
         """
         self.check()
         if self.stops and tokenizer is None:
@@ -199,7 +200,7 @@ class Request:
         return ids
 
     def num_new(self, ids: Sequence[int], context: int, start_ids: tuple[int, ...] = ()) -> int:
-        """Count the tokens that may be written behind a prompt, at least 1 if any are wanted."""
+        """Return how many tokens may be written after a prompt, at least 1 if any are wanted."""
         if not self.is_clipped:
             return self.max_new_tokens
         return min(self.max_new_tokens, max(1, context - len(start_ids or ids)))
@@ -208,7 +209,7 @@ class Request:
 def request_of(
     prompt: Prompt, arguments: Mapping[str, Any], tree: str | None = None, rule: str | None = None
 ) -> Request:
-    """Return the request of keywords of `Decoder.generate`. Raises `UserError`, `TypeError`."""
+    """Return the request for keywords of `Decoder.generate`. Raises `UserError`, `TypeError`."""
     drawing = options_of(Sampling)
     known = [*options_at("python", TextOptions), *drawing]
     if unknown := arguments.keys() - {*known}:
@@ -216,7 +217,7 @@ def request_of(
             f"there is no argument {', '.join(sorted(unknown))}, only {', '.join(known)}"
         )
     if not isinstance(prompt, str) and not _are_messages(prompt):
-        # an iterator of token ids is read once, and arrays of them are compared
+        # an iterator of token ids can be read once only, and arrays cannot be compared
         prompt = whole_numbers(prompt)
     left = dict(arguments)
     sampling = Sampling(**{name: left.pop(name) for name in drawing if name in left})
@@ -227,7 +228,7 @@ def request_of(
 def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
     """Yield a request this many times, each with a seed of its own. Raises `UserError`.
 
-    Those of a request that was checked are.
+    Copies of a checked request are checked as well.
     """
     is_possible = 1 <= whole_number(num_samples, "`num_samples`") <= MOST_SAMPLES
     require(is_possible, f"`num_samples` must lie in 1 to {MOST_SAMPLES}", num_samples, "try 1")
@@ -254,21 +255,21 @@ def several_of(prompt: Any) -> Sequence[Prompt] | None:
 
 
 def require_request(request: object) -> None:
-    """Raise `UserError` for what is no `Request`."""
+    """Raise `UserError` for anything but a `Request`."""
     is_one = isinstance(request, Request)
     rule = "a request must be a Request"
     require(is_one, rule, f"{request!r:.80}", "make one of `offload.Request`")
 
 
 def with_start(ids: Sequence[int], start_ids: tuple[int, ...]) -> list[int]:
-    """Return a prompt with the start ids of a decoder behind an encoder's part."""
+    """Return a prompt with the start ids of a decoder behind an encoder."""
     return [*ids, *(token for token in start_ids if token not in ids)]
 
 
 def _check_source(
     ids: list[int], start_ids: tuple[int, ...], num_new: int, context: int, asked: int | None
 ) -> None:
-    """Raise `UserError` where an encoder's prompt and its new tokens do not fit."""
+    """Raise `UserError` if an encoder's prompt and its new tokens do not fit."""
     if start_ids[0] in ids:
         raise UserError(
             f"a prompt must not contain the token {start_ids[0]}, with which this model's own text "
@@ -336,7 +337,7 @@ def encode(
 def whole_numbers(prompt: Any) -> list[int]:
     """Return token ids as Python's numbers. Raises `UserError`."""
     try:
-        # of which the numbers are no ids, or in no order
+        # their numbers are no ids, or in no order
         if isinstance(prompt, bytes | bytearray | Mapping | Set):
             raise TypeError
         return [whole_number(token, "a token id") for token in prompt]
@@ -348,18 +349,18 @@ def whole_numbers(prompt: Any) -> list[int]:
 
 
 def _are_messages(prompt: object) -> bool:
-    """Return True if a prompt is messages, by the first; other lists are token ids."""
+    """Return True if a prompt is a list of messages, by its first item; other lists are token ids."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-# that programs put beside a text
+# keys that programs add to a message
 _UNREAD = {"image", "images", "image_url", "audio", "audios", "video", "videos"}
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Return a message with its parts joined as text. Raises `UserError` for images and such.
+    """Return a message with its parts joined as text. Raises `UserError` for images and the like.
 
-    One of calls may have no content.
+    A message with calls may have no content.
     """
     content = message.get("content") if isinstance(message, Mapping) else None
     parts = (
@@ -391,7 +392,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _check_calls(message: Mapping[str, Any]) -> None:
-    """Raise `UserError` for calls that name no function."""
+    """Raise `UserError` for calls without a function's name."""
     calls = message.get("tool_calls") or ()
     is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
     functions = [

@@ -1,7 +1,7 @@
 """From options to a `Setup`: files, type, device, memory budget, tree, link, and how experts come.
 
-`resolve` is the one way from what a user asks for to what will be loaded, and reads in the order in
-which it is decided. Plans of other machines give what stands in for this one.
+`resolve` is the one way from what a user asks for to what will be loaded, and its code follows the
+order of the decisions. A plan for another machine passes values in place of this one's.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,13 +40,13 @@ def resolve(
     """Read headers, fetch what is missing, and decide all that does not need a loaded model.
 
     Args:
-        device: one that is open; None opens the one of `options`.
-        assumed: stands in for this machine; then nothing is fetched.
-        read: returns headers by name and config, as `check_setup` does without reading any twice; a
-            plan reads a config without weights as well.
-        admit: raises for models that there is no room for, before their weights are fetched.
+        device: an open device; None opens the one of `options`.
+        assumed: a machine in place of this one; then nothing is fetched.
+        read: returns headers by name and config; `check_setup` returns one that reads nothing
+            twice, and a plan's reads a config without weights as well.
+        admit: raises for models without room, before their weights are fetched.
 
-    Raises `UserError` for models or memory that cannot serve.
+    Raises `UserError` for models or memory that do not suffice.
     """
     device = device or device_of(options, assumed)
     hooks.on_phase("reading headers")
@@ -63,7 +63,7 @@ def resolve(
         require_described_vocabulary(setup.files)
     setup = replace(setup, open_source=open_source, hooks=hooks)
     if options.ranks is not None:
-        # how these come, and from what link, is settled when all have met
+        # how experts come, and over which link, is settled once all ranks have met
         require_no_states(setup.files, setup.dtype)
         return setup
     budget = setup.budget
@@ -82,7 +82,7 @@ def resolve(
 
 
 def _specified_files(options: LoadOptions, headers: Sequence[Checkpoint]) -> ModelFiles:
-    """Return both models with what is known of their layers. Raises `UserError`."""
+    """Return both models with descriptions of their layers. Raises `UserError`."""
     models = [model for model in options.files_of(headers) if model is not None]
     return ModelFiles(*(known_layers(model) or specified(model) for model in models))
 
@@ -93,7 +93,7 @@ def resolve_files(
     device: Device = HOST,
     assumed: Assumptions | None = None,
 ) -> Setup:
-    """Return the setup that headers alone decide. Raises `UserError` for misfit options."""
+    """Return the setup that headers alone decide. Raises `UserError` for options that do not fit."""
     hardware = assumed and assumed.hardware
     budget = budget_of(
         options, str(device.torch_device) if device.has_own_memory else None, hardware

@@ -1,15 +1,15 @@
-"""Many requests through one decoder: as many at a time as it has places for, in the order in which
-they came, and one pass over the weights for all that are being written.
+"""Many requests through one decoder: as many at a time as it has places, in order of arrival, with
+one pass over the weights for all that are being written.
 
-What may share passes goes this way: lists of prompts, files of them, tasks of lm-eval, and requests
-over HTTP. A scheduler has no thread of its own: what drives it calls `admit` and `step` in turn;
-`write_all` does in the thread of its caller, `service.Engine` in one that it has.
-Invariant: every job that was added ends, with its text or with the error that ended it; one that
-fails, or is cancelled, disturbs no other; and a place is given back before the next text gets it.
+Everything that can share passes uses it: lists of prompts, files of them, tasks of lm-eval, and
+requests over HTTP. A scheduler has no thread of its own: a driver calls `admit` and `step` in turn,
+`write_all` in its caller's thread and `service.Engine` in a thread of its own. Invariant: every job
+that was added ends, with its text or with the error that ended it; one that fails, or is cancelled,
+disturbs no other; and a place is given back before the next text gets it.
 
-Jobs are held weakly, so that one that is dropped is cancelled by that. An error keeps alive the
-calls that it came by, with all that is named there: so no call that a text's own error passes names
-the job of another.
+Jobs are held weakly, so dropping one cancels it. An error keeps the frames alive through which it
+passed, with all their variables. So no frame through which a text's own error passes may name
+another text's job.
 """
 
 import threading
@@ -34,7 +34,7 @@ from offload.stats import Transfers
 if TYPE_CHECKING:
     from offload.engine.decoder import Decoder
 
-_RECENT_S = 60.0  # rates are told of the passes of the last minute
+_RECENT_S = 60.0  # rates are those of the passes in the last minute
 _MOST_RECENT = 256
 _NOTHING = Transfers()
 
@@ -42,7 +42,7 @@ _NOTHING = Transfers()
 class PassDone(NamedTuple):
     """One pass over the weights, for all texts that shared it."""
 
-    ended_s: float  # by the monotonic clock
+    ended_s: float  # on the monotonic clock
     seconds: float
     num_texts: int
     num_tokens: int
@@ -50,12 +50,12 @@ class PassDone(NamedTuple):
 
 
 class EngineStats(NamedTuple):
-    """What was done since the beginning, and what goes on now."""
+    """Counts since the start, and the current load."""
 
     num_active: int = 0
     num_waiting: int = 0
     num_begun: int = 0
-    num_done: int = 0  # those below not counted
+    num_done: int = 0  # successful requests; those below are not counted
     num_cancelled: int = 0
     num_failed: int = 0
     num_refused: int = 0  # because too many waited
@@ -63,9 +63,9 @@ class EngineStats(NamedTuple):
     num_tokens: int = 0
     num_passes: int = 0
     pass_s: float = 0.0
-    waited_s: float = 0.0  # of all requests that were begun, before they were
-    moved: Transfers = Transfers()  # by all passes
-    recent: tuple[PassDone, ...] = ()  # of the last minute, as far as they are kept
+    waited_s: float = 0.0  # seconds that all begun requests waited
+    moved: Transfers = Transfers()  # of all passes
+    recent: tuple[PassDone, ...] = ()  # passes of the last minute, as far as they are kept
 
 
 class Scheduler:
@@ -76,12 +76,12 @@ class Scheduler:
 
     def __init__(self, decoder: "Decoder") -> None:
         self._decoder = decoder
-        # is held to add a job or to look at several figures at once, and told of new jobs
+        # guards adding jobs and reading several counts at once; notified of new jobs
         self.changed = threading.Condition()
-        # being written, in the order in which they were begun
+        # jobs being written, in the order in which they were begun
         self._active = dict[Run, weakref.ref[Job]]()
         self._waiting = deque[weakref.ref[Job]]()
-        self._scores: PromptScores | None = None  # under way
+        self._scores: PromptScores | None = None  # prompts being scored
         self._sums = EngineStats()
         self._recent = deque[PassDone](maxlen=_MOST_RECENT)
 
@@ -94,16 +94,17 @@ class Scheduler:
         return list(self._active)
 
     def add(self, job: Job) -> None:
-        """Have a job wait behind those that wait already."""
+        """Add a job behind those that wait already."""
         with self.changed:
             self._waiting.append(weakref.ref(job))
             self.changed.notify_all()
 
     def admit(self) -> None:
-        """Drop what was cancelled, and begin those that wait, in order, while there are places.
+        """Drop cancelled jobs, and begin waiting ones, in order, while there are places.
 
-        A prompt that another text is just taking in waits until it is there, and takes it over.
-        Prompts that are to be scored are, before, all that wait together, in one place.
+        A job whose prompt shares a beginning that another text is just reading waits until it is
+        computed, and then takes it over. Prompts to be scored come first, all together, in one
+        place.
         """
         self._drop_cancelled()
         while len(self._active) + (self._scores is not None) < self._decoder.num_parallel:
@@ -119,7 +120,7 @@ class Scheduler:
             self._begin(ref)
 
     def step(self) -> None:
-        """Run one pass for all that are being written, and hand out pieces; one for scores before."""
+        """Run one pass for all texts being written and hand out pieces, after a pass for scores."""
         if self._scores is not None:
             self._step_scores(self._scores)
         runs = self.runs
@@ -128,11 +129,11 @@ class Scheduler:
         began_s = time.monotonic()
         try:
             errors = self._sweep_each(runs)
-        except RunError as error:  # the disk, or another rank: it is an error of all texts
+        except RunError as error:  # the disk, or another rank: it ends all texts
             self.end_all(error)
             return
         num_tokens = sum(map(self._hand_out, runs, errors))
-        # else there was nothing left to write, or the decoder was closed
+        # else nothing was left to write, or the decoder was closed
         if num_texts and not all(errors):
             ended_s = time.monotonic()
             moved = self._moved().since(before)
@@ -142,12 +143,12 @@ class Scheduler:
             self.count(moved=moved, num_passes=1, num_tokens=num_tokens, pass_s=done.seconds)
 
     def _moved(self) -> Transfers:
-        """Return the transfers of all passes so far; none of a decoder that closed too early."""
+        """Return the transfers of all passes so far; none if the decoder was closed before."""
         target = getattr(self._decoder, "target", None)
         return _NOTHING if target is None else target.moved
 
     def end_all(self, error: BaseException | None = None) -> None:
-        """End what is being written, with what there is or with this error."""
+        """End all that are being written, with their text so far or with this error."""
         if self._scores is not None:
             self._end_scores(self._scores, error or _unbegun())
         for run in self.runs:
@@ -162,7 +163,7 @@ class Scheduler:
             self._end(ref, error)
 
     def figures(self) -> EngineStats:
-        """Return the work that was done, and the work that goes on."""
+        """Return the counts of work done, and the current load."""
         with self.changed:
             now_s = time.monotonic()
             recent = tuple(done for done in self._recent if now_s - done.ended_s < _RECENT_S)
@@ -184,13 +185,13 @@ class Scheduler:
 
     @property
     def waiting_grammar_bytes(self) -> int:
-        """Return the total length of the grammars, compiled by now, of all jobs that wait."""
+        """Return the total length of the grammars, compiled by now, of all waiting jobs."""
         with self.changed:
             jobs = filter(None, (ref() for ref in self._waiting))
             return sum(job.request.grammar.num_bytes for job in jobs if job.request.grammar)
 
     def count(self, *, moved: Transfers = _NOTHING, **sums_of_pass: float) -> None:
-        """Add to the figures of these names."""
+        """Add to the counts of these names."""
         with self.changed:
             sums = {name: getattr(self._sums, name) + value for name, value in sums_of_pass.items()}
             self._sums = self._sums._replace(moved=self._sums.moved.and_more(moved), **sums)
@@ -204,7 +205,7 @@ class Scheduler:
             run = self._decoder.start(job.request, continues=True)
             if job.prompt_score is not None:
                 run.begin_with(job.prompt_score.likeliest)
-        except Exception as error:  # this request's own, whatever it is
+        except Exception as error:  # any error is this request's own
             self._end(ref, error)
             return
         with self.changed:
@@ -214,14 +215,14 @@ class Scheduler:
         self.count(num_begun=1, waited_s=waited_s, num_prompt_tokens=num_prompt)
 
     def _begin_scores(self) -> None:
-        """Give a place to all prompts that wait to be scored."""
+        """Give one place to all prompts that wait to be scored."""
         jobs = [ref for ref in self._waiting if needs_score(ref)]
         for ref in jobs:
             self._waiting.remove(ref)
         self._scores = PromptScores(jobs)
 
     def _step_scores(self, scores: PromptScores) -> None:
-        """Run one pass for prompts that are scored; behind the last one they wait for places."""
+        """Run one pass for the prompts being scored; after the last one they wait for places."""
         before = self._moved()
         began_s = time.monotonic()
         try:
@@ -241,7 +242,7 @@ class Scheduler:
             self.count(moved=moved, num_passes=1, pass_s=time.monotonic() - began_s)
 
     def _end_scores(self, scores: PromptScores, error: BaseException) -> None:
-        """Tell all whose prompts are being scored of an error."""
+        """End all jobs whose prompts are being scored with an error."""
         self._release_scores(scores)
         for ref in scores.jobs:
             self._end(ref, error)
@@ -250,12 +251,12 @@ class Scheduler:
         """Free the place of prompts that were scored."""
         with self.changed:
             self._scores = None
-        # of a decoder that was closed too early, which has no places any more
+        # the decoder was closed before, and has no places any more
         with suppress(UserError):
             scores.release(self._decoder)
 
     def _is_prefix_in_flight(self, ref: weakref.ref[Job]) -> bool:
-        """Return True if a text takes in this job's first tokens, and no text has them yet."""
+        """Return True if a text is reading this job's first tokens, which no text has computed."""
         if (job := ref()) is None:
             return False
         shares = [
@@ -282,7 +283,7 @@ class Scheduler:
             self._end_scores(self._scores, _unbegun())
 
     def _sweep_each(self, runs: Sequence[Run]) -> list[Exception | None]:
-        """Run a pass for all, or if it fails for each, to see whose error it was; but `RunError`."""
+        """Run a pass for all; if it fails, one for each to find the culprit, except for `RunError`."""
         try:
             return self._decoder.step_all(runs)
         except RunError:
@@ -293,12 +294,12 @@ class Scheduler:
             return [outcome for run in runs for outcome in self._sweep_each([run])]
 
     def _hand_out(self, run: Run, error: Exception | None) -> int:
-        """Hand out what a text has gained; return how many tokens that is."""
+        """Hand out a text's gain; return its number of tokens."""
         try:
             if error is not None:
                 raise error
             piece = run.take()
-        # of its own: of a grammar, or of its text, which a stranger's tokenizer makes
+        # the text's own error: of its grammar, or its text, which an untrusted tokenizer makes
         except Exception as failure:
             self._leave(run, failure)
             return 0
@@ -309,21 +310,21 @@ class Scheduler:
         return len(piece.token_ids)
 
     def _leave(self, run: Run, error: BaseException | None = None) -> None:
-        """Free a text's place, then tell its caller."""
+        """Free a text's place, then end its job."""
         outcome: Generation | BaseException
         try:
             outcome = error or run.result()
-        except Exception as failure:  # of its text, which a stranger's tokenizer makes
+        except Exception as failure:  # the text's own, which an untrusted tokenizer makes
             outcome = failure
         with self.changed:
             ref = self._active.pop(run)
-        # of a decoder that was closed too early, which has no places any more
+        # the decoder was closed before, and has no places any more
         with suppress(UserError):
             self._decoder.release(run)
         self._end(ref, outcome)
 
     def _end(self, ref: weakref.ref[Job], outcome: Generation | BaseException) -> None:
-        """Count what has become of a job, and tell its caller."""
+        """Count a job by its outcome, and end it."""
         match outcome:
             case Cancelled() | Generation(finish_reason="interrupted"):
                 self.count(num_cancelled=1)
@@ -336,9 +337,9 @@ class Scheduler:
 
 
 def _num_alike(request: Request, text: TokenSequence, waiting: Request) -> int:
-    """Count the tokens that a waiting prompt shares with a text's: a block at least, or all.
+    """Return how many tokens a waiting prompt shares with a text: all, or at least a block.
 
-    What is not encoded yet is compared as it was given.
+    A prompt that is not encoded yet is compared as it was given.
     """
     if request.prompt == waiting.prompt:
         return text.num_prompt_tokens
@@ -358,10 +359,10 @@ def _is_given_up(ref: weakref.ref[Job]) -> bool:
 
 
 class Finished(NamedTuple):
-    """What has become of one request."""
+    """The outcome of one request."""
 
-    number: int  # among those that were given, from 0
-    outcome: Generation | UserError  # the error where it could not begin, or not go on
+    number: int  # index among the given requests
+    outcome: Generation | UserError  # its text, or the error that ended it
 
 
 def write_all(
@@ -369,14 +370,14 @@ def write_all(
     requests: Sequence[Request],
     on_pass: Callable[[Sequence[Run]], None] = lambda runs: None,
 ) -> Generator[Finished, None, None]:
-    """Yield results in the order of finishing; closing this drops what is left under way.
+    """Yield results in the order of finishing; closing this drops all that are unfinished.
 
-    `on_pass` hears of all runs before every pass. An error that is no request's `UserError` is
-    raised.
+    `on_pass` is called with all runs before every pass. Raises any error but a request's own
+    `UserError`.
     """
     scheduler = Scheduler(decoder)
     left = iter(enumerate(requests))
-    # held here, since the scheduler does not
+    # held here, since the scheduler only refers to them weakly
     numbers = dict[Job, int]()
 
     def begin() -> Generator[Finished, None, None]:
@@ -406,7 +407,7 @@ def write_all(
 
 
 def _ended(numbers: dict[Job, int]) -> list[Finished]:
-    """Take the jobs that have ended. Raises an error that is no request's own."""
+    """Return the jobs that have ended. Raises an error that is no request's own."""
     finished = []
     for job in [job for job in numbers if job.is_done]:
         number = numbers.pop(job)
@@ -418,7 +419,7 @@ def _ended(numbers: dict[Job, int]) -> list[Finished]:
 
 
 def in_order(decoder: "Decoder", requests: Sequence[Request]) -> list[Generation]:
-    """Return all results, as they were asked for. Raises `UserError` for the first that fails."""
+    """Return all results in the order of the requests. Raises the first `UserError`."""
     outcomes = dict[int, Generation]()
     with closing(write_all(decoder, requests)) as finished:
         for number, outcome in finished:

@@ -1,9 +1,7 @@
-"""How likely texts are that are there already: many of them in one pass, as branches of one tree of
-tokens.
+"""Probabilities of given texts: many of them in one pass, as branches of one tree of tokens.
 
-Texts that begin alike share the rows of their beginning, and all of them one sweep over the
-weights. Nothing is drawn.
-Invariant: a row sees the tokens before it in its own text, and no others.
+Texts that begin alike share those rows, and all of them share sweeps over the weights. Nothing is
+drawn. Invariant: a row sees the tokens before it in its own text, and no others.
 """
 
 from collections import deque
@@ -21,25 +19,25 @@ from offload.model.target import Target
 
 
 class TextScore(NamedTuple):
-    """The end of one text, given its beginning."""
+    """The score of a text's end, given its beginning."""
 
-    logprob: float  # natural, of all its tokens together
-    is_greedy: bool  # whether each of them is the likeliest in its place
+    logprob: float  # natural logarithm, summed over its tokens
+    is_greedy: bool  # whether each of them is the likeliest at its position
     num_tokens: int
 
 
 class PromptScore(NamedTuple):
-    """Every token of a text but the first, given those before it."""
+    """Scores of every token of a text but the first, given those before it."""
 
     tokens: tuple[TokenLogprob, ...]
-    likeliest: TokenLogprob  # behind the last
+    likeliest: TokenLogprob  # the likeliest tokens after the last
 
 
 class ScoreRequest(NamedTuple):
-    """One text, and from which of its tokens on they are scored; at least one comes before.
+    """One text, and the index of its first scored token; at least one comes before.
 
-    With `num_top` each token is told, beside this many of the likeliest in its place, and what is the
-    likeliest behind the last; else only what they come to.
+    With `num_top` each token has its own score, with this many of the likeliest at its position and
+    after the last; without it only their sum is returned.
     """
 
     tokens: Sequence[int]
@@ -48,7 +46,7 @@ class ScoreRequest(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """Return the tokens that a pass takes in; what is behind the last may not matter."""
+        """Return the tokens that a pass computes; what follows the last may not be needed."""
         return list(self.tokens if self.num_top is not None else self.tokens[:-1])
 
 
@@ -68,7 +66,7 @@ class _TokenScore(NamedTuple):
 
 
 class Scorer:
-    """Scores texts over a cache that nothing else uses, by passes of `max_rows` rows at most.
+    """Scores texts in a cache that nothing else uses, by passes of at most `max_rows` rows.
 
     A pool may lend it the cache, as it does to a text. Raises `UserError` for a text without a
     beginning.
@@ -84,30 +82,30 @@ class Scorer:
         for text in texts:
             rule = "a text is scored behind its first token"
             require(0 < text.first <= len(text.tokens), rule, text.first, "give it a beginning")
-        self.tokens = list[int]()  # of a text in its cache that others may go on from: none
-        self.num_passes = 0  # over the weights, so far
+        self.tokens = list[int]()  # tokens of a text in its cache that others may continue: none
+        self.num_passes = 0  # passes over the weights so far
         self._target = target
         self._held = cache
         self._max_rows = max_rows
         self._texts = texts
         self._rows = [text.rows for text in texts]
-        # by text and place
+        # by text and position
         self._seen: list[dict[int, _TokenScore]] = [{} for _ in texts]
         self._left = self._batches()
 
     def hold(self, caches: Caches | None) -> None:
-        """Let the target's be its cache from now on; None takes it away."""
+        """Use the target's cache from now on; None takes it away."""
         self._held = None if caches is None else caches.target
 
     def step(self) -> bool:
-        """Run one pass; return whether there was any left. Raises `HostFault` without a cache."""
+        """Run one pass; return True if there was work left. Raises `HostFault` without a cache."""
         batch = next(self._left, None)
         if batch is not None:
             self._pass(batch)
         return batch is not None
 
     def scores(self) -> list[TextScore]:
-        """Return the score of each text, behind all passes."""
+        """Return the score of each text, after all passes."""
         return [
             TextScore(
                 sum(score.drawn.logprob for score in seen.values()),
@@ -118,7 +116,7 @@ class Scorer:
         ]
 
     def prompt_scores(self) -> list[PromptScore]:
-        """Return the tokens of each text, which were wanted with `num_top`, behind all passes."""
+        """Return the scores of each text's tokens, requested with `num_top`, after all passes."""
         scored = [
             [score.drawn for score in self._in_order(index).values()]
             for index in range(len(self._texts))
@@ -135,7 +133,7 @@ class Scorer:
         return self._held
 
     def _batches(self) -> Iterator["_Branches"]:
-        """Yield texts in batches; those that are alike lie together."""
+        """Yield texts in batches; those that begin alike are adjacent."""
         rows = self._rows
         order = sorted(range(len(rows)), key=lambda index: list(self._texts[index].tokens))
         branches = _Branches(0)
@@ -149,7 +147,7 @@ class Scorer:
         yield from self._long_batches([index for index in order if len(rows[index]) > most])
 
     def _long_batches(self, order: list[int]) -> Iterator["_Branches"]:
-        """Yield texts longer than a pass part by part; those that begin alike share those parts."""
+        """Yield texts longer than a pass part by part; those that begin alike share parts."""
         rows = self._rows
         waiting = deque(order)
         num_held = 0
@@ -173,9 +171,9 @@ class Scorer:
             yield branches
 
     def _num_alike(self, num_held: int, before: int | None, index: int) -> int:
-        """Count the rows that a text need not compute, of those that the one before it has left.
+        """Return how many rows of a text are left in the cache by the one before it.
 
-        What was told of a token holds for both texts if it and those before it are the same.
+        A token's score holds for both texts if it and those before it are the same.
         """
         if before is None:
             return 0
@@ -192,7 +190,7 @@ class Scorer:
         return num_alike
 
     def _room_behind(self, num_kept: int) -> int:
-        """Count the rows that fit behind cached tokens; branches may outgrow the context."""
+        """Return how many rows fit after the cached tokens; branches may outgrow the context."""
         return min(self._max_rows, self._cache.num_slots - num_kept)
 
     def _pass(self, batch: "_Branches") -> None:
@@ -216,7 +214,7 @@ class Scorer:
 
 
 def _told(logits_V: torch.Tensor, token: int | None, num_top: int) -> _TokenScore:
-    """Return a token's log probability; None stands for the likeliest."""
+    """Return a token's log probability; None stands for the likeliest token."""
     best = int(logits_V.argmax())
     token = best if token is None else token
     logprob_V = logits_V.log_softmax(0)
@@ -224,7 +222,7 @@ def _told(logits_V: torch.Tensor, token: int | None, num_top: int) -> _TokenScor
 
 
 class _Branches:
-    """A tree of tokens without a root, behind `first` tokens that the cache has."""
+    """A tree of tokens without a root, after `first` tokens in the cache."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -232,7 +230,8 @@ class _Branches:
         self.depths = list[int]()
         self._parents = list[int]()
         self.paths = dict[int, list[int]]()  # rows of each text
-        self._child: dict[tuple[int, int], int] = {}  # by row of the parent, -1 for none, and token
+        # row by its parent's row, -1 for none, and its token
+        self._child: dict[tuple[int, int], int] = {}
 
     @property
     def num_rows(self) -> int:
@@ -240,7 +239,7 @@ class _Branches:
 
     @property
     def is_chain(self) -> bool:
-        """Return True if all rows are of one text, so that more of it may follow."""
+        """Return True if all rows are of one text, so that it may be continued."""
         return len(self.paths) == 1
 
     def num_new(self, tokens: Sequence[int]) -> int:

@@ -1,11 +1,11 @@
 """One text being written: its tokens, how it goes on, and the caches that it needs.
 
-Models hold weights alone, so all that is known of a text is in its `TokenSequence`. Its caches are lent
-to it by a `CachePool`.
+Models hold weights only; all that is known of a text is in its `TokenSequence`. A `CachePool` lends
+it its caches.
 
 Invariants: the caches of a sequence hold keys and values of its tokens, from the first on (a step
-that was cut short may leave more in them, which the next one clears away); log-probabilities are
-the target's own, before anything was done to its logits, and asking for them changes no token.
+that was cut short may leave more in them, which the next one removes). Log-probabilities are the
+target's own, before anything was done to its logits, and asking for them changes no token.
 """
 
 import sys
@@ -28,18 +28,18 @@ from offload.trees.verification import Rule
 
 
 class TokenLogprob(NamedTuple):
-    """One new token."""
+    """A new token and its score."""
 
     token: int
-    # natural; of the softmax of the target's logits, before penalties, biases, temperature and
-    # filters
+    # natural logarithm; of the softmax of the target's logits, before penalties, biases,
+    # temperature and filters
     logprob: float
-    # the likeliest tokens there with theirs, the likeliest first
+    # the likeliest tokens at its position with theirs, the likeliest first
     top: tuple[tuple[int, float], ...]
 
 
 def token_logprob(logprob_V: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return a token with its log-probability, and this many of the likeliest, of a row of them."""
+    """Return a token with its log-probability, and this many of the likeliest, from one row."""
     logprob_K, token_K = logprob_V.topk(min(int(num_top), len(logprob_V)))
     top = tuple(zip(token_K.tolist(), logprob_K.tolist(), strict=True))
     return TokenLogprob(token, float(logprob_V[token]), top)
@@ -56,32 +56,32 @@ def path_logprobs(
 
 
 class Caches(NamedTuple):
-    """What the two models keep of one text."""
+    """The caches of both models for one text."""
 
     target: KVCache
-    draft: Any  # a `DraftState`, of a kind that its drafter alone knows
+    draft: Any  # a `DraftState`, whose kind only its drafter knows
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text except for its first tokens."""
+        """Keep only the first tokens of the text."""
         self.target.clear(num_kept)
         self.draft.clear(num_kept)
         self.rejoin()
 
     def copy_from(self, other: "Caches", num_tokens: int) -> None:
-        """Hold what another text's hold of its first tokens, and nothing else."""
+        """Take over another text's rows of its first tokens, and nothing else."""
         self.target.copy_from(other.target, num_tokens)
         self.draft.copy_from(other.draft, num_tokens)
 
     def saved(self) -> dict[str, KVCache]:
-        """Return the caches by model, the target's first; a drafter without one has none."""
+        """Return the caches by model, the target's first; a drafter without a model has none."""
         parts = zip(self._fields, (self.target, self.draft.saved), strict=True)
         return {part: cache for part, cache in parts if cache is not None}
 
     def rejoin(self, most_lost: int = sys.maxsize) -> None:
-        """Let the target run again what its drafter has missed, if it can go back there.
+        """Let the target compute again what its drafter missed, if it can go back there.
 
-        States of recurrent layers are there at few positions alone; what is missed then stays so,
-        as do more rows than `most_lost`.
+        Recurrent layers have states at a few positions only. If they cannot go back, or more than
+        `most_lost` rows are missing, these stay missing.
         """
         num_joined = self.draft.can_follow(self.target.length)
         is_near = num_joined < self.target.length <= num_joined + most_lost
@@ -90,22 +90,22 @@ class Caches(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What the last pass over the weights did for one text."""
+    """Metrics of the last pass over the weights for one text."""
 
-    parents: list[int]  # of its tree's nodes, in level order; the root's is -1
-    tokens: list[int]  # of the nodes
+    parents: list[int]  # parents of its tree's nodes, in level order; the root's is -1
+    tokens: list[int]  # tokens of the nodes
     accepted: list[int]  # nodes of the accepted path, root first
-    num_texts: int  # that shared the pass
+    num_texts: int  # texts that shared the pass
     draft_s: float
     sweep_s: float
     moved: Transfers
 
 
 class StopCriteria(NamedTuple):
-    """What ends a text."""
+    """The ends of a text."""
 
     max_new_tokens: int = sys.maxsize
-    # that of the end is part of the sequence, but not of its text
+    # an end token is part of the sequence, but not of its text
     end_ids: frozenset[int] = frozenset()
 
 
@@ -113,29 +113,30 @@ class StopCriteria(NamedTuple):
 class TokenSequence:
     """One text, with the caches that were lent to it."""
 
-    tokens: list[int]  # of the prompt, then all that were accepted; the last is the next root
+    tokens: list[int]  # tokens of the prompt, then all accepted ones; the last is the next root
     sampler: Sampler
     rule: Rule
-    shape: Shape  # of the next tree
+    shape: Shape  # shape of the next tree
     limits: StopCriteria
     # whether a draft ranks candidates
     is_ranked: bool = field(default=True, kw_only=True)
-    last_pass: StepMetrics | None = field(default=None, init=False)  # None before the first
-    # how many of the likeliest tokens to note beside each new one; None notes nothing
+    last_pass: StepMetrics | None = field(default=None, init=False)  # None before the first pass
+    # number of the likeliest tokens to note with each new one; None notes nothing
     num_logprobs: int | None = field(default=None, init=False)
-    logprobs: list[TokenLogprob] = field(default_factory=list, init=False)  # where they are noted
+    # the noted log-probabilities
+    logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     _caches: Caches | None = field(default=None, init=False)
     _chains: ChainPolicy | None = field(default=None, init=False)
     _among: Callable[[int], Shape] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        # the sampler keeps those of the prompt
+        # the sampler keeps the prompt's tokens
         self.tokens = list(self.tokens)
         self.num_prompt_tokens = len(self.tokens)
         self.set_shape(self.shape)
 
     def set_shape(self, shape: Shape) -> Stats:
-        """Give later trees this shape; return the figures of their steps, which begin again."""
+        """Give later trees this shape; return the metrics of their steps, which start from zero."""
         self.stats = Stats(num_prompt_tokens=self.num_prompt_tokens)
         self._take_shape(shape)
         is_known = self.sampler.is_greedy or self.sampler.drafting is not ChildSampling.COUPLED
@@ -145,15 +146,16 @@ class TokenSequence:
     def follow(
         self, chains: ChainPolicy | None, among: Callable[[int], Shape] | None = None
     ) -> None:
-        """Let trees be chains of changing lengths from the next step on; None changes nothing.
+        """Let trees be chains of varying lengths from the next step on; None keeps the shape.
 
-        `among` returns the shape by how many texts share the pass; asked again, it may have learnt.
+        `among` returns the shape for the number of texts that share the pass; it may change as it
+        learns.
         """
         self._chains = chains
         self._among = among
 
     def next_shape(self, num_texts: int) -> Shape:
-        """Return the shape of the next tree, where this many texts share the pass."""
+        """Return the shape of the next tree if this many texts share the pass."""
         if self._chains is None and self._among is not None:
             self._take_shape(self._among(num_texts))
         return self.shape
@@ -165,7 +167,7 @@ class TokenSequence:
         self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
 
     def lengthen(self) -> None:
-        """End a step: let the next chain, not drawn yet, be as long as steps so far suggest."""
+        """End a step: let the next chain be as long as steps so far suggest."""
         if self._chains is None:
             return
         self.stats.chain_lengths.append(self.shape.depth)
@@ -184,7 +186,7 @@ class TokenSequence:
         return self._caches
 
     def hold(self, caches: Caches | None) -> None:
-        """Let these be its caches from now on; None takes them away."""
+        """Use these caches from now on; None takes them away."""
         self._caches = caches
 
     @property
@@ -193,11 +195,11 @@ class TokenSequence:
 
     @property
     def new_ids(self) -> list[int]:
-        """Return a copy of the new tokens: of a long text it takes a while."""
+        """Return a copy of the new tokens; for a long text it takes a while."""
         return self.new_ids_from(0)
 
     def new_ids_from(self, first: int) -> list[int]:
-        """Return a copy of the new tokens from this one on."""
+        """Return a copy of the new tokens from this index on."""
         return self.tokens[self.num_prompt_tokens + first :]
 
     @property
@@ -207,7 +209,7 @@ class TokenSequence:
 
     @property
     def num_pending(self) -> int:
-        """Return the number of tokens that the target's cache lacks, the root left out."""
+        """Return the number of its tokens that the target's cache lacks, the root excluded."""
         return len(self.tokens) - 1 - self.caches.target.length
 
     @property
@@ -216,12 +218,12 @@ class TokenSequence:
 
     @property
     def has_ended(self) -> bool:
-        """Return True if nothing more is to be written, as far as tokens tell."""
+        """Return True if nothing more is to be written, as far as tokens show."""
         is_whole = self.num_new >= self.limits.max_new_tokens
         return is_whole or self.is_at_end_token or self.sampler.is_over
 
     def extend(self, tokens: list[int], logprobs: Iterable[TokenLogprob] = ()) -> list[int]:
-        """Add newly accepted tokens up to where the text ends; returns those."""
+        """Add newly accepted tokens up to the end of the text; return those added."""
         num_left = self.limits.max_new_tokens - self.num_new
         end = next(
             (index for index, token in enumerate(tokens) if token in self.limits.end_ids),
@@ -229,18 +231,18 @@ class TokenSequence:
         )
         counted = tokens[: min(end + 1, num_left)]
         counted = counted[: self.sampler.accept(counted)]
-        # tokens last: by their number `recover` sees what is missing
+        # tokens last: `recover` sees by their number what is missing
         self.logprobs += islice(logprobs, len(counted))
         self.tokens += counted
         return counted
 
     def recover(self) -> None:
-        """Let caches and sampler forget what a step that was cut short has left in them."""
+        """Remove from caches and sampler what an interrupted step has left in them."""
         self.caches.clear(len(self.tokens) - 1)
         if self.sampler.num_accepted != self.num_new:
             self.cut(self.num_new)
 
     def cut(self, num_new: int) -> None:
-        """Drop all but this many of its new tokens: behind them a stop string is complete."""
+        """Keep only this many of its new tokens: a stop string is complete there."""
         del self.tokens[self.num_prompt_tokens + num_new :], self.logprobs[num_new:]
         self.sampler.cut(self.new_ids)

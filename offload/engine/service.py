@@ -1,5 +1,5 @@
-"""Many callers, one decoder: requests wait in order, and one thread runs the passes that all of
-their texts share.
+"""Many callers, one decoder: requests wait in order, and one thread runs the passes that their
+texts share.
 
 Only that thread touches the decoder.
 """
@@ -15,15 +15,15 @@ from offload.engine.scheduler import EngineStats, Scheduler
 from offload.errors import UserError, require
 from offload.machine import give_back_memory
 
-# An idle server gives memory back then, and the next request pays for new pages.
+# Seconds until an idle server frees memory; the next request then pays for new pages.
 _IDLE_S = 5.0
-# of all that wait: what they are compiled to may take 200 times as much
+# limit for all that wait: compiled grammars may take 200 times as much
 _MOST_GRAMMAR_BYTES = 2 << 20
 ASK_LATER = "the server is closing: ask again later"
 
 
 class QueueFull(UserError):  # noqa: N818
-    """As many requests wait as may."""
+    """The queue of waiting requests is full."""
 
 
 class Closing(UserError):  # noqa: N818
@@ -34,7 +34,7 @@ class Engine:
     """Serves many callers with one decoder.
 
     Use it as a context manager, or `close` it before the decoder. Any thread may call any method;
-    nothing else may use the decoder. While `max_waiting` requests wait, more are refused.
+    nothing else may use the decoder. If `max_waiting` requests wait, more are refused.
     """
 
     def __init__(self, decoder: Decoder, *, max_waiting: int = 64) -> None:
@@ -46,7 +46,7 @@ class Engine:
         self._changed = self._scheduler.changed
         self._is_closing = False
         self._is_over = False
-        # `join` that a signal interrupts takes a thread for ended that is not
+        # after a signal interrupts `join`, it may report a running thread as ended
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offload-engine", daemon=True)
         self._thread.start()
@@ -66,7 +66,7 @@ class Engine:
         return self._max_waiting + self.decoder.num_parallel
 
     def prepare(self, request: Request) -> Request:
-        """Return the request as its samples may be submitted, see `Decoder.prepare`.
+        """Return the request with its prompt checked and encoded, see `Decoder.prepare`.
 
         Raises what `submit` raises.
         """
@@ -74,9 +74,9 @@ class Engine:
         return self.decoder.prepare(request)
 
     def submit(self, request: Request) -> Job:
-        """Take a request, to be begun once there is a place.
+        """Add a request, to be begun once there is a place.
 
-        Raises `UserError` for one that cannot be served, `QueueFull`, and `Closing`.
+        Raises `UserError` for a request that cannot be served, `QueueFull`, and `Closing`.
         """
         job = Job(self.prepare(request))
         with self._changed:
@@ -89,7 +89,7 @@ class Engine:
         return job
 
     def submit_all(self, requests: Sequence[Request]) -> list[Job]:
-        """Take several requests, of which none is begun before all are taken; or none, see `submit`."""
+        """Add several requests at once, or none of them; see `submit`."""
         jobs = list[Job]()
         with self._changed:
             try:
@@ -102,9 +102,9 @@ class Engine:
         return jobs
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Refuse requests, end those that wait, and after the grace cancel those under way.
+        """Refuse requests, end those that wait, and after the grace period cancel the others.
 
-        Returns once the pass under way is over; again it does nothing.
+        Returns once the current pass is over; a second call does nothing.
         """
         with self._changed:
             self._is_closing = True
@@ -116,7 +116,7 @@ class Engine:
         self._ended.wait()
 
     def figures(self) -> EngineStats:
-        """Return the work that was done, and the work that goes on."""
+        """Return the counts of work done, and the current load."""
         return self._scheduler.figures()
 
     def _require_room(self) -> None:
@@ -127,7 +127,7 @@ class Engine:
                 self._scheduler.count(num_refused=1)
                 raise QueueFull(f"{self._max_waiting} requests wait already: ask again later")
 
-    # What follows runs in the engine's own thread.
+    # The following runs in the engine's own thread.
 
     def _run(self) -> None:
         try:
@@ -142,7 +142,7 @@ class Engine:
                 self._scheduler.admit()
                 if self._scheduler.num_active:
                     self._scheduler.step()
-        except BaseException as caught:  # of our own making: no caller may be left waiting
+        except BaseException as caught:  # an error in this program: no caller may be left waiting
             error = caught
             raise
         finally:
@@ -152,7 +152,7 @@ class Engine:
             self._scheduler.reject_waiting(error or Closing(ASK_LATER))
 
     def _has_work(self) -> bool:
-        """Wait for some; False once there will be none."""
+        """Wait for work; return False once there will be none."""
         with self._changed:
             is_idle = not self._changed.wait_for(self._is_asked, _IDLE_S)
         if is_idle:

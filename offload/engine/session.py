@@ -1,10 +1,9 @@
-"""A text on disk: its tokens, with the keys and values that both models have computed for them.
+"""A text on disk: its tokens, with the keys and values that both models computed for them.
 
-It is one safetensors file, written all or nothing and without a second copy in memory: the format's
-own library wants all bytes at once, which for a long text is a budget's worth. Invariant: tokens
-are taken in only for the very model, keys and values only for the very weights and the type that
-they were computed with, and all of it only where names, types, shapes and a checksum prove the file
-whole.
+It is one safetensors file, written whole or not at all and without a second copy in memory: the
+format's own library needs all bytes at once, which for a long text fill a budget. Invariant: tokens
+are taken only for the same model, keys and values only for the same weights and type that they were
+computed with, and all of it only if names, types, shapes and a checksum prove the file whole.
 """
 
 import json
@@ -51,7 +50,7 @@ _AFRESH = "name another file, or delete it to begin anew"
 
 
 def data_sum(path: Path) -> str:
-    """Return the checksum that a file should have noted, eight digits. Raises `OSError`."""
+    """Return the checksum noted in a file, eight hexadecimal digits. Raises `OSError`."""
     total = 0
     with path.open("rb") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
@@ -61,11 +60,11 @@ def data_sum(path: Path) -> str:
 
 
 class Session(NamedTuple):
-    """What a file holds beside keys and values."""
+    """The content of a file besides keys and values."""
 
     tokens: list[int]
-    messages: list[dict[str, str]] | None  # of a conversation; a plain text is none
-    num_turns: int  # of it so far
+    messages: list[dict[str, str]] | None  # messages of a conversation; empty for a plain text
+    num_turns: int  # turns so far
 
 
 def save_session(
@@ -76,10 +75,10 @@ def save_session(
     messages: list[dict[str, str]] | None,
     num_turns: int,
 ) -> None:
-    """Write what the caches hold, and what was said. Raises `UserError`.
+    """Write what the caches hold, and the conversation. Raises `UserError`.
 
-    `arithmetic` is what bits of keys and values depend on beside weights and types; empty if on
-    more.
+    `arithmetic` names what bits of keys and values depend on besides weights and types; empty if
+    they depend on more.
     """
     tokens = pool.tokens
     tensors = {_TOKENS: torch.tensor(pool.tokens, dtype=torch.int64)}
@@ -99,7 +98,7 @@ def save_session(
             identity = identities.for_part(part)
             notes[part] = json.dumps(identity.as_dict()) if identity else ""
         write_tensors(path, {**notes, "format": _FORMAT}, tensors)
-    # of the weights, which have changed since: that need not end a conversation
+    # the weights have changed since: that need not end a conversation
     except ReadError as error:
         raise UserError(f"cannot tell of which weights a session would be: {error}") from None
     except OSError as error:
@@ -109,7 +108,7 @@ def save_session(
 
 
 def _saved_identity(notes: Mapping[str, str], part: str) -> ModelIdentity | None:
-    """Return a part's identity as a file tells it; None for no model. Raises `KeyError`."""
+    """Return a part's identity from a file; None for no model. Raises `KeyError`."""
     text = notes[part]
     try:
         return ModelIdentity.parse(json.loads(text))
@@ -128,9 +127,9 @@ def can_use(identities: Identities, part: str, notes: Mapping[str, str]) -> bool
 def load_session(
     path: Path, identities: Identities, plan: MemoryPlan, pool: CachePool, arithmetic: str
 ) -> Session:
-    """Fill the caches with what a file holds for them. Raises `UserError`.
+    """Fill the caches from a file. Raises `UserError`.
 
-    Of another draft nothing is taken, and of the target nothing that would have other bits if
+    Rows of another draft are not taken, nor the target's if their bits would differ from those
     computed here.
     """
     with _opened(path) as file:
@@ -154,13 +153,13 @@ def load_session(
 
 
 def _held(file: Any, part: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield what layers hold of the text, one after another."""
+    """Yield the layers' rows of the text, one after another."""
     for layer, names in sorted(by_layer(names_of(file, part, ROWS)).items()):
         yield layer, {name.split(".")[1]: file.get_tensor(name) for name in names}
 
 
 def require_sessions(start_ids: tuple[int, ...], parallel: int = 1, kv_dtype: str = "auto") -> None:
-    """Raise `UserError` where no text could be kept in a file, as behind an encoder."""
+    """Raise `UserError` if no text can be saved, as behind an encoder."""
     requirement = "`session` keeps the keys and values of the model's own type"
     require(kv_dtype == "auto", requirement, f"`kv_dtype` {kv_dtype}", "leave one of them out")
     rule = "`session` keeps the one text that is written, `parallel` must be 1"
@@ -172,7 +171,7 @@ def require_sessions(start_ids: tuple[int, ...], parallel: int = 1, kv_dtype: st
 
 
 def check_session(path: Path, identities: Identities, plan: MemoryPlan) -> Session:
-    """Return a file's content, proved by its header to fit. Raises `UserError`."""
+    """Return a file's content, checked by its header. Raises `UserError`."""
     with _opened(path) as file:
         return _checked(path, file, identities, plan)
 
@@ -226,7 +225,7 @@ def _contents(file: Any, notes: Mapping[str, str]) -> Session:
 
 
 def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, Tensor]:
-    """Return recurrent layers' states behind the positions that are kept, each as one row."""
+    """Return recurrent layers' states after the kept positions, each as one row."""
     if not isinstance(cache, RecurrentCache):
         return {}
     return point_tensors(part, cache.point_at(cache.keepable(num_tokens)))
@@ -248,7 +247,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _require_no_holes(path: Path) -> None:
-    """Raise where a file is larger than its tensors: all is mapped, and memory may be smaller."""
+    """Raise if a file is larger than its tensors: it is mapped whole, and memory may be smaller."""
     try:
         read_header(path)
     except UserError as error:

@@ -1,9 +1,9 @@
-"""What options, headers and a machine come to before anything is loaded, and what it answers.
+"""What options, headers and a machine lead to before anything is loaded.
 
-`resolve` makes a `Setup`. Loading, `plan`, `tune` and every rank ask it, so what one of them says
-of a pair of models holds for the others. No torch, but to time a product.
+`resolve` makes a `Setup`. Loading, `plan`, `tune` and every rank ask it, so that their answers
+about a pair of models agree. No torch, except to time a product.
 
-Invariant: everything is decided from headers and rates; no weights are read but to measure a link.
+Invariant: everything is decided from headers and rates; weights are only read to measure a link.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ class Setup:
     files: ModelFiles
     options: LoadOptions
     tree: TreeSpec
-    device: Device  # that computes here; of a machine elsewhere `budget` knows it
+    device: Device  # the device that computes here; `budget` describes another machine's
     budget: MemoryBudget
     notes: tuple[str, ...] = ()  # lines for the user
-    assumed: Assumptions | None = None  # None where it will be loaded
+    assumed: Assumptions | None = None  # an assumed machine; None for this one
     open_source: OpenSource = DiskReader
     hooks: Hooks = NO_HOOKS
 
@@ -45,23 +45,23 @@ class Setup:
     def dtype(self) -> str:
         """Return the type to compute in, or `auto`: each model's own.
 
-        `options` have what was asked for.
+        `options` keep the requested one.
         """
         return self.budget.dtype
 
     @property
     def hardware(self) -> Hardware | None:
-        """Return the machine that was named; None is this one."""
+        """Return the named machine; None is this one."""
         return self.assumed and self.assumed.hardware
 
     @property
     def disk_bytes_per_s(self) -> float | None:
-        """Return the rate of reads that was given; None is measured."""
+        """Return the given rate of reads; None is measured."""
         return self.assumed and self.assumed.disk_bytes_per_s
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return True if no link of this machine and no profile made on it says anything."""
+        """Return True if no link of this machine, and no profile made on it, applies."""
         is_gpu_elsewhere = self.budget.gpu_bytes is not None and not self.device.has_own_memory
         return self.hardware is not None or is_gpu_elsewhere
 
@@ -71,7 +71,7 @@ class Setup:
 
     @property
     def minimal_plan(self) -> MemoryPlan:
-        """Return the plan without a tree, which has the context and the way of experts of all."""
+        """Return the plan without a tree, whose context and way of experts hold for all plans."""
         return self.plan_for(1)
 
     @property
@@ -80,26 +80,26 @@ class Setup:
         return partial(traffic_in, self.budget, self.files, hardware=self.hardware)
 
     def admit(self) -> None:
-        """Raise `UserError` where memory has no room for the tree, or for any if it is chosen.
+        """Raise `UserError` if memory has no room for the tree, or for any tree if it is chosen.
 
-        What each of several ranks has room for is settled when they have met.
+        With several ranks, room is settled when they have met.
         """
         if self.options.ranks is None:
             self.plan_for(self.least_nodes)
 
     @property
     def least_nodes(self) -> int:
-        """Return the nodes of all texts together that there must be room for."""
+        """Return the number of nodes, of all texts together, that must have room."""
         num_nodes = 1 if self.tree.is_chosen else self.tree.num_nodes
         return self.options.parallel * num_nodes
 
     @property
     def machine(self) -> Machine:
-        """Return the machine that a profile of this one would be for."""
+        """Return the machine that a profile made here would be for."""
         return Machine.here(compute_dtype_name(self.files.target, self.dtype), self.device.name)
 
     def settings(self, sampling: Sampling | None = None) -> RunSettings:
-        """Return the settings of a tree's choice; without sampling the named profile's, or greedy."""
+        """Return the sampling for which a tree is chosen; by default a named profile's, or greedy."""
         named = self._named_profile
         if sampling is None and named is not None:
             identity = parse_profile(named).identity
@@ -114,7 +114,7 @@ class Setup:
         return None if named is None or self.options.has_no_profile else Path(named)
 
     def profile_finder(self) -> FindProfile:
-        """Return a finder of the profile for settings and rule, which says why there is none."""
+        """Return a function that finds the profile for settings and rule, or says why none fits."""
         if prior_for(self.files) is None or self.options.has_no_profile:
             return lambda *_: (None, "no profile is wanted")
         return profile_finder(
@@ -129,7 +129,7 @@ class Setup:
     def tree_selector(self, sampling: Sampling) -> TreeSelector:
         """Return the selector of trees, with all that is known before anything is measured.
 
-        Raises `UserError` for a named profile that does not hold for such runs.
+        Raises `UserError` for a named profile that does not fit such runs.
         """
         find = self.profile_finder()
         profile, _ = find(*self.settings(sampling))
@@ -150,14 +150,14 @@ class Setup:
 
     @property
     def knows_link(self) -> bool:
-        """Return True if the rate at which layers arrive is said, or can be measured here."""
+        """Return True if the rate at which layers arrive is given, or can be measured here."""
         is_here_or_given = bool(self.disk_bytes_per_s) or self.files.target.is_here
         return self.hardware is not None or (not self.is_elsewhere and is_here_or_given)
 
     def measure_link(self, most_nodes: int) -> float:
-        """Return bytes per second at which layers arrive, as said or as measured here and now.
+        """Return bytes per second at which layers arrive, as given or as measured now.
 
-        Infinite where nothing streams to a GPU, even with the largest trees, of `most_nodes`.
+        Infinite if nothing streams to a GPU, even with the largest trees, of `most_nodes`.
         """
         assert self.knows_link, "there is a link to measure"
         given = self.disk_bytes_per_s
@@ -178,7 +178,7 @@ class Setup:
                 disk_bytes_per_s=given,
                 open_source=self.open_source,
             )
-        # just now, for the rows of a prompt's pass
+        # measured now, for the rows of a prompt's pass
         if self.budget.rates is not None:
             return self.budget.rates.link_bytes_per_s
         return given or link.link_bytes_per_s(

@@ -1,4 +1,4 @@
-"""What caches hold of a text as tensors with names, as sessions and blocks of prefixes keep it.
+"""The content of caches as named tensors, as sessions and prefix blocks keep it.
 
 `target.keys.3` are the keys of the target's layer 3, (1, G, P, K); `target.states.3` is the state of
 a recurrent layer behind the last of these positions, as one row of numbers.
@@ -27,10 +27,10 @@ from offload.model.recurrent_cache import Point
 
 PARTS = ("target", "draft")
 ROWS = (KEYS, VALUES, INDEX, f"{KEYS}{SCALES}", f"{VALUES}{SCALES}")
-# of recurrent layers
+# kind of recurrent layers' states
 TAILS = "tails"
 STATES = "states"
-SUM = "crc32"  # the note that has the checksum of all that lies behind the header
+SUM = "crc32"  # the note with the checksum of all bytes after the header
 _ALIGN_BYTES = 8  # where the data of a safetensors file begin
 _TYPES = {getattr(torch, encoding.dtype): encoding.name for encoding in STORED.values()}
 
@@ -41,7 +41,7 @@ def state_name(part: str, kind: str, index: int) -> str:
 
 
 def by_layer(names: Iterable[str]) -> Mapping[int, list[str]]:
-    """Return names by the layers that they end with."""
+    """Return names by the layer numbers at their ends."""
     of_layer = defaultdict[int, list[str]](list)
     for name in names:
         of_layer[int(name.rsplit(".", 1)[1])].append(name)
@@ -49,7 +49,7 @@ def by_layer(names: Iterable[str]) -> Mapping[int, list[str]]:
 
 
 def row_tensors(part: str, cache: KVCache, first: int, end: int) -> dict[str, Tensor]:
-    """Return views of what a model's layers hold of positions [first, end), by names in files."""
+    """Return views of a model's layers at positions [first, end), by names in files."""
     return {
         state_name(part, kind, layer): state[:, :, first:]
         for layer, held in KVCache.states(cache, end).items()
@@ -69,7 +69,7 @@ def layers_of(part: str, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, T
 
 
 def point_tensors(part: str, point: Point) -> dict[str, Tensor]:
-    """Return states behind a position by names in files, each as one row."""
+    """Return states after a position by names in files, each as one row."""
     tails = {state_name(part, TAILS, layer): tail for layer, tail in point.tails.items()}
     return tails | {
         state_name(part, STATES, layer): state.flatten() for layer, state in point.states.items()
@@ -77,7 +77,7 @@ def point_tensors(part: str, point: Point) -> dict[str, Tensor]:
 
 
 def point_of(part: str, tensors: Mapping[str, Tensor], length: int) -> Point:
-    """Return the states behind this many positions, see `point_tensors`."""
+    """Return the states after this many positions, see `point_tensors`."""
     tails, states = (
         {
             int(name.rsplit(".", 1)[1]): tensor
@@ -92,9 +92,9 @@ def point_of(part: str, tensors: Mapping[str, Tensor], length: int) -> Point:
 def write_tensors(
     path: Path, notes: Mapping[str, str], tensors: Mapping[str, Tensor], *, is_synced: bool = True
 ) -> None:
-    """Write tensors of any type in this order, with notes about them. Raises `OSError`.
+    """Write tensors of any type in this order, with notes. Raises `OSError`.
 
-    A file that is not synced may be damaged where the machine fails, which its checksum shows.
+    A file that is not synced may be damaged if the machine fails, which its checksum shows.
     """
     entries = dict[str, TensorEntry]()
     end = 0
@@ -168,7 +168,7 @@ def kept_layers(file: Any, part: str) -> list[int]:
 
 
 def num_kept(file: Any, part: str) -> int:
-    """Return the positions that the keys of a model's layers are of, see `kept_layers`."""
+    """Return the number of positions in the keys of a model's layers, see `kept_layers`."""
     return int(file.get_slice(state_name(part, "keys", kept_layers(file, part)[0])).get_shape()[2])
 
 

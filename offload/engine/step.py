@@ -1,10 +1,9 @@
 """One pass over the weights for all texts being written: grow -> score -> accept -> commit.
 
 Texts share the pass and nothing else: each has its own tree, keys and values, noise and limits, and
-joins or leaves between passes. Prompts are taken in by the same passes as the others' trees, in
-chunks, in the order in which they came.
-Invariant: what a text gains does not depend on who else is there, except how much of it comes in
-one pass.
+joins or leaves between passes. Prompts are read in chunks, in order of arrival, by the same passes
+as the others' trees. Invariant: a text's gain does not depend on other texts, except for how much
+of it comes in one pass.
 """
 
 import time
@@ -29,9 +28,9 @@ from offload.trees.verification import Acceptance
 
 
 def share_out(texts: Sequence[TokenSequence], num_rows: int) -> list[tuple[TokenSequence, int]]:
-    """Share out a pass that takes in at most `num_rows` tokens of prompts.
+    """Share out a pass that reads at most `num_rows` tokens of prompts.
 
-    Return its texts, each with how many that are; those that get no row wait for the next.
+    Return its texts, each with its number of tokens; those without a row wait for the next pass.
     """
     batch = []
     for text in texts:
@@ -47,13 +46,13 @@ class TextStep:
     """One text in a step; each of the four acts adds its part."""
 
     text: TokenSequence
-    num_read: int  # tokens of its prompt that the pass takes in
-    shape: Shape | None  # of its tree; None while more of the prompt is left
+    num_read: int  # prompt tokens that the pass reads
+    shape: Shape | None  # shape of its tree; None while more of the prompt is left
     tree: TokenTree | None = None
     part: BatchPart | None = None
-    rows: Rows | None = None  # scores of the tree
+    rows: Rows | None = None  # the tree's scores
     accepted: Acceptance | None = None
-    kept: Acceptance | None = None  # as far as the text goes on
+    kept: Acceptance | None = None  # emitted tokens, up to the text's end
     gained: list[int] | Exception = field(default_factory=list)
     verify_s: float = 0.0
 
@@ -63,19 +62,19 @@ class TextStep:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Time what is done for this text, and let an error of its own end nothing else."""
+        """Time the work for this text; an error of its own ends no other text."""
         began_s = time.perf_counter()
         try:
             yield
         except RunError:
             raise
-        except Exception as error:  # of its scores, or of its grammar
+        except Exception as error:  # from its scores, or its grammar
             self.gained = error
         self.verify_s += time.perf_counter() - began_s
 
 
 class StepResult(NamedTuple):
-    """A step of several texts, for those who listen: figures, threads, the choice of trees."""
+    """The result of a step for its listeners: figures, threads, the choice of trees."""
 
     texts: Sequence[TextStep]
     modes: StepModes
@@ -88,10 +87,10 @@ class StepResult(NamedTuple):
 
     @property
     def observed(self) -> ObservedPass | None:
-        """None where a text read its prompt or failed: such a pass is like no other."""
+        """None if a text read its prompt or failed: such a pass is not typical."""
         if any(each.num_read or each.has_failed for each in self.texts):
             return None
-        # what is accepted beyond a text's end counts as well
+        # tokens accepted beyond a text's end count as well
         seen = [(each.shape, each.tree, each.accepted) for each in self.texts]
         shapes = [shape for shape, _, _ in seen if shape is not None]
         nodes = [tree.num_nodes for _, tree, _ in seen if tree is not None]
@@ -111,18 +110,18 @@ class SpeculationStep:
     _target: Target
     _drafter: Proposer
     _threads: ThreadPolicy
-    _compute_in: Callable[[Mode], None]  # from then on computes in this mode
-    # committed tokens that a step takes in, of all texts together; a text alone has no limit
+    _compute_in: Callable[[Mode], None]  # threads then compute in this mode
+    # prompt tokens that a step reads, of all texts together; a single text has no limit
     _max_prompt_rows: int
-    # hears of every text of whose prompt a pass has taken in a part
+    # called for every text of whose prompt a pass has read a part
     _keep: Callable[[TokenSequence], None]
     _listeners: Sequence[Listener] = ()
 
     def run(self, texts: Sequence[TokenSequence]) -> list[list[int] | Exception]:
         """Run one round of speculation; return each text's new tokens, none during its prompt.
 
-        What fails of one text alone, behind the pass, is returned in its place. Texts on both sides
-        of longrope's turning point take two passes.
+        An error of a single text, after the pass, is returned in its place. Texts on both sides of
+        longrope's turning point take two passes.
         """
         for text in texts:
             text.recover()
@@ -160,7 +159,7 @@ class SpeculationStep:
         return result
 
     def _grow(self, batch: Sequence[TextStep]) -> Mode:
-        """Grow the trees of texts whose prompt ends in this pass; return the mode of the threads."""
+        """Grow the trees of texts whose prompt ends in this pass; return the threads' mode."""
         growing = [(each, each.shape) for each in batch if each.shape is not None]
         num_rows = sum(each.num_read for each in batch)
         num_rows += sum(shape.num_nodes for _, shape in growing)
@@ -175,7 +174,7 @@ class SpeculationStep:
         return mode
 
     def _score(self, batch: Sequence[TextStep]) -> Mode:
-        """Score all trees, and read parts of prompts, in one pass; return the mode of the threads."""
+        """Score all trees, and read parts of prompts, in one pass; return the threads' mode."""
         num_rows = sum(each.num_read for each in batch)
         num_rows += sum(each.tree.num_nodes for each in batch if each.tree is not None)
         mode = self._threads.modes(_bucket(num_rows)).sweep
@@ -189,7 +188,7 @@ class SpeculationStep:
         return mode
 
     def _part_of(self, each: TextStep) -> BatchPart:
-        """Return a text's part of the pass; of a prompt that takes several, the drafter hears."""
+        """Return a text's part of the pass; the drafter observes a prompt that takes several."""
         text = each.text
         observe = partial(self._observe, text)
         return self._target.part_of(
@@ -197,7 +196,7 @@ class SpeculationStep:
         )
 
     def _observe(self, text: TokenSequence) -> None:
-        """Let the drafter take in what a pass has read of a prompt, and keep it for other texts."""
+        """Let the drafter read what a pass has computed of a prompt, and keep it for other texts."""
         self._drafter.observe(text.tokens, text.caches.draft)
         self._keep(text)
 
@@ -226,7 +225,7 @@ class SpeculationStep:
                         self._keep(each.text)
 
     def _commit_path(self, each: TextStep, tree: TokenTree, accepted: Acceptance) -> list[int]:
-        """Keep an accepted path as far as the text goes on; return the tokens that it has gained."""
+        """Keep an accepted path up to the text's end; return the tokens gained."""
         text = each.text
         caches = text.caches
         num_tokens = len(text.tokens)
@@ -257,7 +256,7 @@ def _batch_of(texts: Sequence[TokenSequence], num_rows: int) -> list[TextStep]:
 
 
 def count_step(result: StepResult) -> None:
-    """Count a step in the figures of its texts, and let their next chains follow from them."""
+    """Count a step in the figures of its texts, and set their next chains' lengths."""
     for each in result.texts:
         stats = each.text.stats
         stats.threads = result.modes
@@ -279,7 +278,7 @@ def count_step(result: StepResult) -> None:
 
 
 def learning(threads: ThreadPolicy, learn: Callable[[ObservedPass], None]) -> Listener:
-    """Return a listener by which threads, and the choice of trees, learn from passes of trees."""
+    """Return a listener from which threads, and the choice of trees, learn."""
 
     def listen(result: StepResult) -> None:
         if (observed := result.observed) is not None:
@@ -291,5 +290,5 @@ def learning(threads: ThreadPolicy, learn: Callable[[ObservedPass], None]) -> Li
 
 
 def _bucket(num_rows: int) -> int:
-    """Round up a pass's rows, so that passes of nearly one size are compared with each other."""
+    """Round up a pass's rows, so that passes of nearly one size are compared."""
     return 1 << (num_rows - 1).bit_length()
