@@ -225,7 +225,7 @@ class SuffixIndex:
         return b"".join(token.to_bytes(self._width.num_bytes, "big") for token in known)
 
     def _place(self, index: int, wanted: bytes) -> tuple[int, int]:
-        """Return how many tokens of `wanted` a chunk has, and their place in its order."""
+        """Count the tokens of `wanted` that a chunk has; return that and their place in its order."""
         view = self._views[index]
         read_at = self._reader(index, len(wanted))
         at = bisect_left(view, wanted, key=read_at)

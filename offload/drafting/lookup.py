@@ -387,9 +387,7 @@ class LookupDrafter(WithoutModel):
         return GuessState()
 
     def propose(self, batch: Sequence[DraftText]) -> list[TokenTree]:
-        """Return trees of point masses: within bounds those that pay, else as many as fit the
-        shape.
-        """
+        """Return trees of point masses: within bounds those that pay, else those that fit."""
         return [self._grow(text) for text in batch]
 
     def _grow(self, text: DraftText) -> TokenTree:

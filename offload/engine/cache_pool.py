@@ -170,9 +170,7 @@ class CachePool:
         return most_shared
 
     def _num_to_keep(self, cache_set: _CacheSet, tokens: list[int]) -> int:
-        """Return how many of these tokens a set has, the last excluded; 0 for another encoder
-        prompt.
-        """
+        """Count these tokens in a set, the last excluded; 0 for another encoder's prompt."""
         num = num_shared(cache_set.tokens, tokens)
         is_other = any(token not in tokens[:num] for token in self._start_ids)
         return 0 if is_other else cache_set.caches.target.keepable(min(num, len(tokens) - 1))

@@ -200,7 +200,7 @@ class Request:
         return ids
 
     def num_new(self, ids: Sequence[int], context: int, start_ids: tuple[int, ...] = ()) -> int:
-        """Return how many tokens may be written after a prompt, at least 1 if any are wanted."""
+        """Count the tokens that may be written after a prompt, at least 1 if any are wanted."""
         if not self.is_clipped:
             return self.max_new_tokens
         return min(self.max_new_tokens, max(1, context - len(start_ids or ids)))

@@ -337,7 +337,7 @@ class Scheduler:
 
 
 def _num_alike(request: Request, text: TokenSequence, waiting: Request) -> int:
-    """Return how many tokens a waiting prompt shares with a text: all, or at least a block.
+    """Count the tokens that a waiting prompt shares with a text: all, or at least a block.
 
     A prompt that is not encoded yet is compared as it was given.
     """

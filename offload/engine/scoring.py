@@ -171,7 +171,7 @@ class Scorer:
             yield branches
 
     def _num_alike(self, num_held: int, before: int | None, index: int) -> int:
-        """Return how many rows of a text are left in the cache by the one before it.
+        """Count the rows of a text that the one before it has left in the cache.
 
         A token's score holds for both texts if it and those before it are the same.
         """
@@ -190,7 +190,7 @@ class Scorer:
         return num_alike
 
     def _room_behind(self, num_kept: int) -> int:
-        """Return how many rows fit after the cached tokens; branches may outgrow the context."""
+        """Count the rows that fit after the cached tokens; branches may outgrow the context."""
         return min(self._max_rows, self._cache.num_slots - num_kept)
 
     def _pass(self, batch: "_Branches") -> None:
