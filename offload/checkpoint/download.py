@@ -9,9 +9,10 @@ one commit.
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,49 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
     return UserError(f"{complaint}: check the network, or give a folder")
 
 
-def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
-    """Return the folder of a model, downloaded if it is on the hub. Raises `UserError`."""
+def _silent_bars(on_bytes: Callable[[int], None]) -> type:
+    """Return a class of bars for the hub's library that draw nothing and report bytes.
+
+    The library has several bars with the unit "B": of bytes from the network, of those on the disk.
+    """
+    from tqdm import tqdm
+
+    most_bytes = 0
+
+    class SilentBar(tqdm):
+        monitor_interval = 0
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            # one that is disabled would not count
+            super().__init__(
+                *args, **{**settings, "disable": False, "file": StringIO(), "delay": 1e9}
+            )
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal most_bytes
+            is_drawn = super().update(n)
+            if self.unit == "B":
+                most_bytes = max(most_bytes, int(self.n))
+                on_bytes(most_bytes)
+            return is_drawn
+
+        def refresh(self, *_: Any, **__: Any) -> bool:
+            return False
+
+    return SilentBar
+
+
+def folder_of(
+    model: str | os.PathLike[str],
+    *,
+    with_weights: bool = True,
+    on_bytes: Callable[[int], None] = lambda done: None,
+) -> Path:
+    """Return the folder of a model, downloaded if it is on the hub. Raises `UserError`.
+
+    Args:
+        on_bytes: is called from other threads with the bytes of weights that have landed so far.
+    """
     path = Path(os.path.expanduser(model))
     require_visible(path)
     if os.path.isdir(path):
@@ -126,7 +168,13 @@ def folder_of(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pa
         names = shard_names(small, read_json(small / INDEX).get("weight_map"))
     if not with_weights:
         return small
-    fetch = partial(download, str(model), revision=small.name, ignore_patterns=list(_NEVER))
+    fetch = partial(
+        download,
+        str(model),
+        revision=small.name,
+        ignore_patterns=list(_NEVER),
+        tqdm_class=_silent_bars(on_bytes),
+    )
     # Other files may be the same weights in another precision, so this name comes first, as in
     # `find_shards`. config.json is asked for since the hub's library warns of patterns that match
     # nothing.

@@ -6,7 +6,9 @@ beside it.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,25 +120,49 @@ def fetch(
     models: Sequence[str | os.PathLike[str]],
     headers: Sequence[Checkpoint],
     on_phase: Callable[[str], None],
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Checkpoint]:
     """Return checkpoints with weights; files of `headers` that are missing here are downloaded.
 
     Where files are here, their commit stays.
+
+    Args:
+        on_bytes: is called with the bytes of a model's weights that are here by now, and all.
     """
     checkpoints = []
     for model, known in zip(models, headers, strict=True):
         if not known.is_here:
             on_phase(f"downloading {model}")
-            known = open_checkpoint(model)
+            known = open_checkpoint(model, _in_all(known, on_bytes))
         elif is_from_hub(model):
             download_small(str(model), revision=known.directory.name)
         checkpoints.append(known)
     return checkpoints
 
 
-def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Read config and headers of a Hugging Face folder or hub id. Raises `UserError`."""
-    directory = folder_of(model)
+def _in_all(known: Checkpoint, on_bytes: Callable[[int, int], None]) -> Callable[[int], None]:
+    """Return what takes the bytes that have landed, beside those of whole files that were here."""
+    ends = Counter[int]()
+    for entry in (*known.tensors.values(), *known.extra.values()):
+        ends[entry.shard] = max(ends[entry.shard], entry.hi)
+    total = ends.total()
+    with suppress(OSError):
+        folder = in_cache(str(known.directory))
+        for shard, size in list(ends.items()):
+            if os.path.isfile(folder / known.shards[shard].name):
+                ends[shard] -= size
+    here = total - ends.total()
+    return lambda done: on_bytes(min(here + done, total), total)
+
+
+def open_checkpoint(
+    model: str | os.PathLike[str], on_bytes: Callable[[int], None] = lambda done: None
+) -> Checkpoint:
+    """Read config and headers of a Hugging Face folder or hub id. Raises `UserError`.
+
+    `on_bytes` is that of `folder_of`.
+    """
+    directory = folder_of(model, on_bytes=on_bytes)
     where = name_of_folder(directory)
     if not os.path.isfile(directory / "config.json"):
         _refuse_other_formats(directory)

@@ -54,7 +54,7 @@ def resolve(
     setup = resolve_files(_specified_files(options, headers), options, device, assumed)
     admit(setup)
     if assumed is None:
-        fetched = fetch(options.models_to_read, headers, hooks.on_phase)
+        fetched = fetch(options.models_to_read, headers, hooks.on_phase, hooks.on_bytes)
         # the hub may have another commit by now
         if fetched != headers:
             setup = resolve_files(_specified_files(options, fetched), options, device)

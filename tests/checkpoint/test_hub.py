@@ -4,8 +4,11 @@ import json
 import os
 import shutil
 import socket
+import threading
+import zlib
 from collections.abc import Callable
 from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +82,74 @@ def test_a_hub_id_costs_headers_and_no_weights(hub: Hub, monkeypatch: pytest.Mon
     hub.asked.clear()
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, local_files_only: str(hub.folder))
     assert headers.open_headers("org/model").is_here and hub.asked == [], "a snapshot in the cache is used"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """The hub's answers for org/model, out of a folder, to the library itself."""
+
+    folder: Path
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        status, start, headers = 200, 0, {"X-Repo-Commit": COMMIT}
+        if self.path.startswith("/api/"):
+            blob = {"type": "file", "oid": "0" * 40}
+            names = [
+                {**blob, "rfilename": path.name, "path": path.name, "size": path.stat().st_size}
+                for path in self.folder.iterdir()
+            ]
+            is_tree = "/tree/" in self.path
+            body = json.dumps(names if is_tree else {"id": "org/model", "sha": COMMIT, "siblings": names}).encode()
+        elif (self.folder / name).is_file():
+            body = (self.folder / name).read_bytes()
+            headers["ETag"] = f'"{zlib.crc32(body):040x}"'
+            if (part := self.headers.get("Range")) is not None:
+                start, end = map(int, part.removeprefix("bytes=").split("-"))
+                status, headers["Content-Range"] = 206, f"bytes {start}-{end}/{len(body)}"
+                body = body[start : end + 1]
+        else:
+            status, body, headers["X-Error-Code"] = 404, b"", "EntryNotFound"
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+_DOWNLOAD = """
+from offload.checkpoint.open import fetch, open_headers
+seen = []
+headers = [open_headers("org/model")]
+assert not headers[0].is_here
+(model,) = fetch(["org/model"], headers, print, lambda *bytes: seen.append(bytes))
+assert model.is_here
+for done, total in seen:
+    print(done, total)
+"""
+
+
+def test_a_download_tells_how_far_it_is(pair: Pair, tmp_path: Path) -> None:
+    """By the hub's library itself."""
+    _Answers.folder = pair[0]
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+    environment["HF_HUB_OFFLINE"] = "0"
+    phase, *lines = run_python("-c", _DOWNLOAD, environment=environment).splitlines()
+    hub.shutdown()
+    hub.server_close()
+    assert phase == "downloading org/model"
+    done, totals = zip(*(map(int, line.split()) for line in lines), strict=True)
+    total = sum(path.stat().st_size for path in pair[0].glob("*.safetensors"))
+    assert [*done] == sorted(done) and {*totals} == {done[-1]}
+    assert 0.9 * total <= done[-1] <= total, "headers are no weights"
 
 
 def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +281,7 @@ def served(patch: pytest.MonkeyPatch, folder: Path, offered: list[str]) -> list[
     """Let the hub offer these files; return those that are fetched by what its library makes of patterns."""
     fetched = list[str]()
 
-    def serve(repo: str, revision: str | None = None, **patterns: Any) -> str:
+    def serve(repo: str, revision: str | None = None, tqdm_class: type | None = None, **patterns: Any) -> str:
         assert revision in (None, folder.name), "one commit"
         fetched.extend(filter_repo_objects(offered, **patterns))
         return str(folder)
@@ -280,7 +351,7 @@ def test_what_is_not_here_is_said_to_be_downloaded_but_for_one_small_file(
     (hub.folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
     assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
     assert hub.asked == ["generation_config.json"]
-    monkeypatch.setattr(headers, "open_checkpoint", lambda model: open_checkpoint(hub.folder))
+    monkeypatch.setattr(headers, "open_checkpoint", lambda model, on_bytes=None: open_checkpoint(hub.folder))
     told, models = list[str](), [hub.folder, "org/model"]
     headers.fetch(models, list(map(headers.open_headers, models)), told.append)
     assert told == ["downloading org/model"]
