@@ -211,6 +211,8 @@ def dflash(form: str = "z-lab") -> tuple[Path, Any]:
         for name, tensor in model.named_parameters():
             tensor.copy_(torch.randn_like(tensor) * 0.25 + ("norm" in name))
     tensors = dict(model.state_dict())
+    if form in MARKOV:
+        tensors |= corrections(form)
     if form == "muse":
         return written(tensors, {**sizes, **block, "model_type": "muse_glimmer_assistant"}), model
     renamed = (("encoder.fc", "fc"), ("encoder.output_norm_enc", "hidden_norm"))
@@ -225,9 +227,51 @@ def dflash(form: str = "z-lab") -> tuple[Path, Any]:
         return written(
             tensors, {**block, **layer_config, "target_layer_ids": None, "aux_hidden_state_layer_ids": entered}
         ), model
+    if form in MARKOV:
+        config = {**sizes, **block, "model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "markov_rank": RANK,
+                  "markov_head_type": form, "enable_confidence_head": True, **MARKOV[form]}  # fmt: skip
+        return written(tensors, config), model
     config = {**sizes, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": BLOCK,
               "dflash_config": {"mask_token_id": MASK, "target_layer_ids": LEFT}}  # fmt: skip
     return written(tensors, config), model
+
+
+RANK = 8
+# DSpark's forms of corrections; one says that its first row guesses nothing
+MARKOV: dict[str, dict[str, Any]] = {"vanilla": {}, "gated": {"sample_from_anchor": False}, "rnn": {}}
+
+
+def corrections(form: str) -> dict[str, Tensor]:
+    """Return tensors of a head of this form, which scores fewer words than the target has."""
+    shapes: dict[str, tuple[int, ...]] = {"markov_w1.weight": (VOCAB, RANK), "markov_w2.weight": (WORDS, RANK)}
+    if form == "gated":
+        shapes |= {"gate_proj.weight": (RANK, WIDTH + RANK), "gate_proj.bias": (RANK,)}
+    if form == "rnn":
+        shapes["joint_proj.weight"] = (3 * RANK, 2 * RANK + WIDTH)
+    scores = random_weights({"lm_head.weight": (WORDS, WIDTH)}, seed=8)
+    named = {f"markov_head.{name}": 4 * tensor for name, tensor in random_weights(shapes, seed=7).items()}
+    id_W = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:WORDS].sort().values
+    confidence = {"confidence_head.proj.weight": torch.zeros(1, WIDTH + RANK)}
+    return {**named, **scores, **confidence, "d2t": id_W - torch.arange(WORDS)}
+
+
+def corrected(form: str, rows_BD: Tensor, path: Sequence[int], first: int) -> Tensor:
+    """Return the scores (V) of what follows a path below a token, of rows behind the norm."""
+    tensors = {name.removeprefix("markov_head."): tensor for name, tensor in corrections(form).items()}
+    state_R = torch.zeros(RANK)
+    for row_D, token in zip(rows_BD, (first, *path), strict=False):
+        added_R = tensors["markov_w1.weight"][token]
+        if form == "gated":
+            gate_R = tensors["gate_proj.weight"] @ torch.cat([row_D, added_R]) + tensors["gate_proj.bias"]
+            added_R = gate_R.sigmoid() * added_R
+        if form == "rnn":
+            all_R = tensors["joint_proj.weight"] @ torch.cat([state_R, added_R, row_D])
+            kept_R, new_R, out_R = all_R.view(3, RANK)
+            state_R = kept_R.sigmoid() * state_R + (1 - kept_R.sigmoid()) * new_R.tanh()
+            added_R = out_R.tanh()
+        scores_W = tensors["lm_head.weight"] @ row_D + tensors["markov_w2.weight"] @ added_R
+    none_V = torch.full((VOCAB,), -torch.inf)
+    return none_V.index_copy(0, tensors["d2t"] + torch.arange(WORDS), scores_W)
 
 
 @torch.no_grad()
@@ -243,7 +287,11 @@ def dflash_scores(form: str, tokens: Sequence[int], path: Sequence[int]) -> Tens
         context_hidden_states=torch.cat([hidden[layer + 1] for layer in LEFT], -1),
         attention_mask={"full_attention": None, "sliding_attention": is_near_BS[None, None]},
     )
-    scores_V: Tensor = model.lm_head(out.last_hidden_state[0, len(path) + 1])
+    rows_BD = out.last_hidden_state[0]
+    if form in MARKOV:
+        first = int(MARKOV[form].get("sample_from_anchor") is False)
+        return corrected(form, rows_BD[first : first + len(path) + 1], path, tokens[-1])
+    scores_V: Tensor = model.lm_head(rows_BD[len(path) + 1])
     return scores_V
 
 

@@ -68,6 +68,7 @@ class Carried(NamedTuple):
     target_width: int = 0  # width of the target's states
     # tokens of a block, and the id that masks those to be guessed
     block: tuple[int, int] | None = None
+    is_anchored: bool = False  # whether a block's first row guesses the token behind its own
     lent: tuple[tuple[str, int], ...] = ()  # target layers whose keys it reads, by kind
     # words in the order of clusters, and the number of clusters whose words are scored for a row
     clusters: tuple[TensorEntry, int] | None = None

@@ -32,6 +32,10 @@ _AROUND = {
     "encoder.output_norm_enc": f"{MIXER}hidden_norm",
     "input_norm": f"{MIXER}input_norm",
     **{f"fc_norm.{turn}": f"{MIXER}fc_norm.{turn}" for turn in range(3)},
+    "markov_head.markov_w1": f"{MIXER}markov.w1",
+    "markov_head.markov_w2": f"{MIXER}markov.w2",
+    "markov_head.gate_proj": f"{MIXER}markov.gate",
+    "markov_head.joint_proj": f"{MIXER}markov.joint",
     "norm": "model.norm",
     "embed_tokens": "model.embed_tokens",
     "lm_head": "lm_head",
@@ -40,7 +44,10 @@ _WORDS = ("d2t", "t2d")
 # whole numbers, little-endian, by numpy's names
 WORD_TYPES = {"I64": "<i8", "I32": "<i4"}
 _MOST = 1 << 20
-_PASSED_OVER = re.compile(r"rotary_emb\.inv_freq$|^verifier_")
+# how sure a block is to be right: the exponent that is learnt here says so of any draft
+_PASSED_OVER = re.compile(r"rotary_emb\.inv_freq$|^verifier_|^confidence_head\.")
+# speculators' names of kinds
+_SPECULATORS = {EAGLE3: EAGLE3, DFLASH: DFLASH, "dspark": DFLASH}
 _OF_TYPE = {
     "muse_glimmer_assistant": DFLASH,
     "gemma4_assistant": ASSISTANT,
@@ -58,8 +65,8 @@ def head_kind(config: Settings) -> str | None:
     architectures = " ".join(map(str, named)) if isinstance(named, list) else ""
     kind = config.get("speculators_model_type")
     if kind is not None:
-        return kind if kind in (EAGLE3, DFLASH) else None
-    if "dflash_config" in config or "dflash" in architectures.lower():
+        return _SPECULATORS.get(str(kind))
+    if "dflash_config" in config or re.search("dflash|dspark", architectures, re.IGNORECASE):
         return DFLASH
     kind = _OF_TYPE.get(str(config.get("model_type")))
     if kind is not None:
@@ -134,9 +141,9 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     if type(window := config.get("sliding_window")) is int:
         # the position exactly a window away is seen as well
         config["sliding_window"] = window + 1
-    if stated.get("sample_from_anchor"):
-        rule = f"{draft.name}: a block in a form that is not read (sample_from_anchor)"
-        raise UserError(f"{rule}: {OTHER_HEAD}")
+    # DSpark's blocks are anchored where nothing is said of it
+    kinds = f"{draft.config.get('architectures')} {draft.config.get('speculators_model_type')}"
+    is_anchored = stated.get("sample_from_anchor", "dspark" in kinds.lower())
     is_last = depth in layers
     carried = Carried(
         frozenset(),
@@ -144,6 +151,7 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
         tapped=_tapped(draft, depth, [layer for layer in layers if layer != depth]),
         has_normed=is_last,
         block=(size, mask),
+        is_anchored=is_anchored is True,
     )
     return _beside(target, draft, carried, config)
 
@@ -175,6 +183,12 @@ def _tapped(draft: Checkpoint, depth: int, layers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def _is_corrected(draft: Checkpoint) -> bool:
+    """Return True if a block's guesses are corrected by the token before each."""
+    names = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+    return bool(draft.config.get("markov_rank")) or any(name in draft.tensors for name in names)
+
+
 def _own_name(name: str) -> str | None:
     """Return the decoder's name of a tensor; None for a tensor that no such head has."""
     match = _IN_LAYER.match(name)
@@ -197,7 +211,8 @@ def _beside(
         for name, decoder_name in named.items()
         if decoder_name is not None
     }
-    needed = ("fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight")
+    needed = ["fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"]
+    needed += [f"markov_head.markov_w{turn}.weight" for turn in (1, 2) if _is_corrected(draft)]
     unread = [f"no {name}" for name in needed if _own_name(name) not in tensors]
     unread += [name for name, decoder_name in named.items() if decoder_name is None] + [
         *draft.extra
@@ -277,6 +292,13 @@ def _check_fit(
         )
     head = tensors.get("lm_head.weight")
     ids = tensors.get("d2t")
+    first, second = (tensors.get(f"{MIXER}markov.w{turn}.weight") for turn in (1, 2))
+    if first is not None and second is not None:
+        num_scored = words if head is None else head.shape[0]
+        wanted = [words, num_scored, first.shape[-1]]
+        got = [first.shape[0], *second.shape]
+        if got != wanted:
+            raise UserError(f"{complaint} (corrections of {got}, not {wanted}): {OTHER_HEAD}")
     if head is None or (ids is None and head.shape[:1] == (words,)):
         return None
     rule = f"{draft.name}: a head of {head.shape[0]} words has d2t, which says of each what it adds"

@@ -1,21 +1,24 @@
-"""DFlash blocks: what follows is guessed for all positions of a block in one pass.
+"""DFlash and DSpark blocks: what follows is guessed for all positions of a block in one pass.
 
 Keys are made of the target's states, of every committed token; the rows of a block are the last
 token and masks behind it, which see each other both ways. So there is one distribution for each
 position, whatever stands before it, and a tree is the best products of independent lists: ranked by
-softmax(beta (log q + G)), where G is the noise of the position that the target draws with.
+softmax(beta (log q + G)), where G is the noise of the position that the target draws with. A head
+that corrects scores by the token before (`_Corrections`) makes them lists by node.
 Names and forms: `checkpoint.heads`.
 
 Invariant: rows of the cache are made of the target's states alone; those of a block are never kept.
+
+Shape letters, in this file only: F nodes of a level, R numbers of a state that corrects.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from offload.drafting.base import DraftText, root_alone
@@ -26,12 +29,12 @@ from offload.drafting.model_drafter import DraftSetup
 from offload.drafting.mtp import CarriedDraft, CarriedDrafter
 from offload.drafting.static import fill, point_mass_scores
 from offload.memory.sizes import PROMPT_ROWS
-from offload.model.carried_model import CarriedCache, twin
+from offload.model.carried_model import CarriedCache, parent_of, twin
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart, causal
 from offload.model.taps import final_norm
 from offload.trees.token_tree import TokenTree
-from offload.trees.topology import DynamicShape, GrownNode, Shape, grow_best_first
+from offload.trees.topology import DynamicShape, Shape
 
 
 class BlockModel(HeadModel):
@@ -63,12 +66,48 @@ class BlockModel(HeadModel):
         assert self._carried.block is not None, "such a draft says so"
         return self._carried.block
 
+    @property
+    def num_guesses(self) -> int:
+        """Return the number of tokens that a block guesses."""
+        return self.block[0] - (not self._carried.is_anchored)
+
+    @property
+    def corrections(self) -> "_Corrections | None":
+        """Return the module that corrects scores by the token before; None for none."""
+        corrections: _Corrections | None = self._mixer.markov
+        return corrections
+
+    def guessed(self, logits_DV: Tensor) -> "_Guessed":
+        """Return scores behind a block's pass with the rows that they were made of."""
+        return _Guessed(logits_DV, self._output_TD[len(self._output_TD) - len(logits_DV) :])
+
+    @torch.inference_mode()
+    def below(
+        self, guessed: "_Guessed", depth_F: Tensor, token_F: Tensor, state_FR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores (F, V) of what follows nodes, and states (F, R) for what follows those."""
+        depth_F = self.send(depth_F.clamp(max=self.num_guesses - 1))
+        scores_FV = guessed.scores_DV[depth_F]
+        if self.corrections is None:
+            return scores_FV, state_FR
+        added_FW, state_FR = self.corrections(
+            self.send(token_F), guessed.hidden_DH[depth_F], state_FR
+        )
+        return scores_FV + self.widened(added_FW, 0.0), state_FR
+
     def _enter(self, embedded_1TD: Tensor, fed_1TD: Tensor) -> Tensor:
         self._mixer.context = (self._is_context_T[None, :, None], fed_1TD)
         return embedded_1TD
 
 
 MODEL = BlockModel
+
+
+class _Guessed(NamedTuple):
+    """What came out of a block's pass, by position: scores, and what they were made of."""
+
+    scores_DV: Tensor
+    hidden_DH: Tensor
 
 
 class _ContextMixer(nn.Module):
@@ -84,8 +123,11 @@ class _ContextMixer(nn.Module):
     def __init__(self, norm: nn.Module, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
         width, num_inputs = shapes["fc.weight"]
-        self.fc = empty_linear(num_inputs, width, next(norm.parameters()).dtype)
+        dtype = next(norm.parameters()).dtype
+        self.fc = empty_linear(num_inputs, width, dtype)
         self.hidden_norm = twin(norm)
+        is_corrected = "markov.w1.weight" in shapes
+        self.markov = _Corrections(shapes, dtype) if is_corrected else None
 
     def forward(self, tapped_TW: Tensor) -> Tensor:
         """Return (T, D) of the target's states."""
@@ -98,16 +140,52 @@ class _ContextMixer(nn.Module):
         return torch.where(is_context_1T1, fed_1TD, normed_1TD)
 
 
+class _Corrections(nn.Module):
+    """What the token before adds to a position's scores: DSpark's head, in three forms.
+
+    W2 W1[token] alone; gated by the block's row; or of a state that goes on from token to token.
+    Sources: DSpark (2607.05147); speculators 0.9 `MarkovHead`.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        super().__init__()
+        num_words, self.rank = shapes["markov.w1.weight"]
+        self.w1 = nn.Embedding(num_words, self.rank, device="meta", dtype=dtype)
+        self.w2 = empty_linear(self.rank, shapes["markov.w2.weight"][0], dtype)
+        self.gate: nn.Linear | None = None
+        self.joint: nn.Linear | None = None
+        for name in ("gate", "joint"):
+            if shape := shapes.get(f"markov.{name}.weight"):
+                has_bias = f"markov.{name}.bias" in shapes
+                setattr(self, name, empty_linear(shape[1], shape[0], dtype, has_bias=has_bias))
+
+    def forward(
+        self, token_F: Tensor, hidden_FH: Tensor, state_FR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return numbers (F, W) to be added to scores, and the states behind these tokens."""
+        before_FR = self.w1(token_F)
+        if self.joint is not None:
+            joint_F = self.joint(torch.cat([state_FR, before_FR, hidden_FH], dim=-1))
+            kept, new, before_FR = joint_F.chunk(3, dim=-1)
+            state_FR = kept.sigmoid() * state_FR + (1 - kept.sigmoid()) * new.tanh()
+            before_FR = before_FR.tanh()
+        elif self.gate is not None:
+            gate_FR = self.gate(torch.cat([hidden_FH, before_FR], dim=-1)).sigmoid()
+            before_FR = gate_FR * before_FR
+        return self.w2(before_FR), state_FR
+
+
 @dataclass(frozen=True)
 class _BlockDraft(CarriedDraft):
     """A block behind one text: deeper rows ask for scores that are there already."""
 
     _model: BlockModel
     _cache: CarriedCache
-    _scores: list[Tensor] = field(default_factory=list)
+    _guessed: list[_Guessed] = field(default_factory=list)
+    _states: list[Tensor] = field(default_factory=list)  # of the root, and of rows behind it
 
-    def block(self, tokens: Sequence[int]) -> Tensor:
-        """Return scores (B - 1, V) of what follows, at each position of the block."""
+    def block(self, tokens: Sequence[int]) -> _Guessed:
+        """Return guesses behind these tokens, at each position of the block."""
         *chunks, last = self._missing(tokens).split(PROMPT_ROWS)
         for chunk in chunks:
             self._run_committed(chunk, num_logits=1)
@@ -118,19 +196,36 @@ class _BlockDraft(CarriedDraft):
         sees_TT[num_rows:] = True
         position_T = torch.arange(len(token_T)) + self._cache.length
         rows = BatchPart(token_T, position_T, sees_TT, self._cache)
-        scores_DV = self.score_parts([rows], num_logits=size - 1)
+        scores_DV = self.score_parts([rows], num_logits=self._model.num_guesses)
         self._cache.commit(range(num_rows))
-        return scores_DV
+        return self._model.guessed(scores_DV)
+
+    def no_state(self) -> Tensor:
+        """Return (1, R): what corrections start from."""
+        corrections = self._model.corrections
+        rank = 0 if corrections is None else corrections.rank
+        return torch.zeros(1, rank, dtype=self._model.dtype, device=self._model.torch_device)
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
-        self._scores[:] = [self.block(tokens)]
-        return self._scores[0][:1]
+        self._guessed[:] = [self.block(tokens)]
+        root_1 = torch.tensor([tokens[-1]])
+        scores_1V, state_1R = self._model.below(
+            self._guessed[0], torch.zeros_like(root_1), root_1, self.no_state()
+        )
+        self._states[:] = [state_1R]
+        return scores_1V
 
     def run(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> Tensor:
-        # the first row behind the root is scored by the second row of the block
+        # the first row behind the root is scored by the second guess of the block
         depth_W = position_U[-len(token_W) :] - self._cache.length
-        scores_DV = self._scores[0]
-        return scores_DV[self._model.send(depth_W.clamp(max=len(scores_DV) - 1))]
+        num_known = ancestor_WU.shape[1]
+        parents = [parent_of(ancestor_WU, row, num_known) for row in range(len(token_W))]
+        state_UR = torch.cat(self._states)
+        scores_WV, state_WR = self._model.below(
+            self._guessed[0], depth_W, token_W, state_UR[torch.tensor(parents) + 1]
+        )
+        self._states.append(state_WR)
+        return scores_WV
 
 
 class BlockDrafter(CarriedDrafter):
@@ -160,21 +255,14 @@ class BlockDrafter(CarriedDrafter):
             return root_alone(text.tokens)
         if not isinstance(shape, DynamicShape):
             return fill(draft, shape, text.tokens, text.sampler)
-        scores_DV = draft.block(text.tokens)[: shape.depth]
-        sampler = text.sampler
-        root = len(text.tokens) - 1
-        scores_DV = sampler.adjusted(scores_DV, [()] * len(scores_DV))
-        positions = range(root + 1, root + 1 + len(scores_DV))
-        scores_DV = point_mass_scores(scores_DV, sampler, positions).float()
-        log_pi_DV, token_DK = ranked_children(scores_DV, self.exponent(sampler))
-        chances_DK = log_pi_DV.gather(1, token_DK).double().exp().tolist()
-        chance_of = _best_paths(chances_DK, token_DK.tolist(), shape.num_nodes)
-        for path, chance in _guessed(guesses, shape).items():
+        lists = _Lists(draft, text, self.exponent(text.sampler))
+        chance_of = _best_paths(lists, shape.num_nodes, min(shape.depth, self.model.num_guesses))
+        for path, chance in _guessed_paths(guesses, shape).items():
             chance_of[path] = max(chance, chance_of.get(path, 0.0))
         paths = sorted(chance_of, key=lambda path: (-chance_of[path], len(path)))
         chances = np.array([chance_of[path] for path in paths[1 : shape.num_nodes]])
-        num_rows = self.policy(sampler).num_rows(chances, [self.model.block[0]])
-        return _as_tree(paths[:num_rows], text.tokens[-1], scores_DV)
+        num_rows = self.policy(text.sampler).num_rows(chances, [self.model.block[0]])
+        return _as_tree(paths[:num_rows], text.tokens[-1], lists)
 
     def _draft(self, state: KVCache) -> "_BlockDraft":
         assert isinstance(state, CarriedCache), "a cache of this drafter's"
@@ -184,24 +272,89 @@ class BlockDrafter(CarriedDrafter):
 _Path = tuple[int, ...]
 
 
-def _best_paths(
-    chances_DK: list[list[float]], tokens_DK: list[list[int]], num_nodes: int
-) -> dict[_Path, float]:
-    """Return the paths with the largest products of one chance a position, and these."""
+class _Lists:
+    """What follows paths below the root of one text, by how likely the target is to draw it."""
 
-    def child(node: GrownNode[_Path], rank: int) -> tuple[float, _Path] | None:
-        depth = node.depth
-        if depth == len(chances_DK) or rank == len(chances_DK[depth]):
-            return None
-        chance = node.score * chances_DK[depth][rank]
-        return (chance, (*node.item, tokens_DK[depth][rank])) if chance else None
+    def __init__(self, draft: _BlockDraft, text: DraftText, exponent: float) -> None:
+        self._model = draft._model
+        self._root_token = text.tokens[-1]
+        self._first = len(text.tokens)  # the position behind the root
+        self._sampler = text.sampler
+        self._exponent = exponent
+        self._guessed = draft.block(text.tokens)
+        self._state_of = {(): draft.no_state()}
+        self._score_of = dict[_Path, Tensor]()
+        if self._model.corrections is None:
+            # the same below every path
+            self._score_DV = self._drawn(self._guessed.scores_DV, [()] * self._model.num_guesses)
+            self._ranked = self._rank(self._score_DV)
 
+    def score_below(self, path: _Path) -> Tensor | None:
+        """Return the scores (V) of what follows; None where they were not asked for."""
+        if self._model.corrections is not None:
+            return self._score_of.get(path)
+        return self._score_DV[len(path)] if len(path) < len(self._score_DV) else None
+
+    def below(self, paths: Sequence[_Path]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Return chances and tokens (F, K) below paths of one length, or (1, K) for them all."""
+        depth = len(paths[0])
+        if self._model.corrections is None:
+            chance_DK, token_DK = self._ranked
+            return chance_DK[depth : depth + 1], token_DK[depth : depth + 1]
+        token_F = torch.tensor([path[-1] if path else self._root_token for path in paths])
+        state_FR = torch.cat([self._state_of[path[:-1]] for path in paths])
+        depth_F = torch.full_like(token_F, depth)
+        score_FV, state_FR = self._model.below(self._guessed, depth_F, token_F, state_FR)
+        score_FV = self._drawn(score_FV, paths)
+        self._state_of |= zip(paths, state_FR.split(1), strict=True)
+        self._score_of |= zip(paths, score_FV, strict=True)
+        return self._rank(score_FV)
+
+    def _drawn(self, score_FV: Tensor, paths: Sequence[_Path]) -> Tensor:
+        """Return the scores that the draw would maximise if the block were the target."""
+        first = self._first
+        is_shared = self._model.corrections is None
+        positions = [first + (row if is_shared else len(path)) for row, path in enumerate(paths)]
+        adjusted_FV = self._sampler.adjusted(score_FV, paths)
+        return point_mass_scores(adjusted_FV, self._sampler, positions).float()
+
+    def _rank(self, score_FV: Tensor) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        log_pi_FV, token_FK = ranked_children(score_FV, self._exponent)
+        chance_FK = log_pi_FV.gather(1, token_FK).double().exp()
+        return chance_FK.cpu().numpy(), token_FK.cpu().numpy()
+
+
+def _best_paths(lists: _Lists, num_nodes: int, depth: int) -> dict[_Path, float]:
+    """Return the paths with the largest products of chances, and these, level by level.
+
+    Below a path that is not among the best there is none that is.
+    """
     root: _Path = ()
-    grown = islice(grow_best_first(root, child), num_nodes)
-    return {node.item: node.score for node in grown}
+    paths = [root]
+    chance_C = np.ones(1)
+    level_F = np.zeros(1, dtype=np.int64)
+    for _ in range(depth):
+        chance_FK, token_FK = lists.below([paths[place] for place in level_F.tolist()])
+        chance_FK = chance_C[level_F, None] * chance_FK
+        token_FK = np.broadcast_to(token_FK, chance_FK.shape)
+        every = np.concatenate([chance_C, chance_FK.reshape(-1)])
+        # ties go to the shallower ones
+        kept = np.sort(np.argsort(-every, kind="stable")[:num_nodes])
+        kept = kept[every[kept] > 0]
+        old = kept[kept < chance_C.size]
+        above, rank = np.divmod(kept[old.size :] - chance_C.size, chance_FK.shape[1])
+        places = zip(level_F[above].tolist(), token_FK[above, rank].tolist(), strict=True)
+        paths = [paths[place] for place in old.tolist()] + [
+            (*paths[place], token) for place, token in places
+        ]
+        chance_C = every[kept]
+        level_F = np.arange(old.size, kept.size)
+        if not level_F.size:
+            break
+    return dict(zip(paths, chance_C.tolist(), strict=True))
 
 
-def _guessed(guesses: Guesses, shape: DynamicShape) -> dict[_Path, float]:
+def _guessed_paths(guesses: Guesses, shape: DynamicShape) -> dict[_Path, float]:
     """Return paths from other sources, and their chances."""
     chance_of = dict[_Path, float]()
     paths = list[_Path]()
@@ -211,17 +364,14 @@ def _guessed(guesses: Guesses, shape: DynamicShape) -> dict[_Path, float]:
     return chance_of
 
 
-def _as_tree(paths: Sequence[_Path], root_token: int, scores_DV: Tensor) -> TokenTree:
+def _as_tree(paths: Sequence[_Path], root_token: int, lists: _Lists) -> TokenTree:
     """Return the tree of paths, parents before their children; those of a block have scores."""
     place = {path: number for number, path in enumerate(paths)}
+    below = {number: lists.score_below(path) for path, number in place.items()}
     return TokenTree.listed(
         [place.get(path[:-1], -1) if path else -1 for path in paths],
         [path[-1] if path else root_token for path in paths],
-        score_of={
-            number: scores_DV[len(path)]
-            for path, number in place.items()
-            if len(path) < len(scores_DV)
-        },
+        score_of={number: score_V for number, score_V in below.items() if score_V is not None},
     )
 
 

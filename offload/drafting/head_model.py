@@ -35,11 +35,14 @@ class HeadModel(CarriedModel):
 
     def forward_parts(self, parts: Sequence[BatchPart], *, num_logits: int = 0) -> Tensor:
         """See `TreeModel`; scores are as wide as the target's."""
-        logits_TW = super().forward_parts(parts, num_logits=num_logits)
+        return self.widened(super().forward_parts(parts, num_logits=num_logits), -torch.inf)
+
+    def widened(self, scores_TW: Tensor, outside: float) -> Tensor:
+        """Return numbers (T, V) of all of the target's words; those that a head lacks get one."""
         if self._id_W is None:
-            return logits_TW
-        wide_TV = logits_TW.new_full((len(logits_TW), self.vocab_size), -torch.inf)
-        return wide_TV.index_copy_(1, self._id_W, logits_TW)
+            return scores_TW
+        wide_TV = scores_TW.new_full((len(scores_TW), self.vocab_size), outside)
+        return wide_TV.index_copy_(1, self._id_W, scores_TW)
 
     def _new_mixer(self, decoder: Any) -> nn.Module:
         """Return a function from states (T, W) to (T, D), and let layers read its result."""

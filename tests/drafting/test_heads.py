@@ -9,6 +9,7 @@ import pytest
 import torch
 from head_models import (
     FORMS,
+    MARKOV,
     MASK,
     WIDTH,
     assistant,
@@ -39,7 +40,7 @@ HEADS = {
     **{f"eagle3 {form}": (lambda form=form: eagle3(form)[0], lambda *path, form=form: eagle3_scores(form, *path))
        for form in FORMS},
     **{f"dflash {form}": (lambda form=form: dflash(form)[0], lambda *path, form=form: dflash_scores(form, *path))
-       for form in ("z-lab", "muse", "speculators")},
+       for form in ("z-lab", "muse", "speculators", *MARKOV)},
 }  # fmt: skip
 HEADS |= {
     f"assistant of {num} with {clusters}": (
@@ -48,7 +49,7 @@ HEADS |= {
     )
     for num, clusters in ((0, False), (0, True), (2, False))
 }
-KINDS = ["eagle3", "dflash z-lab", "assistant of 0 with False"]
+KINDS = ["eagle3", "dflash z-lab", "assistant of 0 with False", "dflash rnn"]
 
 
 def target_of(kind: str) -> Path:
@@ -140,8 +141,16 @@ def other_keys(decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decoder.drafter.model, "_carried", carried._replace(lent=lent))
 
 
+def by_another_token(decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
+    model = decoder.drafter.model
+    right = model.below
+    patch.setattr(
+        model, "below", lambda block, depth_F, token_F, state_FR: right(block, depth_F, 0 * token_F, state_FR)
+    )
+
+
 MISTAKES = [(kind, mistake) for kind in KINDS[:2] for mistake in (entered_below, off_by_one, in_another_order)]
-MISTAKES += [(KINDS[2], other_keys)]
+MISTAKES += [(KINDS[2], other_keys), (KINDS[3], by_another_token)]
 MISTAKES += [("eagle3", mistake) for mistake in (swapped, fed_otherwise, other_residual)]
 
 
@@ -170,9 +179,11 @@ def test_no_row_of_a_guess_stays(kind: str) -> None:
         assert state.length == len(text.tokens) - 1
 
 
-def test_a_block_ranks_paths_by_products_under_the_noise_of_their_positions() -> None:
+@pytest.mark.parametrize("form", ["z-lab", *MARKOV])
+def test_a_block_ranks_paths_by_products_under_the_noise_of_their_positions(form: str) -> None:
+    """Every path is looked at; what corrects a score by the token before it makes other lists below each."""
     shape = DynamicShape(12, 3)
-    with opened("dflash z-lab", tree="dynamic:12x3") as decoder:
+    with opened(f"dflash {form}", tree="dynamic:12x3") as decoder:
         text = decoder.begin(PROMPT, Sampling(**HOT), shape=shape)
         for _ in range(3):
             decoder.step(text)
@@ -181,10 +192,12 @@ def test_a_block_ranks_paths_by_products_under_the_noise_of_their_positions() ->
         beta = decoder.drafter.exponent(text.sampler)
         best = {(): 1.0}
         for depth in range(3):
-            score_1V = dflash_scores("z-lab", text.tokens, [0] * depth)[None]
-            chance_V = (beta * text.sampler.perturbed(score_1V, [len(text.tokens) + depth])[0]).softmax(0).tolist()
-            above = [path for path in best if len(path) == depth]
-            best |= {(*path, token): best[path] * chance for path in above for token, chance in enumerate(chance_V)}
+            for above in [path for path in best if len(path) == depth]:
+                score_1V = dflash_scores(form, text.tokens, above)[None]
+                chance_V = (beta * text.sampler.perturbed(score_1V, [len(text.tokens) + depth])[0]).softmax(0)
+                best |= {(*above, token): best[above] * chance for token, chance in enumerate(chance_V.tolist())}
+            # a path is no likelier than its beginning
+            best = {path: best[path] for path in sorted(best, key=lambda path: -best[path])[:99]}
         likeliest = sorted(best, key=lambda path: (-best[path], len(path)))[: tree.num_nodes]
         assert tree.num_nodes > 4
         assert {tuple(tree.path(node)) for node in range(tree.num_nodes)} == {*likeliest}
@@ -260,7 +273,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"config": {"medusa_num_heads": 4}}, "Medusa form is not read"),
     ("eagle3", {"config": {"speculators_model_type": "eagle"}}, "speculators' eagle form"),
     ("dflash z-lab", {"cut": "fc.weight"}, "another target.*2 states"),
-    ("dflash z-lab", {"config": {"sample_from_anchor": True}}, "not read .sample_from_anchor"),
+    ("dflash vanilla", {"without": "markov_head.markov_w2.weight"}, "not read .no markov_head.markov_w2"),
+    ("dflash vanilla", {"cut": "markov_head.markov_w2.weight"}, "another target .corrections of"),
     ("dflash z-lab", {"config": {"block_size": 1}}, "block_size, of two or more"),
     (
         "dflash z-lab",
