@@ -295,10 +295,10 @@ def _check_fit(
     first, second = (tensors.get(f"{MIXER}markov.w{turn}.weight") for turn in (1, 2))
     if first is not None and second is not None:
         num_scored = words if head is None else head.shape[0]
-        wanted = [words, num_scored, first.shape[-1]]
-        got = [first.shape[0], *second.shape]
-        if got != wanted:
-            raise UserError(f"{complaint} (corrections of {got}, not {wanted}): {OTHER_HEAD}")
+        fitting = [words, num_scored, first.shape[-1]]
+        given = [first.shape[0], *second.shape]
+        if given != fitting:
+            raise UserError(f"{complaint} (corrections of {given}, not {fitting}): {OTHER_HEAD}")
     if head is None or (ids is None and head.shape[:1] == (words,)):
         return None
     rule = f"{draft.name}: a head of {head.shape[0]} words has d2t, which says of each what it adds"

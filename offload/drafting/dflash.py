@@ -282,7 +282,7 @@ class _Lists:
         self._sampler = text.sampler
         self._exponent = exponent
         self._guessed = draft.block(text.tokens)
-        self._state_of = {(): draft.no_state()}
+        self._state_of: dict[_Path, Tensor] = {(): draft.no_state()}
         self._score_of = dict[_Path, Tensor]()
         if self._model.corrections is None:
             # the same below every path
