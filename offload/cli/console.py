@@ -209,15 +209,13 @@ class Console:
     def _reach(self, label: str, done: float, total: float, unit: str = "") -> None:
         """Note how far the phase under way is, or a new one where it has another label."""
         shown = self.progress
-        is_new = not isinstance(shown, Phase) or label not in ("", shown.label)
-        if is_new:
-            shown = Phase(label)
+        if not isinstance(shown, Phase) or label not in ("", shown.label):
+            # what an earlier run has done is no part of this one's speed
+            self.show(Phase(label, done, total, unit))
+            return
         shown.unit = unit
         shown.total = total
         shown.done = done
-        # what was done before, as of a run that goes on, is no part of its speed
-        if is_new:
-            self.show(shown)
 
     def _keep_moving(self) -> None:
         try:
