@@ -357,6 +357,16 @@ def _are_messages(prompt: object) -> bool:
 _UNREAD = {"image", "images", "image_url", "audio", "audios", "video", "videos"}
 
 
+# parts that are text, by their types, and the keys under which they have it
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def _text_of(part: Any) -> str | None:
+    """Return the text of a message's part, if it has some."""
+    text = part.get(_TEXTS[part["type"]]) if isinstance(part, Mapping) else None
+    return text if isinstance(text, str) else None
+
+
 def _message(message: Any) -> dict[str, Any]:
     """Return a message with its parts joined as text. Raises `UserError` for images and the like.
 
@@ -370,15 +380,14 @@ def _message(message: Any) -> dict[str, Any]:
         part.get("type") or ", ".join(sorted(_UNREAD & {*part})) or "a part without a type"
         for part in parts
     )
-    others = {*map(str, kinds)} - {"text"}
+    others = {*map(str, kinds)} - _TEXTS.keys()
     others |= _UNREAD & {*message} if isinstance(message, Mapping) else set()
     rule = "messages must be text: images and sound are not read"
     require(not others, rule, f"{', '.join(sorted(others)):.80}", "leave it out")
     if isinstance(content, list):
-        texts: list[Any] = [
-            part.get("text") if isinstance(part, Mapping) else None for part in content
-        ]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+        texts = [_text_of(part) for part in content]
+        known = [text for text in texts if text is not None]
+        content = "".join(known) if len(known) == len(texts) else None
     is_mapping = isinstance(message, Mapping)
     has_calls = is_mapping and message.get("content") is None and bool(message.get("tool_calls"))
     is_sound = is_mapping and isinstance(message.get("role"), str)

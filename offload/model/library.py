@@ -5,6 +5,7 @@ and no wrong number computed, for a name that the library has given up. `tests/c
 of these names of the version that is installed, and says from which version it holds.
 """
 
+import sys
 import traceback
 from collections.abc import Callable, Iterable
 from inspect import Signature, signature
@@ -61,6 +62,11 @@ def version_error(error: Exception) -> UserError | None:
     return UserError(f"{notes[0]}, and fails ({type(error).__name__}: {reason(error)}): {remedy}")
 
 
+if sys.flags.optimize > 1:
+    raise UserError(
+        "Python keeps no docstrings under -OO, out of which transformers makes parts of models: "
+        "leave -OO out, or unset PYTHONOPTIMIZE"
+    )
 try:
     # What the models are built of, and by which tables files become parameters.
     from transformers import (  # noqa: F401  (handed on from here)

@@ -54,18 +54,18 @@ class BlockSum:
         """Add those sectors of a file's bytes from `lo` on that have not counted yet."""
         hi = lo + len(stored)
         whole = range(-(-lo // _HASHED_BYTES), hi // _HASHED_BYTES)
-        done = self._add_whole(shard, lo, stored, whole)
-        for block in range(lo // _HASHED_BYTES, -(-hi // _HASHED_BYTES)):
-            if block in done:
-                continue
-            first = max(lo, block * _HASHED_BYTES)
-            end = min(hi, (block + 1) * _HASHED_BYTES)
-            content = self._claim(shard, block, first, stored[first - lo : end - lo])
-            if content is not None:
-                # other threads run meanwhile
-                hashed = xxh3_128_intdigest(content.data, seed=shard << 40 | block)
-                with self._lock:
-                    self._sum += hashed
+        # One reader hashes at a time: each hash gives Python's lock away, and several readers that
+        # win it back from one another take more of a fast disk's time than hashing does.
+        with self._lock:
+            done = self._add_whole(shard, lo, stored, whole)
+            for block in range(lo // _HASHED_BYTES, -(-hi // _HASHED_BYTES)):
+                if block in done:
+                    continue
+                first = max(lo, block * _HASHED_BYTES)
+                end = min(hi, (block + 1) * _HASHED_BYTES)
+                content = self._claim(shard, block, first, stored[first - lo : end - lo])
+                if content is not None:
+                    self._sum += xxh3_128_intdigest(content.data, seed=shard << 40 | block)
 
     def _add_whole(self, shard: int, lo: int, stored: np.ndarray, blocks: range) -> Container[int]:
         """Add those of the blocks of which all counts and nothing has counted; return which.
@@ -74,20 +74,16 @@ class BlockSum:
         """
         if not blocks:
             return ()
-        with self._lock:
-            masks = self._left[shard][blocks.start : blocks.stop]
-            is_fresh = masks == _WHOLE
-            masks[is_fresh] = 0
-            fresh = (blocks.start + np.flatnonzero(is_fresh)).tolist()
-            self.left_bytes -= len(fresh) * _HASHED_BYTES
+        masks = self._left[shard][blocks.start : blocks.stop]
+        is_fresh = masks == _WHOLE
+        masks[is_fresh] = 0
+        fresh = (blocks.start + np.flatnonzero(is_fresh)).tolist()
+        self.left_bytes -= len(fresh) * _HASHED_BYTES
         view = stored.data
-        total = 0
         for block in fresh:
             start = block * _HASHED_BYTES - lo
             content = view[start : start + _HASHED_BYTES]
-            total += xxh3_128_intdigest(content, seed=shard << 40 | block)
-        with self._lock:
-            self._sum += total
+            self._sum += xxh3_128_intdigest(content, seed=shard << 40 | block)
         return blocks if len(fresh) == len(blocks) else set(fresh)
 
     def left(self) -> list[tuple[int, int, int]]:
@@ -105,7 +101,7 @@ class BlockSum:
         return None if self.left_bytes else f"{self._sum % (1 << 128):032x}"
 
     def _claim(self, shard: int, block: int, lo: int, stored: np.ndarray) -> np.ndarray | None:
-        """Return the block's content once all of it is here, for this thread alone.
+        """Return the block's content once all of it is here.
 
         `stored` are bytes of the block from byte `lo` of the file on. Sectors that hold no weights,
         and what lies beyond the file's end, count as zeros.
@@ -116,27 +112,26 @@ class BlockSum:
         is_end = hi == self._sizes[shard]
         end = -(-(hi - start) // BLOCK_BYTES) if is_end else (hi - start) // BLOCK_BYTES
         covered = (1 << max(first, end)) - (1 << first)
-        with self._lock:
-            left = int(self._left[shard][block])
-            fresh = left & covered
-            if not fresh:
-                return None
-            if (shard, block) in self._parts or len(self._parts) < _MOST_PARTS:
-                empty = np.zeros(_HASHED_BYTES, np.uint8)
-                content = self._parts.setdefault((shard, block), empty)
-                for run_lo, run_hi in _runs(np.array([fresh], "<u4")):
-                    piece = stored[start - lo + run_lo * BLOCK_BYTES :][
-                        : (run_hi - run_lo) * BLOCK_BYTES
-                    ]
-                    content[run_lo * BLOCK_BYTES :][: len(piece)] = piece
-            else:
-                return None
-            self._left[shard][block] = left & ~fresh
-            self.left_bytes -= fresh.bit_count() * BLOCK_BYTES
-            if left & ~fresh:
-                return None
-            self._parts.pop((shard, block), None)
-            return content
+        left = int(self._left[shard][block])
+        fresh = left & covered
+        if not fresh:
+            return None
+        if (shard, block) in self._parts or len(self._parts) < _MOST_PARTS:
+            empty = np.zeros(_HASHED_BYTES, np.uint8)
+            content = self._parts.setdefault((shard, block), empty)
+            for run_lo, run_hi in _runs(np.array([fresh], "<u4")):
+                piece = stored[start - lo + run_lo * BLOCK_BYTES :][
+                    : (run_hi - run_lo) * BLOCK_BYTES
+                ]
+                content[run_lo * BLOCK_BYTES :][: len(piece)] = piece
+        else:
+            return None
+        self._left[shard][block] = left & ~fresh
+        self.left_bytes -= fresh.bit_count() * BLOCK_BYTES
+        if left & ~fresh:
+            return None
+        self._parts.pop((shard, block), None)
+        return content
 
 
 def _sectors_of_tensors(checkpoint: Checkpoint, sizes: list[int]) -> list[np.ndarray]:

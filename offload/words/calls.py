@@ -46,18 +46,19 @@ def _inner(form: CallForm, block: str) -> str:
 @dataclass(frozen=True)
 class JsonCalls:
     """Objects with a name and arguments, or a list of such: Hermes, Qwen, Llama 3, Mistral v3,
-    Granite.
+    Granite, InternLM; of a name alone: Apertus.
     """
 
     opening: str
     closing: str
-    name_key: str = "name"
+    name_key: str = "name"  # empty: a call's one key is its name
     arguments_key: str = "arguments"
+    second: str = ""  # a mark between the opening and the calls
 
     def read(self, block: str, offered: Offered) -> list[WrittenCall] | None:
         """Read a block, see `CallForm`; what stands around several objects may repeat."""
-        inner = _inner(self, block)
-        marks = [mark for mark in (self.opening, self.closing) if mark]
+        inner = _inner(self, block).removeprefix(self.second).lstrip()
+        marks = [mark for mark in (self.opening, self.second, self.closing) if mark]
         calls = []
         place = 0
         try:
@@ -72,12 +73,15 @@ class JsonCalls:
                     for mark in marks:
                         place += len(mark) if inner.startswith(mark, place) else 0
                     is_stepping = place > before
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         return calls or None
 
     def _call(self, item: Any) -> WrittenCall:
-        """Return the call of an object. Raises `TypeError` and `KeyError` for another."""
+        """Return the call of an object. Raises for another, see `read`."""
+        if not self.name_key:
+            ((name, arguments),) = item.items()
+            return WrittenCall(name, _arguments(arguments))
         if "function" in item and isinstance(item["function"], dict):
             item = item["function"]
         name = item.get(self.name_key, item.get("name"))

@@ -22,7 +22,7 @@ from offload.words.calls import (
     TaggedCalls,
 )
 from offload.words.harmony import MARKS, HarmonyReader
-from offload.words.parts import Offered
+from offload.words.parts import Call, Offered, schemas_of
 from offload.words.reader import PartReader, TaggedReader, ThoughtForm
 
 # renders a conversation with these further variables; raises `ValueError` where it fails
@@ -135,6 +135,8 @@ def probe(render: Render, source: str, added: Set[str]) -> ModelWords:
         # a text in which arguments stand before names, or not as they are, is no form
         with suppress(ValueError):
             calls = _form_of(single, double, shown.key_form)
+        if calls is not None and not _reads_back(calls, single):
+            calls = None
     return ModelWords(
         calls,
         thoughts,
@@ -296,6 +298,14 @@ def _form_of(single: str, double: str | None, key_form: KeyForm) -> CallForm | N
     return _tagged_form(behind_name, opening, closing, before)
 
 
+def _reads_back(form: CallForm, single: str) -> bool:
+    """Return True if a form reads the call that the template has written."""
+    reader = TaggedReader(None, form, schemas_of(_tools()))
+    parts = [*reader.push([single]), *reader.finish()]
+    calls = [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, Call)]
+    return calls == [(_NAMES[0], _ARGUMENTS[0])]
+
+
 def _json_form(single: str) -> JsonCalls | None:
     """Return the form of a call that is an object with name and arguments."""
     decoder = json.JSONDecoder()
@@ -308,11 +318,14 @@ def _json_form(single: str) -> JsonCalls | None:
             value = value["function"]
         name_key = next((key for key, part in value.items() if part == _NAMES[0]), None)
         shown = next((key for key, part in value.items() if "vqone" in str(part)), None)
+        if [*value] == [_NAMES[0]]:
+            name_key = ""
         if name_key is None or shown is None or name_key == shown:
             continue
         opening = _without_bracket(single[:place], "[")
         closing = _without_bracket(single[end:], "]")
-        return JsonCalls(opening, closing, name_key, shown)
+        second = single[:place].strip().removesuffix("[").strip().removeprefix(opening)
+        return JsonCalls(opening, closing, name_key, shown, second.strip())
     return None
 
 

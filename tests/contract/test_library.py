@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,3 +147,9 @@ def test_what_a_config_gets_wrong_stays_its_fault_under_a_newer_version(monkeypa
     monkeypatch.setitem(MODELS, "gpt_neox", {"num_attention_heads": 5})
     with pytest.raises(UserError, match="model type gpt_neox is not supported"):
         built("gpt_neox")
+
+
+def test_without_docstrings_nothing_is_blamed_on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.flags", SimpleNamespace(optimize=2))
+    with pytest.raises(UserError, match="no docstrings under -OO"):
+        imported_anew()

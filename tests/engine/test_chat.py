@@ -232,6 +232,9 @@ def test_messages_exclude_raw_and_parts_of_text_are_one_text(talker: Path) -> No
         assert decoder.generate("Say").text == SAID and decoder.generate("Say:", raw=True).text == SAID
         parts = [{"type": "text", "text": "Sa"}, {"type": "text", "text": "y"}]
         assert decoder.encode([user(parts)]) == decoder.encode(whole)
+        # as answers of the two protocols of OpenAI have them
+        parts = [{"type": "output_text", "text": "Sa", "annotations": []}, {"type": "refusal", "refusal": "y"}]
+        assert decoder.encode([user(parts)]) == decoder.encode(whole)
 
 
 def test_a_terminal_is_asked_and_answered(talker: Path) -> None:

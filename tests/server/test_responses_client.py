@@ -150,7 +150,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no arguments": ({"input": [{"type": "function_call", "call_id": "x", "name": "y"}]}, "'input[0].arguments'"),
     "no output": ({"input": [{"role": "user", "content": "x"}, RESULT]}, "'input[1].output'"),
     "no text": ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "'input[0].content[0].text'"),
-    "a server's tool": ({"tools": [{"type": "web_search"}]}, "'tools[0]"),
+    "a server's tool": ({"tools": [{"type": "web_search"}]}, "'tools[0].type': it must be 'function'"),
     "a tool that is not there": ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
     "no allowed tool": ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [5]}}, "tool_choice"),
     "no format": ({"text": {"format": {"type": "yaml"}}}, "'text'"),

@@ -41,6 +41,10 @@ def test_over_a_socket(thinker: Path) -> None:
             **{**asked, "messages": [*HELLO, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}, *HELLO]}
         )
         assert again.choices[0].message.content == "Yes."
+        # as Mistral's API has them
+        parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}, {"type": "text", "text": "Yes."}]
+        turns: Any = [*HELLO, {"role": "assistant", "content": parts}, *HELLO]
+        assert client.chat.completions.create(**{**asked, "messages": turns}).usage == again.usage
         assert done.usage is not None
         for variables, num_added in (({"quick": True}, len(" QUICK")), ({}, 0), ({"enable_thinking": False}, 2)):
             body = {"chat_template_kwargs": variables}

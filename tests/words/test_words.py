@@ -276,6 +276,10 @@ def test_what_a_template_does_not_tell() -> None:
     assert words_of("DeepSeek V3").takes_text_arguments and words_of("DeepSeek V3").content_form == "none"
     assert words_of("Mistral v3").key_form == "short" and words_of("Kimi K2").key_form == "named"
     assert not words_of("GLM-4.5").takes_text_arguments
+    # a form that would not be read back is none: an agent is told, and gets no call as text
+    odd = FAMILIES["Hermes, Qwen"].template.replace("\n</tool_call>", " please</tool_call>")
+    words = probe(lambda told, more: rendered(odd, told, **more), odd, set())
+    assert words.knows_tools and words.shows_calls and words.calls is None
 
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "x"}}\n</tool_call>'

@@ -163,6 +163,10 @@ LFM = PYTHONIC.replace("<|python_start|>", "<|tool_call_start|>").replace(
     "<|python_end|>", "<|tool_call_end|>{{ m.content or '' }}"
 )
 PHI = """{% for m in messages %}<|{{ m.role }}|>{% if tools and loop.first %}<|tool|>{{ tools | tojson }}<|/tool|>{% endif %}{{ m.content or '' }}{% if m.tool_calls %}<|tool_call|>[{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{{ '' if loop.last else ', ' }}{% endfor %}]<|/tool_call|>{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+_CALL = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+APERTUS = PHI.replace(_CALL, '{"{{ c.function.name }}": {{ c.function.arguments | tojson }}}')
+INTERN = PHI.replace("<|tool_call|>[{%", "{%").replace(_CALL, f"<|start|><|plugin|>\n{_CALL}<|stop|>")
+INTERN = INTERN.replace("{{ '' if loop.last else ', ' }}", "").replace("]<|/tool_call|>", "")
 GEMMA_4_THOUGHTS = GEMMA_4.replace(
     "{{ m.content or '' }}{% for c",
     "{% if m.reasoning %}<|channel>thought\n{{ m.reasoning }}\n<channel|>{% endif %}{{ m.content or '' }}{% for c",
@@ -207,6 +211,8 @@ FAMILIES = {
         LFM, "assistant<|header_end|>\n\n", "<|eot|>", ("<|tool_call_start|>", "<|tool_call_end|>"), has_content=False
     ),
     "Phi-4": Family(PHI, "<|assistant|>", "<|end|>", ("<|tool_call|>", "<|/tool_call|>")),
+    "Apertus": Family(APERTUS, "<|assistant|>", "<|end|>", ("<|tool_call|>", "<|/tool_call|>")),
+    "InternLM": Family(INTERN, "<|assistant|>", "<|end|>", ("<|start|>", "<|plugin|>", "<|stop|>")),
     "Gemma 4, thoughts": Family(
         GEMMA_4_THOUGHTS,
         "<start_of_turn>model\n",

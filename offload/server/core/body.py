@@ -168,8 +168,14 @@ def parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False)
-        first = min(errors, key=lambda fault: fault["type"] != "extra_forbidden")
-        raise _refusal(first, kind) from None
+        raise _refusal(min(errors, key=_rank), kind) from None
+
+
+def _rank(error: Mapping[str, Any]) -> int:
+    """Return the place of an error: of a thing of another kind, its kind is what is wrong."""
+    if error["type"] == "literal_error" and error["loc"][-1:] == ("type",):
+        return 0
+    return 1 if error["type"] == "extra_forbidden" else 2
 
 
 def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:

@@ -300,6 +300,11 @@ def _message(index: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[
     content = dict(message)
     if content.get("reasoning_content") is None and isinstance(content.get("reasoning"), str):
         content["reasoning_content"] = content.pop("reasoning")
+    if isinstance(parts := content.get("content"), list):
+        thoughts = [part for part in parts if _is_thought(part)]
+        content["content"] = [part for part in parts if part not in thoughts]
+        texts = [text["text"] for part in thoughts for text in part["thinking"]]
+        content["reasoning_content"] = content.get("reasoning_content") or "".join(texts) or None
     others = {name for name in content.keys() - _SAID if content[name] not in (None, "", [], {})}
     for name in sorted(others & _CARRYING):
         raise Refusal.unknown_field(f"{where}.{name:.80}")
@@ -311,6 +316,16 @@ def _message(index: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[
     if isinstance(calls := said.get("tool_calls"), list):
         said["tool_calls"] = [_earlier_call(call, f"{where}.tool_calls") for call in calls]
     return said, sorted(f"{where}.{name:.80}" for name in others if name.isidentifier())
+
+
+def _is_thought(part: Any) -> bool:
+    """Return True for a part of thoughts, as Mistral's API has them among those of an answer."""
+    match part:
+        case {"type": "thinking", "thinking": [*texts]}:
+            return all(
+                isinstance(text, dict) and isinstance(text.get("text"), str) for text in texts
+            )
+    return False
 
 
 def _earlier_call(call: Any, where: str) -> dict[str, Any]:
