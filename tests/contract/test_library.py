@@ -145,7 +145,7 @@ def test_beyond_what_was_tested_an_error_is_told_as_the_version_s(monkeypatch: p
 def test_what_a_config_gets_wrong_stays_its_fault_under_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.transformers, "__version__", "5.25.1")
     monkeypatch.setitem(MODELS, "gpt_neox", {"num_attention_heads": 5})
-    with pytest.raises(UserError, match="model type gpt_neox is not supported"):
+    with pytest.raises(UserError, match="a value does not fit model type gpt_neox"):
         built("gpt_neox")
 
 
