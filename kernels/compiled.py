@@ -160,6 +160,7 @@ def share_rows(work: Callable[[int, int], object], num_rows: int) -> None:
 
 
 def _jitted(function: FunctionType) -> Callable[..., Any]:
+    """Return a function compiled by numba, cached on disk where a folder can be written."""
     import numba
 
     not_kept = numba.njit(nogil=True)(function)

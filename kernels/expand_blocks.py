@@ -385,6 +385,7 @@ _COMPILED |= dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _fill_q45)
 
 
 def expand_blocks_kernel(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
+    """Do what the reference does, in Triton."""
     num_blocks, num_bytes = block_MB.shape
     if num_blocks:
         # blocks of an odd length have no half-precision scales

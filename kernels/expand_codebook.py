@@ -46,6 +46,7 @@ def expand_codebook_reference(
 def expand_codebook_compiled(
     words_NB: Tensor, values: Tensor, scale_NG: Tensor, out_NK: Tensor, *, is_high_first: bool
 ) -> None:
+    """Do what the reference does, with numba, on as many threads as torch has."""
     words = words_NB.numpy()
     scale = scale_NG.numpy()
     shifts = (4, 0) if is_high_first else (0, 4)

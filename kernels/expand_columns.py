@@ -73,6 +73,7 @@ def _code(word, shift):  # type: ignore[no-untyped-def]
 
 @compiled
 def _pairs_of_rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-def]
+    """Fill `out`, two columns of a row at a time; see `rounded_pair`."""
     half = U64(group // 2)
     num_pairs = U64(out.shape[1])
     for row in range(U64(out.shape[0])):

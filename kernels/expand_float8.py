@@ -72,6 +72,7 @@ def expand_float8_compiled(
     out_NK: Tensor,
     levels: Tensor | None = None,
 ) -> None:
+    """Do what the reference does, with numba, on as many threads as torch has."""
     weight = weight_NK.view(torch.uint8).numpy()
     scale = scale_AB.numpy()
     out = numbers(out_NK)
@@ -101,6 +102,7 @@ def expand_float8_kernel(
     out_NK: Tensor,
     levels: Tensor | None = None,
 ) -> None:
+    """Do what the reference does, in Triton."""
     num_rows, num_columns = weight_NK.shape
     layout = _LAYOUTS[weight_NK.dtype]
     num_blocks = triton.cdiv(num_columns, _BLOCK)

@@ -341,6 +341,7 @@ def expand_integers_kernel(
     added_NG: Tensor | None = None,
     codes_per_word: int = 0,
 ) -> None:
+    """Do what the reference does, in Triton."""
     num_rows, num_columns = out_NK.shape
     words = _lying_in_rows(words_NW)
     words = words if words.dtype == torch.int8 else words.view(torch.uint8)

@@ -202,6 +202,7 @@ def encode_int4_reference(weight_NK: Tensor, group: int, layout: WordLayout) -> 
 
 
 def encode_int4_compiled(weight_NK: Tensor, group: int, layout: WordLayout) -> Int4Words:
+    """Do what the reference does, with numba, panel by panel."""
     words = _room_for(weight_NK, group)
     half = layout.block_rows // 2
     word_BKH = words.word_NK.view(-1, weight_NK.shape[1], half).numpy()

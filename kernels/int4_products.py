@@ -177,6 +177,7 @@ class _Product(Code):
         self._write_multiply()
 
     def _declare_reductions(self) -> None:
+        """Declare LLVM's functions of vectors: absolute, nearest and larger values, maximum, total."""
         ir = self._ir
         floats = self._floats
         size = f"v{self._lanes}"
@@ -191,6 +192,7 @@ class _Product(Code):
         self._total = ir.Function(self._module, total, f"llvm.vector.reduce.add.{size}i32")
 
     def _declare_products(self) -> None:
+        """Declare this processor's products of four bytes."""
         ir = self._ir
         bits = 32 * self._lanes
         kind = self._ints

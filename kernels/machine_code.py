@@ -127,6 +127,7 @@ def compiled(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
 
 
 def _made(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
+    """Return a module's functions, verified and compiled for this processor."""
     from llvmlite import binding
 
     binding.initialize_native_target()

@@ -327,6 +327,7 @@ class _PathAttention(Code):
         self._builder.ret_void()
 
     def _tile(self, given: Mapping[str, Any], room: Any, nth_set: Any, nth: Any) -> _Tile:
+        """Return a tile: its rows, and its scratch memory within `room`."""
         at, times = self._at, self._times
         first_row = times(nth, given["tile_rows"])
         left = self._builder.sub(given["num_rows"], first_row)

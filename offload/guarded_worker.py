@@ -45,6 +45,7 @@ def main() -> None:
 
 
 def _answer(work: Callable[..., str], line: bytes) -> dict[str, str]:
+    """Return the text of one request, or why there is none: `exceeded` or `failed`."""
     try:
         asked = json.loads(line)
         most_s = asked.pop("most_s")

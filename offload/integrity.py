@@ -224,6 +224,7 @@ def _in_turns(files: Sequence[FileReading]) -> Iterator[_Batch]:
 
 
 def _batches(shard: int, file: FileReading) -> Iterator[_Batch]:
+    """Yield a file's parts in batches of at most `PART_BYTES`, numbered in file order."""
     parts = list[tuple[int, int, int]]()
     turn = 0
     for index, span in enumerate(file.file.spans):
@@ -326,6 +327,7 @@ def verify(
 def _read_all(
     whole: ModelSpans, known: Mapping[str, FileSums], progress: Progress
 ) -> list[FileReading]:
+    """Read all files of a model with their checksums. Raises `UserError` for one that changed."""
     seen = list[FileReading]()
     for file in whole.files:
         wanted = hub_sum(file.path)
@@ -344,6 +346,7 @@ def _read_all(
 
 
 def _judge(seen: FileReading, manifest: Path) -> list[Damage]:
+    """Return the damage of one file: numbers that are not finite, and changed bytes."""
     if seen.failure:
         return [Damage(seen.name, "", seen.failure)]
     damage = [
@@ -363,6 +366,7 @@ def _judge(seen: FileReading, manifest: Path) -> list[Damage]:
 
 
 def _notes(whole: ModelSpans, seen: Sequence[FileReading]) -> list[str]:
+    """Return lines on odd numbers, files that were not looked at, and unneeded tensors."""
     tops = list[TensorMaximum]()
     for each_file in seen:
         for span, bits in zip(each_file.file.spans, each_file.tops, strict=True):

@@ -147,6 +147,7 @@ def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tu
 
 
 def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
+    """Return (limit, used) in bytes of every memory group that this process is in."""
     limits = list[tuple[int, int]]()
     for folder, names in memory_groups(root, membership):
         for name in filter(None, (names.limit, names.throttle)):

@@ -311,6 +311,7 @@ def _shortest_decimal(value: float) -> float:
 
 
 def _rope_scaling(said: _ArchMetadata, config: Config, factors: Sequence[float]) -> Config | None:
+    """Return the rope scaling, None without any. Raises `UserError` for an unknown kind."""
     kind = said.get("rope.scaling.type", "none")
     factor = said.real("rope.scaling.factor")
     context = said.size("rope.scaling.original_context_length")

@@ -132,6 +132,7 @@ class _HeaderReader:
 
 
 def _read(header: _HeaderReader, shard: int) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    """Return metadata and entries of a header. Raises `UserError` for damage or unknown types."""
     name = header.path.name
     magic = header.take(4)
     if magic == b"vers":
@@ -190,6 +191,7 @@ def _value(header: _HeaderReader, kind: int) -> Any:
 def _entries(
     header: _HeaderReader, num_tensors: int, alignment: int, shard: int
 ) -> dict[str, TensorEntry]:
+    """Return a file's tensors by name, with absolute offsets. Raises `UserError` for damage."""
     places = dict[str, tuple[str, tuple[int, ...], int]]()
     for _ in range(num_tensors):
         name = header.text()
@@ -207,6 +209,7 @@ def _entries(
 
 
 def _entry(header: _HeaderReader, name: str, alignment: int) -> tuple[str, tuple[int, ...], int]:
+    """Return type, shape and offset in the data of one tensor. Raises `UserError` for damage."""
     where = f"{header.path.name}: {name:.80}"
     num_dims = header.number("<I")
     if not 0 < num_dims <= _MAX_DIMS:

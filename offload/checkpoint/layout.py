@@ -158,6 +158,7 @@ def group_by_layer(
 
 
 def _direct(parameters: Mapping[str, Stack], entries: list[TensorEntry]) -> SlabLayout:
+    """Return a slab that mirrors the file's runs block by block, see the module."""
     pieces = []
     base = 0
     # The longest run comes first, so that it is aligned on a device.
@@ -183,6 +184,7 @@ def _direct(parameters: Mapping[str, Stack], entries: list[TensorEntry]) -> Slab
 
 
 def _scattered(parameters: Mapping[str, Stack]) -> SlabLayout:
+    """Return a slab with one parameter after another, each aligned, see the module."""
     pieces = []
     placed = {}
     coded = {}
@@ -247,6 +249,7 @@ def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLay
 
 
 def _split(stack: Stack) -> list[Stack]:
+    """Return the shape and the parts of each expert of a stack."""
     (num_experts, *rest), parts = stack
     # With one expert, its part may already lack the expert dimension.
     if len(parts) == 1 and len(parts[0].entry.shape) > len(rest):

@@ -141,7 +141,7 @@ def fetch(
 
 
 def _in_all(known: Checkpoint, on_bytes: Callable[[int, int], None]) -> Callable[[int], None]:
-    """Return what takes the bytes that have landed, beside those of whole files that were here."""
+    """Return a function that counts landed bytes on top of the files that were here as a whole."""
     ends = Counter[int]()
     for entry in (*known.tensors.values(), *known.extra.values()):
         ends[entry.shard] = max(ends[entry.shard], entry.hi)

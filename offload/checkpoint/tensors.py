@@ -159,6 +159,7 @@ def _weights_of(
 
 
 def _entry(recognised: RecognisedWeight, parts: Entries) -> TensorEntry:
+    """Return a coded weight's entry. Raises `ValueError` for unknown types or scattered words."""
     for suffix in (*recognised.words, *recognised.companions):
         dtype = parts[suffix].dtype
         rule = f"{suffix} must be of a type that is known"

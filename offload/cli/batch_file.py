@@ -102,6 +102,7 @@ def varied(request: Request, num_samples: int) -> Iterator[Request]:
 
 
 def _request(line: str, common: Request, system: str | None) -> tuple[str | int | None, Request]:
+    """Return a line's id and its request. Raises `UserError` for wrong or unknown fields."""
     fields_given = _object(line)
     for key in fields_given:
         got = f"{key!r:.80}{did_you_mean(key, _FIELDS).rstrip('?')}"
@@ -130,6 +131,7 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
 
 
 def _object(line: str) -> dict[str, Any]:
+    """Return a line's JSON object, with the usual keys and without nulls. Raises `UserError`."""
     try:
         parsed = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -144,6 +146,7 @@ def _object(line: str) -> dict[str, Any]:
 
 
 def _prompt(fields_given: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt | None:
+    """Return a line's prompt or messages. Raises `UserError` unless it has exactly one of them."""
     given = [key for key in ("prompt", "messages") if key in fields_given]
     got = " and ".join(given) or "neither"
     require(len(given) == 1, "a line must have one of prompt and messages", got, "mend it")

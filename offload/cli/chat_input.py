@@ -132,6 +132,7 @@ class ChatInput:
         return "\n".join(lines).rstrip().removesuffix(_QUOTES).strip("\n")
 
     def _line(self, prompt: str) -> str | None:
+        """Return a line, or a pasted block of lines; None at the end of input."""
         if not self._is_typed:
             raw = sys.stdin.buffer.readline()
             return text_of(raw, "the prompt", "standard input").rstrip("\r\n") if raw else None

@@ -227,6 +227,7 @@ class Console:
             return
 
     def _draw(self) -> None:
+        """Draw the bar with its current state; another label begins another bar."""
         if self.progress is None or not self._has_bar:
             return
         shown = self.progress.now()

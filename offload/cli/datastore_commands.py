@@ -176,6 +176,7 @@ def _write(
     skip_bad: bool,
     output: OutputOptions,
 ) -> None:
+    """Make or extend a store with `write`, and print its figures."""
     from offload.datastore.corpus import Corpus
     from offload.engine.precheck import tokenizer_place
 

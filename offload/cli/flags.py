@@ -79,6 +79,7 @@ def command(
 
 
 def _parameter(declared: Option) -> inspect.Parameter:
+    """Return an option as a parameter that typer understands."""
     kind = list[declared.kind] if declared.is_several else declared.kind  # type: ignore[name-defined]
     limits: dict[str, Any] = (
         {"min": declared.least, "max": declared.most} if declared.kind in (int, float) else {}

@@ -103,6 +103,7 @@ def _import(before_leaving: Callable[[], None]) -> None:
 
 
 def _import_parts() -> None:
+    """Import torch and transformers while the modules that nothing here needs seem absent."""
     needs_triton = has_cuda_driver() or "TRITON_INTERPRET" in os.environ
     absent = [
         name

@@ -133,6 +133,7 @@ def _said_of(error: Any, given: list[str], settings: Mapping[str, Any]) -> str:
 def _fail(
     message: str, code: int, place: RankInfo | None = None, error: Exception | None = None
 ) -> NoReturn:
+    """Leave with a message and a code; with a traceback if the environment asks for one."""
     if error is not None and os.environ.get(defaults.TRACEBACK):
         import traceback
 

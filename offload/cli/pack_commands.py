@@ -111,6 +111,7 @@ def unpack(
 
 
 def _outcome_line(outcome: "PackResult", *, is_decimal: bool, is_verified: bool) -> str:
+    """Return a line on what packing wrote, kept or verified."""
     size, before = (
         format_bytes(n, is_decimal=is_decimal) for n in (outcome.packed_bytes, outcome.source_bytes)
     )

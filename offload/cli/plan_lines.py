@@ -72,6 +72,7 @@ def _drafts_rows(drafts: Sequence[DraftCandidate]) -> list[tuple[str, str]]:
 
 
 def _headline(answer: Estimate) -> str:
+    """Return the sentence on seconds per token, with and without a draft where both are known."""
     if answer.is_lower_bound and not answer.plan.is_streamed:
         where = _where(answer.plan)
         return f"It runs, and all of it stays {where}: computing alone decides how fast."
@@ -127,6 +128,7 @@ def _count(number: int) -> str:
 
 
 def _machine_words(answer: Estimate, is_decimal: bool) -> str:
+    """Return memory, link and disk of the machine, and whether they are assumed."""
     plan = answer.plan
     hardware = answer.hardware
     size = partial(format_bytes, is_decimal=is_decimal)
@@ -172,6 +174,7 @@ def _experts_words(answer: Estimate) -> str:
 
 
 def _sweep_words(answer: Estimate) -> str:
+    """Return the bytes of a pass, its seconds, and the side that limits it."""
     plan = answer.plan
     words = f"one pass over the weights moves {_gb(answer.sweep_bytes)}"
     if plan.has_experts:
@@ -208,6 +211,7 @@ def _prompt_words(prompt: PromptPass, *, is_least: bool) -> str:
 
 
 def _packing_words(packing: PackingForecast, answer: Estimate) -> str:
+    """Return the size and speed that packing would bring, and the grounds for it."""
     if packing.share is None:
         return "unknown: float16 loses a quarter where it stems from bfloat16, which plan sees where its weights are"
     basis = "by its weights" if packing.is_sampled else "as usual"

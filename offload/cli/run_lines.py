@@ -68,6 +68,7 @@ def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> st
 
 
 def _expectation(choice: "TreeChoice") -> str:
+    """Return the tree and the speed to expect from it."""
     from offload.trees.spec import label_of  # it imports numpy
 
     speed = f"{choice.tokens_per_sweep:.1f} tokens a pass expected"

@@ -101,6 +101,7 @@ class SlashCommands:
         self._say(f"kept in {path}")
 
     def _load(self, name: str) -> None:
+        """Continue the conversation in a file; answers are kept in the session's own file alone."""
         path = self._file(name)
         before = self.session
         # Not while another conversation replaces this one: ending the program now would write the
@@ -148,6 +149,7 @@ class SlashCommands:
             self._say(self._chat.system or "no system prompt")
 
     def _set(self, text: str) -> None:
+        """Change one setting, or none for an empty text, and show all. Raises `UserError`."""
         name, _, value = text.partition(" ")
         name = name.lower().replace("_", "-")
         name = _SHORT.get(name, name)

@@ -185,6 +185,7 @@ def _finished(
 
 
 def _result(outcome: Generation | UserError) -> dict[str, object]:
+    """Return the JSON fields of a text, or of the error that took its place."""
     if isinstance(outcome, UserError):
         return {"error": as_flags(renamed(str(outcome), KEYS))}
     sampling = asdict(outcome.sampling)

@@ -98,6 +98,7 @@ def _lines(report: "Report") -> list[str]:
 
 
 def _compared(report: "Report") -> str:
+    """Return the sums that the bits were compared with, and where checksums were written."""
     counts = {
         "as the hub has them": report.num_as_hub,
         "decoded, with the checksums of packing": report.num_decoded,

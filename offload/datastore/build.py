@@ -121,6 +121,7 @@ def _encoded(documents: Iterable[str], coder: Coder, room: int) -> Iterator[NDAr
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Yield documents in batches of about `_BATCH_CHARS` characters."""
     batch = list[str]()
     num_chars = 0
     for document in documents:

@@ -75,6 +75,7 @@ class Corpus:
             self.done_bytes = before
 
     def _found(self, path: Path) -> Iterator[_File]:
+        """Yield the regular files of a path in the order of names; hidden ones are counted."""
         if not path.is_dir():
             try:
                 yield _File(path, path.stat().st_size, True)
@@ -126,6 +127,7 @@ class Corpus:
     def _lines(
         self, path: Path, raw: BinaryIO, render: Callable[[Messages], str]
     ) -> Iterator[tuple[str, int]]:
+        """Yield the texts of a JSONL file in pieces, each with the bytes read so far."""
         done_bytes = 0
         for number, line in enumerate(iter(lambda: raw.readline(_MAX_LINE_BYTES), b""), start=1):
             done_bytes += len(line)

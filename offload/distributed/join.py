@@ -293,6 +293,7 @@ def _wait_for_readers(store: dist.Store, place: RankInfo) -> None:
 
 
 def _wait_for_handshakes(store: dist.Store, num_ranks: int, limit_s: float) -> None:
+    """Wait until all ranks have joined. Raises `UserError` for a refusal or a late rank."""
     due_s = monotonic() + limit_s
     missing = set(range(num_ranks))
     while missing := {rank for rank in missing if not store.check([f"card/{rank}"])}:

@@ -110,6 +110,7 @@ class PipelineDecoder(Decoder):
         self._is_under_way = False
 
     def _pass(self, sequences: Sequence[TokenSequence]) -> list[list[int] | Exception]:
+        """Return the next tokens of the one text, which the head begins or continues."""
         (sequence,) = sequences
         kept = sequence.caches.target.length
         started = time.perf_counter()

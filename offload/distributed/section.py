@@ -80,6 +80,7 @@ class SectionModel(TreeModel):
         return int(self.meta_model.config.hidden_size)
 
     def _call(self, token_1T: Tensor, **arguments: Any) -> Any:
+        """Run ids or hidden states; return logits, or hidden states in their place."""
         rows = {"input_ids": token_1T}
         if token_1T.is_floating_point():
             self._received_1TD = token_1T

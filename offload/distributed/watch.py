@@ -119,6 +119,7 @@ class Watch:
         self._end((_REFUSED if is_refusal else _FAILED) if reason else _ENDED, reason)
 
     def _end(self, kind: int, reason: str) -> None:
+        """Send a last word to all others, once; a peer that does not take it is not waited for."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()
@@ -168,6 +169,7 @@ class Watch:
             self._judge(peer)
 
     def _listen(self, peer: int) -> None:
+        """Receive a peer's words until it ends or is lost; every word resets its silence."""
         word = torch.empty(_WORD_BYTES, dtype=torch.uint8)
         while True:
             try:

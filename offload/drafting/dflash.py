@@ -249,6 +249,7 @@ class BlockDrafter(CarriedDrafter):
         return score_apart(self, tokens, start, state)
 
     def _tree(self, text: DraftText, guesses: Guesses) -> TokenTree:
+        """Return the tree of one text: its block's best paths, and guesses that are likelier."""
         shape = text.shape
         draft = self._draft(text.state)
         if not shape.depth or not self._is_ready(text):

@@ -25,6 +25,7 @@ class Eagle3Model(HeadModel):
     """A layer whose attention reads twice the width."""
 
     def _new_mixer(self, decoder: Any) -> nn.Module:
+        """Widen the layer's projections to embedding and state; return what mixes the states."""
         layer = decoder.layers[0]
         mixer = _StateMixer(final_norm(decoder), mixer_shapes(self.checkpoint))
         for name in _PROJECTIONS:

@@ -274,6 +274,7 @@ class Guesses:
         token: int,
         judged: DraftVerdict,
     ) -> None:
+        """Update each opinion's weight by one emitted token, from the last opinion to the first."""
         rest, confidence = judged
         for opinion, shares in reversed(claims):
             length = opinion.length_at(depth)
@@ -391,6 +392,7 @@ class LookupDrafter(WithoutModel):
         return [self._grow(text) for text in batch]
 
     def _grow(self, text: DraftText) -> TokenTree:
+        """Return the tree of one text: the nodes that pay, or those that fill a fixed shape."""
         guesses = self._sources.ask(text, text.state)
         if not guesses:
             return root_alone(text.tokens)

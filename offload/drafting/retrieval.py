@@ -137,6 +137,7 @@ def _open_store(
 def _count_text(
     argument: str, path: str | os.PathLike[str], tokenizer: Any, vocab_size: int
 ) -> SuffixIndex:
+    """Return an index of a text file's tokens. Raises `UserError` for an empty or a large one."""
     encode = _known(tokenizer, argument)
     corpus = Corpus([Path(path)])
     size = corpus.num_bytes

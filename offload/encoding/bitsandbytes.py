@@ -150,6 +150,7 @@ def _unnested(absmax: "Tensor", companions: Tensors, said: Mapping[str, Any]) ->
 def _recognise_4_bits(
     stored: Headers, settings: Settings, _: Site = NOWHERE
 ) -> RecognisedWeight | None:
+    """Return a weight with a table of 16 codes; None without its JSON. Raises `ValueError`."""
     state = next((suffix for suffix in _STATES if suffix in stored), None)
     if state is None:
         return None

@@ -104,6 +104,7 @@ def _recognise(
 
 
 def _recognise_packed(stored: Headers, settings: Settings, site: Site) -> RecognisedWeight:
+    """Return a weight with packed words; its columns are the model's where they fit."""
     require(stored, (".weight_scale",), ".weight_packed")
     require_integers(stored, (".weight_zero_point", ".weight_g_idx"))
     (num_rows, num_words), scale = (
@@ -174,6 +175,7 @@ def _integer_groups(settings: Settings) -> Iterator[Mapping[str, Any]]:
 
 
 def _recognise_bytes(stored: Headers, settings: Settings) -> RecognisedWeight:
+    """Return a weight of whole bytes with scales for all, rows or groups. Raises `ValueError`."""
     shape = matrix_shape(stored, ".weight")
     scale = stored[".weight_scale"].shape
     if math.prod(scale) == 1:

@@ -138,6 +138,7 @@ def exponents(suffix: str, stored: "Tensor", grid: Sequence[int]) -> Tensors:
 def _recognise_float8(
     stored: Headers, settings: Settings, _: Site = NOWHERE
 ) -> RecognisedWeight | None:
+    """Return an FP8 weight with its scales; None for other types. Raises `ValueError`."""
     weight = stored.get(".weight")
     suffix = next((suffix for suffix in _FP8_SCALES if suffix in stored), None)
     if weight is None or weight.dtype not in _TYPES:
@@ -235,6 +236,7 @@ class Mxfp4(_FourBits):
 def _recognise_mxfp4_stack(
     stored: Headers, _settings: Settings, _: Site = NOWHERE
 ) -> RecognisedWeight | None:
+    """Return gpt-oss's stack of experts; None without `_blocks`. Raises `ValueError`."""
     words = stored.get("_blocks")
     if words is None or words.dtype != "U8":
         return None
@@ -254,6 +256,7 @@ MXFP4_STACK = Format(("_blocks", "_scales"), _recognise_mxfp4_stack, parameter="
 def _recognise_mxfp4(
     stored: Headers, _settings: Settings, _: Site = NOWHERE
 ) -> RecognisedWeight | None:
+    """Return compressed-tensors' MXFP4; None for other types. Raises `ValueError`."""
     words = stored.get(".weight_packed")
     scale = stored.get(".weight_scale")
     if words is None or scale is None or (words.dtype, scale.dtype) != ("U8", "U8"):
@@ -311,6 +314,7 @@ class Nvfp4(_FourBits):
 def _recognise_nvfp4(
     stored: Headers, _settings: Settings, _: Site = NOWHERE
 ) -> RecognisedWeight | None:
+    """Return NVFP4 of compressed-tensors or ModelOpt; None for other types. Raises `ValueError`."""
     kinds = {suffix: stored[suffix].dtype for suffix in _NVFP4_WORDS if suffix in stored}
     suffix = next((suffix for suffix, kind in kinds.items() if kind == "U8"), None)
     scale = stored.get(".weight_scale")

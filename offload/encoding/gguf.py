@@ -112,6 +112,7 @@ class GgufBlocks(WordsAlone):
     def _expand_tiled(
         self, tiles: HeadPermutation, stored_B: "Tensor", out: "Tensor", expansion: "Expansion"
     ) -> None:
+        """Fill `out` with value heads in the model's order: reordered whole, or after expansion."""
         if out.dim() == 1 or self.kind not in BLOCKS:
             number = self._numbers(stored_B, out, expansion).float()
             number = (-number).log() if self.is_exponential else number

@@ -96,6 +96,7 @@ class Awq(_Columns):
 def _recognise_awq(
     stored: Headers, settings: Settings, _: Site = NOWHERE
 ) -> RecognisedWeight | None:
+    """Return an AWQ weight; None without its tensors. Raises `ValueError` for misfit shapes."""
     shapes = packed_shapes(stored)
     if shapes is None:
         return None
@@ -143,6 +144,7 @@ class Gptq(_Columns):
 def _recognise_gptq(
     stored: Headers, settings: Settings, _: Site = NOWHERE
 ) -> RecognisedWeight | None:
+    """Return a GPTQ weight; None if shapes are AWQ's. Raises `ValueError` for misfit shapes."""
     shapes = packed_shapes(stored)
     if shapes is None or shapes[0][1] != shapes[2][1]:
         return None

@@ -66,6 +66,7 @@ class MlxIntegers(Integers):
 def _recognise(
     stored: Headers, settings: Settings, site: Site = NOWHERE
 ) -> RecognisedWeight | None:
+    """Return an MLX weight, integers or floats; None for others. Raises `ValueError`."""
     words = stored.get(_WORDS)
     if words is None or words.dtype != "U32":
         return None

@@ -40,6 +40,7 @@ class TorchaoBytes(ByteIntegers):
 
 
 def _recognise(stored: Headers, _settings: Settings, _: Site = NOWHERE) -> RecognisedWeight | None:
+    """Return a torchao weight of 8 bits; None for others. Raises `ValueError`."""
     words = stored.get(_WORDS)
     if words is None:
         return None

@@ -209,6 +209,7 @@ def _checked(path: Path, file: Any, identities: Identities, plan: MemoryPlan) ->
 
 
 def _contents(file: Any, notes: Mapping[str, str]) -> Session:
+    """Return tokens and messages of a file. Raises `ValueError` or `KeyError` for damage."""
     header = file.get_slice(_TOKENS)
     ensure(
         header.get_dtype() == "I64" and len(header.get_shape()) == 1,
@@ -233,6 +234,7 @@ def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    """Yield an open session file. Raises `UserError` if it cannot be read or is damaged."""
     try:
         with open_regular(path):
             _require_no_holes(path)

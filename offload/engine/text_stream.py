@@ -242,6 +242,7 @@ class TextStream:
         return text[num_before:]
 
     def _decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones left out; empty without a tokenizer."""
         if self._tokenizer is None:
             return ""
         ids = _as_utf8([*tokens], self._byte_of)

@@ -395,6 +395,7 @@ def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
 
 
 def _check_encoders(target: Checkpoint, draft: Checkpoint | None, budget: MemoryBudget) -> None:
+    """Raise `UserError` for options or drafts that a model with an encoder does not support."""
     rule = "models with an encoder write one text at a time, `parallel` must be 1"
     is_one = budget.parallel == 1 or not has_encoder(target.config)
     require(is_one, rule, budget.parallel, "leave it out")

@@ -131,6 +131,7 @@ def _fill(
     num_swept: int,
     pool: ExpertPoolSize,
 ) -> TierAllocation:
+    """Return the layers that stay in a tier, and its slots. Raises `UserError`."""
     room_bytes = tier.budget_bytes - tier.fixed_bytes
     slot_bytes = max(layer_bytes)
     all_bytes = sum(layer_bytes[layer] for layer in layers)

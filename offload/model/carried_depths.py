@@ -111,6 +111,7 @@ class DepthModel(CarriedModel):
         return super().forward_parts(parts, num_logits=num_logits)
 
     def _relate(self, parts: Sequence[BatchPart]) -> _Rows:
+        """Return for each row its parent's and its nearest known output, its layer, if deeper."""
         caches = {id(part.cache): part.cache for part in parts}
         known = [cache.outputs_UD for cache in caches.values() if isinstance(cache, DepthCache)]
         sizes = list(map(len, known))

@@ -106,6 +106,7 @@ class Graphs:
         return True
 
     def _run(self, width: int, input_WI: Tensor, cache: KVCache) -> None:
+        """Replay the pass of this width, or run and record it for the first time."""
         if width in self._recordings:
             recording = self._recordings[width]
             recording.input_WI.copy_(input_WI)

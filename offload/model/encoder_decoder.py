@@ -130,6 +130,7 @@ class EncoderDecoderModel(TreeModel):
         return False
 
     def _call(self, token_1T: Tensor, *, logits_to_keep: int = 0, **inputs: Any) -> Any:
+        """Run decoder rows over the encoder's states that the cache holds."""
         pass_cache = cache_in(inputs)
         self._num_scored = logits_to_keep
         # without a cache, rows are scored that the decoder has computed

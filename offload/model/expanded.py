@@ -204,6 +204,7 @@ class ExpandedWeights:
         places: Mapping[str, ParameterPlace],
         block: nn.Module,
     ) -> None:
+        """Let each module of a layer expand its coded weights just before it runs."""
         owned = defaultdict[nn.Module, list[tuple[str, ParameterPlace]]](list)
         for name in layout.coded:
             place = places[name]

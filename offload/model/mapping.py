@@ -137,6 +137,7 @@ def _parts(
     sources: _Found,
     by_pattern: Mapping[str, WeightConverter],
 ) -> list[TensorPart]:
+    """Return the tensors that make up a parameter. Raises `UserError` for contradictions."""
     for _, name, entry in sources:
         if entry.coded is None and entry.dtype not in ENCODINGS:
             rule = f"{where}: weights must be bf16, fp16, fp32 or quantised"

@@ -161,6 +161,7 @@ def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) ->
 def _instantiate(
     build: Callable[..., PreTrainedModel], config: Any, dtype: torch.dtype
 ) -> PreTrainedModel:
+    """Return the library's model without storage, set up for layers that stream."""
     for flag, value in _OUTPUT_FLAGS.items():
         setattr(config, flag, value)
     for name in _NAMED_CODE:

@@ -201,6 +201,7 @@ def _pieces(rows: PathRows, num_rows: int, group: int, wide: int) -> Sequence[_P
 
 
 def _piece(walk_TL: np.ndarray, lo: int, hi: int, rows: PathRows) -> _Piece:
+    """Return rows [lo, hi) with the keys that they share, and their own keys in blocks."""
     window = rows.window
     place = rows.walk_TL.device
     seen_T = torch.from_numpy(walk_TL[lo:hi, 0].astype(np.int64))

@@ -250,6 +250,7 @@ class TreeModel(BoundModel):
         self._multiply_by(rows)
 
     def _multiply_by(self, rows: Products | None) -> None:
+        """Let all parts of the model use these products; None restores the usual ones."""
         # a GPU has quicker ways than expert by expert, for experts that are there all at once
         is_usual = rows is None and self.torch_device.type != "cpu" and not self.experts
         if self._usual_experts is not None:
@@ -379,6 +380,7 @@ class TreeModel(BoundModel):
     def _give_mask(
         self, window: Window, index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
+        """Return a layer's arguments with the mask of its window; a forward pre-hook."""
         # some families pass all by order
         if "attention_mask" not in kwargs:
             names = [*signature(type(layer).forward).parameters][2:]

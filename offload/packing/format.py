@@ -241,6 +241,7 @@ class _Writing:
         self._end = 0  # of the data
 
     def write(self, on_bytes: OnBytes) -> None:
+        """Write all tensors in order, coded where that pays, then the companions that stay."""
         tensors = self._portion.tensors
         windows = self._portion.windows
         copied = self._portion.copied
@@ -369,6 +370,7 @@ def _header(
     sums: Mapping[str, list[int]],
     align_bytes: int,
 ) -> bytes:
+    """Return a packed file's header with its origin, its checksums and the source's header."""
     notes = {
         "format": FORMAT, "version": VERSION, "about": _ABOUT, "origin": json.dumps(portion.origin._asdict()),
         "crc32": json.dumps({name: "".join(f"{crc:08x}" for crc in crcs) for name, crcs in sums.items()}),

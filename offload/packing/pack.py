@@ -205,6 +205,7 @@ def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
 def _write_originals(
     folder: Path, files: Mapping[str, list[PackedFile]], scratch: Path, progress: Progress
 ) -> None:
+    """Write the unpacked files that are not there yet, and copy the small ones."""
     needed_bytes = sum(portions[0].origin.num_bytes for portions in files.values())
     there_bytes = sum(path.stat().st_size for path in scratch.glob("*.safetensors"))
     check_disk(scratch, needed_bytes - there_bytes)

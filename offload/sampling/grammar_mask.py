@@ -194,6 +194,7 @@ class Grammars:
         return compiled
 
     def _compile(self, grammar: Grammar) -> _Compiled:
+        """Return a compiled grammar. Raises `UserError` if it is faulty or allows nothing."""
         vocabulary = self._read_vocabulary()
         from llguidance import LLMatcher
 
@@ -214,6 +215,7 @@ class Grammars:
         return _Compiled(matcher)
 
     def _read_vocabulary(self) -> Any:
+        """Return the vocabulary as the grammar compiler needs it, read once. Raises `UserError`."""
         if self._vocabulary is not None:
             return self._vocabulary
         require_compiler()

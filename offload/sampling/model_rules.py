@@ -84,6 +84,7 @@ class ModelRules:
         return self._added("sequence_bias", size), self._later(size)
 
     def _later(self, size: TextSize) -> list[Adjustment]:
+        """Return the adjustments that follow penalties, in transformers' order."""
         adjustments = list[Adjustment]()
         if num := self._settings.get("no_repeat_ngram_size"):
             adjustments.append(NoRepeatedNgrams(int(num)))
@@ -117,6 +118,7 @@ class ModelRules:
         return f"generation_config.json sets {names}, which changes nothing here"
 
     def _added(self, key: str, size: TextSize) -> list[Adjustment]:
+        """Return the adjustment of a setting in a list, empty where it changes nothing."""
         needs_end = key in ("min_length", "min_new_tokens")
         if self._settings.get(key) in (None, 0, []) and key != "forced_bos_token_id":
             return []
@@ -133,6 +135,7 @@ class ModelRules:
         return [AddedScores(self._processor(key)(size), self._vocab_size, num_seen)]
 
     def _processor(self, key: str) -> MakeProcessor:
+        """Return a function of a text's sizes that makes the library's processor of a setting."""
         value = self._settings[key]
         ends: Any = self._ends
         makers: dict[str, MakeProcessor] = {

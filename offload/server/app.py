@@ -67,6 +67,8 @@ def _methods(method: str) -> list[str]:
 
 
 def _answering(serve: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
+    """Wrap a handler: its errors become answers in the protocol's form."""
+
     async def answered(request: HttpRequest) -> Response:
         try:
             response: Response = await serve(request)
@@ -192,6 +194,7 @@ def _refused(request: HttpRequest, refusal: Refusal) -> Response:
 
 
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
+    """Return the answer for an unknown path or method."""
     assert isinstance(error, HTTPException), "registered for these"
     path: str = request.scope["path"]  # `request.url` reads the query, which need not be text
     asked = f"{request.method} {path:.80}"

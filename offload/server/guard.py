@@ -107,6 +107,7 @@ class Guard:
             raise Refusal(403, message, code="wrong_site")
 
     def _check_key(self, headers: Mapping[str, str], path: str) -> None:
+        """Raise `Refusal` for a request without one of the server's keys."""
         if not self._digests or path in _OPEN_PATHS:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")

@@ -138,6 +138,7 @@ class DeviceExpertCarrier(FeedingCarrier):
         return None
 
     def _start_read(self, block: int, slot: int) -> None:
+        """Read an expert into a slot of host memory, and send it on once all has arrived."""
         if (sent := self.sender.last.pop(slot, None)) is not None:
             self.device.synchronize(sent)
         record = self.layouts[block]

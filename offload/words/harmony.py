@@ -64,6 +64,7 @@ class HarmonyReader:
         return parts
 
     def _advance(self, parts: list[Part]) -> bool:
+        """Take in the held text up to the next mark; return False if there is none yet."""
         marks = ("<|message|>",) if self._header is not None else (*_ENDS, *_STARTS)
         place, mark = self._held.find(marks)
         if not mark:

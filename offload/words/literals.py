@@ -91,6 +91,7 @@ class Scanner:
         return next(ahead, "")
 
     def _string(self) -> str:
+        """Return a quoted string, escapes resolved. Raises `ValueError` where it has no end."""
         quote = self._quote()
         self.require(quote)
         if len(quote) > 1:

@@ -243,6 +243,7 @@ _NO_CONTENT: Mapping[str, str | None] = {"none": None, "empty": ""}
 
 
 def _tools() -> list[Message]:
+    """Return sample tools with which a template is probed."""
     tools = []
     for name, arguments in zip(_NAMES, _ARGUMENTS, strict=True):
         kinds = {str: "string", int: "integer"}

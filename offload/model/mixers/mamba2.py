@@ -103,6 +103,7 @@ class StateSpace(Recurrence):
     def _run_chunk(
         self, state_HPN: Tensor, x_HTP: Tensor, B_GTN: Tensor, C_GTN: Tensor, log_HT: Tensor
     ) -> Stepped:
+        """Return outputs (H, T, P) of a chunk of rows, and the state (H, P, N) after it."""
         num_alike = self.num_heads // self.num_groups
         num_rows = log_HT.shape[1]
         sum_HT = log_HT.cumsum(1)

@@ -45,6 +45,7 @@ class MessageAnswer(BlockAnswer):
         return [Event("error", error_body(refusal))]
 
     def _open(self, part: Part) -> list[Event]:
+        """Begin a content block for a part; return its first events, for a call all of them."""
         index = len(self._content)
         block: dict[str, Any]
         match part:

@@ -127,6 +127,7 @@ class Message(_Open):
             yield {"role": self.role, "content": "".join(words)}
 
     def _answer(self, where: str) -> dict[str, Any]:
+        """Return an earlier answer as a message for chat templates. Raises `Refusal`."""
         words = list[str]()
         thoughts = list[str]()
         calls = list[dict[str, Any]]()
@@ -201,6 +202,7 @@ class CountBody(Body):
         return [self._request(usual, 0)]
 
     def _request(self, usual: Sampling, num_new: int | None, **fields: Any) -> Request:
+        """Return the request for this conversation. Raises `Refusal` and `UserError`."""
         if self.thread is not None:
             # this code has the client send whole conversations, as any other 400 does not
             details = {"error_code": _THREAD, "unsupported": ["thread"]}

@@ -161,6 +161,7 @@ class BlockAnswer(Answer):
         return [*events, *self._closed(), *self._end(result)]
 
     def _taken(self, parts: Sequence[Part]) -> list[Event]:
+        """Return events for parts; a part of another kind closes the open block."""
         events = list[Event]()
         for part in parts:
             if isinstance(part, Call):

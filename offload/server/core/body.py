@@ -144,6 +144,7 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
         )
 
     def _sampling(self, usual: Sampling) -> Sampling:
+        """Return the usual sampling with the body's own settings. Raises `Refusal`."""
         given: dict[str, Any] = {}
         for name, option in options_at("http", Sampling).items():
             value = getattr(self, name)
@@ -179,6 +180,7 @@ def _rank(error: Mapping[str, Any]) -> int:
 
 
 def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
+    """Return the refusal for one of pydantic's errors, naming the field as clients write it."""
     known = kind.model_fields
     path = ""
     is_stranger = error["type"] == "extra_forbidden"

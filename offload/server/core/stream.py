@@ -122,6 +122,7 @@ class EventStream(Response):
     async def _events(
         self, pieces: AsyncIterator[tuple[int, OutputDelta | None] | None]
     ) -> AsyncGenerator[bytes]:
+        """Yield encoded events of an answer; an error becomes the last one."""
         opening = self._answer.opening()
         try:
             async for arrival in pieces:

@@ -78,6 +78,7 @@ class ChoicesAnswer(Answer):
         return Event("", {**head, "choices": choices, **usage, **(extension or {})})
 
     def _usage(self) -> dict[str, Any]:
+        """Return the counts of tokens; a prompt counts once for all its choices."""
         results = [self._result(index) for index in range(len(self.jobs))]
         # of each prompt; its other choices have read the same
         firsts = results[:: self._body.num_choices]
@@ -155,6 +156,7 @@ class ChatAnswer(ChoicesAnswer):
         return [*choices, self._delta(index, {}, "tool_calls" if calls else result.finish_reason)]
 
     def _choice(self, index: int, result: Generation) -> dict[str, Any]:
+        """Return one whole choice of a chat completion."""
         reader = self._readers[index]
         parts = [*reader.push(result.segments), *reader.finish(result)]
         thoughts, content = self._words(index, parts)
@@ -206,6 +208,7 @@ class CompletionAnswer(ChoicesAnswer):
         reason: str | None = None,
         logprobs: Sequence[TokenLogprob] = (),
     ) -> dict[str, Any]:
+        """Return a piece of one choice's text, the first one with the prompt if it is echoed."""
         scored = None
         if index in self._unsaid:
             self._unsaid.remove(index)

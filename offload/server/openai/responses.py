@@ -278,6 +278,7 @@ class ResponseAnswer(BlockAnswer):
         return [self._event("response.failed", response=self._response("failed", error=error))]
 
     def _open(self, part: Part) -> list[Event]:
+        """Begin an output item for a part; return its first events, for a call all but the last."""
         item: dict[str, Any]
         match part:
             case Text():
@@ -312,6 +313,7 @@ class ResponseAnswer(BlockAnswer):
         return [self._event(kind, **self._place(), delta=part.text, **_logprobs(part))]
 
     def _close(self) -> list[Event]:
+        """Return the events that end the open item."""
         item = self._output[-1]
         item["status"] = "completed"
         events = list[Event]()
